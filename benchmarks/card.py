@@ -1,0 +1,82 @@
+"""What a result was measured on, and the one shape of line that every benchmark appends to its file."""
+
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from launch import cores
+
+RESULTS = Path(__file__).parent / "results"
+KEYS = (
+    "benchmark case shape n k tokens ranks direction transport link dtype t_g1_us t_gr_us t_c_us t_ov_us t_base_us "
+    "e_hide roofline e_ect peak_bytes step_ms tokens_per_s strategy device driver cuda torch nccl commit date command"
+).split()
+
+
+def _output(*command: str) -> str | None:
+    """First line that a program prints, or None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def command_line() -> str:
+    """The command of this process as it was typed. To be asked before ranks are spawned, which have another one."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
+
+
+def environment_card(device: torch.device, command: str) -> dict[str, Any]:
+    """Hardware, versions, commit, time (UTC, ISO 8601) and `command`; unknown values are None."""
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        "gpus": torch.cuda.device_count(),
+        "cpu": _cpu_name(),
+        "cores": cores(),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "cuda": torch.version.cuda if on_gpu else None,
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "nccl_settings": {key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")},
+        "python": platform.python_version(),
+        "commit": _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+    }
+
+
+def machine_name(device: torch.device) -> str:
+    """Folder name for results from this kind of machine, such as `cpu-2core` or `h200-8gpu`."""
+    if device.type == "cpu":
+        return f"cpu-{cores()}core"
+    name = torch.cuda.get_device_name(device).lower().removeprefix("nvidia ")
+    return f"{re.sub('[^a-z0-9]+', '-', name)}-{torch.cuda.device_count()}gpu"
+
+
+def result_line(card: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """One result: every key of `KEYS` in order (unknown = None), then whatever else `card` and `values` hold."""
+    known = {**card, **values}
+    return {**{key: known.get(key) for key in KEYS}, **known}
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Appends `line` to a file of JSON lines, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")

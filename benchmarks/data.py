@@ -1,0 +1,73 @@
+"""Byte-level text and the batches that a run cuts from it."""
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import torch
+
+TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
+
+
+def standard_library() -> Path:
+    """Folder of the running Python's standard library: real text that is on every machine."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def read_text(path: Path | None = None) -> torch.Tensor:
+    """Reads a file, or the text files of a folder in sorted order, as bytes.
+
+    Args:
+        path: a file; a folder (its .py, .txt, .md and .rst files); or None for the Python source files of the standard
+            library, without installed packages.
+
+    Returns:
+        uint8 [bytes].
+
+    Raises:
+        ValueError: there is no text at `path`.
+    """
+    suffixes = (".py",) if path is None else TEXT_SUFFIXES
+    root = standard_library() if path is None else path
+    if root.is_file():
+        files = [root]
+    else:
+        found = (file.relative_to(root) for file in root.rglob("*") if file.suffix in suffixes and file.is_file())
+        files = [root / file for file in sorted(found) if "site-packages" not in file.parts]
+    text = b"\n".join(file.read_bytes() for file in files)
+    if not text:
+        raise ValueError(f"no text in {root}: expected a file, or a folder with files {' '.join(suffixes)}")
+    return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
+
+
+def fingerprint(text: torch.Tensor) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of the text, so that two runs can be told to have read the same."""
+    return hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
+
+
+def sample_windows(
+    text: torch.Tensor, *, seed: int, step: int, rows: int, seq: int, first: int, last: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `first` to `last` of the global batch of one step.
+
+    The global batch depends on `seed`, `step`, `rows` and `seq` alone, so R ranks that take their slices and one
+    process that takes all rows read the same text.
+
+    Args:
+        text: uint8 [bytes].
+        rows: windows in the global batch.
+        seq: tokens in a window.
+
+    Returns:
+        inputs and targets (the inputs shifted by one byte), int64 [last - first, seq].
+
+    Raises:
+        ValueError: the text is shorter than one window.
+    """
+    if len(text) <= seq + 1:
+        raise ValueError(f"the text has {len(text)} bytes, a window of {seq} tokens needs at least {seq + 2}")
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(text) - seq, (rows,), generator=generator)[first:last]
+    windows = text[starts[:, None] + torch.arange(seq + 1)].long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

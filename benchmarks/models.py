@@ -1,0 +1,124 @@
+"""Models of the benchmarks. Each has `blocks` (what `fully_shard` wraps) and `forward(inputs, targets) -> loss`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BYTES = 256
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block with causal self-attention and a four times wider GELU MLP."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.proj = nn.Linear(hidden, hidden)
+        self.mlp_norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [batch, seq, hidden] -> [batch, seq, hidden]."""
+        batch, seq, hidden = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, seq, 3, self.heads, hidden // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(batch, seq, hidden))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    """Byte-level language model: learned positions, pre-norm blocks, output weights tied to the token embedding."""
+
+    def __init__(self, *, seq: int, layers: int, hidden: int, heads: int) -> None:
+        super().__init__()
+        if hidden % heads:
+            raise ValueError(f"hidden size {hidden} is not divisible by {heads} heads")
+        self.tokens = nn.Embedding(BYTES, hidden)
+        self.positions = nn.Embedding(seq, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, BYTES, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """inputs, targets int64 [batch, seq] -> mean cross-entropy in nats per byte, float32 or wider, scalar."""
+        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        if logits.dtype.itemsize < 4:
+            logits = logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class MLPBlock(nn.Module):
+    """x + Linear(GELU(Linear(LayerNorm(x))))."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, width] -> [tokens, width]."""
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class MLPStack(nn.Module):
+    """Residual MLP blocks with a mean squared error: little but GEMMs, so what a strategy costs is plain to see."""
+
+    def __init__(self, *, blocks: int = 4, width: int = 1024, inner: int = 4096) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MLPBlock(width, inner) for _ in range(blocks))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """inputs, targets [tokens, width] -> mean squared error, scalar."""
+        x = inputs
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x.to(targets.dtype), targets)
+
+
+def random_vectors(tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets for MLPStack, float32 [tokens, 1024] each."""
+    return torch.randn(tokens, 1024, generator=generator), torch.randn(tokens, 1024, generator=generator)
+
+
+def random_bytes(tokens: int, generator: torch.Generator, seq: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets for GPT, int64 [tokens / seq, seq] each.
+
+    Raises:
+        ValueError: `tokens` is not a multiple of `seq`.
+    """
+    if tokens % seq:
+        raise ValueError(f"{tokens} tokens are not a multiple of the sequence length {seq}")
+    windows = torch.randint(BYTES, (tokens // seq, seq + 1), generator=generator)
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model as `compare.py` runs it: how to build it, and a random local batch of so many tokens."""
+
+    build: Callable[[], nn.Module]
+    sample: Callable[[int, torch.Generator], tuple[torch.Tensor, torch.Tensor]]
+    shape: str
+
+
+WORKLOADS = {
+    "mlp": Workload(MLPStack, random_vectors, "4 x (LayerNorm, Linear 1024->4096, GELU, Linear 4096->1024)"),
+    "gpt": Workload(
+        lambda: GPT(seq=128, layers=6, hidden=384, heads=6), random_bytes, "byte GPT, 6 layers, hidden 384, seq 128"
+    ),
+}

@@ -1,0 +1,137 @@
+"""Ways to train a model on several ranks, behind one interface: a name in `STRATEGIES`, and `Trainer`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import rtp_ext
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a plain model becomes one that trains on a mesh.
+
+    `convert(model, mesh, policy)` returns the model to call. `policy` is None in float32. `follows_policy`: 16-bit
+    compute comes from the policy (16-bit copies of float32 parameters, gradients reduced in float32) and not from
+    autocast. `one_process`: a single process trains on the batches of all ranks.
+    """
+
+    convert: Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]
+    follows_policy: bool = False
+    one_process: bool = False
+
+
+def _rotate(in_place: bool) -> Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]:
+    def convert(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
+        options = {} if policy is None else {"mp_policy": policy}
+        return rtp_ext.fully_rotate(model, mesh=mesh, in_place=in_place, **options)
+
+    return convert
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
+    options = {} if policy is None else {"mp_policy": policy}
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def _replicate(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+STRATEGIES = {
+    "rtp": Strategy(_rotate(in_place=False), follows_policy=True),
+    "rtp-inplace": Strategy(_rotate(in_place=True), follows_policy=True),
+    "fsdp2": Strategy(_shard, follows_policy=True),
+    "ddp": Strategy(_replicate),
+    "single": Strategy(lambda model, mesh, policy: model, one_process=True),
+}
+
+
+class Trainer:
+    """A model, its optimizer (AdamW with torch's defaults but for the learning rate) and how to take a step.
+
+    Args:
+        strategy: a key of `STRATEGIES`.
+        build: makes the plain model; called under `seed`, on the CPU, so that every strategy and rank starts from the
+            same weights.
+        mesh: the ranks, one-dimensional.
+        device: where the model lives.
+        dtype: a key of `DTYPES`; parameters are float32 either way.
+        lr: learning rate.
+    """
+
+    def __init__(
+        self,
+        strategy: str,
+        build: Callable[[], nn.Module],
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        dtype: str,
+        lr: float,
+        seed: int,
+    ) -> None:
+        kind = STRATEGIES[strategy]
+        compute_dtype = DTYPES[dtype]
+        policy = None
+        self._autocast: torch.dtype | None = None
+        if compute_dtype != torch.float32:
+            if kind.follows_policy:
+                policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+            else:
+                self._autocast = compute_dtype
+        torch.manual_seed(seed)
+        self.strategy = strategy
+        self.device = device
+        self.model = kind.convert(build().to(device), mesh, policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.ring = rtp_ext.ring_of(self.model) if strategy.startswith("rtp") else None
+
+    def step(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        keep_gradients: bool = False,
+        phase: Phase = lambda name: nullcontext(),
+    ) -> torch.Tensor:
+        """One training step on this rank's batch. Returns its loss before the update, a detached scalar.
+
+        Args:
+            keep_gradients: zero the gradients and keep their memory, instead of freeing them.
+            phase: entered around `forward_backward` and `optimizer`.
+        """
+        self.optimizer.zero_grad(set_to_none=not keep_gradients)
+        with phase("forward_backward"):
+            with self._casting():
+                loss = self.model(inputs, targets)
+            loss.backward()
+        with phase("optimizer"):
+            self.optimizer.step()
+        return loss.detach()
+
+    def _casting(self) -> AbstractContextManager[None]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self._autocast)
+
+    def optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def close(self) -> None:
+        """Ends the ring, if there is one. All ranks call it."""
+        if self.ring is not None:
+            self.ring.close()

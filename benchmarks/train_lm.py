@@ -1,0 +1,193 @@
+"""Trains a byte-level GPT with rotated tensor parallelism, or with what it is compared to.
+
+    python benchmarks/train_lm.py --strategy rtp --ranks 2 --steps 100
+    torchrun --nproc-per-node 8 benchmarks/train_lm.py --strategy rtp --ranks 8 --data my_text_folder
+
+Every rank trains on its own `--batch` windows of `--seq` bytes. `--strategy single --ranks R` trains in one process on
+the windows of R ranks together; the mean of the ranks' losses is then its loss, step by step, up to rounding.
+Every strategy starts from the same weights. The text is the source of Python's standard library unless `--data` names
+another file or folder.
+
+GPUs and NCCL are used where there are any, else CPUs and Gloo. A progress line goes to stderr. The last line of stdout
+is JSON: the loss of every step, tokens/s without the first steps (they measure memory, see memory.py), and bytes per
+rank (the largest rank counts).
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from card import append_line, command_line, environment_card, result_line
+from data import fingerprint, read_text, sample_windows
+from launch import Place, add_launch_options, gather, launch
+from memory import PROBED_STEPS, Memory, MemoryProbe
+from models import GPT
+from strategies import DTYPES, STRATEGIES, Trainer
+
+
+class Progress:
+    """A line on stderr that is rewritten at every step; without a terminal, about ten lines in all."""
+
+    WIDTH = 24
+
+    def __init__(self, label: str, steps: int) -> None:
+        self._label = label
+        self._steps = steps
+        self._terminal = sys.stderr.isatty()
+
+    def show(self, done: int, loss: float, tokens_per_s: float | None, peak_bytes: int | None) -> None:
+        if not self._terminal and done != self._steps and done % max(1, self._steps // 10):
+            return
+        filled = self.WIDTH * done // self._steps
+        speed = "" if tokens_per_s is None else f"  {tokens_per_s:,.0f} tokens/s"
+        peak = "" if peak_bytes is None else f"  peak {peak_bytes / 2**20:,.0f} MiB"
+        bar = "#" * filled + "." * (self.WIDTH - filled)
+        line = f"{self._label:<11} [{bar}] {done:>{len(str(self._steps))}}/{self._steps}  loss {loss:.4f}{speed}{peak}"
+        end = "" if self._terminal and done != self._steps else "\n"
+        print(f"\r{line}\x1b[K" if self._terminal else line, end=end, file=sys.stderr, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a byte-level GPT. See the top of the file.")
+    add = parser.add_argument
+    add("--strategy", choices=STRATEGIES, default="rtp")
+    add("--ranks", type=int, default=2, help="ranks; for `single`: the ranks whose batches it takes together")
+    add("--steps", type=int, default=100)
+    add("--data", type=Path, help="text file or folder (default: source of Python's standard library)")
+    add("--batch", type=int, default=4, help="windows per rank and step")
+    add("--seq", type=int, default=128, help="tokens (bytes) per window")
+    add("--layers", type=int, default=6)
+    add("--hidden", type=int, default=384)
+    add("--heads", type=int, default=6)
+    add("--lr", type=float, default=1e-3)
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
+    add("--output", type=Path, metavar="FILE.jsonl", help="append the result to this file, too")
+    add_launch_options(parser)
+    args = parser.parse_args()
+    for name in ("ranks", "steps", "batch", "seq", "layers", "hidden", "heads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.hidden % args.heads:
+        parser.error(f"--hidden {args.hidden} is not divisible by --heads {args.heads}")
+    args.command = command_line()
+    return args
+
+
+def train(place: Place, args: argparse.Namespace) -> None:
+    """One rank's run; rank 0 prints the result."""
+    text = read_text(args.data)
+    rows = args.batch * args.ranks
+    alone = STRATEGIES[args.strategy].one_process
+    first, last = (0, rows) if alone else (args.batch * place.rank, args.batch * (place.rank + 1))
+
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        windows = sample_windows(text, seed=args.seed, step=step, rows=rows, seq=args.seq, first=first, last=last)
+        return windows[0].to(place.device), windows[1].to(place.device)
+
+    def global_loss(loss: torch.Tensor) -> float:
+        mean = loss.double()
+        dist.all_reduce(mean)
+        return mean.item() / place.ranks
+
+    losses: list[float] = []
+    progress = Progress(args.strategy, args.steps) if place.rank == 0 else None
+    probed = min(args.steps, PROBED_STEPS)
+    with MemoryProbe(place.device) as probe:
+        trainer = Trainer(
+            args.strategy,
+            lambda: GPT(seq=args.seq, layers=args.layers, hidden=args.hidden, heads=args.heads),
+            place.mesh,
+            place.device,
+            dtype=args.dtype,
+            lr=args.lr,
+            seed=args.seed,
+        )
+        for step in range(probed):
+            losses.append(global_loss(probe.step(trainer, *batch(step))))
+            if progress:
+                progress.show(step + 1, losses[-1], None, None)
+    memory = probe.memory(trainer)
+
+    start = time.perf_counter()
+    tokens_per_s = None
+    for step in range(probed, args.steps):
+        losses.append(global_loss(trainer.step(*batch(step))))
+        tokens_per_s = rows * args.seq * (step + 1 - probed) / (time.perf_counter() - start)
+        if progress:
+            progress.show(step + 1, losses[-1], tokens_per_s, memory.peak)
+    bytes_per_rank = memory_of_all_ranks(memory, place)
+    transport = None if trainer.ring is None else trainer.ring.transport
+    trainer.close()
+    if place.rank > 0:
+        return
+
+    card = environment_card(place.device, args.command)
+    shape = f"byte GPT, {args.layers} layers, hidden {args.hidden}, {args.heads} heads, seq {args.seq}"
+    result = result_line(
+        card,
+        benchmark="train_lm",
+        case=args.strategy,
+        strategy=args.strategy,
+        shape=shape,
+        tokens=args.batch * args.seq,
+        ranks=args.ranks,
+        direction="step",
+        transport=transport,
+        dtype=args.dtype,
+        tokens_per_s=tokens_per_s,
+        step_ms=None if tokens_per_s is None else 1e3 * rows * args.seq / tokens_per_s,
+        **bytes_per_rank,
+        processes=place.ranks,
+        threads=torch.get_num_threads(),
+        steps=args.steps,
+        lr=args.lr,
+        seed=args.seed,
+        text_bytes=len(text),
+        text_sha256=fingerprint(text),
+        losses=losses,
+    )
+    if args.output:
+        append_line(args.output, result)
+    print_summary(result, shape)
+    print(json.dumps(result), flush=True)
+
+
+def memory_of_all_ranks(memory: Memory, place: Place) -> dict[str, Any]:
+    """Bytes of the rank that holds most, under the names of the result line. All ranks call it."""
+    names = {
+        "parameter_bytes": memory.parameters,
+        "gradient_bytes": memory.gradients,
+        "optimizer_bytes": memory.optimizer,
+        "peak_bytes": memory.peak,
+        "transient_bytes": memory.transient,
+        "transient_forward_backward_bytes": memory.transient_forward_backward,
+        "transient_optimizer_bytes": memory.transient_optimizer,
+        "slot_bytes": memory.slots,
+    }
+    largest = gather(list(names.values()), place).amax(0)
+    return {name: int(value) for name, value in zip(names, largest, strict=True)}
+
+
+def print_summary(result: dict[str, Any], shape: str) -> None:
+    kib = {key: f"{result[key] / 2**20:.1f} MiB" for key in result if key.endswith("_bytes") and key != "text_bytes"}
+    print(f"{shape}, {result['strategy']} for {result['ranks']} ranks on {result['device']}")
+    print(f"loss {result['losses'][0]:.4f} -> {result['losses'][-1]:.4f} in {result['steps']} steps")
+    print(
+        f"per rank: parameters {kib['parameter_bytes']}, gradients {kib['gradient_bytes']}, optimizer state "
+        f"{kib['optimizer_bytes']}, transient {kib['transient_bytes']}, peak {kib['peak_bytes']}"
+    )
+
+
+def main() -> None:
+    args = parse_arguments()
+    launch(train, args, 1 if STRATEGIES[args.strategy].one_process else args.ranks)
+
+
+if __name__ == "__main__":
+    main()

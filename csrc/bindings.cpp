@@ -1,0 +1,254 @@
+// The only file that includes pybind11.
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "checks.h"
+#include "executor.h"
+#include "ops/embedding.h"
+#include "ops/linear.h"
+#include "schedule.h"
+#include "transport_c10d.h"
+#include "transport_emulated.h"
+#include "transport_nccl.h"
+#include "transport_shm.h"
+
+namespace {
+
+using namespace rtp;
+using NoGil = py::gil_scoped_release;
+
+void bind_errors(py::module_& m) {
+  static py::handle base = py::register_exception<RotationError>(m, "RotationError", PyExc_RuntimeError);
+  py::register_exception<RingTimeout>(m, "RingTimeout", base);
+  py::register_exception<CudaError>(m, "CudaError", base);
+  py::register_exception<NcclError>(m, "NcclError", base);
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const TypeMismatch& mismatch) {
+      PyErr_SetString(PyExc_TypeError, mismatch.what());
+    } catch (const c10::IndexError& outside) {
+      PyErr_SetString(PyExc_IndexError, outside.what_without_backtrace());
+    }
+  });
+}
+
+Pass parse_pass(const std::string& text) {
+  RTP_CHECK_VALUE(text == "forward" || text == "backward", "expected a pass of forward or backward, got ", text);
+  return text == "forward" ? Pass::forward : Pass::backward;
+}
+
+Route parse_route(const std::string& text) {
+  RTP_CHECK_VALUE(text == "ring" || text == "direct", "expected a route of ring or direct, got ", text);
+  return text == "ring" ? Route::ring : Route::direct;
+}
+
+Channel parse_channel(const std::string& text) {
+  RTP_CHECK_VALUE(text == "weight" || text == "gradient", "expected a channel of weight or gradient, got ", text);
+  return text == "weight" ? Channel::weight : Channel::gradient;
+}
+
+// A buffer as Python sees it: None, "weight home", "gradient slot 1", ...
+py::object buffer_name(const Buffer& buffer) {
+  if (!buffer.exists()) return py::none();
+  if (buffer.is_home()) return py::str(concat(name(buffer.channel), " home"));
+  return py::str(concat(name(buffer.channel), " slot ", buffer.slot));
+}
+
+void bind_schedule(py::module_& m) {
+  py::class_<Step>(m, "Step", "One hop, compute or copy of a schedule; fields that its action does not use are None or -1.")
+      .def_property_readonly("action", [](const Step& step) { return name(step.action); })
+      .def_property_readonly("channel",
+                             [](const Step& step) -> std::optional<std::string> {
+                               if (step.action == Action::compute) return std::nullopt;
+                               return name(step.channel);
+                             })
+      .def_readonly("to", &Step::to)
+      .def_readonly("from_", &Step::from)
+      .def_readonly("send_owner", &Step::send_owner)
+      .def_readonly("receive_owner", &Step::receive_owner)
+      .def_property_readonly("send", [](const Step& step) { return buffer_name(step.send); })
+      .def_property_readonly("receive", [](const Step& step) { return buffer_name(step.receive); })
+      .def_property_readonly("compute",
+                             [](const Step& step) -> std::optional<std::string> {
+                               if (step.action != Action::compute) return std::nullopt;
+                               return name(step.compute);
+                             })
+      .def_readonly("owner", &Step::owner)
+      .def_property_readonly("weight", [](const Step& step) { return buffer_name(step.weight); })
+      .def_property_readonly("gradient_in", [](const Step& step) { return buffer_name(step.gradient_in); })
+      .def_property_readonly("gradient_out", [](const Step& step) { return buffer_name(step.gradient_out); });
+  py::class_<Schedule>(m, "Schedule", "The ordered hops and computes of one pass on one rank.")
+      .def_readonly("ranks", &Schedule::ranks)
+      .def_readonly("rank", &Schedule::rank)
+      .def_readonly("steps", &Schedule::steps)
+      .def_readonly("weight_slots", &Schedule::weight_slots)
+      .def_readonly("gradient_slots", &Schedule::gradient_slots);
+  m.def(
+      "make_schedule",
+      [](int ranks, int rank, const std::string& pass, const std::string& route, bool in_place, bool dgrad, bool wgrad,
+         bool receive_in_slots) {
+        return make_schedule(ranks, rank,
+                             {parse_pass(pass), parse_route(route), in_place, dgrad, wgrad, receive_in_slots});
+      },
+      py::arg("ranks"), py::arg("rank"), py::kw_only(), py::arg("pass_"), py::arg("route") = "ring",
+      py::arg("in_place") = false, py::arg("dgrad") = true, py::arg("wgrad") = true,
+      py::arg("receive_in_slots") = false);
+  m.def("shard_sizes", &shard_sizes, py::arg("extent"), py::arg("ranks"));
+}
+
+void bind_transports(py::module_& m) {
+  py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport").def_property_readonly("name", [](const Transport& t) {
+    return t.name();
+  });
+  py::class_<ShmTransport, Transport, std::shared_ptr<ShmTransport>>(m, "ShmTransport")
+      .def(py::init(&make_shm_transport), py::arg("rank"), py::arg("ranks"), py::arg("timeout"))
+      .def("address", &ShmTransport::address)
+      .def("connect", &ShmTransport::connect, py::arg("addresses"));
+  m.def("c10d_transport", &make_c10d_transport, py::arg("weight_group"), py::arg("gradient_group"), py::arg("device"),
+        py::arg("timeout"));
+  m.def("emulated_transport", &make_emulated_transport, py::arg("device"));
+#ifdef RTP_WITH_CUDA
+  m.attr("with_cuda") = true;
+  m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
+  m.def("nccl_loaded_version", &nccl_loaded_version);
+  m.def("nccl_compiled_version", &nccl_compiled_version);
+  m.def(
+      "nccl_transport",
+      [](const std::string& weight_id, const std::string& gradient_id, int rank, int ranks, at::Device device,
+         std::chrono::milliseconds timeout) {
+        const NoGil release;
+        return make_nccl_transport({weight_id, gradient_id}, rank, ranks, device, timeout);
+      },
+      py::arg("weight_id"), py::arg("gradient_id"), py::arg("rank"), py::arg("ranks"), py::arg("device"),
+      py::arg("timeout"));
+#else
+  m.attr("with_cuda") = false;
+#endif
+}
+
+Cargo make_cargo(const std::vector<at::Tensor>& home, const std::vector<std::vector<std::vector<int64_t>>>& shapes) {
+  RTP_CHECK_VALUE(!home.empty() && home.size() == shapes.size(), "expected shapes for ", home.size(), " tensors, got ",
+                  shapes.size());
+  Cargo cargo;
+  for (size_t part = 0; part < home.size(); ++part) {
+    cargo.parts.push_back({home[part].scalar_type(), shapes[part]});
+    cargo.home.push_back(home[part]);
+  }
+  return cargo;
+}
+
+void bind_executor(py::module_& m) {
+  py::class_<SlotPool::Count>(m, "SlotCount")
+      .def_readonly("slots", &SlotPool::Count::slots)
+      .def_readonly("bytes", &SlotPool::Count::bytes)
+      .def_readonly("peak_slots", &SlotPool::Count::peak_slots)
+      .def_readonly("peak_bytes", &SlotPool::Count::peak_bytes)
+      .def_readonly("allocations", &SlotPool::Count::allocations);
+  py::class_<Executor, std::shared_ptr<Executor>>(m, "Executor", "The transport and the slots of one ring.")
+      .def(py::init<std::shared_ptr<Transport>, int, int, at::Device>(), py::arg("transport"), py::arg("rank"),
+           py::arg("ranks"), py::arg("device"))
+      .def_property_readonly("alive", &Executor::alive)
+      .def("check_alive", &Executor::check_alive, py::arg("operation"))
+      .def("fail", &Executor::fail, py::arg("reason"), py::call_guard<NoGil>())
+      .def("close", &Executor::close, py::call_guard<NoGil>())
+      .def("slots", [](Executor& e, const std::string& channel) { return e.pool().count(parse_channel(channel)); })
+      .def("reset_peak", [](Executor& e) { e.pool().reset_peak(); })
+      .def("clear_slots", [](Executor& e) { e.pool().clear(); })
+      .def("hops", [](Executor& e, const std::string& channel) { return e.hops(parse_channel(channel)); })
+      .def("bytes_sent", [](Executor& e, const std::string& channel) { return e.bytes_sent(parse_channel(channel)); });
+  py::class_<Execution>(m, "Execution", "One pass driven from Python: rotate and collect.")
+      .def_static(
+          "rotate",
+          [](Executor& executor, const std::vector<at::Tensor>& home,
+             const std::vector<std::vector<std::vector<int64_t>>>& shapes, const std::string& route, bool reverse) {
+            ScheduleOptions options;
+            options.pass = reverse ? Pass::backward : Pass::forward;
+            options.wgrad = false;
+            options.route = parse_route(route);
+            return std::make_unique<Execution>(executor, make_schedule(executor.ranks(), executor.rank(), options),
+                                               make_cargo(home, shapes), std::nullopt, "rotate");
+          },
+          py::arg("executor"), py::arg("home"), py::arg("shapes"), py::arg("route"), py::arg("reverse"),
+          py::keep_alive<0, 1>())
+      .def_static(
+          "collect",
+          [](Executor& executor, const std::vector<at::Tensor>& home,
+             const std::vector<std::vector<std::vector<int64_t>>>& shapes) {
+            ScheduleOptions options;
+            options.pass = Pass::backward;
+            options.dgrad = false;
+            options.receive_in_slots = !executor.transport().receives_anywhere();
+            return std::make_unique<Execution>(executor, make_schedule(executor.ranks(), executor.rank(), options),
+                                               std::nullopt, make_cargo(home, shapes), "collect");
+          },
+          py::arg("executor"), py::arg("home"), py::arg("shapes"), py::keep_alive<0, 1>())
+      .def(
+          "next", [](Execution& pass) -> std::optional<Step> {
+            const Step* step = pass.next();
+            return step == nullptr ? std::nullopt : std::optional<Step>(*step);
+          },
+          py::call_guard<NoGil>())
+      .def("finish", &Execution::finish, py::call_guard<NoGil>())
+      .def("weight", &Execution::weight)
+      .def("gradient_in", &Execution::gradient_in)
+      .def("gradient_out", &Execution::gradient_out);
+}
+
+void bind_operations(py::module_& m) {
+  py::class_<RotationOptions>(m, "RotationOptions")
+      .def(py::init([](const std::string& route, bool in_place, at::ScalarType compute, at::ScalarType reduce,
+                       const std::string& name) {
+             return RotationOptions{parse_route(route), in_place, compute, reduce, name};
+           }),
+           py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
+           py::arg("name"));
+  m.def(
+      "linear_forward",
+      [](Executor& executor, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+         std::tuple<int64_t, int64_t> shape, int64_t shard_dim, const RotationOptions& options) {
+        return linear_forward(executor, x, weight, bias, {std::get<0>(shape), std::get<1>(shape), shard_dim}, options);
+      },
+      py::arg("executor"), py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("shape"), py::arg("shard_dim"),
+      py::arg("options"), py::call_guard<NoGil>());
+  m.def(
+      "linear_backward",
+      [](Executor& executor, const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight,
+         std::tuple<int64_t, int64_t> shape, int64_t shard_dim, std::tuple<bool, bool, bool> needs,
+         const RotationOptions& options) {
+        return linear_backward(executor, dy, x, weight, {std::get<0>(shape), std::get<1>(shape), shard_dim},
+                               {std::get<0>(needs), std::get<1>(needs), std::get<2>(needs)}, options);
+      },
+      py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("weight"), py::arg("shape"), py::arg("shard_dim"),
+      py::arg("needs"), py::arg("options"), py::call_guard<NoGil>());
+  m.def(
+      "embedding_forward",
+      [](Executor& executor, const at::Tensor& ids, const at::Tensor& weight, std::tuple<int64_t, int64_t> shape,
+         int64_t shard_dim, const RotationOptions& options) {
+        return embedding_forward(executor, ids, weight, {std::get<0>(shape), std::get<1>(shape), shard_dim, -1},
+                                 options);
+      },
+      py::arg("executor"), py::arg("ids"), py::arg("weight"), py::arg("shape"), py::arg("shard_dim"),
+      py::arg("options"), py::call_guard<NoGil>());
+  m.def(
+      "embedding_backward",
+      [](Executor& executor, const at::Tensor& dy, const at::Tensor& ids, std::tuple<int64_t, int64_t> shape,
+         int64_t shard_dim, int64_t padding_idx, const RotationOptions& options) {
+        return embedding_backward(executor, dy, ids, {std::get<0>(shape), std::get<1>(shape), shard_dim, padding_idx},
+                                  options);
+      },
+      py::arg("executor"), py::arg("dy"), py::arg("ids"), py::arg("shape"), py::arg("shard_dim"),
+      py::arg("padding_idx"), py::arg("options"), py::call_guard<NoGil>());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The rotation engine of rtp_ext.";
+  m.attr("compiled_torch") = RTP_TORCH_VERSION;
+  bind_errors(m);
+  bind_schedule(m);
+  bind_transports(m);
+  bind_executor(m);
+  bind_operations(m);
+}

@@ -1,0 +1,65 @@
+// Error types and check macros. A failed check says what was expected and what was found.
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace rtp {
+
+// Base of everything that goes wrong while a ring runs; `rtp_ext.RotationError` in Python.
+class RotationError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A neighbour died, hung or closed its ring; `rtp_ext.RingTimeout`.
+class RingTimeout : public RotationError {
+ public:
+  using RotationError::RotationError;
+};
+
+// A CUDA runtime call failed; `rtp_ext.CudaError`.
+class CudaError : public RotationError {
+ public:
+  using RotationError::RotationError;
+};
+
+// An NCCL call failed; `rtp_ext.NcclError`.
+class NcclError : public RotationError {
+ public:
+  using RotationError::RotationError;
+};
+
+// An argument of the wrong type, dtype or device; `TypeError`. Wrong values are std::invalid_argument: `ValueError`.
+class TypeMismatch : public std::logic_error {
+ public:
+  using std::logic_error::logic_error;
+};
+
+template <typename... Parts>
+std::string concat(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+}  // namespace rtp
+
+// The caller's mistake in a value: becomes ValueError.
+#define RTP_CHECK_VALUE(condition, ...)                                         \
+  do {                                                                          \
+    if (!(condition)) throw std::invalid_argument(::rtp::concat(__VA_ARGS__));  \
+  } while (false)
+
+// The caller's mistake in a type, dtype or device: becomes TypeError.
+#define RTP_CHECK_TYPE(condition, ...)                                     \
+  do {                                                                     \
+    if (!(condition)) throw ::rtp::TypeMismatch(::rtp::concat(__VA_ARGS__)); \
+  } while (false)
+
+// A broken promise inside the engine: becomes RotationError.
+#define RTP_ASSERT(condition, ...)                                                                            \
+  do {                                                                                                        \
+    if (!(condition)) throw ::rtp::RotationError(::rtp::concat("internal error, expected ", #condition, ": ", __VA_ARGS__)); \
+  } while (false)

@@ -1,0 +1,80 @@
+// Move-only owners of CUDA and NCCL objects. Healthy paths call close(); destructors never throw.
+#pragma once
+
+#ifdef RTP_WITH_CUDA
+
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+
+#include <utility>
+
+#include "checks.h"
+
+#define RTP_CUDA_CHECK(call)                                                                             \
+  do {                                                                                                   \
+    const cudaError_t rtp_status = (call);                                                               \
+    if (rtp_status != cudaSuccess)                                                                       \
+      throw ::rtp::CudaError(::rtp::concat(#call, " failed with code ", static_cast<int>(rtp_status), " (", \
+                                           cudaGetErrorString(rtp_status), ") at ", __FILE__, ":", __LINE__)); \
+  } while (false)
+
+#define RTP_NCCL_CHECK(call)                                                                             \
+  do {                                                                                                   \
+    const ncclResult_t rtp_status = (call);                                                              \
+    if (rtp_status != ncclSuccess && rtp_status != ncclInProgress)                                       \
+      throw ::rtp::NcclError(::rtp::concat(#call, " failed with code ", static_cast<int>(rtp_status), " (", \
+                                           ncclGetErrorString(rtp_status), ") at ", __FILE__, ":", __LINE__)); \
+  } while (false)
+
+namespace rtp {
+
+// A point in a stream.
+class Event {
+ public:
+  Event() { RTP_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
+  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
+  Event& operator=(Event&& other) noexcept {
+    std::swap(event_, other.event_);
+    return *this;
+  }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  ~Event() {
+    if (event_ != nullptr) cudaEventDestroy(event_);
+  }
+
+  void record(cudaStream_t stream) { RTP_CUDA_CHECK(cudaEventRecord(event_, stream)); }
+  bool reached() const { return cudaEventQuery(event_) == cudaSuccess; }
+  void block(cudaStream_t stream) const { RTP_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+// An NCCL communicator that we made. close() finalises it; a destructor that finds it open aborts it.
+class Communicator {
+ public:
+  Communicator() = default;
+  explicit Communicator(ncclComm_t comm) : comm_(comm) {}
+  Communicator(Communicator&& other) noexcept : comm_(std::exchange(other.comm_, nullptr)) {}
+  Communicator& operator=(Communicator&& other) noexcept {
+    std::swap(comm_, other.comm_);
+    return *this;
+  }
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+  ~Communicator() { abort(); }
+
+  ncclComm_t get() const { return comm_; }
+  void abort() noexcept {
+    if (comm_ != nullptr) ncclCommAbort(std::exchange(comm_, nullptr));
+  }
+  ncclComm_t release() noexcept { return std::exchange(comm_, nullptr); }
+
+ private:
+  ncclComm_t comm_ = nullptr;
+};
+
+}  // namespace rtp
+
+#endif  // RTP_WITH_CUDA

@@ -1,0 +1,36 @@
+// What all rotated operations share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "executor.h"
+
+namespace rtp {
+
+// How an operation rotates, and in which dtypes.
+struct RotationOptions {
+  Route route = Route::ring;
+  bool in_place = false;
+  at::ScalarType compute_dtype = at::kFloat;  // weights are cast to it before they travel
+  at::ScalarType reduce_dtype = at::kFloat;   // partial gradients travel in it
+  std::string name;                           // of the module or function, for messages
+};
+
+// The first row of every owner's shard.
+std::vector<int64_t> shard_starts(const std::vector<int64_t>& sizes);
+
+// A part whose dimension `dim` is cut: its shapes have `sizes[owner]` there and `shape` elsewhere.
+Part cut_part(at::ScalarType dtype, std::vector<int64_t> shape, int64_t dim, const std::vector<int64_t>& sizes);
+
+// Checks that `home` is this rank's contiguous shard of `part`.
+void check_home(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& home,
+                const Part& part);
+
+Schedule forward_schedule(const Executor& executor, const RotationOptions& options, const at::Tensor& home);
+Schedule backward_schedule(Executor& executor, const RotationOptions& options, const at::Tensor& home, bool dgrad,
+                           bool wgrad);
+
+}  // namespace rtp

@@ -1,0 +1,147 @@
+#include "ops/embedding.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/_assert_async.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <cstring>
+
+#include "checks.h"
+#include "kernels/embedding.h"
+#ifdef RTP_WITH_CUDA
+#include "cuda_lanes.h"
+#endif
+
+namespace rtp {
+namespace {
+
+struct EmbeddingCut {
+  EmbeddingCut(const EmbeddingShape& shape, int ranks)
+      : by_rows(shape.shard_dim == 0),
+        sizes(shard_sizes(by_rows ? shape.num_embeddings : shape.embedding_dim, ranks)),
+        starts(shard_starts(sizes)) {}
+
+  // The columns of an output that the shard of `owner` fills.
+  at::Tensor columns(const at::Tensor& tensor, int owner) const {
+    return by_rows ? tensor : tensor.narrow(1, starts[owner], sizes[owner]);
+  }
+  int64_t first_row(int owner) const { return by_rows ? starts[owner] : 0; }
+
+  bool by_rows;
+  std::vector<int64_t> sizes, starts;
+};
+
+Part table_part(const EmbeddingShape& shape, const EmbeddingCut& cut, at::ScalarType dtype) {
+  return cut_part(dtype, {shape.num_embeddings, shape.embedding_dim}, shape.shard_dim, cut.sizes);
+}
+
+void gather_on_host(const EmbeddingGather& gather) {
+  constexpr int64_t kGrain = 256;  // tokens per task: below it a thread costs more than it saves
+  at::parallel_for(0, gather.tokens, kGrain, [&gather](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t row = gather.row(t);
+      if (row < 0) continue;
+      std::memcpy(gather.out + t * gather.out_stride_bytes, gather.table + row * gather.row_bytes,
+                  static_cast<size_t>(gather.row_bytes));
+    }
+  });
+}
+
+void gather_rows(const at::Tensor& ids, const at::Tensor& table, int64_t first_row, const at::Tensor& out) {
+  const int64_t element = static_cast<int64_t>(table.element_size());
+  const EmbeddingGather gather{ids.const_data_ptr<int64_t>(),
+                               ids.numel(),
+                               static_cast<const std::byte*>(table.const_data_ptr()),
+                               first_row,
+                               table.size(0),
+                               table.size(1) * element,
+                               static_cast<std::byte*>(out.data_ptr()),
+                               out.stride(0) * element};
+  if (table.is_cpu()) {
+    gather_on_host(gather);
+    return;
+  }
+#ifdef RTP_WITH_CUDA
+  RTP_CUDA_CHECK(static_cast<cudaError_t>(
+      launch_embedding_gather(gather, c10::cuda::getCurrentCUDAStream(table.get_device()).stream())));
+#endif
+}
+
+// out[id - first_row] += alpha * values[t] for the tokens that fall into the shard. Branch-free and without a host
+// synchronisation: tokens of other shards add a row of zeros to row 0.
+void scatter_add(const at::Tensor& out, const at::Tensor& ids, const at::Tensor& keep, const at::Tensor& values,
+                 int64_t first_row, double alpha) {
+  const at::Tensor row = ids.sub(first_row);
+  const at::Tensor here = row.ge(0).logical_and_(row.lt(out.size(0))).logical_and_(keep);
+  const at::Tensor zero = at::zeros({}, values.options());
+  out.index_add_(0, row.mul(here), at::where(here.unsqueeze(1), values, zero).to(out.scalar_type()), alpha);
+}
+
+void check_ids(const Executor& executor, const EmbeddingShape& shape, const RotationOptions& options,
+               const at::Tensor& ids) {
+  RTP_CHECK_TYPE(ids.scalar_type() == at::kLong && ids.dim() == 1 && ids.is_contiguous(), options.name,
+                 ": expected contiguous int64 ids [T], got ", ids.scalar_type(), " ", ids.sizes());
+  RTP_CHECK_TYPE(ids.device() == executor.device(), options.name, ": expected ids on ", executor.device().str(),
+                 ", the device of the ring, got ", ids.device().str());
+  if (ids.numel() == 0) return;
+  if (ids.is_cpu()) {
+    const auto [low, high] = ids.aminmax();
+    const int64_t first = low.item<int64_t>();
+    const int64_t last = high.item<int64_t>();
+    TORCH_CHECK_INDEX(first >= 0 && last < shape.num_embeddings, options.name, ": expected ids in [0, ",
+                      shape.num_embeddings, "), got ids from ", first, " to ", last);
+  } else {
+    at::_assert_async(ids.ge(0).logical_and_(ids.lt(shape.num_embeddings)).all());
+  }
+}
+
+}  // namespace
+
+at::Tensor embedding_forward(Executor& executor, const at::Tensor& ids, const at::Tensor& weight,
+                             const EmbeddingShape& shape, const RotationOptions& options) {
+  check_ids(executor, shape, options, ids);
+  const EmbeddingCut cut(shape, executor.ranks());
+  Cargo cargo{{table_part(shape, cut, options.compute_dtype)}, {weight}};
+  check_home(executor, options, "weight", weight, cargo.parts[0]);
+
+  const at::Tensor y = at::empty({ids.numel(), shape.embedding_dim}, weight.options().dtype(options.compute_dtype));
+  Execution pass(executor, forward_schedule(executor, options, weight), std::move(cargo), std::nullopt,
+                 options.name + " forward");
+  while (const Step* step = pass.next()) {
+    if (cut.sizes[step->owner] == 0) continue;
+    gather_rows(ids, pass.weight()[0], cut.first_row(step->owner), cut.columns(y, step->owner));
+  }
+  return y;
+}
+
+at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at::Tensor& ids,
+                              const EmbeddingShape& shape, const RotationOptions& options) {
+  RTP_CHECK_VALUE(dy.dim() == 2 && dy.size(0) == ids.numel() && dy.size(1) == shape.embedding_dim, options.name,
+                  ": expected an output gradient of shape [", ids.numel(), ", ", shape.embedding_dim, "], got ",
+                  dy.sizes());
+  const EmbeddingCut cut(shape, executor.ranks());
+  const double scale = 1.0 / executor.ranks();
+  Cargo cargo{{table_part(shape, cut, options.reduce_dtype)}, {}};
+  const at::Tensor home = at::empty(cargo.parts[0].shapes[executor.rank()], dy.options().dtype(options.reduce_dtype));
+  cargo.home.push_back(home);
+  const at::Tensor keep = ids.ne(shape.padding_idx);
+
+  Execution pass(executor, backward_schedule(executor, options, home, /*dgrad=*/false, /*wgrad=*/true), std::nullopt,
+                 std::move(cargo), options.name + " backward");
+  while (const Step* step = pass.next()) {
+    const auto in = pass.gradient_in();
+    const at::Tensor out = pass.gradient_out()[0];
+    if (in.empty()) {
+      out.zero_();
+    } else if (!in[0].is_same(out) && in[0].data_ptr() != out.data_ptr()) {
+      out.copy_(in[0]);
+    }
+    if (cut.sizes[step->owner] == 0) continue;
+    scatter_add(out, ids, keep, cut.columns(dy, step->owner), cut.first_row(step->owner), scale);
+  }
+  return home;
+}
+
+}  // namespace rtp

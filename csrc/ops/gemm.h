@@ -1,0 +1,35 @@
+// The GEMMs of rotated operations: strided outputs, accumulation with beta = 1, 16-bit operands into float32 sums.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace rtp {
+
+// The dtype that sums of several products are kept in: float32 for 16-bit dtypes, else the dtype itself.
+at::ScalarType accumulation_dtype(at::ScalarType dtype);
+
+// out = in + alpha * a @ b, or alpha * a @ b where `in` is undefined. a [m, k], b [k, n], in and out [m, n], all 2-D,
+// any strides. `in` may be `out`. out may be float32 where a and b have 16 bits: the products are then summed in
+// float32.
+void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha = 1.0);
+
+// A sum of products that starts when the first one is added, in the accumulation dtype of its operands.
+class ProductSum {
+ public:
+  ProductSum(int64_t rows, int64_t columns, at::TensorOptions operands);
+
+  void add(const at::Tensor& a, const at::Tensor& b);
+  // The sum; zeros where nothing was added. Still in the accumulation dtype.
+  at::Tensor result();
+
+ private:
+  at::Tensor sum_;
+  bool started_ = false;
+};
+
+// partial = in + alpha * values.sum(0), or alpha * values.sum(0) where `in` is undefined.
+void column_sum(const at::Tensor& out, const at::Tensor& in, const at::Tensor& values, double alpha);
+
+}  // namespace rtp

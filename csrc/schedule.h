@@ -1,0 +1,105 @@
+// A rotation as data: the ordered hops and computes of one pass on one rank. No torch, no CUDA.
+//
+// Four readers share it: the executor, the tests, the planner's timeline and the plot. A new variant or route is a
+// new schedule and nothing else.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace rtp {
+
+// What travels. Weights and gradients never share a communicator.
+enum class Channel : uint8_t { weight, gradient };
+
+enum class Pass : uint8_t {
+  forward,   // compute(j) for owners r, r-1, ..., r-R+1
+  backward,  // dgrad(j) with weights that travel the other way, wgrad(j) into partial gradients that travel with them
+};
+
+enum class Route : uint8_t {
+  ring,    // every hop goes to the neighbour
+  direct,  // step s receives the shard straight from its owner
+};
+
+enum class Compute : uint8_t { forward, dgrad, wgrad };
+
+enum class Action : uint8_t { hop, compute, copy };
+
+// A named piece of memory: the home tensor of a channel, or one of its slots.
+struct Buffer {
+  Channel channel = Channel::weight;
+  int slot = kHome;  // kHome, or the index of a slot of this channel
+
+  static constexpr int kHome = -1;
+  static constexpr int kNone = -2;
+
+  bool exists() const { return slot != kNone; }
+  bool is_home() const { return slot == kHome; }
+  bool operator==(const Buffer&) const = default;
+};
+
+inline constexpr Buffer kNoBuffer{Channel::weight, Buffer::kNone};
+
+// One entry of a schedule. Fields that an action does not use keep their defaults.
+struct Step {
+  Action action = Action::compute;
+
+  // hop: `send` leaves for rank `to` with the shard of `send_owner`; the shard of `receive_owner` arrives from `from`
+  // in `receive`. copy: `send` is copied to `receive` on this rank (both of owner `send_owner`).
+  Channel channel = Channel::weight;
+  int to = -1;
+  int from = -1;
+  int send_owner = -1;
+  int receive_owner = -1;
+  Buffer send = kNoBuffer;
+  Buffer receive = kNoBuffer;
+
+  // compute: which product, with whose shard. wgrad adds to `gradient_in` (kNoBuffer: starts from zero) and writes
+  // `gradient_out`; usually the two are one buffer.
+  Compute compute = Compute::forward;
+  int owner = -1;
+  Buffer weight = kNoBuffer;
+  Buffer gradient_in = kNoBuffer;
+  Buffer gradient_out = kNoBuffer;
+
+  bool operator==(const Step&) const = default;
+};
+
+struct ScheduleOptions {
+  Pass pass = Pass::forward;
+  Route route = Route::ring;
+  bool in_place = false;          // the home shard itself travels, and comes home in the last weight hop
+  bool dgrad = true;              // backward only: is the input gradient wanted (weights travel)
+  bool wgrad = true;              // backward only: is the weight gradient wanted (gradients travel)
+  bool receive_in_slots = false;  // the transport can receive gradients in slots only, not in the home tensor
+};
+
+struct Schedule {
+  int ranks = 1;
+  int rank = 0;
+  ScheduleOptions options;
+  std::vector<Step> steps;
+  int weight_slots = 0;    // slots of each channel that the steps name
+  int gradient_slots = 0;
+
+  int slots(Channel channel) const { return channel == Channel::weight ? weight_slots : gradient_slots; }
+  int hops(Channel channel) const;
+};
+
+// The schedule of one pass of rank `rank` in a ring of `ranks`. Throws std::invalid_argument for an impossible ring.
+// Source: RTP, arXiv 2311.01635; orders and slots as in the README, 'How rotation works'.
+Schedule make_schedule(int ranks, int rank, const ScheduleOptions& options);
+
+// The rows of each owner's shard when `extent` rows are cut for `ranks` ranks: the chunk rule of DTensor's Shard,
+// ceil(extent / ranks) rows each, the last shards smaller or empty.
+std::vector<int64_t> shard_sizes(int64_t extent, int ranks);
+
+const char* name(Channel channel);
+const char* name(Pass pass);
+const char* name(Route route);
+const char* name(Compute compute);
+const char* name(Action action);
+
+}  // namespace rtp

@@ -1,0 +1,78 @@
+// How bytes reach a neighbour. The executor knows only this interface.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "schedule.h"
+
+namespace rtp {
+
+// One contiguous piece of a message. Both ends know the sizes; a piece of no bytes is not sent.
+struct Span {
+  std::byte* data = nullptr;
+  size_t bytes = 0;
+};
+
+// One hop of this rank: `send` leaves for `to` while `receive` is filled from `from`.
+struct Hop {
+  Channel channel = Channel::weight;
+  int to = 0;
+  int from = 0;
+  std::vector<Span> send;
+  std::vector<Span> receive;
+  // for messages
+  std::string operation;
+  int index = 0;
+  int count = 0;
+
+  std::string describe() const;
+};
+
+// A hop in flight. Waiting orders the compute lane (the host on CPU, the current stream on CUDA) after it.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+  virtual void wait_received() = 0;  // what arrived may be read, and the memory may be written
+  virtual void wait_sent() = 0;      // what left may be overwritten
+};
+
+// A point of the compute lane that a communication lane can wait for. Null on CPU, where computes are synchronous.
+using Mark = std::shared_ptr<void>;
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual const char* name() const = 0;
+
+  // Starts a hop. Every rank posts the same hops of a channel in the same order.
+  virtual std::unique_ptr<Transfer> post(const Hop& hop) = 0;
+
+  // Ordering of lanes. The defaults are those of a CPU: computes are synchronous, and the host waits for hops.
+  virtual Mark mark_compute() { return nullptr; }
+  virtual void order_compute_after(const Mark&) {}
+  virtual void order_channel_after(Channel, const Mark&) {}
+  virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait_received(); }
+  virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait_sent(); }
+
+  // Memory of a slot, and whether hops can land outside slots without a detour.
+  virtual at::Tensor allocate(int64_t bytes) = 0;
+  virtual bool receives_anywhere() const { return true; }
+
+  // Gives up: wakes whoever waits here or at a neighbour, and drops the connections. Idempotent.
+  virtual void abort(const std::string& reason) noexcept = 0;
+  // The orderly end, with nothing in flight. Idempotent.
+  virtual void close() = 0;
+};
+
+// The error for a neighbour that does not answer.
+[[noreturn]] void throw_timeout(const Hop& hop, int peer, std::chrono::duration<double> waited,
+                                const std::string& cause);
+
+}  // namespace rtp

@@ -1,0 +1,86 @@
+#include "transport_emulated.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "checks.h"
+#ifdef RTP_WITH_CUDA
+#include "cuda_lanes.h"
+#endif
+
+namespace rtp {
+namespace {
+
+// Calls copy(to, from, bytes) and clear(to, bytes) for what a hop to oneself moves. Shards of unequal size are cut or
+// padded with zeros.
+template <typename Copy, typename Clear>
+void loop_back(const Hop& hop, Copy copy, Clear clear) {
+  for (size_t part = 0; part < hop.receive.size(); ++part) {
+    const Span& to = hop.receive[part];
+    const size_t bytes = std::min(to.bytes, hop.send[part].bytes);
+    if (bytes > 0) copy(to.data, hop.send[part].data, bytes);
+    if (to.bytes > bytes) clear(to.data + bytes, to.bytes - bytes);
+  }
+}
+
+class DoneTransfer : public Transfer {
+ public:
+  void wait_received() override {}
+  void wait_sent() override {}
+};
+
+class EmulatedHost : public Transport {
+ public:
+  const char* name() const override { return "emulated"; }
+
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    loop_back(
+        hop, [](std::byte* to, const std::byte* from, size_t bytes) { std::memcpy(to, from, bytes); },
+        [](std::byte* to, size_t bytes) { std::memset(to, 0, bytes); });
+    return std::make_unique<DoneTransfer>();
+  }
+
+  at::Tensor allocate(int64_t bytes) override { return at::empty({bytes}, at::kByte); }
+  void abort(const std::string&) noexcept override {}
+  void close() override {}
+};
+
+#ifdef RTP_WITH_CUDA
+class EmulatedDevice : public CudaTransport {
+ public:
+  using CudaTransport::CudaTransport;
+
+  const char* name() const override { return "emulated"; }
+
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    cudaStream_t stream = lanes_.channel(hop.channel);
+    loop_back(
+        hop,
+        [stream](std::byte* to, const std::byte* from, size_t bytes) {
+          RTP_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+        },
+        [stream](std::byte* to, size_t bytes) { RTP_CUDA_CHECK(cudaMemsetAsync(to, 0, bytes, stream)); });
+    return transfer(hop.channel);
+  }
+
+  void abort(const std::string&) noexcept override {}
+  void close() override {}
+};
+#endif
+
+}  // namespace
+
+std::shared_ptr<Transport> make_emulated_transport(at::Device device) {
+  if (device.is_cpu()) return std::make_shared<EmulatedHost>();
+#ifdef RTP_WITH_CUDA
+  if (device.is_cuda()) return std::make_shared<EmulatedDevice>(device);
+#endif
+  RTP_CHECK_VALUE(false, "transport emulated: expected a CPU device, or a CUDA device in a build with CUDA, got ",
+                  device.str());
+  return nullptr;
+}
+
+}  // namespace rtp

@@ -1,0 +1,211 @@
+"""Runs a function on several ranks of this machine and brings back what each returned, or why it failed.
+
+    def work(rank, ranks, scale):          # module level, so that it can be pickled
+        ...
+        return value
+
+    values = run_ranks(work, 4, 2.0)
+
+The ranks are forked from a server process that has imported torch and the package already, so that a start takes a
+fraction of a second. One start should still run many cases: see `Cases`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+GRACE = 2.0  # seconds that the other ranks have to report their own failure after the first one
+EXIT = 20.0  # seconds that a rank may take to end after all ranks have reported
+
+
+class RankError(AssertionError):
+    """One or more ranks failed. The message holds the traceback of each, in the order in which they failed."""
+
+
+@dataclass(eq=False)
+class _Rank:
+    process: Any
+    pipe: Connection
+    done: bool = False
+    result: Any = None
+    failure: str | None = None
+
+
+@dataclass
+class Cases:
+    """Many cases in one function of a rank. A failed comparison lets the next case run; any other error ends the rank.
+
+    with cases.case("5->7 float32"):
+        ...
+    cases.finish()
+    """
+
+    count: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        self.count += 1
+        try:
+            yield
+        except AssertionError as error:
+            self.failures.append(f"case {name}: {error}")
+        except Exception as error:
+            raise RuntimeError(f"case {name}: {type(error).__name__}: {error}") from error
+
+    def finish(self) -> None:
+        assert self.count > 0, "no case ran"
+        text = "\n".join(self.failures[:20])
+        assert not self.failures, f"{len(self.failures)} of {self.count} cases failed:\n{text}"
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout: float = 120.0,
+    lost: Collection[int] = (),
+    group_timeout: float = 60.0,
+) -> list[Any]:
+    """Calls `fn(rank, ranks, *args)` in `ranks` processes that share a Gloo process group.
+
+    Args:
+        fn: a module-level function; its result and `args` must pickle.
+        timeout: seconds until the stacks of all ranks are dumped and everything is killed.
+        lost: ranks that will kill or stop themselves. They return None, and are killed once the others have ended.
+        group_timeout: seconds, of the default process group.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        RankError: with the tracebacks of the ranks that failed, or the stacks of those that hang. The first failure
+            ends the other ranks.
+    """
+    context = multiprocessing.get_context("forkserver")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server process inherits it when it starts
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "rtp_ext"])
+    with tempfile.TemporaryDirectory(prefix="rtp_ranks_") as folder:
+        started = []
+        try:
+            for rank in range(ranks):
+                here, there = context.Pipe()
+                process = context.Process(
+                    target=_main, args=(fn, rank, ranks, args, there, folder, group_timeout), name=f"rank {rank}"
+                )
+                process.start()
+                there.close()
+                started.append(_Rank(process, here))
+            _collect(started, frozenset(lost), time.monotonic() + timeout, timeout, Path(folder))
+            return [rank.result for rank in started]
+        finally:
+            for rank in started:
+                if rank.process.is_alive():
+                    rank.process.kill()
+                rank.process.join()
+                rank.pipe.close()
+
+
+def _main(
+    fn: Callable[..., Any], rank: int, ranks: int, args: tuple, pipe: Connection, folder: str, group_timeout: float
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    with open(Path(folder) / f"stack{rank}", "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/rendezvous",
+                rank=rank,
+                world_size=ranks,
+                timeout=timedelta(seconds=group_timeout),
+            )
+            message = pickle.dumps((True, fn(rank, ranks, *args)))
+        except BaseException:
+            message = pickle.dumps((False, traceback.format_exc()))
+            # The parent hears of it before anything here is taken down: what is torn down may hang.
+            pipe.send_bytes(message)
+            message = b""
+        if message:
+            pipe.send_bytes(message)
+        # Nobody leaves before everybody is finished: a neighbour may still be reading what this rank sent.
+        with contextlib.suppress(EOFError):
+            pipe.recv_bytes()
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        faulthandler.unregister(signal.SIGUSR1)
+    sys.stdout.flush()
+
+
+def _collect(ranks: list[_Rank], lost: frozenset[int], deadline: float, timeout: float, folder: Path) -> None:
+    order: list[int] = []
+    while pending := [rank for number, rank in enumerate(ranks) if not rank.done and number not in lost]:
+        left = deadline - time.monotonic()
+        if left <= 0 and not order:
+            stacks = _stacks(ranks, folder)
+            waiting = [number for number, rank in enumerate(ranks) if rank in pending]
+            raise RankError(f"ranks {waiting} did not finish within {timeout} s. Stacks of all threads:\n{stacks}")
+        if left <= 0:
+            break
+        ready = wait([rank.pipe for rank in pending], left)
+        for rank in pending:
+            if rank.pipe not in ready:
+                continue
+            rank.done = True
+            try:
+                good, value = pickle.loads(rank.pipe.recv_bytes())
+            except (EOFError, ConnectionError):
+                rank.process.join(EXIT)
+                good, value = False, f"ended without a result, exit code {rank.process.exitcode}"
+            if good:
+                rank.result = value
+            else:
+                rank.failure = value
+                order.append(ranks.index(rank))
+                deadline = min(deadline, time.monotonic() + GRACE)
+    if order:
+        raise RankError("\n".join(f"rank {number}:\n{ranks[number].failure}" for number in order))
+    for number in lost:
+        ranks[number].process.kill()
+    for rank in ranks:
+        with contextlib.suppress(BrokenPipeError):
+            rank.pipe.send_bytes(b"leave")
+    for number, rank in enumerate(ranks):
+        rank.process.join(EXIT)
+        if rank.process.exitcode is None:
+            raise RankError(f"rank {number} did not end within {EXIT} s of its result:\n{_stacks(ranks, folder)}")
+        if rank.process.exitcode != 0 and number not in lost:
+            raise RankError(f"rank {number} ended with exit code {rank.process.exitcode}")
+
+
+def _stacks(ranks: list[_Rank], folder: Path) -> str:
+    for rank in ranks:
+        if rank.process.is_alive():
+            os.kill(rank.process.pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    texts = []
+    for number in range(len(ranks)):
+        file = folder / f"stack{number}"
+        text = file.read_text() if file.exists() else ""
+        texts.append(f"rank {number}:\n{text or 'no stack: it has ended or is stopped'}")
+    return "\n".join(texts)

@@ -1,0 +1,115 @@
+"""What the tests compare with: the plain torch module in one process, computed in float64.
+
+Every rank has its own local batch. Gradients of parameters are averaged over the ranks, so the reference is the plain
+module on the concatenated batch with `loss = mean over ranks of the local loss`; its input gradient times the number
+of ranks is the one of the local losses.
+
+A comparison measures the largest error against the largest magnitude of the reference:
+
+    float64   1e-10
+    float32   1e-5
+    bfloat16  2**-7: a result of one rotated operation is summed in float32 and rounded at most twice, each time by at
+              most 2**-8 of its magnitude (bfloat16 has 8 significant bits). The inputs are exact: they are rounded to
+              bfloat16 before the reference sees them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
+
+# AdamW over five steps. In bfloat16 each step rounds the parameter once (2**-8 of its magnitude) and takes an update of
+# about one learning rate that is known to ten roundings (gradient, both moments, both denominators).
+LEARNING_RATE = 0.05
+STEPS = 5
+
+
+def adamw(parameters: Any, lr: float = LEARNING_RATE) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=lr, eps=1e-8, weight_decay=0.01)
+
+
+def trained_tolerance(dtype: torch.dtype, magnitude: float) -> float:
+    """The tolerance, relative to the largest parameter, of parameters after STEPS steps of `adamw`."""
+    if dtype != torch.bfloat16:
+        return TOLERANCE[dtype]
+    return STEPS * (2.0**-8 + 10 * 2.0**-8 * LEARNING_RATE / magnitude)
+
+
+def chunk(tensor: Tensor, ranks: int, rank: int, dim: int = 0) -> Tensor:
+    """The shard of `rank`: ceil(extent / ranks) rows each, the last shards smaller or empty."""
+    size = -(-tensor.size(dim) // ranks)
+    start = min(rank * size, tensor.size(dim))
+    return tensor.narrow(dim, start, min(size, tensor.size(dim) - start))
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
+    """Normal numbers that are the same on every rank, and exact in `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor; every rank of its mesh must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(actual: Tensor | None, expected: Tensor | None, tolerance: float, what: str) -> None:
+    """Raises AssertionError where `actual` differs from `expected` by more than `tolerance` times max |expected|."""
+    if expected is None:
+        assert actual is None, f"{what}: expected None, got a tensor of shape {tuple(actual.shape)}"
+        return
+    assert actual is not None, f"{what}: expected a tensor, got None"
+    assert actual.shape == expected.shape, f"{what}: expected shape {tuple(expected.shape)}, got {tuple(actual.shape)}"
+    if expected.numel() == 0:
+        return
+    actual, expected = actual.detach().double(), expected.detach().double()
+    assert torch.isfinite(actual).all(), f"{what}: not finite"
+    scale = expected.abs().max().item()
+    error = (actual - expected).abs().max().item()
+    assert error <= tolerance * scale, f"{what}: error {error:.3g} exceeds {tolerance:.3g} of {scale:.3g}"
+
+
+def differs(actual: Tensor | None, expected: Tensor | None, tolerance: float) -> bool:
+    """Whether `assert_same` raises: for controls that must fail."""
+    try:
+        assert_same(actual, expected, tolerance, "control")
+    except AssertionError:
+        return True
+    return False
+
+
+def double_copy(module: nn.Module) -> nn.Module:
+    """The same module with the same values in float64, for the reference."""
+    return copy.deepcopy(module).double()
+
+
+def reference_pass(
+    module: nn.Module, inputs: Sequence[Tensor], loss: Callable[[Tensor, int], Tensor]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Runs the plain `module` on all local batches and leaves the averaged gradients in its parameters.
+
+    Args:
+        module: in float64.
+        inputs: of every rank; floating ones are detached, and get gradients.
+        loss: `loss(output, rank)`, the local loss of a rank.
+
+    Returns:
+        The outputs and the gradients of the local losses with respect to the inputs, by rank.
+    """
+    leaves = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    outputs = [module(x) for x in leaves]
+    total = sum(loss(y, rank) for rank, y in enumerate(outputs)) / len(inputs)
+    total.backward()
+    gradients = [x.grad * len(inputs) if x.is_floating_point() and x.grad is not None else None for x in leaves]
+    return [y.detach() for y in outputs], gradients

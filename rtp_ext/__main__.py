@@ -1,0 +1,100 @@
+"""The command line: ``python -m rtp_ext schedule`` and ``python -m rtp_ext doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def _duration(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite time of at least 0, got {text}")
+    return value
+
+
+def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from rtp_ext import schedule
+
+    if options.rank_only is not None and not 0 <= options.rank_only < options.ranks:
+        parser.error(f"argument --rank-only: expected 0 to {options.ranks - 1}, got {options.rank_only}")
+    form = {"op": options.op, "pass_": options.pass_, "route": options.route, "in_place": options.in_place}
+    every = schedule.schedules(options.ranks, **form)
+    title = schedule.describe(every, **form)
+    print(schedule.table(every, title=title, rank=options.rank_only))
+    if options.plot is None:
+        return 0
+    try:
+        schedule.plot(options.plot, every, title=title, hop_time=options.hop_time, rank=options.rank_only)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"rtp_ext schedule: cannot draw {options.plot}: {error}", file=sys.stderr)
+        return 1
+    print(f"\ntimeline: {options.plot}")
+    return 0
+
+
+def _doctor(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from rtp_ext import doctor
+
+    print(doctor.report())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rtp_ext", description="Rotated Tensor Parallelism for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    show = commands.add_parser(
+        "schedule",
+        help="print what every rank computes, sends and receives",
+        description="Print what every rank of a ring computes, sends and receives in one pass of one operation.",
+    )
+    show.add_argument("--ranks", type=_at_least_one, required=True, metavar="R", help="size of the ring")
+    show.add_argument("--op", choices=("linear", "embedding"), default="linear", help="default: %(default)s")
+    show.add_argument(
+        "--pass", dest="pass_", choices=("forward", "backward"), default="forward", help="default: %(default)s"
+    )
+    show.add_argument(
+        "--route",
+        choices=("ring", "direct"),
+        default="ring",
+        help="hops to the neighbour, or weights straight from their owner; default: %(default)s",
+    )
+    show.add_argument("--in-place", action="store_true", help="the home shard itself travels")
+    show.add_argument("--rank-only", type=int, metavar="N", help="only rank N, with the buffers it reads and writes")
+    show.add_argument("--plot", metavar="FILE", help="draw the timeline into FILE, for example a PNG")
+    show.add_argument(
+        "--hop-time",
+        type=_duration,
+        default=0.5,
+        metavar="T",
+        help="duration of a hop in the plot, where each compute takes 1; default: %(default)s",
+    )
+    show.set_defaults(run=_schedule, parser=show)
+
+    check = commands.add_parser(
+        "doctor",
+        help="report versions, GPUs, links, and which transports work here",
+        description="Report versions, GPUs, links, and which transports work here and why the others do not.",
+    )
+    check.set_defaults(run=_doctor, parser=check)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, or 1 where it failed. Wrong arguments exit with 2."""
+    options = _parser().parse_args(arguments)
+    return options.run(options, options.parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""What this machine offers: versions, GPUs, the links between them, and which transports work here."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+
+from rtp_ext import _native, ring
+
+_PROBE_SECONDS = 5
+
+
+def version_name(code: int) -> str:
+    """The usual spelling of an ``NCCL_VERSION_CODE``: 23007 is 2.30.7."""
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+
+
+def _package_version() -> str:
+    try:
+        return version("rtp-ext")
+    except PackageNotFoundError:
+        return "not installed as a package"
+
+
+def _versions() -> list[str]:
+    lines = [
+        f"rtp_ext      {_package_version()}",
+        f"python       {platform.python_version()} ({sys.executable})",
+        f"torch        {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'}",
+        f"extension    {'with' if _native.with_cuda else 'without'} CUDA and NCCL ({_native._C.__file__})",
+    ]
+    if (codes := _native.nccl_versions()) is not None:
+        compiled, loaded = codes
+        lines.append(f"NCCL         compiled against {version_name(compiled)}, loaded {version_name(loaded)}")
+        if loaded < compiled:
+            lines.append(
+                f"             the loaded NCCL is older than {version_name(compiled)}: rebuild rtp_ext with the torch "
+                "that is installed, or install an NCCL at least as new"
+            )
+    return lines
+
+
+def _gpus() -> list[str]:
+    if not torch.cuda.is_available():
+        return ["none that torch can use"]
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        memory = f"{device.total_memory / 2**30:.1f} GiB"
+        lines.append(f"{index}: {device.name}, {memory}, compute capability {device.major}.{device.minor}")
+    return lines
+
+
+def _links() -> list[str]:
+    """Direct access between each pair of GPUs as torch sees it, then what nvidia-smi says of the topology."""
+    lines = []
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for first in range(count):
+        for second in range(first + 1, count):
+            both = torch.cuda.can_device_access_peer(first, second) and torch.cuda.can_device_access_peer(second, first)
+            lines.append(f"{first} - {second}: {'direct access' if both else 'no direct access'}")
+    if count < 2:
+        lines.append(f"none: {count} {'GPU' if count == 1 else 'GPUs'}")
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [*lines, "nvidia-smi: not found"]
+    try:
+        topology = subprocess.run(
+            [program, "topo", "-m"], capture_output=True, text=True, check=True, timeout=30
+        ).stdout.rstrip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return [*lines, f"nvidia-smi topo -m: {error}"]
+    return [*lines, "nvidia-smi topo -m:", *(f"  {line}" for line in topology.splitlines())]
+
+
+def shm_refusal() -> str | None:
+    """Why CPU ranks of this host cannot use shared memory, or None. Opens a transport to find out.
+
+    Also lets another process open this one's memory, as a neighbour does.
+    """
+    if sys.platform != "linux":
+        return f"needs Linux, this is {sys.platform}"
+    try:
+        transport = _native.ShmTransport(0, 1, timedelta(seconds=_PROBE_SECONDS))
+        address = transport.address()
+        transport.connect([address])
+        _, pid, memory, _ = address.split()
+        opened = subprocess.run(
+            [sys.executable, "-S", "-c", f"open('/proc/{pid}/fd/{memory}', 'r+b').close()"],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+        )
+        _native.Executor(transport, 0, 1, torch.device("cpu")).close()
+    except (_native.RotationError, OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    if opened.returncode != 0:
+        return f"another process cannot open this one's memory: {opened.stderr.strip().splitlines()[-1]}"
+    return None
+
+
+def c10d_backends() -> list[str]:
+    """The backends of torch.distributed that this torch was built with and that can be loaded."""
+    if not dist.is_available():
+        return []
+    available: dict[str, Callable[[], bool]] = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+        "mpi": dist.is_mpi_available,
+        "ucc": dist.is_ucc_available,
+        "xccl": dist.is_xccl_available,
+    }
+    return [name for name, test in available.items() if test()]
+
+
+def _emulated_refusal() -> str | None:
+    """Sends one shard around a ring of two stand-in ranks."""
+    device = torch.device("cpu")
+    executor = _native.Executor(_native.emulated_transport(device), 0, 2, device)
+    try:
+        shapes = [[[1], [1]]]
+        passing = _native.Execution.rotate(executor, [torch.ones(1)], shapes, "ring", False)
+        arrived = 0.0
+        while passing.next() is not None:
+            arrived += passing.weight()[0].item()
+        return None if arrived == 2 else f"expected two shards of 1.0, got a sum of {arrived}"
+    except _native.RotationError as error:
+        return str(error)
+    finally:
+        executor.close()
+
+
+def transports() -> dict[str, tuple[bool, str]]:
+    """For each transport, whether it works here, and what it serves or why it does not work."""
+    backends = c10d_backends()
+    refusals = {
+        "shm": (shm_refusal(), "CPU ranks of one host"),
+        "c10d": (
+            None if backends else "this torch has no torch.distributed backend",
+            f"any backend of torch.distributed; here {', '.join(backends)}",
+        ),
+        "nccl": (ring.nccl_refusal(), "one GPU for each rank"),
+        "emulated": (_emulated_refusal(), "one process stands for a whole ring"),
+    }
+    return {name: (reason is None, reason or use) for name, (reason, use) in refusals.items()}
+
+
+def report() -> str:
+    """The whole report as text. Tries the transports of one host; needs no process group and starts none."""
+    lines = [*_versions(), "", "GPUs", *(f"  {line}" for line in _gpus())]
+    lines += ["", "links between GPUs", *(f"  {line}" for line in _links()), "", "transports"]
+    for name, (works, why) in transports().items():
+        lines.append(f"  {name:<9}  {'works' if works else 'does not work'}: {why}")
+    return "\n".join(lines)

@@ -1,0 +1,101 @@
+"""What every rotated module shares."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from rtp_ext.ring import Ring
+from rtp_ext.sharding import init_weights, shallow_copy, shard_parameter
+
+
+class LiveModule:
+    """A module that holds a live ring: it can be deep-copied, but not pickled."""
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: it holds a live ring. Save state_dict() or use "
+            "torch.distributed.checkpoint, and convert a new model with fully_rotate"
+        )
+
+
+class RotatedModule(LiveModule):
+    """Mixin of rotated modules; the class of the torch module that it replaces comes second.
+
+    Attributes:
+        ring: the Ring that the parameters are sharded over.
+        in_place: whether the home shards themselves travel.
+        qualified_name: the module's name within its model, for messages.
+    """
+
+    ring: Ring
+    in_place: bool
+    qualified_name: str
+    mp_policy: MixedPrecisionPolicy
+
+    # The dimension that each parameter is cut along.
+    shard_dims: dict[str, int]
+
+    def _adopt(
+        self,
+        ring: Ring,
+        shard_dims: dict[str, int],
+        *,
+        in_place: bool = False,
+        name: str | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        memo: dict[int, nn.Parameter] | None = None,
+    ) -> None:
+        """Shards the module's whole parameters. `memo` maps parameters that were sharded before (tied weights)."""
+        assert isinstance(self, nn.Module)
+        self.ring = ring
+        self.in_place = in_place
+        self.qualified_name = name or type(self).__name__
+        self.mp_policy = mp_policy or MixedPrecisionPolicy()
+        self.shard_dims = shard_dims
+        memo = {} if memo is None else memo
+        for key, parameter in self._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in memo:
+                memo[id(parameter)] = shard_parameter(parameter, ring, shard_dims[key], padded=in_place)
+            self._parameters[key] = memo[id(parameter)]
+
+    @classmethod
+    def _from(cls, module: nn.Module, base: type[nn.Module]) -> Any:
+        """A module of this class with the parameters and buffers of `module`, which is left as it is."""
+        if type(module) is not base:
+            raise TypeError(f"{cls.__name__}.from_module: expected a {base.__name__}, got a {type(module).__name__}")
+        twin = shallow_copy(module)
+        twin.__class__ = cls
+        return twin
+
+    def _rotation(self) -> dict[str, Any]:
+        """The keyword arguments of the functional form."""
+        return {
+            "ring": self.ring,
+            "in_place": self.in_place,
+            "compute_dtype": self.mp_policy.param_dtype,
+            "reduce_dtype": self.mp_policy.reduce_dtype,
+            "name": self.qualified_name,
+        }
+
+    def reset_parameters(self) -> None:
+        """The initialisation of the module that this one replaces: the same values under the same seed. Collective."""
+        assert isinstance(self, nn.Module)
+        if not hasattr(self, "ring"):  # while the plain module is being constructed
+            super().reset_parameters()  # type: ignore[misc]
+            return
+        base = type(self).__mro__[2]
+        with torch.no_grad():
+            init_weights(self, base.reset_parameters)  # type: ignore[attr-defined]

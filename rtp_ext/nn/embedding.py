@@ -1,0 +1,93 @@
+"""RotatedEmbedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtp_ext.functional import rotated_embedding
+from rtp_ext.nn._base import RotatedModule
+from rtp_ext.ring import Ring
+
+
+class RotatedEmbedding(RotatedModule, nn.Embedding):
+    """nn.Embedding whose table rotates.
+
+    Args: those of nn.Embedding (max_norm, scale_grad_by_freq and sparse must be off), and
+        ring: the ranks to spread the table over. Collective: seed every rank alike, or load a state dict.
+        shard_dim: cut the table [num_embeddings, embedding_dim] along the vocabulary (0) or the features (1).
+        in_place: let the home shard itself travel.
+
+    Input [...] of ids, this rank's own batch; output [..., embedding_dim]. See functional.rotated_embedding.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: torch.Tensor | None = None,
+        _freeze: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ring: Ring,
+        shard_dim: int = 0,
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            _weight,
+            _freeze,
+            device,
+            dtype,
+        )
+        self._rotate(ring, shard_dim=shard_dim, in_place=in_place)
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Embedding, ring: Ring, *, shard_dim: int = 0, in_place: bool = False
+    ) -> RotatedEmbedding:
+        """A rotated twin of `module` (meta device included), which is left as it is."""
+        twin = cls._from(module, nn.Embedding)
+        twin._rotate(ring, shard_dim=shard_dim, in_place=in_place)
+        return twin
+
+    @staticmethod
+    def refusal(module: nn.Embedding) -> str | None:
+        """Why an embedding cannot be rotated; None if it can."""
+        if module.max_norm is not None:
+            return f"max_norm={module.max_norm} changes the table in forward"
+        if module.sparse:
+            return "sparse gradients do not travel"
+        if module.scale_grad_by_freq:
+            return "scale_grad_by_freq needs the counts of the whole batch"
+        return None
+
+    def _rotate(self, ring: Ring, *, shard_dim: int = 0, **options: Any) -> None:
+        if shard_dim not in (0, 1):
+            raise ValueError(f"RotatedEmbedding: expected shard_dim 0 or 1, got {shard_dim}")
+        problem = self.refusal(self)
+        if problem is not None:
+            raise ValueError(f"RotatedEmbedding: cannot be rotated: {problem}")
+        self._adopt(ring, {"weight": shard_dim}, **options)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return rotated_embedding(
+            input, self.weight, shard_dim=self.shard_dims["weight"], padding_idx=self.padding_idx, **self._rotation()
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, ring={self.ring.size}, shard_dim={self.shard_dims['weight']}"

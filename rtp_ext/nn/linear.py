@@ -1,0 +1,59 @@
+"""RotatedLinear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtp_ext.functional import rotated_linear
+from rtp_ext.nn._base import RotatedModule
+from rtp_ext.ring import Ring
+
+
+class RotatedLinear(RotatedModule, nn.Linear):
+    """nn.Linear whose weight and bias shards rotate.
+
+    Args: those of nn.Linear, and
+        ring: the ranks to spread the parameters over. Collective: seed every rank alike, or load a state dict.
+        shard_dim: cut the weight [out_features, in_features] along its output (0) or input (1) features.
+        in_place: let the home shards themselves travel.
+
+    Input [..., in_features], this rank's own batch; output [..., out_features]. See functional.rotated_linear.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ring: Ring,
+        shard_dim: int = 0,
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._rotate(ring, shard_dim=shard_dim, in_place=in_place)
+
+    @classmethod
+    def from_module(cls, module: nn.Linear, ring: Ring, *, shard_dim: int = 0, in_place: bool = False) -> RotatedLinear:
+        """A rotated twin of `module` (meta device included), which is left as it is."""
+        twin = cls._from(module, nn.Linear)
+        twin._rotate(ring, shard_dim=shard_dim, in_place=in_place)
+        return twin
+
+    def _rotate(self, ring: Ring, *, shard_dim: int = 0, **options: Any) -> None:
+        if shard_dim not in (0, 1):
+            raise ValueError(f"RotatedLinear: expected shard_dim 0 or 1, got {shard_dim}")
+        self._adopt(ring, {"weight": shard_dim, "bias": 0}, **options)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return rotated_linear(
+            input, self.weight, self.bias, shard_dim=self.shard_dims["weight"], **self._rotation()
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, ring={self.ring.size}, shard_dim={self.shard_dims['weight']}"

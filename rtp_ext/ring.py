@@ -1,0 +1,449 @@
+"""The ring: which ranks, over which transport, and the two primitives `rotate` and `collect`."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from rtp_ext import _native
+from rtp_ext._native import RingTimeout, RotationError
+
+logger = logging.getLogger("rtp_ext")
+
+# torch 2.14 renamed it
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+TRANSPORTS = ("auto", "shm", "c10d", "nccl")
+ROUTES = ("auto", "ring", "direct")
+
+
+def nccl_refusal() -> str | None:
+    """Why the transport `nccl` cannot be used in this process; None if it can."""
+    versions = _native.nccl_versions()
+    if versions is None:
+        return "rtp_ext was built without CUDA"
+    if not torch.cuda.is_available():
+        return "no GPU is available"
+    compiled, loaded = versions
+    if loaded < compiled:
+        return f"rtp_ext was compiled against NCCL {compiled}, but torch loaded the older {loaded}: rebuild rtp_ext"
+    return None
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """A tensor over the memory of `value`: a tensor, or any array that speaks DLPack (CuPy, NumPy)."""
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            return value.to_local()
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if hasattr(value, "__dlpack__"):
+        return torch.from_dlpack(value)
+    raise TypeError(f"Ring: expected a tensor or a DLPack array, got {type(value).__name__}")
+
+
+class Ring:
+    """Ranks that rotate shards among themselves.
+
+    Args:
+        mesh_or_group: a one-dimensional DeviceMesh, a process group, or None for the default process group.
+        transport: `shm` (CPU ranks of one host), `c10d` (any torch.distributed backend), `nccl` (direct NCCL), or
+            `auto`: `nccl` on GPUs, `shm` on CPUs, else `c10d`. What was chosen and why is logged and kept in
+            `transport` and `transport_reason`.
+        route: `ring` (every hop goes to the neighbour), `direct` (a shard comes straight from its owner), or `auto`.
+        timeout: seconds (or a timedelta) after which a neighbour that does not answer is an error, RingTimeout.
+
+    Collective: every rank of the group makes the ring at the same point. The ring owns its process groups.
+
+    Attributes:
+        rank, size: this rank's place, and the number of ranks R.
+        device: where shards live.
+        mesh: the DeviceMesh of parameters sharded over the ring; None for an emulated ring.
+    """
+
+    def __init__(
+        self,
+        mesh_or_group: DeviceMesh | dist.ProcessGroup | None = None,
+        *,
+        transport: str = "auto",
+        route: str = "auto",
+        timeout: float | datetime.timedelta = 600.0,
+    ) -> None:
+        _check_choice("transport", transport, TRANSPORTS)
+        _check_choice("route", route, ROUTES)
+        self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
+        if self.timeout <= datetime.timedelta(0):
+            raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
+        self.mesh: DeviceMesh | None = _resolve_mesh(mesh_or_group)
+        group = self.mesh.get_group()
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.device = torch.device(self.mesh.device_type)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._world = dist.group.WORLD
+        self._members = dist.get_process_group_ranks(group)
+        self._groups: list[dist.ProcessGroup] = []
+        self._control = self._new_group("gloo") if self.size > 1 else None
+        self._collective = self._control
+        if self.size > 1 and self.device.type == "cuda":
+            self._collective = self._new_group("nccl")
+        self._start(transport, route)
+
+    @classmethod
+    def emulated(cls, size: int, *, rank: int = 0, device: torch.device | str = "cpu") -> Ring:
+        """A ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
+
+        A layer on it computes what the plain layer with this rank's shard repeated `size` times would. For
+        microbenchmarks of the timeline of one rank, and for memory per rank.
+        """
+        if size < 1 or not 0 <= rank < size:
+            raise ValueError(f"Ring.emulated: expected size >= 1 and 0 <= rank < size, got size {size}, rank {rank}")
+        ring = cls.__new__(cls)
+        ring.timeout = datetime.timedelta(seconds=600)
+        ring.mesh = None
+        ring.rank, ring.size = rank, size
+        ring.device = torch.device(device)
+        if ring.device.type == "cuda" and ring.device.index is None:
+            ring.device = torch.device("cuda", torch.cuda.current_device())
+        ring._world = None
+        ring._members = []
+        ring._groups = []
+        ring._control = ring._collective = None
+        ring.route, ring.transport_reason = "ring", "one process stands for the ring"
+        ring.transport = "emulated"
+        ring._executor = _native.Executor(_native.emulated_transport(ring.device), rank, size, ring.device)
+        return ring
+
+    # -- making and ending -------------------------------------------------------------------------------------------
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        group = dist.new_group(
+            self._members, timeout=self.timeout, backend=backend, use_local_synchronization=True
+        )
+        self._groups.append(group)
+        return group
+
+    def _start(self, transport: str, route: str) -> None:
+        chosen, native = self._choose_transport(transport)
+        self.transport: str = chosen
+        self.route: str = self._choose_route(route)
+        self._executor = _native.Executor(native, self.rank, self.size, self.device)
+        logger.info(
+            "ring of %d: transport %s (%s), route %s", self.size, self.transport, self.transport_reason, self.route
+        )
+
+    def _choose_transport(self, wish: str) -> tuple[str, Any]:
+        if self.size == 1:
+            self.transport_reason = "a single rank sends nothing"
+            return "emulated", _native.emulated_transport(self.device)
+        if self.device.type == "cpu" and wish in ("auto", "shm"):
+            native, problem = self._try_shm()
+            if native is not None:
+                self.transport_reason = "all ranks are CPU processes of one host"
+                return "shm", native
+            if wish == "shm":
+                raise RotationError(f"Ring: transport shm cannot be used: {problem}")
+            return self._c10d(f"shm cannot be used: {problem}")
+        if self.device.type == "cuda" and wish in ("auto", "nccl"):
+            problems = [p for p in self.exchange(nccl_refusal()) if p is not None]
+            if not problems:
+                self.transport_reason = "direct NCCL"
+                ids = [_native.nccl_unique_id(), _native.nccl_unique_id()] if self.rank == 0 else None
+                weight_id, gradient_id = self.exchange(ids)[0]
+                native = _native.nccl_transport(
+                    weight_id, gradient_id, self.rank, self.size, self.device, self.timeout
+                )
+                return "nccl", native
+            if wish == "nccl":
+                raise RotationError(f"Ring: transport nccl cannot be used: {problems[0]}")
+            return self._c10d(f"nccl cannot be used: {problems[0]}")
+        if wish == "c10d":
+            return self._c10d("as asked")
+        raise ValueError(f"Ring: transport {wish} does not work on device type {self.device.type}")
+
+    def _c10d(self, reason: str) -> tuple[str, Any]:
+        self.transport_reason = reason
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        weight, gradient = self._new_group(backend), self._new_group(backend)
+        return "c10d", _native.c10d_transport(weight, gradient, self.device, self.timeout)
+
+    def _try_shm(self) -> tuple[Any, str | None]:
+        """The shm transport if every rank can reach every other one's memory; else None and the reason."""
+        native, problem = None, None
+        address = None
+        try:
+            native = _native.ShmTransport(self.rank, self.size, self.timeout)
+            address = native.address()
+        except RotationError as error:
+            problem = str(error)
+        addresses = self.exchange(address)
+        if native is not None and None not in addresses:
+            try:
+                native.connect(addresses)
+            except RotationError as error:
+                problem = str(error)
+        problems = [p for p in self.exchange(problem) if p is not None]
+        return (None, problems[0]) if problems else (native, None)
+
+    def _choose_route(self, wish: str) -> str:
+        if wish != "auto":
+            return wish
+        if self.transport == "shm":
+            return "direct"  # any rank reaches any other at the same cost, and nothing is forwarded
+        if self.transport == "nccl":
+            here = torch.cuda.device_count()
+            one_host = len(set(self.exchange(_native_host()))) == 1
+            peers = all(
+                torch.cuda.can_device_access_peer(a, b) for a in range(here) for b in range(here) if a != b
+            )
+            return "direct" if all(self.exchange(one_host and peers)) else "ring"
+        return "ring"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the ring can still be used."""
+        return self._executor.alive and self._world is dist.group.WORLD if self._world else self._executor.alive
+
+    def close(self) -> None:
+        """Ends the ring in good order. Idempotent; collective."""
+        self._executor.close()
+        self._drop_groups()
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, _memo: dict) -> Ring:
+        return self  # a copy of a model rotates over the same ring
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise TypeError(
+            "a Ring cannot be pickled: it holds live connections. Save model.state_dict() or use "
+            "torch.distributed.checkpoint, and convert a new model with fully_rotate"
+        )
+
+    def __repr__(self) -> str:
+        return f"Ring(rank={self.rank}, size={self.size}, transport={self.transport!r}, route={self.route!r})"
+
+    def check_alive(self, operation: str) -> None:
+        """Raises RotationError if the ring was closed, has failed, or outlived its process group."""
+        self._executor.check_alive(operation)
+        if self._world is not None and self._world is not dist.group.WORLD:
+            self._executor.fail("its process group was destroyed")
+            self._executor.check_alive(operation)
+
+    def _drop_groups(self) -> None:
+        groups, self._groups = self._groups, []
+        self._control = self._collective = None
+        if not dist.is_initialized() or self._world is not dist.group.WORLD:
+            return
+        for group in groups:
+            dist.destroy_process_group(group)
+
+    def run(self, operation: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a native operation with this ring's executor; a failure of the ring reaches the neighbours."""
+        self.check_alive(operation)
+        try:
+            return function(self._executor, *arguments)
+        except RotationError:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Drops the groups of a ring that has failed, so that neighbours in a collective learn of it."""
+        if not self._executor.alive:
+            self._drop_groups()
+
+    # -- agreement and small collectives -----------------------------------------------------------------------------
+
+    def _collectively(self, operation: str, action: Callable[[], Any]) -> Any:
+        """Runs a torch.distributed collective; its failure is the ring's."""
+        self.check_alive(operation)
+        start = datetime.datetime.now()
+        try:
+            return action()
+        except RuntimeError as error:
+            waited = (datetime.datetime.now() - start).total_seconds()
+            message = f"{operation}: a rank of the ring did not answer (waited {waited:.1f} s): {error}"
+            self._executor.fail(message)
+            self.abandon()
+            raise RingTimeout(message) from error
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's `value` (any picklable object), in ring order. Collective."""
+        if self._control is None:
+            return [value] * self.size
+        values: list[Any] = [None] * self.size
+        if not hasattr(self, "_executor"):  # while the ring is being made
+            dist.all_gather_object(values, value, group=self._control)
+            return values
+        self._collectively("exchange", lambda: dist.all_gather_object(values, value, group=self._control))
+        return values
+
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """Shards [n] of equal size to [R, n]. For what is too small to rotate. Collective."""
+        if self.size == 1 or self._collective is None:
+            return shard.unsqueeze(0).repeat(self.size, 1)
+        gathered = shard.new_empty(self.size, shard.numel())
+        self._collectively(
+            "all_gather", lambda: _all_gather_single(gathered.view(-1), shard, group=self._collective)
+        )
+        return gathered
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values` [...] over the ranks, in place. Collective."""
+        if self._collective is None:
+            return values.mul_(self.size)
+        self._collectively("all_reduce", lambda: dist.all_reduce(values, group=self._collective))
+        return values
+
+    # -- the primitives ----------------------------------------------------------------------------------------------
+
+    def shapes(self, tensors: Sequence[torch.Tensor], originals: Sequence[Any]) -> list[list[list[int]]]:
+        """The shape of every owner's shard of each tensor: by the chunk rule for DTensors, else by asking."""
+        if all(isinstance(o, DTensor) for o in originals):
+            result = []
+            for original in originals:
+                dim = next(p.dim for p in original.placements if isinstance(p, Shard))
+                sizes = _native.shard_sizes(original.shape[dim], self.size)
+                result.append([[*original.shape[:dim], size, *original.shape[dim + 1 :]] for size in sizes])
+            return result
+        told = self.exchange([(tuple(t.shape), str(t.dtype)) for t in tensors])
+        for rank, theirs in enumerate(told):
+            if [(len(s), d) for s, d in theirs] != [(len(s), d) for s, d in told[0]]:
+                raise ValueError(
+                    f"Ring: expected shards of as many dimensions and the same dtype on every rank, got {told[0]} on "
+                    f"rank 0 and {theirs} on rank {rank}"
+                )
+        return [[list(theirs[part][0]) for theirs in told] for part in range(len(tensors))]
+
+    def _prepare(self, operation: str, shard: Any) -> tuple[list[torch.Tensor], list[list[list[int]]], bool]:
+        self.check_alive(operation)
+        single = not isinstance(shard, (list, tuple))
+        originals = [shard] if single else list(shard)
+        tensors = [as_tensor(original) for original in originals]
+        for tensor in tensors:
+            if tensor.device != self.device:
+                raise TypeError(f"{operation}: expected a tensor on {self.device}, the ring's, got {tensor.device}")
+        tensors = [tensor.contiguous() for tensor in tensors]
+        return tensors, self.shapes(tensors, originals), single
+
+    def rotate(self, shard: Any, *, reverse: bool = False) -> Iterator[tuple[int, Any]]:
+        """Lets every rank's shard visit this rank while the caller computes on the one in hand.
+
+        Args:
+            shard: this rank's tensor (or list of tensors that travel together), any dtype; DTensors and DLPack
+                arrays are taken too. Shards of different ranks may differ in size.
+            reverse: the order r, r+1, ... of a backward instead of r, r-1, ...
+
+        Yields `(owner, view)`, this rank's own shard first; a list of views where a list was given. A view is valid
+        until the next one is asked for. Leaving the loop early is allowed: the remaining hops still run, so that
+        neighbours are served. Collective. Source: RTP, arXiv 2311.01635, the rotation primitive.
+        """
+        tensors, shapes, single = self._prepare("rotate", shard)
+        execution = self.run("rotate", _native.Execution.rotate, tensors, shapes, self.route, reverse)
+        return self._visits(execution, single)
+
+    def _visits(self, execution: Any, single: bool) -> Iterator[tuple[int, Any]]:
+        try:
+            while (step := self._next(execution)) is not None:
+                views = execution.weight()
+                yield step.owner, views[0] if single else views
+        finally:
+            execution.finish()
+
+    def _next(self, execution: Any) -> Any:
+        try:
+            return execution.next()
+        except RotationError:
+            self.abandon()
+            raise
+
+    def collect(self, add: Callable[[int, Any], None], like: Any) -> Any:
+        """The dual of `rotate`: every owner's sum over all ranks, gathered on the way and delivered at home.
+
+        Args:
+            add: called as `add(owner, partial)` once for every owner, this rank's own last; adds this rank's
+                contribution to `partial` in place.
+            like: a tensor (or list) of the shape, dtype and device of this rank's own result. Not changed.
+
+        Returns this rank's own sum (a list where a list was given). An exception of `add` is raised after the
+        remaining hops have run. Collective.
+        """
+        tensors, shapes, single = self._prepare("collect", like)
+        home = [torch.empty_like(tensor) for tensor in tensors]
+        execution = self.run("collect", _native.Execution.collect, home, shapes)
+        try:
+            while (step := self._next(execution)) is not None:
+                arrived, partial = execution.gradient_in(), execution.gradient_out()
+                for index, tensor in enumerate(partial):
+                    if not arrived:
+                        tensor.zero_()
+                    elif arrived[index].data_ptr() != tensor.data_ptr():
+                        tensor.copy_(arrived[index])
+                add(step.owner, partial[0] if single else partial)
+        finally:
+            execution.finish()
+        return home[0] if single else home
+
+    # -- counters ----------------------------------------------------------------------------------------------------
+
+    def slot_count(self, channel: str) -> Any:
+        """Slots of `weight` or `gradient`: .slots and .bytes that exist, .peak_slots leased at once, .peak_bytes,
+        .allocations ever."""
+        return self._executor.slots(channel)
+
+    def reset_peak(self) -> None:
+        """Starts the peaks of `slot_count` anew."""
+        self._executor.reset_peak()
+
+    def clear_slots(self) -> None:
+        """Frees the slots; the next operation allocates them again."""
+        self._executor.clear_slots()
+
+    def hops(self, channel: str) -> int:
+        """Hops of `weight` or `gradient` that this rank has posted."""
+        return self._executor.hops(channel)
+
+    def bytes_sent(self, channel: str) -> int:
+        """Bytes of `weight` or `gradient` that this rank has sent."""
+        return self._executor.bytes_sent(channel)
+
+
+def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"Ring: expected {what} to be one of {', '.join(choices)}, got {value!r}")
+
+
+def _native_host() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def _resolve_mesh(mesh_or_group: DeviceMesh | dist.ProcessGroup | None) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise RotationError("Ring: torch.distributed is not initialised; call init_process_group, or use Ring.emulated")
+    if isinstance(mesh_or_group, DeviceMesh):
+        if mesh_or_group.ndim != 1:
+            raise ValueError(
+                f"Ring: expected a one-dimensional mesh, got one with dimensions {mesh_or_group.mesh_dim_names}; "
+                'pass one of them, such as mesh["rtp"]'
+            )
+        return mesh_or_group
+    if mesh_or_group is not None and not isinstance(mesh_or_group, dist.ProcessGroup):
+        raise TypeError(f"Ring: expected a DeviceMesh or a process group, got {type(mesh_or_group).__name__}")
+    backend = str(dist.get_backend(mesh_or_group))
+    device_type = "cuda" if "nccl" in backend and torch.cuda.is_available() else "cpu"
+    if mesh_or_group is None:
+        return init_device_mesh(device_type, (dist.get_world_size(),))
+    return DeviceMesh.from_group(mesh_or_group, device_type)

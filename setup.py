@@ -1,0 +1,126 @@
+"""Builds the extension with CMake and Ninja.
+
+    pip install --no-build-isolation .        (or -e .)
+
+torch must be installed already: isolation would fetch another one than the one that the extension will run with.
+CUDA and NCCL are compiled in when torch has them and nvcc is found, even where no GPU is installed.
+`RTP_WITH_CUDA=0` turns them off, `RTP_WITH_CUDA=1` makes their absence an error, `RTP_CUDA_ARCHITECTURES` overrides
+the list below, `CUDA_HOME` names the toolkit.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+DEFAULT_ARCHITECTURES = "80-real 90-real 100"  # the last one brings PTX for what is newer
+
+
+def find_library(pattern: str, folders: list[Path]) -> Path | None:
+    """The first file that matches `pattern` in `folders`."""
+    for folder in folders:
+        for match in sorted(glob.glob(str(folder / pattern))):
+            return Path(match)
+    return None
+
+
+def cuda_facts(torch) -> dict[str, str]:
+    """Where nvcc, cudart and NCCL are, or the reason why the build goes without them."""
+    wish = os.environ.get("RTP_WITH_CUDA", "auto")
+    if wish == "0":
+        return {"WITH_CUDA": "OFF", "CUDA_REASON": "RTP_WITH_CUDA=0"}
+    missing = None
+    facts: dict[str, str] = {}
+    if torch.version.cuda is None:
+        missing = "this torch has no CUDA"
+    else:
+        candidates = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+        on_path = shutil.which("nvcc")
+        if on_path:
+            candidates.append(str(Path(on_path).resolve().parent.parent))
+        root = next((Path(c) for c in candidates if c and (Path(c) / "bin" / "nvcc").exists()), None)
+        site = Path(torch.__file__).resolve().parent.parent
+        pip_folders = [Path(folder) for folder in sorted(glob.glob(str(site / "nvidia" / "*")))]
+        libraries = [folder / "lib" for folder in pip_folders]
+        if root is None:
+            missing = "no nvcc in CUDA_HOME, /usr/local/cuda or PATH"
+        else:
+            libraries += [root / "lib64", Path("/usr/lib/x86_64-linux-gnu")]
+            cudart = find_library("libcudart.so.1?", libraries)
+            nccl = find_library("libnccl.so.2", libraries)
+            if cudart is None or nccl is None:
+                missing = f"{'libcudart' if cudart is None else 'libnccl.so.2'} was not found"
+            else:
+                facts = {
+                    "CUDA_ROOT": str(root),
+                    "NVCC": str(root / "bin" / "nvcc"),
+                    "CUDART_LIBRARY": str(cudart),
+                    "NCCL_LIBRARY": str(nccl),
+                    "PIP_CUDA_INCLUDES": "|".join(
+                        str(folder / "include") for folder in pip_folders if (folder / "include").exists()
+                    ),
+                    "CUDA_ARCHITECTURES": os.environ.get("RTP_CUDA_ARCHITECTURES", DEFAULT_ARCHITECTURES),
+                }
+    if missing is not None:
+        if wish == "1":
+            raise SystemExit(f"rtp_ext: RTP_WITH_CUDA=1 but {missing}")
+        return {"WITH_CUDA": "OFF", "CUDA_REASON": missing}
+    return {"WITH_CUDA": "ON", "CUDA_REASON": f"toolkit {facts['CUDA_ROOT']}", **facts}
+
+
+def import_torch():
+    try:
+        import torch
+    except ImportError as error:
+        raise SystemExit(
+            "rtp_ext: torch is not installed in this environment. Install it first, then: "
+            "pip install --no-build-isolation ."
+        ) from error
+    return torch
+
+
+def torch_facts() -> dict[str, str]:
+    torch = import_torch()
+    return {
+        "TORCH_VERSION": torch.__version__,
+        "TORCH_ROOT": str(Path(torch.__file__).resolve().parent),
+        "CXX11_ABI": str(int(torch.compiled_with_cxx11_abi())),
+        **cuda_facts(torch),
+    }
+
+
+if sys.argv[1:] == ["torch_facts"]:  # asked by CMakeLists.txt
+    print("\n".join(f"{key}={value}" for key, value in torch_facts().items()))
+    raise SystemExit(0)
+
+from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
+
+
+class CMakeBuild(build_ext):
+    """Configures, builds and installs CMakeLists.txt into the package."""
+
+    def build_extension(self, ext: Extension) -> None:
+        import_torch()
+        cmake = shutil.which("cmake")
+        if cmake is None:
+            raise SystemExit("rtp_ext: cmake was not found. pip install cmake")
+        target = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+        build.mkdir(parents=True, exist_ok=True)
+        configure = [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build)]
+        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_INSTALL_PREFIX={target.parent}"]
+        ninja = shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        if ninja is None:
+            raise SystemExit("rtp_ext: ninja was not found. pip install ninja")
+        subprocess.run([*configure, f"-DCMAKE_MAKE_PROGRAM={ninja}"], check=True)
+        subprocess.run([cmake, "--build", str(build)], check=True)
+        subprocess.run([cmake, "--install", str(build)], check=True)
+
+
+setup(ext_modules=[Extension("rtp_ext._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
