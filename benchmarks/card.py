@@ -15,10 +15,14 @@ import torch
 from launch import cores
 
 RESULTS = Path(__file__).parent / "results"
+# fmt: off
 KEYS = (
-    "benchmark case shape n k tokens ranks direction transport link dtype t_g1_us t_gr_us t_c_us t_ov_us t_base_us "
-    "e_hide roofline e_ect peak_bytes step_ms tokens_per_s strategy device driver cuda torch nccl commit date command"
-).split()
+    "benchmark", "case", "shape", "n", "k", "tokens", "ranks", "direction", "transport", "link", "dtype",
+    "t_g1_us", "t_gr_us", "t_c_us", "t_ov_us", "t_base_us", "e_hide", "roofline", "e_ect",
+    "peak_bytes", "step_ms", "tokens_per_s", "strategy", "device", "driver", "cuda", "torch", "nccl",
+    "commit", "date", "command",
+)
+# fmt: on
 
 
 def _output(*command: str) -> str | None:

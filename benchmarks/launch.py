@@ -95,7 +95,7 @@ def _device(kind: str, local_rank: int) -> torch.device:
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
     parser.add_argument(
-        "--threads", type=int, default=0, help="CPU threads per rank (default: the cores divided among the ranks)"
+        "--threads", type=int, default=0, help="CPU threads per rank (0: the cores divided among the ranks)"
     )
 
 

@@ -10,12 +10,12 @@ its gradients in place (zeroed, not freed), so that peak minus persistent, the *
 it holds activations, temporaries and communication buffers, and no strategy hides one behind gradients not yet made.
 
 On CUDA the caching allocator counts (`torch.cuda.max_memory_allocated`). On CPU the allocator keeps no count; torch's
-profiler records every allocation and release, with the running total, on the thread that called for it. Not seen:
-scratch memory inside a GEMM library and memory a communication library takes for itself. The slots that a ring keeps in
-shared memory are outside the allocator too; the ring counts them and they are added.
+profiler records every allocation and release on the thread that called for it. Not seen: scratch memory inside a GEMM
+library and what a communication library takes for itself. The slots that a ring keeps in shared memory are outside the
+allocator too; the ring counts them and they are added.
 """
 
-import warnings
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +28,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 # The first step makes gradients and optimizer state, DDP lays out its buckets anew in the second.
 PROBED_STEPS = 3
+# The profiler's own messages (a CUDA build without a GPU among them) would run into the progress line.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 _PHASES = ("forward_backward", "optimizer")
 
 
@@ -122,7 +124,7 @@ class MemoryProbe:
 
 def _profiled_peaks(profiler: profile) -> dict[str, int]:
     """Most bytes alive during the last occurrence of each phase, from the allocator's events on the CPU."""
-    allocations: list[tuple[int, int]] = []
+    events: list[tuple[int, int, int]] = []
     spans: dict[str, tuple[int, int]] = {}
     pending = list(profiler.profiler.kineto_results.experimental_event_tree())
     while pending:
@@ -131,16 +133,24 @@ def _profiled_peaks(profiler: profile) -> dict[str, int]:
         if event.tag == torch._C._profiler._EventType.Allocation:
             fields = event.extra_fields
             if fields.device.type == "cpu":
-                allocations.append((event.start_time_ns, fields.total_allocated))
+                events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
         elif event.name.startswith("memory."):
             name = event.name.removeprefix("memory.")
             spans[name] = max(spans.get(name, (0, 0)), (event.start_time_ns, event.end_time_ns))
-    allocations.sort(key=lambda allocation: allocation[0])
+
+    # The profiler's own total outlives a recording, and a release may belong to an allocation before this one.
+    sizes: dict[int, int] = {}
+    live = 0
+    levels: list[tuple[int, int]] = [(0, 0)]
+    for time, address, size in sorted(events, key=lambda event: event[0]):
+        if size > 0:
+            sizes[address] = size
+            live += size
+        else:
+            live -= sizes.pop(address, 0)
+        levels.append((time, live))
     peaks = {}
     for name, (start, end) in spans.items():
-        before = [total for time, total in allocations if time < start][-1:]
-        peaks[name] = max(before + [total for time, total in allocations if start <= time <= end])
+        at_start = next(level for time, level in reversed(levels) if time < start)
+        peaks[name] = max([at_start] + [level for time, level in levels if start <= time <= end])
     return peaks
-
-
-warnings.filterwarnings("ignore", message=".*Profiler clears events.*")

@@ -125,6 +125,11 @@ Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo>
       gradient_(std::move(gradient)),
       operation_(std::move(operation)) {
   executor_.check_alive(operation_);
+  for (auto* cargo : {&weight_, &gradient_}) {
+    if (!*cargo) continue;
+    // Aliases outside autograd: what travels in place is back before anybody looks, so no version changes.
+    for (at::Tensor& home : (*cargo)->home) home = home.variable_data();
+  }
   Transport& transport = executor_.transport();
   try {
     lease_slots();

@@ -98,6 +98,7 @@ def run_ranks(
         RankError: with the tracebacks of the ranks that failed, or the stacks of those that hang. The first failure
             ends the other ranks.
     """
+    __tracebackhide__ = True
     context = multiprocessing.get_context("forkserver")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server process inherits it when it starts
     context.set_forkserver_preload(["torch", "torch.distributed.tensor", "rtp_ext"])
@@ -158,6 +159,7 @@ def _main(
 
 
 def _collect(ranks: list[_Rank], lost: frozenset[int], deadline: float, timeout: float, folder: Path) -> None:
+    __tracebackhide__ = True
     order: list[int] = []
     while pending := [rank for number, rank in enumerate(ranks) if not rank.done and number not in lost]:
         left = deadline - time.monotonic()

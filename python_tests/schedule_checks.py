@@ -19,43 +19,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from schedule_races import LANES, Ring, Step, deadlocks, races
+
 from rtp_ext.schedule import schedules
-
-
-@dataclass
-class Step:
-    """A step of a schedule that can be changed."""
-
-    action: str
-    channel: str | None
-    to: int
-    from_: int
-    send_owner: int
-    receive_owner: int
-    send: str | None
-    receive: str | None
-    compute: str | None
-    owner: int
-    weight: str | None
-    gradient_in: str | None
-    gradient_out: str | None
-
-    @property
-    def reads(self) -> list[str]:
-        buffers = [self.weight, self.gradient_in] if self.action == "compute" else [self.send]
-        return [buffer for buffer in buffers if buffer is not None]
-
-    @property
-    def writes(self) -> list[str]:
-        buffer = self.gradient_out if self.action == "compute" else self.receive
-        return [] if buffer is None else [buffer]
-
-
-Ring = list[list[Step]]  # the steps of every rank
 
 
 class Violation(NamedTuple):
@@ -192,9 +162,8 @@ def route(case: Case, ring: Ring) -> Iterator[str]:
                 up, down = (rank + 1) % case.ranks, (rank - 1) % case.ranks
                 to, from_ = (up, down) if case.pass_ == "forward" else (down, up)
                 if (step.to, step.from_) != (to, from_):
-                    yield (
-                        f"rank {rank}, step {position}: expected a hop to {to} and from {from_}, got {step.to}, {step.from_}"
-                    )
+                    where = f"rank {rank}, step {position}"
+                    yield f"{where}: expected a hop to {to} and from {from_}, got {step.to} and {step.from_}"
 
 
 def pairing(case: Case, ring: Ring) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch  # first: the extension links against the libraries that torch loads
 
 try:
-    from rtp_ext import _C
+    from rtp_ext import _C  # type: ignore[attr-defined]
 except ImportError as error:
     raise ImportError(
         f"rtp_ext: the compiled extension could not be loaded with torch {torch.__version__} ({error}). It must be "

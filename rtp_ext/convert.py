@@ -55,11 +55,13 @@ class RotationState(ForwardScope):
 def _first_difference(expected: list[tuple], actual: list[tuple], rank: int) -> str:
     for left, right in zip(expected, actual, strict=False):
         if left != right:
-            return f"the model differs between ranks: expected {_entry(left)} (rank 0), got {_entry(right)} on rank {rank}"
+            return (
+                f"the model differs between ranks: expected {_entry(left)} (rank 0), got {_entry(right)} on rank {rank}"
+            )
     longer, where = (expected, 0) if len(expected) > len(actual) else (actual, rank)
     extra = longer[min(len(expected), len(actual))]
     return (
-        f"the model differs between ranks: expected {len(expected)} parameters (rank 0), got {len(actual)} on rank "
+        f"ranks have different models: expected {len(expected)} parameters (rank 0), got {len(actual)} on rank "
         f"{rank}; {_entry(extra)} is on rank {where} only"
     )
 

@@ -90,20 +90,25 @@ def shm_refusal() -> str | None:
         return f"needs Linux, this is {sys.platform}"
     try:
         transport = _native.ShmTransport(0, 1, timedelta(seconds=_PROBE_SECONDS))
-        address = transport.address()
-        transport.connect([address])
-        _, pid, memory, _ = address.split()
-        opened = subprocess.run(
-            [sys.executable, "-S", "-c", f"open('/proc/{pid}/fd/{memory}', 'r+b').close()"],
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_SECONDS,
-        )
-        _native.Executor(transport, 0, 1, torch.device("cpu")).close()
+        executor = _native.Executor(transport, 0, 1, torch.device("cpu"))
+        try:
+            address = transport.address()
+            transport.connect([address])
+            _, pid, memory, _ = address.split()
+            opened = subprocess.run(
+                [sys.executable, "-S", "-c", f"open('/proc/{pid}/fd/{memory}', 'r+b').close()"],
+                capture_output=True,
+                text=True,
+                timeout=_PROBE_SECONDS,
+                check=False,
+            )
+        finally:
+            executor.close()
     except (_native.RotationError, OSError, subprocess.SubprocessError) as error:
         return str(error)
     if opened.returncode != 0:
-        return f"another process cannot open this one's memory: {opened.stderr.strip().splitlines()[-1]}"
+        said = opened.stderr.strip().splitlines() or [f"exit code {opened.returncode}"]
+        return f"another process cannot open this one's memory: {said[-1]}"
     return None
 
 
@@ -124,18 +129,18 @@ def c10d_backends() -> list[str]:
 def _emulated_refusal() -> str | None:
     """Sends one shard around a ring of two stand-in ranks."""
     device = torch.device("cpu")
-    executor = _native.Executor(_native.emulated_transport(device), 0, 2, device)
     try:
-        shapes = [[[1], [1]]]
-        passing = _native.Execution.rotate(executor, [torch.ones(1)], shapes, "ring", False)
-        arrived = 0.0
-        while passing.next() is not None:
-            arrived += passing.weight()[0].item()
-        return None if arrived == 2 else f"expected two shards of 1.0, got a sum of {arrived}"
+        executor = _native.Executor(_native.emulated_transport(device), 0, 2, device)
+        try:
+            passing = _native.Execution.rotate(executor, [torch.ones(1)], [[[1], [1]]], "ring", False)
+            arrived = 0.0
+            while passing.next() is not None:
+                arrived += passing.weight()[0].item()
+        finally:
+            executor.close()
     except _native.RotationError as error:
         return str(error)
-    finally:
-        executor.close()
+    return None if arrived == 2 else f"expected two shards of 1.0, got a sum of {arrived}"
 
 
 def transports() -> dict[str, tuple[bool, str]]:

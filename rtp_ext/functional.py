@@ -145,9 +145,7 @@ class _RotatedLinear(torch.autograd.Function):
         ctx.needs = (needs_x, needs_weight, needs_bias)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x if needs_weight else x.new_empty(0), weight)
-        return call.run(
-            _native.linear_forward, x, weight, bias, call.shape, call.shard_dim, call.options()
-        )
+        return call.run(_native.linear_forward, x, weight, bias, call.shape, call.shard_dim, call.options())
 
     @staticmethod
     @once_differentiable

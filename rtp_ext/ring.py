@@ -13,28 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rtp_ext import _native
+from rtp_ext._connect import choose_route, connect, nccl_refusal
 from rtp_ext._native import RingTimeout, RotationError
 
 logger = logging.getLogger("rtp_ext")
+
+__all__ = ["Ring", "as_tensor", "nccl_refusal"]
 
 # torch 2.14 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 TRANSPORTS = ("auto", "shm", "c10d", "nccl")
 ROUTES = ("auto", "ring", "direct")
-
-
-def nccl_refusal() -> str | None:
-    """Why the transport `nccl` cannot be used in this process; None if it can."""
-    versions = _native.nccl_versions()
-    if versions is None:
-        return "rtp_ext was built without CUDA"
-    if not torch.cuda.is_available():
-        return "no GPU is available"
-    compiled, loaded = versions
-    if loaded < compiled:
-        return f"rtp_ext was compiled against NCCL {compiled}, but torch loaded the older {loaded}: rebuild rtp_ext"
-    return None
 
 
 def as_tensor(value: Any) -> torch.Tensor:
@@ -91,10 +81,10 @@ class Ring:
         self._world = dist.group.WORLD
         self._members = dist.get_process_group_ranks(group)
         self._groups: list[dist.ProcessGroup] = []
-        self._control = self._new_group("gloo") if self.size > 1 else None
+        self._control = self.new_group("gloo") if self.size > 1 else None
         self._collective = self._control
         if self.size > 1 and self.device.type == "cuda":
-            self._collective = self._new_group("nccl")
+            self._collective = self.new_group("nccl")
         self._start(transport, route)
 
     @classmethod
@@ -124,88 +114,22 @@ class Ring:
 
     # -- making and ending -------------------------------------------------------------------------------------------
 
-    def _new_group(self, backend: str) -> dist.ProcessGroup:
-        group = dist.new_group(
+    def new_group(self, backend: str) -> dist.ProcessGroup:
+        group: Any = dist.new_group(
             self._members, timeout=self.timeout, backend=backend, use_local_synchronization=True
         )
         self._groups.append(group)
         return group
 
     def _start(self, transport: str, route: str) -> None:
-        chosen, native = self._choose_transport(transport)
-        self.transport: str = chosen
-        self.route: str = self._choose_route(route)
-        self._executor = _native.Executor(native, self.rank, self.size, self.device)
+        connection = connect(self, transport)
+        self.transport: str = connection.name
+        self.transport_reason: str = connection.reason
+        self.route: str = choose_route(self, route)
+        self._executor = _native.Executor(connection.native, self.rank, self.size, self.device)
         logger.info(
             "ring of %d: transport %s (%s), route %s", self.size, self.transport, self.transport_reason, self.route
         )
-
-    def _choose_transport(self, wish: str) -> tuple[str, Any]:
-        if self.size == 1:
-            self.transport_reason = "a single rank sends nothing"
-            return "emulated", _native.emulated_transport(self.device)
-        if self.device.type == "cpu" and wish in ("auto", "shm"):
-            native, problem = self._try_shm()
-            if native is not None:
-                self.transport_reason = "all ranks are CPU processes of one host"
-                return "shm", native
-            if wish == "shm":
-                raise RotationError(f"Ring: transport shm cannot be used: {problem}")
-            return self._c10d(f"shm cannot be used: {problem}")
-        if self.device.type == "cuda" and wish in ("auto", "nccl"):
-            problems = [p for p in self.exchange(nccl_refusal()) if p is not None]
-            if not problems:
-                self.transport_reason = "direct NCCL"
-                ids = [_native.nccl_unique_id(), _native.nccl_unique_id()] if self.rank == 0 else None
-                weight_id, gradient_id = self.exchange(ids)[0]
-                native = _native.nccl_transport(
-                    weight_id, gradient_id, self.rank, self.size, self.device, self.timeout
-                )
-                return "nccl", native
-            if wish == "nccl":
-                raise RotationError(f"Ring: transport nccl cannot be used: {problems[0]}")
-            return self._c10d(f"nccl cannot be used: {problems[0]}")
-        if wish == "c10d":
-            return self._c10d("as asked")
-        raise ValueError(f"Ring: transport {wish} does not work on device type {self.device.type}")
-
-    def _c10d(self, reason: str) -> tuple[str, Any]:
-        self.transport_reason = reason
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        weight, gradient = self._new_group(backend), self._new_group(backend)
-        return "c10d", _native.c10d_transport(weight, gradient, self.device, self.timeout)
-
-    def _try_shm(self) -> tuple[Any, str | None]:
-        """The shm transport if every rank can reach every other one's memory; else None and the reason."""
-        native, problem = None, None
-        address = None
-        try:
-            native = _native.ShmTransport(self.rank, self.size, self.timeout)
-            address = native.address()
-        except RotationError as error:
-            problem = str(error)
-        addresses = self.exchange(address)
-        if native is not None and None not in addresses:
-            try:
-                native.connect(addresses)
-            except RotationError as error:
-                problem = str(error)
-        problems = [p for p in self.exchange(problem) if p is not None]
-        return (None, problems[0]) if problems else (native, None)
-
-    def _choose_route(self, wish: str) -> str:
-        if wish != "auto":
-            return wish
-        if self.transport == "shm":
-            return "direct"  # any rank reaches any other at the same cost, and nothing is forwarded
-        if self.transport == "nccl":
-            here = torch.cuda.device_count()
-            one_host = len(set(self.exchange(_native_host()))) == 1
-            peers = all(
-                torch.cuda.can_device_access_peer(a, b) for a in range(here) for b in range(here) if a != b
-            )
-            return "direct" if all(self.exchange(one_host and peers)) else "ring"
-        return "ring"
 
     @property
     def alive(self) -> bool:
@@ -295,9 +219,7 @@ class Ring:
         if self.size == 1 or self._collective is None:
             return shard.unsqueeze(0).repeat(self.size, 1)
         gathered = shard.new_empty(self.size, shard.numel())
-        self._collectively(
-            "all_gather", lambda: _all_gather_single(gathered.view(-1), shard, group=self._collective)
-        )
+        self._collectively("all_gather", lambda: _all_gather_single(gathered.view(-1), shard, group=self._collective))
         return gathered
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
@@ -423,11 +345,6 @@ class Ring:
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"Ring: expected {what} to be one of {', '.join(choices)}, got {value!r}")
-
-
-def _native_host() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
 
 
 def _resolve_mesh(mesh_or_group: DeviceMesh | dist.ProcessGroup | None) -> DeviceMesh:

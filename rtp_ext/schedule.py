@@ -399,7 +399,7 @@ def plot(
             axes.text(-0.85 * end / width, middle, f"rank {which}", ha="center", va="center", rotation=90, fontsize=9)
     seen: set[str] = set()
     for event in events:
-        if event.rank not in ranks:
+        if event.rank not in ranks or event.end == event.start:
             continue
         step = schedules[event.rank].steps[event.step]
         look, top = dict(_LOOKS[_look(step)]), rows[event.rank, event.lane]
@@ -412,9 +412,8 @@ def plot(
         size = min(7.0, 72 * inches / (0.68 * max(map(len, caption.split("\n"))) + 0.4))
         if size >= 4:
             backing = {"facecolor": "white", "edgecolor": "none", "pad": 0.6} if "hatch" in look else None
-            middle = (event.start + area[1] / 2, top + 0.5)
             style = {"ha": "center", "va": "center", "linespacing": 0.95, "fontsize": size, "color": ink}
-            axes.text(*middle, caption, bbox=backing, zorder=3, **style)
+            axes.text(event.start + area[1] / 2, top + 0.5, caption, bbox=backing, zorder=3, **style)
     names = {"weight": "weight hop (what arrives)", "gradient": "gradient hop (what arrives)", "copy": "copy home"}
     patches = [
         Patch(

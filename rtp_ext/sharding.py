@@ -113,7 +113,9 @@ def init_weights(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
             continue
         for key, parameter in own.items():
             if parameter.device.type == "meta":
-                raise ValueError(f"init_weights: {name or 'the module'}.{key} is on the meta device; call to_empty first")
+                raise ValueError(
+                    f"init_weights: {name or 'the module'}.{key} is on the meta device; call to_empty first"
+                )
         copies = {key: nn.Parameter(gather_full(p), requires_grad=p.requires_grad) for key, p in own.items()}
         owner._parameters.update(copies)
         try:

@@ -76,7 +76,7 @@ class RotatedModule(LiveModule):
         """A module of this class with the parameters and buffers of `module`, which is left as it is."""
         if type(module) is not base:
             raise TypeError(f"{cls.__name__}.from_module: expected a {base.__name__}, got a {type(module).__name__}")
-        twin = shallow_copy(module)
+        twin: Any = shallow_copy(module)
         twin.__class__ = cls
         return twin
 
@@ -96,6 +96,6 @@ class RotatedModule(LiveModule):
         if not hasattr(self, "ring"):  # while the plain module is being constructed
             super().reset_parameters()  # type: ignore[misc]
             return
-        base = type(self).__mro__[2]
+        base: Any = type(self).__mro__[2]
         with torch.no_grad():
-            init_weights(self, base.reset_parameters)  # type: ignore[attr-defined]
+            init_weights(self, base.reset_parameters)

@@ -7,13 +7,14 @@ averages the gradient over the ring. Outside, the module shows the Parameter.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.nn._base import LiveModule
@@ -70,104 +71,113 @@ class GatheredModule(LiveModule):
 _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
 
 
-def make_gathered(
-    module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict[int, nn.Parameter]
-) -> None:
+def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict[int, nn.Parameter]) -> None:
     """Shards the module's own parameters along their first dimension and shows them gathered in forwards."""
-    names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
-    for name in names:
-        parameter = module._parameters[name]
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    for name, parameter in own.items():
         if id(parameter) not in memo:
             memo[id(parameter)] = shard_parameter(parameter, ring, 0)
         module._parameters[name] = memo[id(parameter)]
+    names = tuple(own)
     base = type(module)
     if (base, names) not in _CLASSES:
-        properties = {name: property(lambda self, name=name: self.scope.parameter(self, name)) for name in names}
-        _CLASSES[base, names] = type(f"Gathered{base.__name__}", (GatheredModule, base), properties)
+        members = {name: _gathered_property(name) for name in names}
+        _CLASSES[base, names] = type(f"Gathered{base.__name__}", (GatheredModule, base), members)
     module.__class__ = _CLASSES[base, names]
-    module.scope = scope  # type: ignore[assignment]
-    module.gathered_names = names  # type: ignore[assignment]
+    module.__dict__["scope"] = scope
+    module.__dict__["gathered_names"] = names
+
+
+def _gathered_property(name: str) -> property:
+    return property(lambda self: self.scope.parameter(self, name))
 
 
 def gather(parameters: list[torch.Tensor], ring: Ring, mp_policy: MixedPrecisionPolicy) -> list[torch.Tensor]:
-    """Whole parameters from their shards: one flat all-gather; in backward one flat, averaging reduction. Collective."""
-    locals_ = []
+    """Whole parameters from their shards, differentiable. Collective.
+
+    One flat all-gather; in backward one flat reduction, which averages over the ring.
+    """
+    shards = []
     for parameter in parameters:
-        local = local_shard(parameter)
-        if mp_policy.param_dtype is not None and local.is_floating_point():
-            local = local.to(mp_policy.param_dtype)
-        locals_.append(local)
-    if ring.mesh is None:
-        raise ValueError("gather: parameters of an emulated ring stay whole")
-    layout = [(tuple(p.shape), shard_dim_of(p)) for p in parameters]
-    return list(_Gather.apply(ring, layout, mp_policy.reduce_dtype, *locals_))
+        shard = local_shard(parameter)
+        if mp_policy.param_dtype is not None and shard.is_floating_point():
+            shard = shard.to(mp_policy.param_dtype)
+        shards.append(shard)
+    layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, shards, strict=True)]
+    return list(_Gather.apply(ring, layouts, mp_policy.reduce_dtype, *shards))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How one parameter is cut, and what it takes in the flat buffer."""
+
+    shape: tuple[int, ...]
+    dim: int | None  # None: replicated, whole already
+    sizes: tuple[int, ...]  # of the owners' shards along dim
+    flat_bytes: int  # of the largest shard, aligned
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, shard: torch.Tensor, ring: Ring) -> _Layout:
+        shape, dim = tuple(parameter.shape), shard_dim_of(parameter)
+        if dim is None:
+            return cls(shape, None, (), 0)
+        sizes = tuple(shard_sizes(shape[dim], ring.size))
+        largest = math.prod((*shape[:dim], sizes[0], *shape[dim + 1 :])) * shard.element_size()
+        return cls(shape, dim, sizes, -(-largest // _ALIGNMENT) * _ALIGNMENT)
+
+    def shard_shape(self, owner: int) -> tuple[int, ...]:
+        assert self.dim is not None
+        return (*self.shape[: self.dim], self.sizes[owner], *self.shape[self.dim + 1 :])
+
+    def take(self, whole: torch.Tensor, owner: int) -> torch.Tensor:
+        """The shard of `owner` out of the whole parameter."""
+        if self.dim is None:
+            return whole
+        return whole.narrow(self.dim, sum(self.sizes[:owner]), self.sizes[owner])
 
 
 class _Gather(torch.autograd.Function):
-    """Shards along dimension 0 are gathered as bytes; replicated ones (layout dim None) are whole already."""
+    """Shards travel as bytes, so that parameters of several dtypes share one collective."""
 
     @staticmethod
-    def forward(ctx, ring: Ring, layout: list[tuple[tuple[int, ...], int | None]], reduce_dtype, *locals_):
-        ctx.ring, ctx.layout, ctx.reduce_dtype = ring, layout, reduce_dtype
-        ctx.dtypes = [local.dtype for local in locals_]
-        sharded = [i for i, (_, dim) in enumerate(layout) if dim is not None]
-        sizes, offsets, total = {}, {}, 0
-        for i in sharded:
-            shape, dim = layout[i]
-            largest = shard_sizes(shape[dim], ring.size)[0]
-            sizes[i] = _elements(shape) // max(shape[dim], 1) * largest
-            offsets[i] = total
-            total += -(-sizes[i] * locals_[i].element_size() // _ALIGNMENT) * _ALIGNMENT
-        flat = torch.zeros(total, dtype=torch.uint8, device=ring.device)
-        for i in sharded:
-            count = locals_[i].numel()
-            section = flat.narrow(0, offsets[i], count * locals_[i].element_size())
-            section.view(locals_[i].dtype).copy_(locals_[i].reshape(-1))
-        every = ring.all_gather(flat) if total else flat.unsqueeze(0)
-        whole = []
-        for i, local in enumerate(locals_):
-            shape, dim = layout[i]
-            if dim is None:
-                whole.append(local.clone())
-                continue
-            pieces = []
-            for owner, extent in enumerate(shard_sizes(shape[dim], ring.size)):
-                piece_shape = [*shape[:dim], extent, *shape[dim + 1 :]]
-                count = _elements(piece_shape)
-                section = every[owner].narrow(0, offsets[i], count * local.element_size())
-                pieces.append(section.view(local.dtype).view(piece_shape))
-            whole.append(torch.cat(pieces, dim))
-        return tuple(whole)
+    def forward(ctx, ring: Ring, layouts: list[_Layout], reduce_dtype: torch.dtype | None, *shards: torch.Tensor):
+        ctx.ring, ctx.layouts, ctx.reduce_dtype = ring, layouts, reduce_dtype
+        ctx.dtypes = [shard.dtype for shard in shards]
+        sections = [layout.flat_bytes for layout in layouts]
+        flat = torch.zeros(sum(sections), dtype=torch.uint8, device=ring.device)
+        for shard, layout, section in zip(shards, layouts, flat.split(sections), strict=True):
+            if layout.dim is not None:
+                section[: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
+        # [R, bytes] cut into one [R, bytes of a parameter] for each
+        every = ring.all_gather(flat).split(sections, dim=1) if flat.numel() else sections
+        return tuple(
+            shard.clone() if layout.dim is None else _assemble(layout, part, shard.dtype)
+            for shard, layout, part in zip(shards, layouts, every, strict=True)
+        )
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients):
-        ring, layout = ctx.ring, ctx.layout
-        wanted = [i for i in range(len(layout)) if ctx.needs_input_grad[3 + i]]
-        result: list[torch.Tensor | None] = [None] * len(layout)
+    def backward(ctx, *gradients: torch.Tensor):
+        ring, layouts = ctx.ring, ctx.layouts
+        wanted = [i for i in range(len(layouts)) if ctx.needs_input_grad[3 + i]]
+        result: list[torch.Tensor | None] = [None] * len(layouts)
         if wanted:
             double = any(gradients[i].dtype == torch.float64 for i in wanted)
             dtype = ctx.reduce_dtype or (torch.float64 if double else torch.float32)
             flat = torch.cat([gradients[i].reshape(-1).to(dtype) for i in wanted])
             ring.all_reduce(flat).div_(ring.size)
-            for i, summed in zip(wanted, flat.split([gradients[i].numel() for i in wanted]), strict=True):
-                shape, dim = layout[i]
-                averaged = summed.view(shape)
-                if dim is not None:
-                    sizes = shard_sizes(shape[dim], ring.size)
-                    averaged = averaged.narrow(dim, sum(sizes[: ring.rank]), sizes[ring.rank])
+            for i, averaged in zip(wanted, flat.split([gradients[i].numel() for i in wanted]), strict=True):
+                mine = layouts[i].take(averaged.view(layouts[i].shape), ring.rank)
                 # a copy: the gradient must not keep the whole buffer alive
-                result[i] = averaged.to(ctx.dtypes[i], copy=True, memory_format=torch.contiguous_format)
+                result[i] = mine.to(ctx.dtypes[i], copy=True, memory_format=torch.contiguous_format)
         return None, None, None, *result
 
 
-def _elements(shape: Any) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
-
-
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether a parameter already lives on a mesh."""
-    return isinstance(parameter, DTensor)
+def _assemble(layout: _Layout, every: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole parameter from every owner's bytes [R, flat_bytes]."""
+    assert layout.dim is not None
+    pieces = []
+    for owner, row in enumerate(every):
+        shape = layout.shard_shape(owner)
+        pieces.append(row[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+    return torch.cat(pieces, layout.dim)

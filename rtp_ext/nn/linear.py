@@ -51,9 +51,7 @@ class RotatedLinear(RotatedModule, nn.Linear):
         self._adopt(ring, {"weight": shard_dim, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return rotated_linear(
-            input, self.weight, self.bias, shard_dim=self.shard_dims["weight"], **self._rotation()
-        )
+        return rotated_linear(input, self.weight, self.bias, shard_dim=self.shard_dims["weight"], **self._rotation())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ring={self.ring.size}, shard_dim={self.shard_dims['weight']}"
