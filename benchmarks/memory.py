@@ -1,43 +1,40 @@
-"""Bytes per rank: what a training step keeps, and the most it holds at once.
+"""Bytes per rank: what training keeps, and the most that one step holds.
 
-Persistent bytes are those of the storages behind this rank's parameters, gradients and optimizer state (a DTensor
+*Persistent* bytes are those of the storages behind this rank's parameters, gradients and optimizer state (a DTensor
 counts its local part; a shared storage counts once).
 
-`MemoryProbe` watches the tensor allocator from before a model is built until a few steps have run, and reports the last
-step. *Peak* is the most bytes alive at one moment of that step, of everything allocated since the probe began: weights,
-gradients, optimizer state, activations, unsharded weights, gradient buckets, send and receive buffers. The step keeps
-its gradients in place (zeroed, not freed), so that peak minus persistent, the *transient*, compares across strategies:
-it holds activations, temporaries and communication buffers, and no strategy hides one behind gradients not yet made.
+*Transient* is the most that was alive at one moment of a step beyond them: activations, temporaries, unsharded weights,
+gradient buckets, send and receive buffers. *Peak* is the sum. `MemoryProbe` watches a trainer from before its model is
+built until it has taken a few steps, and reports the last. These steps keep their gradients in place (zeroed, not
+freed), so that transients compare across strategies and none hides behind gradients that are not made yet.
 
-On CUDA the caching allocator counts (`torch.cuda.max_memory_allocated`). On CPU the allocator keeps no count; torch's
-profiler records every allocation and release on the thread that called for it. Not seen: scratch memory inside a GEMM
-library and what a communication library takes for itself. The slots that a ring keeps in shared memory are outside the
-allocator too; the ring counts them and they are added.
+On CUDA the caching allocator counts; what a communication library takes for itself is not seen. On CPU no allocator
+counts (torch's profiler misses what communication threads release), so the kernel does: the C library is told to map
+every block of 64 KiB and more on its own and to return it when freed, and the high-water mark of resident memory is
+reset before each phase of a step. Blocks that survive from step to step come from the C library's count of mapped
+bytes, memory shared between ranks from the memory files that this rank created. Needs Linux and glibc 2.33.
 """
 
+import ctypes
+import gc
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from strategies import Trainer
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, record_function
 
 # The first step makes gradients and optimizer state, DDP lays out its buckets anew in the second.
 PROBED_STEPS = 3
-# The profiler's own messages (a CUDA build without a GPU among them) would run into the progress line.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 _PHASES = ("forward_backward", "optimizer")
-
-
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind `tensors` on this rank, each counted once."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in local)}
-    return sum(storages.values())
+_MAPPED = 64 * 1024
+_PAGE = 4096
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
@@ -52,42 +49,31 @@ class Memory:
     slots: int
 
     @property
-    def persistent(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
     def transient(self) -> int:
         return max(self.transient_forward_backward, self.transient_optimizer)
 
     @property
     def peak(self) -> int:
-        return self.persistent + self.transient
+        return self.parameters + self.gradients + self.optimizer + self.transient
 
 
 class MemoryProbe:
     """Measures the memory of a trainer that is built, and takes `PROBED_STEPS` steps, inside `with probe:`.
 
-    The steps are ordinary ones: nothing is undone afterwards. On CPU they are slower, since the profiler runs.
+    The steps are ordinary ones: nothing is undone afterwards. On CPU they are slower, and afterwards the C library
+    keeps freed blocks below 32 MiB for reuse, as it would have learnt to by itself.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._device = device
-        self._profiler: Any = None
-        self._base = 0
+        self._meter = _CudaMeter(device) if device.type == "cuda" else _HostMeter()
         self._peaks: dict[str, int] = {}
 
     def __enter__(self) -> "MemoryProbe":
-        if self._cuda:
-            self._base = torch.cuda.memory_allocated(self._device)
-        else:
-            self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-            self._profiler.__enter__()
+        self._meter.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._profiler is not None:
-            self._profiler.__exit__(*error)
+        self._meter.stop()
 
     def step(self, trainer: Trainer, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """One step of the trainer under observation. Returns its loss."""
@@ -97,60 +83,143 @@ class MemoryProbe:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            yield
-            self._peaks[name] = torch.cuda.max_memory_allocated(self._device) - self._base
-        else:
-            with record_function(f"memory.{name}"):
-                yield
+        self._meter.reset()
+        yield
+        self._peaks[name] = self._meter.peak()
 
     def memory(self, trainer: Trainer) -> Memory:
-        """Memory of the last observed step. Call it after the `with` block, before the next step."""
+        """Memory of the last observed step. Call it inside the `with` block."""
         parameters = list(trainer.model.parameters())
-        kept = (
-            storage_bytes(parameters),
-            storage_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
-            storage_bytes(trainer.optimizer_tensors()),
-        )
-        peaks = self._peaks if self._cuda else _profiled_peaks(self._profiler)
-        slots = unseen = 0
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        kinds = [_storages(tensors) for tensors in (parameters, gradients, trainer.optimizer_tensors())]
+        kept = sum(self._meter.footprint(size) for kind in kinds for size in kind)
+        forward_backward, optimizer = (self._peaks[name] - kept for name in _PHASES)
+        slots = 0
         if trainer.ring is not None:
             slots = sum(trainer.ring.slot_count(channel).peak_bytes for channel in ("weight", "gradient"))
-            unseen = slots if trainer.ring.transport == "shm" else 0
-        forward_backward, optimizer = (peaks[name] + unseen - sum(kept) for name in _PHASES)
-        return Memory(*kept, forward_backward, optimizer, slots)
+        return Memory(*(sum(kind) for kind in kinds), forward_backward, optimizer, slots)
 
 
-def _profiled_peaks(profiler: profile) -> dict[str, int]:
-    """Most bytes alive during the last occurrence of each phase, from the allocator's events on the CPU."""
-    events: list[tuple[int, int, int]] = []
-    spans: dict[str, tuple[int, int]] = {}
-    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        pending.extend(event.children)
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            fields = event.extra_fields
-            if fields.device.type == "cpu":
-                events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-        elif event.name.startswith("memory."):
-            name = event.name.removeprefix("memory.")
-            spans[name] = max(spans.get(name, (0, 0)), (event.start_time_ns, event.end_time_ns))
+def _load_libraries(device: torch.device) -> None:
+    """Takes a step with a small layer, so that what torch sets up on first use is not taken for the model's."""
+    layer = torch.nn.Linear(512, 512, device=device)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(512, 512, device=device)).sum().backward()
+    optimizer.step()
+    del layer, optimizer
+    gc.collect()
 
-    # The profiler's own total outlives a recording, and a release may belong to an allocation before this one.
-    sizes: dict[int, int] = {}
-    live = 0
-    levels: list[tuple[int, int]] = [(0, 0)]
-    for time, address, size in sorted(events, key=lambda event: event[0]):
-        if size > 0:
-            sizes[address] = size
-            live += size
-        else:
-            live -= sizes.pop(address, 0)
-        levels.append((time, live))
-    peaks = {}
-    for name, (start, end) in spans.items():
-        at_start = next(level for time, level in reversed(levels) if time < start)
-        peaks[name] = max([at_start] + [level for time, level in levels if start <= time <= end])
-    return peaks
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Sizes in bytes of the storages behind `tensors` on this rank, each once."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in local)
+    return list({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class _CudaMeter:
+    """Bytes in use in torch's caching allocator, beyond those at the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base = 0
+
+    def start(self) -> None:
+        _load_libraries(self._device)
+        self._base = torch.cuda.memory_allocated(self._device)
+
+    def stop(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) - self._base
+
+    def footprint(self, size: int) -> int:
+        """Bytes that the allocator counts for a storage of `size` bytes."""
+        return -(-size // 512) * 512
+
+
+class _MallocInfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # noqa: SIM905
+    ]
+
+
+class _HostMeter:
+    """Bytes in mapped blocks of the C library and in shared memory files of this process, beyond those at the start."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        if not hasattr(self._libc, "mallinfo2") or not Path("/proc/self/clear_refs").exists():
+            raise RuntimeError(
+                "memory on CPU is measured through Linux's /proc and glibc 2.33 or newer: not found here"
+            )
+        self._libc.mallinfo2.restype = _MallocInfo
+        self._libc.malloc.restype = ctypes.c_void_p
+        self._holes: list[int] = []
+        self._base = 0
+        self._held = 0
+        self._resident = 0
+
+    def start(self) -> None:
+        self._libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED)
+        _load_libraries(torch.device("cpu"))
+        self._fill_holes()
+        self._base = self._mapped()
+
+    def stop(self) -> None:
+        while self._holes:
+            self._libc.free(ctypes.c_void_p(self._holes.pop()))
+        self._libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+        self._libc.mallopt(_M_TRIM_THRESHOLD, 64 * 2**20)
+
+    def reset(self) -> None:
+        self._libc.malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        self._held = self._mapped() - self._shared()
+        self._resident = _status("VmRSS")
+
+    def peak(self) -> int:
+        # shared memory is allocated once and kept, so its level at the end is its peak
+        return self._held + _status("VmHWM") - self._resident + self._shared() - self._base
+
+    def footprint(self, size: int) -> int:
+        """Bytes that `_mapped` counts for a storage of `size` bytes: whole pages with a header; nothing if small."""
+        return -(-(size + 80) // _PAGE) * _PAGE if size >= _MAPPED else 0
+
+    def _fill_holes(self) -> None:
+        """Takes every free block of the heap that a tensor could land in, unseen, instead of being mapped."""
+        while True:
+            before = self._libc.mallinfo2().hblkhd
+            block = self._libc.malloc(_MAPPED)
+            if self._libc.mallinfo2().hblkhd > before:
+                self._libc.free(ctypes.c_void_p(block))
+                return
+            self._holes.append(block)
+
+    def _mapped(self) -> int:
+        return self._libc.mallinfo2().hblkhd + self._shared()
+
+    def _shared(self) -> int:
+        total = 0
+        for entry in os.scandir("/proc/self/fd"):
+            try:
+                if os.readlink(entry.path).startswith("/memfd:"):
+                    total += os.stat(entry.path).st_size
+            except FileNotFoundError:  # closed meanwhile, such as the listing's own
+                continue
+        return total
+
+
+def _status(field: str) -> int:
+    """A size from /proc/self/status, in bytes."""
+    found = re.search(rf"^{field}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"/proc/self/status has no {field}")
+    return int(found.group(1)) * 1024

@@ -112,7 +112,7 @@ def train(place: Place, args: argparse.Namespace) -> None:
             losses.append(global_loss(probe.step(trainer, *batch(step))))
             if progress:
                 progress.show(step + 1, losses[-1], None, None)
-    memory = probe.memory(trainer)
+        memory = probe.memory(trainer)
 
     start = time.perf_counter()
     tokens_per_s = None

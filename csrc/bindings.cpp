@@ -81,6 +81,9 @@ void bind_schedule(py::module_& m) {
   py::class_<Schedule>(m, "Schedule", "The ordered hops and computes of one pass on one rank.")
       .def_readonly("ranks", &Schedule::ranks)
       .def_readonly("rank", &Schedule::rank)
+      .def_property_readonly("pass_", [](const Schedule& schedule) { return name(schedule.options.pass); })
+      .def_property_readonly("route", [](const Schedule& schedule) { return name(schedule.options.route); })
+      .def_property_readonly("in_place", [](const Schedule& schedule) { return schedule.options.in_place; })
       .def_readonly("steps", &Schedule::steps)
       .def_readonly("weight_slots", &Schedule::weight_slots)
       .def_readonly("gradient_slots", &Schedule::gradient_slots);

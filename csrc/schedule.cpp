@@ -14,6 +14,7 @@ class Builder {
     schedule_.ranks = ranks;
     schedule_.rank = rank;
     schedule_.options = options;
+    if (options.in_place) schedule_.options.route = Route::ring;  // the shard itself can only be handed on
   }
 
   int ranks() const { return schedule_.ranks; }
@@ -90,7 +91,7 @@ class WeightJourney {
     const bool in_place = builder_.options().in_place;
     const int hops = builder_.ranks() == 1 ? 0 : (in_place ? builder_.ranks() : builder_.ranks() - 1);
     if (s >= hops) return;
-    if (builder_.options().route == Route::direct && !in_place) {
+    if (builder_.options().route == Route::direct) {
       const int distance = direction_ * (s + 1);
       builder_.hop(Channel::weight, builder_.at(-distance), builder_.at(distance), owner(0), owner(s + 1), home(),
                    buffer(s + 1));

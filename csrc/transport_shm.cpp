@@ -143,20 +143,28 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
       const uint32_t seen = control().bell.value();
       if (ready()) return;
       const auto waited = Clock::now() - start;
-      check_lives(hop, waited);
+      if (control().life != Life::alive) throw_end(hop);
+      if (const auto lost = lost_rank(peer); lost && !ready()) throw_timeout(hop, lost->rank, waited, lost->reason);
       if (waited > timeout_) throw_timeout(hop, peer, waited, "timeout");
       control().bell.sleep(seen, std::min<std::chrono::nanoseconds>(kGlance, timeout_ - waited));
     }
   }
 
-  void check_lives(const Hop& hop, std::chrono::duration<double> waited) {
-    if (control().life != Life::alive) throw_end(hop);
+  struct Lost {
+    int rank;
+    const char* reason;
+  };
+
+  // A rank without which the ring cannot go on. One that has closed its ring in good order was done, and matters only
+  // to those who still wait for it.
+  std::optional<Lost> lost_rank(int awaited) {
     for (int peer = 0; peer < ranks_; ++peer) {
       const Life life = control(peer).life;
-      if (life == Life::failed) throw_timeout(hop, peer, waited, "its ring failed");
-      if (life == Life::closed) throw_timeout(hop, peer, waited, "it closed its ring");
-      if (peer != rank_ && peers_[peer].watch.ended()) throw_timeout(hop, peer, waited, "its process has ended");
+      if (life == Life::failed) return Lost{peer, "its ring failed"};
+      if (life == Life::closed && peer == awaited) return Lost{peer, "it closed its ring"};
+      if (life == Life::alive && peer != rank_ && peers_[peer].watch.ended()) return Lost{peer, "its process has ended"};
     }
+    return std::nullopt;
   }
 
   // Throws why this rank's ring has ended: what its sender met, or that it was closed or given up.

@@ -101,7 +101,8 @@ def run_ranks(
     __tracebackhide__ = True
     context = multiprocessing.get_context("forkserver")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server process inherits it when it starts
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "rtp_ext"])
+    # torch._dynamo: the first DTensor would import it, for a second or more in every rank.
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "rtp_ext"])
     with tempfile.TemporaryDirectory(prefix="rtp_ranks_") as folder:
         started = []
         try:

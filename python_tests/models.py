@@ -13,7 +13,10 @@ VOCABULARY, WIDTH = 19, 10  # divisible by none of the ring sizes but 2
 
 
 class Block(nn.Module):
-    """LayerNorm, a stray parameter, two linear layers, a residual; optionally checkpointed."""
+    """LayerNorm, a stray parameter, two linear layers, a residual.
+
+    `checkpointed`: recompute in backward, reentrantly (True) or not (False).
+    """
 
     def __init__(self, width: int = WIDTH, hidden: int = 23, checkpointed: bool | None = None) -> None:
         super().__init__()
@@ -21,7 +24,7 @@ class Block(nn.Module):
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width, bias=False)
         self.scale = nn.Parameter(torch.ones(width))
-        self.checkpointed = checkpointed  # None: no; True: reentrant; False: not reentrant
+        self.checkpointed = checkpointed
 
     def inner(self, x: Tensor) -> Tensor:
         return x + self.scale * self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -36,21 +39,28 @@ class LanguageModel(nn.Module):
     """Token embedding, blocks, a final norm and a vocabulary head that may be tied to the embedding."""
 
     def __init__(
-        self, blocks: int = 2, tied: bool = False, checkpointed: bool | None = None, width: int = WIDTH
+        self,
+        blocks: int = 2,
+        tied: bool = False,
+        width: int = WIDTH,
+        checkpointed: bool | None = None,
+        inside: bool = True,
     ) -> None:
+        """`inside`: blocks checkpoint a method of theirs; else the model checkpoints the blocks."""
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.temperature = nn.Parameter(torch.tensor(1.0))
-        self.blocks = nn.ModuleList(Block(width, checkpointed=checkpointed) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width, checkpointed=checkpointed if inside else None) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.checkpointed = None if inside else checkpointed
         if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if self.checkpointed is None else checkpoint(block, x, use_reentrant=self.checkpointed)
         return self.head(self.norm(x)) * self.temperature
 
 
@@ -73,7 +83,8 @@ def make_batch(rank: int, step: int, tokens: int = 6) -> tuple[Tensor, Tensor]:
 
 
 def batch_loss(model: nn.Module, rank: int, step: int) -> Tensor:
-    ids, targets = make_batch(rank, step)
+    device = next(model.parameters()).device
+    ids, targets = (tensor.to(device) for tensor in make_batch(rank, step))
     return nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 

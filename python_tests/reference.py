@@ -52,7 +52,7 @@ def chunk(tensor: Tensor, ranks: int, rank: int, dim: int = 0) -> Tensor:
 def random(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
     """Normal numbers that are the same on every rank, and exact in `dtype`."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
 
 
 def local(tensor: Tensor) -> Tensor:

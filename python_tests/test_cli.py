@@ -85,8 +85,9 @@ def test_schedule_of_one_rank_names_buffers(capsys):
 def test_schedule_options_reach_the_schedule(capsys):
     assert main(["schedule", "--ranks", "4", "--route", "direct"]) == 0
     assert re.search(r"2 +weight +W0 -> 2, W2 <- 2", capsys.readouterr().out)
-    assert main(["schedule", "--ranks", "4", "--op", "embedding", "--pass", "backward"]) == 0
+    assert main(["schedule", "--ranks", "4", "--op", "embedding", "--pass", "backward", "--in-place"]) == 0
     text = capsys.readouterr().out
+    assert "route ring, out of place (no weights travel)" in text
     assert "embedding backward" in text and "0 weight hops, 3 gradient hops" in text and "dgrad" not in text
 
 
@@ -103,7 +104,7 @@ def test_a_plot_that_cannot_be_drawn_ends_with_exit_code_1(tmp_path, capsys, mon
 
 
 def test_version_name():
-    assert [doctor.version_name(code) for code in (23007, 22809, 22105)] == ["2.30.7", "2.28.9", "2.21.5"]
+    assert [_native.version_name(code) for code in (23007, 22809, 22105)] == ["2.30.7", "2.28.9", "2.21.5"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")

@@ -32,7 +32,10 @@ def nccl_refusal() -> str | None:
         return "no GPU is available"
     compiled, loaded = versions
     if loaded < compiled:
-        return f"rtp_ext was compiled against NCCL {compiled}, but torch loaded the older {loaded}: rebuild rtp_ext"
+        return (
+            f"rtp_ext was compiled against NCCL {_native.version_name(compiled)}, but torch loaded the older "
+            f"{_native.version_name(loaded)}: rebuild rtp_ext"
+        )
     return None
 
 

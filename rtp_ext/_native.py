@@ -50,6 +50,11 @@ def nccl_versions() -> tuple[int, int] | None:
     return _C.nccl_compiled_version(), _C.nccl_loaded_version()
 
 
+def version_name(code: int) -> str:
+    """The usual spelling of an `NCCL_VERSION_CODE`: 23007 is 2.30.7."""
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+
+
 def nccl_unique_id() -> bytes:
     """A new NCCL unique id (128 bytes), for one communicator."""
     return _C.nccl_unique_id()

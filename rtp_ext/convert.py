@@ -171,6 +171,10 @@ def _convert(root: nn.Module, ring: Ring, state: RotationState, ignored: set[int
             make_gathered(part, ring, state, memo)
             counts[f"{kind}: sharded, gathered while in use"] += 1
     _open_scopes(root, [part for part, _ in leftovers])
+    if in_place and state.mp_policy.param_dtype is not None:
+        logger.info("fully_rotate: in_place: shards cast to %s travel as copies", state.mp_policy.param_dtype)
+    if in_place and ring.route == "direct":
+        logger.info("fully_rotate: in_place: every hop of a weight goes to the neighbour, whatever the route")
     for line, count in counts.items():
         logger.info("fully_rotate: %d x %s", count, line)
 

@@ -14,13 +14,9 @@ import torch
 import torch.distributed as dist
 
 from rtp_ext import _native, ring
+from rtp_ext._native import version_name
 
 _PROBE_SECONDS = 5
-
-
-def version_name(code: int) -> str:
-    """The usual spelling of an ``NCCL_VERSION_CODE``: 23007 is 2.30.7."""
-    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 
 def _package_version() -> str:

@@ -11,10 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
-from rtp_ext.ring import Ring
+from rtp_ext.ring import Ring, agreements
 from rtp_ext.sharding import local_shard, reserve, shard_dim_of
-
-_AGREED = "_rtp_agreed"  # attribute of a weight: what all ranks have agreed on about it
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,10 @@ def _full_shape(
     A DTensor knows its shape. Of plain shards the ranks tell each other, and check that they belong together. Every
     weight is agreed on once for each combination of facts.
     """
-    agreed = weight.__dict__.setdefault(_AGREED, {})
+    agreed = agreements(weight)
     local = tuple(local_shard(weight).shape)
     local_bias = None if bias is None else tuple(local_shard(bias).shape)
-    key = (id(ring), local, local_bias, str(weight.dtype), shard_dim, *facts)
+    key = (ring.serial, local, local_bias, str(weight.dtype), shard_dim, *facts)
     if key in agreed:
         return agreed[key]
     whole = tuple(weight.shape) if isinstance(weight, DTensor) else None

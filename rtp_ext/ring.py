@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,6 +40,14 @@ def as_tensor(value: Any) -> torch.Tensor:
     raise TypeError(f"Ring: expected a tensor or a DLPack array, got {type(value).__name__}")
 
 
+def agreements(tensor: torch.Tensor) -> dict[Any, Any]:
+    """What the ranks of a ring have agreed on about a tensor; kept with it, and gone with it."""
+    return tensor.__dict__.setdefault("_rtp_agreements", {})
+
+
+_serials = itertools.count()
+
+
 class Ring:
     """Ranks that rotate shards among themselves.
 
@@ -54,6 +63,7 @@ class Ring:
 
     Attributes:
         rank, size: this rank's place, and the number of ranks R.
+        serial: the how manieth ring of this process this is.
         device: where shards live.
         mesh: the DeviceMesh of parameters sharded over the ring; None for an emulated ring.
     """
@@ -85,6 +95,7 @@ class Ring:
         self._collective = self._control
         if self.size > 1 and self.device.type == "cuda":
             self._collective = self.new_group("nccl")
+        self.serial = next(_serials)
         self._start(transport, route)
 
     @classmethod
@@ -103,6 +114,7 @@ class Ring:
         ring.device = torch.device(device)
         if ring.device.type == "cuda" and ring.device.index is None:
             ring.device = torch.device("cuda", torch.cuda.current_device())
+        ring.serial = next(_serials)
         ring._world = None
         ring._members = []
         ring._groups = []
@@ -232,7 +244,7 @@ class Ring:
     # -- the primitives ----------------------------------------------------------------------------------------------
 
     def shapes(self, tensors: Sequence[torch.Tensor], originals: Sequence[Any]) -> list[list[list[int]]]:
-        """The shape of every owner's shard of each tensor: by the chunk rule for DTensors, else by asking."""
+        """The shape of every owner's shard of each tensor: by the chunk rule for DTensors, else by asking once."""
         if all(isinstance(o, DTensor) for o in originals):
             result = []
             for original in originals:
@@ -240,14 +252,22 @@ class Ring:
                 sizes = _native.shard_sizes(original.shape[dim], self.size)
                 result.append([[*original.shape[:dim], size, *original.shape[dim + 1 :]] for size in sizes])
             return result
-        told = self.exchange([(tuple(t.shape), str(t.dtype)) for t in tensors])
+        mine = [(tuple(t.shape), str(t.dtype)) for t in tensors]
+        known = agreements(originals[0]) if isinstance(originals[0], torch.Tensor) else {}
+        key = (self.serial, *mine)
+        if key not in known:
+            known[key] = self._agree_on_shapes(mine)
+        return known[key]
+
+    def _agree_on_shapes(self, mine: list[tuple[tuple[int, ...], str]]) -> list[list[list[int]]]:
+        told = self.exchange(mine)
         for rank, theirs in enumerate(told):
             if [(len(s), d) for s, d in theirs] != [(len(s), d) for s, d in told[0]]:
                 raise ValueError(
                     f"Ring: expected shards of as many dimensions and the same dtype on every rank, got {told[0]} on "
                     f"rank 0 and {theirs} on rank {rank}"
                 )
-        return [[list(theirs[part][0]) for theirs in told] for part in range(len(tensors))]
+        return [[list(theirs[part][0]) for theirs in told] for part in range(len(mine))]
 
     def _prepare(self, operation: str, shard: Any) -> tuple[list[torch.Tensor], list[list[list[int]]], bool]:
         self.check_alive(operation)

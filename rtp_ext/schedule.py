@@ -116,11 +116,14 @@ def describe(schedules: Sequence[Schedule], *, op: str, pass_: str, route: str, 
         elif step.action == "hop":
             hops[step.channel] += 1
     taken = "ring (direct does not apply in place)" if in_place and route == "direct" else route
+    variant = "in place" if in_place else "out of place"
+    if in_place and first.ranks > 1 and hops["weight"] == 0:
+        variant, taken = "out of place (no weights travel)", route
     what = [f"{number} {kind}" for kind, number in computes.items()]
     what += [_count(hops[channel], f"{channel} hop") for channel in hops]
     slots = [_count(first.weight_slots, "weight slot"), _count(first.gradient_slots, "gradient slot")]
     return (
-        f"{op} {pass_}, {_count(first.ranks, 'rank')}, route {taken}, {'in place' if in_place else 'out of place'}\n"
+        f"{op} {pass_}, {_count(first.ranks, 'rank')}, route {taken}, {variant}\n"
         f"each rank: {', '.join(what)}; {', '.join(slots)}"
     )
 
