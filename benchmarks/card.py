@@ -49,6 +49,7 @@ def environment_card(device: torch.device, command: str) -> dict[str, Any]:
     """Hardware, versions, commit, time (UTC, ISO 8601) and `command`; unknown values are None."""
     on_gpu = device.type == "cuda"
     return {
+        "machine": machine_name(device),
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
         "gpus": torch.cuda.device_count(),
         "cpu": _cpu_name(),

@@ -9,10 +9,11 @@ of them alike. A barrier precedes every timed step; a step takes as long as its 
 Every rank has a batch of its own of `--tokens` tokens. `single` stands for one process: rank 0 alone, with the same
 number of threads, on the batches of all ranks. `fsdp2` wraps every block and then the root.
 
-Before any timing each strategy takes a few steps under observation, for its memory (see memory.py). `buffers` is the
-transient of forward and backward beyond that of the plain model on one local batch: unsharded weights, gradient
-buckets, send and receive buffers. All strategies take equally many steps; unless their losses agree to 1e-4 (relative)
-at every step, the run fails and nothing is recorded.
+Memory is measured first, in other processes (see memory.py). `buffers` is the transient of forward and backward beyond
+that of the plain model on one local batch: unsharded weights, gradient buckets, send and receive buffers.
+
+All strategies take equally many steps; unless their losses agree to 1e-4 (relative) at every step, the run fails and
+nothing is recorded.
 
 The last line of stdout is JSON. One JSON line per strategy and token count is appended to
 results/<machine>/compare.jsonl.
@@ -23,19 +24,22 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from card import RESULTS, append_line, command_line, environment_card, machine_name, result_line
-from launch import Place, add_launch_options, gather, launch
+from card import RESULTS, append_line, command_line, environment_card, result_line
+from launch import Place, add_launch_options, gather, is_first, launch
 from memory import PROBED_STEPS, Memory, MemoryProbe
 from models import WORKLOADS
 from strategies import DTYPES, STRATEGIES, Trainer
 
 TOLERANCE = 1e-4
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Result = dict[str, Any]
 
 
 def balanced_orders(count: int) -> list[list[int]]:
@@ -65,30 +69,17 @@ class Contestant:
     A strategy of one process has work on rank 0 only.
     """
 
-    def __init__(self, strategy: str, place: Place, args: argparse.Namespace, batch: Sequence[torch.Tensor]) -> None:
+    def __init__(self, strategy: str, place: Place, args: argparse.Namespace, tokens: int) -> None:
         self.strategy = strategy
-        self.idle = STRATEGIES[strategy].one_process and place.rank > 0
         self.losses: list[torch.Tensor] = []
         self.seconds: list[float] = []
-        self.memory = Memory(0, 0, 0, 0, 0, 0)
-        self._batch = batch
         self._device = place.device
         self._trainer: Trainer | None = None
-        if self.idle:
-            return
-        probe = MemoryProbe(place.device)
-        with probe:
-            self._trainer = Trainer(
-                strategy,
-                WORKLOADS[args.model].build,
-                place.mesh,
-                place.device,
-                dtype=args.dtype,
-                lr=args.lr,
-                seed=args.seed,
-            )
-            self.losses += [probe.step(self._trainer, *batch) for _ in range(PROBED_STEPS)]
-        self.memory = probe.memory(self._trainer)
+        one_process = STRATEGIES[strategy].one_process
+        if place.rank == 0 or not one_process:
+            ranks = range(place.ranks) if one_process else (place.rank,)
+            self._batch = make_batch(args, tokens, ranks, place.device)
+            self._trainer = make_trainer(strategy, place, args)
 
     @property
     def transport(self) -> str | None:
@@ -108,90 +99,88 @@ class Contestant:
             self._trainer.close()
 
 
-def compare(place: Place, args: argparse.Namespace) -> None:
-    """One rank's run of all token counts; rank 0 prints and records."""
-    card = environment_card(place.device, args.command)
-    results = []
+def make_batch(args: argparse.Namespace, tokens: int, ranks: Iterable[int], device: torch.device) -> Batch:
+    """The batches of `ranks`, each of `tokens` tokens and different from the others, one after the other."""
+    seeds = (args.seed * 1_000_003 + rank for rank in ranks)
+    samples = [WORKLOADS[args.model].sample(tokens, torch.Generator().manual_seed(seed)) for seed in seeds]
+    inputs, targets = (torch.cat(parts).to(device) for parts in zip(*samples, strict=True))
+    return inputs, targets
+
+
+def make_trainer(strategy: str, place: Place, args: argparse.Namespace) -> Trainer:
+    build = WORKLOADS[args.model].build
+    return Trainer(strategy, build, place.mesh, place.device, dtype=args.dtype, lr=args.lr, seed=args.seed)
+
+
+def measure_memory(place: Place, args: argparse.Namespace) -> dict[tuple[str, int], dict[str, int | None]]:
+    """Bytes per rank (of the rank that holds most) of every strategy at every number of tokens."""
+    measured = {}
     for tokens in args.tokens:
-        rows = compare_at(place, args, tokens, card)
-        if place.rank == 0:
-            print_table(rows, tokens, args)
-            results += rows
-    if place.rank > 0:
-        return
-    spread = max(row["loss_spread"] for row in results)
-    agreed = spread <= TOLERANCE
-    if agreed:
-        output = args.output or RESULTS / (args.machine or machine_name(place.device)) / "compare.jsonl"
-        for row in results:
-            append_line(output, row)
-    summary = {
-        "loss_spread": spread,
-        "loss_agrees": agreed,
-        "cases": {f"{row['strategy']}@{row['tokens']}": _brief(row) for row in results},
-        "card": card,
-    }
-    print(json.dumps(summary), flush=True)
-    if not agreed:
-        sys.exit(f"the losses of the strategies differ by {spread:.2e} (relative), more than {TOLERANCE:.0e}")
+        plain = _probe("single", (place.rank,), place, args, tokens)
+        for strategy in args.strategies:
+            one_process = STRATEGIES[strategy].one_process
+            dist.barrier()
+            memory = Memory(0, 0, 0, 0, 0, 0)
+            if place.rank == 0 or not one_process:
+                ranks = range(place.ranks) if one_process else (place.rank,)
+                memory = _probe(strategy, ranks, place, args, tokens)
+            values = {
+                "parameter_bytes": memory.parameters,
+                "gradient_bytes": memory.gradients,
+                "optimizer_bytes": memory.optimizer,
+                "transient_bytes": memory.transient,
+                "peak_bytes": memory.peak,
+                "slot_bytes": memory.slots,
+                "buffer_bytes": memory.transient_forward_backward - plain.transient_forward_backward,
+            }
+            largest = gather(list(values.values()), place).amax(0).long().tolist()
+            measured[strategy, tokens] = dict(zip(values, largest, strict=True))
+            if one_process:
+                measured[strategy, tokens]["buffer_bytes"] = None
+    return measured
 
 
-def _brief(row: dict[str, Any]) -> dict[str, Any]:
-    keys = ("step_ms", "p20_ms", "p80_ms", "rtp_ratio", "tokens_per_s", "peak_bytes", "buffer_bytes", "loss")
-    return {key: row[key] for key in keys}
+def _probe(strategy: str, ranks: Iterable[int], place: Place, args: argparse.Namespace, tokens: int) -> Memory:
+    batch = make_batch(args, tokens, ranks, place.device)
+    with MemoryProbe(place.device) as probe:
+        trainer = make_trainer(strategy, place, args)
+        for _ in range(PROBED_STEPS):
+            probe.step(trainer, *batch)
+        memory = probe.memory(trainer)
+    trainer.close()
+    return memory
 
 
-def compare_at(place: Place, args: argparse.Namespace, tokens: int, card: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs all strategies at one number of local tokens. Returns one result per strategy, the same on every rank."""
-    workload = WORKLOADS[args.model]
-    batches = [
-        workload.sample(tokens, torch.Generator().manual_seed(args.seed * 1_000_003 + rank))
-        for rank in range(place.ranks)
-    ]
-    local = tuple(part.to(place.device) for part in batches[place.rank])
-    everyone = tuple(torch.cat(parts).to(place.device) for parts in zip(*batches, strict=True))
+def measure_time(place: Place, args: argparse.Namespace) -> list[Result]:
+    """One result per strategy and number of tokens, without the memory."""
+    card = environment_card(place.device, args.command)
+    return [row for tokens in args.tokens for row in _race(place, args, tokens, card)]
 
-    plain = Contestant("single", Place(0, 1, place.device, place.mesh), args, local)
-    activations = plain.memory.transient_forward_backward
-    del plain
-    contestants = []
-    for strategy in args.strategies:
-        dist.barrier()
-        batch = everyone if STRATEGIES[strategy].one_process else local
-        contestants.append(Contestant(strategy, place, args, batch))
 
+def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result) -> list[Result]:
+    contestants = [Contestant(strategy, place, args, tokens) for strategy in args.strategies]
     orders = balanced_orders(len(contestants))
     rounds = args.warmup + args.steps
+    live = place.rank == 0 and sys.stderr.isatty()
     for number in range(rounds):
         for index in orders[number % len(orders)]:
             dist.barrier()
             contestants[index].step(timed=number >= args.warmup)
-        if place.rank == 0 and sys.stderr.isatty():
+        if live:
             print(f"\r{tokens} tokens: round {number + 1}/{rounds}\x1b[K", end="", file=sys.stderr, flush=True)
-    if place.rank == 0 and sys.stderr.isatty():
+    if live:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-    rows = [_result(contestant, place, args, tokens, activations, card) for contestant in contestants]
+    rows = [_result(contestant, place, args, tokens, card) for contestant in contestants]
     for contestant in contestants:
         contestant.close()
     _add_comparisons(rows)
     return rows
 
 
-def _result(
-    contestant: Contestant, place: Place, args: argparse.Namespace, tokens: int, activations: int, card: dict[str, Any]
-) -> dict[str, Any]:
-    one_process = STRATEGIES[contestant.strategy].one_process
-    steps = PROBED_STEPS + args.warmup + args.steps
-    losses = gather([float(loss) for loss in contestant.losses] or [0.0] * steps, place)
+def _result(contestant: Contestant, place: Place, args: argparse.Namespace, tokens: int, card: Result) -> Result:
+    idle = [0.0] * (args.warmup + args.steps)
+    losses = gather([float(loss) for loss in contestant.losses] or idle, place)
     times = sorted((gather(contestant.seconds, place).amax(0) * 1e3).tolist())
-    memory = contestant.memory
-    kept = [memory.parameters, memory.gradients, memory.optimizer, memory.transient, memory.peak, memory.slots]
-    # on an idle rank the subtraction is meaningless
-    buffers = 0 if contestant.idle or one_process else memory.transient_forward_backward - activations
-    parameters, gradients, optimizer, transient, peak, slots, buffers = (
-        int(value) for value in gather([*kept, buffers], place).amax(0)
-    )
     median = statistics.median(times)
     return result_line(
         card,
@@ -208,14 +197,7 @@ def _result(
         p20_ms=percentile(times, 20),
         p80_ms=percentile(times, 80),
         tokens_per_s=tokens * place.ranks / median * 1e3,
-        parameter_bytes=parameters,
-        gradient_bytes=gradients,
-        optimizer_bytes=optimizer,
-        transient_bytes=transient,
-        peak_bytes=peak,
-        slot_bytes=slots,
-        buffer_bytes=None if one_process else buffers,
-        losses=(losses[0] if one_process else losses.mean(0)).tolist(),
+        losses=(losses[0] if STRATEGIES[contestant.strategy].one_process else losses.mean(0)).tolist(),
         steps=args.steps,
         warmup=args.warmup,
         threads=torch.get_num_threads(),
@@ -233,7 +215,7 @@ def percentile(ordered: list[float], percent: int) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def _add_comparisons(rows: list[dict[str, Any]]) -> None:
+def _add_comparisons(rows: list[Result]) -> None:
     """Adds rtp's step time relative to each, and the largest relative loss difference between any two at any step."""
     rtp = next((row["step_ms"] for row in rows if row["strategy"] == "rtp"), None)
     losses = torch.tensor([row.pop("losses") for row in rows], dtype=torch.float64)
@@ -244,12 +226,13 @@ def _add_comparisons(rows: list[dict[str, Any]]) -> None:
         row["loss_spread"] = spread
 
 
-def print_table(rows: list[dict[str, Any]], tokens: int, args: argparse.Namespace) -> None:
+def print_table(rows: list[Result], tokens: int, args: argparse.Namespace) -> None:
     first = rows[0]
-    print(f"\n{args.model}: {first['shape']}; AdamW, {args.dtype}, {first['ranks']} ranks, {first['threads']} threads")
+    threads = f"{first['threads']} CPU thread{'s' * (first['threads'] > 1)} per rank"
     print(
-        f"{tokens} tokens per rank, {args.steps} interleaved steps after {args.warmup} warm-up, on {first['device']}\n"
+        f"\n{args.model}: {first['shape']}; AdamW, {args.dtype}, {first['ranks']} ranks on {first['device']}, {threads}"
     )
+    print(f"{tokens} tokens per rank; {args.steps} interleaved steps after {args.warmup} warm-up steps\n")
     columns = ("strategy", "step ms", "p20", "p80", "rtp/this", "tokens/s", "param", "grad", "optim", "transient")
     header = "".join(f"{name:>10}" for name in columns[1:])
     print(f"{columns[0]:<12}{header}{'buffers':>10}{'loss':>12}")
@@ -291,8 +274,32 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     options = {name: value for name, value in vars(args).items() if name != "command"}
-    print("options: " + " ".join(f"{name}={value}" for name, value in options.items()))
-    launch(compare, args, args.ranks)
+    if is_first():
+        print("options: " + " ".join(f"{name}={value}" for name, value in options.items()), flush=True)
+    # in processes of its own, since watching memory changes how memory is allocated
+    memory = launch(measure_memory, args, args.ranks)
+    rows = launch(measure_time, args, args.ranks)
+    for row in rows:
+        row.update(memory[row["strategy"], row["tokens"]])
+    if is_first():
+        report(rows, args)
+
+
+def report(rows: list[Result], args: argparse.Namespace) -> None:
+    """Prints and records the results. Exits with an error where the losses disagree."""
+    for tokens in args.tokens:
+        print_table([row for row in rows if row["tokens"] == tokens], tokens, args)
+    spread = max(row["loss_spread"] for row in rows)
+    agreed = spread <= TOLERANCE
+    if agreed:
+        output = args.output or RESULTS / (args.machine or rows[0]["machine"]) / "compare.jsonl"
+        for row in rows:
+            append_line(output, row)
+    keys = ("step_ms", "p20_ms", "p80_ms", "rtp_ratio", "tokens_per_s", "peak_bytes", "buffer_bytes", "loss")
+    cases = {f"{row['strategy']}@{row['tokens']}": {key: row[key] for key in keys} for row in rows}
+    print(json.dumps({"loss_agrees": agreed, "loss_spread": spread, "cases": cases}), flush=True)
+    if not agreed:
+        sys.exit(f"the losses of the strategies differ by {spread:.2e} (relative), more than {TOLERANCE:.0e}")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def train(strategy: str, steps: int, args: argparse.Namespace, ranks: int = RANK
 
 
 def buffer_bytes(result: Result, plain: Result) -> int:
-    """What forward and backward hold beyond the plain model on the same local batch: weights and gradients in transit."""
+    """What forward and backward hold beyond the plain model on the same local batch."""
     key = "transient_forward_backward_bytes"
     return max(0, result[key] - plain[key])
 
@@ -68,11 +68,14 @@ def print_table(runs: dict[str, Result], single: Result, plain: Result, differen
     names = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer state": "optimizer_bytes"}
     for label, key in {**names, "peak transient": "transient_bytes"}.items():
         row(f"  {label}", [f"{run[key]:,}" for run in columns])
-    row("    of it in transit", ["-" if run is single else f"{buffer_bytes(run, plain):,}" for run in columns])
+    row("    beyond the plain model", ["-" if run is single else f"{buffer_bytes(run, plain):,}" for run in columns])
+    row("    of it ring slots", [f"{rtp['slot_bytes']:,}"])
     row("tokens per second, all ranks", [f"{run['tokens_per_s']:,.0f}" for run in columns])
     print("\nPeak transient: most bytes alive during a step beyond the three lines above it: activations and buffers.")
-    print("In transit: the part of it that the plain model on one local batch does not need. `single` trains in one")
-    print(f"process on the batches of both ranks. fsdp2 and ddp ran {runs['ddp']['steps']} steps.")
+    print("Beyond the plain model: what forward and backward hold more than one process does on one local batch.")
+    print(
+        f"`single` trains in one process on the batches of both ranks. fsdp2 and ddp ran {runs['ddp']['steps']} steps."
+    )
 
 
 def draw(runs: dict[str, Result], single: Result, plain: Result, differences: list[float], path: Path) -> None:
@@ -103,7 +106,7 @@ def draw_losses(curves: plt.Axes, gap: plt.Axes, rtp: Result, single: Result, di
     gap.plot(steps, [max(value, floor) for value in differences], "o", color="black", markersize=2.5)
     gap.set_yscale("log")
     gap.set_ylim(floor / 2, TOLERANCE * 20)
-    gap.set_yticks([1e-9, 1e-7, 1e-5, 1e-3])
+    gap.set_yticks([floor, 1e-7, 1e-5, 1e-3], ["0", *(rf"$10^{{{power}}}$" for power in (-7, -5, -3))])
     gap.minorticks_off()
     gap.set_ylabel("|difference|")
     gap.set_xlabel("step")
@@ -115,10 +118,10 @@ def draw_memory(axes: plt.Axes, runs: dict[str, Result], plain: Result) -> None:
         "parameters": {"color": "0.15"},
         "gradients": {"color": "0.45"},
         "optimizer state": {"color": "0.70"},
-        "activations": {"color": "white", "hatch": "...."},
-        "weights and gradients in transit": {"color": "white", "hatch": "//////"},
+        "activations, temporaries": {"color": "white", "hatch": "...."},
+        "unsharded weights, buffers": {"color": "white", "hatch": "//////"},
     }
-    for place, (strategy, title) in enumerate(titles.items()):
+    for place, strategy in enumerate(titles):
         run = runs[strategy]
         transit = min(buffer_bytes(run, plain), run["transient_bytes"])
         kept = [run["parameter_bytes"], run["gradient_bytes"], run["optimizer_bytes"]]

@@ -2,10 +2,13 @@
 
 import argparse
 import os
+import pickle
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,7 @@ class Place:
     mesh: DeviceMesh
 
 
-Worker = Callable[[Place, argparse.Namespace], None]
+Worker = Callable[[Place, argparse.Namespace], Any]
 
 
 def cores() -> int:
@@ -37,8 +40,13 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def launch(worker: Worker, args: argparse.Namespace, ranks: int) -> None:
-    """Runs `worker(place, args)` on every rank and returns when all of them have ended.
+def is_first() -> bool:
+    """Whether this process is the one that reports: rank 0 under torchrun, and the starting process otherwise."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def launch(worker: Worker, args: argparse.Namespace, ranks: int) -> Any:
+    """Runs `worker(place, args)` on every rank and returns what rank 0 returned (under torchrun, what this rank did).
 
     Args:
         worker: a function at module level, since local ranks are started by spawning.
@@ -54,21 +62,20 @@ def launch(worker: Worker, args: argparse.Namespace, ranks: int) -> None:
         if world_size != ranks:
             raise ValueError(f"this run needs {ranks} processes, torchrun started {world_size}")
         local_rank = int(os.environ["LOCAL_RANK"])
-        _run(int(os.environ["RANK"]), local_rank, worker, args, ranks, "env://")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = f"file://{folder}/rendezvous"
-        if ranks == 1:
-            _run(0, 0, worker, args, 1, rendezvous)
-        else:
-            mp.spawn(_run_spawned, (worker, args, ranks, rendezvous), nprocs=ranks)
+        return _run(int(os.environ["RANK"]), local_rank, worker, args, ranks, "env://")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        mp.spawn(_run_spawned, (worker, args, ranks, folder), nprocs=ranks)
+        return pickle.loads((folder / "returned").read_bytes())
 
 
-def _run_spawned(rank: int, worker: Worker, args: argparse.Namespace, ranks: int, rendezvous: str) -> None:
-    _run(rank, rank, worker, args, ranks, rendezvous)
+def _run_spawned(rank: int, worker: Worker, args: argparse.Namespace, ranks: int, folder: Path) -> None:
+    returned = _run(rank, rank, worker, args, ranks, f"file://{folder}/rendezvous")
+    if rank == 0:
+        (folder / "returned").write_bytes(pickle.dumps(returned))
 
 
-def _run(rank: int, local_rank: int, worker: Worker, args: argparse.Namespace, ranks: int, rendezvous: str) -> None:
+def _run(rank: int, local_rank: int, worker: Worker, args: argparse.Namespace, ranks: int, rendezvous: str) -> Any:
     device = _device(args.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -78,7 +85,7 @@ def _run(rank: int, local_rank: int, worker: Worker, args: argparse.Namespace, r
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks, timeout=TIMEOUT)
     try:
         mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("rtp",))
-        worker(Place(rank, ranks, device, mesh), args)
+        return worker(Place(rank, ranks, device, mesh), args)
     finally:
         dist.destroy_process_group()
 

@@ -12,7 +12,8 @@ On CUDA the caching allocator counts; what a communication library takes for its
 counts (torch's profiler misses what communication threads release), so the kernel does: the C library is told to map
 every block of 64 KiB and more on its own and to return it when freed, and the high-water mark of resident memory is
 reset before each phase of a step. Blocks that survive from step to step come from the C library's count of mapped
-bytes, memory shared between ranks from the memory files that this rank created. Needs Linux and glibc 2.33.
+bytes, memory shared between ranks from the memory files that this rank created. A transient is then right to about
+3 MiB. Needs Linux and glibc 2.33.
 """
 
 import ctypes

@@ -351,7 +351,6 @@ void HostTransport::serve(Channel channel) {
       for (int peer = 0; peer < ranks_; ++peer) control(peer).bell.ring();
       return;
     }
-    ++delivered_[static_cast<size_t>(channel)];
     control().bell.ring();
   }
 }
@@ -375,6 +374,8 @@ void HostTransport::deliver(const Job& job) {
     }
     std::memcpy(target.data() + landing.offset[part], hop.send[part].data, hop.send[part].bytes);
   }
+  // Ours first: once the peer knows, it may finish and close before this thread runs on.
+  ++delivered_[static_cast<size_t>(hop.channel)];
   outbox.done.store(job.sequence, std::memory_order_release);
   control(hop.to).bell.ring();
 }

@@ -27,7 +27,7 @@ from rtp_ext.functional import rotated_embedding
 from rtp_ext.nn import RotatedEmbedding
 
 TIMEOUT = 30.0
-SIZES = [(5, 7), (16, 17), (1, 6), (50, 3)]  # vocabulary, features; both with fewer rows than ranks somewhere
+SIZES = [(5, 7), (1, 6), (50, 3)]  # vocabulary, features; both with fewer rows than ranks somewhere
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 FORMS = ["2d", "1d", "int32", "strided", "scalar", "empty", "empty on rank 0", "one row"]
 
@@ -102,7 +102,7 @@ def _passes(rank, ranks, transport):
             ):
                 plain = make_embedding(size, dtype, padding)
                 module = RotatedEmbedding.from_module(plain, ring, shard_dim=shard_dim, in_place=in_place)
-                for form in FORMS if padding == 0 else FORMS[:1]:
+                for form in FORMS if padding == 0 and dtype == torch.float32 else FORMS[:1]:
                     name = f"{route} {size} {dtype} padding={padding} shard_dim={shard_dim} in_place={in_place} {form}"
                     with cases.case(name):
                         check_pass(module, form, padding, shard_dim)

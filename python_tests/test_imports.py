@@ -16,6 +16,7 @@ PYTHON_LAYERS = [
     {"_native"},
     {"_connect"},
     {"ring", "schedule"},
+    {"timeline"},
     {"sharding"},
     {"functional"},
     {"nn"},

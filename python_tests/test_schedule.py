@@ -14,7 +14,7 @@ import torch
 from schedule_checks import Case, violations
 from schedule_races import LANES, WAITS, Ring, deadlocks, races
 
-from rtp_ext import schedule
+from rtp_ext import schedule, timeline
 from rtp_ext._native import make_schedule, shard_sizes
 
 RANKS = range(1, 17)
@@ -327,7 +327,7 @@ def test_table_of_one_rank_names_buffers():
 
 
 def duration(made, **times) -> float:
-    return max(event.end for event in schedule.timeline(made, **times))
+    return max(event.end for event in timeline.timeline(made, **times))
 
 
 @pytest.mark.parametrize("route", ["ring", "direct"])
@@ -355,7 +355,7 @@ def test_timeline_hides_hops_that_are_no_longer_than_a_compute():
 
 def test_timeline_lanes_run_in_order_and_steps_appear_once():
     made = schedule.schedules(5, pass_="backward", in_place=True)
-    events = schedule.timeline(made, hop_time=1.7, copy_time=0.1)
+    events = timeline.timeline(made, hop_time=1.7, copy_time=0.1)
     assert sorted((event.rank, event.step) for event in events) == [
         (rank, step) for rank in range(5) for step in range(len(made[rank].steps))
     ]
@@ -370,15 +370,15 @@ def test_timeline_lanes_run_in_order_and_steps_appear_once():
 
 def test_timeline_waits_for_a_slow_rank():
     slow = {"compute_time": lambda rank, step: 3.0 if rank == 0 else 1.0, "hop_time": 0.5}
-    last = {event.rank: event.end for event in schedule.timeline(schedule.schedules(2), **slow)}
+    last = {event.rank: event.end for event in timeline.timeline(schedule.schedules(2), **slow)}
     assert last == {0: 6.0, 1: 2.0}  # the only hop is over before either rank has computed once
-    in_place = schedule.timeline(schedule.schedules(2, in_place=True), **slow)
+    in_place = timeline.timeline(schedule.schedules(2, in_place=True), **slow)
     home = [(event.start, event.end) for event in in_place if event.lane == "weight"][2:]
     assert home == [(3.0, 3.5)] * 2  # home of rank 0 is free when rank 0 has computed with it
 
 
 def test_timeline_takes_durations_of_the_receiver():
-    events = schedule.timeline(schedule.schedules(2), hop_time=lambda rank, step: 1.0 + step.receive_owner)
+    events = timeline.timeline(schedule.schedules(2), hop_time=lambda rank, step: 1.0 + step.receive_owner)
     assert {event.rank: event.end for event in events if event.lane == "weight"} == {0: 2.0, 1: 2.0}
     assert {event.rank: event.end for event in events if event.lane == "compute"} == {0: 3.0, 1: 2.0}
 
@@ -386,26 +386,26 @@ def test_timeline_takes_durations_of_the_receiver():
 def test_errors_of_timeline():
     made = schedule.schedules(3)
     with pytest.raises(ValueError, match="expected a finite hop_time >= 0, got -1"):
-        schedule.timeline(made, hop_time=-1)
+        timeline.timeline(made, hop_time=-1)
     with pytest.raises(ValueError, match="expected a finite compute_time >= 0, got nan"):
-        schedule.timeline(made, compute_time=float("nan"))
+        timeline.timeline(made, compute_time=float("nan"))
     with pytest.raises(ValueError, match="all ranks of one ring in order, got ranks 0 of 3, 1 of 3"):
-        schedule.timeline(made[:2])
+        timeline.timeline(made[:2])
     ring = case(3).ring()
     ring[1][hops(ring, 1, "weight")[1]].to = 0
     broken = [SimpleNamespace(rank=rank, ranks=3, steps=steps) for rank, steps in enumerate(ring)]
     with pytest.raises(ValueError, match=r"got a deadlock: .*rank 1 at step 2"):
-        schedule.timeline(broken)
+        timeline.timeline(broken)
 
 
 @pytest.mark.parametrize("ranks", [1, 5])
 def test_plot(ranks, tmp_path):
     path = tmp_path / "timeline.png"
     made = schedule.schedules(ranks, pass_="backward", in_place=True)
-    schedule.plot(path, made, title="a title\nand more", hop_time=0.0)
+    timeline.plot(path, made, title="a title\nand more", hop_time=0.0)
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match=f"expected 0 <= rank < {ranks}, got 9"):
-        schedule.plot(path, made, rank=9)
+        timeline.plot(path, made, rank=9)
 
 
 def test_plot_without_matplotlib(tmp_path, monkeypatch):
@@ -413,4 +413,4 @@ def test_plot_without_matplotlib(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'rtp-ext\[plot\]'"):
-        schedule.plot(tmp_path / "timeline.png", schedule.schedules(2))
+        timeline.plot(tmp_path / "timeline.png", schedule.schedules(2))

@@ -23,7 +23,7 @@ def _duration(text: str) -> float:
 
 
 def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from rtp_ext import schedule
+    from rtp_ext import schedule, timeline
 
     if options.rank_only is not None and not 0 <= options.rank_only < options.ranks:
         parser.error(f"argument --rank-only: expected 0 to {options.ranks - 1}, got {options.rank_only}")
@@ -34,7 +34,7 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     if options.plot is None:
         return 0
     try:
-        schedule.plot(options.plot, every, title=title, hop_time=options.hop_time, rank=options.rank_only)
+        timeline.plot(options.plot, every, title=title, hop_time=options.hop_time, rank=options.rank_only)
     except (ImportError, OSError, ValueError) as error:
         print(f"rtp_ext schedule: cannot draw {options.plot}: {error}", file=sys.stderr)
         return 1

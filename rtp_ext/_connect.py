@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
-
-if TYPE_CHECKING:
-    from rtp_ext.ring import Ring
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ def nccl_refusal() -> str | None:
     return None
 
 
-def connect(ring: Ring, wish: str) -> Connection:
+def connect(ring: Any, wish: str) -> Connection:
     """The transport of `ring` for the asked `wish`; a fallback of `auto` carries its reason. Collective."""
     if ring.size == 1:
         return Connection("emulated", _native.emulated_transport(ring.device), "a single rank sends nothing")
@@ -57,13 +54,13 @@ def connect(ring: Ring, wish: str) -> Connection:
     return _c10d(ring, f"{preferred} cannot be used: {problem}")
 
 
-def _c10d(ring: Ring, reason: str) -> Connection:
+def _c10d(ring: Any, reason: str) -> Connection:
     backend = "nccl" if ring.device.type == "cuda" else "gloo"
     weight, gradient = ring.new_group(backend), ring.new_group(backend)
     return Connection("c10d", _native.c10d_transport(weight, gradient, ring.device, ring.timeout), reason)
 
 
-def _try_shm(ring: Ring) -> tuple[Any, str | None]:
+def _try_shm(ring: Any) -> tuple[Any, str | None]:
     """The shm transport if every rank can reach every other one's memory; else None and the reason."""
     native, problem, address = None, None, None
     try:
@@ -81,7 +78,7 @@ def _try_shm(ring: Ring) -> tuple[Any, str | None]:
     return (None, problems[0]) if problems else (native, None)
 
 
-def _try_nccl(ring: Ring) -> tuple[Any, str | None]:
+def _try_nccl(ring: Any) -> tuple[Any, str | None]:
     """The nccl transport if every rank can use it; else None and the reason."""
     problems = [p for p in ring.exchange(nccl_refusal()) if p is not None]
     if problems:
@@ -91,7 +88,7 @@ def _try_nccl(ring: Ring) -> tuple[Any, str | None]:
     return _native.nccl_transport(weight_id, gradient_id, ring.rank, ring.size, ring.device, ring.timeout), None
 
 
-def choose_route(ring: Ring, wish: str) -> str:
+def choose_route(ring: Any, wish: str) -> str:
     """`direct` where any rank reaches any other at the cost of a neighbour, else `ring`. Collective."""
     if wish != "auto":
         return wish

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from rtp_ext.nn import RotatedEmbedding, RotatedLinear
 from rtp_ext.nn._base import RotatedModule
-from rtp_ext.nn.gathered import ForwardScope, make_gathered
+from rtp_ext.nn.gathered import ForwardScope, make_averaged, make_gathered
 from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
@@ -101,6 +101,8 @@ def fully_rotate(
     Raises ValueError where the model, or part of it, was converted before. Collective: makes a ring.
     Source: RTP, arXiv 2311.01635.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_rotate: expected a torch.nn.Module, got {type(module).__name__}")
     for name, part in module.named_modules():
         if _STATE in part.__dict__:
             raise ValueError(
@@ -156,7 +158,10 @@ def _convert(root: nn.Module, ring: Ring, state: RotationState, ignored: set[int
             part.__class__ = RotatedLinear
             part._rotate(ring, name=label, memo=memo, **options)  # type: ignore[operator]
             counts["Linear: rotated"] += 1
-        elif type(part) is nn.Embedding and RotatedEmbedding.refusal(part) is None:
+        elif type(part) is nn.Embedding and (problem := RotatedEmbedding.refusal(part)) is not None:
+            make_averaged(part, ring)
+            logger.warning("fully_rotate: %s stays whole on every rank: %s; its gradient is averaged", label, problem)
+        elif type(part) is nn.Embedding:
             part.__class__ = RotatedEmbedding
             # a tied table is also somebody's weight [vocabulary, features], cut along its outputs
             shard_dim = 0 if id(part.weight) in tied else 1

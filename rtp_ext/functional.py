@@ -129,10 +129,10 @@ def _check_weight(name: str, weight: torch.Tensor, ring: Ring, shard_dim: int) -
 
 
 def _prepare_in_place(tensors: Sequence[torch.Tensor | None], shapes: Sequence[tuple], dims: Sequence[int], ring: Ring):
-    with torch.no_grad():
-        for tensor, shape, dim in zip(tensors, shapes, dims, strict=True):
-            if tensor is not None:
-                reserve(local_shard(tensor), shape, dim, ring)
+    for tensor, shape, dim in zip(tensors, shapes, dims, strict=True):
+        if tensor is not None:
+            # the DTensor's own tensor: to_local() returns an alias, which would be given the storage alone
+            reserve(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, shape, dim, ring)
 
 
 class _RotatedLinear(torch.autograd.Function):

@@ -69,7 +69,7 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
     def refusal(module: nn.Embedding) -> str | None:
         """Why an embedding cannot be rotated; None if it can."""
         if module.max_norm is not None:
-            return f"max_norm={module.max_norm} changes the table in forward"
+            return f"max_norm={module.max_norm} renormalises the rows of each rank's own ids in forward"
         if module.sparse:
             return "sparse gradients do not travel"
         if module.scale_grad_by_freq:

@@ -49,16 +49,23 @@ class ForwardScope:
     def parameter(self, owner: GatheredModule, name: str) -> Any:
         """The parameter `name` of `owner`: gathered inside a forward, the registered one outside."""
         registered = owner._parameters[name]  # type: ignore[attr-defined]
-        if self.depth == 0 or registered is None or name not in owner.gathered_names:
+        if registered is None or name not in owner.gathered_names:
             return registered
         own = {key: owner._parameters[key] for key in owner.gathered_names}  # type: ignore[attr-defined]
+        if self.depth == 0:
+            # In a backward, activation checkpointing may recompute a function that is no module's forward.
+            recomputing = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+            return self._gather(own)[name] if recomputing else registered
         state = tuple((p.to_local().data_ptr(), p._version, p.dtype, p.requires_grad) for p in own.values())
         key = (torch.is_grad_enabled(), state)
         known = self.gathered.get(id(owner))
         if known is None or known[0] != key:
-            known = (key, dict(zip(own, gather(list(own.values()), self.ring, self.mp_policy), strict=True)))
+            known = (key, self._gather(own))
             self.gathered[id(owner)] = known
         return known[1][name]
+
+    def _gather(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(zip(own, gather(list(own.values()), self.ring, self.mp_policy), strict=True))
 
 
 class GatheredModule(LiveModule):
@@ -90,6 +97,42 @@ def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict
 
 def _gathered_property(name: str) -> property:
     return property(lambda self: self.scope.parameter(self, name))
+
+
+class AveragedModule(LiveModule):
+    """Mixin of modules whose parameters stay whole on every rank, because they do more with them than read them.
+
+    Gradients are averaged over the ring as they accumulate. Made by `make_averaged`.
+    """
+
+    ring: Ring
+
+    def watch(self) -> None:
+        for parameter in self._parameters.values():  # type: ignore[attr-defined]
+            if parameter is not None and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._average)
+
+    def _average(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        # what was averaged before is equal on all ranks, and stays as it is
+        dense = self.ring.all_reduce(gradient.to_dense().clone()).div_(self.ring.size)
+        parameter.grad = dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        twin = super().__deepcopy__(memo)
+        twin.watch()
+        return twin
+
+
+def make_averaged(module: nn.Module, ring: Ring) -> None:
+    """Leaves the module's own parameters whole and averages their gradients."""
+    base = type(module)
+    if (base, ()) not in _CLASSES:
+        _CLASSES[base, ()] = type(f"Averaged{base.__name__}", (AveragedModule, base), {})
+    module.__class__ = _CLASSES[base, ()]
+    module.__dict__["ring"] = ring
+    module.watch()  # type: ignore[operator]
 
 
 def gather(parameters: list[torch.Tensor], ring: Ring, mp_policy: MixedPrecisionPolicy) -> list[torch.Tensor]:
