@@ -97,7 +97,7 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
     : transport_(std::move(transport)), rank_(rank), ranks_(ranks), device_(device), pool_(transport_) {}
 
 Executor::~Executor() {
-  if (alive()) transport_->abort("the ring was dropped without close()");
+  if (alive()) transport_->drop();
 }
 
 void Executor::check_alive(const std::string& operation) const {

@@ -69,6 +69,14 @@ class Transport {
   virtual void abort(const std::string& reason) noexcept = 0;
   // The orderly end, with nothing in flight. Idempotent.
   virtual void close() = 0;
+  // The end of a ring that nobody closed, with nothing in flight here. Neighbours may still be at work.
+  virtual void drop() noexcept {
+    try {
+      close();
+    } catch (...) {
+      abort("dropped");
+    }
+  }
 };
 
 // The error for a neighbour that does not answer.

@@ -90,6 +90,9 @@ class NcclTransport : public CudaTransport {
     }
   }
 
+  // Finalising waits for the peers; a destructor must not.
+  void drop() noexcept override { abort("dropped"); }
+
   void close() override {
     stop_watchdog();
     const std::lock_guard lock(mutex_);

@@ -155,15 +155,14 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
     const char* reason;
   };
 
-  // A rank without which the ring cannot go on. One that has closed its ring in good order was done, and matters only
-  // to those who still wait for it.
+  // A rank without which the ring cannot go on: one that failed, or the awaited one if it is gone. Others may have
+  // finished and left in good order; if they died instead, whoever waits for them fails and tells us.
   std::optional<Lost> lost_rank(int awaited) {
     for (int peer = 0; peer < ranks_; ++peer) {
-      const Life life = control(peer).life;
-      if (life == Life::failed) return Lost{peer, "its ring failed"};
-      if (life == Life::closed && peer == awaited) return Lost{peer, "it closed its ring"};
-      if (life == Life::alive && peer != rank_ && peers_[peer].watch.ended()) return Lost{peer, "its process has ended"};
+      if (control(peer).life == Life::failed) return Lost{peer, "its ring failed"};
     }
+    if (control(awaited).life == Life::closed) return Lost{awaited, "it closed its ring"};
+    if (awaited != rank_ && peers_[awaited].watch.ended()) return Lost{awaited, "its process has ended"};
     return std::nullopt;
   }
 
