@@ -56,7 +56,8 @@ py::object buffer_name(const Buffer& buffer) {
 }
 
 void bind_schedule(py::module_& m) {
-  py::class_<Step>(m, "Step", "One hop, compute or copy of a schedule; fields that its action does not use are None or -1.")
+  py::class_<Step>(m, "Step",
+                   "One hop, compute or copy of a schedule; fields that its action does not use are None or -1.")
       .def_property_readonly("action", [](const Step& step) { return name(step.action); })
       .def_property_readonly("channel",
                              [](const Step& step) -> std::optional<std::string> {
@@ -101,9 +102,8 @@ void bind_schedule(py::module_& m) {
 }
 
 void bind_transports(py::module_& m) {
-  py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport").def_property_readonly("name", [](const Transport& t) {
-    return t.name();
-  });
+  py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport")
+      .def_property_readonly("name", [](const Transport& t) { return t.name(); });
   py::class_<ShmTransport, Transport, std::shared_ptr<ShmTransport>>(m, "ShmTransport")
       .def(py::init(&make_shm_transport), py::arg("rank"), py::arg("ranks"), py::arg("timeout"))
       .def("address", &ShmTransport::address)
@@ -187,7 +187,8 @@ void bind_executor(py::module_& m) {
           },
           py::arg("executor"), py::arg("home"), py::arg("shapes"), py::keep_alive<0, 1>())
       .def(
-          "next", [](Execution& pass) -> std::optional<Step> {
+          "next",
+          [](Execution& pass) -> std::optional<Step> {
             const Step* step = pass.next();
             return step == nullptr ? std::nullopt : std::optional<Step>(*step);
           },

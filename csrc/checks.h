@@ -47,19 +47,20 @@ std::string concat(const Parts&... parts) {
 }  // namespace rtp
 
 // The caller's mistake in a value: becomes ValueError.
-#define RTP_CHECK_VALUE(condition, ...)                                         \
-  do {                                                                          \
-    if (!(condition)) throw std::invalid_argument(::rtp::concat(__VA_ARGS__));  \
+#define RTP_CHECK_VALUE(condition, ...)                                        \
+  do {                                                                         \
+    if (!(condition)) throw std::invalid_argument(::rtp::concat(__VA_ARGS__)); \
   } while (false)
 
 // The caller's mistake in a type, dtype or device: becomes TypeError.
-#define RTP_CHECK_TYPE(condition, ...)                                     \
-  do {                                                                     \
+#define RTP_CHECK_TYPE(condition, ...)                                       \
+  do {                                                                       \
     if (!(condition)) throw ::rtp::TypeMismatch(::rtp::concat(__VA_ARGS__)); \
   } while (false)
 
 // A broken promise inside the engine: becomes RotationError.
-#define RTP_ASSERT(condition, ...)                                                                            \
-  do {                                                                                                        \
-    if (!(condition)) throw ::rtp::RotationError(::rtp::concat("internal error, expected ", #condition, ": ", __VA_ARGS__)); \
+#define RTP_ASSERT(condition, ...)                                                                           \
+  do {                                                                                                       \
+    if (!(condition))                                                                                        \
+      throw ::rtp::RotationError(::rtp::concat("internal error, expected ", #condition, ": ", __VA_ARGS__)); \
   } while (false)

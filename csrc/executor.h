@@ -44,11 +44,11 @@ class SlotPool {
   void clear();
 
   struct Count {
-    int64_t slots = 0;         // slots that exist
-    int64_t bytes = 0;         // bytes of the slots that exist
-    int64_t peak_slots = 0;    // most slots leased at once
-    int64_t peak_bytes = 0;    // most bytes that existed at once
-    int64_t allocations = 0;   // slots ever allocated
+    int64_t slots = 0;        // slots that exist
+    int64_t bytes = 0;        // bytes of the slots that exist
+    int64_t peak_slots = 0;   // most slots leased at once
+    int64_t peak_bytes = 0;   // most bytes that existed at once
+    int64_t allocations = 0;  // slots ever allocated
   };
   Count count(Channel channel) const { return counts_[static_cast<size_t>(channel)]; }
   void reset_peak();

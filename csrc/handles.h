@@ -10,19 +10,19 @@
 
 #include "checks.h"
 
-#define RTP_CUDA_CHECK(call)                                                                             \
-  do {                                                                                                   \
-    const cudaError_t rtp_status = (call);                                                               \
-    if (rtp_status != cudaSuccess)                                                                       \
-      throw ::rtp::CudaError(::rtp::concat(#call, " failed with code ", static_cast<int>(rtp_status), " (", \
+#define RTP_CUDA_CHECK(call)                                                                                   \
+  do {                                                                                                         \
+    const cudaError_t rtp_status = (call);                                                                     \
+    if (rtp_status != cudaSuccess)                                                                             \
+      throw ::rtp::CudaError(::rtp::concat(#call, " failed with code ", static_cast<int>(rtp_status), " (",    \
                                            cudaGetErrorString(rtp_status), ") at ", __FILE__, ":", __LINE__)); \
   } while (false)
 
-#define RTP_NCCL_CHECK(call)                                                                             \
-  do {                                                                                                   \
-    const ncclResult_t rtp_status = (call);                                                              \
-    if (rtp_status != ncclSuccess && rtp_status != ncclInProgress)                                       \
-      throw ::rtp::NcclError(::rtp::concat(#call, " failed with code ", static_cast<int>(rtp_status), " (", \
+#define RTP_NCCL_CHECK(call)                                                                                   \
+  do {                                                                                                         \
+    const ncclResult_t rtp_status = (call);                                                                    \
+    if (rtp_status != ncclSuccess && rtp_status != ncclInProgress)                                             \
+      throw ::rtp::NcclError(::rtp::concat(#call, " failed with code ", static_cast<int>(rtp_status), " (",    \
                                            ncclGetErrorString(rtp_status), ") at ", __FILE__, ":", __LINE__)); \
   } while (false)
 

@@ -81,7 +81,7 @@ struct Schedule {
   int rank = 0;
   ScheduleOptions options;
   std::vector<Step> steps;
-  int weight_slots = 0;    // slots of each channel that the steps name
+  int weight_slots = 0;  // slots of each channel that the steps name
   int gradient_slots = 0;
 
   int slots(Channel channel) const { return channel == Channel::weight ? weight_slots : gradient_slots; }

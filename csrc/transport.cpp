@@ -9,8 +9,8 @@ std::string Hop::describe() const {
 }
 
 void throw_timeout(const Hop& hop, int peer, std::chrono::duration<double> waited, const std::string& cause) {
-  throw RingTimeout(concat(hop.describe(), ": rank ", peer, " of the ring did not answer (waited ", waited.count(),
-                           " s): ", cause));
+  throw RingTimeout(
+      concat(hop.describe(), ": rank ", peer, " of the ring did not answer (waited ", waited.count(), " s): ", cause));
 }
 
 }  // namespace rtp

@@ -16,7 +16,8 @@ using Clock = std::chrono::steady_clock;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
 at::Tensor as_tensor(const Span& span, at::Device device) {
-  return at::from_blob(span.data, {static_cast<int64_t>(span.bytes)}, at::TensorOptions().dtype(at::kByte).device(device));
+  return at::from_blob(span.data, {static_cast<int64_t>(span.bytes)},
+                       at::TensorOptions().dtype(at::kByte).device(device));
 }
 
 // The works of one hop. `outstanding` is shared with the transport so that an abort reaches them.

@@ -24,9 +24,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kMaxParts = 8;
-constexpr uint32_t kDepth = 8;          // receives that may be posted to one peer and channel at once
-constexpr int kSpins = 2000;            // looks at a flag before sleeping: a few microseconds
-constexpr size_t kMappingsPerPeer = 6;  // of a peer's slots that are kept mapped per channel
+constexpr uint32_t kDepth = 8;                            // receives that may be posted to one peer and channel at once
+constexpr int kSpins = 2000;                              // looks at a flag before sleeping: a few microseconds
+constexpr size_t kMappingsPerPeer = 6;                    // of a peer's slots that are kept mapped per channel
 constexpr auto kGlance = std::chrono::milliseconds(100);  // how often a sleeper looks whether its peers still live
 
 enum class Life : uint32_t { starting, alive, closed, failed };
@@ -70,7 +70,12 @@ struct Segment {
 class HostTransport : public ShmTransport, public std::enable_shared_from_this<HostTransport> {
  public:
   HostTransport(int rank, int ranks, std::chrono::milliseconds timeout)
-      : rank_(rank), ranks_(ranks), timeout_(timeout), own_(Control::bytes(ranks)), received_(2 * ranks), sent_(2 * ranks) {
+      : rank_(rank),
+        ranks_(ranks),
+        timeout_(timeout),
+        own_(Control::bytes(ranks)),
+        received_(2 * ranks),
+        sent_(2 * ranks) {
     std::random_device random;
     control().nonce = (static_cast<uint64_t>(random()) << 32) | random();
   }
@@ -184,8 +189,9 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   // Shared memory for a hop whose own destination is not shared.
   at::Tensor bounce(Channel channel, size_t bytes) {
     auto& free = bounces_[static_cast<size_t>(channel)];
-    const auto fits = std::find_if(
-        free.begin(), free.end(), [&](const at::Tensor& memory) { return static_cast<size_t>(memory.numel()) >= bytes; });
+    const auto fits = std::find_if(free.begin(), free.end(), [&](const at::Tensor& memory) {
+      return static_cast<size_t>(memory.numel()) >= bytes;
+    });
     if (fits == free.end()) {
       free.clear();
       return allocate(static_cast<int64_t>(bytes));
@@ -225,7 +231,8 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
 
 class HostTransfer : public Transfer {
  public:
-  HostTransfer(std::shared_ptr<HostTransport> transport, const Hop& hop) : transport_(std::move(transport)), hop_(hop) {}
+  HostTransfer(std::shared_ptr<HostTransport> transport, const Hop& hop)
+      : transport_(std::move(transport)), hop_(hop) {}
 
   void expect(uint32_t sequence) { receive_ = sequence; }
   void sends(uint64_t job) { send_ = job; }
@@ -278,9 +285,10 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
     RTP_ASSERT(sequence - inbox.done.load() <= kDepth, hop.describe(), " outruns its mailbox");
     Landing& landing = inbox.landing[sequence % kDepth];
     auto segment = find_segment(hop.receive.front().data);
-    const bool direct = segment != nullptr && std::all_of(hop.receive.begin(), hop.receive.end(), [&](const Span& part) {
-                          return part.bytes == 0 || segment->memory.contains(part.data);
-                        });
+    const bool direct =
+        segment != nullptr && std::all_of(hop.receive.begin(), hop.receive.end(), [&](const Span& part) {
+          return part.bytes == 0 || segment->memory.contains(part.data);
+        });
     if (!direct) {
       at::Tensor memory = bounce(hop.channel, bytes);
       segment = find_segment(static_cast<std::byte*>(memory.data_ptr()));
@@ -357,9 +365,8 @@ void HostTransport::serve(Channel channel) {
 void HostTransport::deliver(const Job& job) {
   const Hop& hop = job.hop;
   Mailbox& outbox = this->outbox(hop.channel, hop.to);
-  wait_until(hop, hop.to, [&] {
-    return static_cast<int32_t>(outbox.posted.load(std::memory_order_acquire) - job.sequence) >= 0;
-  });
+  wait_until(hop, hop.to,
+             [&] { return static_cast<int32_t>(outbox.posted.load(std::memory_order_acquire) - job.sequence) >= 0; });
   const Landing& landing = outbox.landing[job.sequence % kDepth];
   const SharedMemory& target = map_landing(hop.to, hop.channel, landing);
   if (landing.parts != hop.send.size()) {
@@ -381,7 +388,8 @@ void HostTransport::deliver(const Job& job) {
 
 const SharedMemory& HostTransport::map_landing(int peer, Channel channel, const Landing& landing) {
   auto& mapped = peers_[peer].mapped[static_cast<size_t>(channel)];
-  const auto known = std::find_if(mapped.begin(), mapped.end(), [&](const Segment& s) { return s.id == landing.segment; });
+  const auto known =
+      std::find_if(mapped.begin(), mapped.end(), [&](const Segment& s) { return s.id == landing.segment; });
   if (known != mapped.end()) {
     mapped.splice(mapped.begin(), mapped, known);
   } else {

@@ -33,11 +33,6 @@ class RotationState(ForwardScope):
         super().__init__(ring, mp_policy)
         self.agreed: list[tuple[int, torch.dtype, bool]] | None = None
 
-    def __deepcopy__(self, memo: dict) -> RotationState:
-        twin = RotationState(self.ring, self.mp_policy)
-        memo[id(self)] = twin
-        return twin
-
     def check_agreement(self, root: nn.Module) -> None:
         """Before the first forward, and whenever the set of parameters changes, all ranks compare their models."""
         named = list(root.named_parameters())
@@ -218,6 +213,7 @@ def _close_scope(part: nn.Module, _arguments: Any, _output: Any) -> None:
 def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:
     state: RotationState = root.__dict__[_STATE]
     state.enter()
+    state.root_depth += 1
     state.ring.check_alive(f"{type(root).__name__} forward")
     if state.depth == 1:
         state.check_agreement(root)
@@ -230,6 +226,7 @@ def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple
 def _close_root(root: nn.Module, _arguments: Any, output: Any) -> Any:
     state: RotationState = root.__dict__[_STATE]
     state.leave()
+    state.root_depth = max(state.root_depth - 1, 0)
     dtype = state.mp_policy.output_dtype
     return output if dtype is None else tree_map(_caster(dtype), output)
 

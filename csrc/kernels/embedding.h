@@ -15,13 +15,13 @@ namespace rtp {
 // One shard of a table [rows, row_bytes] and the part of the output that it fills. A token t whose id lies in
 // [first_row, first_row + rows) gets the row; all other tokens are left as they are.
 struct EmbeddingGather {
-  const int64_t* ids;    // [tokens]
+  const int64_t* ids;  // [tokens]
   int64_t tokens;
   const std::byte* table;
   int64_t first_row;
   int64_t rows;
   int64_t row_bytes;
-  std::byte* out;        // row t starts at out + t * out_stride_bytes
+  std::byte* out;  // row t starts at out + t * out_stride_bytes
   int64_t out_stride_bytes;
 
   // The row of this shard for token t, or -1.

@@ -38,7 +38,8 @@ void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, cons
 }
 
 ProductSum::ProductSum(int64_t rows, int64_t columns, at::TensorOptions operands)
-    : sum_(at::empty({rows, columns}, operands.dtype(accumulation_dtype(c10::typeMetaToScalarType(operands.dtype()))))) {}
+    : sum_(at::empty({rows, columns},
+                     operands.dtype(accumulation_dtype(c10::typeMetaToScalarType(operands.dtype()))))) {}
 
 void ProductSum::add(const at::Tensor& a, const at::Tensor& b) {
   gemm(sum_, started_ ? sum_ : at::Tensor(), a, b);

@@ -18,7 +18,9 @@ struct LinearCut {
         bias_starts(shard_starts(bias_sizes)) {}
 
   // The columns of x (cut by input features) or of y (cut by output features) that meet the shard of `owner`.
-  at::Tensor columns(const at::Tensor& tensor, int owner) const { return tensor.narrow(1, starts[owner], sizes[owner]); }
+  at::Tensor columns(const at::Tensor& tensor, int owner) const {
+    return tensor.narrow(1, starts[owner], sizes[owner]);
+  }
   at::Tensor bias_columns(const at::Tensor& tensor, int owner) const {
     return tensor.narrow(tensor.dim() - 1, bias_starts[owner], bias_sizes[owner]);
   }
@@ -124,9 +126,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(Executor& executo
   }
   const std::vector<at::Tensor> home = gradients ? gradients->home : std::vector<at::Tensor>{};
 
-  Execution pass(executor,
-                 backward_schedule(executor, options, weight, needs.x, gradients.has_value()), std::move(weights),
-                 std::move(gradients), options.name + " backward");
+  Execution pass(executor, backward_schedule(executor, options, weight, needs.x, gradients.has_value()),
+                 std::move(weights), std::move(gradients), options.name + " backward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;
     if (step->compute == Compute::dgrad) {

@@ -7,6 +7,7 @@ averages the gradient over the ring. Outside, the module shows the Parameter.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ from rtp_ext.nn._base import LiveModule
 from rtp_ext.ring import Ring
 from rtp_ext.sharding import local_shard, shard_dim_of, shard_parameter
 
+# Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
+# once in a forward. Autograd keeps them for backward in any case; larger ones are gathered when they are used.
+_SMALL = 1 << 20
 _ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
 
 
@@ -31,6 +35,8 @@ class ForwardScope:
         self.ring = ring
         self.mp_policy = mp_policy
         self.depth = 0
+        self.root_depth = 0  # of forwards of the whole model
+        self.small: list[GatheredModule] = []  # gathered all at once in a forward of the whole model
         self.gathered: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}  # by id of the owner
 
     def enter(self) -> None:
@@ -42,37 +48,50 @@ class ForwardScope:
             self.gathered.clear()
 
     def __deepcopy__(self, memo: dict) -> ForwardScope:
-        twin = ForwardScope(self.ring, self.mp_policy)
+        twin = type(self)(self.ring, self.mp_policy)
         memo[id(self)] = twin
+        twin.small = copy.deepcopy(self.small, memo)
         return twin
 
     def parameter(self, owner: GatheredModule, name: str) -> Any:
         """The parameter `name` of `owner`: gathered inside a forward, the registered one outside."""
-        registered = owner._parameters[name]  # type: ignore[attr-defined]
+        registered = owner._parameters[name]
         if registered is None or name not in owner.gathered_names:
             return registered
-        own = {key: owner._parameters[key] for key in owner.gathered_names}  # type: ignore[attr-defined]
+        # In a backward, activation checkpointing may recompute a function that is no module's forward.
+        recomputing = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
         if self.depth == 0:
-            # In a backward, activation checkpointing may recompute a function that is no module's forward.
-            recomputing = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-            return self._gather(own)[name] if recomputing else registered
-        state = tuple((p.to_local().data_ptr(), p._version, p.dtype, p.requires_grad) for p in own.values())
-        key = (torch.is_grad_enabled(), state)
+            return self._gather([owner])[0][name] if recomputing else registered
         known = self.gathered.get(id(owner))
-        if known is None or known[0] != key:
-            known = (key, self._gather(own))
-            self.gathered[id(owner)] = known
-        return known[1][name]
+        if known is None or known[0] != _version(owner):
+            together = self.small if self.root_depth > 0 and not recomputing and owner in self.small else [owner]
+            for each, whole in zip(together, self._gather(together), strict=True):
+                self.gathered[id(each)] = (_version(each), whole)
+        return self.gathered[id(owner)][1][name]
 
-    def _gather(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(zip(own, gather(list(own.values()), self.ring, self.mp_policy), strict=True))
+    def _gather(self, owners: list[GatheredModule]) -> list[dict[str, torch.Tensor]]:
+        """The whole parameters of each owner, by one collective."""
+        own = [owner.sharded() for owner in owners]
+        whole = iter(gather([p for parameters in own for p in parameters.values()], self.ring, self.mp_policy))
+        return [{name: next(whole) for name in parameters} for parameters in own]
+
+
+def _version(owner: GatheredModule) -> Any:
+    """Changes whenever what was gathered of an owner is out of date."""
+    state = tuple((local_shard(p).data_ptr(), p._version, p.dtype, p.requires_grad) for p in owner.sharded().values())
+    return torch.is_grad_enabled(), state
 
 
 class GatheredModule(LiveModule):
     """Mixin of modules whose own parameters are gathered. Made by `make_gathered`."""
 
+    _parameters: dict[str, Any]
     scope: ForwardScope
     gathered_names: tuple[str, ...]
+
+    def sharded(self) -> dict[str, torch.Tensor]:
+        """The registered parameters that are gathered, by name."""
+        return {name: self._parameters[name] for name in self.gathered_names}
 
 
 _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
@@ -86,6 +105,7 @@ def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict
             memo[id(parameter)] = shard_parameter(parameter, ring, 0)
         module._parameters[name] = memo[id(parameter)]
     names = tuple(own)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in own.values())
     base = type(module)
     if (base, names) not in _CLASSES:
         members = {name: _gathered_property(name) for name in names}
@@ -93,6 +113,8 @@ def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict
     module.__class__ = _CLASSES[base, names]
     module.__dict__["scope"] = scope
     module.__dict__["gathered_names"] = names
+    if size <= _SMALL:
+        scope.small.append(module)  # type: ignore[arg-type]
 
 
 def _gathered_property(name: str) -> property:
@@ -186,6 +208,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx, ring: Ring, layouts: list[_Layout], reduce_dtype: torch.dtype | None, *shards: torch.Tensor):
         ctx.ring, ctx.layouts, ctx.reduce_dtype = ring, layouts, reduce_dtype
         ctx.dtypes = [shard.dtype for shard in shards]
+        ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
         sections = [layout.flat_bytes for layout in layouts]
         flat = torch.zeros(sum(sections), dtype=torch.uint8, device=ring.device)
         for shard, layout, section in zip(shards, layouts, flat.split(sections), strict=True):
@@ -200,16 +223,16 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients: torch.Tensor):
+    def backward(ctx, *gradients: torch.Tensor | None):
         ring, layouts = ctx.ring, ctx.layouts
-        wanted = [i for i in range(len(layouts)) if ctx.needs_input_grad[3 + i]]
+        wanted = {i: g for i, g in enumerate(gradients) if g is not None and ctx.needs_input_grad[3 + i]}
         result: list[torch.Tensor | None] = [None] * len(layouts)
         if wanted:
-            double = any(gradients[i].dtype == torch.float64 for i in wanted)
+            double = any(gradient.dtype == torch.float64 for gradient in wanted.values())
             dtype = ctx.reduce_dtype or (torch.float64 if double else torch.float32)
-            flat = torch.cat([gradients[i].reshape(-1).to(dtype) for i in wanted])
+            flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in wanted.values()])
             ring.all_reduce(flat).div_(ring.size)
-            for i, averaged in zip(wanted, flat.split([gradients[i].numel() for i in wanted]), strict=True):
+            for i, averaged in zip(wanted, flat.split([g.numel() for g in wanted.values()]), strict=True):
                 mine = layouts[i].take(averaged.view(layouts[i].shape), ring.rank)
                 # a copy: the gradient must not keep the whole buffer alive
                 result[i] = mine.to(ctx.dtypes[i], copy=True, memory_format=torch.contiguous_format)
