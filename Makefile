@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH ?= torch>=2.11
+TORCH ?= torch==2.14.1
 CLANG_FORMATTED := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
 SOURCES := $(shell git ls-files csrc CMakeLists.txt setup.py pyproject.toml)
 
