@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "checks.h"
@@ -264,7 +265,15 @@ const Step* Execution::next() {
 }
 
 void Execution::finish() {
-  while (next() != nullptr) {
+  const Step* step = current_;
+  while (!ended_) {
+    // A sum that lacks this rank's part must not pass for a result at its owner.
+    if (step != nullptr && step->gradient_out.exists()) {
+      for (at::Tensor& sum : gradient_out()) {
+        if (sum.is_floating_point()) sum.fill_(std::numeric_limits<double>::quiet_NaN());
+      }
+    }
+    step = next();
   }
 }
 

@@ -115,7 +115,8 @@ class Execution {
 
   // Runs up to the next compute and orders it after what it reads and overwrites. Null at the end.
   const Step* next();
-  // Runs the remaining hops without computing. Does nothing after the end.
+  // Runs the remaining hops without computing; gradients that lack this rank's part become NaN on their way home.
+  // Does nothing after the end.
   void finish();
 
   std::vector<at::Tensor> weight() const;

@@ -32,6 +32,8 @@ struct Hop {
   int count = 0;
 
   std::string describe() const;
+  // The same on both ends of a hop, and for no other one near it.
+  uint64_t identity() const;
 };
 
 // A hop in flight. Waiting orders the compute lane (the host on CPU, the current stream on CUDA) after it.
@@ -61,7 +63,7 @@ class Transport {
   virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait_received(); }
   virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait_sent(); }
 
-  // Memory of a slot, and whether hops can land outside slots without a detour.
+  // Memory of a slot, and whether hops can land in other memory too.
   virtual at::Tensor allocate(int64_t bytes) = 0;
   virtual bool receives_anywhere() const { return true; }
 

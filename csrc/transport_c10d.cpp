@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <array>
 #include <list>
 #include <mutex>
@@ -15,6 +16,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
+constexpr int kMaxParts = 8;  // of a hop
+
 at::Tensor as_tensor(const Span& span, at::Device device) {
   return at::from_blob(span.data, {static_cast<int64_t>(span.bytes)},
                        at::TensorOptions().dtype(at::kByte).device(device));
@@ -23,7 +26,8 @@ at::Tensor as_tensor(const Span& span, at::Device device) {
 // The works of one hop. `outstanding` is shared with the transport so that an abort reaches them.
 class C10dTransfer : public Transfer {
  public:
-  C10dTransfer(Hop hop, std::chrono::milliseconds timeout) : hop_(std::move(hop)), timeout_(timeout) {}
+  C10dTransfer(Hop hop, std::chrono::milliseconds timeout, bool on_host)
+      : hop_(std::move(hop)), timeout_(timeout), on_host_(on_host) {}
 
   void add_send(Work work) { sent_.push_back(std::move(work)); }
   void add_receive(Work work) { received_.push_back(std::move(work)); }
@@ -48,7 +52,8 @@ class C10dTransfer : public Transfer {
     const auto start = Clock::now();
     for (const Work& work : works) {
       try {
-        work->wait(timeout_);
+        // On CUDA a wait with a timeout would block the host; there the group's own watchdog keeps the time.
+        on_host_ ? work->wait(timeout_) : work->wait();
       } catch (const std::exception& error) {
         throw_timeout(hop_, peer, Clock::now() - start, error.what());
       }
@@ -58,6 +63,7 @@ class C10dTransfer : public Transfer {
 
   Hop hop_;
   std::chrono::milliseconds timeout_;
+  bool on_host_;
   std::vector<Work> received_;
   std::vector<Work> sent_;
 };
@@ -85,12 +91,17 @@ class C10dTransport : public Transport {
   const char* name() const override { return "c10d"; }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
-    auto transfer = std::make_shared<C10dTransfer>(hop, timeout_);
+    auto transfer = std::make_shared<C10dTransfer>(hop, timeout_, device_.is_cpu());
     const Group group = this->group(hop.channel);
-    int& tag = tags_[static_cast<size_t>(hop.channel)];
-    const int parts = static_cast<int>(std::max(hop.send.size(), hop.receive.size()));
+    // Ranks that are out of step must not take each other's messages: they time out instead.
+    const int tag = static_cast<int>(hop.identity() & 0x1ffffff) * kMaxParts;
+    RTP_ASSERT(hop.send.size() <= kMaxParts && hop.receive.size() <= kMaxParts, hop.describe(), " has too many parts");
+    const auto filled = [](const std::vector<Span>& spans) {
+      return std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.bytes > 0; });
+    };
+    const bool coalesced = device_.is_cuda() && (filled(hop.send) || filled(hop.receive));
     try {
-      if (device_.is_cuda()) group->startCoalescing(device_.type());
+      if (coalesced) group->startCoalescing(device_.type());
       for (size_t part = 0; part < hop.receive.size(); ++part) {
         if (hop.receive[part].bytes == 0) continue;
         std::vector<at::Tensor> tensors{as_tensor(hop.receive[part], device_)};
@@ -101,15 +112,14 @@ class C10dTransport : public Transport {
         std::vector<at::Tensor> tensors{as_tensor(hop.send[part], device_)};
         transfer->add_send(group->send(tensors, hop.to, tag + static_cast<int>(part)));
       }
-      if (device_.is_cuda()) {
-        transfer = std::make_shared<C10dTransfer>(hop, timeout_);
+      if (coalesced) {
+        transfer = std::make_shared<C10dTransfer>(hop, timeout_, device_.is_cpu());
         transfer->add_receive(group->endCoalescing(device_.type()));
       }
     } catch (const std::exception& error) {
       transfer->abort();
       throw_timeout(hop, hop.to, std::chrono::seconds(0), error.what());
     }
-    tag = (tag + parts) & 0xffffff;
     {
       const std::lock_guard lock(mutex_);
       in_flight_.remove_if([](const auto& known) { return known.expired(); });
@@ -149,7 +159,6 @@ class C10dTransport : public Transport {
   std::array<Group, 2> groups_;
   at::Device device_;
   std::chrono::milliseconds timeout_;
-  std::array<int, 2> tags_{0, 0};
   std::mutex mutex_;
   std::list<std::weak_ptr<C10dTransfer>> in_flight_;
 };

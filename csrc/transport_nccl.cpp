@@ -1,6 +1,6 @@
 #include "transport_nccl.h"
 
-#include <atomic>
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -15,6 +15,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kPollInterval = std::chrono::milliseconds(50);
+constexpr auto kSpin = std::chrono::microseconds(500);  // enqueueing a hop takes microseconds: too short to sleep
 
 ncclUniqueId parse_id(const std::string& bytes) {
   ncclUniqueId id;
@@ -26,12 +27,18 @@ ncclUniqueId parse_id(const std::string& bytes) {
 
 // Polls a non-blocking communicator until it has settled.
 void settle(ncclComm_t comm, Clock::time_point deadline, const char* what) {
+  const auto start = Clock::now();
   ncclResult_t status = ncclInProgress;
   while (true) {
     RTP_NCCL_CHECK(ncclCommGetAsyncError(comm, &status));
     if (status != ncclInProgress) break;
-    if (Clock::now() > deadline) throw RingTimeout(concat("transport nccl: ", what, " did not finish in time"));
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const auto now = Clock::now();
+    if (now > deadline) throw RingTimeout(concat("transport nccl: ", what, " did not finish in time"));
+    if (now - start < kSpin) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
   }
   RTP_NCCL_CHECK(status);
 }
@@ -90,8 +97,12 @@ class NcclTransport : public CudaTransport {
     }
   }
 
-  // Finalising waits for the peers; a destructor must not.
-  void drop() noexcept override { abort("dropped"); }
+  // Finalising waits for the peers, which a destructor must not; but hops that are still under way are waited for.
+  void drop() noexcept override {
+    const auto deadline = Clock::now() + timeout_;
+    while (under_way() && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    abort("dropped");
+  }
 
   void close() override {
     stop_watchdog();
@@ -115,6 +126,12 @@ class NcclTransport : public CudaTransport {
 
   void check_healthy(const Hop& hop) const {
     if (!failure_.empty()) throw RingTimeout(concat(hop.describe(), ": the transport has failed: ", failure_));
+  }
+
+  bool under_way() noexcept {
+    const std::lock_guard lock(mutex_);
+    return failure_.empty() &&
+           std::any_of(pending_.begin(), pending_.end(), [](const Pending& hop) { return !hop.end.reached(); });
   }
 
   void abort_locked(const std::string& reason) noexcept {

@@ -37,6 +37,7 @@ struct Landing {
   uint32_t parts;
   uint64_t segment;
   uint64_t segment_bytes;
+  uint64_t identity;  // of the hop, so that ranks that are out of step notice
   std::array<uint64_t, kMaxParts> offset;
   std::array<uint64_t, kMaxParts> bytes;
 };
@@ -186,21 +187,6 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
     return nullptr;
   }
 
-  // Shared memory for a hop whose own destination is not shared.
-  at::Tensor bounce(Channel channel, size_t bytes) {
-    auto& free = bounces_[static_cast<size_t>(channel)];
-    const auto fits = std::find_if(free.begin(), free.end(), [&](const at::Tensor& memory) {
-      return static_cast<size_t>(memory.numel()) >= bytes;
-    });
-    if (fits == free.end()) {
-      free.clear();
-      return allocate(static_cast<int64_t>(bytes));
-    }
-    at::Tensor memory = *fits;
-    free.erase(fits);
-    return memory;
-  }
-
   void serve(Channel channel);
   void deliver(const Job& job);
   const SharedMemory& map_landing(int peer, Channel channel, const Landing& landing);
@@ -216,7 +202,6 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   uint64_t next_segment_ = 1;
   std::mutex segments_mutex_;
   std::map<std::byte*, std::shared_ptr<Segment>> segments_;
-  std::array<std::vector<at::Tensor>, 2> bounces_;  // landings for memory that is not shared, for reuse
 
   std::mutex mutex_;  // of the queues, their progress, and the end
   std::condition_variable wake_;
@@ -236,7 +221,6 @@ class HostTransfer : public Transfer {
 
   void expect(uint32_t sequence) { receive_ = sequence; }
   void sends(uint64_t job) { send_ = job; }
-  void bounce(at::Tensor memory) { bounce_ = std::move(memory); }
 
   void wait_received() override {
     if (!receive_) return;
@@ -245,13 +229,6 @@ class HostTransfer : public Transfer {
       return static_cast<int32_t>(inbox.done.load(std::memory_order_acquire) - *receive_) >= 0;
     });
     receive_.reset();
-    if (!bounce_.defined()) return;
-    const std::byte* from = static_cast<const std::byte*>(bounce_.data_ptr());
-    for (const Span& part : hop_.receive) {
-      std::memcpy(part.data, from, part.bytes);
-      from += part.bytes;
-    }
-    transport_->bounces_[static_cast<size_t>(hop_.channel)].push_back(std::move(bounce_));
   }
 
   void wait_sent() override {
@@ -266,7 +243,6 @@ class HostTransfer : public Transfer {
   Hop hop_;
   std::optional<uint32_t> receive_;
   std::optional<uint64_t> send_;
-  at::Tensor bounce_;
 };
 
 size_t total(const std::vector<Span>& spans) {
@@ -284,25 +260,19 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
     const uint32_t sequence = ++received_[lane(hop.channel, hop.from)];
     RTP_ASSERT(sequence - inbox.done.load() <= kDepth, hop.describe(), " outruns its mailbox");
     Landing& landing = inbox.landing[sequence % kDepth];
-    auto segment = find_segment(hop.receive.front().data);
-    const bool direct =
-        segment != nullptr && std::all_of(hop.receive.begin(), hop.receive.end(), [&](const Span& part) {
-          return part.bytes == 0 || segment->memory.contains(part.data);
-        });
-    if (!direct) {
-      at::Tensor memory = bounce(hop.channel, bytes);
-      segment = find_segment(static_cast<std::byte*>(memory.data_ptr()));
-      transfer->bounce(std::move(memory));
-    }
+    const auto filled =
+        std::find_if(hop.receive.begin(), hop.receive.end(), [](const Span& part) { return part.bytes > 0; });
+    const auto segment = find_segment(filled->data);
+    RTP_ASSERT(segment != nullptr, hop.describe(), " must land in a slot");
     landing.fd = segment->memory.fd();
     landing.segment = segment->id;
+    landing.identity = hop.identity();
     landing.segment_bytes = segment->memory.bytes();
     landing.parts = static_cast<uint32_t>(hop.receive.size());
-    size_t packed = 0;
     for (size_t part = 0; part < hop.receive.size(); ++part) {
-      landing.offset[part] = direct ? static_cast<uint64_t>(hop.receive[part].data - segment->memory.data()) : packed;
-      landing.bytes[part] = hop.receive[part].bytes;
-      packed += hop.receive[part].bytes;
+      const Span& span = hop.receive[part];
+      landing.offset[part] = span.bytes == 0 ? 0 : static_cast<uint64_t>(span.data - segment->memory.data());
+      landing.bytes[part] = span.bytes;
     }
     inbox.posted.store(sequence, std::memory_order_release);
     control(hop.from).bell.ring();
@@ -368,6 +338,10 @@ void HostTransport::deliver(const Job& job) {
   wait_until(hop, hop.to,
              [&] { return static_cast<int32_t>(outbox.posted.load(std::memory_order_acquire) - job.sequence) >= 0; });
   const Landing& landing = outbox.landing[job.sequence % kDepth];
+  if (landing.identity != hop.identity()) {
+    throw RotationError(concat(hop.describe(), ": the ranks of the ring are out of step: rank ", hop.to,
+                               " expects another operation or hop"));
+  }
   const SharedMemory& target = map_landing(hop.to, hop.channel, landing);
   if (landing.parts != hop.send.size()) {
     throw RotationError(concat(hop.describe(), ": rank ", hop.to, " of the ring expects ", landing.parts,
@@ -378,6 +352,7 @@ void HostTransport::deliver(const Job& job) {
       throw RotationError(concat(hop.describe(), ": rank ", hop.to, " of the ring expects ", landing.bytes[part],
                                  " bytes, got ", hop.send[part].bytes));
     }
+    if (hop.send[part].bytes == 0) continue;
     std::memcpy(target.data() + landing.offset[part], hop.send[part].data, hop.send[part].bytes);
   }
   // Ours first: once the peer knows, it may finish and close before this thread runs on.

@@ -138,6 +138,7 @@ def _convert(root: nn.Module, ring: Ring, state: RotationState, ignored: set[int
     counts: Counter[str] = Counter()
     modules = list(root.named_modules())
     tied = _tied_parameters(modules)
+    _check_ties(modules, ignored)
     leftovers = []
     for name, part in modules:
         own = [parameter for parameter in part._parameters.values() if parameter is not None]
@@ -171,12 +172,34 @@ def _convert(root: nn.Module, ring: Ring, state: RotationState, ignored: set[int
             make_gathered(part, ring, state, memo)
             counts[f"{kind}: sharded, gathered while in use"] += 1
     _open_scopes(root, [part for part, _ in leftovers])
-    if in_place and state.mp_policy.param_dtype is not None:
-        logger.info("fully_rotate: in_place: shards cast to %s travel as copies", state.mp_policy.param_dtype)
-    if in_place and ring.route == "direct":
-        logger.info("fully_rotate: in_place: every hop of a weight goes to the neighbour, whatever the route")
+    if in_place:
+        _say_what_in_place_means(ring, state.mp_policy)
     for line, count in counts.items():
         logger.info("fully_rotate: %d x %s", count, line)
+
+
+def _say_what_in_place_means(ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
+    if ring.transport == "shm":
+        logger.info("fully_rotate: in_place: transport shm receives in its own slots, so that copies travel")
+    elif mp_policy.param_dtype is not None:
+        logger.info("fully_rotate: in_place: shards are cast to %s, so that copies travel", mp_policy.param_dtype)
+    elif ring.route == "direct":
+        logger.info("fully_rotate: in_place: every hop of a weight goes to the neighbour, whatever the route")
+
+
+def _check_ties(modules: list[tuple[str, nn.Module]], ignored: set[int]) -> None:
+    """A parameter cannot stay whole for one of its owners and be sharded for another."""
+    whole: dict[int, str] = {}
+    sharded: dict[int, str] = {}
+    for name, part in modules:
+        own = [id(parameter) for parameter in part._parameters.values() if parameter is not None]
+        refused = type(part) is nn.Embedding and RotatedEmbedding.refusal(part) is not None
+        (whole if refused or ignored.intersection(own) else sharded).update(dict.fromkeys(own, name))
+    for parameter in whole.keys() & sharded.keys():
+        raise ValueError(
+            f"fully_rotate: {sharded[parameter]} shares a parameter with {whole[parameter]}, whose parameters stay "
+            "whole: expected all modules that share it to be rotated, or the parameter in ignored_params"
+        )
 
 
 def _tied_parameters(modules: list[tuple[str, nn.Module]]) -> set[int]:

@@ -128,11 +128,15 @@ def _check_weight(name: str, weight: torch.Tensor, ring: Ring, shard_dim: int) -
             raise ValueError(f"{name}: expected a weight cut along {shard_dim}, got placements {weight.placements}")
 
 
-def _prepare_in_place(tensors: Sequence[torch.Tensor | None], shapes: Sequence[tuple], dims: Sequence[int], ring: Ring):
+def _prepare_in_place(
+    name: str, ring: Ring, tensors: Sequence[torch.Tensor | None], shapes: Sequence[tuple], dims: Sequence[int]
+) -> None:
+    if ring.transport == "shm":
+        return  # copies travel
     for tensor, shape, dim in zip(tensors, shapes, dims, strict=True):
         if tensor is not None:
             # the DTensor's own tensor: to_local() returns an alias, which would be given the storage alone
-            reserve(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, shape, dim, ring)
+            reserve(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, shape, dim, ring, name)
 
 
 class _RotatedLinear(torch.autograd.Function):
@@ -200,7 +204,8 @@ def rotated_linear(
     all layers of the ring.
 
     Args:
-        in_place: the home shard itself travels and comes home, with one slot instead of two.
+        in_place: the home shard itself travels and comes home, with one slot instead of two. Where a cast copy
+            travels anyway, or over shm, whose hops land in slots only, nothing is saved and copies travel.
         compute_dtype: weights are cast to it before they travel; default: torch.autocast's where enabled, else the
             weight's own.
         reduce_dtype: what partial gradients travel in; default float32 (float64 for float64).
@@ -226,12 +231,20 @@ def rotated_linear(
         grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad,
     )
-    facts = (f"dtype {dtype}", f"bias {bias is not None}", f"gradients of x, weight, bias {needs}")
+    if bias is not None and bias.dtype != weight.dtype:
+        raise TypeError(f"{name}: expected a bias of dtype {weight.dtype}, the weight's, got {bias.dtype}")
+    facts = (
+        f"dtype {dtype}",
+        f"bias {bias is not None}",
+        f"gradients of x, weight, bias {needs}",
+        f"in_place {in_place}",
+        f"reduce_dtype {reduce_dtype}",
+    )
     shape = _full_shape(weight, name, ring, shard_dim, facts, bias)
     if x.shape[-1] != shape[1]:
         raise ValueError(f"{name}: expected an input of {shape[1]} features, got shape {tuple(x.shape)}")
     if in_place:
-        _prepare_in_place((weight, bias), (shape, shape[:1]), (shard_dim, 0), ring)
+        _prepare_in_place(name, ring, (weight, bias), (shape, shape[:1]), (shard_dim, 0))
     call = _Call(ring, name, shape, shard_dim, in_place, dtype, _reduce_dtype(dtype, reduce_dtype))
     rows = x.reshape(-1, shape[1])
     y = _RotatedLinear.apply(rows, local_shard(weight), None if bias is None else local_shard(bias), call)
@@ -295,14 +308,20 @@ def rotated_embedding(
         raise TypeError(f"{name}: expected ids on {ring.device}, the device of the ring, got {ids.device}")
     dtype = compute_dtype or weight.dtype
     needs = torch.is_grad_enabled() and weight.requires_grad
-    shape = _full_shape(weight, name, ring, shard_dim, (f"dtype {dtype}", f"gradient of weight {needs}"))
+    facts = (
+        f"dtype {dtype}",
+        f"gradient of weight {needs}",
+        f"in_place {in_place}",
+        f"reduce_dtype {reduce_dtype}",
+    )
+    shape = _full_shape(weight, name, ring, shard_dim, facts)
     padding = -1
     if padding_idx is not None:
         if not -shape[0] <= padding_idx < shape[0]:
             raise ValueError(f"{name}: expected padding_idx within {shape[0]} embeddings, got {padding_idx}")
         padding = padding_idx % shape[0]
     if in_place:
-        _prepare_in_place((weight,), (shape,), (shard_dim,), ring)
+        _prepare_in_place(name, ring, (weight,), (shape,), (shard_dim,))
     call = _Call(ring, name, shape, shard_dim, in_place, dtype, _reduce_dtype(dtype, reduce_dtype))
     flat = ids.reshape(-1).to(torch.int64).contiguous()
     y = _RotatedEmbedding.apply(flat, local_shard(weight), padding, call)

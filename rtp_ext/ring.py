@@ -96,6 +96,7 @@ class Ring:
         if self.size > 1 and self.device.type == "cuda":
             self._collective = self.new_group("nccl")
         self.serial = next(_serials)
+        self._agree_on_options(f"transport {transport}, route {route}, timeout {self.timeout}")
         self._start(transport, route)
 
     @classmethod
@@ -132,6 +133,12 @@ class Ring:
         )
         self._groups.append(group)
         return group
+
+    def _agree_on_options(self, mine: str) -> None:
+        told = self.exchange(mine)
+        for rank, theirs in enumerate(told):
+            if theirs != told[0]:
+                raise ValueError(f"Ring: ranks disagree: expected {told[0]} (rank 0), got {theirs} on rank {rank}")
 
     def _start(self, transport: str, route: str) -> None:
         connection = connect(self, transport)

@@ -19,33 +19,34 @@ def shard_bounds(extent: int, ring: Ring) -> tuple[int, int]:
     return sum(sizes[: ring.rank]), sizes[ring.rank]
 
 
-def take_shard(full: torch.Tensor, ring: Ring, dim: int, *, padded: bool = False) -> torch.Tensor:
-    """This rank's own, contiguous copy of its shard of `full` [...], cut along `dim`.
-
-    `padded`: in storage with room for the largest shard, as the in-place variant needs.
-    """
+def take_shard(full: torch.Tensor, ring: Ring, dim: int) -> torch.Tensor:
+    """This rank's own, contiguous copy of its shard of `full` [...], cut along `dim`."""
     start, size = shard_bounds(full.shape[dim], ring)
-    shard = full.detach().narrow(dim, start, size)
-    home = torch.empty(shard.shape, dtype=full.dtype, device=full.device)
-    if padded:
-        reserve(home, full.shape, dim, ring)
-    return home.copy_(shard)
+    return full.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
 
 
-def reserve(home: torch.Tensor, full_shape: torch.Size | tuple[int, ...], dim: int, ring: Ring) -> None:
-    """Gives a home shard storage for the largest shard of its parameter, in place, keeping its values."""
-    if home.device.type == "meta":
+_ROOM = "_rtp_room"  # attribute of a home shard: the memory that `reserve` gave it
+
+
+def reserve(home: torch.Tensor, full_shape: torch.Size | tuple[int, ...], dim: int, ring: Ring, name: str) -> None:
+    """Gives a home shard storage for the largest shard of its parameter, in place, keeping its values.
+
+    Raises ValueError for a shard that is a view of a larger tensor, whose other elements would be overwritten.
+    """
+    if home.device.type == "meta" or getattr(home, _ROOM, None) == (home.data_ptr(), home.dtype):
         return
-    largest = home.numel() // max(home.shape[dim], 1) if home.shape[dim] else _slice_elements(full_shape, dim)
-    largest *= shard_sizes(full_shape[dim], ring.size)[0]
-    room = home.untyped_storage().nbytes() // home.element_size() - home.storage_offset()
-    if room >= largest:
-        return
+    if home.untyped_storage().nbytes() != home.nbytes:
+        raise ValueError(
+            f"{name}: in_place moves the home shard itself: expected one with storage of its own ({home.nbytes} "
+            f"bytes), got a view of {home.untyped_storage().nbytes()} bytes"
+        )
+    largest = _slice_elements(full_shape, dim) * shard_sizes(full_shape[dim], ring.size)[0]
     with torch.no_grad():
         storage = torch.empty(largest, dtype=home.dtype, device=home.device)
         roomy = storage[: home.numel()].view(home.shape)
         roomy.copy_(home)
         home.data = roomy
+    setattr(home, _ROOM, (home.data_ptr(), home.dtype))
 
 
 def _slice_elements(shape: torch.Size | tuple[int, ...], dim: int) -> int:
@@ -63,7 +64,7 @@ def as_sharded(home: torch.Tensor, full_shape: torch.Size, ring: Ring, dim: int)
     return DTensor.from_local(home, ring.mesh, [Shard(dim)], run_check=False, shape=full_shape, stride=stride)
 
 
-def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int, *, padded: bool = False) -> nn.Parameter:
+def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Parameter:
     """A sharded parameter in place of a whole one (meta device included). Scalars are replicated."""
     if isinstance(parameter, DTensor):
         raise ValueError(f"expected a plain parameter, got a DTensor of shape {tuple(parameter.shape)}")
@@ -71,7 +72,7 @@ def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int, *, padded: bo
         whole = parameter.detach().clone()
         data = whole if ring.mesh is None else DTensor.from_local(whole, ring.mesh, [Replicate()], run_check=False)
     else:
-        home = take_shard(parameter, ring, dim, padded=padded)
+        home = take_shard(parameter, ring, dim)
         data = as_sharded(home, parameter.shape, ring, dim)
     sharded = nn.Parameter(data, requires_grad=parameter.requires_grad)
     sharded.__dict__.update(parameter.__dict__)

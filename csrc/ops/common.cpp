@@ -5,9 +5,10 @@
 namespace rtp {
 namespace {
 
-// A cast copy travels out of place in any case: there is nothing to save by moving it.
-bool moves_in_place(const RotationOptions& options, const at::Tensor& home) {
-  return options.in_place && home.scalar_type() == options.compute_dtype;
+// A cast copy travels out of place in any case, and where hops can land in slots only, bringing a shard home takes a
+// slot and a copy more: in both cases there is nothing to save by moving the home shard itself.
+bool moves_in_place(Executor& executor, const RotationOptions& options, const at::Tensor& home) {
+  return options.in_place && home.scalar_type() == options.compute_dtype && executor.transport().receives_anywhere();
 }
 
 }  // namespace
@@ -38,11 +39,11 @@ void check_home(const Executor& executor, const RotationOptions& options, const 
                  executor.device().str(), ", the device of the ring, got ", home.device().str());
 }
 
-Schedule forward_schedule(const Executor& executor, const RotationOptions& options, const at::Tensor& home) {
+Schedule forward_schedule(Executor& executor, const RotationOptions& options, const at::Tensor& home) {
   ScheduleOptions schedule;
   schedule.pass = Pass::forward;
   schedule.route = options.route;
-  schedule.in_place = moves_in_place(options, home);
+  schedule.in_place = moves_in_place(executor, options, home);
   return make_schedule(executor.ranks(), executor.rank(), schedule);
 }
 
@@ -51,7 +52,7 @@ Schedule backward_schedule(Executor& executor, const RotationOptions& options, c
   ScheduleOptions schedule;
   schedule.pass = Pass::backward;
   schedule.route = options.route;
-  schedule.in_place = moves_in_place(options, home);
+  schedule.in_place = moves_in_place(executor, options, home);
   schedule.dgrad = dgrad;
   schedule.wgrad = wgrad;
   schedule.receive_in_slots = !executor.transport().receives_anywhere();

@@ -29,7 +29,7 @@ Part cut_part(at::ScalarType dtype, std::vector<int64_t> shape, int64_t dim, con
 void check_home(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& home,
                 const Part& part);
 
-Schedule forward_schedule(const Executor& executor, const RotationOptions& options, const at::Tensor& home);
+Schedule forward_schedule(Executor& executor, const RotationOptions& options, const at::Tensor& home);
 Schedule backward_schedule(Executor& executor, const RotationOptions& options, const at::Tensor& home, bool dgrad,
                            bool wgrad);
 

@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/sum.h>
 
 namespace rtp {
@@ -25,15 +24,18 @@ void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, cons
     }
     return;
   }
-  if (a.is_cpu()) {
+  const bool widens = c10::elementSize(a.scalar_type()) < c10::elementSize(out.scalar_type());
+  if (a.is_cpu() && widens) {
     gemm(out, in, a.to(out.scalar_type()), b.to(out.scalar_type()), alpha);
     return;
   }
-  const at::Tensor product = at::mm(a, b, out.scalar_type());
+  // CUDA multiplies 16-bit operands into float32; for every other pair the product is rounded when it is added.
+  const bool native = widens && out.scalar_type() == at::kFloat;
+  const at::Tensor product = native ? at::mm(a, b, at::kFloat) : at::mm(a, b);
   if (in.defined()) {
     at::add_out(result, in, product, alpha);
   } else {
-    at::mul_out(result, product, at::scalar_tensor(alpha, product.options()));
+    result.copy_(product.mul(alpha));
   }
 }
 

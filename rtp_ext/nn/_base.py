@@ -68,7 +68,7 @@ class RotatedModule(LiveModule):
             if parameter is None:
                 continue
             if id(parameter) not in memo:
-                memo[id(parameter)] = shard_parameter(parameter, ring, shard_dims[key], padded=in_place)
+                memo[id(parameter)] = shard_parameter(parameter, ring, shard_dims[key])
             self._parameters[key] = memo[id(parameter)]
 
     @classmethod
@@ -96,6 +96,6 @@ class RotatedModule(LiveModule):
         if not hasattr(self, "ring"):  # while the plain module is being constructed
             super().reset_parameters()  # type: ignore[misc]
             return
-        base: Any = type(self).__mro__[2]
+        plain: Any = super(LiveModule, type(self))
         with torch.no_grad():
-            init_weights(self, base.reset_parameters)
+            init_weights(self, plain.reset_parameters)

@@ -225,15 +225,26 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients: torch.Tensor | None):
         ring, layouts = ctx.ring, ctx.layouts
-        wanted = {i: g for i, g in enumerate(gradients) if g is not None and ctx.needs_input_grad[3 + i]}
+        # All ranks reduce the same parameters, whether they used them or not; behind the values, who did.
+        wanted = [i for i in range(len(layouts)) if ctx.needs_input_grad[3 + i]]
         result: list[torch.Tensor | None] = [None] * len(layouts)
         if wanted:
-            double = any(gradient.dtype == torch.float64 for gradient in wanted.values())
+            double = any(ctx.dtypes[i] == torch.float64 for i in wanted)
             dtype = ctx.reduce_dtype or (torch.float64 if double else torch.float32)
-            flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in wanted.values()])
+            counts = [math.prod(layouts[i].shape) for i in wanted]
+            flat = torch.zeros(sum(counts) + len(wanted), dtype=dtype, device=ring.device)
+            *values, used = flat.split([*counts, len(wanted)])
+            for position, i in enumerate(wanted):
+                gradient = gradients[i]
+                if gradient is not None:
+                    values[position].copy_(gradient.reshape(-1))
+                    used[position] = 1
             ring.all_reduce(flat).div_(ring.size)
-            for i, averaged in zip(wanted, flat.split([g.numel() for g in wanted.values()]), strict=True):
-                mine = layouts[i].take(averaged.view(layouts[i].shape), ring.rank)
+            everywhere_unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(wanted)
+            for position, i in enumerate(wanted):
+                if everywhere_unused[position] or (ring.device.type != "cpu" and gradients[i] is None):
+                    continue
+                mine = layouts[i].take(values[position].view(layouts[i].shape), ring.rank)
                 # a copy: the gradient must not keep the whole buffer alive
                 result[i] = mine.to(ctx.dtypes[i], copy=True, memory_format=torch.contiguous_format)
         return None, None, None, *result

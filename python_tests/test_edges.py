@@ -1,0 +1,158 @@
+"""Cases at the edge: empty shards, ranks that disagree or fall out of step, views, ties, sums that lack a part."""
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import nn
+
+import rtp_ext
+from rtp_ext.functional import rotated_linear
+from rtp_ext.sharding import take_shard
+
+TIMEOUT = 20.0
+
+
+def _fewer_columns_than_ranks(rank, ranks):
+    """The weight part of a bundle is empty on some ranks, its bias part is not."""
+    torch.manual_seed(0)
+    plain = nn.Linear(1, 5).double()
+    x = torch.randn(3, 1, dtype=torch.float64)
+    for transport in ("shm", "c10d"):
+        for in_place in (False, True):
+            with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
+                rotated = rtp_ext.nn.RotatedLinear.from_module(plain, ring, shard_dim=1, in_place=in_place)
+                y = rotated(x)
+                assert torch.allclose(y, plain(x), atol=1e-12)
+                y.square().sum().backward()
+                plain.zero_grad()
+                plain(x).square().sum().backward()
+                assert torch.allclose(rotated.bias.grad.full_tensor(), plain.bias.grad, atol=1e-12)
+                assert torch.allclose(rotated.weight.grad.full_tensor(), plain.weight.grad, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fewer_columns_than_ranks(ranks):
+    run_ranks(_fewer_columns_than_ranks, ranks)
+
+
+class _Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.LayerNorm(4, bias=False)
+        self.b = nn.LayerNorm(4, bias=False)
+        self.never = nn.LayerNorm(4, bias=False)
+
+    def forward(self, x, branch):
+        return self.a(x) if branch == 0 else self.b(x)
+
+
+def _different_branches(rank, ranks):
+    """Ranks that use different left-over parameters average each with the zeros of the others."""
+    torch.manual_seed(0)
+    plain = _Branches().double()
+    inputs = torch.randn(ranks, 3, 4, dtype=torch.float64)
+    expected = []
+    for branch in range(2):
+        plain.zero_grad()
+        plain(inputs[branch], branch).pow(3).sum().backward()
+        expected.append((plain.a if branch == 0 else plain.b).weight.grad / ranks)
+    model = rtp_ext.fully_rotate(_Branches().double(), timeout=TIMEOUT)
+    model(inputs[rank], rank).pow(3).sum().backward()
+    assert torch.allclose(model.a.weight.grad.full_tensor(), expected[0], atol=1e-12)
+    assert torch.allclose(model.b.weight.grad.full_tensor(), expected[1], atol=1e-12)
+    assert not torch.allclose(expected[0], expected[1], atol=1e-3), "control: the branches have different gradients"
+    assert model.never.weight.grad is None
+    rtp_ext.ring_of(model).close()
+
+
+def test_different_branches():
+    run_ranks(_different_branches, 2)
+
+
+def _ties(rank, ranks):
+    """A table that stays whole cannot be tied to a layer that is sharded."""
+    model = nn.ModuleDict({"table": nn.Embedding(8, 4, scale_grad_by_freq=True), "head": nn.Linear(4, 8, bias=False)})
+    model.head.weight = model.table.weight
+    with pytest.raises(ValueError, match=r"head shares a parameter with table"):
+        rtp_ext.fully_rotate(model, timeout=TIMEOUT)
+
+
+def test_ties_to_what_stays_whole_are_refused():
+    run_ranks(_ties, 2)
+
+
+def test_in_place_never_writes_beyond_its_shard():
+    """The last of 7 rows on 3 ranks is alone in its shard; the shards that visit have 3."""
+    ring = rtp_ext.Ring.emulated(3, rank=2)
+    flat = torch.full((20,), 7.0)
+    with pytest.raises(ValueError, match=r"rotated_linear: in_place .* storage of its own"):
+        rotated_linear(torch.ones(1, 2), flat[:2].view(1, 2), ring=ring, in_place=True)
+    assert torch.equal(flat, torch.full((20,), 7.0))
+
+
+def _out_of_step(rank, ranks, transport):
+    """A rank that is one layer ahead of its neighbours is an error, not somebody else's weights."""
+    with rtp_ext.Ring(transport=transport, timeout=4.0) as ring:
+        first, second = (take_shard(torch.full((4, 4), float(value)), ring, 0) for value in (1, 2))
+        x = torch.ones(1, 4)
+        for name, weight in (("first", first), ("second", second)):
+            rotated_linear(x, weight, ring=ring, name=name)  # in step, and agreed on
+        with pytest.raises(rtp_ext.RotationError):
+            rotated_linear(x, first if rank == 0 else second, ring=ring, name="first" if rank == 0 else "second")
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_out_of_step(transport):
+    run_ranks(_out_of_step, 2, transport)
+
+
+def _missing_part(rank, ranks):
+    """Where a rank could not add its part, the owners get NaN and not a sum that looks right."""
+    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
+
+        def add(owner, partial):
+            if rank == 0:
+                raise FloatingPointError("made up")
+            partial += 1
+
+        if rank == 0:
+            with pytest.raises(FloatingPointError):
+                ring.collect(add, torch.zeros(2))
+        else:
+            assert ring.collect(add, torch.zeros(2)).isnan().all()
+        assert torch.equal(ring.collect(lambda owner, partial: partial.add_(1), torch.zeros(2)), torch.full((2,), 2.0))
+
+
+def test_sums_that_lack_a_part_are_nan():
+    run_ranks(_missing_part, 2)
+
+
+def _options_differ(rank, ranks):
+    with pytest.raises(ValueError, match=r"route ring.*route direct.* on rank 1"):
+        rtp_ext.Ring(route="ring" if rank == 0 else "direct", timeout=TIMEOUT)
+    with rtp_ext.Ring(transport="c10d", timeout=TIMEOUT) as ring:
+        weight = take_shard(torch.ones(4, 4), ring, 0)
+        with pytest.raises(ValueError, match=r"in_place"):
+            rotated_linear(torch.ones(1, 4), weight, ring=ring, in_place=rank == 0)
+
+
+def test_options_that_differ_between_ranks_are_refused():
+    run_ranks(_options_differ, 2)
+
+
+def _reset(rank, ranks):
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 7))
+    rtp_ext.fully_rotate(model, timeout=TIMEOUT)
+    plain = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 7))
+    for mine, other in zip(model, plain, strict=True):
+        torch.manual_seed(3)
+        mine.reset_parameters()
+        torch.manual_seed(3)
+        other.reset_parameters()
+        for name, parameter in other.named_parameters():
+            assert torch.equal(mine.get_parameter(name).full_tensor(), parameter), name
+    rtp_ext.ring_of(model).close()
+
+
+def test_reset_parameters_is_that_of_the_plain_module():
+    run_ranks(_reset, 2)
