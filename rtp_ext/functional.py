@@ -135,8 +135,7 @@ def _prepare_in_place(
         return  # copies travel
     for tensor, shape, dim in zip(tensors, shapes, dims, strict=True):
         if tensor is not None:
-            # the DTensor's own tensor: to_local() returns an alias, which would be given the storage alone
-            reserve(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, shape, dim, ring, name)
+            reserve(tensor, shape, dim, ring, name)
 
 
 class _RotatedLinear(torch.autograd.Function):

@@ -28,14 +28,16 @@ def take_shard(full: torch.Tensor, ring: Ring, dim: int) -> torch.Tensor:
 _ROOM = "_rtp_room"  # attribute of a home shard: the memory that `reserve` gave it
 
 
-def reserve(home: torch.Tensor, full_shape: torch.Size | tuple[int, ...], dim: int, ring: Ring, name: str) -> None:
+def reserve(shard: torch.Tensor, full_shape: torch.Size | tuple[int, ...], dim: int, ring: Ring, name: str) -> None:
     """Gives a home shard storage for the largest shard of its parameter, in place, keeping its values.
 
-    Raises ValueError for a shard that is a view of a larger tensor, whose other elements would be overwritten.
+    Raises ValueError for a plain shard that is a view of a larger tensor, whose other elements would be overwritten.
     """
+    # the DTensor's own tensor: to_local() returns an alias, which would be given the storage alone
+    home = shard._local_tensor if isinstance(shard, DTensor) else shard
     if home.device.type == "meta" or getattr(home, _ROOM, None) == (home.data_ptr(), home.dtype):
         return
-    if home.untyped_storage().nbytes() != home.nbytes:
+    if not isinstance(shard, DTensor) and home.untyped_storage().nbytes() != home.nbytes:
         raise ValueError(
             f"{name}: in_place moves the home shard itself: expected one with storage of its own ({home.nbytes} "
             f"bytes), got a view of {home.untyped_storage().nbytes()} bytes"
