@@ -82,7 +82,8 @@ def fully_rotate(
     Linear and embedding layers rotate: their shards visit every rank while it computes, and no rank ever holds a whole
     one. The parameters of all other modules are sharded too and gathered while their module needs them. Every rank
     keeps its own batch; gradients are averaged over the ring. Parameters become DTensors sharded over the mesh, under
-    unchanged names. Build the model alike on every rank (the same seed), or load a state dict afterwards.
+    unchanged names. Build the model alike on every rank (the same seed), or load the plain model's state dict afterwards
+    with torch.distributed.checkpoint.state_dict.set_model_state_dict and full_state_dict=True.
 
     Args:
         module: the model, its parameters on the device of the mesh or on the meta device.

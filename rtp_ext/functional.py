@@ -200,7 +200,7 @@ def rotated_linear(
     Gradients are averaged over the ring. Sums of several products are kept in float32 where the compute dtype has 16
     bits. Cost: R - 1 weight hops forward; R - 1 weight and R - 1 gradient hops backward, none of a kind that is not
     needed. Memory: at most two weight slots forward, two of each kind backward, each of the largest shard, shared by
-    all layers of the ring.
+    all layers of the ring; one weight slot more where the home shard is cast.
 
     Args:
         in_place: the home shard itself travels and comes home, with one slot instead of two. Where a cast copy

@@ -16,7 +16,7 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
     """nn.Embedding whose table rotates.
 
     Args: those of nn.Embedding (max_norm, scale_grad_by_freq and sparse must be off), and
-        ring: the ranks to spread the table over. Collective: seed every rank alike, or load a state dict.
+        ring: the ranks to spread the table over. Collective: seed every rank alike.
         shard_dim: cut the table [num_embeddings, embedding_dim] along the vocabulary (0) or the features (1).
         in_place: let the home shard itself travel.
 

@@ -16,7 +16,7 @@ class RotatedLinear(RotatedModule, nn.Linear):
     """nn.Linear whose weight and bias shards rotate.
 
     Args: those of nn.Linear, and
-        ring: the ranks to spread the parameters over. Collective: seed every rank alike, or load a state dict.
+        ring: the ranks to spread the parameters over. Collective: seed every rank alike.
         shard_dim: cut the weight [out_features, in_features] along its output (0) or input (1) features.
         in_place: let the home shards themselves travel.
 
