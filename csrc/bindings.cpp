@@ -91,13 +91,13 @@ void bind_schedule(py::module_& m) {
   m.def(
       "make_schedule",
       [](int ranks, int rank, const std::string& pass, const std::string& route, bool in_place, bool dgrad, bool wgrad,
-         bool receive_in_slots) {
+         bool receive_in_slots, bool bundle) {
         return make_schedule(ranks, rank,
-                             {parse_pass(pass), parse_route(route), in_place, dgrad, wgrad, receive_in_slots});
+                             {parse_pass(pass), parse_route(route), in_place, dgrad, wgrad, receive_in_slots, bundle});
       },
       py::arg("ranks"), py::arg("rank"), py::kw_only(), py::arg("pass_"), py::arg("route") = "ring",
       py::arg("in_place") = false, py::arg("dgrad") = true, py::arg("wgrad") = true,
-      py::arg("receive_in_slots") = false);
+      py::arg("receive_in_slots") = false, py::arg("bundle") = false);
   m.def("shard_sizes", &shard_sizes, py::arg("extent"), py::arg("ranks"));
 }
 
@@ -130,12 +130,16 @@ void bind_transports(py::module_& m) {
 #endif
 }
 
-Cargo make_cargo(const std::vector<at::Tensor>& home, const std::vector<std::vector<std::vector<int64_t>>>& shapes) {
+// The shape of every owner's shard, of every tensor that travels.
+using Shapes = std::vector<std::vector<std::vector<int64_t>>>;
+
+Cargo make_cargo(const std::vector<at::Tensor>& home, const Shapes& shapes,
+                 std::optional<at::ScalarType> dtype = std::nullopt) {
   RTP_CHECK_VALUE(!home.empty() && home.size() == shapes.size(), "expected shapes for ", home.size(), " tensors, got ",
                   shapes.size());
   Cargo cargo;
   for (size_t part = 0; part < home.size(); ++part) {
-    cargo.parts.push_back({home[part].scalar_type(), shapes[part]});
+    cargo.parts.push_back({dtype.value_or(home[part].scalar_type()), shapes[part]});
     cargo.home.push_back(home[part]);
   }
   return cargo;
@@ -163,8 +167,7 @@ void bind_executor(py::module_& m) {
   py::class_<Execution>(m, "Execution", "One pass driven from Python: rotate and collect.")
       .def_static(
           "rotate",
-          [](Executor& executor, const std::vector<at::Tensor>& home,
-             const std::vector<std::vector<std::vector<int64_t>>>& shapes, const std::string& route, bool reverse) {
+          [](Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes, const std::string& route, bool reverse) {
             ScheduleOptions options;
             options.pass = reverse ? Pass::backward : Pass::forward;
             options.wgrad = false;
@@ -176,8 +179,7 @@ void bind_executor(py::module_& m) {
           py::keep_alive<0, 1>())
       .def_static(
           "collect",
-          [](Executor& executor, const std::vector<at::Tensor>& home,
-             const std::vector<std::vector<std::vector<int64_t>>>& shapes) {
+          [](Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes) {
             ScheduleOptions options;
             options.pass = Pass::backward;
             options.dgrad = false;
@@ -186,6 +188,31 @@ void bind_executor(py::module_& m) {
                                                std::nullopt, make_cargo(home, shapes), "collect");
           },
           py::arg("executor"), py::arg("home"), py::arg("shapes"), py::keep_alive<0, 1>())
+      .def_static(
+          "forward",
+          [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
+             const RotationOptions& options) {
+            Cargo cargo = make_cargo(weights, shapes, options.compute_dtype);
+            const Schedule schedule = forward_schedule(executor, options, cargo);
+            return std::make_unique<Execution>(executor, schedule, std::move(cargo), std::nullopt,
+                                               options.name + " forward");
+          },
+          py::arg("executor"), py::arg("weights"), py::arg("shapes"), py::arg("options"), py::keep_alive<0, 1>())
+      .def_static(
+          "backward",
+          [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
+             const std::vector<at::Tensor>& gradients, const Shapes& gradient_shapes, const RotationOptions& options,
+             bool dgrad, bool bundle) {
+            std::optional<Cargo> weight, gradient;
+            if (!weights.empty()) weight = make_cargo(weights, shapes, options.compute_dtype);
+            if (!gradients.empty()) gradient = make_cargo(gradients, gradient_shapes, options.reduce_dtype);
+            const Schedule schedule =
+                backward_schedule(executor, options, weight, {dgrad, gradient.has_value(), bundle});
+            return std::make_unique<Execution>(executor, schedule, std::move(weight), std::move(gradient),
+                                               options.name + " backward");
+          },
+          py::arg("executor"), py::arg("weights"), py::arg("shapes"), py::arg("gradients"), py::arg("gradient_shapes"),
+          py::arg("options"), py::arg("dgrad"), py::arg("bundle"), py::keep_alive<0, 1>())
       .def(
           "next",
           [](Execution& pass) -> std::optional<Step> {
@@ -207,24 +234,48 @@ void bind_operations(py::module_& m) {
            }),
            py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
            py::arg("name"));
-  m.def(
-      "linear_forward",
-      [](Executor& executor, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-         std::tuple<int64_t, int64_t> shape, int64_t shard_dim, const RotationOptions& options) {
-        return linear_forward(executor, x, weight, bias, {std::get<0>(shape), std::get<1>(shape), shard_dim}, options);
-      },
-      py::arg("executor"), py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("shape"), py::arg("shard_dim"),
-      py::arg("options"), py::call_guard<NoGil>());
+  py::class_<LinearShape>(m, "LinearShape")
+      .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed) {
+             return LinearShape{out_features, in_features, by_outputs, transposed};
+           }),
+           py::arg("out_features"), py::arg("in_features"), py::arg("by_outputs"), py::arg("transposed"));
+  py::class_<LinearBundle>(m, "LinearBundle")
+      .def(py::init([](const std::vector<LinearShape>& shapes, const std::vector<bool>& biased) {
+             return LinearBundle{shapes, biased};
+           }),
+           py::arg("shapes"), py::arg("biased"));
+  py::class_<Projection>(m, "Projection")
+      .def(py::init([](int64_t input, int64_t layer, int64_t begin, int64_t end) {
+             return Projection{input, layer, begin, end};
+           }),
+           py::arg("input"), py::arg("layer"), py::arg("begin"), py::arg("end"));
+  m.def("linear_forward", &linear_forward, py::arg("executor"), py::arg("inputs"), py::arg("parameters"),
+        py::arg("bundle"), py::arg("projections"), py::arg("options"), py::call_guard<NoGil>());
   m.def(
       "linear_backward",
-      [](Executor& executor, const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight,
-         std::tuple<int64_t, int64_t> shape, int64_t shard_dim, std::tuple<bool, bool, bool> needs,
-         const RotationOptions& options) {
-        return linear_backward(executor, dy, x, weight, {std::get<0>(shape), std::get<1>(shape), shard_dim},
-                               {std::get<0>(needs), std::get<1>(needs), std::get<2>(needs)}, options);
+      [](Executor& executor, const std::vector<std::optional<at::Tensor>>& dys, const std::vector<at::Tensor>& inputs,
+         const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,
+         const std::vector<Projection>& projections, const std::vector<bool>& needs_input,
+         const std::vector<bool>& needs_parameter, const RotationOptions& options) {
+        std::vector<at::Tensor> defined;
+        for (const auto& dy : dys) defined.push_back(dy.value_or(at::Tensor()));
+        return linear_backward(executor, defined, inputs, parameters, bundle, projections, needs_input,
+                               needs_parameter, options);
       },
-      py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("weight"), py::arg("shape"), py::arg("shard_dim"),
-      py::arg("needs"), py::arg("options"), py::call_guard<NoGil>());
+      py::arg("executor"), py::arg("dys"), py::arg("inputs"), py::arg("parameters"), py::arg("bundle"),
+      py::arg("projections"), py::arg("needs_input"), py::arg("needs_parameter"), py::arg("options"),
+      py::call_guard<NoGil>());
+  m.def("partial_linear_forward", &partial_linear_forward, py::arg("executor"), py::arg("x"), py::arg("weight"),
+        py::arg("bias"), py::arg("shape"), py::arg("options"), py::call_guard<NoGil>());
+  m.def(
+      "partial_linear_backward",
+      [](Executor& executor, const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight,
+         const LinearShape& shape, std::tuple<bool, bool, bool> needs, const RotationOptions& options) {
+        return partial_linear_backward(executor, dy, x, weight, shape,
+                                       {std::get<0>(needs), std::get<1>(needs), std::get<2>(needs)}, options);
+      },
+      py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("weight"), py::arg("shape"), py::arg("needs"),
+      py::arg("options"), py::call_guard<NoGil>());
   m.def(
       "embedding_forward",
       [](Executor& executor, const at::Tensor& ids, const at::Tensor& weight, std::tuple<int64_t, int64_t> shape,

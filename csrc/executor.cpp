@@ -251,8 +251,8 @@ const Step* Execution::next() {
       const Step& step = schedule_.steps[position_++];
       if (step.action == Action::hop) {
         hop(step);
-      } else if (step.action == Action::copy) {
-        copy(step);
+      } else if (step.action == Action::copy || step.action == Action::add) {
+        copy_or_add(step);
       } else {
         before_compute(step);
         current_ = &step;
@@ -332,7 +332,7 @@ void Execution::hop(const Step& step) {
   for (const Span& span : hop.send) executor_.bytes_[static_cast<size_t>(channel)] += static_cast<int64_t>(span.bytes);
 }
 
-void Execution::copy(const Step& step) {
+void Execution::copy_or_add(const Step& step) {
   State& source = state(step.send);
   if (source.arrived) source.arrived->wait_received();
   State& target = state(step.receive);
@@ -340,7 +340,13 @@ void Execution::copy(const Step& step) {
   for (const auto& departing : target.departing) departing->wait_sent();
   const auto from = views(step.send, step.send_owner);
   const auto to = views(step.receive, step.receive_owner);
-  for (size_t part = 0; part < from.size(); ++part) to[part].copy_(from[part]);
+  for (size_t part = 0; part < from.size(); ++part) {
+    if (step.action == Action::copy) {
+      to[part].copy_(from[part]);
+    } else {
+      to[part].add_(from[part]);
+    }
+  }
   const Mark mark = executor_.transport().mark_compute();
   source.read.push_back(mark);
   target = State{};

@@ -145,7 +145,7 @@ class Execution {
   void before_compute(const Step& step);
   void after_compute(const Step& step);
   void hop(const Step& step);
-  void copy(const Step& step);
+  void copy_or_add(const Step& step);
   void end();
   template <typename Action>
   auto guarded(Action&& action);

@@ -45,9 +45,10 @@ class Builder {
     schedule_.steps.push_back(step);
   }
 
-  void copy(Channel channel, int owner, Buffer from, Buffer to) {
+  // Copies `from` to `to` on this rank, or adds it.
+  void local(Action action, Channel channel, int owner, Buffer from, Buffer to) {
     Step step;
-    step.action = Action::copy;
+    step.action = action;
     step.channel = channel;
     step.send_owner = step.receive_owner = owner;
     step.send = from;
@@ -105,7 +106,7 @@ class WeightJourney {
   void settle() {
     const int ranks = builder_.ranks();
     if (builder_.options().in_place && ranks > 1 && ranks % 2 == 1) {
-      builder_.copy(Channel::weight, builder_.at(0), buffer(ranks), home());
+      builder_.local(Action::copy, Channel::weight, builder_.at(0), buffer(ranks), home());
     }
   }
 
@@ -157,6 +158,33 @@ void build_backward(Builder& builder) {
   if (options.dgrad) weights.settle();
 }
 
+// dgrad(r) | dgrad(r+1) wgrad(r+1) | ... | dgrad(r-1) wgrad(r-1) | wgrad(r): as for a single weight, but wgrad(j) can
+// only follow dgrad(j). A gradient hop hides under the next dgrad, and the last one under wgrad(r), which starts from
+// zero so that it need not wait for it; what has arrived is added afterwards.
+void build_bundle_backward(Builder& builder) {
+  const int ranks = builder.ranks();
+  const Buffer home{Channel::gradient, Buffer::kHome};
+  const bool wgrad = builder.options().wgrad;
+  WeightJourney weights(builder, +1);
+
+  weights.post(0);
+  builder.compute(Compute::dgrad, weights.owner(0), weights.buffer(0));
+  Buffer partial = kNoBuffer;
+  for (int s = 1; s < ranks; ++s) {
+    weights.post(s);
+    builder.compute(Compute::dgrad, weights.owner(s), weights.buffer(s));
+    if (!wgrad) continue;
+    const Buffer out = partial.exists() ? partial : builder.slot(Channel::gradient, 0);
+    builder.compute(Compute::wgrad, builder.at(s), weights.buffer(s), partial, out);
+    partial = builder.slot(Channel::gradient, s % 2);
+    builder.hop(Channel::gradient, builder.at(-1), builder.at(1), builder.at(s), builder.at(s + 1), out, partial);
+  }
+  weights.settle();
+  if (!wgrad) return;
+  builder.compute(Compute::wgrad, builder.at(0), weights.buffer(0), kNoBuffer, home);
+  if (partial.exists()) builder.local(Action::add, Channel::gradient, builder.at(0), partial, home);
+}
+
 }  // namespace
 
 int Schedule::hops(Channel channel) const {
@@ -171,6 +199,8 @@ Schedule make_schedule(int ranks, int rank, const ScheduleOptions& options) {
   Builder builder(ranks, rank, options);
   if (options.pass == Pass::forward) {
     build_forward(builder);
+  } else if (options.bundle) {
+    build_bundle_backward(builder);
   } else {
     build_backward(builder);
   }
@@ -210,6 +240,8 @@ const char* name(Action action) {
       return "compute";
     case Action::copy:
       return "copy";
+    case Action::add:
+      return "add";
   }
   return "?";
 }

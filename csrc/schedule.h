@@ -25,7 +25,7 @@ enum class Route : uint8_t {
 
 enum class Compute : uint8_t { forward, dgrad, wgrad };
 
-enum class Action : uint8_t { hop, compute, copy };
+enum class Action : uint8_t { hop, compute, copy, add };
 
 // A named piece of memory: the home tensor of a channel, or one of its slots.
 struct Buffer {
@@ -47,7 +47,7 @@ struct Step {
   Action action = Action::compute;
 
   // hop: `send` leaves for rank `to` with the shard of `send_owner`; the shard of `receive_owner` arrives from `from`
-  // in `receive`. copy: `send` is copied to `receive` on this rank (both of owner `send_owner`).
+  // in `receive`. copy: `send` is copied to `receive` on this rank (both of owner `send_owner`); add: added to it.
   Channel channel = Channel::weight;
   int to = -1;
   int from = -1;
@@ -57,7 +57,7 @@ struct Step {
   Buffer receive = kNoBuffer;
 
   // compute: which product, with whose shard. wgrad adds to `gradient_in` (kNoBuffer: starts from zero) and writes
-  // `gradient_out`; usually the two are one buffer.
+  // `gradient_out`; usually the two are one buffer. The wgrad of a bundle reads the weight too.
   Compute compute = Compute::forward;
   int owner = -1;
   Buffer weight = kNoBuffer;
@@ -74,6 +74,7 @@ struct ScheduleOptions {
   bool dgrad = true;              // backward only: is the input gradient wanted (weights travel)
   bool wgrad = true;              // backward only: is the weight gradient wanted (gradients travel)
   bool receive_in_slots = false;  // the transport can receive gradients in slots only, not in the home tensor
+  bool bundle = false;            // backward only: wgrad(j) needs what dgrad(j) computed, so that weights always travel
 };
 
 struct Schedule {

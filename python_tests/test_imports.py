@@ -24,7 +24,7 @@ PYTHON_LAYERS = [
     {"__init__"},
     {"__main__"},
 ]
-PYTHON_MATES = {"nn", "planner"}
+PYTHON_MATES = {"functional", "nn", "planner"}
 
 C_LAYERS = [
     {"checks", "kernels"},

@@ -7,6 +7,8 @@ import math
 import sys
 from collections.abc import Sequence
 
+from rtp_ext import schedule, timeline
+
 
 def _at_least_one(text: str) -> int:
     value = int(text)
@@ -23,8 +25,6 @@ def _duration(text: str) -> float:
 
 
 def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from rtp_ext import schedule, timeline
-
     if options.rank_only is not None and not 0 <= options.rank_only < options.ranks:
         parser.error(f"argument --rank-only: expected 0 to {options.ranks - 1}, got {options.rank_only}")
     form = {"op": options.op, "pass_": options.pass_, "route": options.route, "in_place": options.in_place}
@@ -34,7 +34,8 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     if options.plot is None:
         return 0
     try:
-        timeline.plot(options.plot, every, title=title, hop_time=options.hop_time, rank=options.rank_only)
+        times = {"hop_time": options.hop_time, "copy_time": options.copy_time}
+        timeline.plot(options.plot, every, title=title, rank=options.rank_only, **times)
     except (ImportError, OSError, ValueError) as error:
         print(f"rtp_ext schedule: cannot draw {options.plot}: {error}", file=sys.stderr)
         return 1
@@ -59,7 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Print what every rank of a ring computes, sends and receives in one pass of one operation.",
     )
     show.add_argument("--ranks", type=_at_least_one, required=True, metavar="R", help="size of the ring")
-    show.add_argument("--op", choices=("linear", "embedding"), default="linear", help="default: %(default)s")
+    show.add_argument(
+        "--op",
+        choices=schedule.OPERATIONS,
+        default="linear",
+        help=f"{', '.join(schedule.BUNDLES)} are bundles: their wgrad follows their dgrad; default: %(default)s",
+    )
     show.add_argument(
         "--pass", dest="pass_", choices=("forward", "backward"), default="forward", help="default: %(default)s"
     )
@@ -78,6 +84,13 @@ def _parser() -> argparse.ArgumentParser:
         default=0.5,
         metavar="T",
         help="duration of a hop in the plot, where each compute takes 1; default: %(default)s",
+    )
+    show.add_argument(
+        "--copy-time",
+        type=_duration,
+        default=0.1,
+        metavar="T",
+        help="duration of a copy or an addition on one rank in the plot; default: %(default)s",
     )
     show.set_defaults(run=_schedule, parser=show)
 

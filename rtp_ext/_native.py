@@ -28,6 +28,9 @@ for _error in (RotationError, RingTimeout, CudaError, NcclError):
 with_cuda: bool = _C.with_cuda
 Execution = _C.Execution
 Executor = _C.Executor
+LinearBundle = _C.LinearBundle
+LinearShape = _C.LinearShape
+Projection = _C.Projection
 RotationOptions = _C.RotationOptions
 Schedule = _C.Schedule
 ShmTransport = _C.ShmTransport
@@ -40,6 +43,8 @@ emulated_transport = _C.emulated_transport
 linear_backward = _C.linear_backward
 linear_forward = _C.linear_forward
 make_schedule = _C.make_schedule
+partial_linear_backward = _C.partial_linear_backward
+partial_linear_forward = _C.partial_linear_forward
 shard_sizes = _C.shard_sizes
 
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from rtp_ext._native import Schedule, Step, make_schedule
 
-__all__ = ["OPERATIONS", "check_rank", "describe", "label", "lane", "reads", "schedules", "table", "writes"]
+__all__ = ["BUNDLES", "OPERATIONS", "check_rank", "describe", "label", "lane", "reads", "schedules", "table", "writes"]
 
-OPERATIONS = ("linear", "embedding")
+BUNDLES = ("mlp", "cross_entropy", "experts")  # whose wgrad needs what dgrad of the same shard computed
+OPERATIONS = ("linear", "embedding", *BUNDLES)
 
 
 def schedules(
@@ -30,11 +31,12 @@ def schedules(
 
     Args:
         ranks: the size of the ring, at least 1.
-        op: ``"linear"`` or ``"embedding"``.
+        op: ``"linear"``, ``"embedding"``, or one of the bundles ``"mlp"``, ``"cross_entropy"`` and ``"experts"``.
         pass_: ``"forward"`` or ``"backward"``.
         route: ``"ring"`` (every hop goes to the neighbour) or ``"direct"`` (weights come straight from their owner).
         in_place: the home shard itself travels; one weight slot less, one hop more.
-        dgrad: whether the backward computes the input's gradient; by default where the operation has one.
+        dgrad: whether the backward computes the input's gradient; by default where the operation has one. The
+            backward of a bundle has its dgrad steps either way, because wgrad needs what they compute.
         wgrad: whether the backward computes the weight's gradient.
         receive_in_slots: gradients arrive in slots only, as shared memory needs it.
 
@@ -42,7 +44,7 @@ def schedules(
         ValueError: an unknown name, fewer than one rank, or an input gradient wanted from an embedding.
     """
     if op not in OPERATIONS:
-        raise ValueError(f"expected an operation of {' or '.join(OPERATIONS)}, got {op}")
+        raise ValueError(f"expected an operation of {', '.join(OPERATIONS[:-1])} or {OPERATIONS[-1]}, got {op}")
     if op == "embedding" and dgrad:
         raise ValueError("expected dgrad=False for an embedding, whose input has no gradient, got dgrad=True")
     return [
@@ -55,13 +57,14 @@ def schedules(
             dgrad=op != "embedding" if dgrad is None else dgrad,
             wgrad=wgrad,
             receive_in_slots=receive_in_slots,
+            bundle=op in BUNDLES,
         )
         for rank in range(max(ranks, 1))
     ]
 
 
 def lane(step: Step) -> str:
-    """Where a step runs: ``"weight"`` or ``"gradient"`` (hops), or ``"compute"`` (computes and copies)."""
+    """Where a step runs: ``"weight"`` or ``"gradient"`` (hops), or ``"compute"`` (computes, copies, adds)."""
     return step.channel if step.action == "hop" else "compute"
 
 
@@ -70,20 +73,24 @@ def label(step: Step) -> str:
 
     ``W2 -> 3, W1 <- 1``: the weight shard of rank 2 leaves for rank 3 while that of rank 1 arrives from rank 1.
     ``wgrad G3 +=``: adds this rank's part to the gradient of shard 3; ``wgrad G3 =`` starts it.
+    ``W2 to home``, ``add G2 to home``: what has arrived is copied to the home tensor, or added to it.
     """
     if step.action == "compute":
         if step.compute == "wgrad":
             return f"wgrad G{step.owner} {'=' if step.gradient_in is None else '+='}"
         return f"{step.compute} W{step.owner}"
     letter = "W" if step.channel == "weight" else "G"
-    if step.action == "copy":
-        return f"{letter}{step.send_owner} to home"
+    if step.action in ("copy", "add"):
+        return f"{'add ' if step.action == 'add' else ''}{letter}{step.send_owner} to home"
     return f"{letter}{step.send_owner} -> {step.to}, {letter}{step.receive_owner} <- {step.from_}"
 
 
 def reads(step: Step) -> list[str]:
     """The buffers that a step reads."""
-    buffers = [step.weight, step.gradient_in] if step.action == "compute" else [step.send]
+    if step.action == "compute":
+        buffers = [step.weight, step.gradient_in]
+    else:
+        buffers = [step.send, step.receive] if step.action == "add" else [step.send]
     return [buffer for buffer in buffers if buffer is not None]
 
 

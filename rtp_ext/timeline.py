@@ -74,7 +74,7 @@ class _Simulator:
 
     def __init__(self, schedules: Sequence[Schedule], compute_time: Duration, hop_time: Duration, copy_time: Duration):
         self.steps = [list(schedule.steps) for schedule in schedules]
-        self.times = {"compute": compute_time, "hop": hop_time, "copy": copy_time}
+        self.times = {"compute": compute_time, "hop": hop_time, "copy": copy_time, "add": copy_time}
         self.waits = [_waits(schedule) for schedule in schedules]
         self.queues: dict[tuple[int, str], list[int]] = {
             (rank, name): [position for position, step in enumerate(steps) if lane(step) == name]
@@ -163,16 +163,19 @@ def timeline(
 ) -> list[Event]:
     """When every step of every rank runs, if nothing but the schedule holds it up.
 
-    Each rank has three lanes that work in order and side by side: computes, weight hops, gradient hops. A hop starts
+    Each rank has three lanes that work in order and side by side: computes (with copies and adds), weight hops,
+    gradient hops. A hop starts
     when both ends have reached it and its buffers are free; a compute starts when what it reads has arrived.
 
     A forward of R ranks takes ``compute + (R - 1) max(compute, hop)``; in place, with the hop that brings the shard
-    home, ``R max(compute, hop)``; a backward with both products ``(R + 1) compute + (R - 1) max(compute, hop)``.
+    home, ``R max(compute, hop)``; a backward with both products ``(R + 1) compute + (R - 1) max(compute, hop)``,
+    and that of a bundle ``R compute + R max(compute, hop) + copy`` for R > 1.
 
     Args:
         schedules: those of all ranks, in order, as `schedules` returns them.
         compute_time, hop_time, copy_time: durations in any one unit, or functions ``(rank, step) -> duration``. A hop
-            takes as long as its receiver's duration says.
+            takes as long as its receiver's duration says. copy_time is that of whatever a rank does to its own
+            buffers, copies and adds.
 
     Returns:
         Events ordered by start, rank and lane.
@@ -198,6 +201,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
     "dgrad": {"facecolor": "#d6e6f5"},
     "wgrad": {"facecolor": "#f2b366"},
     "copy": {"facecolor": "#ffffff"},
+    "add": {"facecolor": "#7a7a7a", "color": "white"},
     "weight": {"facecolor": "#1f4e79", "color": "white"},
     "gradient": {"facecolor": "#ffffff", "hatch": "////"},
 }
@@ -210,7 +214,7 @@ def _look(step: Step) -> str:
 def _caption(step: Step) -> str:
     if step.action == "compute":
         return f"{step.compute}\n{'G' if step.compute == 'wgrad' else 'W'}{step.owner}"
-    return f"{'W' if step.channel == 'weight' else 'G'}{step.receive_owner}"
+    return f"{'+' if step.action == 'add' else ''}{'W' if step.channel == 'weight' else 'G'}{step.receive_owner}"
 
 
 def plot(
@@ -278,7 +282,8 @@ def plot(
             backing = {"facecolor": "white", "edgecolor": "none", "pad": 0.6} if "hatch" in look else None
             style = {"ha": "center", "va": "center", "linespacing": 0.95, "fontsize": size, "color": ink}
             axes.text(event.start + area[1] / 2, top + 0.5, caption, bbox=backing, zorder=3, **style)
-    names = {"weight": "weight hop (what arrives)", "gradient": "gradient hop (what arrives)", "copy": "copy home"}
+    names = {"weight": "weight hop (what arrives)", "gradient": "gradient hop (what arrives)"}
+    names |= {"copy": "copy home", "add": "add to home"}
     patches = [
         Patch(
             label=names.get(look, look), edgecolor="#222222", **{k: v for k, v in _LOOKS[look].items() if k != "color"}

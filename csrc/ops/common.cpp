@@ -1,14 +1,18 @@
 #include "ops/common.h"
 
+#include <ATen/ops/empty.h>
+
 #include "checks.h"
 
 namespace rtp {
 namespace {
 
-// A cast copy travels out of place in any case, and where hops can land in slots only, bringing a shard home takes a
-// slot and a copy more: in both cases there is nothing to save by moving the home shard itself.
-bool moves_in_place(Executor& executor, const RotationOptions& options, const at::Tensor& home) {
-  return options.in_place && home.scalar_type() == options.compute_dtype && executor.transport().receives_anywhere();
+bool moves_in_place(Executor& executor, const RotationOptions& options, const Cargo& weights) {
+  if (!options.in_place || !executor.transport().receives_anywhere()) return false;
+  for (size_t part = 0; part < weights.parts.size(); ++part) {
+    if (weights.home[part].scalar_type() != weights.parts[part].dtype) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -39,24 +43,34 @@ void check_home(const Executor& executor, const RotationOptions& options, const 
                  executor.device().str(), ", the device of the ring, got ", home.device().str());
 }
 
-Schedule forward_schedule(Executor& executor, const RotationOptions& options, const at::Tensor& home) {
+Schedule forward_schedule(Executor& executor, const RotationOptions& options, const Cargo& weights) {
   ScheduleOptions schedule;
   schedule.pass = Pass::forward;
   schedule.route = options.route;
-  schedule.in_place = moves_in_place(executor, options, home);
+  schedule.in_place = moves_in_place(executor, options, weights);
   return make_schedule(executor.ranks(), executor.rank(), schedule);
 }
 
-Schedule backward_schedule(Executor& executor, const RotationOptions& options, const at::Tensor& home, bool dgrad,
-                           bool wgrad) {
+Schedule backward_schedule(Executor& executor, const RotationOptions& options, const std::optional<Cargo>& weights,
+                           const BackwardNeeds& needs) {
   ScheduleOptions schedule;
   schedule.pass = Pass::backward;
   schedule.route = options.route;
-  schedule.in_place = moves_in_place(executor, options, home);
-  schedule.dgrad = dgrad;
-  schedule.wgrad = wgrad;
+  schedule.in_place = weights && moves_in_place(executor, options, *weights);
+  schedule.dgrad = needs.dgrad;
+  schedule.wgrad = needs.wgrad;
+  schedule.bundle = needs.bundle;
   schedule.receive_in_slots = !executor.transport().receives_anywhere();
   return make_schedule(executor.ranks(), executor.rank(), schedule);
+}
+
+Cargo gradient_cargo(const Executor& executor, std::vector<Part> parts) {
+  Cargo cargo{std::move(parts), {}};
+  for (const Part& part : cargo.parts) {
+    cargo.home.push_back(
+        at::empty(part.shapes[executor.rank()], at::TensorOptions().dtype(part.dtype).device(executor.device())));
+  }
+  return cargo;
 }
 
 }  // namespace rtp

@@ -29,8 +29,20 @@ Part cut_part(at::ScalarType dtype, std::vector<int64_t> shape, int64_t dim, con
 void check_home(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& home,
                 const Part& part);
 
-Schedule forward_schedule(Executor& executor, const RotationOptions& options, const at::Tensor& home);
-Schedule backward_schedule(Executor& executor, const RotationOptions& options, const at::Tensor& home, bool dgrad,
-                           bool wgrad);
+// The schedules of a pass over `weights`. In place where asked for and of use: a cast copy travels out of place in any
+// case, and where hops can land in slots only, bringing a shard home takes a slot and a copy more.
+Schedule forward_schedule(Executor& executor, const RotationOptions& options, const Cargo& weights);
+
+// Which gradients a backward pass makes, and whether its weight gradients need what its input gradients computed.
+struct BackwardNeeds {
+  bool dgrad = true;
+  bool wgrad = true;
+  bool bundle = false;
+};
+Schedule backward_schedule(Executor& executor, const RotationOptions& options, const std::optional<Cargo>& weights,
+                           const BackwardNeeds& needs);
+
+// Gradients shaped as `parts`, with this rank's own ones newly allocated.
+Cargo gradient_cargo(const Executor& executor, std::vector<Part> parts);
 
 }  // namespace rtp

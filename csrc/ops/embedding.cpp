@@ -10,6 +10,7 @@
 
 #include "checks.h"
 #include "kernels/embedding.h"
+#include "ops/gemm.h"
 #ifdef RTP_WITH_CUDA
 #include "cuda_lanes.h"
 #endif
@@ -107,8 +108,8 @@ at::Tensor embedding_forward(Executor& executor, const at::Tensor& ids, const at
   check_home(executor, options, "weight", weight, cargo.parts[0]);
 
   const at::Tensor y = at::empty({ids.numel(), shape.embedding_dim}, weight.options().dtype(options.compute_dtype));
-  Execution pass(executor, forward_schedule(executor, options, weight), std::move(cargo), std::nullopt,
-                 options.name + " forward");
+  const Schedule schedule = forward_schedule(executor, options, cargo);
+  Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
   while (const Step* step = pass.next()) {
     if (cut.sizes[step->owner] == 0) continue;
     gather_rows(ids, pass.weight()[0], cut.first_row(step->owner), cut.columns(y, step->owner));
@@ -123,21 +124,16 @@ at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at
                   dy.sizes());
   const EmbeddingCut cut(shape, executor.ranks());
   const double scale = 1.0 / executor.ranks();
-  Cargo cargo{{table_part(shape, cut, options.reduce_dtype)}, {}};
-  const at::Tensor home = at::empty(cargo.parts[0].shapes[executor.rank()], dy.options().dtype(options.reduce_dtype));
-  cargo.home.push_back(home);
+  Cargo cargo = gradient_cargo(executor, {table_part(shape, cut, options.reduce_dtype)});
+  const at::Tensor home = cargo.home[0];
   const at::Tensor keep = ids.ne(shape.padding_idx);
 
-  Execution pass(executor, backward_schedule(executor, options, home, /*dgrad=*/false, /*wgrad=*/true), std::nullopt,
+  Execution pass(executor, backward_schedule(executor, options, std::nullopt, {.dgrad = false}), std::nullopt,
                  std::move(cargo), options.name + " backward");
   while (const Step* step = pass.next()) {
     const auto in = pass.gradient_in();
     const at::Tensor out = pass.gradient_out()[0];
-    if (in.empty()) {
-      out.zero_();
-    } else if (!in[0].is_same(out) && in[0].data_ptr() != out.data_ptr()) {
-      out.copy_(in[0]);
-    }
+    pass_on(out, in.empty() ? at::Tensor() : in[0]);
     if (cut.sizes[step->owner] == 0) continue;
     scatter_add(out, ids, keep, cut.columns(dy, step->owner), cut.first_row(step->owner), scale);
   }

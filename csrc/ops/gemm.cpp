@@ -54,6 +54,14 @@ at::Tensor ProductSum::result() {
   return sum_;
 }
 
+void pass_on(const at::Tensor& out, const at::Tensor& in) {
+  if (!in.defined()) {
+    out.zero_();
+  } else if (in.data_ptr() != out.data_ptr()) {
+    out.copy_(in);
+  }
+}
+
 void column_sum(const at::Tensor& out, const at::Tensor& in, const at::Tensor& values, double alpha) {
   const at::Tensor sum = at::sum(values, 0, /*keepdim=*/false, out.scalar_type()).mul_(alpha);
   if (in.defined()) {

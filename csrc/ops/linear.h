@@ -3,24 +3,42 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "ops/common.h"
 
 namespace rtp {
 
-// The layer y = x @ W.T + b with W [out_features, in_features], cut along `shard_dim` of W; b is cut along its only
-// dimension in both cases.
+// A layer y = x @ W.T + b with W [out_features, in_features], stored that way or transposed; b is cut along its only
+// dimension whichever way W is cut.
 struct LinearShape {
   int64_t out_features = 0;
   int64_t in_features = 0;
-  int64_t shard_dim = 0;
+  bool by_outputs = true;   // W is cut along its output features, else along its input features
+  bool transposed = false;  // W is stored as [in_features, out_features]
+
+  int64_t cut_features() const { return by_outputs ? out_features : in_features; }
 };
 
+// The parts that a linear layer takes in a cargo.
+Part weight_part(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);
+Part bias_part(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);
+
+// A stored weight, or shard of it, as [out_features, in_features].
+inline at::Tensor outputs_first(const at::Tensor& stored, const LinearShape& shape) {
+  return shape.transposed ? stored.t() : stored;
+}
+
+// Checks that `tensor` is [M, features] in the compute dtype on the device of the ring.
+void check_operand(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& tensor,
+                   int64_t features);
+
+// A layer cut along its input features: partial outputs are summed, and backward fills dx slice by slice.
 // x [M, in_features] in options.compute_dtype; weight and bias are home shards of any floating dtype.
 // Returns y [M, out_features] in options.compute_dtype.
-at::Tensor linear_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weight,
-                          const std::optional<at::Tensor>& bias, const LinearShape& shape,
-                          const RotationOptions& options);
+at::Tensor partial_linear_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weight,
+                                  const std::optional<at::Tensor>& bias, const LinearShape& shape,
+                                  const RotationOptions& options);
 
 // Which gradients of a linear layer are wanted.
 struct LinearNeeds {
@@ -31,9 +49,41 @@ struct LinearNeeds {
 
 // dy [M, out_features] and x in options.compute_dtype. Returns dx in options.compute_dtype and this rank's shards of
 // the weight and bias gradients, averaged over the ring, in options.reduce_dtype; undefined where not wanted.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(Executor& executor, const at::Tensor& dy,
-                                                               const at::Tensor& x, const at::Tensor& weight,
-                                                               const LinearShape& shape, const LinearNeeds& needs,
-                                                               const RotationOptions& options);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor& executor, const at::Tensor& dy,
+                                                                       const at::Tensor& x, const at::Tensor& weight,
+                                                                       const LinearShape& shape,
+                                                                       const LinearNeeds& needs,
+                                                                       const RotationOptions& options);
+
+// Layers cut along their output features that travel together.
+struct LinearBundle {
+  std::vector<LinearShape> shapes;
+  std::vector<bool> biased;
+};
+
+// One product of a bundle: rows [begin, end) of the weight `layer`, applied to the input `input`. The products that use
+// a weight cover its rows once.
+struct Projection {
+  int64_t input = 0;
+  int64_t layer = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+// inputs [M_i, in_features] in options.compute_dtype; parameters are the home shards of the weights, each followed by
+// its bias if it has one. Returns one y [M_i, end - begin] for each projection, in options.compute_dtype.
+std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at::Tensor>& inputs,
+                                       const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,
+                                       const std::vector<Projection>& projections, const RotationOptions& options);
+
+// dys: of every projection, undefined where nothing depends on it. Returns the gradients of the inputs in
+// options.compute_dtype, then of the parameters (this rank's shards, averaged over the ring) in options.reduce_dtype;
+// undefined where not wanted.
+std::vector<at::Tensor> linear_backward(Executor& executor, const std::vector<at::Tensor>& dys,
+                                        const std::vector<at::Tensor>& inputs,
+                                        const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,
+                                        const std::vector<Projection>& projections,
+                                        const std::vector<bool>& needs_input, const std::vector<bool>& needs_parameter,
+                                        const RotationOptions& options);
 
 }  // namespace rtp

@@ -1,0 +1,107 @@
+#include <ATen/ops/empty.h>
+
+#include "checks.h"
+#include "ops/gemm.h"
+#include "ops/linear.h"
+
+namespace rtp {
+namespace {
+
+// Where every owner's shards lie in a layer that is cut along its input features.
+struct PartialCut {
+  PartialCut(const LinearShape& shape, int ranks)
+      : sizes(shard_sizes(shape.in_features, ranks)),
+        starts(shard_starts(sizes)),
+        bias_sizes(shard_sizes(shape.out_features, ranks)),
+        bias_starts(shard_starts(bias_sizes)) {}
+
+  // The columns of x that meet the shard of `owner`.
+  at::Tensor columns(const at::Tensor& x, int owner) const { return x.narrow(1, starts[owner], sizes[owner]); }
+  at::Tensor bias_columns(const at::Tensor& y, int owner) const {
+    return y.narrow(y.dim() - 1, bias_starts[owner], bias_sizes[owner]);
+  }
+
+  std::vector<int64_t> sizes, starts;
+  std::vector<int64_t> bias_sizes, bias_starts;
+};
+
+}  // namespace
+
+at::Tensor partial_linear_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weight,
+                                  const std::optional<at::Tensor>& bias, const LinearShape& shape,
+                                  const RotationOptions& options) {
+  check_operand(executor, options, "an input", x, shape.in_features);
+  const PartialCut cut(shape, executor.ranks());
+  Cargo cargo{{weight_part(shape, cut.sizes, options.compute_dtype)}, {weight}};
+  if (bias) {
+    cargo.parts.push_back(bias_part(shape, cut.bias_sizes, options.compute_dtype));
+    cargo.home.push_back(*bias);
+  }
+  for (size_t part = 0; part < cargo.parts.size(); ++part) {
+    check_home(executor, options, part == 0 ? "weight" : "bias", cargo.home[part], cargo.parts[part]);
+  }
+
+  ProductSum sum(x.size(0), shape.out_features, x.options());
+  const at::Tensor whole_bias = bias ? at::empty({shape.out_features}, x.options()) : at::Tensor();
+  const Schedule schedule = forward_schedule(executor, options, cargo);
+  Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+  while (const Step* step = pass.next()) {
+    const auto shard = pass.weight();
+    if (cut.sizes[step->owner] > 0) sum.add(cut.columns(x, step->owner), outputs_first(shard[0], shape).t());
+    if (bias) cut.bias_columns(whole_bias, step->owner).copy_(shard[1]);
+  }
+  at::Tensor y = sum.result();
+  if (bias) y.add_(whole_bias);
+  return y.to(options.compute_dtype);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor& executor, const at::Tensor& dy,
+                                                                       const at::Tensor& x, const at::Tensor& weight,
+                                                                       const LinearShape& shape,
+                                                                       const LinearNeeds& needs,
+                                                                       const RotationOptions& options) {
+  check_operand(executor, options, "an output gradient", dy, shape.out_features);
+  if (needs.weight) check_operand(executor, options, "a saved input", x, shape.in_features);
+  const PartialCut cut(shape, executor.ranks());
+  const double scale = 1.0 / executor.ranks();
+
+  std::optional<Cargo> weights;
+  at::Tensor dx;
+  if (needs.x) {
+    weights = Cargo{{weight_part(shape, cut.sizes, options.compute_dtype)}, {weight}};
+    check_home(executor, options, "weight", weight, weights->parts[0]);
+    dx = at::empty({dy.size(0), shape.in_features}, dy.options());
+  }
+  std::optional<Cargo> gradients;
+  if (needs.weight || needs.bias) {
+    std::vector<Part> parts;
+    if (needs.weight) parts.push_back(weight_part(shape, cut.sizes, options.reduce_dtype));
+    if (needs.bias) parts.push_back(bias_part(shape, cut.bias_sizes, options.reduce_dtype));
+    gradients = gradient_cargo(executor, std::move(parts));
+  }
+  const std::vector<at::Tensor> home = gradients ? gradients->home : std::vector<at::Tensor>{};
+
+  const Schedule schedule =
+      backward_schedule(executor, options, weights, {.dgrad = needs.x, .wgrad = gradients.has_value()});
+  Execution pass(executor, schedule, std::move(weights), std::move(gradients), options.name + " backward");
+  while (const Step* step = pass.next()) {
+    const int owner = step->owner;
+    if (step->compute == Compute::dgrad) {
+      if (cut.sizes[owner] == 0) continue;
+      gemm(cut.columns(dx, owner), at::Tensor(), dy, outputs_first(pass.weight()[0], shape));
+      continue;
+    }
+    const auto in = pass.gradient_in();
+    const auto out = pass.gradient_out();
+    if (needs.weight && cut.sizes[owner] > 0) {
+      const at::Tensor in_weight = in.empty() ? at::Tensor() : outputs_first(in[0], shape);
+      gemm(outputs_first(out[0], shape), in_weight, dy.t(), cut.columns(x, owner), scale);
+    }
+    if (needs.bias && cut.bias_sizes[owner] > 0) {
+      column_sum(out.back(), in.empty() ? at::Tensor() : in.back(), cut.bias_columns(dy, owner), scale);
+    }
+  }
+  return {dx, needs.weight ? home.front() : at::Tensor(), needs.bias ? home.back() : at::Tensor()};
+}
+
+}  // namespace rtp

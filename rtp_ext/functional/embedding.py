@@ -1,0 +1,87 @@
+"""Embedding tables over the ring."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rtp_ext import _native
+from rtp_ext.functional._call import Call, Home, agree, prepare_in_place, wants
+from rtp_ext.ring import Ring
+
+
+class _RotatedEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: Call, shape: tuple[int, int], shard_dim: int, padding_idx: int, ids, weight):
+        ctx.call, ctx.shape, ctx.shard_dim = call, shape, shard_dim
+        ctx.padding_idx = padding_idx
+        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(ids)
+        return call.run(_native.embedding_forward, ids, weight, shape, shard_dim, call.options())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (ids,) = ctx.saved_tensors
+        dweight = ctx.call.run(
+            _native.embedding_backward,
+            dy.contiguous(),
+            ids,
+            ctx.shape,
+            ctx.shard_dim,
+            ctx.padding_idx,
+            ctx.call.options(),
+        )
+        return None, None, None, None, None, dweight.to(ctx.weight_dtype)
+
+
+def rotated_embedding(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    ring: Ring,
+    shard_dim: int = 0,
+    padding_idx: int | None = None,
+    in_place: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    name: str = "rotated_embedding",
+) -> torch.Tensor:
+    """Rows of a table that is spread over the ring.
+
+        ids      [...]      int32 or int64, each in [0, V)
+        weight   [V_r, E]   home shard; [V, E_r] where shard_dim = 1
+        returns  [..., E]   in the compute dtype (the weight's own by default)
+
+    The gradient is averaged over the ring; the row `padding_idx` gets none. Backward sends no weights.
+
+    Raises IndexError for ids out of range (on CUDA: a device assertion); otherwise as `rotated_linear`. Collective.
+    Source: RTP, arXiv 2311.01635.
+    """
+    call = Call.of(
+        weight,
+        ring=ring,
+        name=name,
+        in_place=in_place,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        autocasts=False,
+    )
+    if shard_dim not in (0, 1):
+        raise ValueError(f"{name}: expected shard_dim 0 or 1, got {shard_dim}")
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64 ids, got {getattr(ids, 'dtype', type(ids).__name__)}")
+    if ids.device != ring.device:
+        raise TypeError(f"{name}: expected ids on {ring.device}, the device of the ring, got {ids.device}")
+    home = Home("weight", weight, shard_dim)
+    home.check(call, 2)
+    (shape,) = agree(call, [home], [f"gradient of weight {wants(weight)}"])
+    padding = -1
+    if padding_idx is not None:
+        if not -shape[0] <= padding_idx < shape[0]:
+            raise ValueError(f"{name}: expected padding_idx within {shape[0]} embeddings, got {padding_idx}")
+        padding = padding_idx % shape[0]
+    prepare_in_place(call, [home], [shape])
+    flat = ids.reshape(-1).to(torch.int64).contiguous()
+    y = _RotatedEmbedding.apply(call, shape, shard_dim, padding, flat, home.local)
+    return y.view(*ids.shape, shape[1])
