@@ -4,8 +4,11 @@
 
 #include "checks.h"
 #include "executor.h"
+#include "ops/cross_entropy.h"
 #include "ops/embedding.h"
+#include "ops/experts.h"
 #include "ops/linear.h"
+#include "ops/mlp.h"
 #include "schedule.h"
 #include "transport_c10d.h"
 #include "transport_emulated.h"
@@ -57,7 +60,7 @@ py::object buffer_name(const Buffer& buffer) {
 
 void bind_schedule(py::module_& m) {
   py::class_<Step>(m, "Step",
-                   "One hop, compute or copy of a schedule; fields that its action does not use are None or -1.")
+                   "One hop, compute, copy or add of a schedule; fields that its action does not use are None or -1.")
       .def_property_readonly("action", [](const Step& step) { return name(step.action); })
       .def_property_readonly("channel",
                              [](const Step& step) -> std::optional<std::string> {
@@ -167,7 +170,8 @@ void bind_executor(py::module_& m) {
   py::class_<Execution>(m, "Execution", "One pass driven from Python: rotate and collect.")
       .def_static(
           "rotate",
-          [](Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes, const std::string& route, bool reverse) {
+          [](Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes, const std::string& route,
+             bool reverse) {
             ScheduleOptions options;
             options.pass = reverse ? Pass::backward : Pass::forward;
             options.wgrad = false;
@@ -259,8 +263,8 @@ void bind_operations(py::module_& m) {
          const std::vector<bool>& needs_parameter, const RotationOptions& options) {
         std::vector<at::Tensor> defined;
         for (const auto& dy : dys) defined.push_back(dy.value_or(at::Tensor()));
-        return linear_backward(executor, defined, inputs, parameters, bundle, projections, needs_input,
-                               needs_parameter, options);
+        return linear_backward(executor, defined, inputs, parameters, bundle, projections, needs_input, needs_parameter,
+                               options);
       },
       py::arg("executor"), py::arg("dys"), py::arg("inputs"), py::arg("parameters"), py::arg("bundle"),
       py::arg("projections"), py::arg("needs_input"), py::arg("needs_parameter"), py::arg("options"),
@@ -296,6 +300,63 @@ void bind_operations(py::module_& m) {
       py::arg("padding_idx"), py::arg("options"), py::call_guard<NoGil>());
 }
 
+void bind_bundles(py::module_& m) {
+  py::class_<MlpShape>(m, "MlpShape")
+      .def(py::init([](int64_t in_features, int64_t hidden_features, int64_t out_features, bool gated, bool transposed,
+                       bool up_bias, bool down_bias, const std::string& activation) {
+             return MlpShape{in_features, hidden_features, out_features, gated,
+                             transposed,  up_bias,         down_bias,    parse_activation(activation)};
+           }),
+           py::kw_only(), py::arg("in_features"), py::arg("hidden_features"), py::arg("out_features"), py::arg("gated"),
+           py::arg("transposed"), py::arg("up_bias"), py::arg("down_bias"), py::arg("activation"));
+  py::class_<MlpResult>(m, "MlpResult").def_readonly("y", &MlpResult::y).def_readonly("kept", &MlpResult::kept);
+  m.def("mlp_forward", &mlp_forward, py::arg("executor"), py::arg("x"), py::arg("parameters"), py::arg("shape"),
+        py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
+  m.def("mlp_backward", &mlp_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("kept"),
+        py::arg("parameters"), py::arg("shape"), py::arg("needs_x"), py::arg("needs_parameter"), py::arg("options"),
+        py::call_guard<NoGil>());
+
+  py::class_<CrossEntropyShape>(m, "CrossEntropyShape")
+      .def(py::init([](int64_t vocabulary, int64_t features, bool transposed, bool bias, int64_t ignore_index,
+                       double label_smoothing, double soft_cap, double z_loss) {
+             return CrossEntropyShape{vocabulary,   features,        transposed, bias,
+                                      ignore_index, label_smoothing, soft_cap,   z_loss};
+           }),
+           py::kw_only(), py::arg("vocabulary"), py::arg("features"), py::arg("transposed"), py::arg("bias"),
+           py::arg("ignore_index"), py::arg("label_smoothing"), py::arg("soft_cap"), py::arg("z_loss"));
+  py::class_<CrossEntropyResult>(m, "CrossEntropyResult")
+      .def_readonly("loss", &CrossEntropyResult::loss)
+      .def_readonly("lse", &CrossEntropyResult::lse);
+  m.def("cross_entropy_forward", &cross_entropy_forward, py::arg("executor"), py::arg("x"), py::arg("targets"),
+        py::arg("parameters"), py::arg("shape"), py::arg("options"), py::call_guard<NoGil>());
+  m.def("cross_entropy_backward", &cross_entropy_backward, py::arg("executor"), py::arg("dloss"), py::arg("x"),
+        py::arg("targets"), py::arg("lse"), py::arg("parameters"), py::arg("shape"), py::arg("needs_x"),
+        py::arg("needs_parameter"), py::arg("options"), py::call_guard<NoGil>());
+
+  py::class_<ExpertsShape>(m, "ExpertsShape")
+      .def(py::init([](int64_t experts, int64_t features, int64_t hidden_features, bool gated,
+                       const std::string& activation) {
+             return ExpertsShape{experts, features, hidden_features, gated, parse_activation(activation)};
+           }),
+           py::kw_only(), py::arg("experts"), py::arg("features"), py::arg("hidden_features"), py::arg("gated"),
+           py::arg("activation"));
+  py::class_<ExpertsResult>(m, "ExpertsResult")
+      .def(py::init(
+               [](const std::optional<at::Tensor>& kept, const at::Tensor& order, const std::vector<int64_t>& starts) {
+                 return ExpertsResult{{}, kept.value_or(at::Tensor()), order, starts};
+               }),
+           py::arg("kept"), py::arg("order"), py::arg("starts"))
+      .def_readonly("y", &ExpertsResult::y)
+      .def_readonly("kept", &ExpertsResult::kept)
+      .def_readonly("order", &ExpertsResult::order)
+      .def_readonly("starts", &ExpertsResult::starts);
+  m.def("experts_forward", &experts_forward, py::arg("executor"), py::arg("x"), py::arg("weights"), py::arg("index"),
+        py::arg("up"), py::arg("down"), py::arg("shape"), py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
+  m.def("experts_backward", &experts_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("weights"),
+        py::arg("routed"), py::arg("up"), py::arg("down"), py::arg("shape"), py::arg("needs"), py::arg("options"),
+        py::call_guard<NoGil>());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -306,4 +367,5 @@ PYBIND11_MODULE(_C, m) {
   bind_transports(m);
   bind_executor(m);
   bind_operations(m);
+  bind_bundles(m);
 }

@@ -4,6 +4,7 @@
 
     computed once   every rank computes every wanted product with every owner's shard exactly once
     order           computes and hops in the order of DESIGN.md section 2
+    wgrad inputs    in a bundle wgrad(j) follows dgrad(j) and reads the same buffer; elsewhere it reads no weight
     hop count       R - 1 hops of each kind that is needed, R weight hops in place, none of the others
     slots           at most two slots of each kind, one weight slot in place
     route           hops go to the neighbour, or weights come straight from their owner's home
@@ -44,10 +45,11 @@ class Case:
     dgrad: bool = True
     wgrad: bool = True
     receive_in_slots: bool = False
+    bundle: bool = False
 
     def schedules(self) -> list:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
-        return schedules(options.pop("ranks"), **options)
+        return schedules(options.pop("ranks"), op="mlp" if options.pop("bundle") else "linear", **options)
 
     def ring(self) -> Ring:
         return [
@@ -59,12 +61,12 @@ class Case:
     def products(self) -> list[str]:
         if self.pass_ == "forward":
             return ["forward"]
-        return ["dgrad"] * self.dgrad + ["wgrad"] * self.wgrad
+        return ["dgrad"] * (self.dgrad or self.bundle) + ["wgrad"] * self.wgrad
 
     @property
     def hops(self) -> dict[str, int]:
-        weights = self.pass_ == "forward" or self.dgrad
-        gradients = self.pass_ == "backward" and self.wgrad
+        weights = self.pass_ == "forward" or "dgrad" in self.products
+        gradients = "wgrad" in self.products
         most = self.ranks - 1
         return {
             "weight": (most + (self.in_place and self.ranks > 1)) * weights,
@@ -73,6 +75,8 @@ class Case:
 
     def expected_order(self, rank: int) -> list[str]:
         """DESIGN.md section 2, written down a second time."""
+        if self.bundle and self.pass_ == "backward":
+            return self._bundle_order(rank)
         ranks, direction = self.ranks, -1 if self.pass_ == "forward" else 1
         order = []
         hops = self.hops
@@ -90,6 +94,23 @@ class Case:
         if hops["weight"] % 2 == 1 and self.in_place:
             order.append(f"copy {rank}")
         return order
+
+    def _bundle_order(self, rank: int) -> list[str]:
+        """dgrad(r) | dgrad(r+1) wgrad(r+1) | ... | dgrad(r-1) wgrad(r-1) | wgrad(r) from zero, then the sum."""
+        order, hops = [], self.hops
+        for s in range(self.ranks):
+            owner, above = (rank + s) % self.ranks, (rank + s + 1) % self.ranks
+            order += [f"weight hop {above}"] * (s < hops["weight"])
+            order += [f"dgrad {owner}"]
+            order += [f"wgrad {owner}", f"gradient hop {owner} {above}"] * (s > 0 and self.wgrad)
+        order += [f"copy {rank}"] * (hops["weight"] % 2 == 1 and self.in_place)
+        order += [f"wgrad {rank}"] * self.wgrad
+        return order + [f"add {rank}"] * (hops["gradient"] > 0)
+
+
+def case(ranks: int, pass_: str = "forward", **options) -> Case:
+    """A case whose flags may be written 0 and 1."""
+    return Case(ranks, pass_, **{key: bool(value) if value in (0, 1) else value for key, value in options.items()})
 
 
 def violations(case: Case, ring: Ring) -> list[Violation]:
@@ -118,8 +139,8 @@ def computed_once(case: Case, ring: Ring) -> Iterator[str]:
 def _in_words(case: Case, step: Step) -> str:
     if step.action == "compute":
         return f"{step.compute} {step.owner}"
-    if step.action == "copy":
-        return f"copy {step.send_owner}"
+    if step.action in ("copy", "add"):
+        return f"{step.action} {step.send_owner}"
     if step.channel == "gradient":
         return f"gradient hop {step.send_owner} {step.receive_owner}"
     return f"weight hop {step.receive_owner}"
@@ -130,6 +151,19 @@ def order(case: Case, ring: Ring) -> Iterator[str]:
         expected, got = case.expected_order(rank), [_in_words(case, step) for step in steps]
         if expected != got:
             yield f"rank {rank}: expected {expected}, got {got}"
+
+
+def wgrad_inputs(case: Case, ring: Ring) -> Iterator[str]:
+    for rank, steps in enumerate(ring):
+        used: dict[int, str | None] = {}  # by dgrad, for every owner
+        for position, step in enumerate(steps):
+            if step.compute == "dgrad":
+                used[step.owner] = step.weight
+            elif step.compute == "wgrad":
+                expected = used.get(step.owner, "its dgrad first") if case.bundle else None
+                if step.weight != expected:
+                    where = f"rank {rank}, step {position}: wgrad {step.owner}"
+                    yield f"{where}: expected as its weight {expected}, got {step.weight}"
 
 
 def hop_count(case: Case, ring: Ring) -> Iterator[str]:
@@ -186,7 +220,8 @@ def pairing(case: Case, ring: Ring) -> Iterator[str]:
                         yield f"{where} with one shard, got {owners[0][sent]} and {owners[1][received]}"
 
 
-_LOCAL: list[Callable[[Case, Ring], Iterator[str]]] = [computed_once, order, hop_count, slots, route, pairing]
+Check = Callable[[Case, Ring], Iterator[str]]
+_LOCAL: list[Check] = [computed_once, order, wgrad_inputs, hop_count, slots, route, pairing]
 
 
 # -- what each buffer holds ------------------------------------------------------------------------------------------
@@ -242,13 +277,18 @@ def simulate(case: Case, ring: Ring) -> list[Violation]:
                 value = own.read(position, step.send, step.channel, step.send_owner)
                 messages.setdefault((rank, step.to, step.channel), []).append(value)
                 waiting[rank] = True
-            arrived = messages.get((step.from_, rank, step.channel))
-            if not arrived:
+            queue = messages.get((step.from_, rank, step.channel))
+            if not queue:
                 return False
-            own.write(position, step.receive, arrived.pop(0))
+            own.write(position, step.receive, queue.pop(0))
             waiting[rank] = False
         elif step.action == "copy":
             own.write(position, step.receive, own.read(position, step.send, step.channel, step.send_owner))
+        elif step.action == "add":
+            arrived = own.read(position, step.send, step.channel, step.send_owner)
+            there = own.read(position, step.receive, step.channel, step.receive_owner)
+            ranks = (arrived.ranks if arrived else ()) + (there.ranks if there else ())
+            own.write(position, step.receive, Value(step.channel, step.receive_owner, ranks))
         else:
             if step.weight is not None:
                 own.read(position, step.weight, "weight", step.owner)

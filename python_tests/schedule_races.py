@@ -30,7 +30,10 @@ class Step:
 
     @property
     def reads(self) -> list[str]:
-        buffers = [self.weight, self.gradient_in] if self.action == "compute" else [self.send]
+        if self.action == "compute":
+            buffers = [self.weight, self.gradient_in]
+        else:
+            buffers = [self.send, self.receive] if self.action == "add" else [self.send]
         return [buffer for buffer in buffers if buffer is not None]
 
     @property
@@ -40,7 +43,19 @@ class Step:
 
 
 Ring = list[list[Step]]  # the steps of every rank
-Node = tuple[int, int, str]  # rank, position, what has happened: posted, sent, received (hops), done (computes)
+
+
+def hops(ring: Ring, rank: int, channel: str) -> list[int]:
+    """Positions of the hops of a channel."""
+    return [at for at, step in enumerate(ring[rank]) if step.action == "hop" and step.channel == channel]
+
+
+def computes(ring: Ring, rank: int, kind: str) -> list[int]:
+    """Positions of the computes of a kind."""
+    return [at for at, step in enumerate(ring[rank]) if step.compute == kind]
+
+
+Node = tuple[int, int, str]  # rank, position, what has happened: posted, sent, received (hops), done (all others)
 
 WAITS = (
     "hop for arrival in its source",

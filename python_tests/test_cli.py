@@ -60,6 +60,7 @@ def test_doctor_runs():
         (["schedule", "--ranks", "2", "--route", "scenic"], "argument --route: invalid choice: 'scenic'"),
         (["schedule", "--ranks", "2", "--rank-only", "2"], "argument --rank-only: expected 0 to 1, got 2"),
         (["schedule", "--ranks", "2", "--rank-only", "-1"], "argument --rank-only: expected 0 to 1, got -1"),
+        (["schedule", "--ranks", "2", "--copy-time", "-1"], "argument --copy-time: expected a finite time of at least"),
         (["schedule", "--ranks", "2", "--hop-time", "-1"], "argument --hop-time: expected a finite time of at least 0"),
         (
             ["schedule", "--ranks", "2", "--hop-time", "inf"],
@@ -89,6 +90,32 @@ def test_schedule_options_reach_the_schedule(capsys):
     text = capsys.readouterr().out
     assert "route ring, out of place (no weights travel)" in text
     assert "embedding backward" in text and "0 weight hops, 3 gradient hops" in text and "dgrad" not in text
+
+
+@pytest.mark.parametrize("op", ["mlp", "cross_entropy", "experts"])
+def test_schedule_of_a_bundle(op, tmp_path, capsys):
+    assert main(["schedule", "--ranks", "4", "--op", op]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{op} forward, 4 ranks, route ring, out of place\n")
+    assert "each rank: 4 forward, 3 weight hops, 0 gradient hops; 2 weight slots, 0 gradient slots" in text
+
+    path = tmp_path / "timeline.svg"  # each text stands in a comment
+    assert main(["schedule", "--ranks", "4", "--op", op, "--pass", "backward", "--plot", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{op} backward, 4 ranks, route ring, out of place\n")
+    assert "each rank: 4 dgrad, 4 wgrad, 3 weight hops, 3 gradient hops; 2 weight slots, 2 gradient slots" in text
+    assert re.search(r"3 +compute +dgrad W1 .*\n +4 +compute +wgrad G1 = .*\n +5 +gradient +G1 -> 3, G2 <- 1 ", text)
+    assert re.search(r"14 +compute +add G0 to home +add G1 to home +add G2 to home +add G3 to home", text)
+    assert f"<!-- {op} backward, 4 ranks" in path.read_text() and "<!-- add to home -->" in path.read_text()
+
+    path = tmp_path / "timeline.png"
+    options = ["--in-place", "--rank-only", "2", "--copy-time", "0.5", "--plot", str(path)]
+    assert main(["schedule", "--ranks", "3", "--op", op, "--pass", "backward", *options]) == 0
+    text = capsys.readouterr().out
+    assert "3 weight hops, 2 gradient hops; 1 weight slot, 2 gradient slots" in text
+    assert re.search(r"compute +W2 to home +weight slot 0 +weight home\n.*wgrad G2 = +weight home +gradient home", text)
+    assert re.search(r"compute +add G2 to home +gradient slot 0, gradient home +gradient home\n", text)
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_that_cannot_be_drawn_ends_with_exit_code_1(tmp_path, capsys, monkeypatch):

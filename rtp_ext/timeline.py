@@ -249,9 +249,10 @@ def plot(
     ranks = [rank] if rank is not None else list(range(len(schedules)))
     lanes = [name for name in LANES if any(event.lane == name for event in events)]
     end = max(event.end for event in events) or 1.0
-    busy = sum(event.end - event.start for event in events if event.lane == "compute" and event.rank == ranks[0])
-    computes = sum(event.lane == "compute" for event in events) / len(schedules)
-    width = min(max(7.0, 0.78 * computes * end / (busy or end)), 40.0)
+    shown = schedules[ranks[0]].steps
+    computes = [event for event in events if event.rank == ranks[0] and shown[event.step].action == "compute"]
+    busy = sum(event.end - event.start for event in computes)
+    width = min(max(7.0, 0.78 * len(computes) * end / (busy or end)), 40.0)
     band = len(lanes) + 0.6  # lanes are one unit high, bands are 0.6 apart
     page, height = width + 1.25, 0.34 * band * len(ranks) + 1.35  # inches; the bands and their margins
     figure = Figure(figsize=(page, height), dpi=150)

@@ -111,8 +111,7 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
       const Overlap overlap(projection, cut, step->owner);
       if (overlap.rows == 0) continue;
       const int bias = places.bias[projection.layer];
-      const at::Tensor weight =
-          outputs_first(shards[places.weight[projection.layer]], bundle.shapes[projection.layer]);
+      const at::Tensor weight = outputs_first(shards[places.weight[projection.layer]], bundle.shapes[projection.layer]);
       gemm(overlap.of_output(outputs[k]), bias >= 0 ? overlap.of_rows(shards[bias]) : at::Tensor(),
            inputs[projection.input], overlap.of_rows(weight).t());
     }
@@ -136,7 +135,8 @@ std::vector<at::Tensor> linear_backward(Executor& executor, const std::vector<at
   for (size_t k = 0; k < projections.size(); ++k) {
     const Projection& projection = projections[k];
     const LinearShape& shape = bundle.shapes[projection.layer];
-    if (dys[k].defined()) check_operand(executor, options, "an output gradient", dys[k], projection.end - projection.begin);
+    if (dys[k].defined())
+      check_operand(executor, options, "an output gradient", dys[k], projection.end - projection.begin);
     if (!needs_input[projection.input]) continue;
     travels[projection.layer] = true;
     if (!sums[projection.input]) {

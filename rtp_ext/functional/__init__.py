@@ -1,6 +1,16 @@
 """Autograd functions over the rotation engine. Arguments are home shards: plain local tensors or DTensors."""
 
+from rtp_ext.functional.cross_entropy import rotated_linear_cross_entropy
 from rtp_ext.functional.embedding import rotated_embedding
+from rtp_ext.functional.experts import rotated_experts
 from rtp_ext.functional.linear import rotated_linear, rotated_linears
+from rtp_ext.functional.mlp import rotated_mlp
 
-__all__ = ["rotated_embedding", "rotated_linear", "rotated_linears"]
+__all__ = [
+    "rotated_embedding",
+    "rotated_experts",
+    "rotated_linear",
+    "rotated_linear_cross_entropy",
+    "rotated_linears",
+    "rotated_mlp",
+]

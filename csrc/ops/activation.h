@@ -1,0 +1,28 @@
+// The activation functions of MLPs and experts.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace rtp {
+
+enum class Activation : uint8_t { relu, gelu, gelu_tanh, silu };
+
+// Throws std::invalid_argument for a name that is none of them.
+Activation parse_activation(const std::string& name);
+
+at::Tensor activate(Activation activation, const at::Tensor& x);
+// The gradient of x where dy is that of activate(x).
+at::Tensor activate_backward(Activation activation, const at::Tensor& dy, const at::Tensor& x);
+
+// act(pre), or act(gate) * pre where there is a gate, and the gradients of both.
+struct Hidden {
+  at::Tensor value;
+  at::Tensor d_pre;
+  at::Tensor d_gate;  // undefined without a gate
+};
+at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at::Tensor& gate);
+Hidden hidden_backward(Activation activation, const at::Tensor& d_value, const at::Tensor& pre, const at::Tensor& gate);
+
+}  // namespace rtp

@@ -1,0 +1,259 @@
+#include "ops/cross_entropy.h"
+
+#include <ATen/ops/_assert_async.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "checks.h"
+#include "ops/gemm.h"
+
+namespace rtp {
+namespace {
+
+// Logits are made for so many bytes' worth of tokens at a time: enough rows for an efficient GEMM, and a small part of
+// what the logits of one shard would take.
+constexpr int64_t kLogitBytes = int64_t{64} << 20;
+constexpr int64_t kLeastRows = 128;
+constexpr int64_t kLeastChunks = 4;
+
+// One vocabulary shard in this rank's hands, and how its logits are computed.
+class VocabularyShard {
+ public:
+  VocabularyShard(const std::vector<at::Tensor>& shard, const CrossEntropyShape& shape, int64_t start,
+                  const at::Tensor& buffer)
+      : shape_(shape), start_(start), buffer_(buffer) {
+    weight_ = widened(outputs_first(shard[0], shape.transposed ? kTransposed : kStored));
+    if (shape.bias) bias_ = shard[1].to(buffer.scalar_type());
+  }
+
+  const at::Tensor& weight() const { return weight_; }
+  int64_t size() const { return weight_.size(0); }
+
+  // 16-bit operands of a GEMM on a CPU become float32 once for all chunks; elsewhere the GEMM widens.
+  at::Tensor widened(const at::Tensor& operand) const {
+    return operand.is_cpu() ? operand.to(buffer_.scalar_type()) : operand;
+  }
+
+  // The logits [rows, size] of x [rows, features], in the buffer.
+  at::Tensor logits(const at::Tensor& x) const {
+    const at::Tensor z = buffer_.narrow(0, 0, x.size(0) * size()).view({x.size(0), size()});
+    gemm(z, bias_, widened(x), weight_.t());
+    if (shape_.soft_cap > 0) z.div_(shape_.soft_cap).tanh_().mul_(shape_.soft_cap);
+    return z;
+  }
+
+  // Where the targets lie in this shard, and which do; 0 for those that do not.
+  std::pair<at::Tensor, at::Tensor> place(const at::Tensor& targets) const {
+    at::Tensor index = targets.sub(start_);
+    const at::Tensor here = index.ge(0).logical_and_(index.lt(size())).logical_and_(targets.ne(shape_.ignore_index));
+    return {index.mul_(here), here};
+  }
+
+ private:
+  inline static const LinearShape kStored{};
+  inline static const LinearShape kTransposed{.transposed = true};
+
+  const CrossEntropyShape& shape_;
+  int64_t start_;
+  at::Tensor buffer_, weight_, bias_;
+};
+
+struct VocabularyCut {
+  VocabularyCut(const CrossEntropyShape& shape, int ranks, int64_t tokens, at::ScalarType sums)
+      : linear{shape.vocabulary, shape.features, true, shape.transposed},
+        sizes(shard_sizes(shape.vocabulary, ranks)),
+        starts(shard_starts(sizes)) {
+    const int64_t row = std::max<int64_t>(sizes[0], 1) * static_cast<int64_t>(c10::elementSize(sums));
+    const int64_t enough = std::max(kLogitBytes / row, kLeastRows);
+    rows = std::max<int64_t>(std::min(enough, (tokens + kLeastChunks - 1) / kLeastChunks), 1);
+  }
+
+  std::vector<Part> parts(const CrossEntropyShape& shape, at::ScalarType dtype) const {
+    std::vector<Part> parts{weight_part(linear, sizes, dtype)};
+    if (shape.bias) parts.push_back(bias_part(linear, sizes, dtype));
+    return parts;
+  }
+
+  LinearShape linear;
+  std::vector<int64_t> sizes, starts;
+  int64_t rows;  // of a chunk
+};
+
+Cargo weight_cargo(const Executor& executor, const VocabularyCut& cut, const CrossEntropyShape& shape,
+                   const std::vector<at::Tensor>& parameters, const RotationOptions& options) {
+  Cargo cargo{cut.parts(shape, options.compute_dtype), parameters};
+  check_home(executor, options, "weight", cargo.home[0], cargo.parts[0]);
+  if (shape.bias) check_home(executor, options, "bias", cargo.home[1], cargo.parts[1]);
+  return cargo;
+}
+
+void check_targets(const at::Tensor& x, const at::Tensor& targets, const CrossEntropyShape& shape,
+                   const RotationOptions& options) {
+  RTP_CHECK_TYPE(targets.scalar_type() == at::kLong && targets.dim() == 1 && targets.is_contiguous(), options.name,
+                 ": expected contiguous int64 targets [M], got ", targets.scalar_type(), " ", targets.sizes());
+  RTP_CHECK_VALUE(targets.numel() == x.size(0), options.name, ": expected ", x.size(0), " targets, got ",
+                  targets.numel());
+  RTP_CHECK_TYPE(targets.device() == x.device(), options.name, ": expected targets on ", x.device().str(), ", got ",
+                 targets.device().str());
+  if (targets.numel() == 0) return;
+  const at::Tensor valid =
+      targets.ge(0).logical_and_(targets.lt(shape.vocabulary)).logical_or_(targets.eq(shape.ignore_index)).all();
+  if (!targets.is_cpu()) {
+    at::_assert_async(valid);
+    return;
+  }
+  if (valid.item<bool>()) return;
+  const at::Tensor wrong = targets.masked_select(
+      targets.ne(shape.ignore_index).logical_and_(targets.lt(0).logical_or_(targets.ge(shape.vocabulary))));
+  TORCH_CHECK_INDEX(false, options.name, ": expected targets in [0, ", shape.vocabulary, ") or ", shape.ignore_index,
+                    ", got ", wrong[0].item<int64_t>());
+}
+
+}  // namespace
+
+CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x, const at::Tensor& targets,
+                                         const std::vector<at::Tensor>& parameters, const CrossEntropyShape& shape,
+                                         const RotationOptions& options) {
+  check_operand(executor, options, "an input", x, shape.features);
+  check_targets(x, targets, shape, options);
+  const int64_t tokens = x.size(0);
+  const auto sums = x.options().dtype(accumulation_dtype(options.compute_dtype));
+  const VocabularyCut cut(shape, executor.ranks(), tokens, accumulation_dtype(options.compute_dtype));
+  Cargo cargo = weight_cargo(executor, cut, shape, parameters, options);
+
+  // running maximum, sum of exp(z - maximum), z of the target, sum of z
+  const at::Tensor most = at::full({tokens}, -std::numeric_limits<double>::infinity(), sums);
+  const at::Tensor scaled = at::zeros({tokens}, sums);
+  const at::Tensor hit = at::zeros({tokens}, sums);
+  const at::Tensor total = shape.label_smoothing > 0 ? at::zeros({tokens}, sums) : at::Tensor();
+  const at::Tensor buffer = at::empty({std::min(cut.rows, tokens) * cut.sizes[0]}, sums);
+
+  const Schedule schedule = forward_schedule(executor, options, cargo);
+  Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+  while (const Step* step = pass.next()) {
+    if (cut.sizes[step->owner] == 0) continue;
+    const VocabularyShard shard(pass.weight(), shape, cut.starts[step->owner], buffer);
+    for (int64_t first = 0; first < tokens; first += cut.rows) {
+      const int64_t rows = std::min(cut.rows, tokens - first);
+      const auto of = [&](const at::Tensor& per_token) { return per_token.narrow(0, first, rows); };
+      const at::Tensor z = shard.logits(of(x));
+      const auto [index, here] = shard.place(of(targets));
+      of(hit).add_(z.gather(1, index.unsqueeze(1)).squeeze(1).mul_(here));
+      if (total.defined()) of(total).add_(z.sum(1));
+      const at::Tensor higher = at::maximum(of(most), z.amax(1));
+      of(scaled).mul_(of(most).sub(higher).exp_()).add_(z.sub_(higher.unsqueeze(1)).exp_().sum(1));
+      of(most).copy_(higher);
+    }
+  }
+  const at::Tensor lse = scaled.log_().add_(most);
+  at::Tensor loss = lse.sub(hit, 1 - shape.label_smoothing);
+  if (total.defined()) loss.sub_(total, shape.label_smoothing / static_cast<double>(shape.vocabulary));
+  if (shape.z_loss > 0) loss.addcmul_(lse, lse, shape.z_loss);
+  loss.masked_fill_(targets.eq(shape.ignore_index), 0);
+  return {loss, lse};
+}
+
+std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Tensor& dloss, const at::Tensor& x,
+                                               const at::Tensor& targets, const at::Tensor& lse,
+                                               const std::vector<at::Tensor>& parameters,
+                                               const CrossEntropyShape& shape, bool needs_x,
+                                               const std::vector<bool>& needs_parameter,
+                                               const RotationOptions& options) {
+  const int64_t tokens = x.size(0);
+  const double scale = 1.0 / executor.ranks();
+  const at::ScalarType sum_dtype = accumulation_dtype(options.compute_dtype);
+  const VocabularyCut cut(shape, executor.ranks(), tokens, sum_dtype);
+  std::optional<Cargo> weights = weight_cargo(executor, cut, shape, parameters, options);
+  std::vector<Part> wanted;
+  const std::vector<Part> all = cut.parts(shape, options.reduce_dtype);
+  for (size_t part = 0; part < all.size(); ++part) {
+    if (needs_parameter[part]) wanted.push_back(all[part]);
+  }
+  std::optional<Cargo> gradients;
+  if (!wanted.empty()) gradients = gradient_cargo(executor, std::move(wanted));
+  const std::vector<at::Tensor> home = gradients ? gradients->home : std::vector<at::Tensor>{};
+  const bool weight_wanted = needs_parameter[0];
+  const bool bias_wanted = shape.bias && needs_parameter[1];
+
+  // d loss / d z = coefficient p - hit [z is the target's] - everywhere
+  const at::Tensor g = dloss.masked_fill(targets.eq(shape.ignore_index), 0);
+  const at::Tensor coefficient = shape.z_loss > 0 ? g.mul(lse.mul(2 * shape.z_loss).add_(1)) : g;
+  const double everywhere = shape.label_smoothing / static_cast<double>(shape.vocabulary);
+  const auto sums = x.options().dtype(sum_dtype);
+  const at::Tensor buffer = at::empty({std::min(cut.rows, tokens) * cut.sizes[0]}, sums);
+  const at::Tensor dx = needs_x ? at::zeros({tokens, shape.features}, sums) : at::Tensor();
+
+  const auto of = [&](const at::Tensor& per_token, int64_t first) {
+    return per_token.narrow(0, first, std::min(cut.rows, tokens - first));
+  };
+  // The gradient of the logits of one chunk, [rows, size].
+  const auto logit_gradient = [&](const VocabularyShard& shard, int64_t first) {
+    const at::Tensor z = shard.logits(of(x, first));
+    const auto [index, here] = shard.place(of(targets, first));
+    at::Tensor slope;  // of the soft cap
+    if (shape.soft_cap > 0) slope = z.div(shape.soft_cap).square_().neg_().add_(1);
+    z.sub_(of(lse, first).unsqueeze(1)).exp_().mul_(of(coefficient, first).unsqueeze(1));
+    z.scatter_add_(1, index.unsqueeze(1), of(g, first).mul(here).mul_(shape.label_smoothing - 1).unsqueeze(1));
+    if (everywhere > 0) z.sub_(of(g, first).unsqueeze(1), everywhere);
+    if (slope.defined()) z.mul_(slope);
+    return z.is_cpu() ? z : z.to(options.compute_dtype);
+  };
+  const auto add_dx = [&](const VocabularyShard& shard, const at::Tensor& dz, int64_t first) {
+    if (dx.defined()) gemm(of(dx, first), of(dx, first), dz, shard.weight());
+  };
+
+  at::Tensor first_chunk;  // of a shard: made in its dgrad, for its wgrad
+  const Schedule schedule =
+      backward_schedule(executor, options, weights, {.wgrad = gradients.has_value(), .bundle = true});
+  Execution pass(executor, schedule, std::move(weights), std::move(gradients), options.name + " backward");
+  while (const Step* step = pass.next()) {
+    if (cut.sizes[step->owner] == 0) continue;
+    const VocabularyShard shard(pass.weight(), shape, cut.starts[step->owner], buffer);
+    const bool at_home = step->owner == executor.rank();
+    if (step->compute == Compute::dgrad) {
+      // The first chunk hides the hop that brings the partial gradient; the others follow in wgrad. This rank's own
+      // wgrad comes at the end, and there its logits are made once more.
+      const bool alone = at_home || home.empty();
+      for (int64_t first = 0; first < (alone ? tokens : std::min(cut.rows, tokens)); first += cut.rows) {
+        if (alone && !dx.defined()) break;
+        first_chunk = logit_gradient(shard, first);
+        add_dx(shard, first_chunk, first);
+      }
+      continue;
+    }
+    const auto in = pass.gradient_in();
+    const auto out = pass.gradient_out();
+    const auto add = [&](const at::Tensor& dz, int64_t first) {
+      // the partial that arrived, then what this pass has added to it
+      const auto before = [&](size_t part) { return first > 0 ? out[part] : in.empty() ? at::Tensor() : in[part]; };
+      if (weight_wanted) {
+        const at::Tensor sum = before(0);
+        gemm(outputs_first(out[0], cut.linear), sum.defined() ? outputs_first(sum, cut.linear) : sum, dz.t(),
+             shard.widened(of(x, first)), scale);
+      }
+      if (bias_wanted) column_sum(out.back(), before(out.size() - 1), dz, scale);
+    };
+    if (tokens == 0) {
+      for (size_t part = 0; part < out.size(); ++part) pass_on(out[part], in.empty() ? at::Tensor() : in[part]);
+    }
+    for (int64_t first = 0; first < tokens; first += cut.rows) {
+      const bool made = first == 0 && !at_home;
+      const at::Tensor dz = made ? first_chunk : logit_gradient(shard, first);
+      if (!made && !at_home) add_dx(shard, dz, first);
+      add(dz, first);
+    }
+  }
+
+  std::vector<at::Tensor> result{dx.defined() ? dx.to(options.compute_dtype) : at::Tensor()};
+  size_t next = 0;
+  for (const bool wants : needs_parameter) result.push_back(wants ? home[next++] : at::Tensor());
+  return result;
+}
+
+}  // namespace rtp

@@ -1,0 +1,44 @@
+// A vocabulary head and its cross-entropy as one: vocabulary shards travel, and logits exist in pieces only.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "ops/linear.h"
+
+namespace rtp {
+
+// loss[t] = lse - (1 - eps) z[target] - eps / V sum(z) + z_loss lse^2, with z the logits of token t, lse their
+// log-sum-exp, eps the label smoothing and V the vocabulary.
+struct CrossEntropyShape {
+  int64_t vocabulary = 0;
+  int64_t features = 0;
+  bool transposed = false;  // the weight is stored as [features, vocabulary]
+  bool bias = false;
+  int64_t ignore_index = -100;  // tokens with this target have a loss of zero
+  double label_smoothing = 0;
+  double soft_cap = 0;  // logits are cap * tanh(logits / cap); 0: not capped
+  double z_loss = 0;
+};
+
+struct CrossEntropyResult {
+  at::Tensor loss;  // [M], in the accumulation dtype
+  at::Tensor lse;   // [M]: what backward needs besides the inputs
+};
+
+// x [M, features] in options.compute_dtype, targets int64 [M], contiguous; parameters: home shards of the weight
+// [vocabulary, features], cut along the vocabulary, and of the bias if there is one.
+CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x, const at::Tensor& targets,
+                                         const std::vector<at::Tensor>& parameters, const CrossEntropyShape& shape,
+                                         const RotationOptions& options);
+
+// dloss [M] in the accumulation dtype. Returns dx in options.compute_dtype, then this rank's shards of the gradients,
+// averaged over the ring, in options.reduce_dtype; undefined where not wanted. Logits are recomputed.
+std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Tensor& dloss, const at::Tensor& x,
+                                               const at::Tensor& targets, const at::Tensor& lse,
+                                               const std::vector<at::Tensor>& parameters,
+                                               const CrossEntropyShape& shape, bool needs_x,
+                                               const std::vector<bool>& needs_parameter,
+                                               const RotationOptions& options);
+
+}  // namespace rtp

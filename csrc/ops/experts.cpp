@@ -1,0 +1,230 @@
+#include "ops/experts.h"
+
+#include <ATen/ops/bincount.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <map>
+
+#include "checks.h"
+#include "ops/gemm.h"
+
+namespace rtp {
+namespace {
+
+struct ExpertsCut {
+  ExpertsCut(const ExpertsShape& shape, int ranks)
+      : up_rows((shape.gated ? 2 : 1) * shape.hidden_features),
+        sizes(shard_sizes(shape.experts, ranks)),
+        starts(shard_starts(sizes)) {}
+
+  Part up(const ExpertsShape& shape, at::ScalarType dtype) const {
+    return cut_part(dtype, {shape.experts, up_rows, shape.features}, 0, sizes);
+  }
+  Part down(const ExpertsShape& shape, at::ScalarType dtype) const {
+    return cut_part(dtype, {shape.experts, shape.features, shape.hidden_features}, 0, sizes);
+  }
+
+  int64_t up_rows;
+  std::vector<int64_t> sizes, starts;
+};
+
+// The routed tokens of one shard's experts: rows [first, first + rows) of the order of experts.
+class Group {
+ public:
+  Group(const ExpertsResult& routed, const ExpertsCut& cut, int owner, int64_t choices)
+      : expert_(cut.starts[owner]), experts_(cut.sizes[owner]), starts_(routed.starts) {
+    first = starts_[expert_];
+    rows = starts_[expert_ + experts_] - first;
+    place = routed.order.narrow(0, first, rows);
+    token = place.div(choices, "floor");
+  }
+
+  // Calls body(e, rows of tensors of this group) for every expert of the shard that has tokens.
+  template <typename Body>
+  void each(Body&& body) const {
+    for (int64_t e = 0; e < experts_; ++e) {
+      const int64_t begin = starts_[expert_ + e] - first;
+      const int64_t count = starts_[expert_ + e + 1] - starts_[expert_ + e];
+      body(e, [begin, count](const at::Tensor& rows) { return rows.narrow(0, begin, count); }, count);
+    }
+  }
+
+  // Grouped GEMM: rows of `left` of each expert times that expert's matrix of `stack`, transposed.
+  at::Tensor product(const at::Tensor& left, const at::Tensor& stack, bool transpose, at::Tensor out = {}) const {
+    if (!out.defined()) out = at::empty({rows, transpose ? stack.size(1) : stack.size(2)}, left.options());
+    each([&](int64_t e, const auto& of, int64_t count) {
+      if (count == 0) return;
+      const at::Tensor matrix = stack.select(0, e);
+      gemm(of(out), at::Tensor(), of(left), transpose ? matrix.t() : matrix);
+    });
+    return out;
+  }
+
+  int64_t first = 0, rows = 0;
+  at::Tensor place;  // [rows] positions in index.view(-1)
+  at::Tensor token;  // [rows]
+
+ private:
+  int64_t expert_, experts_;
+  const std::vector<int64_t>& starts_;
+};
+
+// The gate's and the other half of up(x).
+std::pair<at::Tensor, at::Tensor> halves(const at::Tensor& values, const ExpertsShape& shape) {
+  const int64_t hidden = shape.hidden_features;
+  if (!shape.gated) return {at::Tensor(), values};
+  return {values.narrow(1, 0, hidden), values.narrow(1, hidden, hidden)};
+}
+
+void check_operands(const Executor& executor, const ExpertsShape& shape, const RotationOptions& options,
+                    const at::Tensor& x, const at::Tensor& weights, const at::Tensor& index) {
+  RTP_CHECK_VALUE(x.dim() == 2 && x.size(1) == shape.features, options.name, ": expected an input of shape [T, ",
+                  shape.features, "], got ", x.sizes());
+  RTP_CHECK_TYPE(x.scalar_type() == options.compute_dtype, options.name, ": expected an input of dtype ",
+                 options.compute_dtype, ", got ", x.scalar_type());
+  RTP_CHECK_VALUE(index.dim() == 2 && index.size(0) == x.size(0) && index.sizes() == weights.sizes(), options.name,
+                  ": expected index and weights of shape [", x.size(0), ", K], got ", index.sizes(), " and ",
+                  weights.sizes());
+  RTP_CHECK_TYPE(index.scalar_type() == at::kLong && index.is_contiguous(), options.name,
+                 ": expected a contiguous int64 index, got ", index.scalar_type());
+  for (const at::Tensor& tensor : {x, weights, index}) {
+    RTP_CHECK_TYPE(tensor.device() == executor.device(), options.name, ": expected operands on ",
+                   executor.device().str(), ", the device of the ring, got ", tensor.device().str());
+  }
+}
+
+// Sorts the choices by expert. One reading of `experts` numbers by the host tells the sizes of all GEMMs.
+void route(const at::Tensor& index, const ExpertsShape& shape, const RotationOptions& options, ExpertsResult& result) {
+  const at::Tensor flat = index.view(-1);
+  result.order = flat.argsort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const at::Tensor counts = at::bincount(flat, {}, shape.experts + 1).cpu();
+  TORCH_CHECK_INDEX(counts.numel() == shape.experts + 1, options.name, ": expected an index in [0, ", shape.experts,
+                    "], got ", counts.numel() - 1);
+  result.starts.assign(1, 0);
+  for (int64_t e = 0; e < shape.experts; ++e) {
+    result.starts.push_back(result.starts.back() + counts.const_data_ptr<int64_t>()[e]);
+  }
+}
+
+Cargo weight_cargo(const Executor& executor, const ExpertsCut& cut, const ExpertsShape& shape, const at::Tensor& up,
+                   const at::Tensor& down, const RotationOptions& options) {
+  Cargo cargo{{cut.up(shape, options.compute_dtype), cut.down(shape, options.compute_dtype)}, {up, down}};
+  check_home(executor, options, "up weight", up, cargo.parts[0]);
+  check_home(executor, options, "down weight", down, cargo.parts[1]);
+  return cargo;
+}
+
+}  // namespace
+
+ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weights,
+                              const at::Tensor& index, const at::Tensor& up, const at::Tensor& down,
+                              const ExpertsShape& shape, bool keep, const RotationOptions& options) {
+  check_operands(executor, shape, options, x, weights, index);
+  const ExpertsCut cut(shape, executor.ranks());
+  Cargo cargo = weight_cargo(executor, cut, shape, up, down, options);
+  ExpertsResult result;
+  route(index, shape, options, result);
+  const at::ScalarType sums = accumulation_dtype(options.compute_dtype);
+  const at::Tensor y = at::zeros(x.sizes(), x.options().dtype(sums));
+  const at::Tensor factors = weights.reshape(-1).to(sums);
+  if (keep) result.kept = at::empty({result.starts.back(), cut.up_rows}, x.options());
+
+  const Schedule schedule = forward_schedule(executor, options, cargo);
+  Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+  while (const Step* step = pass.next()) {
+    const Group group(result, cut, step->owner, index.size(1));
+    if (group.rows == 0) continue;
+    const auto shard = pass.weight();
+    const at::Tensor room = keep ? result.kept.narrow(0, group.first, group.rows) : at::Tensor();
+    const at::Tensor values = group.product(x.index_select(0, group.token), shard[0], /*transpose=*/true, room);
+    const auto [gate, pre] = halves(values, shape);
+    const at::Tensor out =
+        group.product(hidden_forward(shape.activation, pre, gate), shard[1], /*transpose=*/true).to(sums);
+    y.index_add_(0, group.token, out.mul(factors.index_select(0, group.place).unsqueeze(1)));
+  }
+  result.y = y.to(options.compute_dtype);
+  return result;
+}
+
+std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& dy, const at::Tensor& x,
+                                         const at::Tensor& weights, const ExpertsResult& routed, const at::Tensor& up,
+                                         const at::Tensor& down, const ExpertsShape& shape,
+                                         const std::vector<bool>& needs, const RotationOptions& options) {
+  const bool needs_x = needs[0], needs_weights = needs[1], needs_up = needs[2], needs_down = needs[3];
+  const ExpertsCut cut(shape, executor.ranks());
+  const double scale = 1.0 / executor.ranks();
+  const at::ScalarType sums = accumulation_dtype(options.compute_dtype);
+  const auto sum_options = x.options().dtype(sums);
+  std::optional<Cargo> cargo = weight_cargo(executor, cut, shape, up, down, options);
+  std::vector<Part> parts;
+  if (needs_up) parts.push_back(cut.up(shape, options.reduce_dtype));
+  if (needs_down) parts.push_back(cut.down(shape, options.reduce_dtype));
+  std::optional<Cargo> gradients;
+  if (!parts.empty()) gradients = gradient_cargo(executor, std::move(parts));
+  const std::vector<at::Tensor> home = gradients ? gradients->home : std::vector<at::Tensor>{};
+
+  const int64_t choices = weights.size(1);
+  const at::Tensor factors = weights.reshape(-1).to(sums);
+  const at::Tensor dx = needs_x ? at::zeros({x.size(0), shape.features}, sum_options) : at::Tensor();
+  const at::Tensor d_factors = needs_weights ? at::zeros({weights.numel()}, sum_options) : at::Tensor();
+
+  struct Slice {  // of one shard's tokens, between its dgrad and its wgrad
+    at::Tensor x, hidden, d_out, d_values;
+  };
+  std::map<int, Slice> slices;
+  const Schedule schedule =
+      backward_schedule(executor, options, cargo, {.wgrad = gradients.has_value(), .bundle = true});
+  Execution pass(executor, schedule, std::move(cargo), std::move(gradients), options.name + " backward");
+  while (const Step* step = pass.next()) {
+    const int owner = step->owner;
+    const Group group(routed, cut, owner, choices);
+    if (step->compute == Compute::dgrad) {
+      if (group.rows == 0) continue;
+      const auto shard = pass.weight();
+      const at::Tensor rows = x.index_select(0, group.token);
+      const at::Tensor values = routed.kept.defined() ? routed.kept.narrow(0, group.first, group.rows)
+                                                      : group.product(rows, shard[0], /*transpose=*/true);
+      const auto [gate, pre] = halves(values, shape);
+      const at::Tensor factor = factors.index_select(0, group.place).unsqueeze(1);
+      const at::Tensor d_rows = dy.index_select(0, group.token);
+      // without the router's weight, so that its own gradient is a product with the hidden values
+      const at::Tensor d_plain = group.product(d_rows, shard[1], /*transpose=*/false);
+      const Hidden slice = hidden_backward(shape.activation, d_plain.mul(factor).to(options.compute_dtype), pre, gate);
+      if (needs_weights) {
+        d_factors.index_copy_(0, group.place, d_plain.to(sums).mul(slice.value).sum(1));
+      }
+      const at::Tensor d_values = at::empty({group.rows, cut.up_rows}, x.options());
+      const auto [d_gate, d_pre] = halves(d_values, shape);
+      d_pre.copy_(slice.d_pre);
+      if (d_gate.defined()) d_gate.copy_(slice.d_gate);
+      if (needs_x) dx.index_add_(0, group.token, group.product(d_values, shard[0], /*transpose=*/false).to(sums));
+      if (!home.empty()) {
+        slices[owner] = {rows, slice.value, d_rows.mul(factor).to(options.compute_dtype), d_values};
+      }
+      continue;
+    }
+    const auto in = pass.gradient_in();
+    const auto out = pass.gradient_out();
+    const auto add = [&](size_t part, const at::Tensor& left, const at::Tensor& right) {
+      group.each([&](int64_t e, const auto& of, int64_t count) {
+        const at::Tensor before = in.empty() ? at::Tensor() : in[part].select(0, e);
+        if (count == 0) {
+          pass_on(out[part].select(0, e), before);
+        } else {
+          gemm(out[part].select(0, e), before, of(left).t(), of(right), scale);
+        }
+      });
+    };
+    const Slice slice = group.rows > 0 ? slices.at(owner) : Slice{};
+    if (needs_up) add(0, slice.d_values, slice.x);
+    if (needs_down) add(out.size() - 1, slice.d_out, slice.hidden);
+    slices.erase(owner);
+  }
+
+  return {needs_x ? dx.to(options.compute_dtype) : at::Tensor(),
+          needs_weights ? d_factors.view(weights.sizes()).to(weights.scalar_type()) : at::Tensor(),
+          needs_up ? home.front() : at::Tensor(), needs_down ? home.back() : at::Tensor()};
+}
+
+}  // namespace rtp

@@ -1,0 +1,197 @@
+#include "ops/mlp.h"
+
+#include <ATen/ops/empty.h>
+
+#include <map>
+
+#include "checks.h"
+#include "ops/gemm.h"
+
+namespace rtp {
+namespace {
+
+// The layers of an MLP, their places among its parameters (-1: not there), and how they are cut.
+struct MlpLayout {
+  MlpLayout(const MlpShape& shape, int ranks)
+      : up{shape.hidden_features, shape.in_features, true, shape.transposed},
+        down{shape.out_features, shape.hidden_features, false, shape.transposed},
+        sizes(shard_sizes(shape.hidden_features, ranks)),
+        starts(shard_starts(sizes)),
+        bias_sizes(shard_sizes(shape.out_features, ranks)),
+        bias_starts(shard_starts(bias_sizes)) {
+    if (shape.gated) {
+      gate_weight = count++;
+      if (shape.up_bias) gate_bias = count++;
+    }
+    up_weight = count++;
+    if (shape.up_bias) up_bias = count++;
+    down_weight = count++;
+    if (shape.down_bias) down_bias = count++;
+  }
+
+  std::vector<Part> parts(at::ScalarType dtype) const {
+    std::vector<Part> parts;
+    if (gate_weight >= 0) parts.push_back(weight_part(up, sizes, dtype));
+    if (gate_bias >= 0) parts.push_back(bias_part(up, sizes, dtype));
+    parts.push_back(weight_part(up, sizes, dtype));
+    if (up_bias >= 0) parts.push_back(bias_part(up, sizes, dtype));
+    parts.push_back(weight_part(down, sizes, dtype));
+    if (down_bias >= 0) parts.push_back(bias_part(down, bias_sizes, dtype));
+    return parts;
+  }
+
+  // What the shard of `owner` takes of the hidden features, and of the outputs.
+  at::Tensor slice(const at::Tensor& hidden, int owner) const { return hidden.narrow(1, starts[owner], sizes[owner]); }
+  at::Tensor bias_slice(const at::Tensor& y, int owner) const {
+    return y.narrow(y.dim() - 1, bias_starts[owner], bias_sizes[owner]);
+  }
+
+  LinearShape up, down;  // the gate is shaped as up
+  std::vector<int64_t> sizes, starts;
+  std::vector<int64_t> bias_sizes, bias_starts;
+  int gate_weight = -1, gate_bias = -1, up_weight = -1, up_bias = -1, down_weight = -1, down_bias = -1;
+  int count = 0;
+};
+
+Cargo weight_cargo(const Executor& executor, const MlpLayout& layout, const std::vector<at::Tensor>& parameters,
+                   const RotationOptions& options) {
+  Cargo cargo{layout.parts(options.compute_dtype), parameters};
+  for (size_t part = 0; part < cargo.parts.size(); ++part) {
+    check_home(executor, options, cargo.parts[part].shapes[0].size() == 1 ? "bias" : "weight", cargo.home[part],
+               cargo.parts[part]);
+  }
+  return cargo;
+}
+
+// What one shard makes of x, into `out` where it is defined.
+at::Tensor project(const at::Tensor& x, const std::vector<at::Tensor>& shard, int weight, int bias,
+                   const LinearShape& shape, at::Tensor out) {
+  const at::Tensor w = outputs_first(shard[weight], shape);
+  if (!out.defined()) out = at::empty({x.size(0), w.size(0)}, x.options());
+  gemm(out, bias >= 0 ? shard[bias] : at::Tensor(), x, w.t());
+  return out;
+}
+
+}  // namespace
+
+MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector<at::Tensor>& parameters,
+                      const MlpShape& shape, bool keep, const RotationOptions& options) {
+  check_operand(executor, options, "an input", x, shape.in_features);
+  const MlpLayout layout(shape, executor.ranks());
+  Cargo cargo = weight_cargo(executor, layout, parameters, options);
+  const int64_t rows = x.size(0);
+
+  MlpResult result;
+  if (keep) {
+    for (int i = 0; i < (shape.gated ? 2 : 1); ++i) {
+      result.kept.push_back(at::empty({rows, shape.hidden_features}, x.options()));
+    }
+  }
+  const auto room = [&](size_t which, int owner) {
+    return keep ? layout.slice(result.kept[which], owner) : at::Tensor();
+  };
+  ProductSum sum(rows, shape.out_features, x.options());
+  const at::Tensor bias = shape.down_bias ? at::empty({shape.out_features}, x.options()) : at::Tensor();
+
+  const Schedule schedule = forward_schedule(executor, options, cargo);
+  Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+  while (const Step* step = pass.next()) {
+    const int owner = step->owner;
+    const auto shard = pass.weight();
+    if (shape.down_bias) layout.bias_slice(bias, owner).copy_(shard[layout.down_bias]);
+    if (layout.sizes[owner] == 0) continue;
+    const at::Tensor up = project(x, shard, layout.up_weight, layout.up_bias, layout.up, room(0, owner));
+    const at::Tensor gate =
+        shape.gated ? project(x, shard, layout.gate_weight, layout.gate_bias, layout.up, room(1, owner)) : at::Tensor();
+    sum.add(hidden_forward(shape.activation, up, gate), outputs_first(shard[layout.down_weight], layout.down).t());
+  }
+  result.y = sum.result();
+  if (bias.defined()) result.y.add_(bias);
+  result.y = result.y.to(options.compute_dtype);
+  return result;
+}
+
+std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, const at::Tensor& x,
+                                     const std::vector<at::Tensor>& kept, const std::vector<at::Tensor>& parameters,
+                                     const MlpShape& shape, bool needs_x, const std::vector<bool>& needs_parameter,
+                                     const RotationOptions& options) {
+  check_operand(executor, options, "an output gradient", dy, shape.out_features);
+  const MlpLayout layout(shape, executor.ranks());
+  const double scale = 1.0 / executor.ranks();
+  std::optional<Cargo> weights = weight_cargo(executor, layout, parameters, options);
+
+  std::vector<Part> wanted;
+  std::vector<int> place(layout.count, -1);
+  const std::vector<Part> all = layout.parts(options.reduce_dtype);
+  for (int part = 0; part < layout.count; ++part) {
+    if (!needs_parameter[part]) continue;
+    place[part] = static_cast<int>(wanted.size());
+    wanted.push_back(all[part]);
+  }
+  std::optional<Cargo> gradients;
+  if (!wanted.empty()) gradients = gradient_cargo(executor, std::move(wanted));
+  const std::vector<at::Tensor> home = gradients ? gradients->home : std::vector<at::Tensor>{};
+  std::optional<ProductSum> dx;
+  if (needs_x) dx.emplace(dy.size(0), shape.in_features, dy.options());
+
+  std::map<int, Hidden> hidden;  // between the dgrad and the wgrad of an owner
+  const Schedule schedule =
+      backward_schedule(executor, options, weights, {.wgrad = gradients.has_value(), .bundle = true});
+  Execution pass(executor, schedule, std::move(weights), std::move(gradients), options.name + " backward");
+  while (const Step* step = pass.next()) {
+    const int owner = step->owner;
+    const bool empty = layout.sizes[owner] == 0;
+    if (step->compute == Compute::dgrad) {
+      if (empty) continue;
+      const auto shard = pass.weight();
+      at::Tensor up, gate;
+      if (!kept.empty()) {
+        up = layout.slice(kept[0], owner);
+        if (shape.gated) gate = layout.slice(kept[1], owner);
+      } else {
+        up = project(x, shard, layout.up_weight, layout.up_bias, layout.up, {});
+        if (shape.gated) gate = project(x, shard, layout.gate_weight, layout.gate_bias, layout.up, {});
+      }
+      const at::Tensor down = outputs_first(shard[layout.down_weight], layout.down);
+      const at::Tensor d_value = at::empty({dy.size(0), layout.sizes[owner]}, dy.options());
+      gemm(d_value, at::Tensor(), dy, down);
+      Hidden slice = hidden_backward(shape.activation, d_value, up, gate);
+      if (dx) {
+        dx->add(slice.d_pre, outputs_first(shard[layout.up_weight], layout.up));
+        if (shape.gated) dx->add(slice.d_gate, outputs_first(shard[layout.gate_weight], layout.up));
+      }
+      if (!home.empty()) hidden[owner] = std::move(slice);
+      continue;
+    }
+
+    const auto in = pass.gradient_in();
+    const auto out = pass.gradient_out();
+    const auto arrived = [&](int part) { return in.empty() ? at::Tensor() : in[place[part]]; };
+    const auto add_weight = [&](int part, const LinearShape& linear, const at::Tensor& left, const at::Tensor& right) {
+      if (part < 0 || place[part] < 0) return;
+      const at::Tensor before = arrived(part);
+      gemm(outputs_first(out[place[part]], linear), before.defined() ? outputs_first(before, linear) : before, left.t(),
+           right, scale);
+    };
+    const auto add_bias = [&](int part, const at::Tensor& values) {
+      if (part >= 0 && place[part] >= 0) column_sum(out[place[part]], arrived(part), values, scale);
+    };
+    if (layout.bias_sizes[owner] > 0) add_bias(layout.down_bias, layout.bias_slice(dy, owner));
+    if (empty) continue;
+    const Hidden& slice = hidden.at(owner);
+    add_weight(layout.down_weight, layout.down, dy, slice.value);
+    add_weight(layout.up_weight, layout.up, slice.d_pre, x);
+    add_bias(layout.up_bias, slice.d_pre);
+    if (shape.gated) {
+      add_weight(layout.gate_weight, layout.up, slice.d_gate, x);
+      add_bias(layout.gate_bias, slice.d_gate);
+    }
+    hidden.erase(owner);
+  }
+
+  std::vector<at::Tensor> result{dx ? dx->result().to(options.compute_dtype) : at::Tensor()};
+  for (const int index : place) result.push_back(index < 0 ? at::Tensor() : home[index]);
+  return result;
+}
+
+}  // namespace rtp

@@ -1,0 +1,134 @@
+"""A vocabulary head and its cross-entropy as one operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rtp_ext import _native
+from rtp_ext.functional._call import Call, Home, agree, expect_shape, prepare_in_place, wants
+from rtp_ext.ring import Ring
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: Call, shape: Any, targets, x, *parameters):
+        ctx.call, ctx.shape = call, shape
+        ctx.needs_x, *ctx.needs_parameter = ctx.needs_input_grad[3:]
+        result = call.run(_native.cross_entropy_forward, x, targets, parameters, shape, call.options())
+        ctx.save_for_backward(x, targets, result.lse, *parameters)
+        return result.loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        x, targets, lse, *parameters = ctx.saved_tensors
+        dx, *gradients = ctx.call.run(
+            _native.cross_entropy_backward,
+            dloss.contiguous(),
+            x,
+            targets,
+            lse,
+            parameters,
+            ctx.shape,
+            ctx.needs_x,
+            ctx.needs_parameter,
+            ctx.call.options(),
+        )
+        for index, parameter in enumerate(parameters):
+            if gradients[index] is not None:
+                gradients[index] = gradients[index].to(parameter.dtype)
+        return None, None, None, dx, *gradients
+
+
+def rotated_linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ring: Ring,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    transposed: bool = False,
+    in_place: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    name: str = "rotated_linear_cross_entropy",
+) -> torch.Tensor:
+    """`cross_entropy(x @ W.T + b, targets)` with W travelling and no [tokens, vocabulary] tensor anywhere.
+
+    Vocabulary shards visit every rank while an online softmax runs; logits exist for one shard and a part of the tokens
+    at a time (at most a quarter of them, or 64 MiB, whichever is less; never fewer than 128 tokens), and are computed
+    again in backward. The sums of the softmax are kept in float32 or wider.
+
+        x         [..., D]   this rank's own batch, in the compute dtype
+        weight    [V_r, D]   home shard, cut along the vocabulary; [D, V_r] where transposed
+        bias      [V_r]      home shard
+        targets   [...]      integers in [0, V), or ignore_index
+        returns   scalar, or [...] where reduction is "none"; float32, float64 for float64
+
+    Args:
+        ignore_index, label_smoothing, reduction: as in torch.nn.functional.cross_entropy.
+        soft_cap: logits are `soft_cap * tanh(logits / soft_cap)` (Gemma 2, arXiv 2408.00118).
+        z_loss: `z_loss * logsumexp(logits) ** 2` is added for every token (PaLM, arXiv 2204.02311, section 5).
+
+    Raises IndexError for targets out of range (on CUDA: a device assertion); everything else is as in `rotated_linear`.
+    Source: RTP, arXiv 2311.01635; online softmax: Milakov and Gimelshein, arXiv 1805.02867.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: expected a reduction of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: expected label_smoothing in [0, 1], got {label_smoothing}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"{name}: expected a positive soft_cap or None, got {soft_cap}")
+    if z_loss < 0:
+        raise ValueError(f"{name}: expected z_loss >= 0, got {z_loss}")
+    call = Call.of(
+        weight, ring=ring, name=name, in_place=in_place, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
+    )
+    x = call.operand(x)
+    if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{name}: expected integer targets of shape {tuple(x.shape[:-1])}, got "
+            f"{getattr(targets, 'dtype', type(targets).__name__)} {tuple(getattr(targets, 'shape', ()))}"
+        )
+    homes = [Home("weight", weight, 1 if transposed else 0)]
+    homes[0].check(call, 2)
+    if bias is not None:
+        homes.append(Home("bias", bias, 0))
+        homes[1].check(call, 1)
+    facts = [f"gradients of x, weight, bias {wants(x, weight, bias)}"]
+    whole, *bias_shape = agree(call, homes, facts)
+    vocabulary, features = reversed(whole) if transposed else whole
+    if bias_shape:
+        expect_shape(call, homes[1], bias_shape[0], (vocabulary,))
+    if x.shape[-1] != features:
+        raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
+    prepare_in_place(call, homes, [whole, *bias_shape])
+    shape = _native.CrossEntropyShape(
+        vocabulary=vocabulary,
+        features=features,
+        transposed=transposed,
+        bias=bias is not None,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        soft_cap=soft_cap or 0.0,
+        z_loss=z_loss,
+    )
+    flat = targets.reshape(-1).to(torch.int64).contiguous()
+    loss = _LinearCrossEntropy.apply(
+        call, shape, flat, x.reshape(-1, features).contiguous(), *(home.local for home in homes)
+    )
+    if reduction == "none":
+        return loss.view(targets.shape)
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / flat.ne(ignore_index).sum()

@@ -1,0 +1,152 @@
+"""An MLP whose weights rotate as a bundle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rtp_ext import _native
+from rtp_ext.functional._call import Call, Home, agree, expect_shape, prepare_in_place, wants
+from rtp_ext.ring import Ring
+
+# name -> (activation of the engine, gated)
+ACTIVATIONS = {
+    "relu": ("relu", False),
+    "gelu": ("gelu", False),
+    "gelu_tanh": ("gelu_tanh", False),
+    "silu": ("silu", False),
+    "swiglu": ("silu", True),
+    "geglu": ("gelu", True),
+    "geglu_tanh": ("gelu_tanh", True),
+    "reglu": ("relu", True),
+}
+
+
+class _RotatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: Call, shape: Any, keep: bool, x, *parameters):
+        ctx.call, ctx.shape = call, shape
+        needs_x, *ctx.needs_parameter = ctx.needs_input_grad[3:]
+        ctx.needs_x = needs_x
+        result = call.run(_native.mlp_forward, x, parameters, shape, keep, call.options())
+        ctx.parameters = len(parameters)
+        ctx.save_for_backward(x, *parameters, *result.kept)
+        return result.y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, *saved = ctx.saved_tensors
+        parameters, kept = saved[: ctx.parameters], saved[ctx.parameters :]
+        dx, *gradients = ctx.call.run(
+            _native.mlp_backward,
+            dy.contiguous(),
+            x,
+            kept,
+            parameters,
+            ctx.shape,
+            ctx.needs_x,
+            ctx.needs_parameter,
+            ctx.call.options(),
+        )
+        for index, parameter in enumerate(parameters):
+            if gradients[index] is not None:
+                gradients[index] = gradients[index].to(parameter.dtype)
+        return None, None, None, dx, *gradients
+
+
+def rotated_mlp(
+    x: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    *,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    gate_bias: torch.Tensor | None = None,
+    activation: str = "gelu",
+    recompute: bool = False,
+    ring: Ring,
+    transposed: bool = False,
+    in_place: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    name: str = "rotated_mlp",
+) -> torch.Tensor:
+    """`act(x @ U.T) @ D.T`, or `(act(x @ G.T) * (x @ U.T)) @ D.T`, with U, G and D travelling as one bundle.
+
+    Shard j of all three weights meets hidden slice j, which lives during step j only.
+
+        x          [..., I]  this rank's own batch, in the compute dtype
+        up, gate   [H_r, I]  home shards, cut along the hidden features; [I, H_r] where transposed
+        down       [O, H_r]  home shard, cut along the hidden features; [H_r, O] where transposed
+        up_bias, gate_bias [H_r], down_bias [O_r]  home shards
+        returns    [..., O]  in the compute dtype
+
+        forward    y = sum_j h_j @ D_j.T,  h_j = act(x @ G_j.T) * (x @ U_j.T)
+        backward   with W_j travelling: dh_j = dy @ D_j, then the gradients of slice j
+
+    Args:
+        activation: gelu, gelu_tanh, relu, silu; or, with a gate, swiglu, geglu, geglu_tanh, reglu.
+        recompute: keep no hidden value for backward; it is computed again from the shard that is passing by (one more
+            GEMM per weight of the first layer, no hop more). Otherwise x @ U.T and x @ G.T are kept, [..., H] each.
+
+    Partial outputs are summed in float32 where the compute dtype has 16 bits. Everything else is as in
+    `rotated_linear`. Source: RTP, arXiv 2311.01635; README, 'Bundles'.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{name}: expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    function, gated = ACTIVATIONS[activation]
+    if gated != (gate is not None):
+        raise ValueError(f"{name}: activation {activation} expected a gate: {gated}, got one: {gate is not None}")
+    if gated and (gate_bias is None) != (up_bias is None):
+        raise ValueError(f"{name}: expected biases of both gate and up or of neither")
+    call = Call.of(up, ring=ring, name=name, in_place=in_place, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    x = call.operand(x)
+    outputs, inputs = (1, 0) if transposed else (0, 1)
+    candidates = [
+        ("gate weight", gate, outputs, 2),
+        ("gate bias", gate_bias, 0, 1),
+        ("up weight", up, outputs, 2),
+        ("up bias", up_bias, 0, 1),
+        ("down weight", down, inputs, 2),
+        ("down bias", down_bias, 0, 1),
+    ]
+    homes = []
+    for what, tensor, dim, dims in candidates:
+        if tensor is not None:
+            homes.append(Home(what, tensor, dim))
+            homes[-1].check(call, dims)
+    facts = [f"gradients {wants(x, *(home.tensor for home in homes))}", activation, f"recompute {recompute}"]
+    shapes = agree(call, homes, facts)
+    whole = {home.what: shape for home, shape in zip(homes, shapes, strict=True)}
+    hidden, features = whole["up weight"][outputs], whole["up weight"][inputs]
+    out_features = whole["down weight"][outputs]
+    down_shape = (hidden, out_features) if transposed else (out_features, hidden)
+    expected = {
+        "gate weight": whole["up weight"],
+        "gate bias": (hidden,),
+        "up bias": (hidden,),
+        "down weight": down_shape,
+        "down bias": (out_features,),
+    }
+    for home in homes:
+        expect_shape(call, home, whole[home.what], expected.get(home.what, whole[home.what]))
+    if x.shape[-1] != features:
+        raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
+    prepare_in_place(call, homes, shapes)
+    shape = _native.MlpShape(
+        in_features=features,
+        hidden_features=hidden,
+        out_features=out_features,
+        gated=gated,
+        transposed=transposed,
+        up_bias=up_bias is not None,
+        down_bias=down_bias is not None,
+        activation=function,
+    )
+    keep = not recompute and any(wants(x, *(home.tensor for home in homes)))
+    y = _RotatedMLP.apply(call, shape, keep, x.reshape(-1, features), *(home.local for home in homes))
+    return y.view(*x.shape[:-1], out_features)
