@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 BYTES = 256
+TINY_VOCABULARY = 8192
 
 
 class Block(nn.Module):
@@ -90,20 +92,49 @@ class MLPStack(nn.Module):
         return F.mse_loss(x.to(targets.dtype), targets)
 
 
+class Llama(nn.Module):
+    """A Llama of the transformers package with random weights, as a language model with a loss."""
+
+    def __init__(self, *, layers: int, hidden: int, heads: int, kv_heads: int, inner: int, vocabulary: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            intermediate_size=inner,
+            vocab_size=vocabulary,
+            use_cache=False,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.model.layers
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """inputs, targets int64 [batch, seq] -> mean cross-entropy in nats per token, float32 or wider, scalar."""
+        return self.model(input_ids=inputs, labels=targets, shift_labels=targets).loss
+
+
 def random_vectors(tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets for MLPStack, float32 [tokens, 1024] each."""
     return torch.randn(tokens, 1024, generator=generator), torch.randn(tokens, 1024, generator=generator)
 
 
-def random_bytes(tokens: int, generator: torch.Generator, seq: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets for GPT, int64 [tokens / seq, seq] each.
+def random_tokens(
+    tokens: int, generator: torch.Generator, seq: int = 128, vocabulary: int = BYTES
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets for a language model, int64 [tokens / seq, seq] each.
 
     Raises:
         ValueError: `tokens` is not a multiple of `seq`.
     """
     if tokens % seq:
         raise ValueError(f"{tokens} tokens are not a multiple of the sequence length {seq}")
-    windows = torch.randint(BYTES, (tokens // seq, seq + 1), generator=generator)
+    windows = torch.randint(vocabulary, (tokens // seq, seq + 1), generator=generator)
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
@@ -119,6 +150,11 @@ class Workload:
 WORKLOADS = {
     "mlp": Workload(MLPStack, random_vectors, "4 x (LayerNorm, Linear 1024->4096, GELU, Linear 4096->1024)"),
     "gpt": Workload(
-        lambda: GPT(seq=128, layers=6, hidden=384, heads=6), random_bytes, "byte GPT, 6 layers, hidden 384, seq 128"
+        lambda: GPT(seq=128, layers=6, hidden=384, heads=6), random_tokens, "byte GPT, 6 layers, hidden 384, seq 128"
+    ),
+    "llama-tiny": Workload(
+        lambda: Llama(layers=4, hidden=512, heads=8, kv_heads=4, inner=1408, vocabulary=TINY_VOCABULARY),
+        partial(random_tokens, vocabulary=TINY_VOCABULARY),
+        "Llama, 4 layers, hidden 512, 8 heads, 4 kv heads, inner 1408, vocabulary 8192, seq 128",
     ),
 }

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,10 +32,10 @@ class Strategy:
     one_process: bool = False
 
 
-def _rotate(in_place: bool) -> Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]:
+def _rotate(**choices: Any) -> Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]:
     def convert(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
         options = {} if policy is None else {"mp_policy": policy}
-        return rtp_ext.fully_rotate(model, mesh=mesh, in_place=in_place, **options)
+        return rtp_ext.fully_rotate(model, mesh=mesh, **choices, **options)
 
     return convert
 
@@ -51,8 +52,11 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy 
 
 
 STRATEGIES = {
-    "rtp": Strategy(_rotate(in_place=False), follows_policy=True),
+    "rtp": Strategy(_rotate(), follows_policy=True),
     "rtp-inplace": Strategy(_rotate(in_place=True), follows_policy=True),
+    "rtp-unbundled": Strategy(_rotate(bundle=False), follows_policy=True),
+    "rtp-recompute": Strategy(_rotate(bundle="recompute"), follows_policy=True),
+    "rtp-fused": Strategy(_rotate(bundle="recompute", loss_head="fused"), follows_policy=True),
     "fsdp2": Strategy(_shard, follows_policy=True),
     "ddp": Strategy(_replicate),
     "single": Strategy(lambda model, mesh, policy: model, one_process=True),

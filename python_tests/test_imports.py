@@ -20,7 +20,7 @@ PYTHON_LAYERS = [
     {"sharding"},
     {"functional"},
     {"nn"},
-    {"convert", "planner", "doctor"},
+    {"convert", "loading", "planner", "doctor"},
     {"__init__"},
     {"__main__"},
 ]

@@ -3,6 +3,7 @@
 from rtp_ext import functional, nn
 from rtp_ext._native import CudaError, NcclError, RingTimeout, RotationError
 from rtp_ext.convert import fully_rotate, ring_of
+from rtp_ext.loading import load_safetensors
 from rtp_ext.ring import Ring
 from rtp_ext.sharding import init_weights
 
@@ -17,6 +18,7 @@ __all__ = [
     "fully_rotate",
     "functional",
     "init_weights",
+    "load_safetensors",
     "nn",
     "ring_of",
 ]

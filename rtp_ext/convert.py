@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from rtp_ext.nn import RotatedEmbedding, RotatedLinear
-from rtp_ext.nn._base import RotatedModule
-from rtp_ext.nn.gathered import ForwardScope, make_averaged, make_gathered
+from rtp_ext.nn.gathered import ForwardScope, GatheredModule, average_gradient
+from rtp_ext.nn.mlp import OWN_HOOKS
+from rtp_ext.rewrite import Rewriter
 from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
@@ -32,6 +31,13 @@ class RotationState(ForwardScope):
     def __init__(self, ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
         super().__init__(ring, mp_policy)
         self.agreed: list[tuple[int, torch.dtype, bool]] | None = None
+        self.ignored: set[str] = set()  # names of parameters that are not averaged
+
+    def __deepcopy__(self, memo: dict) -> RotationState:
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, RotationState)
+        twin.ignored = set(self.ignored)
+        return twin
 
     def check_agreement(self, root: nn.Module) -> None:
         """Before the first forward, and whenever the set of parameters changes, all ranks compare their models."""
@@ -44,7 +50,28 @@ class RotationState(ForwardScope):
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
                 raise ValueError(f"{type(root).__name__}: {_first_difference(told[0], theirs, rank)}")
+        self._average_newcomers(named)
         self.agreed = now
+
+    def _average_newcomers(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        """Parameters that were added after conversion, such as adapters', stay whole, and are averaged."""
+        if self.ring.mesh is None:
+            return
+        added = [
+            name
+            for name, parameter in named
+            if parameter.requires_grad
+            and not isinstance(parameter, DTensor)
+            and name not in self.ignored
+            and average_gradient(parameter, self.ring)
+        ]
+        if added:
+            logger.info(
+                "%d parameters were added after fully_rotate (%s, ...): they stay whole on every rank, and their "
+                "gradients are averaged",
+                len(added),
+                added[0],
+            )
 
 
 def _first_difference(expected: list[tuple], actual: list[tuple], rank: int) -> str:
@@ -73,17 +100,20 @@ def fully_rotate(
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     in_place: bool = False,
+    bundle: bool | str = True,
+    loss_head: str | None = None,
     route: str = "auto",
     transport: str = "auto",
     timeout: float | datetime.timedelta = 600.0,
 ) -> nn.Module:
     """Spreads every parameter of a model over a ring, in place, and returns the same module.
 
-    Linear and embedding layers rotate: their shards visit every rank while it computes, and no rank ever holds a whole
-    one. The parameters of all other modules are sharded too and gathered while their module needs them. Every rank
+    Linear, embedding, convolution and attention layers and experts rotate: their shards visit every rank while it
+    computes, and no rank ever holds a whole one. Subclasses of torch's layers are not touched; the parameters of all
+    modules that do not rotate are sharded too, and gathered while their module needs them. Every rank
     keeps its own batch; gradients are averaged over the ring. Parameters become DTensors sharded over the mesh, under
-    unchanged names. Build the model alike on every rank (the same seed), or load the plain model's state dict afterwards
-    with torch.distributed.checkpoint.state_dict.set_model_state_dict and full_state_dict=True.
+    unchanged names. Build the model alike on every rank (the same seed), or load the plain model's weights afterwards:
+    load_safetensors, or torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True.
 
     Args:
         module: the model, its parameters on the device of the mesh or on the meta device.
@@ -92,9 +122,16 @@ def fully_rotate(
             float32); cast_forward_inputs and output_dtype apply to the whole model.
         ignored_params: left as they are, with the modules that own them. They are not averaged.
         in_place: the home shards themselves travel, with one slot instead of two.
+        bundle: rotate MLP blocks (torch's transformer layers, nn.Sequential of linear, activation, linear, and the
+            blocks of transformers' GPT-2, Llama, Mistral, Mixtral, Qwen, BERT and ViT) as bundles, and the q, k and v
+            projections of attention together; "recompute": bundled MLPs and experts keep no hidden value for backward.
+            One log line for each kind of module says what became of it.
+        loss_head: "fused": causal language models of the transformers package compute vocabulary head and loss as one
+            where labels are given; their output then has no logits.
         route, transport, timeout: see Ring.
 
-    Raises ValueError where the model, or part of it, was converted before. Collective: makes a ring.
+    Raises ValueError where the model, or part of it, was converted before, or where loss_head="fused" finds no model
+    that it knows. Collective: makes a ring.
     Source: RTP, arXiv 2311.01635.
     """
     if not isinstance(module, nn.Module):
@@ -105,11 +142,19 @@ def fully_rotate(
                 f"fully_rotate: expected a model that has not been converted, got one whose "
                 f"{f'module {name}' if name else 'root'} ({type(part).__name__}) already was"
             )
+    if bundle not in (True, False, "recompute"):
+        raise ValueError(f"fully_rotate: expected bundle to be True, False or 'recompute', got {bundle!r}")
+    if loss_head not in (None, "fused"):
+        raise ValueError(f"fully_rotate: expected loss_head to be None or 'fused', got {loss_head!r}")
     ring = mesh if isinstance(mesh, Ring) else Ring(mesh, transport=transport, route=route, timeout=timeout)
     state = RotationState(ring, mp_policy or MixedPrecisionPolicy())
     ignored = {id(parameter) for parameter in ignored_params or ()}
     _check_device(module, ring)
-    _convert(module, ring, state, ignored, in_place)
+    state.ignored = {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in ignored}
+    Rewriter(module, ring, state, ignored=ignored, in_place=in_place, bundle=bundle, loss_head=loss_head).run()
+    _open_scopes(module)
+    if in_place:
+        _say_what_in_place_means(ring, state.mp_policy)
     object.__setattr__(module, _STATE, state)
     module.register_forward_pre_hook(_open_root, with_kwargs=True, prepend=True)
     module.register_forward_hook(_close_root, always_call=True)
@@ -133,52 +178,6 @@ def _check_device(module: nn.Module, ring: Ring) -> None:
             )
 
 
-def _convert(root: nn.Module, ring: Ring, state: RotationState, ignored: set[int], in_place: bool) -> None:
-    options: dict[str, Any] = {"in_place": in_place, "mp_policy": state.mp_policy}
-    memo: dict[int, nn.Parameter] = {}
-    counts: Counter[str] = Counter()
-    modules = list(root.named_modules())
-    tied = _tied_parameters(modules)
-    _check_ties(modules, ignored)
-    leftovers = []
-    for name, part in modules:
-        own = [parameter for parameter in part._parameters.values() if parameter is not None]
-        if not own:
-            continue
-        label = name or type(part).__name__
-        kind = type(part).__name__
-        if isinstance(part, RotatedModule) or all(isinstance(parameter, DTensor) for parameter in own):
-            counts[f"{kind}: already sharded, left alone"] += 1
-        elif any(id(parameter) in ignored for parameter in own):
-            counts[f"{kind}: ignored"] += 1
-        elif type(part) is nn.Linear:
-            part.__class__ = RotatedLinear
-            part._rotate(ring, name=label, memo=memo, **options)  # type: ignore[operator]
-            counts["Linear: rotated"] += 1
-        elif type(part) is nn.Embedding and (problem := RotatedEmbedding.refusal(part)) is not None:
-            make_averaged(part, ring)
-            logger.warning("fully_rotate: %s stays whole on every rank: %s; its gradient is averaged", label, problem)
-        elif type(part) is nn.Embedding:
-            part.__class__ = RotatedEmbedding
-            # a tied table is also somebody's weight [vocabulary, features], cut along its outputs
-            shard_dim = 0 if id(part.weight) in tied else 1
-            part._rotate(ring, shard_dim=shard_dim, name=label, memo=memo, **options)  # type: ignore[operator]
-            counts["Embedding: rotated"] += 1
-        else:
-            leftovers.append((part, kind))
-    for part, kind in leftovers:
-        if ring.mesh is None:
-            counts[f"{kind}: left whole (emulated ring)"] += 1
-        else:
-            make_gathered(part, ring, state, memo)
-            counts[f"{kind}: sharded, gathered while in use"] += 1
-    _open_scopes(root, [part for part, _ in leftovers])
-    if in_place:
-        _say_what_in_place_means(ring, state.mp_policy)
-    for line, count in counts.items():
-        logger.info("fully_rotate: %d x %s", count, line)
-
-
 def _say_what_in_place_means(ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
     if ring.transport == "shm":
         logger.info("fully_rotate: in_place: transport shm receives in its own slots, so that copies travel")
@@ -188,35 +187,11 @@ def _say_what_in_place_means(ring: Ring, mp_policy: MixedPrecisionPolicy) -> Non
         logger.info("fully_rotate: in_place: every hop of a weight goes to the neighbour, whatever the route")
 
 
-def _check_ties(modules: list[tuple[str, nn.Module]], ignored: set[int]) -> None:
-    """A parameter cannot stay whole for one of its owners and be sharded for another."""
-    whole: dict[int, str] = {}
-    sharded: dict[int, str] = {}
-    for name, part in modules:
-        own = [id(parameter) for parameter in part._parameters.values() if parameter is not None]
-        refused = type(part) is nn.Embedding and RotatedEmbedding.refusal(part) is not None
-        (whole if refused or ignored.intersection(own) else sharded).update(dict.fromkeys(own, name))
-    for parameter in whole.keys() & sharded.keys():
-        raise ValueError(
-            f"fully_rotate: {sharded[parameter]} shares a parameter with {whole[parameter]}, whose parameters stay "
-            "whole: expected all modules that share it to be rotated, or the parameter in ignored_params"
-        )
-
-
-def _tied_parameters(modules: list[tuple[str, nn.Module]]) -> set[int]:
-    """Ids of parameters that more than one module owns."""
-    owners = Counter(
-        id(parameter) for _, part in modules for parameter in part._parameters.values() if parameter is not None
-    )
-    return {parameter for parameter, count in owners.items() if count > 1}
-
-
 # A module below the root may be called on its own, or by activation checkpointing in backward. Every module with
 # gathered parameters in it therefore opens a scope around its forward.
-def _open_scopes(root: nn.Module, leftovers: list[nn.Module]) -> None:
-    wanted = {id(part) for part in leftovers}
+def _open_scopes(root: nn.Module) -> None:
     for part in root.modules():
-        if part is not root and any(id(inner) in wanted for inner in part.modules()):
+        if part is not root and any(isinstance(inner, GatheredModule) for inner in part.modules()):
             part.register_forward_pre_hook(_open_scope, prepend=True)
             part.register_forward_hook(_close_scope, always_call=True)
 
@@ -232,6 +207,10 @@ def _open_scope(part: nn.Module, _arguments: Any) -> None:
 
 def _close_scope(part: nn.Module, _arguments: Any, _output: Any) -> None:
     _scope_of(part).leave()
+
+
+for _hook in (_open_scope, _close_scope):
+    setattr(_hook, OWN_HOOKS, True)
 
 
 def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:

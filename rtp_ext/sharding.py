@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.ring import Ring
@@ -93,11 +97,51 @@ def shard_dim_of(parameter: torch.Tensor) -> int | None:
     return next((p.dim for p in parameter.placements if isinstance(p, Shard)), None)
 
 
+_BLOCK = 1 << 20  # bytes that `gather_full` sends at once
+
+
 def gather_full(parameter: torch.Tensor) -> torch.Tensor:
-    """The whole parameter on every rank, on the CPU. Collective."""
+    """The whole parameter on every rank, on the CPU, with no second copy of it on the way. Collective."""
     with torch.no_grad():
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        return full.detach().cpu().clone()
+        home = local_shard(parameter).detach()
+        dim = shard_dim_of(parameter)
+        if not isinstance(parameter, DTensor) or dim is None:
+            return home.to("cpu", copy=True)
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+        if whole.numel() == 0:
+            return whole
+        mesh = parameter.device_mesh
+        pieces = whole.split(shard_sizes(whole.shape[dim], mesh.size()), dim)
+        # one buffer for all blocks: a process group may hold on to what it has sent for a moment
+        rows = max(1, _BLOCK // pieces[0][0].nbytes)
+        buffer = torch.empty(pieces[0][:rows].numel(), dtype=home.dtype, device=home.device)
+        for owner, piece in enumerate(pieces):
+            for start in range(0, piece.shape[0] if piece.numel() else 0, rows):
+                block = piece[start : start + rows]
+                flat = buffer[: block.numel()]
+                if owner == mesh.get_local_rank():
+                    flat.view(block.shape).copy_(home[start : start + rows])
+                dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(), group_src=owner)
+                block.copy_(flat.view(block.shape))
+        return whole
+
+
+class _WholeCopies(TorchDispatchMode):
+    """Lets an initialisation that reaches into other modules work on whole copies of their sharded parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: dict[int, tuple[DTensor, torch.Tensor]] = {}  # by storage of the home shard
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(DTensor, self._copy_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _copy_of(self, parameter: DTensor) -> torch.Tensor:
+        key = parameter._local_tensor.untyped_storage()._cdata
+        if key not in self.copies:
+            self.copies[key] = (parameter, gather_full(parameter))
+        return self.copies[key][1]
 
 
 def init_weights(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
@@ -105,41 +149,42 @@ def init_weights(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
 
     For each module in `modules()` order, `fn` runs on a full CPU copy of that one module's own parameters, and this
     rank's shards are kept: values equal those of the plain model under the same seed, whatever R, and at most one
-    module's own parameters are held in full. Collective; seed every rank alike.
+    module's own parameters are held in full, next to a block of 1 MiB. Parameters of other modules that `fn` reaches
+    into (as GPT-2's scaled initialisation does) are held in full until it returns. Collective; seed every rank alike.
 
     Raises ValueError for parameters still on the meta device (call `to_empty` first).
     """
-    for name, owner in module.named_modules():
-        own = {key: p for key, p in owner._parameters.items() if isinstance(p, DTensor)}
-        if not own:
+    for name, parameter in module.named_parameters():
+        if parameter.device.type == "meta":
+            raise ValueError(f"init_weights: {name} is on the meta device; call to_empty first")
+    for owner in module.modules():
+        _init_module(owner, fn)
+
+
+def _init_module(owner: nn.Module, fn: Callable[[nn.Module], object]) -> None:
+    own: dict[str, Any] = {key: p for key, p in owner._parameters.items() if isinstance(p, DTensor)}
+    copies = {key: nn.Parameter(gather_full(p), requires_grad=p.requires_grad) for key, p in own.items()}
+    owner._parameters.update(copies)
+    try:
+        with _WholeCopies() as others:
             fn(owner)
-            continue
+        results: dict[str, Any] = {key: owner._parameters[key] for key in own}
+    finally:
+        owner._parameters.update(own)
+    with torch.no_grad():
         for key, parameter in own.items():
-            if parameter.device.type == "meta":
-                raise ValueError(
-                    f"init_weights: {name or 'the module'}.{key} is on the meta device; call to_empty first"
-                )
-        copies = {key: nn.Parameter(gather_full(p), requires_grad=p.requires_grad) for key, p in own.items()}
-        owner._parameters.update(copies)
-        try:
-            fn(owner)
-            results = {key: owner._parameters[key] for key in own}
-        finally:
-            owner._parameters.update(own)
-        with torch.no_grad():
-            for key, parameter in own.items():
-                _keep_shard(parameter, results[key])
+            _keep_shard(parameter, results[key])
+        for parameter, whole in others.copies.values():
+            _keep_shard(parameter, whole)
 
 
 def _keep_shard(parameter: DTensor, full: torch.Tensor) -> None:
     home = parameter.to_local()
     dim = shard_dim_of(parameter)
-    if dim is None:
-        home.copy_(full)
-        return
-    sizes = shard_sizes(parameter.shape[dim], parameter.device_mesh.size())
-    rank = parameter.device_mesh.get_local_rank()
-    home.copy_(full.narrow(dim, sum(sizes[:rank]), sizes[rank]))
+    if dim is not None:
+        sizes = shard_sizes(parameter.shape[dim], parameter.device_mesh.size())
+        full = full.split(sizes, dim)[parameter.device_mesh.get_local_rank()]
+    home.copy_(full)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

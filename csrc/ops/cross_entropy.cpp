@@ -3,7 +3,6 @@
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
 
@@ -16,8 +15,8 @@
 namespace rtp {
 namespace {
 
-// Logits are made for so many bytes' worth of tokens at a time: enough rows for an efficient GEMM, and a small part of
-// what the logits of one shard would take.
+// Logits are made for a part of the tokens at a time: a small one of what the logits of one shard would take, but with
+// enough rows for an efficient GEMM.
 constexpr int64_t kLogitBytes = int64_t{64} << 20;
 constexpr int64_t kLeastRows = 128;
 constexpr int64_t kLeastChunks = 4;
@@ -70,8 +69,7 @@ struct VocabularyCut {
         sizes(shard_sizes(shape.vocabulary, ranks)),
         starts(shard_starts(sizes)) {
     const int64_t row = std::max<int64_t>(sizes[0], 1) * static_cast<int64_t>(c10::elementSize(sums));
-    const int64_t enough = std::max(kLogitBytes / row, kLeastRows);
-    rows = std::max<int64_t>(std::min(enough, (tokens + kLeastChunks - 1) / kLeastChunks), 1);
+    rows = std::max(std::min(kLogitBytes / row, (tokens + kLeastChunks - 1) / kLeastChunks), kLeastRows);
   }
 
   std::vector<Part> parts(const CrossEntropyShape& shape, at::ScalarType dtype) const {
@@ -127,9 +125,11 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
   const VocabularyCut cut(shape, executor.ranks(), tokens, accumulation_dtype(options.compute_dtype));
   Cargo cargo = weight_cargo(executor, cut, shape, parameters, options);
 
-  // running maximum, sum of exp(z - maximum), z of the target, sum of z
-  const at::Tensor most = at::full({tokens}, -std::numeric_limits<double>::infinity(), sums);
-  const at::Tensor scaled = at::zeros({tokens}, sums);
+  // Running maximum, sum of exp(z - maximum), z of the target, sum of z. The maximum starts finite: a shard whose
+  // logits are all -inf (a masked part of the vocabulary) is then no -inf - -inf.
+  const at::Tensor lse = at::zeros({2, tokens}, sums);
+  const at::Tensor most = lse.select(0, 0).fill_(std::numeric_limits<float>::lowest());
+  const at::Tensor scaled = lse.select(0, 1);
   const at::Tensor hit = at::zeros({tokens}, sums);
   const at::Tensor total = shape.label_smoothing > 0 ? at::zeros({tokens}, sums) : at::Tensor();
   const at::Tensor buffer = at::empty({std::min(cut.rows, tokens) * cut.sizes[0]}, sums);
@@ -144,17 +144,22 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
       const auto of = [&](const at::Tensor& per_token) { return per_token.narrow(0, first, rows); };
       const at::Tensor z = shard.logits(of(x));
       const auto [index, here] = shard.place(of(targets));
-      of(hit).add_(z.gather(1, index.unsqueeze(1)).squeeze(1).mul_(here));
+      of(hit).add_(z.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill_(here.logical_not(), 0));
       if (total.defined()) of(total).add_(z.sum(1));
       const at::Tensor higher = at::maximum(of(most), z.amax(1));
       of(scaled).mul_(of(most).sub(higher).exp_()).add_(z.sub_(higher.unsqueeze(1)).exp_().sum(1));
       of(most).copy_(higher);
     }
   }
-  const at::Tensor lse = scaled.log_().add_(most);
-  at::Tensor loss = lse.sub(hit, 1 - shape.label_smoothing);
-  if (total.defined()) loss.sub_(total, shape.label_smoothing / static_cast<double>(shape.vocabulary));
-  if (shape.z_loss > 0) loss.addcmul_(lse, lse, shape.z_loss);
+  // Differences of logits first: they are exact where the logits themselves have few digits left.
+  at::Tensor loss = scaled.log_().add(most.sub(hit), 1 - shape.label_smoothing);
+  if (total.defined()) {
+    loss.add_(most.sub(total, 1.0 / static_cast<double>(shape.vocabulary)), shape.label_smoothing);
+  }
+  if (shape.z_loss > 0) {
+    const at::Tensor whole = most.add(scaled);
+    loss.addcmul_(whole, whole, shape.z_loss);
+  }
   loss.masked_fill_(targets.eq(shape.ignore_index), 0);
   return {loss, lse};
 }
@@ -181,9 +186,11 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
   const bool weight_wanted = needs_parameter[0];
   const bool bias_wanted = shape.bias && needs_parameter[1];
 
-  // d loss / d z = coefficient p - hit [z is the target's] - everywhere
+  // d loss / d z = coefficient p - hit [z is the target's] - everywhere, and coefficient p = exp(z - most) factor
   const at::Tensor g = dloss.masked_fill(targets.eq(shape.ignore_index), 0);
-  const at::Tensor coefficient = shape.z_loss > 0 ? g.mul(lse.mul(2 * shape.z_loss).add_(1)) : g;
+  const at::Tensor most = lse.select(0, 0);
+  at::Tensor factor = g.mul(lse.select(0, 1).neg().exp_());
+  if (shape.z_loss > 0) factor.mul_(lse.sum(0).mul_(2 * shape.z_loss).add_(1));
   const double everywhere = shape.label_smoothing / static_cast<double>(shape.vocabulary);
   const auto sums = x.options().dtype(sum_dtype);
   const at::Tensor buffer = at::empty({std::min(cut.rows, tokens) * cut.sizes[0]}, sums);
@@ -198,7 +205,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
     const auto [index, here] = shard.place(of(targets, first));
     at::Tensor slope;  // of the soft cap
     if (shape.soft_cap > 0) slope = z.div(shape.soft_cap).square_().neg_().add_(1);
-    z.sub_(of(lse, first).unsqueeze(1)).exp_().mul_(of(coefficient, first).unsqueeze(1));
+    z.sub_(of(most, first).unsqueeze(1)).exp_().mul_(of(factor, first).unsqueeze(1));
     z.scatter_add_(1, index.unsqueeze(1), of(g, first).mul(here).mul_(shape.label_smoothing - 1).unsqueeze(1));
     if (everywhere > 0) z.sub_(of(g, first).unsqueeze(1), everywhere);
     if (slope.defined()) z.mul_(slope);

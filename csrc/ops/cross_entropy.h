@@ -23,7 +23,7 @@ struct CrossEntropyShape {
 
 struct CrossEntropyResult {
   at::Tensor loss;  // [M], in the accumulation dtype
-  at::Tensor lse;   // [M]: what backward needs besides the inputs
+  at::Tensor lse;   // [2, M]: the largest logit, and the log-sum-exp beyond it. All that backward needs of the logits
 };
 
 // x [M, features] in options.compute_dtype, targets int64 [M], contiguous; parameters: home shards of the weight

@@ -1,14 +1,18 @@
 """Autograd functions over the rotation engine. Arguments are home shards: plain local tensors or DTensors."""
 
+from rtp_ext.functional.convolution import rotated_convolution
 from rtp_ext.functional.cross_entropy import rotated_linear_cross_entropy
 from rtp_ext.functional.embedding import rotated_embedding
 from rtp_ext.functional.experts import rotated_experts
+from rtp_ext.functional.flyweight import rotated_flyweight
 from rtp_ext.functional.linear import rotated_linear, rotated_linears
 from rtp_ext.functional.mlp import rotated_mlp
 
 __all__ = [
+    "rotated_convolution",
     "rotated_embedding",
     "rotated_experts",
+    "rotated_flyweight",
     "rotated_linear",
     "rotated_linear_cross_entropy",
     "rotated_linears",

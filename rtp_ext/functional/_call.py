@@ -13,6 +13,9 @@ from rtp_ext import _native
 from rtp_ext.ring import Ring, agreements
 from rtp_ext.sharding import local_shard, reserve, shard_dim_of
 
+# What indices and targets may be of.
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 @dataclass(frozen=True)
 class Call:

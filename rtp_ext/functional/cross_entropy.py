@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, agree, expect_shape, prepare_in_place, wants
+from rtp_ext.functional._call import INTEGERS, Call, Home, agree, expect_shape, prepare_in_place, wants
 from rtp_ext.ring import Ring
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -43,6 +43,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if gradients[index] is not None:
                 gradients[index] = gradients[index].to(parameter.dtype)
         return None, None, None, dx, *gradients
+
+
+def check_settings(name: str, label_smoothing: float, reduction: str, soft_cap: float | None, z_loss: float) -> None:
+    """Raises ValueError where a setting of the loss is out of range."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: expected a reduction of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: expected label_smoothing in [0, 1], got {label_smoothing}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"{name}: expected a positive soft_cap or None, got {soft_cap}")
+    if z_loss < 0:
+        raise ValueError(f"{name}: expected z_loss >= 0, got {z_loss}")
 
 
 def rotated_linear_cross_entropy(
@@ -80,26 +92,18 @@ def rotated_linear_cross_entropy(
         soft_cap: logits are `soft_cap * tanh(logits / soft_cap)` (Gemma 2, arXiv 2408.00118).
         z_loss: `z_loss * logsumexp(logits) ** 2` is added for every token (PaLM, arXiv 2204.02311, section 5).
 
-    Raises IndexError for targets out of range (on CUDA: a device assertion); everything else is as in `rotated_linear`.
+    Raises IndexError for targets out of range (on CUDA: a device assertion); everything else as in `rotated_linear`.
     Source: RTP, arXiv 2311.01635; online softmax: Milakov and Gimelshein, arXiv 1805.02867.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{name}: expected a reduction of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{name}: expected label_smoothing in [0, 1], got {label_smoothing}")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"{name}: expected a positive soft_cap or None, got {soft_cap}")
-    if z_loss < 0:
-        raise ValueError(f"{name}: expected z_loss >= 0, got {z_loss}")
+    check_settings(name, label_smoothing, reduction, soft_cap, z_loss)
     call = Call.of(
         weight, ring=ring, name=name, in_place=in_place, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
     )
     x = call.operand(x)
-    if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{name}: expected integer targets of shape {tuple(x.shape[:-1])}, got "
-            f"{getattr(targets, 'dtype', type(targets).__name__)} {tuple(getattr(targets, 'shape', ()))}"
-        )
+    if not isinstance(targets, torch.Tensor) or targets.dtype not in INTEGERS:
+        raise TypeError(f"{name}: expected integer targets, got {getattr(targets, 'dtype', type(targets).__name__)}")
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(f"{name}: expected targets of shape {tuple(x.shape[:-1])}, got {tuple(targets.shape)}")
     homes = [Home("weight", weight, 1 if transposed else 0)]
     homes[0].check(call, 2)
     if bias is not None:

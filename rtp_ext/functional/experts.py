@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, agree, expect_shape, prepare_in_place, wants
+from rtp_ext.functional._call import INTEGERS, Call, Home, agree, expect_shape, prepare_in_place, wants
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.ring import Ring
 
@@ -83,15 +83,16 @@ def rotated_experts(
     function, gated = ACTIVATIONS[activation]
     call = Call.of(up, ring=ring, name=name, in_place=in_place, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     x = call.operand(x)
-    for what, tensor, kind in (("index", index, "integers"), ("weights", weights, "floating-point numbers")):
-        floating = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
-        if not isinstance(tensor, torch.Tensor) or floating != (what == "weights"):
-            raise TypeError(f"{name}: expected {what} of {kind}, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
-        if tensor.dim() != x.dim() or tensor.shape[:-1] != x.shape[:-1] or tensor.shape != index.shape:
-            raise ValueError(
-                f"{name}: expected {what} of shape {(*x.shape[:-1], 'K')}, got {tuple(tensor.shape)} for an index of "
-                f"{tuple(index.shape)}"
-            )
+    if not isinstance(index, torch.Tensor) or index.dtype not in INTEGERS:
+        raise TypeError(f"{name}: expected an index of integers, got {getattr(index, 'dtype', type(index).__name__)}")
+    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
+        kind = getattr(weights, "dtype", type(weights).__name__)
+        raise TypeError(f"{name}: expected weights of floating-point numbers, got {kind}")
+    if index.dim() != x.dim() or index.shape[:-1] != x.shape[:-1] or weights.shape != index.shape:
+        raise ValueError(
+            f"{name}: expected index and weights of shape ({', '.join(map(str, x.shape[:-1]))}, K), got "
+            f"{tuple(index.shape)} and {tuple(weights.shape)}"
+        )
     homes = [Home("up weight", up, 0), Home("down weight", down, 0)]
     for home in homes:
         home.check(call, 3)

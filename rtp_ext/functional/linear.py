@@ -65,7 +65,8 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *dys):
         bundle = ctx.bundle
-        inputs, parameters = ctx.saved_tensors[: bundle.inputs], ctx.saved_tensors[bundle.inputs :]
+        saved = ctx.saved_tensors
+        inputs, parameters = saved[: bundle.inputs], saved[bundle.inputs :]
         gradients = ctx.call.run(
             _native.linear_backward,
             [None if dy is None else dy.contiguous() for dy in dys],
@@ -127,7 +128,12 @@ def rotated_linear(
     Raises ValueError or TypeError where shapes, dtypes or devices disagree (naming expected and actual), RingTimeout
     where a neighbour does not answer. Collective. Source: RTP, arXiv 2311.01635.
     """
-    options = {"in_place": in_place, "compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype, "name": name}
+    options: dict[str, Any] = {
+        "in_place": in_place,
+        "compute_dtype": compute_dtype,
+        "reduce_dtype": reduce_dtype,
+        "name": name,
+    }
     if shard_dim not in (0, 1):
         raise ValueError(f"{name}: expected shard_dim 0 or 1, got {shard_dim}")
     if shard_dim == 0:

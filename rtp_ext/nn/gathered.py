@@ -121,6 +121,26 @@ def _gathered_property(name: str) -> property:
     return property(lambda self: self.scope.parameter(self, name))
 
 
+_WATCHED = "_rtp_averaged"  # attribute of a whole parameter: the serial of the ring that averages its gradient
+
+
+def average_gradient(parameter: torch.Tensor, ring: Ring) -> bool:
+    """Averages the gradient of a whole parameter over the ring as it accumulates. Returns whether it did not yet."""
+    if parameter.__dict__.get(_WATCHED) == ring.serial:
+        return False
+
+    def average(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        # what was averaged before is equal on all ranks, and stays as it is
+        dense = ring.all_reduce(gradient.to_dense().clone()).div_(ring.size)
+        parameter.grad = dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
+
+    parameter.register_post_accumulate_grad_hook(average)
+    parameter.__dict__[_WATCHED] = ring.serial
+    return True
+
+
 class AveragedModule(LiveModule):
     """Mixin of modules whose parameters stay whole on every rank, because they do more with them than read them.
 
@@ -132,14 +152,7 @@ class AveragedModule(LiveModule):
     def watch(self) -> None:
         for parameter in self._parameters.values():  # type: ignore[attr-defined]
             if parameter is not None and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._average)
-
-    def _average(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        # what was averaged before is equal on all ranks, and stays as it is
-        dense = self.ring.all_reduce(gradient.to_dense().clone()).div_(self.ring.size)
-        parameter.grad = dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
+                average_gradient(parameter, self.ring)
 
     def __deepcopy__(self, memo: dict) -> Any:
         twin = super().__deepcopy__(memo)

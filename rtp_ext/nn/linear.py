@@ -23,6 +23,8 @@ class RotatedLinear(RotatedModule, nn.Linear):
     Input [..., in_features], this rank's own batch; output [..., out_features]. See functional.rotated_linear.
     """
 
+    together: Any = None  # the SharedInput that computes this layer along with others
+
     def __init__(
         self,
         in_features: int,
@@ -51,7 +53,27 @@ class RotatedLinear(RotatedModule, nn.Linear):
         self._adopt(ring, {"weight": shard_dim, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.together is not None and (output := self.together.forward(self, input)) is not None:
+            return output
         return rotated_linear(input, self.weight, self.bias, shard_dim=self.shard_dims["weight"], **self._rotation())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ring={self.ring.size}, shard_dim={self.shard_dims['weight']}"
+
+
+class RotatedTransposedLinear(RotatedModule):
+    """Mixin of linear layers whose weight is stored as [in_features, out_features], as GPT-2's `Conv1D` is.
+
+    Made by `fully_rotate`; the layer's own class comes second. `shard_dim` is the dimension of the weight as
+    [out_features, in_features] that is cut, as for RotatedLinear.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def _rotate(self, ring: Ring, *, shard_dim: int = 0, **options: Any) -> None:
+        self._adopt(ring, {"weight": 1 - shard_dim, "bias": 0}, **options)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        shard_dim = 1 - self.shard_dims["weight"]
+        return rotated_linear(input, self.weight, self.bias, shard_dim=shard_dim, transposed=True, **self._rotation())

@@ -1,0 +1,91 @@
+"""Small models of the transformers package with random weights, and batches for them: sizes that divide badly."""
+
+from __future__ import annotations
+
+import torch
+from reference import random
+from torch import Tensor, nn
+
+VOCABULARY, LABELS, LENGTH = 53, 7, 9
+_TEXT = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 37,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32,
+}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+CAUSAL = ("llama", "qwen2", "qwen3", "mixtral", "gpt2")
+FAMILIES = (*CAUSAL, "bert", "vit")
+
+
+def make(family: str, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
+    """The same on every rank, with no two parameters alike; `changes` go to the configuration."""
+    import transformers as hf
+
+    hf.logging.set_verbosity_error()
+    grouped = {**_TEXT, "num_key_value_heads": 2, **changes}
+    if family == "llama":
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**grouped))
+    elif family == "qwen2":
+        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(tie_word_embeddings=True, **grouped))
+    elif family == "qwen3":
+        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(head_dim=6, **grouped))
+    elif family == "mixtral":
+        # "eager": torch's grouped GEMM, the default, wants rows of multiples of 16 bytes
+        options = {"num_local_experts": 5, "num_experts_per_tok": 2, "output_router_logits": True}
+        model = hf.MixtralForCausalLM(
+            hf.MixtralConfig(router_aux_loss_coef=0.5, experts_implementation="eager", **options, **grouped)
+        )
+    elif family == "gpt2":
+        sizes = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_inner": 37, "vocab_size": VOCABULARY, "n_positions": 32}
+        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(bos_token_id=1, eos_token_id=2, **sizes, **dropouts, **changes))
+    elif family == "bert":
+        model = hf.BertForMaskedLM(hf.BertConfig(**_TEXT, **_NO_DROPOUT, **changes))
+    elif family == "vit":
+        sizes = {key: _TEXT[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+        images = {"intermediate_size": 37, "image_size": 8, "patch_size": 4, "num_labels": LABELS}
+        model = hf.ViTForImageClassification(hf.ViTConfig(**sizes, **images, **_NO_DROPOUT, **changes))
+    else:
+        raise ValueError(f"expected one of {FAMILIES}, got {family}")
+    return fill(model.to(dtype).train())
+
+
+def fill(model: nn.Module) -> nn.Module:
+    """Gives every parameter values of its own, large enough for each to matter: norms around 1, biases not 0."""
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            values = random(*parameter.shape, dtype=parameter.dtype, seed=2000 + number)
+            norm = "norm" in name.lower() or ".ln_" in name
+            parameter.copy_(0.3 * values + (1.0 if norm and name.endswith("weight") else 0.0))
+    return model
+
+
+def make_batch(family: str, rank: int, step: int) -> dict[str, Tensor]:
+    """One rank's batch of one step. The second row of text ends in padding; ranks have different numbers of labels."""
+    generator = torch.Generator().manual_seed(10_000 * rank + step)
+    if family == "vit":
+        pixels = torch.randn(3, 3, 8, 8, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.randint(LABELS, (3,), generator=generator)}
+    ids = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, LENGTH - 2 :] = 0
+    labels = ids.clone() if family in CAUSAL else torch.randint(VOCABULARY, ids.shape, generator=generator)
+    labels[mask == 0] = -100
+    labels[0, : rank + 1] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def inputs_of(batch: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A batch without labels, its floating-point tensors in `dtype`."""
+    kept = {key: value for key, value in batch.items() if key != "labels"}
+    return {key: value.to(dtype) if value.is_floating_point() else value for key, value in kept.items()}
+
+
+def close_ring(model: nn.Module) -> None:
+    import rtp_ext
+
+    rtp_ext.ring_of(model).close()

@@ -1,0 +1,288 @@
+"""What a rotated operation of any kind is checked for, against a plain one in one process: see reference.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from harness import Cases
+from reference import LEARNING_RATE, STEPS, TOLERANCE, adamw, assert_same, chunk, differs, random
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import rtp_ext
+
+FORMS = ["2d", "empty on rank 0", "3d", "strided", "1d", "empty"]
+ROUNDING = 2.0**-8  # of one value in bfloat16, which has 8 significant bits
+EXACT = 1e-10  # float64
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A rotated operation and the plain one that it equals."""
+
+    parameters: dict[str, Tensor]  # whole
+    cuts: dict[str, int]  # the dimension that each is cut along
+    plain: Callable[[dict[str, Tensor], Sequence[Tensor]], Tensor]  # of whole parameters
+    rotated: Callable[..., Tensor]  # of home shards: rotated(shards, inputs, ring=..., **options)
+    inputs: Callable[[str, int, int], list[Tensor]]  # (form, rank, seed) -> the local batch of a rank
+
+    def shards(self, rank: int, ranks: int, trained: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The home shards of a rank. Those `trained` (by default all) get gradients."""
+        names = self.parameters if trained is None else set(trained)
+        return {
+            name: chunk(whole, ranks, rank, self.cuts[name]).detach().clone().requires_grad_(name in names)
+            for name, whole in self.parameters.items()
+        }
+
+
+@dataclass
+class Result:
+    """Of one rank. `gradients` are averaged over the ranks, and whole in the reference."""
+
+    output: Tensor
+    input_gradients: list[Tensor | None]
+    gradients: dict[str, Tensor | None]
+
+
+def token_shape(form: str, rank: int) -> tuple[int, ...]:
+    """The leading dimensions of a local batch; the ranks have different numbers of tokens."""
+    if form == "1d":
+        return ()
+    if form == "3d":
+        return 2, 3 + rank
+    if form == "empty" or (form == "empty on rank 0" and rank == 0):
+        return (0,)
+    return (3 + rank,)
+
+
+def make_features(form: str, rank: int, features: int, dtype: torch.dtype, seed: int) -> Tensor:
+    shape = token_shape(form, rank)
+    if form == "strided":
+        return random(features, *shape, dtype=dtype, seed=seed + rank).t()
+    return random(*shape, features, dtype=dtype, seed=seed + rank)
+
+
+def loss(y: Tensor, rank: int, seed: int) -> Tensor:
+    """Weighs every output; the weights are exact in bfloat16."""
+    return (y * random(*y.shape, dtype=torch.bfloat16, seed=1000 + seed + rank).to(y.dtype)).sum()
+
+
+def leaves(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, needed: bool = True) -> list[Tensor]:
+    return [t.detach().to(dtype or t.dtype).requires_grad_(needed) if t.is_floating_point() else t for t in tensors]
+
+
+def plain_results(
+    operation: Operation,
+    ranks: int,
+    form: str,
+    seed: int,
+    *,
+    skipped: int = -1,
+    zeroed: int = -1,
+    dtype: torch.dtype = torch.float64,
+) -> list[Result]:
+    """Of all ranks. For controls: a rank whose loss is left out, an owner whose shards are zero."""
+    parameters = {}
+    for name, whole in operation.parameters.items():
+        parameters[name] = whole.detach().to(dtype, copy=True)
+        if zeroed >= 0:
+            chunk(parameters[name], ranks, zeroed, operation.cuts[name]).zero_()
+        parameters[name].requires_grad_()
+    inputs = [leaves(operation.inputs(form, rank, seed), dtype) for rank in range(ranks)]
+    outputs = [operation.plain(parameters, local) for local in inputs]
+    losses = [loss(y, rank, seed) for rank, y in enumerate(outputs) if rank != skipped]
+    (sum(losses) / ranks).backward()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+    return [
+        Result(
+            y.detach(),
+            [None if x.grad is None else x.grad * ranks for x in local],
+            gradients,
+        )
+        for y, local in zip(outputs, inputs, strict=True)
+    ]
+
+
+def rotated_result(
+    operation: Operation,
+    ring: rtp_ext.Ring,
+    form: str,
+    seed: int,
+    shards: dict[str, Tensor],
+    *,
+    needs_inputs: bool = True,
+    call: Callable[..., Tensor] | None = None,
+    **options: Any,
+) -> Result:
+    inputs = leaves(operation.inputs(form, ring.rank, seed), needed=needs_inputs)
+    y = (call or operation.rotated)(shards, inputs, ring=ring, **options)
+    loss(y, ring.rank, seed).backward()
+    return Result(y.detach(), [x.grad for x in inputs], {name: shard.grad for name, shard in shards.items()})
+
+
+def scale_of(whole: Tensor, part: Tensor) -> float:
+    """How much larger the largest value of the whole is than that of the part that is compared."""
+    if part.numel() == 0 or not part.any():
+        return 1.0
+    return (whole.abs().max() / part.abs().max()).item()
+
+
+def assert_result(
+    actual: Result, expected: Result, ring: rtp_ext.Ring, cuts: dict[str, int], forward: float, backward: float
+) -> None:
+    """Tolerances are relative to the largest magnitude of what is compared; of a parameter, to that of the whole."""
+    assert_same(actual.output, expected.output, forward, "output")
+    for number, (mine, right) in enumerate(zip(actual.input_gradients, expected.input_gradients, strict=True)):
+        if mine is not None or right is None:
+            assert_same(mine, right, backward, f"gradient of input {number}")
+    for name, gradient in actual.gradients.items():
+        if gradient is not None:
+            whole = expected.gradients[name]
+            cut = chunk(whole, ring.size, ring.rank, cuts[name])
+            if cut.any():
+                assert_same(gradient, cut, backward * scale_of(whole, cut), f"{name} gradient")
+            else:
+                assert gradient.abs().sum() <= backward * whole.abs().max(), f"{name} gradient: expected zeros"
+
+
+def check_pass(
+    operation: Operation,
+    ring: rtp_ext.Ring,
+    form: str = "2d",
+    tolerances: tuple[float, float] = (EXACT, EXACT),
+    seed: int = 10,
+    **options: Any,
+) -> Result:
+    """One forward and backward: output, all gradients, and that the shards are at home afterwards."""
+    shards = operation.shards(ring.rank, ring.size)
+    actual = rotated_result(operation, ring, form, seed, shards, **options)
+    for number, (given, gradient) in enumerate(
+        zip(operation.inputs(form, ring.rank, seed), actual.input_gradients, strict=True)
+    ):
+        assert (gradient is not None) == given.is_floating_point(), f"gradient of input {number}"
+        assert gradient is None or (gradient.dtype, gradient.shape) == (given.dtype, given.shape)
+    for name, shard in shards.items():
+        assert actual.gradients[name] is not None, f"{name} has no gradient"
+        assert actual.gradients[name].dtype == shard.dtype, f"{name} gradient dtype {actual.gradients[name].dtype}"
+        assert torch.equal(shard, chunk(operation.parameters[name], ring.size, ring.rank, operation.cuts[name])), (
+            f"{name} is not at home"
+        )
+    expected = plain_results(operation, ring.size, form, seed)[ring.rank]
+    assert_result(actual, expected, ring, operation.cuts, *tolerances)
+    return actual
+
+
+def check_controls(operation: Operation, ring: rtp_ext.Ring, tolerances: tuple[float, float]) -> None:
+    """The tolerances refuse a result that lacks one rank's loss or one owner's shards, or a sum for an average."""
+    forward, backward = tolerances
+    other = (ring.rank + 1) % ring.size
+    actual = check_pass(operation, ring, tolerances=tolerances)
+    lacking = plain_results(operation, ring.size, "2d", 10, skipped=other)[ring.rank]
+    holed = plain_results(operation, ring.size, "2d", 10, zeroed=other)[ring.rank]
+    assert differs(actual.output, holed.output, forward), "control: an owner's shards are missing in the output"
+    for number, wrong in enumerate(holed.input_gradients):
+        if wrong is not None:
+            assert differs(actual.input_gradients[number], wrong, backward), f"control: gradient of input {number}"
+    right = plain_results(operation, ring.size, "2d", 10)[ring.rank]
+    for name, gradient in actual.gradients.items():
+        if gradient.any():
+            whole, cut = right.gradients[name], operation.cuts[name]
+            part = chunk(whole, ring.size, ring.rank, cut)
+            tolerance = backward * scale_of(whole, part)
+            assert differs(gradient, part * ring.size, tolerance), f"control: {name} summed"
+            wrong = chunk(lacking.gradients[name], ring.size, ring.rank, cut)
+            assert differs(gradient, wrong, tolerance), f"control: {name} lacks a rank"
+
+
+def train(operation: Operation, rank: int, ranks: int, evaluate: bool, dtype: torch.dtype, **options: Any) -> None:
+    """STEPS steps of AdamW end where the plain operation ends; with evaluations and doubled forwards in between."""
+    shards = operation.shards(rank, ranks)
+    whole, untrained = (
+        {name: p.detach().to(torch.float64, copy=True).requires_grad_() for name, p in operation.parameters.items()}
+        for _ in range(2)
+    )
+    optimizers = adamw(shards.values()), adamw(whole.values())
+
+    def plain(other: int, seed: int) -> Tensor:
+        return operation.plain(whole, leaves(operation.inputs("2d", other, seed), torch.float64))
+
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        seeds = [100 * step, 100 * step + 50] if evaluate else [100 * step]  # two forwards before one backward
+        values = []
+        for seed in seeds:
+            inputs = operation.inputs("2d", rank, seed)
+            if evaluate:
+                with torch.no_grad():
+                    y = operation.rotated(shards, inputs, **options)
+                    assert_same(y, plain(rank, seed), 100 * TOLERANCE[dtype], "evaluation")
+            values.append(loss(operation.rotated(shards, leaves(inputs), **options), rank, seed))
+        sum(values).backward()
+        sum(loss(plain(other, seed), other, seed) / ranks for seed in seeds for other in range(ranks)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    # AdamW divides by the gradient, and one of a hundredth of the largest is known to a hundred times the tolerance.
+    tolerance = TOLERANCE[dtype] * (1 + 100 * LEARNING_RATE)
+    for name, shard in shards.items():
+        right = chunk(whole[name], ranks, rank, operation.cuts[name])
+        assert_same(shard, right, tolerance * scale_of(whole[name], right), name)
+        if shard.numel():
+            start = chunk(untrained[name], ranks, rank, operation.cuts[name])
+            assert differs(shard, start, tolerance), f"control: untrained {name} passes"
+
+
+def check_frozen(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **options: Any) -> None:
+    """Every subset of the parameters, with and without gradients of the inputs; what is not wanted gets none."""
+    expected = plain_results(operation, ring.size, "2d", 10)[ring.rank]
+    for flags in product((True, False), repeat=len(operation.parameters) + 1):
+        needs_inputs, trained = flags[0], [n for n, flag in zip(operation.parameters, flags[1:], strict=True) if flag]
+        if not any(flags):
+            continue
+        with cases.case(f"trained {trained} inputs {needs_inputs} {options}"):
+            shards = operation.shards(ring.rank, ring.size, trained)
+            before = ring.hops("weight"), ring.hops("gradient")
+            actual = rotated_result(operation, ring, "2d", 10, shards, needs_inputs=needs_inputs, **options)
+            assert_result(actual, expected, ring, operation.cuts, EXACT, EXACT)
+            assert [name for name, gradient in actual.gradients.items() if gradient is not None] == trained
+            given = [needs_inputs and x is not None for x in expected.input_gradients]
+            assert [x is not None for x in actual.input_gradients] == given
+            sent = ring.hops("weight") - before[0], ring.hops("gradient") - before[1]
+            hops = ring.size - 1 if not options.get("in_place") or ring.transport == "shm" else ring.size
+            hops *= ring.size > 1
+            assert sent == (2 * hops, (ring.size - 1) * bool(trained)), f"hops {sent}"
+    shards = operation.shards(ring.rank, ring.size, ())
+    assert not operation.rotated(shards, operation.inputs("2d", ring.rank, 10), ring=ring).requires_grad
+
+
+def check_checkpointing(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **options: Any) -> None:
+    expected = plain_results(operation, ring.size, "2d", 10)[ring.rank]
+    for reentrant in (False, True):
+
+        def call(
+            shards: dict[str, Tensor], inputs: Sequence[Tensor], reentrant: bool = reentrant, **rest: Any
+        ) -> Tensor:
+            return checkpoint(lambda *given: operation.rotated(shards, given, **rest), *inputs, use_reentrant=reentrant)
+
+        with cases.case(f"checkpoint, reentrant {reentrant} {options}"):
+            shards = operation.shards(ring.rank, ring.size)
+            actual = rotated_result(operation, ring, "2d", 10, shards, call=call, **options)
+            assert all(gradient is not None for gradient in actual.gradients.values())
+            assert_result(actual, expected, ring, operation.cuts, EXACT, EXACT)
+
+
+def saved_tensors(run: Callable[[], Tensor]) -> list[Tensor]:
+    """What autograd keeps of `run()` for its backward."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return saved

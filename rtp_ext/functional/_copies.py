@@ -1,0 +1,170 @@
+"""Virtual copies of a module: its forward with the shards of one rank as parameters, and the same again in backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils._pytree import tree_unflatten
+
+from rtp_ext.functional._passes import owner_shapes
+from rtp_ext.ring import Ring
+
+
+class Scope(nn.Module):
+    """functional_call lends parameters for as long as a forward runs: this one runs any action on the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, action: Callable[[], Any]) -> Any:
+        return action()
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the forward of a module depends on besides tensors and random numbers."""
+
+    autocast: list[tuple[str, bool, torch.dtype]]
+    training: list[bool]
+
+    @classmethod
+    def now(cls, module: nn.Module, device: torch.device) -> Surroundings:
+        kinds = sorted({"cpu", device.type})
+        autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        return cls(autocast, [part.training for part in module.modules()])
+
+    @contextlib.contextmanager
+    def autocasting(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in self.autocast:
+                # without its cache, which would keep casts of received shards, and casts without a graph
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
+            yield
+
+    @contextlib.contextmanager
+    def training_as_then(self, module: nn.Module) -> Iterator[None]:
+        parts = list(module.modules())
+        now = [part.training for part in parts]
+        try:
+            for part, training in zip(parts, self.training, strict=True):
+                part.training = training
+            yield
+        finally:
+            for part, training in zip(parts, now, strict=True):
+                part.training = training
+
+
+def random_state(device: torch.device) -> tuple[Tensor, ...]:
+    states = (torch.get_rng_state(),)
+    return states if device.type != "cuda" else (*states, torch.cuda.get_rng_state(device))
+
+
+def set_random_state(states: tuple[Tensor, ...], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter that travels."""
+
+    name: str
+    whole: tuple[int, ...]
+    dim: int
+    sizes: list[int]  # of every owner's shard along `dim`
+    once: bool
+
+    def presented(self, shard: Tensor, owner: int) -> Tensor:
+        """What the copy of `owner` sees: its shard, with zeros for all other ones where it is added once."""
+        if not self.once:
+            return shard
+        before = sum(self.sizes[:owner])
+        after = self.whole[self.dim] - before - self.sizes[owner]
+        return F.pad(shard, [0, 0] * (len(self.whole) - self.dim - 1) + [before, after])
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The virtual copies of a module, and the arguments of one call of them."""
+
+    name: str
+    module: nn.Module
+    cuts: list[Cut]
+    replicated: list[str]
+    leaves: list[Any]  # of the arguments; tensors are passed separately
+    places: list[int]  # of the tensors among them
+    structure: Any
+    combine: str
+    dim: int
+    keeps: bool  # a backward may follow
+    surroundings: Surroundings
+
+    def skips(self, owner: int) -> bool:
+        """A copy whose shards are all empty contributes nothing."""
+        return owner > 0 and not any(cut.sizes[owner] for cut in self.cuts)
+
+    def shapes(self, cuts: Sequence[Cut], ring: Ring) -> list[list[list[int]]]:
+        return [owner_shapes(cut.whole, cut.dim, ring) for cut in cuts]
+
+    def split(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Inputs, replicated parameters, shards."""
+        inputs, replicated = len(self.places), len(self.replicated)
+        return tensors[:inputs], tensors[inputs : inputs + replicated], tensors[inputs + replicated :]
+
+    def within(
+        self, owner: int, replicated: Sequence[Tensor], shards: Sequence[Tensor], action: Callable[[], Any]
+    ) -> Any:
+        """Runs `action` while the parameters of the module are those of the copy of `owner`."""
+        parameters = dict(zip(self.replicated, replicated, strict=True))
+        for cut, shard in zip(self.cuts, shards, strict=True):
+            parameters[cut.name] = cut.presented(shard, owner)
+        lent = {f"module.{name}": parameter for name, parameter in parameters.items()}
+        return functional_call(Scope(self.module), lent, (action,))
+
+    def output(self, inputs: Sequence[Tensor]) -> Tensor:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, inputs, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        watched = [(f"argument {place}", tensor) for place, tensor in zip(self.places, inputs, strict=True)]
+        watched += [(f"buffer {name}", buffer) for name, buffer in self.module.named_buffers()]
+        watched = [(what, tensor) for what, tensor in watched if not tensor.is_inference()]
+        versions = [tensor._version for _, tensor in watched]
+        with self.surroundings.autocasting():
+            y = self.module(*args, **kwargs)
+        if not isinstance(y, Tensor):
+            raise TypeError(f"{self.name}: expected a module that returns one tensor, got {type(y).__name__}")
+        buffers = {id(buffer) for buffer in self.module.buffers()}
+        for (what, tensor), version in zip(watched, versions, strict=True):
+            if tensor._version != version or (what.startswith("buffer") and id(tensor) not in buffers):
+                raise ValueError(
+                    f"{self.name}: expected a module that changes neither its arguments nor its buffers, since it runs "
+                    f"once for each of the copies and again in backward; it changed {what}"
+                )
+        return y
+
+    def gradients(self, owner: int, leaves: list[Tensor], needs: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
+        """Runs the copy of `owner` again. `leaves`: inputs, replicated parameters, shards; the gradients of those that
+        need one."""
+        inputs, replicated, shards = self.split(leaves)
+        wanted = [leaf for leaf, needed in zip(leaves, needs, strict=True) if needed]
+
+        def action() -> tuple[Tensor | None, ...]:
+            y = self.output(inputs)
+            if not y.requires_grad:
+                return (None,) * len(wanted)
+            # here, while the parameters are lent: checkpoints in the module recompute parts of it
+            return torch.autograd.grad(y, wanted, dy.to(y.dtype), allow_unused=True)
+
+        with torch.enable_grad(), self.surroundings.training_as_then(self.module):
+            found = iter(self.within(owner, replicated, shards, action))
+        return [next(found) if needed else None for needed in needs]

@@ -1,0 +1,51 @@
+"""What operations share whose passes are driven from Python, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rtp_ext._native import RotationError, shard_sizes
+from rtp_ext.ring import Ring
+
+
+def owner_shapes(whole: Sequence[int], dim: int, ring: Ring) -> list[list[int]]:
+    """The shape of every owner's shard of a parameter of shape `whole` that is cut along `dim`."""
+    return [[*whole[:dim], size, *whole[dim + 1 :]] for size in shard_sizes(whole[dim], ring.size)]
+
+
+def drive(ring: Ring, execution: Any, compute: Callable[[Any], None]) -> None:
+    """Calls `compute(step)` for every compute of a pass.
+
+    Whatever `compute` raises, the remaining hops run, so that neighbours are served. A failure of the ring reaches
+    them.
+    """
+    try:
+        try:
+            while (step := execution.next()) is not None:
+                compute(step)
+        finally:
+            execution.finish()
+    except RotationError:
+        ring.abandon()
+        raise
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of several products are kept in: float32 for 16-bit dtypes."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def add_scaled(out: torch.Tensor, arrived: torch.Tensor | None, values: torch.Tensor | None, scale: float) -> None:
+    """out = arrived + scale * values; None counts as zero. `arrived` may be `out`."""
+    if values is None:
+        if arrived is None:
+            out.zero_()
+        elif arrived.data_ptr() != out.data_ptr():
+            out.copy_(arrived)
+    elif arrived is None:
+        torch.mul(values, scale, out=out)
+    else:
+        torch.add(arrived, values, alpha=scale, out=out)

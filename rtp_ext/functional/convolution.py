@@ -1,0 +1,317 @@
+"""Convolutions over the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from rtp_ext import _native
+from rtp_ext.functional._call import Call, Home, agree, expect_shape, prepare_in_place, wants
+from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
+from rtp_ext.ring import Ring
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Output channels of a shard that one convolution makes, and the input channels that it reads."""
+
+    row: int  # the first one, in the shard
+    output: int  # the same one, in the whole output
+    rows: int
+    input: int
+    inputs: int
+    groups: int
+
+    def of_shard(self, shard: torch.Tensor) -> torch.Tensor:
+        return shard.narrow(0, self.row, self.rows)
+
+    def of_output(self, y: torch.Tensor) -> torch.Tensor:
+        return y.narrow(1, self.output, self.rows)
+
+    def of_input(self, x: torch.Tensor) -> torch.Tensor:
+        return x.narrow(1, self.input, self.inputs)
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """A convolution whose weight [O, I / groups, *kernel] is cut along O."""
+
+    weight: tuple[int, ...]
+    sizes: list[int]  # output channels of every owner's shard
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return self.weight[2:]
+
+    def output_shape(self, x: Sequence[int]) -> tuple[int, ...]:
+        geometry = zip(x[2:], self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        extents = [(n + 2 * pad - d * (k - 1) - 1) // step + 1 for n, k, step, pad, d in geometry]
+        return (x[0], self.weight[0], *extents)
+
+    def pieces(self, owner: int) -> Iterator[_Piece]:
+        """A shard may begin and end inside a group: part of a group, whole groups, part of another one."""
+        start = sum(self.sizes[:owner])
+        end = start + self.sizes[owner]
+        if start == end:
+            return
+        outputs, inputs = self.weight[0] // self.groups, self.weight[1]  # of a group
+        first, last = -(-start // outputs) * outputs, end // outputs * outputs
+        cuts = (start, first, last, end) if first <= last else (start, end)
+        for begin, stop in pairwise(cuts):
+            if begin < stop:
+                groups = max((stop - begin) // outputs, 1)
+                yield _Piece(begin - start, begin, stop - begin, begin // outputs * inputs, groups * inputs, groups)
+
+    def forward(self, piece: _Piece, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        none = (0,) * len(self.stride)
+        return _aten.convolution(x, weight, bias, self.stride, self.padding, self.dilation, False, none, piece.groups)
+
+    def input_gradient(self, piece: _Piece, dy: torch.Tensor, weight: torch.Tensor, x: torch.Size) -> torch.Tensor:
+        like = dy.new_empty(1).expand(x[0], piece.inputs, *x[2:])  # only its shape is read
+        return self._backward(piece, dy, like, weight, 0)
+
+    def weight_gradient(self, piece: _Piece, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        like = dy.new_empty(1).expand(piece.rows, *self.weight[1:])
+        return self._backward(piece, dy, x, like, 1)
+
+    def _backward(self, piece: _Piece, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, which: int) -> Any:
+        none = (0,) * len(self.stride)
+        options = (None, self.stride, self.padding, self.dilation, False, none, piece.groups)
+        return _aten.convolution_backward(dy, x, weight, *options, [which == 0, which == 1, False])[which]
+
+
+class _RotatedConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: Call, convolution: _Convolution, x, weight, bias):
+        ctx.call, ctx.convolution = call, convolution
+        ctx.needs = ctx.needs_input_grad[2:]
+        ctx.x_shape = x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x if ctx.needs[1] else x.new_empty(0), weight)
+        y = x.new_empty(convolution.output_shape(x.shape)).contiguous(memory_format=_memory_format(x))
+        weights = [weight] if bias is None else [weight, bias]
+        shapes = _shapes(call, convolution, weights)
+        execution = call.run(_native.Execution.forward, weights, shapes, call.options())
+
+        def compute(step: Any) -> None:
+            shard, *bias_shard = execution.weight()
+            for piece in convolution.pieces(step.owner):
+                piece_bias = piece.of_shard(bias_shard[0]) if bias_shard else None
+                part = convolution.forward(piece, piece.of_input(x), piece.of_shard(shard), piece_bias)
+                piece.of_output(y).copy_(part)
+
+        drive(call.ring, execution, compute)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        call, convolution = ctx.call, ctx.convolution
+        needs_x, needs_weight, needs_bias = ctx.needs
+        if not any(ctx.needs):
+            return None, None, None, None, None
+        scale = 1.0 / call.ring.size
+        dx = None
+        if needs_x:
+            dtype = accumulation_dtype(dy.dtype)
+            dx = torch.zeros(ctx.x_shape, dtype=dtype, device=dy.device).contiguous(memory_format=_memory_format(dy))
+        homes = []
+        if needs_weight:
+            homes.append(weight.new_empty(weight.shape, dtype=call.reduce_dtype))
+        if needs_bias:
+            homes.append(weight.new_empty(weight.shape[:1], dtype=call.reduce_dtype))
+        weights = [weight] if needs_x else []
+        shapes = _shapes(call, convolution, weights), _shapes(call, convolution, homes)
+        execution = call.run(
+            _native.Execution.backward, weights, shapes[0], homes, shapes[1], call.options(), needs_x, False
+        )
+
+        def dgrad(owner: int) -> None:
+            shard = execution.weight()[0]
+            for piece in convolution.pieces(owner):
+                part = convolution.input_gradient(piece, piece.of_output(dy), piece.of_shard(shard), ctx.x_shape)
+                piece.of_input(dx).add_(part)
+
+        def wgrad(owner: int) -> None:
+            out = execution.gradient_out()
+            arrived = execution.gradient_in() or [None] * len(out)
+            for piece in convolution.pieces(owner):
+                sums = [
+                    (piece.of_shard(o), None if a is None else piece.of_shard(a))
+                    for o, a in zip(out, arrived, strict=True)
+                ]
+                part = piece.of_output(dy)
+                if needs_weight:
+                    add_scaled(*sums[0], convolution.weight_gradient(piece, part, piece.of_input(x)), scale)
+                if needs_bias:
+                    dims = [0, *range(2, part.dim())]
+                    add_scaled(*sums[-1], part.sum(dims, dtype=accumulation_dtype(part.dtype)), scale)
+
+        drive(call.ring, execution, lambda step: dgrad(step.owner) if step.compute == "dgrad" else wgrad(step.owner))
+        gradients = iter(homes)
+        return (
+            None,
+            None,
+            None if dx is None else dx.to(dy.dtype),
+            next(gradients).to(weight.dtype) if needs_weight else None,
+            next(gradients).to(ctx.bias_dtype) if needs_bias else None,
+        )
+
+
+def _shapes(call: Call, convolution: _Convolution, tensors: Sequence[torch.Tensor]) -> list[list[list[int]]]:
+    return [owner_shapes(convolution.weight[: tensor.dim()], 0, call.ring) for tensor in tensors]
+
+
+def _memory_format(x: torch.Tensor) -> torch.memory_format:
+    """Convolutions keep the order of their input's channels in memory."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
+
+
+def rotated_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ring: Ring,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+    in_place: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    name: str = "rotated_convolution",
+) -> torch.Tensor:
+    """F.conv1d, F.conv2d or F.conv3d with W and b spread over the ring.
+
+    Symbols: R = ring.size, r = ring.rank, I and O = in and out channels, W_j and b_j = shards of rank j, cut along O.
+
+        x        [N, I, *extents] or [I, *extents]   this rank's own batch, in the compute dtype
+        weight   [O_r, I / groups, *kernel]          home shard; one, two or three kernel dimensions
+        bias     [O_r]                               home shard
+        returns  [N, O, *extents] or [O, *extents]   in the compute dtype
+
+        forward  y[:, j] = conv(x, W_j) + b_j
+        dgrad    dx = sum_j conv_backward(dy[:, j], W_j)      in float32 where the compute dtype has 16 bits
+        wgrad    dW_j = 1/R sum_ranks conv_backward(dy[:, j], x)
+
+    A shard that begins or ends inside a group is up to three convolutions: part of a group, whole groups, part of
+    another group, each on the input channels of its groups.
+
+    Args:
+        stride, padding, dilation, groups: as in F.conv2d; padding may be "same" or "valid".
+        padding_mode: zeros, reflect, replicate or circular, as in nn.Conv2d.
+
+    Everything else is as in `rotated_linear`. Collective. Source: RTP, arXiv 2311.01635.
+    """
+    call = Call.of(
+        weight,
+        ring=ring,
+        name=name,
+        in_place=in_place,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+    )
+    if weight.dim() not in (3, 4, 5):
+        raise ValueError(f"{name}: expected a weight of 3, 4 or 5 dimensions, got shape {tuple(weight.shape)}")
+    homes = [Home("weight", weight, 0)]
+    homes[0].check(call, weight.dim())
+    if bias is not None:
+        homes.append(Home("bias", bias, 0))
+        homes[1].check(call, 1)
+        if bias.dtype != weight.dtype:
+            raise TypeError(f"{name}: expected a bias of dtype {weight.dtype}, the weight's, got {bias.dtype}")
+    kinds = f"gradients of x, weight, bias {wants(x, weight, bias)}"
+    shape, *bias_shape = agree(call, homes, [kinds, f"groups {groups}"])
+    if bias_shape:
+        expect_shape(call, homes[1], bias_shape[0], shape[:1])
+    if groups < 1 or shape[0] % groups:
+        raise ValueError(f"{name}: expected groups that divide {shape[0]} output channels, got {groups}")
+    kernel = shape[2:]
+    _check_input(name, x, shape[1] * groups, len(kernel))
+    unbatched = x.dim() == len(kernel) + 1
+    strides = _per_dimension(name, "stride", stride, len(kernel), 1)
+    dilations = _per_dimension(name, "dilation", dilation, len(kernel), 1)
+    x, paddings = _pad(name, x.unsqueeze(0) if unbatched else x, padding, padding_mode, kernel, strides, dilations)
+    x = call.operand(x)
+    sizes = _native.shard_sizes(shape[0], ring.size)
+    convolution = _Convolution(shape, sizes, strides, paddings, dilations, groups)
+    if min(convolution.output_shape(x.shape)[2:]) < 1:
+        raise ValueError(
+            f"{name}: expected an input at least as large as the kernel {kernel}, dilation {dilations}, with padding "
+            f"{paddings}, got shape {tuple(x.shape)}"
+        )
+    prepare_in_place(call, homes, [shape, *bias_shape])
+    local = [home.local.contiguous() for home in homes]  # a weight may be in another memory format
+    y = _RotatedConvolution.apply(call, convolution, x, local[0], local[1] if bias_shape else None)
+    return y.squeeze(0) if unbatched else y
+
+
+def _check_input(name: str, x: torch.Tensor, channels: int, dims: int) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected an input tensor, got {type(x).__name__}")
+    if x.dim() not in (dims + 1, dims + 2) or x.shape[-dims - 1] != channels:
+        extents = ", ".join("DHW"[3 - dims :])
+        raise ValueError(
+            f"{name}: expected an input of shape [N, {channels}, {extents}] or [{channels}, {extents}], got "
+            f"{tuple(x.shape)}"
+        )
+
+
+def _per_dimension(name: str, what: str, value: int | Sequence[int], dims: int, least: int) -> tuple[int, ...]:
+    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    if len(values) == 1:
+        values *= dims
+    if len(values) != dims or any(number < least for number in values):
+        raise ValueError(f"{name}: expected a {what} of one or {dims} integers >= {least}, got {value}")
+    return values
+
+
+def _pad(
+    name: str,
+    x: torch.Tensor,
+    padding: str | int | Sequence[int],
+    mode: str,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """`x` [N, I, *extents] with the padding that a convolution cannot do itself, and the padding that it can."""
+    if mode not in ("zeros", "reflect", "replicate", "circular"):
+        raise ValueError(f"{name}: expected padding_mode zeros, reflect, replicate or circular, got {mode!r}")
+    if not isinstance(padding, str):
+        before = after = _per_dimension(name, "padding", padding, len(kernel), 0)
+    elif padding == "valid":
+        before = after = (0,) * len(kernel)
+    elif padding == "same":
+        if any(step != 1 for step in stride):
+            raise ValueError(f"{name}: expected stride 1 with padding 'same', got {tuple(stride)}")
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        before = tuple(t // 2 for t in total)
+        after = tuple(t - t // 2 for t in total)
+    else:
+        raise ValueError(f"{name}: expected padding 'same', 'valid' or integers, got {padding!r}")
+    both = list(zip(before, after, strict=True))
+    if mode == "zeros":
+        # a convolution pads both sides alike
+        extra = [amount for low, high in reversed(both) for amount in (0, high - low)]
+        return (F.pad(x, extra) if any(extra) else x), before
+    amounts = [amount for low, high in reversed(both) for amount in (low, high)]
+    return (F.pad(x, amounts, mode=mode) if any(amounts) else x), (0,) * len(kernel)

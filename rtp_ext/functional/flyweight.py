@@ -1,0 +1,296 @@
+"""One small module, R virtual copies: the module runs with every shard of its parameters in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten
+
+from rtp_ext import _native
+from rtp_ext.functional._call import Call, Home, agree, prepare_in_place, wants
+from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, set_random_state
+from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
+from rtp_ext.ring import Ring
+from rtp_ext.sharding import local_shard
+
+
+class _Sum:
+    """A sum in the accumulation dtype, in memory of its own."""
+
+    value: Tensor | None = None
+
+    def add(self, term: Tensor) -> None:
+        if self.value is None:
+            self.value = term.detach().to(accumulation_dtype(term.dtype), copy=True)
+        else:
+            self.value.add_(term)
+
+
+class _Flyweight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, copies: Copies, *tensors: Tensor) -> Tensor:
+        ring, device = call.ring, call.ring.device
+        inputs, replicated, homes = copies.split(tensors)
+        ctx.call, ctx.copies = call, copies
+        ctx.states = {}
+        outputs: dict[int, Tensor] = {}
+        total = _Sum()
+        shapes = copies.shapes(copies.cuts, ring)
+        execution = call.run(_native.Execution.forward, list(homes), shapes, call.options())
+
+        def compute(step: Any) -> None:
+            owner = step.owner
+            if copies.skips(owner):
+                return
+            shards = execution.weight()
+            if copies.keeps:
+                ctx.states[owner] = random_state(device)
+            y = copies.within(owner, replicated, shards, lambda: copies.output(inputs))
+            if copies.combine == "cat":
+                received = {shard.untyped_storage().data_ptr() for shard in shards}
+                outputs[owner] = y.clone() if y.untyped_storage().data_ptr() in received else y
+                return
+            if total.value is not None and y.shape != total.value.shape:
+                raise ValueError(
+                    f"{copies.name}: expected outputs of one shape to sum, got {tuple(total.value.shape)} and "
+                    f"{tuple(y.shape)} of shard {owner}"
+                )
+            total.add(y)
+            ctx.dtype = y.dtype
+
+        drive(ring, execution, compute)
+        ctx.save_for_backward(*tensors)
+        if total.value is not None:
+            return total.value.to(ctx.dtype)
+        parts = [outputs[owner] for owner in sorted(outputs)]
+        ctx.extents = {owner: y.shape[copies.dim] for owner, y in sorted(outputs.items())}
+        return torch.cat(parts, copies.dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        call, copies = ctx.call, ctx.copies
+        ring, device = call.ring, call.ring.device
+        needs = ctx.needs_input_grad[2:]
+        inputs, replicated, homes = copies.split(ctx.saved_tensors)
+        _, needs_replicated, needs_shard = copies.split(needs)
+        wanted = [index for index, needed in enumerate(needs_shard) if needed]
+        gradients = [homes[i].new_empty(homes[i].shape, dtype=call.reduce_dtype) for i in wanted]
+        execution = call.run(
+            _native.Execution.backward,
+            list(homes),
+            copies.shapes(copies.cuts, ring),
+            gradients,
+            copies.shapes([copies.cuts[i] for i in wanted], ring),
+            call.options(),
+            True,
+            True,
+        )
+        sums = [_Sum() for _ in (*inputs, *replicated)]
+        pending: dict[int, list[Tensor | None]] = {}
+
+        def dgrad(owner: int) -> None:
+            leaves = [
+                tensor.detach().requires_grad_(needed)
+                for tensor, needed in zip((*inputs, *replicated, *execution.weight()), needs, strict=True)
+            ]
+            set_random_state(ctx.states[owner], device)
+            dy_of_copy = dy
+            if copies.combine == "cat":
+                start = sum(extent for other, extent in ctx.extents.items() if other < owner)
+                dy_of_copy = dy.narrow(copies.dim, start, ctx.extents[owner])
+            found = copies.gradients(owner, leaves, needs, dy_of_copy)
+            shares, of_shards = found[: len(sums)], found[len(sums) :]
+            for total, share in zip(sums, shares, strict=True):
+                if share is not None:
+                    total.add(share)
+            pending[owner] = [of_shards[i] for i in wanted]
+
+        def wgrad(owner: int) -> None:
+            out = execution.gradient_out()
+            arrived = execution.gradient_in() or [None] * len(out)
+            for sum_out, sum_in, share in zip(out, arrived, pending.pop(owner), strict=True):
+                add_scaled(sum_out, sum_in, share, 1.0 / ring.size)
+
+        def compute(step: Any) -> None:
+            if copies.skips(step.owner):
+                pending[step.owner] = [None] * len(wanted)
+            if step.compute == "wgrad":
+                wgrad(step.owner)
+            elif not copies.skips(step.owner):
+                dgrad(step.owner)
+
+        outer = random_state(device)
+        try:
+            drive(ring, execution, compute)
+        finally:
+            set_random_state(outer, device)
+
+        totals = [
+            None if total.value is None else total.value.to(tensor.dtype)
+            for total, tensor in zip(sums, (*inputs, *replicated), strict=True)
+        ]
+        of_inputs, of_replicated = totals[: len(inputs)], totals[len(inputs) :]
+        of_homes: list[Tensor | None] = [None] * len(homes)
+        for index, gradient in zip(wanted, gradients, strict=True):
+            of_homes[index] = gradient.to(homes[index].dtype)
+        return None, None, *of_inputs, *_average(call, replicated, of_replicated, needs_replicated), *of_homes
+
+
+def _average(
+    call: Call, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of parameters that every rank holds whole, averaged over the ring. Collective."""
+    averaged: list[Tensor | None] = [None] * len(parameters)
+    wanted = [index for index, needed in enumerate(needs) if needed]
+    if not wanted:
+        return averaged
+    counts = [parameters[index].numel() for index in wanted]
+    flat = torch.zeros(sum(counts), dtype=call.reduce_dtype, device=call.ring.device)
+    sections = flat.split(counts)
+    for section, index in zip(sections, wanted, strict=True):
+        gradient = gradients[index]
+        if gradient is not None:
+            section.copy_(gradient.reshape(-1))
+    call.ring.all_reduce(flat).div_(call.ring.size)
+    for section, index in zip(sections, wanted, strict=True):
+        averaged[index] = section.view(parameters[index].shape).to(parameters[index].dtype, copy=True)
+    return averaged
+
+
+def rotated_flyweight(
+    module: nn.Module,
+    parameters: Mapping[str, Tensor],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    ring: Ring,
+    shard_dims: Mapping[str, int | None],
+    combine: str = "cat",
+    dim: int = -1,
+    added_once: Collection[str] = (),
+    in_place: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    name: str = "rotated_flyweight",
+) -> Tensor:
+    """Runs `module` once for every rank j of the ring, with the shards of rank j as its parameters.
+
+    Symbols: R = ring.size, M_j = the module with its parameters replaced by shard j, a virtual copy.
+
+        returns  cat(M_0(*args), ..., M_{R-1}(*args), dim) or their sum, kept in float32 where the output has 16 bits
+
+        forward  every copy runs while its shard visits; nothing of it is kept
+        dgrad    M_j runs again from the shard that passes by, with the random numbers of its forward, and autograd
+                 gives the gradients of inputs and shard. Input gradients are summed over j, as the output is
+        wgrad    dW_j = 1/R sum_ranks dM_j / dW_j      (travels with the weights and ends at home)
+
+    Args:
+        module: its forward takes its sizes from its parameters, not from attributes such as num_heads; returns one
+            tensor; and changes neither its arguments nor its buffers. Its own parameters are not looked at.
+        parameters: for every parameter of the module, by name, this rank's home shard, or the whole where
+            it is not cut.
+        args, kwargs: any structure; tensors in it may require gradients.
+        shard_dims: the dimension that each parameter is cut along by the chunk rule; None: whole on every rank, its
+            gradient averaged by an all-reduce.
+        combine, dim: "cat" along `dim` of the outputs, or "sum".
+        added_once: parameters that the output depends on as on a bias. In a sum of copies a whole bias would be added
+            R times and a shard of it does not fit: copy j sees a whole one, zero outside shard j.
+        compute_dtype: shards are cast to it before they travel; default: their own. Under autocast they travel as they
+            are and the operations of the module cast them, each as without a ring.
+        in_place, reduce_dtype, name: as in `rotated_linear`.
+
+    A copy all of whose shards are empty does not run. Raises ValueError or TypeError where names, shapes, dtypes or
+    outputs are not as expected, RingTimeout where a neighbour does not answer. Collective.
+    Source: RTP, arXiv 2311.01635 (flyweight initialisation).
+    """
+    expected = {key for key, _ in module.named_parameters()}
+    check_copies(name, expected, shard_dims, combine, added_once)
+    if set(parameters) != expected:
+        raise ValueError(f"{name}: expected parameters {sorted(expected)}, got {sorted(parameters)}")
+    names = [key for key, cut in shard_dims.items() if cut is not None]
+    replicated = [key for key, cut in shard_dims.items() if cut is None]
+    call = Call.of(
+        parameters[names[0]],
+        ring=ring,
+        name=name,
+        in_place=in_place,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        autocasts=False,
+    )
+    homes = [Home(key, parameters[key], _dimension(call, key, parameters[key], shard_dims[key])) for key in names]
+    for home in homes:
+        home.check(call, home.tensor.dim())
+        if home.tensor.dtype != homes[0].tensor.dtype:
+            raise TypeError(
+                f"{name}: expected parameters of one dtype, got {homes[0].tensor.dtype} of {homes[0].what} and "
+                f"{home.tensor.dtype} of {home.what}"
+            )
+    leaves, structure = tree_flatten((tuple(args), dict(kwargs or {})))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    inputs = [leaves[place] for place in places]
+    needs = [any(wants(*inputs)), *wants(*(parameters[key] for key in (*names, *replicated)))]
+    facts = [
+        f"gradients of inputs, {', '.join((*names, *replicated))} {needs}",
+        f"whole {[(key, tuple(parameters[key].shape), parameters[key].dtype) for key in replicated]}",
+        f"combine {combine}, added once {sorted(added_once)}",
+    ]
+    wholes = agree(call, homes, facts)
+    prepare_in_place(call, homes, wholes)
+    cuts = [
+        Cut(home.what, whole, home.dim, _native.shard_sizes(whole[home.dim], ring.size), home.what in added_once)
+        for home, whole in zip(homes, wholes, strict=True)
+    ]
+    copies = Copies(
+        name,
+        module,
+        cuts,
+        replicated,
+        [None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+        places,
+        structure,
+        combine,
+        dim,
+        any(needs),
+        Surroundings.now(module, ring.device),
+    )
+    whole_parameters = [local_shard(parameters[key]).to(call.compute_dtype) for key in replicated]
+    return _Flyweight.apply(call, copies, *inputs, *whole_parameters, *(home.local.contiguous() for home in homes))
+
+
+def check_copies(
+    name: str,
+    parameters: Collection[str],
+    shard_dims: Mapping[str, int | None],
+    combine: str,
+    added_once: Collection[str],
+) -> None:
+    """Raises ValueError where a module with these parameters cannot be cut and combined so."""
+    if combine not in ("cat", "sum"):
+        raise ValueError(f"{name}: expected combine 'cat' or 'sum', got {combine!r}")
+    if set(shard_dims) != set(parameters):
+        raise ValueError(
+            f"{name}: expected shard_dims to name the parameters {sorted(parameters)}, got {sorted(shard_dims)}"
+        )
+    cut = [key for key, dim in shard_dims.items() if dim is not None]
+    if not cut:
+        raise ValueError(f"{name}: expected a parameter to cut, got shard_dims {dict(shard_dims)}")
+    if set(added_once) - set(cut) or (added_once and combine != "sum"):
+        raise ValueError(
+            f"{name}: expected added_once to name parameters of a sum that are cut, got {sorted(added_once)} with "
+            f"combine {combine!r} and cut parameters {cut}"
+        )
+
+
+def _dimension(call: Call, key: str, shard: Tensor, dim: int | None) -> int:
+    assert dim is not None
+    if not isinstance(shard, Tensor) or not -shard.dim() <= dim < shard.dim():
+        raise ValueError(
+            f"{call.name}: expected a dimension of {key} {tuple(getattr(shard, 'shape', ()))} to cut, got {dim}"
+        )
+    return dim % shard.dim()

@@ -1,0 +1,189 @@
+"""Reads checkpoints of the plain model into a converted one: every rank its own slices only."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from rtp_ext._native import shard_sizes
+
+logger = logging.getLogger("rtp_ext")
+
+Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_EXTRA_STATE = "_extra_state"  # torch's name for it in a state_dict
+
+
+def load_safetensors(module: nn.Module, files: Files, *, strict: bool = True) -> tuple[list[str], list[str]]:
+    """Loads a checkpoint of the plain model into a converted one, in place.
+
+    Every rank reads the slices that make up its own shards, and nothing else: files are mapped into memory, and a slice
+    goes from there into the parameter, converted to the parameter's dtype. Beyond the model a rank needs no memory of
+    its own on CPUs, and one slice on GPUs. Buffers, and parameters that are not sharded, are read whole. Nothing is
+    written unless everything fits.
+
+    Args:
+        module: a model converted by `fully_rotate` (or any other), with storage: one made on the meta device needs
+            `to_empty` first. Buffers that are not in its state_dict are left as they are.
+        files: a .safetensors file, several of them, an index (model.safetensors.index.json), or a directory. Of a
+            directory, the index is used where there is one, else model.safetensors, else all .safetensors files.
+            Names are those of the plain model's state_dict; of tied parameters one name is enough.
+        strict: whether names that are missing from the files, or that the model does not have, are an error.
+
+    Returns the missing and the unexpected names, as load_state_dict does; none of them where strict.
+
+    Raises ValueError for names that do not fit (where strict), for a shape or dtype that does not fit (naming the
+    parameter, expected and actual), for files that contradict each other or cannot be read; FileNotFoundError;
+    ImportError where safetensors is not installed. Not collective: every rank reads for itself.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"load_safetensors: expected a torch.nn.Module, got {type(module).__name__}")
+    state = module.state_dict(keep_vars=True)
+    # what get_extra_state returns is a value, not a place to write to
+    targets = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA_STATE
+    }
+    located = _locate(files)
+    found = {id(targets[name]) for name in targets if name in located}
+    missing = [name for name in state if name not in located and id(state[name]) not in found]
+    unexpected = [name for name in located if name not in targets]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"load_safetensors: {type(module).__name__} and the files do not fit: expected all of its "
+            f"{len(state)} names and no other; missing: {_some(missing)}; unexpected: {_some(unexpected)}"
+        )
+    wanted: dict[Path, list[str]] = {}
+    for name, path in located.items():
+        if name in targets:
+            wanted.setdefault(path, []).append(name)
+    for path, names in wanted.items():
+        with _open(path) as file:
+            for name in names:
+                _check(file, path, name, targets[name])
+    with torch.no_grad():
+        for path, names in wanted.items():
+            with _open(path) as file:
+                for name in names:
+                    _copy(file, name, targets[name])
+    logger.info("load_safetensors: %d tensors of %d files", sum(map(len, wanted.values())), len(wanted))
+    return missing, unexpected
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return (", ".join(names[:20]) or "none") + more
+
+
+def _locate(files: Files) -> dict[str, Path]:
+    """The file of every name."""
+    several = not isinstance(files, (str, os.PathLike))
+    paths = [Path(file) for file in files] if several else [Path(files)]  # type: ignore[union-attr, arg-type]
+    located: dict[str, Path] = {}
+    for path in paths:
+        for name, holder in _names_of(path).items():
+            if name in located:
+                raise ValueError(
+                    f"load_safetensors: expected {name} in one of the files, got it in {located[name]} and {holder}"
+                )
+            located[name] = holder
+    if not located:
+        raise ValueError(f"load_safetensors: expected files with tensors, got none in {_some(list(map(str, paths)))}")
+    return located
+
+
+def _names_of(path: Path) -> dict[str, Path]:
+    if path.is_dir():
+        for known in (_INDEX, _WHOLE):
+            if (path / known).exists():
+                return _names_of(path / known)
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"load_safetensors: expected .safetensors files in {path}, got none")
+        return _locate(files)
+    if path.suffix == ".json":
+        return _names_of_index(path)
+    with _open(path) as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+def _names_of_index(path: Path) -> dict[str, Path]:
+    try:
+        index = json.loads(path.read_text())
+        weight_map = dict(index["weight_map"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"load_safetensors: expected an index with a weight_map, got {path}: {error!r}") from error
+    located = {name: path.parent / file for name, file in weight_map.items()}
+    for holder in sorted(set(located.values())):
+        with _open(holder) as file:
+            held = set(file.keys())
+        lacking = [name for name, where in located.items() if where == holder and name not in held]
+        if lacking:
+            raise ValueError(f"load_safetensors: expected {_some(lacking)} in {holder}, as {path} says; it is not")
+    return located
+
+
+def _open(path: Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("load_safetensors needs the package safetensors: pip install 'rtp-ext[hf]'") from error
+    if not path.is_file():
+        raise FileNotFoundError(f"load_safetensors: expected a file or a directory, got {path}")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"load_safetensors: expected a safetensors file, got {path}: {error}") from error
+
+
+def _check(file: Any, path: Path, name: str, target: torch.Tensor) -> None:
+    """Reads the header only."""
+    if target.device.type == "meta":
+        raise ValueError(f"load_safetensors: {name} is on the meta device; call to_empty first")
+    entry = file.get_slice(name)
+    shape = tuple(entry.get_shape())
+    if shape != tuple(target.shape):
+        raise ValueError(f"load_safetensors: {name}: expected shape {tuple(target.shape)}, got {shape} in {path}")
+    dtype = (entry[:0] if shape else file.get_tensor(name)).dtype
+    if not torch.can_cast(dtype, target.dtype):
+        raise ValueError(f"load_safetensors: {name}: expected {target.dtype}, got {dtype} in {path}")
+    _part(name, target)
+
+
+def _copy(file: Any, name: str, target: torch.Tensor) -> None:
+    home = target.to_local() if isinstance(target, DTensor) else target
+    if target.dim() == 0:
+        home.copy_(file.get_tensor(name))
+    elif home.numel() > 0:
+        home.copy_(file.get_slice(name)[_part(name, target)])
+
+
+def _part(name: str, target: torch.Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of a parameter lies in the whole."""
+    part = [slice(0, extent) for extent in target.shape]
+    if not isinstance(target, DTensor):
+        return tuple(part)
+    mesh = target.device_mesh
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ValueError(f"load_safetensors: {name} is sharded over {mesh}, which this rank is not part of")
+    for placement, coordinate, ranks in zip(target.placements, place, mesh.shape, strict=True):
+        if type(placement) is Shard:
+            whole = part[placement.dim]
+            sizes = shard_sizes(whole.stop - whole.start, ranks)
+            start = whole.start + sum(sizes[:coordinate])
+            part[placement.dim] = slice(start, start + sizes[coordinate])
+        elif type(placement) is not Replicate:
+            raise ValueError(f"load_safetensors: {name}: expected Shard or Replicate, got {target.placements}")
+    return tuple(part)

@@ -1,0 +1,125 @@
+"""RotatedLinearCrossEntropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtp_ext.functional import rotated_linear_cross_entropy
+from rtp_ext.functional.cross_entropy import check_settings
+from rtp_ext.nn._base import RotatedModule
+from rtp_ext.ring import Ring
+
+
+class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
+    """A vocabulary head and its cross-entropy: `CrossEntropyLoss(...)(linear(input), target)` without the logits.
+
+    Args: in_features (D), out_features (the vocabulary V), bias, device and dtype of nn.Linear, and
+        ring: the ranks to spread the weight [V, D] and the bias [V] over, along the vocabulary. Collective: seed every
+            rank alike.
+        ignore_index, label_smoothing, reduction: as in nn.CrossEntropyLoss.
+        soft_cap, z_loss: see functional.rotated_linear_cross_entropy.
+        in_place: let the home shards themselves travel.
+
+    forward(input [..., D], target [...]) -> loss, a scalar, or [...] where reduction is "none"; this rank's own batch.
+    See functional.rotated_linear_cross_entropy.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ring: Ring,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        soft_cap: float | None = None,
+        z_loss: float = 0.0,
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._rotate(
+            ring,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            soft_cap=soft_cap,
+            z_loss=z_loss,
+            in_place=in_place,
+        )
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Linear, ring: Ring, loss: nn.CrossEntropyLoss | None = None, **options: Any
+    ) -> RotatedLinearCrossEntropy:
+        """A rotated twin of a head (meta device included) and its loss, which are left as they are.
+
+        Args:
+            loss: where ignore_index, label_smoothing and reduction come from. Class weights raise ValueError.
+            options: the other keyword arguments of the constructor; all of them where there is no `loss`.
+        """
+        if loss is not None:
+            options.update(_settings_of(loss, options))
+        twin = cls._from(module, nn.Linear)
+        twin._rotate(ring, **options)
+        return twin
+
+    def _rotate(
+        self,
+        ring: Ring,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        soft_cap: float | None = None,
+        z_loss: float = 0.0,
+        **options: Any,
+    ) -> None:
+        check_settings(type(self).__name__, label_smoothing, reduction, soft_cap, z_loss)
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
+        self.soft_cap = soft_cap
+        self.z_loss = z_loss
+        self._adopt(ring, {"weight": 0, "bias": 0}, **options)
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return rotated_linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            self.bias,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction=self.reduction,
+            soft_cap=self.soft_cap,
+            z_loss=self.z_loss,
+            **self._rotation(),
+        )
+
+    def extra_repr(self) -> str:
+        settings = ("ignore_index", "label_smoothing", "reduction", "soft_cap", "z_loss")
+        return ", ".join([super().extra_repr(), *(f"{name}={getattr(self, name)}" for name in settings)]) + (
+            f", ring={self.ring.size}"
+        )
+
+
+def _settings_of(loss: nn.CrossEntropyLoss, options: dict[str, Any]) -> dict[str, Any]:
+    name = "RotatedLinearCrossEntropy.from_module"
+    if type(loss) is not nn.CrossEntropyLoss:
+        raise TypeError(f"{name}: expected a CrossEntropyLoss, got a {type(loss).__name__}")
+    if loss.weight is not None:
+        raise ValueError(
+            f"{name}: expected a CrossEntropyLoss without class weights, got one with {loss.weight.numel()}"
+        )
+    settings = {key: getattr(loss, key) for key in ("ignore_index", "label_smoothing", "reduction")}
+    twice = sorted(settings.keys() & options.keys())
+    if twice:
+        raise ValueError(f"{name}: expected {', '.join(twice)} from the loss or as an argument, got both")
+    return settings

@@ -1,0 +1,128 @@
+"""Flyweight."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate
+
+from rtp_ext.functional import rotated_flyweight
+from rtp_ext.functional.flyweight import check_copies
+from rtp_ext.nn._base import LiveModule
+from rtp_ext.ring import Ring
+from rtp_ext.sharding import shard_parameter
+
+
+class Flyweight(LiveModule, nn.Module):
+    """R virtual copies of one small module share the storage of one shard of its parameters.
+
+        Flyweight(MLP(64, 256), ring, shard_dims={"up.weight": 0, "up.bias": 0, "down.weight": 1}, combine="sum")
+
+    Copy j is `module` with shard j of its parameters; copies run one after the other while the shards rotate, and
+    their outputs are concatenated or summed. Any module fits whose output can be had so: an MLP cut along its hidden
+    features (sum), a convolution along its output channels (cat), attention along its heads (sum).
+
+    Args:
+        module: a whole, plain module (meta device included), alike on every rank. It is taken over: its parameters
+            become shards. Its forward
+            - takes its sizes from its parameters, since those of a shard are smaller: a module with an attribute such
+              as nn.MultiheadAttention.num_heads does not adapt;
+            - cuts cleanly: a parameter is cut by the chunk rule, ceil(n / R) slices each, so that what belongs together
+              (the rows of a head) must be one slice of a dimension of its own, or R must divide n accordingly;
+            - returns one tensor, and only reads its buffers. Hooks run once for each copy.
+        ring: the ranks to spread the parameters over. Collective.
+        shard_dims: for every parameter of the module, by name, the dimension to cut; None: the parameter stays whole on
+            every rank and its gradient is averaged.
+        combine: "cat" along `dim` of the outputs, or "sum".
+        added_once: parameters of a sum on which the output depends as on a bias, which would else be added R times,
+            such as "down.bias" above with 0 in shard_dims: copy j sees zeros outside shard j.
+        in_place: let the home shards themselves travel.
+        mp_policy: param_dtype is what shards travel and compute in, reduce_dtype what gradients travel in.
+
+    The parameters keep the names of the module: `state_dict` has "module.up.weight", and so on. Random numbers in
+    backward are those of the forward. A parameter that no copy uses gets a gradient of zeros. See
+    functional.rotated_flyweight.
+
+    Raises ValueError where shard_dims does not name every parameter, or a dimension that a parameter does not have, or
+    where `combine` and `added_once` do not go together.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ring: Ring,
+        *,
+        shard_dims: Mapping[str, int | None],
+        combine: str = "cat",
+        dim: int = -1,
+        added_once: Collection[str] = (),
+        in_place: bool = False,
+        mp_policy: MixedPrecisionPolicy | None = None,
+    ) -> None:
+        super().__init__()
+        self.ring = ring
+        self.in_place = in_place
+        self.qualified_name = f"Flyweight({type(module).__name__})"
+        self.mp_policy = mp_policy or MixedPrecisionPolicy()
+        self.shard_dims = dict(shard_dims)
+        self.combine = combine
+        self.dim = dim
+        self.added_once = tuple(added_once)
+        self.module = module
+        self._shard()
+
+    def _shard(self) -> None:
+        named = dict(self.module.named_parameters())
+        check_copies(self.qualified_name, set(named), self.shard_dims, self.combine, self.added_once)
+        for key, parameter in named.items():
+            dim = self.shard_dims[key]
+            if isinstance(parameter, DTensor):
+                raise ValueError(f"{self.qualified_name}: expected a plain parameter {key}, got a DTensor")
+            if dim is not None and not -parameter.dim() <= dim < parameter.dim():
+                raise ValueError(
+                    f"{self.qualified_name}: expected a dimension of {key} {tuple(parameter.shape)} to cut, got {dim}"
+                )
+        sharded = {}
+        for key, parameter in named.items():
+            dim = self.shard_dims[key]
+            if dim is None:
+                sharded[id(parameter)] = _replicated(parameter, self.ring)
+            else:
+                sharded[id(parameter)] = shard_parameter(parameter, self.ring, dim % parameter.dim())
+        for part in self.module.modules():
+            part._parameters.update({key: sharded[id(p)] for key, p in part._parameters.items() if p is not None})
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return rotated_flyweight(
+            self.module,
+            dict(self.module.named_parameters()),
+            args,
+            kwargs,
+            ring=self.ring,
+            shard_dims=self.shard_dims,
+            combine=self.combine,
+            dim=self.dim,
+            added_once=self.added_once,
+            in_place=self.in_place,
+            compute_dtype=self.mp_policy.param_dtype,
+            reduce_dtype=self.mp_policy.reduce_dtype,
+            name=self.qualified_name,
+        )
+
+    def extra_repr(self) -> str:
+        combined = f"cat along {self.dim}" if self.combine == "cat" else "sum"
+        return f"ring={self.ring.size}, shard_dims={self.shard_dims}, combine={combined}"
+
+
+def _replicated(parameter: nn.Parameter, ring: Ring) -> nn.Parameter:
+    """A parameter that every rank holds whole, in place of a plain one."""
+    data = parameter.detach().clone()
+    if ring.mesh is not None:
+        data = DTensor.from_local(data, ring.mesh, [Replicate()], run_check=False)
+    replicated = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    replicated.__dict__.update(parameter.__dict__)
+    return replicated

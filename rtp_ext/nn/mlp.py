@@ -1,0 +1,205 @@
+"""RotatedMLP, and MLP blocks of other models whose weights rotate as a bundle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtp_ext.functional import rotated_mlp
+from rtp_ext.functional.mlp import ACTIVATIONS
+from rtp_ext.nn._base import LiveModule
+from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
+from rtp_ext.ring import Ring
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """Where an MLP block keeps its layers (paths below the block), and its activation as `rotated_mlp` names it."""
+
+    up: str
+    down: str
+    activation: str
+    gate: str | None = None
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path in (self.gate, self.up, self.down) if path is not None]
+
+
+def bundled_mlp(
+    block: nn.Module, spec: MLPSpec, x: torch.Tensor, *, recompute: bool, name: str | None = None
+) -> torch.Tensor:
+    """The output of an MLP block whose layers are rotated ones, down cut along its input features."""
+    up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
+    gate = None if spec.gate is None else block.get_submodule(spec.gate)
+    options = up._rotation()  # type: ignore[operator]
+    options["name"] = name or options["name"]
+    return rotated_mlp(
+        x,
+        up.weight,  # type: ignore[arg-type]
+        down.weight,  # type: ignore[arg-type]
+        None if gate is None else gate.weight,  # type: ignore[arg-type]
+        up_bias=up.bias,  # type: ignore[arg-type]
+        down_bias=down.bias,  # type: ignore[arg-type]
+        gate_bias=None if gate is None else gate.bias,  # type: ignore[arg-type]
+        activation=spec.activation,
+        recompute=recompute,
+        transposed=isinstance(up, RotatedTransposedLinear),
+        **options,
+    )
+
+
+class RotatedMLP(LiveModule, nn.Module):
+    """`down(act(up(x)))`, or `down(act(gate(x)) * up(x))`, whose weights rotate as one bundle.
+
+    Hidden slice j exists only while shard j is in hand.
+
+    Args:
+        in_features, hidden_features, out_features: I, H, O; O defaults to I.
+        activation: gelu, gelu_tanh, relu, silu; with a gate: swiglu, geglu, geglu_tanh, reglu.
+        bias: of all layers.
+        recompute: keep no hidden value for backward, but compute it again from the shard that is passing by.
+        ring: the ranks to spread the parameters over. Collective: seed every rank alike.
+        in_place: let the home shards themselves travel.
+
+    The layers are RotatedLinear modules named `gate_proj` (with a gate), `up_proj` and `down_proj`; `down_proj` is cut
+    along its input features. Input [..., I], this rank's own batch; output [..., O]. See functional.rotated_mlp.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: str = "gelu",
+        bias: bool = True,
+        recompute: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        ring: Ring,
+        in_place: bool = False,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"RotatedMLP: expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        gated = ACTIVATIONS[activation][1]
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "ring": ring, "in_place": in_place}
+        if gated:
+            self.gate_proj = RotatedLinear(in_features, hidden_features, bias, **options)
+        self.up_proj = RotatedLinear(in_features, hidden_features, bias, **options)
+        self.down_proj = RotatedLinear(hidden_features, out_features or in_features, bias, shard_dim=1, **options)
+        self.spec = MLPSpec("up_proj", "down_proj", activation, "gate_proj" if gated else None)
+        self.recompute = recompute
+
+    @classmethod
+    def from_layers(
+        cls,
+        up: nn.Linear,
+        down: nn.Linear,
+        gate: nn.Linear | None = None,
+        *,
+        activation: str,
+        ring: Ring,
+        recompute: bool = False,
+        in_place: bool = False,
+    ) -> RotatedMLP:
+        """A rotated MLP with the parameters of plain layers (meta device included), which are left as they are."""
+        twin = cls.__new__(cls)
+        nn.Module.__init__(twin)
+        if activation not in ACTIVATIONS or ACTIVATIONS[activation][1] != (gate is not None):
+            raise ValueError(f"RotatedMLP: activation {activation!r} does not go with a gate: {gate is not None}")
+        if gate is not None:
+            twin.gate_proj = RotatedLinear.from_module(gate, ring, in_place=in_place)
+        twin.up_proj = RotatedLinear.from_module(up, ring, in_place=in_place)
+        twin.down_proj = RotatedLinear.from_module(down, ring, shard_dim=1, in_place=in_place)
+        twin.spec = MLPSpec("up_proj", "down_proj", activation, None if gate is None else "gate_proj")
+        twin.recompute = recompute
+        return twin
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return bundled_mlp(self, self.spec, input, recompute=self.recompute, name="RotatedMLP")
+
+    def extra_repr(self) -> str:
+        return f"activation={self.spec.activation}, recompute={self.recompute}"
+
+
+class BundledMLP(LiveModule):
+    """Mixin of MLP blocks of other models; the block's own class comes second.
+
+    Where the block's layers are no longer the rotated ones (an adapter has been put around them), or somebody hooked
+    into them, the block's own forward runs, and they rotate one by one.
+    """
+
+    mlp_spec: MLPSpec
+    mlp_recompute: bool
+    qualified_name: str
+
+    def bundle(self, spec: MLPSpec, *, recompute: bool, name: str) -> None:
+        self.mlp_spec, self.mlp_recompute, self.qualified_name = spec, recompute, name
+
+    @property
+    def intact(self) -> bool:
+        return all(_unhooked(self, path) for path in self.mlp_spec.paths)  # type: ignore[arg-type]
+
+    def bundled(self, x: torch.Tensor) -> torch.Tensor:
+        return bundled_mlp(self, self.mlp_spec, x, recompute=self.mlp_recompute, name=self.qualified_name)  # type: ignore[arg-type]
+
+
+OWN_HOOKS = "_rtp_hook"  # attribute of hooks that bundling may skip
+
+
+def _unhooked(block: nn.Module, path: str) -> bool:
+    """Whether nobody sees the calls that a bundle leaves out: of the layer at `path`, and of what lies between."""
+    module = block
+    for name in path.split("."):
+        module = getattr(module, name)
+        hooks = (
+            *module._forward_hooks.values(),
+            *module._forward_pre_hooks.values(),
+            *module._backward_hooks.values(),
+            *module._backward_pre_hooks.values(),
+        )
+        if any(not hasattr(hook, OWN_HOOKS) for hook in hooks):
+            return False
+    return type(module) is RotatedLinear or isinstance(module, RotatedTransposedLinear)
+
+
+class BundledForward(BundledMLP):
+    """A block whose forward is the MLP and nothing else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bundled(x) if self.intact else super().forward(x)  # type: ignore[misc]
+
+
+class BundledDropoutForward(BundledMLP):
+    """A block whose forward ends with `self.dropout`."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not self.intact:
+            return super().forward(hidden_states)  # type: ignore[misc]
+        return self.dropout(self.bundled(hidden_states))  # type: ignore[attr-defined]
+
+
+class BundledBertLayer(BundledMLP):
+    """A layer of BERT's family: an MLP spread over `intermediate` and `output`, then a residual and a norm."""
+
+    def feed_forward_chunk(self, attention_output: torch.Tensor) -> torch.Tensor:
+        if not self.intact:
+            return super().feed_forward_chunk(attention_output)  # type: ignore[misc]
+        output: Any = self.output  # type: ignore[attr-defined]
+        return output.LayerNorm(output.dropout(self.bundled(attention_output)) + attention_output)
+
+
+class BundledTransformerLayer(BundledMLP):
+    """nn.TransformerEncoderLayer and nn.TransformerDecoderLayer: dropout between the layers, and another at the end."""
+
+    def _ff_block(self, x: torch.Tensor) -> torch.Tensor:
+        inner: Any = self.dropout  # type: ignore[attr-defined]
+        if not self.intact or (inner.training and inner.p > 0):
+            return super()._ff_block(x)  # type: ignore[misc]
+        last: Any = self.dropout3 if hasattr(self, "dropout3") else self.dropout2  # type: ignore[attr-defined]
+        return last(self.bundled(x))

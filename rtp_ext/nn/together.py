@@ -1,0 +1,88 @@
+"""Linear layers that are called with the same input, such as q, k and v: their shards travel together."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtp_ext.functional import rotated_linears
+from rtp_ext.nn.linear import RotatedLinear
+
+logger = logging.getLogger("rtp_ext")
+
+
+class SharedInput:
+    """Computes all its layers in one rotation when the first one is called, and hands out the rest when asked.
+
+    What was computed belongs to one tensor (the same object, unchanged) and to the weights as they were; each output is
+    handed out once. Where the layers turn out to be called with different inputs, they rotate one by one from then on.
+    """
+
+    def __init__(self, layers: Sequence[RotatedLinear], name: str) -> None:
+        self.layers = list(layers)
+        self.name = name
+        self.shared = True
+        self._source: Any = None  # weak, so that an input lives no longer than it would
+        self._key: Any = None
+        self._waiting: dict[int, torch.Tensor] = {}  # outputs that nobody has asked for yet, by place of their layer
+
+    def clear(self) -> None:
+        self._source = self._key = None
+        self._waiting.clear()
+
+    def forward(self, layer: RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
+        """The output of `layer` for `x`, or None where it has to rotate on its own."""
+        if not self.shared or not isinstance(x, torch.Tensor):
+            return None
+        place = next(i for i, each in enumerate(self.layers) if each is layer)
+        key = self._state(x)
+        if self._source is not None and self._source() is x and self._key == key and place in self._waiting:
+            return self._waiting.pop(place)
+        if self._waiting:
+            self.shared = False
+            self.clear()
+            logger.info("%s: its layers are called with different inputs and rotate one by one", self.name)
+            return None
+        options = {**layer._rotation(), "name": self.name}
+        outputs = rotated_linears(
+            [x], [each.weight for each in self.layers], [each.bias for each in self.layers], **options
+        )
+        self._source, self._key = weakref.ref(x), key
+        self._waiting = dict(enumerate(outputs))
+        return self._waiting.pop(place)
+
+    def _state(self, x: torch.Tensor) -> tuple:
+        weights = [
+            (p._version, p.requires_grad) for each in self.layers for p in each._parameters.values() if p is not None
+        ]
+        return x._version, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type), weights
+
+    def __deepcopy__(self, memo: dict) -> SharedInput:
+        twin = type(self)(copy.deepcopy(self.layers, memo), self.name)
+        twin.shared = self.shared
+        return twin
+
+
+def join(block: nn.Module, names: Sequence[str], label: str) -> None:
+    """Lets the layers `names` of a block, all cut along their outputs, travel together."""
+    layers = [block.get_submodule(name) for name in names]
+    group = SharedInput(layers, f"{label}.({', '.join(names)})")  # type: ignore[arg-type]
+    for layer in layers:
+        layer.__dict__["together"] = group
+    block.register_forward_pre_hook(_Clear(group))
+
+
+class _Clear:
+    """Outputs that an earlier forward left behind, such as one that failed, belong to nobody."""
+
+    def __init__(self, group: SharedInput) -> None:
+        self.group = group
+
+    def __call__(self, _block: nn.Module, _arguments: Any) -> None:
+        self.group.clear()
