@@ -49,26 +49,26 @@ class LiveBytes(TorchDispatchMode):
     def __enter__(self) -> LiveBytes:
         for thing in gc.get_objects():
             if issubclass(type(thing), Tensor):  # isinstance would wake properties of modules
-                self._see(thing, counts=False)
+                self._see(thing, allocated=False, counts=False)
         self.reset_peak()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(_wraps(kind) for kind in types):
             return NotImplemented  # the DTensor goes first, and this mode sees what it does
-        # an argument seen for the first time was made without an operator, as torch.tensor does
-        self._see_all((args, kwargs))
+        # an argument seen for the first time was made without an operator: by torch.tensor, or over some memory
+        self._see_all((args, kwargs), allocated=False)
         result = func(*args, **(kwargs or {}))
-        self._see_all(result)
+        self._see_all(result, allocated=func.overloadpacket is not torch.ops.aten.set_)
         self.peak = max(self.peak, self.current)
         return result
 
-    def _see_all(self, tree: Any) -> None:
+    def _see_all(self, tree: Any, allocated: bool) -> None:
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor):
-                self._see(leaf)
+                self._see(leaf, allocated)
 
-    def _see(self, tensor: Tensor, counts: bool = True) -> None:
+    def _see(self, tensor: Tensor, allocated: bool, counts: bool = True) -> None:
         if _wraps(type(tensor)) or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key not in self._references:
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
-            if counts and not _maps_a_file(storage.data_ptr()):
+            if counts and (allocated or not _maps_a_file(storage.data_ptr())):
                 self._bytes[key] = storage.nbytes()
         elif key in self._bytes:
             self._bytes[key] = storage.nbytes()  # it may have been resized

@@ -360,9 +360,8 @@ def _repeated(rank, ranks, transport, in_place):
                     loss(call(twin, FORMS[form], tensors[-1], masks), rank + batch)
                     module.train()
                 sum(totals).backward()
-                values, _ = reference(name, form, dtype, ranks + 1)
+                values, every = reference(name, form, dtype, ranks + 1)
                 _, first = reference(name, form, dtype, ranks)
-                _, every = reference(name, form, dtype, ranks + 1)
                 _, lowest = reference(name, form, dtype, 1)
                 with cases.case(f"{name} frozen {frozen}"):
                     for batch in range(2):

@@ -250,7 +250,7 @@ def _pages(rank, ranks, file):
         local(parameter).detach().zero_()  # resident from now on
     rtp_ext.load_safetensors(rotated(nn.Sequential(nn.Linear(2, 2)), COPIES), Path(file).with_name("small.safetensors"))
     share = FEATURES * FEATURES * 4 // ranks
-    slack = 1 << 20
+    slack = 3 << 20  # code that runs for the first time is mapped, too
     grown = _growth(lambda: rtp_ext.load_safetensors(model, file))
     assert grown <= share + slack, f"{grown} bytes for a share of {share}"
     assert local(model[0].weight)[0, 0].item() == rank * (FEATURES // ranks)

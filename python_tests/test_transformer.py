@@ -208,11 +208,11 @@ def undo(model: nn.Module) -> None:
             part.use_nested_tensor = True
 
 
-def _evaluation(rank, ranks, transport, in_place):
+def _evaluation(rank, ranks, transport, in_place, every):
     cases, taken, found = Cases(), 0, 0
     dtype = torch.float64
     with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-        for number, (kind, variant) in enumerate(product(KINDS, VARIANTS)):
+        for number, (kind, variant) in list(enumerate(product(KINDS, VARIANTS)))[ranks % every :: every]:
             norm_first, _, batch_first = variant
             plain = make_model(kind, variant, dtype).eval()
             model = convert(copy.deepcopy(plain), ring, swapped=number % 2 == 0, in_place=in_place).eval()
@@ -254,20 +254,25 @@ def _evaluation(rank, ranks, transport, in_place):
     assert found > 0, "control: no converted model takes the fast path where it may"
 
 
-@pytest.mark.parametrize(("ranks", "transport", "in_place"), [(1, "shm", False), (2, "c10d", True), (3, "shm", False)])
-def test_evaluation_never_takes_the_fast_path(ranks, transport, in_place):
-    run_ranks(_evaluation, ranks, transport, in_place)
+@pytest.mark.parametrize(
+    ("ranks", "transport", "in_place", "every"), [(1, "shm", False, 1), (2, "c10d", True, 3), (3, "shm", False, 3)]
+)
+def test_evaluation_never_takes_the_fast_path(ranks, transport, in_place, every):
+    run_ranks(_evaluation, ranks, transport, in_place, every)
 
 
 def test_emulated_ring_computes_through_its_parts():
     """Where a shard is a plain tensor, the fast path would take it for the whole weight."""
-    for kind in ("encoder layer", "encoder"):
-        model = make_model(kind, (False, "gelu", True), torch.float64)
-        model = convert(model, rtp_ext.Ring.emulated(2))
-        inputs, masks = make_inputs(kind, (False, "gelu", True), 0, torch.float64), make_masks(kind, "padding", 0, None)
-        expected = model.train()(*inputs, **masks)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True, dtype=torch.float64)
+    x, ended = random(2, SOURCE, 8, dtype=torch.float64, seed=0), padding(SOURCE, 0)
+    for model, mask in ((layer, {}), (nn.TransformerEncoder(layer, 2), {"src_key_padding_mask": ended})):
+        model = convert(copy.deepcopy(model), rtp_ext.Ring.emulated(2))
+        expected = model.train()(x, **mask)
         with torch.no_grad():
-            assert_same(model.eval()(*inputs, **masks), expected, 1e-10, kind)
+            assert_same(model.eval()(x, **mask), expected, 1e-10, type(model).__name__)
+            undo(model)
+            with pytest.raises(RuntimeError):
+                model(x, **mask)
 
 
 def test_what_keep_from_fast_path_knows():

@@ -47,7 +47,8 @@ def reserve(shard: torch.Tensor, full_shape: torch.Size | tuple[int, ...], dim: 
             f"bytes), got a view of {home.untyped_storage().nbytes()} bytes"
         )
     largest = _slice_elements(full_shape, dim) * shard_sizes(full_shape[dim], ring.size)[0]
-    with torch.no_grad():
+    # A first forward may run in inference mode; the shard's memory outlives it.
+    with torch.inference_mode(False), torch.no_grad():
         storage = torch.empty(largest, dtype=home.dtype, device=home.device)
         roomy = storage[: home.numel()].view(home.shape)
         roomy.copy_(home)
