@@ -233,11 +233,11 @@ void bind_executor(py::module_& m) {
 void bind_operations(py::module_& m) {
   py::class_<RotationOptions>(m, "RotationOptions")
       .def(py::init([](const std::string& route, bool in_place, at::ScalarType compute, at::ScalarType reduce,
-                       const std::string& name) {
-             return RotationOptions{parse_route(route), in_place, compute, reduce, name};
+                       int64_t slot_cap, const std::string& name) {
+             return RotationOptions{parse_route(route), in_place, compute, reduce, slot_cap, name};
            }),
            py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
-           py::arg("name"));
+           py::arg("slot_cap"), py::arg("name"));
   py::class_<LinearShape>(m, "LinearShape")
       .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed) {
              return LinearShape{out_features, in_features, by_outputs, transposed};

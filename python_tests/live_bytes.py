@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         # an argument seen for the first time was made without an operator: by torch.tensor, or over some memory
         self._see_all((args, kwargs), allocated=False)
         result = func(*args, **(kwargs or {}))
-        self._see_all(result, allocated=func.overloadpacket is not torch.ops.aten.set_)
+        self._see_all(result, allocated=func.overloadpacket not in _NOT_ALLOCATING)
         self.peak = max(self.peak, self.current)
         return result
 
@@ -85,6 +85,10 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         del self._references[key]
         self._bytes.pop(key, None)
+
+
+# operators whose result may have a storage that they did not allocate
+_NOT_ALLOCATING = (torch.ops.aten.set_, torch.ops.aten.from_file)
 
 
 def _wraps(kind: type) -> bool:

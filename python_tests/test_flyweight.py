@@ -56,9 +56,9 @@ def _passes(rank, ranks, transport):
                 if in_place and route == "direct":
                     continue  # in place every hop goes to the neighbour
                 module = Flyweight(make_module(kind, dtype), ring, **KINDS[kind][1], in_place=in_place)
-                with cases.case(f"{route} {kind} {dtype} in_place={in_place}"):
-                    check_pass(module, kind, dtype)
-                    check_pass(module, kind, dtype)
+                for time in ("first", "second"):
+                    with cases.case(f"{route} {kind} {dtype} in_place={in_place} {time} pass"):
+                        check_pass(module, kind, dtype)
     cases.finish()
 
 

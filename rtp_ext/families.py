@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rtp_ext.functional.mlp import ACTIVATIONS
+from rtp_ext.nn.head import has_usual_loss
 from rtp_ext.nn.mlp import (
     BundledBertLayer,
     BundledDropoutForward,
@@ -169,7 +170,4 @@ def is_experts(module: nn.Module) -> bool:
 
 def causal_model(module: nn.Module) -> bool:
     """Whether a module is a causal language model whose head and loss can be one operation."""
-    if _class_name(module) not in CAUSAL_MODELS:
-        return False
-    loss = sys.modules.get("transformers.loss.loss_utils")
-    return loss is not None and getattr(module, "loss_function", None) is loss.ForCausalLMLoss
+    return _class_name(module) in CAUSAL_MODELS and has_usual_loss(module)

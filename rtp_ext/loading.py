@@ -65,9 +65,9 @@ def load_safetensors(module: nn.Module, files: Files, *, strict: bool = True) ->
             f"{len(state)} names and no other; missing: {_some(missing)}; unexpected: {_some(unexpected)}"
         )
     wanted: dict[Path, list[str]] = {}
-    for name, path in located.items():
-        if name in targets:
-            wanted.setdefault(path, []).append(name)
+    for name in targets:
+        if name in located:
+            wanted.setdefault(located[name], []).append(name)
     for path, names in wanted.items():
         with _open(path) as file:
             for name in names:

@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import families
-from rtp_ext import nn as rotated
 from rtp_ext.nn import (
     RotatedConv1d,
     RotatedConv2d,
     RotatedConv3d,
     RotatedEmbedding,
+    RotatedExperts,
     RotatedLinear,
     RotatedMultiheadAttention,
 )
@@ -170,7 +170,7 @@ class Rewriter:
 
     def _replace(self, name: str, part: nn.Module, by_inputs: set[int]) -> None:
         kind = type(part).__name__
-        cls: Any = rotated.RotatedExperts if families.is_experts(part) else _DROP_INS.get(type(part))
+        cls: Any = RotatedExperts if families.is_experts(part) else _DROP_INS.get(type(part))
         refusal: Callable[[Any], str | None] = getattr(cls, "refusal", lambda _: None)
         problem = refusal(part)
         options: dict[str, Any] = {}
@@ -191,7 +191,7 @@ class Rewriter:
             _mix(RotatedTransposedLinear, part)
             self._adopt(part, name, **options)
         elif families.is_experts(part):
-            _mix(rotated.RotatedExperts, part)
+            _mix(RotatedExperts, part)
             if self.bundle == "recompute":
                 options["recompute"] = True
             self._adopt(part, name, **options)

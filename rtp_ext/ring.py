@@ -24,6 +24,8 @@ __all__ = ["Ring", "as_tensor", "nccl_refusal"]
 # torch 2.14 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+SLOT_CAP = 64 << 20  # bytes
+
 TRANSPORTS = ("auto", "shm", "c10d", "nccl")
 ROUTES = ("auto", "ring", "direct")
 
@@ -58,6 +60,8 @@ class Ring:
             `transport` and `transport_reason`.
         route: `ring` (every hop goes to the neighbour), `direct` (a shard comes straight from its owner), or `auto`.
         timeout: seconds (or a timedelta) after which a neighbour that does not answer is an error, RingTimeout.
+        slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
+            the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
 
     Collective: every rank of the group makes the ring at the same point. The ring owns its process groups.
 
@@ -75,12 +79,16 @@ class Ring:
         transport: str = "auto",
         route: str = "auto",
         timeout: float | datetime.timedelta = 600.0,
+        slot_cap: int = SLOT_CAP,
     ) -> None:
         _check_choice("transport", transport, TRANSPORTS)
         _check_choice("route", route, ROUTES)
         self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
+        if slot_cap < 0:
+            raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
+        self.slot_cap = slot_cap
         self.mesh: DeviceMesh | None = _resolve_mesh(mesh_or_group)
         group = self.mesh.get_group()
         self.rank = dist.get_rank(group)
@@ -96,7 +104,9 @@ class Ring:
         if self.size > 1 and self.device.type == "cuda":
             self._collective = self.new_group("nccl")
         self.serial = next(_serials)
-        self._agree_on_options(f"transport {transport}, route {route}, timeout {self.timeout}")
+        self._agree_on_options(
+            f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}"
+        )
         self._start(transport, route)
 
     @classmethod
@@ -110,6 +120,7 @@ class Ring:
             raise ValueError(f"Ring.emulated: expected size >= 1 and 0 <= rank < size, got size {size}, rank {rank}")
         ring = cls.__new__(cls)
         ring.timeout = datetime.timedelta(seconds=600)
+        ring.slot_cap = SLOT_CAP
         ring.mesh = None
         ring.rank, ring.size = rank, size
         ring.device = torch.device(device)

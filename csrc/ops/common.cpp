@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "checks.h"
 
 namespace rtp {
@@ -21,6 +23,32 @@ std::vector<int64_t> shard_starts(const std::vector<int64_t>& sizes) {
   std::vector<int64_t> starts(sizes.size(), 0);
   for (size_t owner = 1; owner < sizes.size(); ++owner) starts[owner] = starts[owner - 1] + sizes[owner - 1];
   return starts;
+}
+
+std::vector<Piece> pieces_of(const RotationOptions& options, const std::vector<int64_t>& rows, int64_t row_elements) {
+  const int64_t most = *std::max_element(rows.begin(), rows.end());
+  int64_t chunk = std::max<int64_t>(most, 1);
+  if (options.slot_cap > 0) {
+    const size_t element = std::max(c10::elementSize(options.compute_dtype), c10::elementSize(options.reduce_dtype));
+    const int64_t row_bytes = std::max<int64_t>(row_elements * static_cast<int64_t>(element), 1);
+    chunk = std::clamp<int64_t>(options.slot_cap / row_bytes, 1, chunk);
+  }
+  std::vector<Piece> pieces;
+  for (int64_t first = 0; first == 0 || first < most; first += chunk) {
+    Piece piece;
+    for (const int64_t size : rows) {
+      piece.offsets.push_back(std::min(first, size));
+      piece.sizes.push_back(std::clamp<int64_t>(size - first, 0, chunk));
+    }
+    pieces.push_back(std::move(piece));
+  }
+  return pieces;
+}
+
+RotationOptions piecewise(const RotationOptions& options, const std::vector<Piece>& pieces) {
+  RotationOptions result = options;
+  result.in_place = options.in_place && pieces.size() == 1;
+  return result;
 }
 
 Part cut_part(at::ScalarType dtype, std::vector<int64_t> shape, int64_t dim, const std::vector<int64_t>& sizes) {

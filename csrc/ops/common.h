@@ -16,11 +16,29 @@ struct RotationOptions {
   bool in_place = false;
   at::ScalarType compute_dtype = at::kFloat;  // weights are cast to it before they travel
   at::ScalarType reduce_dtype = at::kFloat;   // partial gradients travel in it
+  int64_t slot_cap = 0;                       // most bytes of a slot; larger shards travel in pieces. 0: no cap
   std::string name;                           // of the module or function, for messages
 };
 
 // The first row of every owner's shard.
 std::vector<int64_t> shard_starts(const std::vector<int64_t>& sizes);
+
+// Rows of every owner's shard that travel in one pass; a shard above the slot cap takes several. Pieces are cut along the
+// rows of a shard, so that each is contiguous.
+struct Piece {
+  std::vector<int64_t> offsets;  // of its first row in the shard of each owner
+  std::vector<int64_t> sizes;
+
+  // The piece of a whole shard (or gradient of one) of `owner`.
+  at::Tensor of(const at::Tensor& shard, int owner) const { return shard.narrow(0, offsets[owner], sizes[owner]); }
+};
+
+// `rows`: of every owner's shard. `row_elements`: numbers that travel for one row; the wider of the dtypes of weights
+// and gradients counts. At least one piece.
+std::vector<Piece> pieces_of(const RotationOptions& options, const std::vector<int64_t>& rows, int64_t row_elements);
+
+// Shards that travel in pieces do so out of place: the room of a home shard is cut otherwise than a neighbour's.
+RotationOptions piecewise(const RotationOptions& options, const std::vector<Piece>& pieces);
 
 // A part whose dimension `dim` is cut: its shapes have `sizes[owner]` there and `shape` elsewhere.
 Part cut_part(at::ScalarType dtype, std::vector<int64_t> shape, int64_t dim, const std::vector<int64_t>& sizes);

@@ -63,13 +63,15 @@ class VocabularyShard {
   at::Tensor buffer_, weight_, bias_;
 };
 
+// Where every owner's vocabulary shard lies, or one piece of it, and how many tokens are looked at together.
 struct VocabularyCut {
-  VocabularyCut(const CrossEntropyShape& shape, int ranks, int64_t tokens, at::ScalarType sums)
+  VocabularyCut(const CrossEntropyShape& shape, int ranks)
       : linear{shape.vocabulary, shape.features, true, shape.transposed},
         sizes(shard_sizes(shape.vocabulary, ranks)),
-        starts(shard_starts(sizes)) {
-    const int64_t row = std::max<int64_t>(sizes[0], 1) * static_cast<int64_t>(c10::elementSize(sums));
-    rows = std::max(std::min(kLogitBytes / row, (tokens + kLeastChunks - 1) / kLeastChunks), kLeastRows);
+        starts(shard_starts(sizes)) {}
+  VocabularyCut(const VocabularyCut& whole, const Piece& piece)
+      : linear(whole.linear), sizes(piece.sizes), starts(whole.starts) {
+    for (size_t owner = 0; owner < starts.size(); ++owner) starts[owner] += piece.offsets[owner];
   }
 
   std::vector<Part> parts(const CrossEntropyShape& shape, at::ScalarType dtype) const {
@@ -77,18 +79,35 @@ struct VocabularyCut {
     if (shape.bias) parts.push_back(bias_part(linear, sizes, dtype));
     return parts;
   }
+  std::vector<Piece> pieces(const CrossEntropyShape& shape, const RotationOptions& options) const {
+    RotationOptions capped = options;
+    if (shape.transposed) capped.slot_cap = 0;  // a piece of it would not be contiguous
+    return pieces_of(capped, sizes, shape.features + (shape.bias ? 1 : 0));
+  }
+  int64_t most() const { return *std::max_element(sizes.begin(), sizes.end()); }
+  int64_t chunk_rows(int64_t tokens, at::ScalarType sums) const {
+    const int64_t row = std::max<int64_t>(most(), 1) * static_cast<int64_t>(c10::elementSize(sums));
+    return std::max(std::min(kLogitBytes / row, (tokens + kLeastChunks - 1) / kLeastChunks), kLeastRows);
+  }
 
   LinearShape linear;
   std::vector<int64_t> sizes, starts;
-  int64_t rows;  // of a chunk
 };
 
-Cargo weight_cargo(const Executor& executor, const VocabularyCut& cut, const CrossEntropyShape& shape,
-                   const std::vector<at::Tensor>& parameters, const RotationOptions& options) {
-  Cargo cargo{cut.parts(shape, options.compute_dtype), parameters};
-  check_home(executor, options, "weight", cargo.home[0], cargo.parts[0]);
-  if (shape.bias) check_home(executor, options, "bias", cargo.home[1], cargo.parts[1]);
-  return cargo;
+void check_homes(const Executor& executor, const VocabularyCut& cut, const CrossEntropyShape& shape,
+                 const std::vector<at::Tensor>& parameters, const RotationOptions& options) {
+  const std::vector<Part> parts = cut.parts(shape, options.compute_dtype);
+  check_home(executor, options, "weight", parameters[0], parts[0]);
+  if (shape.bias) check_home(executor, options, "bias", parameters[1], parts[1]);
+}
+
+// This rank's part of one piece of several shards.
+std::vector<at::Tensor> own(const Piece& piece, std::vector<at::Tensor> shards, const std::vector<Piece>& pieces,
+                            int rank) {
+  if (pieces.size() > 1) {
+    for (at::Tensor& shard : shards) shard = piece.of(shard, rank);
+  }
+  return shards;
 }
 
 void check_targets(const at::Tensor& x, const at::Tensor& targets, const CrossEntropyShape& shape,
@@ -122,8 +141,8 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
   check_targets(x, targets, shape, options);
   const int64_t tokens = x.size(0);
   const auto sums = x.options().dtype(accumulation_dtype(options.compute_dtype));
-  const VocabularyCut cut(shape, executor.ranks(), tokens, accumulation_dtype(options.compute_dtype));
-  Cargo cargo = weight_cargo(executor, cut, shape, parameters, options);
+  const VocabularyCut whole(shape, executor.ranks());
+  check_homes(executor, whole, shape, parameters, options);
 
   // Running maximum, sum of exp(z - maximum), z of the target, sum of z. The maximum starts finite: a shard whose
   // logits are all -inf (a masked part of the vocabulary) is then no -inf - -inf.
@@ -132,23 +151,29 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
   const at::Tensor scaled = lse.select(0, 1);
   const at::Tensor hit = at::zeros({tokens}, sums);
   const at::Tensor total = shape.label_smoothing > 0 ? at::zeros({tokens}, sums) : at::Tensor();
-  const at::Tensor buffer = at::empty({std::min(cut.rows, tokens) * cut.sizes[0]}, sums);
 
-  const Schedule schedule = forward_schedule(executor, options, cargo);
-  Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
-  while (const Step* step = pass.next()) {
-    if (cut.sizes[step->owner] == 0) continue;
-    const VocabularyShard shard(pass.weight(), shape, cut.starts[step->owner], buffer);
-    for (int64_t first = 0; first < tokens; first += cut.rows) {
-      const int64_t rows = std::min(cut.rows, tokens - first);
-      const auto of = [&](const at::Tensor& per_token) { return per_token.narrow(0, first, rows); };
-      const at::Tensor z = shard.logits(of(x));
-      const auto [index, here] = shard.place(of(targets));
-      of(hit).add_(z.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill_(here.logical_not(), 0));
-      if (total.defined()) of(total).add_(z.sum(1));
-      const at::Tensor higher = at::maximum(of(most), z.amax(1));
-      of(scaled).mul_(of(most).sub(higher).exp_()).add_(z.sub_(higher.unsqueeze(1)).exp_().sum(1));
-      of(most).copy_(higher);
+  const std::vector<Piece> pieces = whole.pieces(shape, options);
+  for (const Piece& piece : pieces) {
+    const VocabularyCut cut(whole, piece);
+    const int64_t chunk = cut.chunk_rows(tokens, accumulation_dtype(options.compute_dtype));
+    const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.most()}, sums);
+    Cargo cargo{cut.parts(shape, options.compute_dtype), own(piece, parameters, pieces, executor.rank())};
+    const Schedule schedule = forward_schedule(executor, piecewise(options, pieces), cargo);
+    Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+    while (const Step* step = pass.next()) {
+      if (cut.sizes[step->owner] == 0) continue;
+      const VocabularyShard shard(pass.weight(), shape, cut.starts[step->owner], buffer);
+      for (int64_t first = 0; first < tokens; first += chunk) {
+        const int64_t rows = std::min(chunk, tokens - first);
+        const auto of = [&](const at::Tensor& per_token) { return per_token.narrow(0, first, rows); };
+        const at::Tensor z = shard.logits(of(x));
+        const auto [index, here] = shard.place(of(targets));
+        of(hit).add_(z.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill_(here.logical_not(), 0));
+        if (total.defined()) of(total).add_(z.sum(1));
+        const at::Tensor higher = at::maximum(of(most), z.amax(1));
+        of(scaled).mul_(of(most).sub(higher).exp_()).add_(z.sub_(higher.unsqueeze(1)).exp_().sum(1));
+        of(most).copy_(higher);
+      }
     }
   }
   // Differences of logits first: they are exact where the logits themselves have few digits left.
@@ -157,8 +182,8 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
     loss.add_(most.sub(total, 1.0 / static_cast<double>(shape.vocabulary)), shape.label_smoothing);
   }
   if (shape.z_loss > 0) {
-    const at::Tensor whole = most.add(scaled);
-    loss.addcmul_(whole, whole, shape.z_loss);
+    const at::Tensor sum = most.add(scaled);
+    loss.addcmul_(sum, sum, shape.z_loss);
   }
   loss.masked_fill_(targets.eq(shape.ignore_index), 0);
   return {loss, lse};
@@ -173,18 +198,19 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
   const int64_t tokens = x.size(0);
   const double scale = 1.0 / executor.ranks();
   const at::ScalarType sum_dtype = accumulation_dtype(options.compute_dtype);
-  const VocabularyCut cut(shape, executor.ranks(), tokens, sum_dtype);
-  std::optional<Cargo> weights = weight_cargo(executor, cut, shape, parameters, options);
-  std::vector<Part> wanted;
-  const std::vector<Part> all = cut.parts(shape, options.reduce_dtype);
-  for (size_t part = 0; part < all.size(); ++part) {
-    if (needs_parameter[part]) wanted.push_back(all[part]);
-  }
-  std::optional<Cargo> gradients;
-  if (!wanted.empty()) gradients = gradient_cargo(executor, std::move(wanted));
-  const std::vector<at::Tensor> home = gradients ? gradients->home : std::vector<at::Tensor>{};
+  const VocabularyCut whole(shape, executor.ranks());
+  check_homes(executor, whole, shape, parameters, options);
+  const auto wanted = [&](const VocabularyCut& cut) {
+    std::vector<Part> parts;
+    const std::vector<Part> all = cut.parts(shape, options.reduce_dtype);
+    for (size_t part = 0; part < all.size(); ++part) {
+      if (needs_parameter[part]) parts.push_back(all[part]);
+    }
+    return parts;
+  };
   const bool weight_wanted = needs_parameter[0];
   const bool bias_wanted = shape.bias && needs_parameter[1];
+  const std::vector<at::Tensor> home = gradient_cargo(executor, wanted(whole)).home;
 
   // d loss / d z = coefficient p - hit [z is the target's] - everywhere, and coefficient p = exp(z - most) factor
   const at::Tensor g = dloss.masked_fill(targets.eq(shape.ignore_index), 0);
@@ -193,11 +219,11 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
   if (shape.z_loss > 0) factor.mul_(lse.sum(0).mul_(2 * shape.z_loss).add_(1));
   const double everywhere = shape.label_smoothing / static_cast<double>(shape.vocabulary);
   const auto sums = x.options().dtype(sum_dtype);
-  const at::Tensor buffer = at::empty({std::min(cut.rows, tokens) * cut.sizes[0]}, sums);
   const at::Tensor dx = needs_x ? at::zeros({tokens, shape.features}, sums) : at::Tensor();
 
+  int64_t chunk = 0;
   const auto of = [&](const at::Tensor& per_token, int64_t first) {
-    return per_token.narrow(0, first, std::min(cut.rows, tokens - first));
+    return per_token.narrow(0, first, std::min(chunk, tokens - first));
   };
   // The gradient of the logits of one chunk, [rows, size].
   const auto logit_gradient = [&](const VocabularyShard& shard, int64_t first) {
@@ -215,45 +241,52 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
     if (dx.defined()) gemm(of(dx, first), of(dx, first), dz, shard.weight());
   };
 
-  at::Tensor first_chunk;  // of a shard: made in its dgrad, for its wgrad
-  const Schedule schedule =
-      backward_schedule(executor, options, weights, {.wgrad = gradients.has_value(), .bundle = true});
-  Execution pass(executor, schedule, std::move(weights), std::move(gradients), options.name + " backward");
-  while (const Step* step = pass.next()) {
-    if (cut.sizes[step->owner] == 0) continue;
-    const VocabularyShard shard(pass.weight(), shape, cut.starts[step->owner], buffer);
-    const bool at_home = step->owner == executor.rank();
-    if (step->compute == Compute::dgrad) {
-      // The first chunk hides the hop that brings the partial gradient; the others follow in wgrad. This rank's own
-      // wgrad comes at the end, and there its logits are made once more.
-      const bool alone = at_home || home.empty();
-      for (int64_t first = 0; first < (alone ? tokens : std::min(cut.rows, tokens)); first += cut.rows) {
-        if (alone && !dx.defined()) break;
-        first_chunk = logit_gradient(shard, first);
-        add_dx(shard, first_chunk, first);
+  const std::vector<Piece> pieces = whole.pieces(shape, options);
+  for (const Piece& piece : pieces) {
+    const VocabularyCut cut(whole, piece);
+    chunk = cut.chunk_rows(tokens, sum_dtype);
+    const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.most()}, sums);
+    std::optional<Cargo> weights =
+        Cargo{cut.parts(shape, options.compute_dtype), own(piece, parameters, pieces, executor.rank())};
+    std::optional<Cargo> gradients;
+    if (!home.empty()) gradients = Cargo{wanted(cut), own(piece, home, pieces, executor.rank())};
+    const Schedule schedule = backward_schedule(executor, piecewise(options, pieces), weights,
+                                                {.wgrad = gradients.has_value(), .bundle = true});
+    Execution pass(executor, schedule, std::move(weights), std::move(gradients), options.name + " backward");
+    at::Tensor first_chunk;  // of a shard: made in its dgrad, for its wgrad
+    while (const Step* step = pass.next()) {
+      if (cut.sizes[step->owner] == 0) continue;
+      const VocabularyShard shard(pass.weight(), shape, cut.starts[step->owner], buffer);
+      // This rank's own wgrad comes at the end of the pass, and there its logits are made once more.
+      const bool apart = step->owner == executor.rank() && executor.ranks() > 1;
+      if (step->compute == Compute::dgrad) {
+        // The first chunk hides the hop that brings the partial gradient; the others follow in wgrad.
+        const bool alone = apart || home.empty();
+        for (int64_t first = 0; first < (alone ? tokens : std::min(chunk, tokens)); first += chunk) {
+          if (alone && !dx.defined()) break;
+          first_chunk = logit_gradient(shard, first);
+          add_dx(shard, first_chunk, first);
+        }
+        continue;
       }
-      continue;
-    }
-    const auto in = pass.gradient_in();
-    const auto out = pass.gradient_out();
-    const auto add = [&](const at::Tensor& dz, int64_t first) {
-      // the partial that arrived, then what this pass has added to it
-      const auto before = [&](size_t part) { return first > 0 ? out[part] : in.empty() ? at::Tensor() : in[part]; };
-      if (weight_wanted) {
-        const at::Tensor sum = before(0);
-        gemm(outputs_first(out[0], cut.linear), sum.defined() ? outputs_first(sum, cut.linear) : sum, dz.t(),
-             shard.widened(of(x, first)), scale);
+      const auto in = pass.gradient_in();
+      const auto out = pass.gradient_out();
+      if (tokens == 0) {
+        for (size_t part = 0; part < out.size(); ++part) pass_on(out[part], in.empty() ? at::Tensor() : in[part]);
       }
-      if (bias_wanted) column_sum(out.back(), before(out.size() - 1), dz, scale);
-    };
-    if (tokens == 0) {
-      for (size_t part = 0; part < out.size(); ++part) pass_on(out[part], in.empty() ? at::Tensor() : in[part]);
-    }
-    for (int64_t first = 0; first < tokens; first += cut.rows) {
-      const bool made = first == 0 && !at_home;
-      const at::Tensor dz = made ? first_chunk : logit_gradient(shard, first);
-      if (!made && !at_home) add_dx(shard, dz, first);
-      add(dz, first);
+      for (int64_t first = 0; first < tokens; first += chunk) {
+        const bool made = first == 0 && !apart;
+        const at::Tensor dz = made ? first_chunk : logit_gradient(shard, first);
+        if (!made && !apart) add_dx(shard, dz, first);
+        // the partial that arrived, then what this pass has added to it
+        const auto before = [&](size_t part) { return first > 0 ? out[part] : in.empty() ? at::Tensor() : in[part]; };
+        if (weight_wanted) {
+          const at::Tensor sum = before(0);
+          gemm(outputs_first(out[0], cut.linear), sum.defined() ? outputs_first(sum, cut.linear) : sum, dz.t(),
+               shard.widened(of(x, first)), scale);
+        }
+        if (bias_wanted) column_sum(out.back(), before(out.size() - 1), dz, scale);
+      }
     }
   }
 

@@ -22,20 +22,35 @@ struct EmbeddingCut {
   EmbeddingCut(const EmbeddingShape& shape, int ranks)
       : by_rows(shape.shard_dim == 0),
         sizes(shard_sizes(by_rows ? shape.num_embeddings : shape.embedding_dim, ranks)),
-        starts(shard_starts(sizes)) {}
+        starts(shard_starts(sizes)),
+        rows(by_rows ? sizes : std::vector<int64_t>(static_cast<size_t>(ranks), shape.num_embeddings)) {}
 
   // The columns of an output that the shard of `owner` fills.
   at::Tensor columns(const at::Tensor& tensor, int owner) const {
     return by_rows ? tensor : tensor.narrow(1, starts[owner], sizes[owner]);
   }
-  int64_t first_row(int owner) const { return by_rows ? starts[owner] : 0; }
+  // The first row of a piece of the shard of `owner`, in the whole table.
+  int64_t first_row(const Piece& piece, int owner) const {
+    return (by_rows ? starts[owner] : 0) + piece.offsets[owner];
+  }
+  std::vector<Piece> pieces(const EmbeddingShape& shape, const RotationOptions& options) const {
+    return pieces_of(options, rows, by_rows ? shape.embedding_dim : sizes[0]);
+  }
 
   bool by_rows;
   std::vector<int64_t> sizes, starts;
+  std::vector<int64_t> rows;  // of every owner's shard
 };
 
 Part table_part(const EmbeddingShape& shape, const EmbeddingCut& cut, at::ScalarType dtype) {
   return cut_part(dtype, {shape.num_embeddings, shape.embedding_dim}, shape.shard_dim, cut.sizes);
+}
+
+// One piece of it.
+Part table_part(const EmbeddingShape& shape, const EmbeddingCut& cut, const Piece& piece, at::ScalarType dtype) {
+  Part part = table_part(shape, cut, dtype);
+  for (size_t owner = 0; owner < part.shapes.size(); ++owner) part.shapes[owner][0] = piece.sizes[owner];
+  return part;
 }
 
 void gather_on_host(const EmbeddingGather& gather) {
@@ -104,15 +119,18 @@ at::Tensor embedding_forward(Executor& executor, const at::Tensor& ids, const at
                              const EmbeddingShape& shape, const RotationOptions& options) {
   check_ids(executor, shape, options, ids);
   const EmbeddingCut cut(shape, executor.ranks());
-  Cargo cargo{{table_part(shape, cut, options.compute_dtype)}, {weight}};
-  check_home(executor, options, "weight", weight, cargo.parts[0]);
+  check_home(executor, options, "weight", weight, table_part(shape, cut, options.compute_dtype));
 
   const at::Tensor y = at::empty({ids.numel(), shape.embedding_dim}, weight.options().dtype(options.compute_dtype));
-  const Schedule schedule = forward_schedule(executor, options, cargo);
-  Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
-  while (const Step* step = pass.next()) {
-    if (cut.sizes[step->owner] == 0) continue;
-    gather_rows(ids, pass.weight()[0], cut.first_row(step->owner), cut.columns(y, step->owner));
+  const std::vector<Piece> pieces = cut.pieces(shape, options);
+  for (const Piece& piece : pieces) {
+    Cargo cargo{{table_part(shape, cut, piece, options.compute_dtype)}, {piece.of(weight, executor.rank())}};
+    const Schedule schedule = forward_schedule(executor, piecewise(options, pieces), cargo);
+    Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+    while (const Step* step = pass.next()) {
+      if (cut.sizes[step->owner] == 0 || piece.sizes[step->owner] == 0) continue;
+      gather_rows(ids, pass.weight()[0], cut.first_row(piece, step->owner), cut.columns(y, step->owner));
+    }
   }
   return y;
 }
@@ -124,18 +142,20 @@ at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at
                   dy.sizes());
   const EmbeddingCut cut(shape, executor.ranks());
   const double scale = 1.0 / executor.ranks();
-  Cargo cargo = gradient_cargo(executor, {table_part(shape, cut, options.reduce_dtype)});
-  const at::Tensor home = cargo.home[0];
+  const at::Tensor home = gradient_cargo(executor, {table_part(shape, cut, options.reduce_dtype)}).home[0];
   const at::Tensor keep = ids.ne(shape.padding_idx);
 
-  Execution pass(executor, backward_schedule(executor, options, std::nullopt, {.dgrad = false}), std::nullopt,
-                 std::move(cargo), options.name + " backward");
-  while (const Step* step = pass.next()) {
-    const auto in = pass.gradient_in();
-    const at::Tensor out = pass.gradient_out()[0];
-    pass_on(out, in.empty() ? at::Tensor() : in[0]);
-    if (cut.sizes[step->owner] == 0) continue;
-    scatter_add(out, ids, keep, cut.columns(dy, step->owner), cut.first_row(step->owner), scale);
+  for (const Piece& piece : cut.pieces(shape, options)) {
+    Cargo cargo{{table_part(shape, cut, piece, options.reduce_dtype)}, {piece.of(home, executor.rank())}};
+    Execution pass(executor, backward_schedule(executor, options, std::nullopt, {.dgrad = false}), std::nullopt,
+                   std::move(cargo), options.name + " backward");
+    while (const Step* step = pass.next()) {
+      const auto in = pass.gradient_in();
+      const at::Tensor out = pass.gradient_out()[0];
+      pass_on(out, in.empty() ? at::Tensor() : in[0]);
+      if (cut.sizes[step->owner] == 0 || piece.sizes[step->owner] == 0) continue;
+      scatter_add(out, ids, keep, cut.columns(dy, step->owner), cut.first_row(piece, step->owner), scale);
+    }
   }
   return home;
 }

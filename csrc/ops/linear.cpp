@@ -10,7 +10,7 @@
 namespace rtp {
 namespace {
 
-// Where every owner's shard of each layer lies.
+// Where every owner's shard of each layer lies, whole or one piece of it.
 struct BundleCut {
   BundleCut(const LinearBundle& bundle, int ranks) {
     for (const LinearShape& shape : bundle.shapes) {
@@ -18,9 +18,20 @@ struct BundleCut {
       starts.push_back(shard_starts(sizes.back()));
     }
   }
+  BundleCut(const BundleCut& whole, const Piece& piece) : sizes{piece.sizes}, starts(whole.starts) {
+    for (size_t owner = 0; owner < piece.offsets.size(); ++owner) starts[0][owner] += piece.offsets[owner];
+  }
 
   std::vector<std::vector<int64_t>> sizes, starts;  // of each layer, by owner
 };
+
+// The passes that a bundle takes: one, but for a single layer above the slot cap, such as a vocabulary head.
+std::vector<Piece> bundle_pieces(const LinearBundle& bundle, const BundleCut& cut, const RotationOptions& options) {
+  const LinearShape& shape = bundle.shapes[0];
+  RotationOptions uncapped = options;
+  if (bundle.shapes.size() > 1 || shape.transposed) uncapped.slot_cap = 0;
+  return pieces_of(uncapped, cut.sizes[0], shape.in_features + (bundle.biased[0] ? 1 : 0));
+}
 
 // What a projection has in common with the shard of one owner.
 struct Overlap {
@@ -62,6 +73,155 @@ std::vector<Part> parts_of(const LinearBundle& bundle, const BundleCut& cut, at:
   return parts;
 }
 
+// The backward of a bundle: what its passes share.
+class BundleBackward {
+ public:
+  BundleBackward(Executor& executor, const std::vector<at::Tensor>& dys, const std::vector<at::Tensor>& inputs,
+                 const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,
+                 const std::vector<Projection>& projections, const std::vector<bool>& needs_input,
+                 const std::vector<bool>& needs_parameter, const RotationOptions& options)
+      : executor_(executor),
+        dys_(dys),
+        inputs_(inputs),
+        parameters_(parameters),
+        bundle_(bundle),
+        projections_(projections),
+        needs_input_(needs_input),
+        options_(options),
+        whole_(bundle, executor.ranks()),
+        places_(bundle),
+        scale_(1.0 / executor.ranks()),
+        weight_place_(bundle.shapes.size(), -1),
+        gradient_place_(places_.count, -1),
+        sums_(inputs.size()) {
+    // Only the weights that some dgrad multiplies with travel, and only the gradients that are wanted.
+    for (size_t k = 0; k < projections.size(); ++k) {
+      const Projection& projection = projections[k];
+      const int64_t outputs = projection.end - projection.begin;
+      if (dys[k].defined()) check_operand(executor, options, "an output gradient", dys[k], outputs);
+      if (!needs_input[projection.input]) continue;
+      weight_place_[projection.layer] = 0;
+      if (sums_[projection.input]) continue;
+      const at::Tensor& x = inputs[projection.input];
+      const int64_t features = bundle.shapes[projection.layer].in_features;
+      sums_[projection.input].emplace(x.size(0), features, x.options().dtype(options.compute_dtype));
+    }
+    int weights = 0;
+    for (int& place : weight_place_) {
+      if (place == 0) place = weights++;
+    }
+    std::vector<Part> wanted;
+    const std::vector<Part> all = parts_of(bundle, whole_, options.reduce_dtype);
+    for (size_t part = 0; part < all.size(); ++part) {
+      if (!needs_parameter[part]) continue;
+      gradient_place_[part] = static_cast<int>(wanted.size());
+      wanted.push_back(all[part]);
+    }
+    if (!wanted.empty()) home_ = gradient_cargo(executor, std::move(wanted)).home;
+  }
+
+  std::vector<at::Tensor> run() {
+    const std::vector<Piece> pieces = bundle_pieces(bundle_, whole_, options_);
+    for (const Piece& piece : pieces) run(piece, pieces);
+    std::vector<at::Tensor> result;
+    for (auto& sum : sums_) result.push_back(sum ? sum->result().to(options_.compute_dtype) : at::Tensor());
+    for (const int place : gradient_place_) result.push_back(place < 0 ? at::Tensor() : home_[place]);
+    return result;
+  }
+
+ private:
+  void run(const Piece& piece, const std::vector<Piece>& pieces) {
+    const BundleCut cut = pieces.size() == 1 ? whole_ : BundleCut(whole_, piece);
+    const auto mine = [&](const at::Tensor& shard) {
+      return pieces.size() == 1 ? shard : piece.of(shard, executor_.rank());
+    };
+    const std::vector<Part> parts = parts_of(bundle_, cut, options_.compute_dtype);
+    const std::vector<Part> gradient_parts = parts_of(bundle_, cut, options_.reduce_dtype);
+    Cargo weights, gradients;
+    for (size_t layer = 0; layer < weight_place_.size(); ++layer) {
+      if (weight_place_[layer] < 0) continue;
+      weights.parts.push_back(parts[places_.weight[layer]]);
+      weights.home.push_back(mine(parameters_[places_.weight[layer]]));
+    }
+    for (size_t part = 0; part < gradient_place_.size(); ++part) {
+      if (gradient_place_[part] < 0) continue;
+      gradients.parts.push_back(gradient_parts[part]);
+      gradients.home.push_back(mine(home_[gradient_place_[part]]));
+    }
+    const BackwardNeeds needs{.dgrad = !weights.parts.empty(), .wgrad = !gradients.parts.empty()};
+    const auto present = [](bool wanted, Cargo&& cargo) {
+      return wanted ? std::optional<Cargo>(std::move(cargo)) : std::nullopt;
+    };
+    std::optional<Cargo> weight = present(needs.dgrad, std::move(weights));
+    const Schedule schedule = backward_schedule(executor_, piecewise(options_, pieces), weight, needs);
+    Execution pass(executor_, schedule, std::move(weight), present(needs.wgrad, std::move(gradients)),
+                   options_.name + " backward");
+    while (const Step* step = pass.next()) {
+      for (size_t k = 0; k < projections_.size(); ++k) {
+        const Overlap overlap(projections_[k], cut, step->owner);
+        if (overlap.rows == 0) continue;
+        if (step->compute == Compute::dgrad) {
+          dgrad(k, overlap, pass);
+        } else {
+          wgrad(k, overlap, pass);
+        }
+      }
+    }
+  }
+
+  void dgrad(size_t k, const Overlap& overlap, const Execution& pass) {
+    const Projection& projection = projections_[k];
+    if (!needs_input_[projection.input] || !dys_[k].defined()) return;
+    const at::Tensor stored = pass.weight()[weight_place_[projection.layer]];
+    const at::Tensor weight = outputs_first(stored, bundle_.shapes[projection.layer]);
+    sums_[projection.input]->add(overlap.of_output(dys_[k]), overlap.of_rows(weight));
+  }
+
+  void wgrad(size_t k, const Overlap& overlap, const Execution& pass) {
+    const Projection& projection = projections_[k];
+    const auto in = pass.gradient_in();
+    const auto out = pass.gradient_out();
+    const int weight = gradient_place_[places_.weight[projection.layer]];
+    if (weight >= 0) {
+      const LinearShape& shape = bundle_.shapes[projection.layer];
+      const at::Tensor sum = overlap.of_rows(outputs_first(out[weight], shape));
+      const at::Tensor arrived = in.empty() ? at::Tensor() : overlap.of_rows(outputs_first(in[weight], shape));
+      if (dys_[k].defined()) {
+        gemm(sum, arrived, overlap.of_output(dys_[k]).t(), inputs_[projection.input], scale_);
+      } else {
+        pass_on(sum, arrived);
+      }
+    }
+    const int place = places_.bias[projection.layer];
+    const int bias = place < 0 ? -1 : gradient_place_[place];
+    if (bias >= 0) {
+      const at::Tensor sum = overlap.of_rows(out[bias]);
+      const at::Tensor arrived = in.empty() ? at::Tensor() : overlap.of_rows(in[bias]);
+      if (dys_[k].defined()) {
+        column_sum(sum, arrived, overlap.of_output(dys_[k]), scale_);
+      } else {
+        pass_on(sum, arrived);
+      }
+    }
+  }
+
+  Executor& executor_;
+  const std::vector<at::Tensor>& dys_;
+  const std::vector<at::Tensor>& inputs_;
+  const std::vector<at::Tensor>& parameters_;
+  const LinearBundle& bundle_;
+  const std::vector<Projection>& projections_;
+  const std::vector<bool>& needs_input_;
+  const RotationOptions& options_;
+  BundleCut whole_;
+  Places places_;
+  double scale_;
+  std::vector<int> weight_place_;    // of every layer's weight among those that travel; -1: it stays
+  std::vector<int> gradient_place_;  // of every parameter's gradient among those that are wanted; -1: not wanted
+  std::vector<at::Tensor> home_;     // this rank's gradients
+  std::vector<std::optional<ProductSum>> sums_;  // of every input's gradient
+};
+
 }  // namespace
 
 Part weight_part(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype) {
@@ -88,12 +248,11 @@ void check_operand(const Executor& executor, const RotationOptions& options, con
 std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at::Tensor>& inputs,
                                        const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,
                                        const std::vector<Projection>& projections, const RotationOptions& options) {
-  const BundleCut cut(bundle, executor.ranks());
+  const BundleCut whole(bundle, executor.ranks());
   const Places places(bundle);
-  Cargo cargo{parts_of(bundle, cut, options.compute_dtype), parameters};
-  for (size_t part = 0; part < cargo.parts.size(); ++part) {
-    const bool is_bias = cargo.parts[part].shapes[0].size() == 1;
-    check_home(executor, options, is_bias ? "bias" : "weight", cargo.home[part], cargo.parts[part]);
+  const std::vector<Part> parts = parts_of(bundle, whole, options.compute_dtype);
+  for (size_t part = 0; part < parts.size(); ++part) {
+    check_home(executor, options, parts[part].shapes[0].size() == 1 ? "bias" : "weight", parameters[part], parts[part]);
   }
   std::vector<at::Tensor> outputs;
   for (const Projection& projection : projections) {
@@ -102,18 +261,27 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
     outputs.push_back(at::empty({x.size(0), projection.end - projection.begin}, x.options()));
   }
 
-  const Schedule schedule = forward_schedule(executor, options, cargo);
-  Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
-  while (const Step* step = pass.next()) {
-    const auto shards = pass.weight();
-    for (size_t k = 0; k < projections.size(); ++k) {
-      const Projection& projection = projections[k];
-      const Overlap overlap(projection, cut, step->owner);
-      if (overlap.rows == 0) continue;
-      const int bias = places.bias[projection.layer];
-      const at::Tensor weight = outputs_first(shards[places.weight[projection.layer]], bundle.shapes[projection.layer]);
-      gemm(overlap.of_output(outputs[k]), bias >= 0 ? overlap.of_rows(shards[bias]) : at::Tensor(),
-           inputs[projection.input], overlap.of_rows(weight).t());
+  const std::vector<Piece> pieces = bundle_pieces(bundle, whole, options);
+  for (const Piece& piece : pieces) {
+    const BundleCut cut = pieces.size() == 1 ? whole : BundleCut(whole, piece);
+    Cargo cargo{parts_of(bundle, cut, options.compute_dtype), parameters};
+    if (pieces.size() > 1) {
+      for (at::Tensor& home : cargo.home) home = piece.of(home, executor.rank());
+    }
+    const Schedule schedule = forward_schedule(executor, piecewise(options, pieces), cargo);
+    Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+    while (const Step* step = pass.next()) {
+      const auto shards = pass.weight();
+      for (size_t k = 0; k < projections.size(); ++k) {
+        const Projection& projection = projections[k];
+        const Overlap overlap(projection, cut, step->owner);
+        if (overlap.rows == 0) continue;
+        const int bias = places.bias[projection.layer];
+        const at::Tensor weight =
+            outputs_first(shards[places.weight[projection.layer]], bundle.shapes[projection.layer]);
+        gemm(overlap.of_output(outputs[k]), bias >= 0 ? overlap.of_rows(shards[bias]) : at::Tensor(),
+             inputs[projection.input], overlap.of_rows(weight).t());
+      }
     }
   }
   return outputs;
@@ -125,96 +293,8 @@ std::vector<at::Tensor> linear_backward(Executor& executor, const std::vector<at
                                         const std::vector<Projection>& projections,
                                         const std::vector<bool>& needs_input, const std::vector<bool>& needs_parameter,
                                         const RotationOptions& options) {
-  const BundleCut cut(bundle, executor.ranks());
-  const Places places(bundle);
-  const double scale = 1.0 / executor.ranks();
-
-  // Only the weights that some dgrad multiplies with travel, and only the gradients that are wanted.
-  std::vector<bool> travels(bundle.shapes.size(), false);
-  std::vector<std::optional<ProductSum>> sums(inputs.size());
-  for (size_t k = 0; k < projections.size(); ++k) {
-    const Projection& projection = projections[k];
-    const LinearShape& shape = bundle.shapes[projection.layer];
-    if (dys[k].defined())
-      check_operand(executor, options, "an output gradient", dys[k], projection.end - projection.begin);
-    if (!needs_input[projection.input]) continue;
-    travels[projection.layer] = true;
-    if (!sums[projection.input]) {
-      const at::Tensor& x = inputs[projection.input];
-      sums[projection.input].emplace(x.size(0), shape.in_features, x.options().dtype(options.compute_dtype));
-    }
-  }
-  const std::vector<Part> parts = parts_of(bundle, cut, options.compute_dtype);
-  std::optional<Cargo> weights;
-  std::vector<int> weight_place(bundle.shapes.size(), -1);
-  for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
-    if (!travels[layer]) continue;
-    if (!weights) weights.emplace();
-    weight_place[layer] = static_cast<int>(weights->parts.size());
-    weights->parts.push_back(parts[places.weight[layer]]);
-    weights->home.push_back(parameters[places.weight[layer]]);
-  }
-  std::vector<Part> gradient_parts;
-  std::vector<int> gradient_place(parts.size(), -1);
-  const std::vector<Part> all_gradients = parts_of(bundle, cut, options.reduce_dtype);
-  for (size_t part = 0; part < parts.size(); ++part) {
-    if (!needs_parameter[part]) continue;
-    gradient_place[part] = static_cast<int>(gradient_parts.size());
-    gradient_parts.push_back(all_gradients[part]);
-  }
-  std::optional<Cargo> gradients;
-  if (!gradient_parts.empty()) gradients = gradient_cargo(executor, std::move(gradient_parts));
-  const std::vector<at::Tensor> home = gradients ? gradients->home : std::vector<at::Tensor>{};
-
-  const Schedule schedule =
-      backward_schedule(executor, options, weights, {.dgrad = weights.has_value(), .wgrad = gradients.has_value()});
-  Execution pass(executor, schedule, std::move(weights), std::move(gradients), options.name + " backward");
-  while (const Step* step = pass.next()) {
-    const bool dgrad = step->compute == Compute::dgrad;
-    const auto shards = dgrad ? pass.weight() : std::vector<at::Tensor>{};
-    const auto in = dgrad ? std::vector<at::Tensor>{} : pass.gradient_in();
-    const auto out = dgrad ? std::vector<at::Tensor>{} : pass.gradient_out();
-    for (size_t k = 0; k < projections.size(); ++k) {
-      const Projection& projection = projections[k];
-      const LinearShape& shape = bundle.shapes[projection.layer];
-      const Overlap overlap(projection, cut, step->owner);
-      if (overlap.rows == 0) continue;
-      if (dgrad) {
-        if (!needs_input[projection.input] || !dys[k].defined()) continue;
-        const at::Tensor weight = outputs_first(shards[weight_place[projection.layer]], shape);
-        sums[projection.input]->add(overlap.of_output(dys[k]), overlap.of_rows(weight));
-        continue;
-      }
-      const auto arrived = [&in](int place) { return in.empty() ? at::Tensor() : in[place]; };
-      const int weight = gradient_place[places.weight[projection.layer]];
-      if (weight >= 0) {
-        const auto rows = [&](const at::Tensor& stored) {
-          return stored.defined() ? overlap.of_rows(outputs_first(stored, shape)) : stored;
-        };
-        if (dys[k].defined()) {
-          gemm(rows(out[weight]), rows(arrived(weight)), overlap.of_output(dys[k]).t(), inputs[projection.input],
-               scale);
-        } else {
-          pass_on(rows(out[weight]), rows(arrived(weight)));
-        }
-      }
-      const int place = places.bias[projection.layer];
-      const int bias = place < 0 ? -1 : gradient_place[place];
-      if (bias >= 0) {
-        const at::Tensor in_rows = in.empty() ? at::Tensor() : overlap.of_rows(in[bias]);
-        if (dys[k].defined()) {
-          column_sum(overlap.of_rows(out[bias]), in_rows, overlap.of_output(dys[k]), scale);
-        } else {
-          pass_on(overlap.of_rows(out[bias]), in_rows);
-        }
-      }
-    }
-  }
-
-  std::vector<at::Tensor> result;
-  for (auto& sum : sums) result.push_back(sum ? sum->result().to(options.compute_dtype) : at::Tensor());
-  for (const int place : gradient_place) result.push_back(place < 0 ? at::Tensor() : home[place]);
-  return result;
+  return BundleBackward(executor, dys, inputs, parameters, bundle, projections, needs_input, needs_parameter, options)
+      .run();
 }
 
 }  // namespace rtp

@@ -56,6 +56,7 @@ class Call:
             in_place=self.in_place,
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
+            slot_cap=self.ring.slot_cap,
             name=self.name,
         )
 

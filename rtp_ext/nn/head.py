@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from rtp_ext.functional import rotated_linear_cross_entropy
 from rtp_ext.nn._base import LiveModule
 from rtp_ext.nn.linear import RotatedLinear
+from rtp_ext.nn.mlp import unhooked
 
 logger = logging.getLogger("rtp_ext")
 
@@ -25,11 +27,18 @@ class FusedHead(RotatedLinear):
         return input if self.fusing else super().forward(input)
 
 
+def has_usual_loss(model: Any) -> bool:
+    """Whether the loss of a model of the transformers package is the one of next tokens."""
+    package = sys.modules.get("transformers.loss.loss_utils")
+    return package is not None and getattr(model, "loss_function", None) is package.ForCausalLMLoss
+
+
 class FusedLossModel(LiveModule):
     """Mixin of causal language models of the transformers package; the model's own class comes second.
 
     Where labels are given, the loss comes from `rotated_linear_cross_entropy` and the output has no logits. Without
-    labels, and where the head has been replaced (by an adapter), the model's own forward runs.
+    labels, and where the head has been replaced (by an adapter) or hooked, or the loss function changed, the model's
+    own forward runs.
     """
 
     lm_head: nn.Module
@@ -38,16 +47,18 @@ class FusedLossModel(LiveModule):
         plain = super().forward  # type: ignore[misc]
         labels = inspect.signature(plain).bind(*arguments, **keywords).arguments.get("labels")
         head = self.lm_head
-        if labels is None or type(head) is not FusedHead:
+        if labels is None or type(head) is not FusedHead or not unhooked(head) or not has_usual_loss(self):
             return plain(*arguments, **keywords)
+        by_name = keywords.get("return_dict")
+        if by_name is None:
+            by_name = self.config.return_dict  # type: ignore[attr-defined]
         head.fusing = True
         try:
-            output = plain(*arguments, **keywords)
+            output = plain(*arguments, **{**keywords, "return_dict": True})
         finally:
             head.fusing = False
-        if isinstance(output, tuple):  # loss, logits, ...
-            return (output[0], *output[2:])
-        return type(output)(**{key: value for key, value in output.items() if key != "logits"})
+        output = type(output)(**{key: value for key, value in output.items() if key != "logits"})
+        return output if by_name else output.to_tuple()
 
     @property
     def loss_function(self) -> Any:

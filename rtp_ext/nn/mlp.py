@@ -143,7 +143,7 @@ class BundledMLP(LiveModule):
 
     @property
     def intact(self) -> bool:
-        return all(_unhooked(self, path) for path in self.mlp_spec.paths)  # type: ignore[arg-type]
+        return all(_replaceable(self, path) for path in self.mlp_spec.paths)  # type: ignore[arg-type]
 
     def bundled(self, x: torch.Tensor) -> torch.Tensor:
         return bundled_mlp(self, self.mlp_spec, x, recompute=self.mlp_recompute, name=self.qualified_name)  # type: ignore[arg-type]
@@ -152,18 +152,23 @@ class BundledMLP(LiveModule):
 OWN_HOOKS = "_rtp_hook"  # attribute of hooks that bundling may skip
 
 
-def _unhooked(block: nn.Module, path: str) -> bool:
+def unhooked(module: nn.Module) -> bool:
+    """Whether nobody but this package sees the calls of a module."""
+    hooks = (
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+    )
+    return all(hasattr(hook, OWN_HOOKS) for hook in hooks)
+
+
+def _replaceable(block: nn.Module, path: str) -> bool:
     """Whether nobody sees the calls that a bundle leaves out: of the layer at `path`, and of what lies between."""
     module = block
     for name in path.split("."):
         module = getattr(module, name)
-        hooks = (
-            *module._forward_hooks.values(),
-            *module._forward_pre_hooks.values(),
-            *module._backward_hooks.values(),
-            *module._backward_pre_hooks.values(),
-        )
-        if any(not hasattr(hook, OWN_HOOKS) for hook in hooks):
+        if not unhooked(module):
             return False
     return type(module) is RotatedLinear or isinstance(module, RotatedTransposedLinear)
 
