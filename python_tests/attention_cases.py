@@ -14,7 +14,7 @@ from rtp_ext.nn import RotatedMultiheadAttention
 
 L, S = 4, 5  # lengths of target and source
 
-# embed_dim, num_heads and options. No width is a multiple of all ring sizes, and no shard ends where a head does.
+# embed_dim, num_heads and options. No width is a multiple of all ring sizes, and most shards end within a head.
 MODULES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "packed": (15, 3, {}),
     "packed batch_first": (14, 7, {"batch_first": True}),

@@ -89,3 +89,62 @@ def close_ring(model: nn.Module) -> None:
     import rtp_ext
 
     rtp_ext.ring_of(model).close()
+
+
+class Classifier(nn.Module):
+    """torch's transformer encoder between an embedding, a stray parameter and a linear head."""
+
+    def __init__(self, width: int = 24, hidden: int = 37, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(torch.zeros(LENGTH, width))
+        layer = nn.TransformerEncoderLayer(width, 4, hidden, dropout=0.0, activation="gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, LABELS)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.encoder(self.embed(input_ids) + self.position, src_key_padding_mask=attention_mask == 0)
+        return self.head(x[:, 0])
+
+
+# What whole models are tested with: like the families, but exact in float64. "tied" is a Llama.
+KINDS = ("llama", "tied", "gpt2", "encoder")
+
+
+def exact(kind: str, dtype: torch.dtype = torch.float64, **changes) -> nn.Module:
+    """A model that computes in `dtype` all through: transformers' RMSNorm, always in float32, gives way to torch's."""
+    if kind == "encoder":
+        return fill(Classifier().to(dtype))
+    if kind == "tied":
+        kind, changes = "llama", {"tie_word_embeddings": True, **changes}
+    model = make(kind, dtype, use_cache=False, **changes)
+    for block in list(model.modules()):
+        for name, part in list(block.named_children()):
+            if type(part).__name__ == "LlamaRMSNorm":
+                norm = nn.RMSNorm(part.weight.shape, eps=part.variance_epsilon, dtype=dtype)
+                norm.weight = part.weight
+                setattr(block, name, norm)
+    return model
+
+
+def logits_of(model: nn.Module, kind: str, rank: int, step: int) -> Tensor:
+    output = model(**inputs_of(make_batch("gpt2", rank, step)))
+    return output if kind == "encoder" else output.logits
+
+
+def batch_loss(model: nn.Module, kind: str, rank: int, step: int) -> Tensor:
+    """The loss of a rank's batch in the dtype of the logits (transformers computes it in float32)."""
+    logits, labels = logits_of(model, kind, rank, step), make_batch("gpt2", rank, step)["labels"]
+    if kind == "encoder":
+        return nn.functional.cross_entropy(logits, labels[:, 3] % LABELS)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def mean_loss(model: nn.Module, kind: str, ranks: int, step: int) -> Tensor:
+    """The loss that the plain model minimises when `ranks` ranks average their gradients."""
+    return sum(batch_loss(model, kind, rank, step) for rank in range(ranks)) / ranks
+
+
+def blocks_of(model: nn.Module, kind: str) -> nn.ModuleList:
+    path = {"gpt2": "transformer.h", "encoder": "encoder.layers"}.get(kind, "model.layers")
+    return model.get_submodule(path)

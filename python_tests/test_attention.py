@@ -407,7 +407,7 @@ def test_errors_name_what_is_wrong():
         module(x, key, value, is_causal=True)
     with pytest.raises(AssertionError, match="only bool and floating types of attn_mask"):  # torch's own
         module(x, key, value, attn_mask=torch.zeros(3, 4, dtype=torch.int64))
-    nested = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(2, 8)])
+    nested = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(2, 8)], layout=torch.jagged)
     with pytest.raises(TypeError, match="got a nested one"):
         module(nested, nested, nested)
     with pytest.raises(ValueError, match=r"its out_proj is a Sequential"):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import families
 from rtp_ext.nn import (
+    Flyweight,
     RotatedConv1d,
     RotatedConv2d,
     RotatedConv3d,
@@ -73,6 +74,8 @@ class Rewriter:
         self.counts: Counter[str] = Counter()
         self.modules = list(root.named_modules())
         self.tied = _tied_parameters(self.modules)
+        # on an emulated ring their shards are plain parameters
+        self.inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}
         self.leftovers: list[nn.Module] = []
 
     def run(self) -> None:
@@ -152,6 +155,8 @@ class Rewriter:
         part._rotate(self.ring, name=name or type(part).__name__, memo=self.memo, **options, **self.options)
 
     def _convert(self, name: str, part: nn.Module, by_inputs: set[int]) -> None:
+        if id(part) in self.inside:
+            return
         keep_from_fast_path(part)
         own = self._own(part)
         kind = type(part).__name__
@@ -171,7 +176,7 @@ class Rewriter:
     def _replace(self, name: str, part: nn.Module, by_inputs: set[int]) -> None:
         kind = type(part).__name__
         cls: Any = RotatedExperts if families.is_experts(part) else _DROP_INS.get(type(part))
-        refusal: Callable[[Any], str | None] = getattr(cls, "refusal", lambda _: None)
+        refusal: Callable[[Any], str | None] = getattr(cls, "refusal", _stray_parameters)
         problem = refusal(part)
         options: dict[str, Any] = {}
         if problem is not None and cls is RotatedEmbedding:
@@ -207,6 +212,12 @@ class Rewriter:
             else:
                 make_gathered(part, self.ring, self.scope, self.memo)
                 self.counts[f"{kind}: sharded, gathered while in use"] += 1
+
+
+def _stray_parameters(layer: nn.Module) -> str | None:
+    """Why a layer of weight and bias cannot rotate, such as one with weight_norm or pruning; None if it can."""
+    stray = layer._parameters.keys() - {"weight", "bias"}
+    return f"it has parameters of its own: {', '.join(sorted(stray))}" if stray else None
 
 
 def _tied_parameters(modules: list[tuple[str, nn.Module]]) -> set[int]:

@@ -104,9 +104,7 @@ class Ring:
         if self.size > 1 and self.device.type == "cuda":
             self._collective = self.new_group("nccl")
         self.serial = next(_serials)
-        self._agree_on_options(
-            f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}"
-        )
+        self._agree_on_options(f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}")
         self._start(transport, route)
 
     @classmethod

@@ -195,7 +195,10 @@ def rotated_linears(
     )
     inputs = [call.operand(x) for x in inputs]
     homes = _homes(call, weights, biases, 1 if transposed else 0)
-    shapes = agree(call, homes, [f"gradients {wants(*inputs, *(home.tensor for home in homes))}", projections])
+    told = None if projections is None else tuple(map(tuple, projections))
+    shapes = agree(
+        call, homes, [f"gradients {wants(*inputs, *(home.tensor for home in homes))}", f"projections {told}"]
+    )
     layers, biased, outputs = [], [], []
     remaining = iter(zip(homes, shapes, strict=True))
     for bias in biases:

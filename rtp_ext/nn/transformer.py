@@ -12,6 +12,9 @@ def keep_from_fast_path(module: nn.Module) -> bool:
     take a shard for the whole, or mix DTensors with plain tensors. Each looks at one attribute that says whether that
     path supports it; here it says no. The class, the state dict and the parts stay as they are, and copies of the
     module inherit it. The other transformer modules of torch.nn have no such path of their own.
+
+    Results are those of the plain module, except where src_key_padding_mask hides a position: an nn.TransformerEncoder
+    on the fast path gives zeros there (the final norm of zeros, where it has one), as it never does in training.
     """
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0

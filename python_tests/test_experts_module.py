@@ -1,0 +1,261 @@
+"""nn.RotatedExperts: a module of its own, a twin of a plain one, and what an experts module of transformers becomes."""
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+from harness import run_ranks
+from reference import adamw, assert_same, chunk, differs, full, local, random
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+
+import rtp_ext
+from rtp_ext.functional.mlp import ACTIVATIONS
+from rtp_ext.nn import RotatedExperts
+from rtp_ext.nn.experts import activation_of
+
+TIMEOUT = 30.0
+EXPERTS, FEATURES, HIDDEN = 5, 6, 4
+
+
+class PlainExperts(nn.Module):
+    """Laid out as the experts of transformers."""
+
+    def __init__(self, act_fn, gated=True, dtype=torch.float64):
+        super().__init__()
+        rows = 2 * HIDDEN if gated else HIDDEN
+        up = nn.Parameter(random(EXPERTS, rows, FEATURES, dtype=dtype, seed=1))
+        self.register_parameter("gate_up_proj" if gated else "up_proj", up)
+        self.down_proj = nn.Parameter(random(EXPERTS, FEATURES, HIDDEN, dtype=dtype, seed=2))
+        self.act_fn = act_fn
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        y = torch.zeros_like(hidden_states)
+        for expert in range(EXPERTS):
+            if hasattr(self, "gate_up_proj"):
+                gate, values = (hidden_states @ self.gate_up_proj[expert].t()).chunk(2, -1)
+                values = self.act_fn(gate) * values
+            else:
+                values = self.act_fn(hidden_states @ self.up_proj[expert].t())
+            share = (top_k_weights * (top_k_index == expert)).sum(-1, keepdim=True)
+            y = y + share * (values @ self.down_proj[expert].t())
+        return y
+
+
+def make_batch(rank: int, step: int = 0, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    index = torch.randint(EXPERTS + 1, (7 + rank, 2), generator=generator)
+    weights = torch.rand(7 + rank, 2, generator=generator, dtype=torch.float64).to(dtype)
+    return [random(7 + rank, FEATURES, dtype=dtype, seed=10 * step + rank), index, weights]
+
+
+def check_trained(module: nn.Module, plain: nn.Module, rank: int, ranks: int, steps: int = 2) -> None:
+    """Both give the same outputs and gradients of the router's weights, and train alike."""
+    start = copy.deepcopy(plain)
+    optimizers = adamw(module.parameters()), adamw(plain.parameters())
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        batches = [make_batch(other, step) for other in range(ranks)]
+        for batch in batches:
+            batch[2].requires_grad_()
+        mine = [tensor.detach() for tensor in batches[rank]]
+        mine[2].requires_grad_()
+        y, outputs = module(*mine), [plain(*batch) for batch in batches]
+        assert_same(y, outputs[rank], 1e-10, "output")
+        y.square().sum().backward()
+        (sum(output.square().sum() for output in outputs) / ranks).backward()
+        assert_same(mine[2].grad, batches[rank][2].grad * ranks, 1e-10, "gradient of the router's weights")
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, parameter in plain.named_parameters():
+        whole = full(module.get_parameter(name))
+        assert_same(whole, parameter, 1e-9, name)
+        assert differs(whole, start.get_parameter(name), 1e-3), f"control: {name} is untrained"
+
+
+def _modules(rank, ranks, transport):
+    with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
+        for in_place, recompute in product((False, True), repeat=2):
+            for act_fn, gated in ((nn.SiLU(), True), (nn.GELU("tanh"), True), (F.relu, False), (nn.GELU(), False)):
+                plain = PlainExperts(act_fn, gated)
+                module = RotatedExperts.from_module(plain, ring, in_place=in_place, recompute=recompute)
+                assert isinstance(module, RotatedExperts) and isinstance(module, PlainExperts)
+                assert type(module).__name__ == "RotatedPlainExperts" and type(plain) is PlainExperts
+                assert list(module.state_dict()) == list(plain.state_dict())
+                check_trained(copy.deepcopy(module), copy.deepcopy(plain), rank, ranks)
+                assert_same(full(module.down_proj), plain.down_proj, 0.0, "the copy's training")
+        # in place of the class
+        plain = PlainExperts(F.silu)
+        module = copy.deepcopy(plain)
+        module.__class__ = RotatedExperts.class_for(type(module))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        module._rotate(ring, name="layers.0.experts", in_place=True, recompute=True, mp_policy=policy)
+        batch = make_batch(rank, dtype=torch.bfloat16)
+        y = module(*batch)
+        assert y.dtype == torch.bfloat16 and module.recompute and module.activation == "swiglu"
+        expected = PlainExperts(F.silu)
+        with torch.no_grad():
+            for parameter in expected.parameters():
+                parameter.copy_(parameter.bfloat16())
+        assert_same(y, expected(*[t.double() if t.is_floating_point() else t for t in batch]), 6 * 2.0**-8, "output")
+        with pytest.raises(TypeError, match="layers.0.experts: expected an input of dtype torch.bfloat16"):
+            module(*make_batch(rank))
+        with pytest.raises(TypeError, match="RotatedPlainExperts cannot be pickled"):
+            module.__reduce_ex__(2)
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(3, "shm"), (4, "c10d")])
+def test_twins_train_as_plain_modules_do(ranks, transport):
+    run_ranks(_modules, ranks, transport)
+
+
+def _fresh(rank, ranks):
+    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
+        for activation, (_, gated) in ACTIVATIONS.items():
+            torch.manual_seed(0)
+            module = RotatedExperts(EXPERTS, FEATURES, HIDDEN, activation=activation, ring=ring, dtype=torch.float64)
+            up = "gate_up_proj" if gated else "up_proj"
+            shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+            rows = (2 if gated else 1) * HIDDEN
+            assert shapes == {up: (EXPERTS, rows, FEATURES), "down_proj": (EXPERTS, FEATURES, HIDDEN)}
+            whole = {name: full(parameter) for name, parameter in module.named_parameters()}
+            torch.manual_seed(0)
+            for name, features in ((up, FEATURES), ("down_proj", HIDDEN)):
+                expected = torch.empty_like(whole[name]).uniform_(-(features**-0.5), features**-0.5)
+                assert_same(whole[name], expected, 0.0, f"initial {name}")
+                shape = chunk(expected, ranks, rank).shape
+                assert local(module.get_parameter(name)).shape == shape
+            module.reset_parameters()
+            assert not torch.equal(full(module.down_proj), whole["down_proj"])
+            torch.manual_seed(0)
+            module.reset_parameters()
+            assert torch.equal(full(module.down_proj), whole["down_proj"]), "the same values under the same seed"
+            functions = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "gelu_tanh": nn.GELU("tanh")}
+            plain = PlainExperts(functions[ACTIVATIONS[activation][0]], gated)
+            with torch.no_grad():
+                for name, parameter in plain.named_parameters():
+                    parameter.copy_(whole[name])
+            check_trained(module, plain, rank, ranks, steps=1)
+        text = repr(module)
+        assert all(part in text for part in ("num_experts=5", "hidden_dim=6", "intermediate_dim=4", f"ring={ranks}"))
+        meta = RotatedExperts(EXPERTS, FEATURES, HIDDEN, ring=ring, device="meta", dtype=torch.bfloat16, in_place=True)
+        assert meta.gate_up_proj.is_meta and meta.down_proj.dtype == torch.bfloat16 and meta.in_place
+        with pytest.raises(ValueError, match=r"RotatedExperts: expected an activation of .*, got 'mish'"):
+            RotatedExperts(EXPERTS, FEATURES, HIDDEN, activation="mish", ring=ring)
+
+
+def test_constructor():
+    run_ranks(_fresh, 3)
+
+
+def _transformers(rank, ranks):
+    """A random configuration of Mixtral, every implementation of whose experts gives way to the rotated one."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    for implementation in ("eager", "grouped_mm"):
+        config = MixtralConfig(hidden_size=FEATURES, intermediate_size=HIDDEN, num_local_experts=EXPERTS)
+        config._experts_implementation = implementation
+        plain = MixtralExperts(config).double()
+        with torch.no_grad():
+            for seed, parameter in enumerate(plain.parameters()):
+                parameter.copy_(random(*parameter.shape, dtype=torch.float64, seed=seed))
+        with rtp_ext.Ring(timeout=TIMEOUT) as ring:
+            swapped = copy.deepcopy(plain)
+            swapped.__class__ = RotatedExperts.class_for(MixtralExperts)
+            swapped._rotate(ring)
+            modules = RotatedExperts.from_module(plain, ring), swapped
+            config._experts_implementation = "eager"
+            expected = copy.deepcopy(plain)
+            config._experts_implementation = implementation
+            expected.config = copy.deepcopy(config)
+            expected.config._experts_implementation = "eager"
+            for module in modules:
+                assert type(module).__name__ == "RotatedMixtralExperts" and isinstance(module, MixtralExperts)
+                assert module.activation == "swiglu" and module.num_experts == EXPERTS
+                hops = ring.hops("weight")
+                check_trained(module, copy.deepcopy(expected), rank, ranks)
+                assert ring.hops("weight") - hops == 2 * 2 * (ranks - 1), "the rotated forward runs"
+
+
+def test_experts_of_transformers():
+    run_ranks(_transformers, 2)
+
+
+def test_what_is_refused():
+    ring = rtp_ext.Ring.emulated(2)
+
+    def made(**attributes):
+        module = PlainExperts(nn.SiLU())
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        return module
+
+    class OtherGate(PlainExperts):
+        def _apply_gate(self, gate_up):
+            return gate_up
+
+    class OtherForward(PlainExperts):
+        def forward(self, hidden_states):
+            return hidden_states
+
+    wide = nn.Parameter(torch.zeros(EXPERTS, FEATURES, 2 * HIDDEN))
+    rotated = RotatedExperts.from_module(made(), ring)
+    for module, reason in (
+        (nn.Linear(2, 2), "expected the parameters gate_up_proj .* and down_proj, got weight, bias"),
+        (nn.ReLU(), "expected the parameters gate_up_proj .* and down_proj, got none"),
+        (made(gate_up_proj_bias=nn.Parameter(torch.zeros(1))), "got gate_up_proj, down_proj, gate_up_proj_bias"),
+        (made(is_transposed=True), "expected is_transposed False, got True"),
+        (made(is_concatenated=False), "expected is_concatenated True, got False"),
+        (made(has_bias=True), "expected has_bias False, got True"),
+        (made(has_post_expert_norm=True), "expected has_post_expert_norm False, got True"),
+        (made(_is_expert_parallel=True), "expected _is_expert_parallel False, got True"),
+        (made(has_gate=False), "expected has_gate True with gate_up_proj, got False"),
+        (made(gate_up_proj=wide), r"expected gate_up_proj \[E, 2 H, D\] .* got shapes \(5, 6, 8\) and \(5, 6, 4\)"),
+        (made(down_proj=nn.Parameter(torch.zeros(2, 2))), r"and \(2, 2\)"),
+        (made(identity_expert=nn.Identity()), "expected no modules in it besides act_fn, got identity_expert"),
+        (made(act_fn=nn.Mish()), r"expected an act_fn that computes one of silu, .*, got Mish\(\)"),
+        (made(act_fn=None), "expected an act_fn .*, got None"),
+        (OtherGate(nn.SiLU()), r"it has a gate of its own, .*OtherGate\._apply_gate"),
+        (OtherForward(nn.SiLU()), "expected a forward of hidden states, .*, got one of hidden_states"),
+        (rotated, "it already is"),
+    ):
+        with pytest.raises(ValueError, match=rf"RotatedExperts: {type(module).__name__} cannot be rotated: .*{reason}"):
+            RotatedExperts.from_module(module, ring)
+        assert RotatedExperts.refusal(module) is not None
+    assert RotatedExperts.refusal(made()) is None
+    with pytest.raises(TypeError, match="expected an nn.Module, got a Tensor"):
+        RotatedExperts.from_module(torch.ones(1), ring)
+
+
+def test_activations_are_known_by_what_they_compute():
+    from transformers.activations import ACT2FN
+
+    known = {
+        "silu": ("silu", "swish"),
+        "gelu": ("gelu", "gelu_python"),
+        "gelu_tanh": ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"),
+        "relu": ("relu",),
+    }
+    gated = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+    for name, others in known.items():
+        for other in others:
+            assert activation_of(ACT2FN[other], False) == name, other
+            assert activation_of(ACT2FN[other], True) == gated[name], other
+    for other in (
+        "quick_gelu",
+        "relu6",
+        "relu2",
+        "leaky_relu",
+        "gelu_10",
+        "linear",
+        "tanh",
+        "mish",
+        "prelu",
+        "laplace",
+    ):
+        assert activation_of(ACT2FN[other], False) is None, other
+    assert activation_of(None, True) is None and activation_of(F.glu, True) is None and activation_of(len, True) is None
