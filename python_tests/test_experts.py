@@ -131,12 +131,13 @@ def _passes(rank, ranks, transport):
     in_place = transport == "c10d"
     for route in ("ring",) if in_place else ("ring", "direct"):
         with rtp_ext.Ring(transport=transport, route=route, timeout=TIMEOUT) as ring:
-            for activation, recompute in product(ACTIVATIONS if route == "ring" else ("swiglu",), (False, True)):
+            every = route == "ring" and not in_place
+            for activation, recompute in product(ACTIVATIONS if every else ("gelu", "swiglu"), (False, True)):
                 with cases.case(f"{route} {activation} recompute={recompute}"):
                     operation = make_experts(activation=activation, recompute=recompute)
                     check_pass(operation, ring, in_place=in_place)
             for routing, choices, size in product(ROUTINGS, (1, 2, 3), SIZES[:2]):
-                if route == "direct" and choices != 2:
+                if not every and choices != 2:
                     continue
                 with cases.case(f"{route} {routing} K={choices} {size}"):
                     operation = make_experts(size, choices, routing=routing, ranks=ranks)

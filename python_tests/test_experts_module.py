@@ -79,7 +79,7 @@ def check_trained(module: nn.Module, plain: nn.Module, rank: int, ranks: int, st
 def _modules(rank, ranks, transport):
     with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
         for in_place, recompute in product((False, True), repeat=2):
-            for act_fn, gated in ((nn.SiLU(), True), (nn.GELU("tanh"), True), (F.relu, False), (nn.GELU(), False)):
+            for act_fn, gated in ((nn.SiLU(), True), (F.relu, False)):
                 plain = PlainExperts(act_fn, gated)
                 module = RotatedExperts.from_module(plain, ring, in_place=in_place, recompute=recompute)
                 assert isinstance(module, RotatedExperts) and isinstance(module, PlainExperts)
@@ -101,7 +101,7 @@ def _modules(rank, ranks, transport):
             for parameter in expected.parameters():
                 parameter.copy_(parameter.bfloat16())
         assert_same(y, expected(*[t.double() if t.is_floating_point() else t for t in batch]), 6 * 2.0**-8, "output")
-        with pytest.raises(TypeError, match="layers.0.experts: expected an input of dtype torch.bfloat16"):
+        with pytest.raises(TypeError, match=r"layers\.0\.experts: expected an input of dtype torch.bfloat16"):
             module(*make_batch(rank))
         with pytest.raises(TypeError, match="RotatedPlainExperts cannot be pickled"):
             module.__reduce_ex__(2)
@@ -168,10 +168,7 @@ def _transformers(rank, ranks):
             swapped.__class__ = RotatedExperts.class_for(MixtralExperts)
             swapped._rotate(ring)
             modules = RotatedExperts.from_module(plain, ring), swapped
-            config._experts_implementation = "eager"
             expected = copy.deepcopy(plain)
-            config._experts_implementation = implementation
-            expected.config = copy.deepcopy(config)
             expected.config._experts_implementation = "eager"
             for module in modules:
                 assert type(module).__name__ == "RotatedMixtralExperts" and isinstance(module, MixtralExperts)
@@ -227,7 +224,7 @@ def test_what_is_refused():
             RotatedExperts.from_module(module, ring)
         assert RotatedExperts.refusal(module) is not None
     assert RotatedExperts.refusal(made()) is None
-    with pytest.raises(TypeError, match="expected an nn.Module, got a Tensor"):
+    with pytest.raises(TypeError, match=r"expected an nn\.Module, got a Tensor"):
         RotatedExperts.from_module(torch.ones(1), ring)
 
 

@@ -267,12 +267,14 @@ def test_only_this_ranks_rows_are_read(tmp_path):
     run_ranks(_pages, 4, str(file))
 
 
-def test_works_without_ranks(tmp_path):
+def test_works_without_ranks(tmp_path, caplog):
     """A plain model, or one on an emulated ring, whose shards are plain tensors."""
     plain = make_mixed()
     file = save(plain.state_dict(), tmp_path / "model.safetensors")
     twin = Mixed()
-    rtp_ext.load_safetensors(twin, file)
+    with caplog.at_level("INFO", logger="rtp_ext"):
+        rtp_ext.load_safetensors(twin, file)
+    assert "left as they are: buffers angles" in caplog.text
     assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), plain.parameters(), strict=True))
     emulated = rtp_ext.fully_rotate(Mixed(), mesh=rtp_ext.Ring.emulated(2))
     with pytest.raises(ValueError, match=r"narrow\.weight: expected shape \(1, 5\), got \(2, 5\)"):

@@ -102,7 +102,7 @@ def _passes(rank, ranks, transport):
     in_place = transport == "c10d"
     for route in ("ring",) if in_place else ("ring", "direct"):
         with rtp_ext.Ring(transport=transport, route=route, timeout=TIMEOUT) as ring:
-            activations = ACTIVATIONS if route == "ring" else ("swiglu",)
+            activations = ACTIVATIONS if route == "ring" and not in_place else ("gelu", "swiglu")
             for activation, recompute, plain in product(activations, (False, True), (False, True)):
                 with cases.case(f"{route} {activation} recompute={recompute} plain={plain}"):
                     bias = transposed = not plain

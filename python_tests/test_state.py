@@ -296,17 +296,18 @@ def _scaler(rank, ranks):
             assert_same_model(model, plain, TOLERANCE[torch.float32])
             assert differs(full(model.norm.weight), make_gpt().norm.weight, 1e-4), "control: nothing was trained"
         rtp_ext.ring_of(model).close()
-    spoiled = (("head.weight", 0), ("norm.weight", ranks - 1), (None, 1))  # None: the loss itself
-    for variant, (name, where) in product((COPIES, IN_PLACE), spoiled):
-        with cases.case(f"{variant} infinite {name} on rank {where}"):
-            model = rotated(make_gpt().float(), variant)
+    # None: the loss itself; make_model has a scalar parameter, which comes first and is whole on every rank
+    spoiled = ((make_gpt, "head.weight", 0), (make_gpt, "norm.weight", ranks - 1), (make_gpt, None, 1))
+    for variant, (make, name, where) in product((COPIES, IN_PLACE), (*spoiled, (make_model, "head.weight", ranks - 1))):
+        with cases.case(f"{variant} {make.__name__} infinite {name} on rank {where}"):
+            model = rotated(make().float(), variant)
             optimizer = adamw(model.parameters(), lr=0.01)
             scaler = torch.amp.GradScaler("cpu")
             for infinite in (True, False):
                 here = infinite and rank == where
                 before = [local(parameter).clone() for parameter in model.parameters()]
                 optimizer.zero_grad()
-                loss = share_loss(model, 0, rank, ranks)
+                loss = share_loss(model, 0, rank, ranks) if make is make_gpt else batch_loss(model, rank, 0)
                 scaler.scale(loss * float("inf") if here and name is None else loss).backward()
                 if here and name is not None:
                     local(model.get_parameter(name).grad).view(-1)[0] = float("inf")

@@ -144,7 +144,8 @@ def mlp_block(module: nn.Module) -> MLPBlock | None:
         if (layers[2].bias is None) != (layers[0].bias is None):
             return None
         activation = _GATED_NAMES[activation]
-    return MLPBlock(mixin, MLPSpec(up, down, activation, gate))
+    between = (activation_path, "dropout") if mixin is BundledTransformerLayer else (activation_path,)
+    return MLPBlock(mixin, MLPSpec(up, down, activation, gate, between))
 
 
 def _sequential(module: nn.Sequential) -> tuple | None:

@@ -34,7 +34,8 @@ def load_safetensors(module: nn.Module, files: Files, *, strict: bool = True) ->
 
     Args:
         module: a model converted by `fully_rotate` (or any other), with storage: one made on the meta device needs
-            `to_empty` first. Buffers that are not in its state_dict are left as they are.
+            `to_empty` first. Buffers that are not in its state_dict (rotary frequencies, for one) are left as they are
+            and named in the log; after `to_empty` they hold garbage until `init_weights` or the caller sets them.
         files: a .safetensors file, several of them, an index (model.safetensors.index.json), or a directory. Of a
             directory, the index is used where there is one, else model.safetensors, else all .safetensors files.
             Names are those of the plain model's state_dict; of tied parameters one name is enough.
@@ -78,6 +79,9 @@ def load_safetensors(module: nn.Module, files: Files, *, strict: bool = True) ->
                 for name in names:
                     _copy(file, name, targets[name])
     logger.info("load_safetensors: %d tensors of %d files", sum(map(len, wanted.values())), len(wanted))
+    kept = {id(value) for value in state.values()}
+    if others := [name for name, buffer in module.named_buffers() if id(buffer) not in kept]:
+        logger.info("load_safetensors: in no checkpoint, left as they are: buffers %s", _some(others))
     return missing, unexpected
 
 

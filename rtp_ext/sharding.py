@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.ring import Ring
+
+logger = logging.getLogger("rtp_ext")
 
 
 def shard_bounds(extent: int, ring: Ring) -> tuple[int, int]:
@@ -71,11 +74,40 @@ def as_sharded(home: torch.Tensor, full_shape: torch.Size, ring: Ring, dim: int)
     return DTensor.from_local(home, ring.mesh, [Shard(dim)], run_check=False, shape=full_shape, stride=stride)
 
 
+def _let_grad_scaler_see_shards() -> None:
+    """Has GradScaler look at sharded gradients before replicated ones.
+
+    torch decides by the first gradient of a group whether ranks have to tell each other of infinities; where that is a
+    scalar's, which every rank holds whole, an overflow in another rank's shard would go unnoticed, and the ranks would
+    no longer take the same steps.
+    """
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    try:
+        handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
+        stock = handlers[operator]
+    except (AttributeError, KeyError):
+        logger.warning(
+            "this torch (%s) hides how GradScaler treats DTensors: do not use it with scalar parameters",
+            torch.__version__,
+        )
+        return
+    if getattr(stock, "_rtp_sorts", False):
+        return
+
+    def sharded_first(op_call: Any, args: tuple, kwargs: dict) -> Any:
+        gradients = sorted(args[0], key=lambda gradient: all(isinstance(p, Replicate) for p in gradient.placements))
+        return stock(op_call, (gradients, *args[1:]), kwargs)
+
+    sharded_first._rtp_sorts = True  # type: ignore[attr-defined]
+    handlers[operator] = sharded_first
+
+
 def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Parameter:
     """A sharded parameter in place of a whole one (meta device included). Scalars are replicated."""
     if isinstance(parameter, DTensor):
         raise ValueError(f"expected a plain parameter, got a DTensor of shape {tuple(parameter.shape)}")
     if parameter.dim() == 0:
+        _let_grad_scaler_see_shards()
         whole = parameter.detach().clone()
         data = whole if ring.mesh is None else DTensor.from_local(whole, ring.mesh, [Replicate()], run_check=False)
     else:

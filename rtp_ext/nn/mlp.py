@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,16 @@ from rtp_ext.ring import Ring
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """Where an MLP block keeps its layers (paths below the block), and its activation as `rotated_mlp` names it."""
+    """Where an MLP block keeps its layers (paths below the block), and its activation as `rotated_mlp` names it.
+
+    `between`: paths of the activation, and of whatever else a bundle does not call, where they are modules.
+    """
 
     up: str
     down: str
     activation: str
     gate: str | None = None
+    between: tuple[str, ...] = ()
 
     @property
     def paths(self) -> list[str]:
@@ -143,7 +148,10 @@ class BundledMLP(LiveModule):
 
     @property
     def intact(self) -> bool:
-        return all(_replaceable(self, path) for path in self.mlp_spec.paths)  # type: ignore[arg-type]
+        block: Any = self
+        return all(_replaceable(block, path) for path in self.mlp_spec.paths) and all(
+            unhooked(part) for path in self.mlp_spec.between for part in _along(block, path)
+        )
 
     def bundled(self, x: torch.Tensor) -> torch.Tensor:
         return bundled_mlp(self, self.mlp_spec, x, recompute=self.mlp_recompute, name=self.qualified_name)  # type: ignore[arg-type]
@@ -153,24 +161,29 @@ OWN_HOOKS = "_rtp_hook"  # attribute of hooks that bundling may skip
 
 
 def unhooked(module: nn.Module) -> bool:
-    """Whether nobody but this package sees the calls of a module."""
+    """Whether nobody but this package sees the calls of a module, or answers them."""
     hooks = (
         *module._forward_hooks.values(),
         *module._forward_pre_hooks.values(),
         *module._backward_hooks.values(),
         *module._backward_pre_hooks.values(),
     )
-    return all(hasattr(hook, OWN_HOOKS) for hook in hooks)
+    return "forward" not in module.__dict__ and all(hasattr(hook, OWN_HOOKS) for hook in hooks)
+
+
+def _along(block: nn.Module, path: str) -> Iterator[nn.Module]:
+    """The modules on a path below a block."""
+    part: Any = block
+    for name in path.split("."):
+        part = getattr(part, name)
+        if isinstance(part, nn.Module):
+            yield part
 
 
 def _replaceable(block: nn.Module, path: str) -> bool:
     """Whether nobody sees the calls that a bundle leaves out: of the layer at `path`, and of what lies between."""
-    module = block
-    for name in path.split("."):
-        module = getattr(module, name)
-        if not unhooked(module):
-            return False
-    return type(module) is RotatedLinear or isinstance(module, RotatedTransposedLinear)
+    *_, layer = parts = list(_along(block, path))
+    return all(map(unhooked, parts)) and (type(layer) is RotatedLinear or isinstance(layer, RotatedTransposedLinear))
 
 
 class BundledForward(BundledMLP):

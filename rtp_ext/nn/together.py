@@ -38,8 +38,8 @@ class SharedInput:
 
     def forward(self, layer: RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
         """The output of `layer` for `x`, or None where it has to rotate on its own."""
-        if not self.shared or not isinstance(x, torch.Tensor):
-            return None
+        if not self.shared or not isinstance(x, torch.Tensor) or x.is_inference():
+            return None  # nobody could tell whether an inference tensor has changed since
         place = next(i for i, each in enumerate(self.layers) if each is layer)
         key = self._state(x)
         if self._source is not None and self._source() is x and self._key == key and place in self._waiting:
@@ -64,7 +64,9 @@ class SharedInput:
         return x._version, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type), weights
 
     def __deepcopy__(self, memo: dict) -> SharedInput:
-        twin = type(self)(copy.deepcopy(self.layers, memo), self.name)
+        twin = type(self)([], self.name)
+        memo[id(self)] = twin  # before its layers, which hold it
+        twin.layers = copy.deepcopy(self.layers, memo)
         twin.shared = self.shared
         return twin
 
