@@ -65,14 +65,15 @@ def fill(model: nn.Module) -> nn.Module:
 
 
 def make_batch(family: str, rank: int, step: int) -> dict[str, Tensor]:
-    """One rank's batch of one step. The second row of text ends in padding; ranks have different numbers of labels."""
+    """One rank's batch of one step. Ranks differ in rows, length and number of labels; the second row is padded."""
     generator = torch.Generator().manual_seed(10_000 * rank + step)
     if family == "vit":
-        pixels = torch.randn(3, 3, 8, 8, generator=generator)
-        return {"pixel_values": pixels, "labels": torch.randint(LABELS, (3,), generator=generator)}
-    ids = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+        rows = 3 - rank % 2
+        pixels = torch.randn(rows, 3, 8, 8, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.randint(LABELS, (rows,), generator=generator)}
+    ids = torch.randint(VOCABULARY, (2 + rank % 2, LENGTH - rank), generator=generator)
     mask = torch.ones_like(ids)
-    mask[1, LENGTH - 2 :] = 0
+    mask[1, -2:] = 0
     labels = ids.clone() if family in CAUSAL else torch.randint(VOCABULARY, ids.shape, generator=generator)
     labels[mask == 0] = -100
     labels[0, : rank + 1] = -100
@@ -103,7 +104,8 @@ class Classifier(nn.Module):
         self.head = nn.Linear(width, LABELS)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        x = self.encoder(self.embed(input_ids) + self.position, src_key_padding_mask=attention_mask == 0)
+        x = self.embed(input_ids) + self.position[: input_ids.shape[1]]
+        x = self.encoder(x, src_key_padding_mask=attention_mask == 0)
         return self.head(x[:, 0])
 
 

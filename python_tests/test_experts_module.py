@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import rtp_ext
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.nn import RotatedExperts
-from rtp_ext.nn.experts import activation_of
+from rtp_ext.nn._activations import activation_of
+from rtp_ext.nn._base import mixed_class
 
 TIMEOUT = 30.0
 EXPERTS, FEATURES, HIDDEN = 5, 6, 4
@@ -90,7 +91,7 @@ def _modules(rank, ranks, transport):
         # in place of the class
         plain = PlainExperts(F.silu)
         module = copy.deepcopy(plain)
-        module.__class__ = RotatedExperts.class_for(type(module))
+        module.__class__ = mixed_class(RotatedExperts, type(module))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         module._rotate(ring, name="layers.0.experts", in_place=True, recompute=True, mp_policy=policy)
         batch = make_batch(rank, dtype=torch.bfloat16)
@@ -165,7 +166,7 @@ def _transformers(rank, ranks):
                 parameter.copy_(random(*parameter.shape, dtype=torch.float64, seed=seed))
         with rtp_ext.Ring(timeout=TIMEOUT) as ring:
             swapped = copy.deepcopy(plain)
-            swapped.__class__ = RotatedExperts.class_for(MixtralExperts)
+            swapped.__class__ = mixed_class(RotatedExperts, MixtralExperts)
             swapped._rotate(ring)
             modules = RotatedExperts.from_module(plain, ring), swapped
             expected = copy.deepcopy(plain)

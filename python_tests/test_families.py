@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from harness import Cases, run_ranks
-from hf_models import CAUSAL, FAMILIES, LENGTH, VOCABULARY, close_ring, inputs_of, make, make_batch
+from hf_models import CAUSAL, FAMILIES, VOCABULARY, close_ring, inputs_of, make, make_batch
 from reference import TOLERANCE, assert_same, differs
 from torch import nn
 
@@ -240,7 +240,7 @@ def _fused_calls(rank, ranks):
             assert_same(ours, theirs, 1e-5, f"{family}: labels that are shifted already")
             assert differs(ours, plain(**batch).loss, 1e-5), "control: they are used"
             ours, theirs = (m(**batch, return_dict=False) for m in (model, plain))
-            theirs = [value for value in theirs if getattr(value, "shape", ()) != (2, LENGTH, VOCABULARY)]
+            theirs = [value for value in theirs if getattr(value, "shape", ()) != (*batch["labels"].shape, VOCABULARY)]
             assert len(ours) == len(theirs), f"{family}: the tuple without the logits"
             for value, expected in zip(ours, theirs, strict=True):
                 assert type(value) is type(expected)
@@ -249,10 +249,28 @@ def _fused_calls(rank, ranks):
             hidden = [m(**batch, output_hidden_states=True).hidden_states for m in (model, plain)]
             assert len(hidden[0]) == len(hidden[1]) == 3
             assert_same(hidden[0][-1], hidden[1][-1], 1e-5, f"{family}: hidden states")
-        # everything that makes a loss other than the usual one wins over fusing
         if family == "llama":
+            _adapters(model, plain, batch)
             _other_loss(model, plain, batch)
         close_ring(model)
+
+
+def _adapters(model: nn.Module, plain: nn.Module, batch: dict) -> None:
+    """Adapters leave the head fused, unless they are on the head itself."""
+    import peft
+
+    for targets in (["v_proj"], ["lm_head"]):
+        config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        pair = []
+        for each in (model, plain):
+            torch.manual_seed(3)
+            pair.append(peft.get_peft_model(each, config))
+        ours, theirs = (adapted(**batch) for adapted in pair)
+        assert_same(ours.loss, theirs.loss, 1e-5, f"loss with adapters on {targets}")
+        assert ("logits" in ours) == (targets == ["lm_head"])
+        for adapted in pair:
+            adapted.unload()
+        assert differs(theirs.loss, plain(**batch).loss, 1e-5), "control: the adapters count"
 
 
 def _other_loss(model: nn.Module, plain: nn.Module, batch: dict) -> None:

@@ -20,6 +20,7 @@ PYTHON_LAYERS = [
     {"sharding"},
     {"functional"},
     {"nn"},
+    {"rewrite"},
     {"convert", "loading", "planner", "doctor"},
     {"__init__"},
     {"__main__"},

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from rtp_ext.nn.bundled import OWN_HOOKS
 from rtp_ext.nn.gathered import ForwardScope, GatheredModule, average_gradient
-from rtp_ext.nn.mlp import OWN_HOOKS
 from rtp_ext.rewrite import Rewriter
 from rtp_ext.ring import Ring
 

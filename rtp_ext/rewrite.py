@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rtp_ext import families
 from rtp_ext.nn import (
     Flyweight,
     RotatedConv1d,
@@ -20,8 +19,9 @@ from rtp_ext.nn import (
     RotatedExperts,
     RotatedLinear,
     RotatedMultiheadAttention,
+    families,
 )
-from rtp_ext.nn._base import RotatedModule
+from rtp_ext.nn._base import RotatedModule, mixed_class
 from rtp_ext.nn.gathered import ForwardScope, make_averaged, make_gathered
 from rtp_ext.nn.head import FusedHead, FusedLossModel
 from rtp_ext.nn.linear import RotatedTransposedLinear
@@ -40,16 +40,6 @@ _DROP_INS: dict[type[nn.Module], type] = {
     nn.Conv3d: RotatedConv3d,
     nn.MultiheadAttention: RotatedMultiheadAttention,
 }
-
-_MIXED: dict[tuple[type, type], type] = {}
-
-
-def _mix(mixin: type, module: nn.Module) -> None:
-    """Gives a module a class of `mixin` and its own one; models share such classes."""
-    base = type(module)
-    if (mixin, base) not in _MIXED:
-        _MIXED[mixin, base] = type(f"Rotated{base.__name__}", (mixin, base), {})
-    module.__class__ = _MIXED[mixin, base]
 
 
 class Rewriter:
@@ -92,14 +82,14 @@ class Rewriter:
                 self._convert(name, part, by_inputs)
         for part, block, label in bundles.values():
             kind = type(part).__name__
-            _mix(block.mixin, part)
+            part.__class__ = mixed_class(block.mixin, type(part))
             part.bundle(block.spec, recompute=self.bundle == "recompute", name=label)  # type: ignore[operator]
             self.counts[f"{kind}: MLP bundled"] += 1
         for part, names, label in shared.values():
             join(part, names, label)
             self.counts[f"{type(part).__name__}: {', '.join(names)} travel together"] += 1
         for part, kind in fused:
-            _mix(FusedLossModel, part)
+            part.__class__ = mixed_class(FusedLossModel, type(part))
             self.counts[f"{kind}: no logits where labels are given"] += 1
         self._gather_leftovers()
         for line, count in self.counts.items():
@@ -193,10 +183,10 @@ class Rewriter:
         if id(part) in by_inputs:
             options["shard_dim"] = 1
         if cls is None:
-            _mix(RotatedTransposedLinear, part)
+            part.__class__ = mixed_class(RotatedTransposedLinear, type(part))
             self._adopt(part, name, **options)
         elif families.is_experts(part):
-            _mix(RotatedExperts, part)
+            part.__class__ = mixed_class(RotatedExperts, type(part))
             if self.bundle == "recompute":
                 options["recompute"] = True
             self._adopt(part, name, **options)

@@ -29,6 +29,17 @@ class LiveModule:
         )
 
 
+_MIXED: dict[tuple[type, type], type] = {}
+
+
+def mixed_class(mixin: type, base: type[nn.Module]) -> Any:
+    """The class of a module of class `base` that became one of `mixin`; isinstance with `base` still holds."""
+    if (mixin, base) not in _MIXED:
+        members = {"__module__": base.__module__, "__doc__": base.__doc__}
+        _MIXED[mixin, base] = type(f"Rotated{base.__name__}", (mixin, base), members)
+    return _MIXED[mixin, base]
+
+
 class RotatedModule(LiveModule):
     """Mixin of rotated modules; the class of the torch module that it replaces comes second.
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from rtp_ext.functional import rotated_experts
 from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.nn._base import RotatedModule
+from rtp_ext.nn._activations import FUNCTIONS, activation_of
+from rtp_ext.nn._base import RotatedModule, mixed_class
 from rtp_ext.ring import Ring
 from rtp_ext.sharding import init_weights, shallow_copy
 
@@ -76,17 +75,9 @@ class RotatedExperts(RotatedModule, nn.Module):
             raise TypeError(f"RotatedExperts.from_module: expected an nn.Module, got a {type(module).__name__}")
         _check(module)
         twin: Any = shallow_copy(module)
-        twin.__class__ = cls.class_for(type(module))
+        twin.__class__ = mixed_class(cls, type(module))
         twin._rotate(ring, in_place=in_place, recompute=recompute)
         return twin
-
-    @staticmethod
-    def class_for(base: type[nn.Module]) -> type[RotatedExperts]:
-        """The class of a rotated module that was of class `base`, whose name and isinstance checks it keeps."""
-        if base not in _CLASSES:
-            members = {"__module__": base.__module__, "__doc__": base.__doc__}
-            _CLASSES[base] = type(f"Rotated{base.__name__}", (RotatedExperts, base), members)
-        return _CLASSES[base]
 
     @staticmethod
     def refusal(module: nn.Module) -> str | None:
@@ -119,7 +110,7 @@ class RotatedExperts(RotatedModule, nn.Module):
             return f"expected a forward of hidden states, indices and weights, got one of {', '.join(arguments)}"
         act_fn = getattr(module, "act_fn", None)
         if activation_of(act_fn, gated) is None:
-            return f"expected an act_fn that computes one of {', '.join(_FUNCTIONS)}, got {act_fn}"
+            return f"expected an act_fn that computes one of {', '.join(FUNCTIONS)}, got {act_fn}"
         return None
 
     def _rotate(self, ring: Ring, *, activation: str | None = None, recompute: bool = False, **options: Any) -> None:
@@ -169,8 +160,6 @@ def _check(module: nn.Module) -> None:
         raise ValueError(f"RotatedExperts: {type(module).__name__} cannot be rotated: {problem}")
 
 
-_CLASSES: dict[type[nn.Module], type[RotatedExperts]] = {}
-
 # What modules of transformers say about themselves, and what of it is supported.
 _LAYOUT = {
     "is_transposed": False,
@@ -179,39 +168,6 @@ _LAYOUT = {
     "has_post_expert_norm": False,
     "_is_expert_parallel": False,
 }
-
-_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
-
-
-def activation_of(function: Any, gated: bool) -> str | None:
-    """The name under which `rotated_mlp` and `rotated_experts` know an activation; None for any other.
-
-    Judged by what the function computes, in float64, because every library has classes of its own.
-    """
-    if not callable(function) or (isinstance(function, nn.Module) and any(True for _ in function.parameters())):
-        return None
-    points = torch.linspace(-12.0, 12.0, 97, dtype=torch.float64, device="cpu")
-    points = torch.cat([points, points * 1000.0])
-    with torch.no_grad():
-        try:
-            values = function(points.clone())
-        except Exception:
-            return None  # not a function of one tensor
-        names = (name for name, known in _FUNCTIONS.items() if _same(values, known(points)))
-        plain = next(names, None)
-    pairs = ((name, known) for name, known in ACTIVATIONS.items() if known == (plain, gated))
-    return next((name for name, _ in pairs), None)
-
-
-def _same(values: Any, known: torch.Tensor) -> bool:
-    if not isinstance(values, torch.Tensor) or values.shape != known.shape or values.dtype != known.dtype:
-        return False
-    return torch.allclose(values, known, rtol=1e-9, atol=1e-9)
 
 
 def _reset(module: nn.Module) -> None:

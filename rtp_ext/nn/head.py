@@ -12,8 +12,8 @@ from torch import nn
 
 from rtp_ext.functional import rotated_linear_cross_entropy
 from rtp_ext.nn._base import LiveModule
+from rtp_ext.nn.bundled import unhooked
 from rtp_ext.nn.linear import RotatedLinear
-from rtp_ext.nn.mlp import unhooked
 
 logger = logging.getLogger("rtp_ext")
 

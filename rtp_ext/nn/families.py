@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn import functional as F
 
-from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.nn.head import has_usual_loss
-from rtp_ext.nn.mlp import (
+from rtp_ext.nn._activations import activation_of
+from rtp_ext.nn.bundled import (
     BundledBertLayer,
     BundledDropoutForward,
     BundledForward,
@@ -23,6 +21,7 @@ from rtp_ext.nn.mlp import (
     BundledTransformerLayer,
     MLPSpec,
 )
+from rtp_ext.nn.head import has_usual_loss
 
 _PACKAGE = "transformers.models."
 
@@ -85,30 +84,6 @@ def _is_linear(module: Any) -> bool:
     return type(module) is nn.Linear or (isinstance(module, nn.Module) and is_transposed_linear(module))
 
 
-def activation_of(function: Any) -> str | None:
-    """How `rotated_mlp` names an activation module or function without parameters; None for one it does not have."""
-    if function is F.relu:
-        return "relu"
-    if function is F.gelu:
-        return "gelu"
-    if isinstance(function, nn.GELU):
-        return "gelu" if function.approximate == "none" else "gelu_tanh"
-    name = type(function).__name__
-    of = {
-        "ReLU": "relu",
-        "SiLU": "silu",
-        "SiLUActivation": "silu",
-        "GELUActivation": "gelu",
-        "NewGELUActivation": "gelu_tanh",
-        "GELUTanh": "gelu_tanh",
-        "PytorchGELUTanh": "gelu_tanh",
-    }
-    return of.get(name) if type(function).__module__.startswith(("torch.nn", "transformers.")) else None
-
-
-_GATED_NAMES = {function: name for name, (function, gated) in ACTIVATIONS.items() if gated}
-
-
 @dataclass(frozen=True)
 class MLPBlock:
     """How a block becomes a bundle: the mixin that overrides its computation, and where its layers are."""
@@ -135,15 +110,13 @@ def mlp_block(module: nn.Module) -> MLPBlock | None:
     function: Any = module
     for name in activation_path.split("."):
         function = getattr(function, name, None)
-    activation = activation_of(function)
+    activation = activation_of(function, gate is not None)
     if activation is None or not all(_is_linear(layer) for layer in layers):
         return None
     if len({type(layer) for layer in layers}) > 1 or len({id(layer) for layer in layers}) < len(layers):
         return None
-    if gate is not None:
-        if (layers[2].bias is None) != (layers[0].bias is None):
-            return None
-        activation = _GATED_NAMES[activation]
+    if gate is not None and (layers[2].bias is None) != (layers[0].bias is None):
+        return None
     between = (activation_path, "dropout") if mixin is BundledTransformerLayer else (activation_path,)
     return MLPBlock(mixin, MLPSpec(up, down, activation, gate, between))
 

@@ -1,0 +1,145 @@
+"""MLP blocks of other models whose weights rotate as a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtp_ext.functional import rotated_mlp
+from rtp_ext.nn._base import LiveModule
+from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
+
+OWN_HOOKS = "_rtp_hook"  # attribute of hooks that bundling may skip
+
+
+def unhooked(module: nn.Module) -> bool:
+    """Whether nobody but this package sees the calls of a module, or answers them."""
+    hooks = (
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+    )
+    return "forward" not in module.__dict__ and all(hasattr(hook, OWN_HOOKS) for hook in hooks)
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """Where an MLP block keeps its layers (paths below the block), and its activation as `rotated_mlp` names it.
+
+    `between`: paths of the activation, and of whatever else a bundle does not call, where they are modules.
+    """
+
+    up: str
+    down: str
+    activation: str
+    gate: str | None = None
+    between: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path in (self.gate, self.up, self.down) if path is not None]
+
+
+def bundled_mlp(
+    block: nn.Module, spec: MLPSpec, x: torch.Tensor, *, recompute: bool, name: str | None = None
+) -> torch.Tensor:
+    """The output of an MLP block whose layers are rotated ones, down cut along its input features."""
+    up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
+    gate = None if spec.gate is None else block.get_submodule(spec.gate)
+    options = up._rotation()  # type: ignore[operator]
+    options["name"] = name or options["name"]
+    return rotated_mlp(
+        x,
+        up.weight,  # type: ignore[arg-type]
+        down.weight,  # type: ignore[arg-type]
+        None if gate is None else gate.weight,  # type: ignore[arg-type]
+        up_bias=up.bias,  # type: ignore[arg-type]
+        down_bias=down.bias,  # type: ignore[arg-type]
+        gate_bias=None if gate is None else gate.bias,  # type: ignore[arg-type]
+        activation=spec.activation,
+        recompute=recompute,
+        transposed=isinstance(up, RotatedTransposedLinear),
+        **options,
+    )
+
+
+class BundledMLP(LiveModule):
+    """Mixin of MLP blocks of other models; the block's own class comes second.
+
+    Where the block's layers are no longer the rotated ones (an adapter has been put around them), or somebody hooked
+    into them, the block's own forward runs, and they rotate one by one.
+    """
+
+    mlp_spec: MLPSpec
+    mlp_recompute: bool
+    qualified_name: str
+
+    def bundle(self, spec: MLPSpec, *, recompute: bool, name: str) -> None:
+        self.mlp_spec, self.mlp_recompute, self.qualified_name = spec, recompute, name
+
+    @property
+    def intact(self) -> bool:
+        block: Any = self
+        return all(_replaceable(block, path) for path in self.mlp_spec.paths) and all(
+            unhooked(part) for path in self.mlp_spec.between for part in _along(block, path)
+        )
+
+    def bundled(self, x: torch.Tensor) -> torch.Tensor:
+        return bundled_mlp(self, self.mlp_spec, x, recompute=self.mlp_recompute, name=self.qualified_name)  # type: ignore[arg-type]
+
+
+def _along(block: nn.Module, path: str) -> Iterator[nn.Module]:
+    """The modules on a path below a block."""
+    part: Any = block
+    for name in path.split("."):
+        part = getattr(part, name)
+        if isinstance(part, nn.Module):
+            yield part
+
+
+def _replaceable(block: nn.Module, path: str) -> bool:
+    """Whether nobody sees the calls that a bundle leaves out: of the layer at `path`, and of what lies between."""
+    *_, layer = parts = list(_along(block, path))
+    return all(map(unhooked, parts)) and (type(layer) is RotatedLinear or isinstance(layer, RotatedTransposedLinear))
+
+
+class BundledForward(BundledMLP):
+    """A block whose forward is the MLP and nothing else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bundled(x) if self.intact else super().forward(x)  # type: ignore[misc]
+
+
+class BundledDropoutForward(BundledMLP):
+    """A block whose forward ends with `self.dropout`."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not self.intact:
+            return super().forward(hidden_states)  # type: ignore[misc]
+        return self.dropout(self.bundled(hidden_states))  # type: ignore[attr-defined]
+
+
+class BundledBertLayer(BundledMLP):
+    """A layer of BERT's family: an MLP spread over `intermediate` and `output`, then a residual and a norm."""
+
+    def feed_forward_chunk(self, attention_output: torch.Tensor) -> torch.Tensor:
+        if not self.intact:
+            return super().feed_forward_chunk(attention_output)  # type: ignore[misc]
+        output: Any = self.output  # type: ignore[attr-defined]
+        return output.LayerNorm(output.dropout(self.bundled(attention_output)) + attention_output)
+
+
+class BundledTransformerLayer(BundledMLP):
+    """nn.TransformerEncoderLayer and nn.TransformerDecoderLayer: dropout between the layers, and another at the end."""
+
+    def _ff_block(self, x: torch.Tensor) -> torch.Tensor:
+        inner: Any = self.dropout  # type: ignore[attr-defined]
+        if not self.intact or (inner.training and inner.p > 0):
+            return super()._ff_block(x)  # type: ignore[misc]
+        last: Any = self.dropout3 if hasattr(self, "dropout3") else self.dropout2  # type: ignore[attr-defined]
+        return last(self.bundled(x))
