@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterator
+
 import torch
-from reference import random
+from models import train
+from reference import assert_same, full, random
 from torch import Tensor, nn
+
+import rtp_ext
 
 VOCABULARY, LABELS, LENGTH = 53, 7, 9
 _TEXT = {
@@ -42,9 +49,9 @@ def make(family: str, dtype: torch.dtype = torch.float32, **changes) -> nn.Modul
     elif family == "gpt2":
         sizes = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_inner": 37, "vocab_size": VOCABULARY, "n_positions": 32}
         dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        model = hf.GPT2LMHeadModel(hf.GPT2Config(bos_token_id=1, eos_token_id=2, **sizes, **dropouts, **changes))
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(bos_token_id=1, eos_token_id=2, **{**sizes, **dropouts, **changes}))
     elif family == "bert":
-        model = hf.BertForMaskedLM(hf.BertConfig(**_TEXT, **_NO_DROPOUT, **changes))
+        model = hf.BertForMaskedLM(hf.BertConfig(**{**_TEXT, **_NO_DROPOUT, **changes}))
     elif family == "vit":
         sizes = {key: _TEXT[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
         images = {"intermediate_size": 37, "image_size": 8, "patch_size": 4, "num_labels": LABELS}
@@ -87,39 +94,39 @@ def inputs_of(batch: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> d
 
 
 def close_ring(model: nn.Module) -> None:
-    import rtp_ext
-
     rtp_ext.ring_of(model).close()
 
 
 class Classifier(nn.Module):
     """torch's transformer encoder between an embedding, a stray parameter and a linear head."""
 
-    def __init__(self, width: int = 24, hidden: int = 37, layers: int = 2) -> None:
+    def __init__(self, dropout: float = 0.0, batch_first: bool = True) -> None:
         super().__init__()
+        width, hidden = 24, 37
         self.embed = nn.Embedding(VOCABULARY, width)
         self.position = nn.Parameter(torch.zeros(LENGTH, width))
-        layer = nn.TransformerEncoderLayer(width, 4, hidden, dropout=0.0, activation="gelu", batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(width, 4, hidden, dropout, activation="gelu", batch_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, LABELS)
+        self.batch_first = batch_first
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         x = self.embed(input_ids) + self.position[: input_ids.shape[1]]
+        x = x if self.batch_first else x.transpose(0, 1).contiguous()
         x = self.encoder(x, src_key_padding_mask=attention_mask == 0)
-        return self.head(x[:, 0])
-
-
-# What whole models are tested with: like the families, but exact in float64. "tied" is a Llama.
-KINDS = ("llama", "tied", "gpt2", "encoder")
+        return self.head(x[:, 0] if self.batch_first else x[0])
 
 
 def exact(kind: str, dtype: torch.dtype = torch.float64, **changes) -> nn.Module:
-    """A model that computes in `dtype` all through: transformers' RMSNorm, always in float32, gives way to torch's."""
+    """A family's model, "tied" (a Llama) or "encoder" (a Classifier) that computes in `dtype` all through:
+    transformers' RMSNorm, always in float32, gives way to torch's."""
     if kind == "encoder":
-        return fill(Classifier().to(dtype))
+        return fill(Classifier(**changes).to(dtype))
     if kind == "tied":
         kind, changes = "llama", {"tie_word_embeddings": True, **changes}
-    model = make(kind, dtype, use_cache=False, **changes)
+    if kind in CAUSAL:
+        changes = {"use_cache": False, **changes}
+    model = make(kind, dtype, **changes)
     for block in list(model.modules()):
         for name, part in list(block.named_children()):
             if type(part).__name__ == "LlamaRMSNorm":
@@ -148,5 +155,67 @@ def mean_loss(model: nn.Module, kind: str, ranks: int, step: int) -> Tensor:
 
 
 def blocks_of(model: nn.Module, kind: str) -> nn.ModuleList:
-    path = {"gpt2": "transformer.h", "encoder": "encoder.layers"}.get(kind, "model.layers")
-    return model.get_submodule(path)
+    paths = {"gpt2": "transformer.h", "encoder": "encoder.layers", "bert": "bert.encoder.layer"}
+    return model.get_submodule(paths.get(kind, "model.layers"))
+
+
+TOLERANCE = 1e-9  # float64, through AdamW
+SHM, C10D, IN_PLACE = (False, "shm"), (False, "c10d"), (True, "c10d")
+
+
+def rotated(model: nn.Module, variant: tuple[bool, str], **options) -> nn.Module:
+    in_place, transport = variant
+    return rtp_ext.fully_rotate(model, in_place=in_place, transport=transport, timeout=30.0, **options)
+
+
+def pair(kind: str, variant: tuple[bool, str], **changes) -> tuple[nn.Module, nn.Module]:
+    """The converted and the plain model."""
+    plain = exact(kind, **changes)
+    return rotated(copy.deepcopy(plain), variant), plain
+
+
+@contextlib.contextmanager
+def refused(what: str) -> Iterator[None]:
+    """A control: the comparison inside must fail."""
+    try:
+        yield
+    except AssertionError:
+        return
+    raise AssertionError(f"control: {what}, and nobody noticed")
+
+
+def check_trained(model, plain, kind, rank, ranks, steps=2, first=50):
+    """Both train on, and end alike: whatever came before has left no trace."""
+    train(model, lambda step: batch_loss(model, kind, rank, first + step), steps)
+    train(plain, lambda step: mean_loss(plain, kind, ranks, first + step), steps)
+    check_parameters(model, plain)
+
+
+def check_logits(model, plain, kind, rank, step=90):
+    with torch.no_grad():
+        assert_same(logits_of(model, kind, rank, step), logits_of(plain, kind, rank, step), TOLERANCE, "logits")
+
+
+def check_gradients(model, plain):
+    check_parameters(model, plain, lambda parameter: parameter.grad)
+
+
+def check_parameters(model, plain, of=lambda parameter: parameter):
+    """Every parameter, or what is `of` it. All are gathered before any is compared: ranks that differ stay in step."""
+    ours = {name: of(parameter) for name, parameter in model.named_parameters()}
+    ours = {name: None if value is None else full(value) for name, value in ours.items()}
+    theirs = {name: of(parameter) for name, parameter in plain.named_parameters()}
+    assert list(ours) == list(theirs)
+    for name, expected in theirs.items():
+        assert_same(ours[name], expected, TOLERANCE, name)
+
+
+def run_cases(rank, ranks, cases):
+    """Cases: functions of rank, ranks, kind, variant, each with the kinds and variants to call it with."""
+    for behaviour, choices in cases:
+        for kind, variant in choices:
+            try:
+                behaviour(rank, ranks, kind, variant)
+            except Exception as error:
+                where = f"{behaviour.__name__} of {kind}, in_place={variant[0]} transport={variant[1]}"
+                raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error

@@ -4,9 +4,11 @@ import pytest
 import torch
 from harness import run_ranks
 from torch import nn
+from torch.nn.utils import prune
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear
+from rtp_ext.nn import RotatedLinear
 from rtp_ext.sharding import take_shard
 
 TIMEOUT = 20.0
@@ -20,7 +22,7 @@ def _fewer_columns_than_ranks(rank, ranks):
     for transport in ("shm", "c10d"):
         for in_place in (False, True):
             with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-                rotated = rtp_ext.nn.RotatedLinear.from_module(plain, ring, shard_dim=1, in_place=in_place)
+                rotated = RotatedLinear.from_module(plain, ring, shard_dim=1, in_place=in_place)
                 y = rotated(x)
                 assert torch.allclose(y, plain(x), atol=1e-12)
                 y.square().sum().backward()
@@ -156,3 +158,31 @@ def _reset(rank, ranks):
 
 def test_reset_parameters_is_that_of_the_plain_module():
     run_ranks(_reset, 2)
+
+
+def _masked_layers(rank, ranks):
+    """A pruned layer computes its weight from a parameter of its own and a mask: it is gathered, and trains alike."""
+
+    def build():
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).double()
+        return prune.random_unstructured(model[0], "weight", amount=0.5) and model
+
+    torch.manual_seed(6)
+    batches = [torch.randn(4, 5, dtype=torch.float64) for _ in range(ranks)]
+    plain, model = build(), rtp_ext.fully_rotate(build(), timeout=TIMEOUT)
+    assert not isinstance(model[0], RotatedLinear) and isinstance(model[2], RotatedLinear)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for _ in range(3):
+        (sum(plain(batch).square().mean() for batch in batches) / ranks).backward()
+        model(batches[rank]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in plain.named_parameters():
+        assert torch.allclose(model.get_parameter(name).full_tensor(), parameter, rtol=1e-10, atol=1e-12), name
+    rtp_ext.ring_of(model).close()
+
+
+def test_layers_with_parameters_of_their_own_are_gathered():
+    run_ranks(_masked_layers, 2)

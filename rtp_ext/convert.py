@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,8 +29,9 @@ _STATE = "_rotation_state"
 class RotationState(ForwardScope):
     """What a converted model's root keeps: the ring, the policy, and what the ranks have agreed on."""
 
-    def __init__(self, ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, ring: Ring, mp_policy: MixedPrecisionPolicy, root: nn.Module | None = None) -> None:
         super().__init__(ring, mp_policy)
+        self.root = None if root is None else weakref.ref(root)
         self.agreed: list[tuple[int, torch.dtype, bool]] | None = None
         self.ignored: set[str] = set()  # names of parameters that are not averaged
 
@@ -37,7 +39,18 @@ class RotationState(ForwardScope):
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, RotationState)
         twin.ignored = set(self.ignored)
+        copied = memo.get(id(self.root())) if self.root is not None else None
+        twin.root = None if copied is None else weakref.ref(copied)
         return twin
+
+    def enter(self) -> None:
+        super().enter()
+        # A part may be called without the model around it; activation checkpointing calls parts in backward.
+        if self.depth == 1 and self.root is not None and torch._C._current_graph_task_id() == -1:
+            root = self.root()
+            if root is not None:
+                self.ring.check_alive(f"{type(root).__name__} forward")
+                self.check_agreement(root)
 
     def check_agreement(self, root: nn.Module) -> None:
         """Before the first forward, and whenever the set of parameters changes, all ranks compare their models."""
@@ -147,7 +160,7 @@ def fully_rotate(
     if loss_head not in (None, "fused"):
         raise ValueError(f"fully_rotate: expected loss_head to be None or 'fused', got {loss_head!r}")
     ring = mesh if isinstance(mesh, Ring) else Ring(mesh, transport=transport, route=route, timeout=timeout)
-    state = RotationState(ring, mp_policy or MixedPrecisionPolicy())
+    state = RotationState(ring, mp_policy or MixedPrecisionPolicy(), module)
     ignored = {id(parameter) for parameter in ignored_params or ()}
     _check_device(module, ring)
     state.ignored = {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in ignored}
@@ -215,11 +228,9 @@ for _hook in (_open_scope, _close_scope):
 
 def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:
     state: RotationState = root.__dict__[_STATE]
-    state.enter()
     state.root_depth += 1
+    state.enter()
     state.ring.check_alive(f"{type(root).__name__} forward")
-    if state.depth == 1:
-        state.check_agreement(root)
     policy = state.mp_policy
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return None

@@ -125,8 +125,15 @@ class Rewriter:
             return []
         found: list[tuple[Any, str]] = []
         for _, part in self.modules:
-            if families.causal_model(part) and type(getattr(part, "lm_head", None)) is nn.Linear:
-                found.append((part, type(part).__name__))
+            if not families.causal_model(part):
+                continue
+            head: Any = part.lm_head
+            if self.ignored.intersection(map(id, head.parameters())):
+                raise ValueError(
+                    f"fully_rotate: loss_head='fused' expected the parameters of {type(part).__name__}.lm_head to "
+                    "rotate, got some of them in ignored_params"
+                )
+            found.append((part, type(part).__name__))
         if not found:
             raise ValueError(
                 f"fully_rotate: loss_head='fused' expected one of {', '.join(families.CAUSAL_MODELS)} of the "

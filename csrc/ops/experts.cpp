@@ -1,7 +1,8 @@
 #include "ops/experts.h"
 
-#include <ATen/ops/bincount.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
 
 #include <map>
@@ -94,17 +95,17 @@ void check_operands(const Executor& executor, const ExpertsShape& shape, const R
   }
 }
 
-// Sorts the choices by expert. One reading of `experts` numbers by the host tells the sizes of all GEMMs.
+// Sorts the choices by expert. One reading by the host tells the sizes of all GEMMs, and whether the index is valid.
 void route(const at::Tensor& index, const ExpertsShape& shape, const RotationOptions& options, ExpertsResult& result) {
-  const at::Tensor flat = index.view(-1);
-  result.order = flat.argsort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
-  const at::Tensor counts = at::bincount(flat, {}, shape.experts + 1).cpu();
-  TORCH_CHECK_INDEX(counts.numel() == shape.experts + 1, options.name, ": expected an index in [0, ", shape.experts,
-                    "], got ", counts.numel() - 1);
-  result.starts.assign(1, 0);
-  for (int64_t e = 0; e < shape.experts; ++e) {
-    result.starts.push_back(result.starts.back() + counts.const_data_ptr<int64_t>()[e]);
-  }
+  const auto [sorted, order] = index.view(-1).sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+  result.order = order;
+  const at::Tensor starts =
+      at::searchsorted(sorted, at::arange(shape.experts + 2, sorted.options()), /*out_int32=*/false, /*right=*/false)
+          .cpu();
+  const int64_t* first = starts.const_data_ptr<int64_t>();
+  TORCH_CHECK_INDEX(first[0] == 0 && first[shape.experts + 1] == sorted.numel(), options.name,
+                    ": expected an index in [0, ", shape.experts, "], got one outside");
+  result.starts.assign(first, first + shape.experts + 1);
 }
 
 Cargo weight_cargo(const Executor& executor, const ExpertsCut& cut, const ExpertsShape& shape, const at::Tensor& up,

@@ -19,24 +19,28 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+_PLAIN = (F.relu, F.gelu, F.silu, torch.relu)
+_LIBRARIES = ("torch.nn.modules.activation", "transformers.activations")
+
+
 def activation_of(function: Any, gated: bool) -> str | None:
     """The name under which `rotated_mlp` and `rotated_experts` know an activation; None for any other.
 
-    Judged by what the function computes, in float64, because every library has classes of its own.
+    Functions and module classes of torch and transformers, without parameters, buffers or modules inside, are judged by
+    what they compute in float64; what anybody else wrote may do more than it shows.
     """
-    if not callable(function) or (isinstance(function, nn.Module) and any(True for _ in function.parameters())):
+    if isinstance(function, nn.Module):
+        known = type(function).__module__ in _LIBRARIES
+        if not known or function._parameters or function._buffers or function._modules:
+            return None
+    elif function not in _PLAIN:
         return None
     points = torch.linspace(-12.0, 12.0, 97, dtype=torch.float64, device="cpu")
     points = torch.cat([points, points * 1000.0])
     with torch.no_grad():
-        try:
-            values = function(points.clone())
-        except Exception:
-            return None  # not a function of one tensor
-        names = (name for name, known in FUNCTIONS.items() if _same(values, known(points)))
-        plain = next(names, None)
-    pairs = ((name, known) for name, known in ACTIVATIONS.items() if known == (plain, gated))
-    return next((name for name, _ in pairs), None)
+        values = function(points.clone())
+    plain = next((name for name, known in FUNCTIONS.items() if _same(values, known(points))), None)
+    return next((name for name, known in ACTIVATIONS.items() if known == (plain, gated)), None)
 
 
 def _same(values: Any, known: torch.Tensor) -> bool:

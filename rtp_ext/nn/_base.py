@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,11 +34,22 @@ class LiveModule:
 _MIXED: dict[tuple[type, type], type] = {}
 
 
+def _calling(mixin: Any) -> Callable[..., Any]:
+    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return mixin.forward(self, *arguments, **keywords)
+
+    return forward
+
+
 def mixed_class(mixin: type, base: type[nn.Module]) -> Any:
     """The class of a module of class `base` that became one of `mixin`; isinstance with `base` still holds."""
     if (mixin, base) not in _MIXED:
-        members = {"__module__": base.__module__, "__doc__": base.__doc__}
-        _MIXED[mixin, base] = type(f"Rotated{base.__name__}", (mixin, base), members)
+        members: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
+        if "forward" in mixin.__dict__ and base.forward is not nn.Module.forward:
+            # code that looks at the arguments of a forward finds the module's own
+            members["forward"] = functools.wraps(base.forward)(_calling(mixin))
+        prefix = getattr(mixin, "NAME_PREFIX", "Rotated")
+        _MIXED[mixin, base] = type(f"{prefix}{base.__name__}", (mixin, base), members)
     return _MIXED[mixin, base]
 
 
@@ -100,6 +113,13 @@ class RotatedModule(LiveModule):
             "reduce_dtype": self.mp_policy.reduce_dtype,
             "name": self.qualified_name,
         }
+
+    def _cast(self, x: torch.Tensor) -> torch.Tensor:
+        """An input in the dtype that the policy computes in, as fully_shard casts the inputs of its modules."""
+        policy = self.mp_policy
+        if policy.param_dtype is None or not policy.cast_forward_inputs or not isinstance(x, torch.Tensor):
+            return x
+        return x.to(policy.param_dtype) if x.is_floating_point() else x
 
     def reset_parameters(self) -> None:
         """The initialisation of the module that this one replaces: the same values under the same seed. Collective."""

@@ -285,12 +285,13 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
 
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k, v, each [..., E], by one rotation."""
-        inputs: list[torch.Tensor] = []
+        different: list[torch.Tensor] = []
         places = []  # one input gradient for each tensor, however often it is used
         for x in (query, key, value):
-            places.append(next((at for at, known in enumerate(inputs) if known is x), len(inputs)))
-            if places[-1] == len(inputs):
-                inputs.append(x)
+            places.append(next((at for at, known in enumerate(different) if known is x), len(different)))
+            if places[-1] == len(different):
+                different.append(x)
+        inputs = [self._cast(x) for x in different]
         weights: Any = [self.in_proj_weight]
         biases: Any = [self.in_proj_bias]
         features = self.embed_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 from rtp_ext.functional import rotated_mlp
 from rtp_ext.nn._base import LiveModule
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
+
+logger = logging.getLogger("rtp_ext")
 
 OWN_HOOKS = "_rtp_hook"  # attribute of hooks that bundling may skip
 
@@ -54,7 +57,7 @@ def bundled_mlp(
     options = up._rotation()  # type: ignore[operator]
     options["name"] = name or options["name"]
     return rotated_mlp(
-        x,
+        up._cast(x),  # type: ignore[operator]
         up.weight,  # type: ignore[arg-type]
         down.weight,  # type: ignore[arg-type]
         None if gate is None else gate.weight,  # type: ignore[arg-type]
@@ -71,40 +74,73 @@ def bundled_mlp(
 class BundledMLP(LiveModule):
     """Mixin of MLP blocks of other models; the block's own class comes second.
 
-    Where the block's layers are no longer the rotated ones (an adapter has been put around them), or somebody hooked
-    into them, the block's own forward runs, and they rotate one by one.
+    Where the block is no longer what was converted (an adapter around a layer, another activation), or somebody hooked
+    into what a bundle does not call, the block's own forward runs, and its layers rotate one by one. A warning says so:
+    whatever changes a block has to do it on every rank.
     """
 
-    mlp_spec: MLPSpec
+    mlp_spec: MLPSpec | None = None
     mlp_recompute: bool
     qualified_name: str
 
     def bundle(self, spec: MLPSpec, *, recompute: bool, name: str) -> None:
-        self.mlp_spec, self.mlp_recompute, self.qualified_name = spec, recompute, name
+        self.mlp_recompute, self.qualified_name = recompute, name
+        self.__dict__["mlp_spec"] = spec
+        self.__dict__["mlp_seen"] = self._parts(spec)  # not by setattr, which would register modules
+        self.__dict__["mlp_intact"] = True
+
+    def _parts(self, spec: MLPSpec) -> list[Any]:
+        """What stands between the layers, and the names of the block's modules."""
+        found: list[Any] = [tuple(self._modules)]  # type: ignore[attr-defined]
+        for path in spec.between:
+            part: Any = self
+            for name in path.split("."):
+                part = getattr(part, name, None)
+            found.append(part)
+        return found
 
     @property
     def intact(self) -> bool:
+        spec = self.mlp_spec
+        if spec is None:  # a slice of an nn.Sequential
+            return False
         block: Any = self
-        return all(_replaceable(block, path) for path in self.mlp_spec.paths) and all(
-            unhooked(part) for path in self.mlp_spec.between for part in _along(block, path)
+        names, *between = self._parts(spec)
+        seen = self.__dict__["mlp_seen"]
+        intact = (
+            names == seen[0]
+            and all(part is before for part, before in zip(between, seen[1:], strict=True))
+            and all(_replaceable(block, path) for path in spec.paths)
+            and all(unhooked(part) for path in spec.between for part in _along(block, path))
         )
+        if intact != self.__dict__["mlp_intact"]:
+            self.__dict__["mlp_intact"] = intact
+            logger.warning(
+                "%s: %s; this has to be so on every rank",
+                self.qualified_name,
+                "rotates as a bundle again" if intact else "was changed or hooked into, and rotates layer by layer",
+            )
+        return intact
 
     def bundled(self, x: torch.Tensor) -> torch.Tensor:
-        return bundled_mlp(self, self.mlp_spec, x, recompute=self.mlp_recompute, name=self.qualified_name)  # type: ignore[arg-type]
+        assert self.mlp_spec is not None
+        block: Any = self
+        return bundled_mlp(block, self.mlp_spec, x, recompute=self.mlp_recompute, name=self.qualified_name)
 
 
 def _along(block: nn.Module, path: str) -> Iterator[nn.Module]:
     """The modules on a path below a block."""
     part: Any = block
     for name in path.split("."):
-        part = getattr(part, name)
+        part = getattr(part, name, None)
         if isinstance(part, nn.Module):
             yield part
 
 
 def _replaceable(block: nn.Module, path: str) -> bool:
     """Whether nobody sees the calls that a bundle leaves out: of the layer at `path`, and of what lies between."""
-    *_, layer = parts = list(_along(block, path))
+    parts = list(_along(block, path))
+    layer = parts[-1] if parts else None
     return all(map(unhooked, parts)) and (type(layer) is RotatedLinear or isinstance(layer, RotatedTransposedLinear))
 
 
@@ -139,7 +175,7 @@ class BundledTransformerLayer(BundledMLP):
 
     def _ff_block(self, x: torch.Tensor) -> torch.Tensor:
         inner: Any = self.dropout  # type: ignore[attr-defined]
-        if not self.intact or (inner.training and inner.p > 0):
+        if not self.intact or type(inner) is not nn.Dropout or (inner.training and inner.p > 0):
             return super()._ff_block(x)  # type: ignore[misc]
         last: Any = self.dropout3 if hasattr(self, "dropout3") else self.dropout2  # type: ignore[attr-defined]
         return last(self.bundled(x))

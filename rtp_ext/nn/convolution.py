@@ -52,7 +52,7 @@ class _RotatedConvolution(RotatedModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         module: Any = self
         return rotated_convolution(
-            input,
+            module._cast(input),
             module.weight,
             module.bias,
             stride=module.stride,

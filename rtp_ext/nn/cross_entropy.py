@@ -91,7 +91,7 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return rotated_linear_cross_entropy(
-            input,
+            self._cast(input),
             self.weight,
             target,
             self.bias,

@@ -136,7 +136,7 @@ class RotatedExperts(RotatedModule, nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         return rotated_experts(
-            hidden_states,
+            self._cast(hidden_states),
             top_k_index,
             top_k_weights,
             self._up,

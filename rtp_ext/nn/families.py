@@ -81,7 +81,9 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 
 def _is_linear(module: Any) -> bool:
-    return type(module) is nn.Linear or (isinstance(module, nn.Module) and is_transposed_linear(module))
+    """Whether a module is a linear layer that computes with its weight and bias and nothing else."""
+    known = type(module) is nn.Linear or (isinstance(module, nn.Module) and is_transposed_linear(module))
+    return known and module._parameters.keys() <= {"weight", "bias"}
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def _sequential(module: nn.Sequential) -> tuple | None:
 def shared_inputs(module: nn.Module) -> tuple[str, ...] | None:
     """The linear layers of an attention block that are called with the same input."""
     names = _SHARED_INPUTS.get(_class_name(module) or "")
-    if names is None or not all(type(getattr(module, name, None)) is nn.Linear for name in names):
+    if names is None or not all(_is_linear(getattr(module, name, None)) for name in names):
         return None
     return names
 

@@ -253,9 +253,10 @@ class _Gather(torch.autograd.Function):
                     values[position].copy_(gradient.reshape(-1))
                     used[position] = 1
             ring.all_reduce(flat).div_(ring.size)
+            # On CUDA nobody waits to learn who used what: a parameter that no rank used gets zeros there.
             everywhere_unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(wanted)
             for position, i in enumerate(wanted):
-                if everywhere_unused[position] or (ring.device.type != "cpu" and gradients[i] is None):
+                if everywhere_unused[position]:
                     continue
                 mine = layouts[i].take(values[position].view(layouts[i].shape), ring.rank)
                 # a copy: the gradient must not keep the whole buffer alive

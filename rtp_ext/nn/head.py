@@ -41,6 +41,8 @@ class FusedLossModel(LiveModule):
     own forward runs.
     """
 
+    NAME_PREFIX = ""  # transformers writes the name of the class into the model's configuration
+
     lm_head: nn.Module
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
@@ -86,7 +88,7 @@ class FusedLossModel(LiveModule):
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         head: Any = self.lm_head
         loss = rotated_linear_cross_entropy(
-            logits,
+            head._cast(logits),
             head.weight,
             shift_labels.to(logits.device),
             head.bias,

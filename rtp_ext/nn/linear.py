@@ -55,7 +55,8 @@ class RotatedLinear(RotatedModule, nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.together is not None and (output := self.together.forward(self, input)) is not None:
             return output
-        return rotated_linear(input, self.weight, self.bias, shard_dim=self.shard_dims["weight"], **self._rotation())
+        shard_dim = self.shard_dims["weight"]
+        return rotated_linear(self._cast(input), self.weight, self.bias, shard_dim=shard_dim, **self._rotation())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ring={self.ring.size}, shard_dim={self.shard_dims['weight']}"
@@ -76,4 +77,6 @@ class RotatedTransposedLinear(RotatedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         shard_dim = 1 - self.shard_dims["weight"]
-        return rotated_linear(input, self.weight, self.bias, shard_dim=shard_dim, transposed=True, **self._rotation())
+        return rotated_linear(
+            self._cast(input), self.weight, self.bias, shard_dim=shard_dim, transposed=True, **self._rotation()
+        )

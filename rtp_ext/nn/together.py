@@ -51,9 +51,9 @@ class SharedInput:
             return None
         options = {**layer._rotation(), "name": self.name}
         outputs = rotated_linears(
-            [x], [each.weight for each in self.layers], [each.bias for each in self.layers], **options
+            [layer._cast(x)], [each.weight for each in self.layers], [each.bias for each in self.layers], **options
         )
-        self._source, self._key = weakref.ref(x), key
+        self._source, self._key = weakref.ref(x, lambda _: self.clear()), key
         self._waiting = dict(enumerate(outputs))
         return self._waiting.pop(place)
 
