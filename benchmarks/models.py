@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 BYTES = 256
-TINY_VOCABULARY = 8192
+TINY_VOCABULARY = 4096
 
 
 class Block(nn.Module):
@@ -153,8 +153,8 @@ WORKLOADS = {
         lambda: GPT(seq=128, layers=6, hidden=384, heads=6), random_tokens, "byte GPT, 6 layers, hidden 384, seq 128"
     ),
     "llama-tiny": Workload(
-        lambda: Llama(layers=4, hidden=512, heads=8, kv_heads=4, inner=1408, vocabulary=TINY_VOCABULARY),
+        lambda: Llama(layers=2, hidden=1024, heads=16, kv_heads=8, inner=2816, vocabulary=TINY_VOCABULARY),
         partial(random_tokens, vocabulary=TINY_VOCABULARY),
-        "Llama, 4 layers, hidden 512, 8 heads, 4 kv heads, inner 1408, vocabulary 8192, seq 128",
+        "Llama, 2 layers, hidden 1024, 16 heads, 8 kv heads, inner 2816, vocabulary 4096, seq 128",
     ),
 }

@@ -33,16 +33,21 @@ at::Tensor activate(Activation activation, const at::Tensor& x) {
   RTP_ASSERT(false, "unknown activation");
 }
 
-at::Tensor activate_backward(Activation activation, const at::Tensor& dy, const at::Tensor& x) {
+void activate_backward(Activation activation, const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x) {
+  at::Tensor result = out;  // ATen's out arguments are non-const handles
   switch (activation) {
     case Activation::relu:
-      return at::threshold_backward(dy, x, 0);
+      at::threshold_backward_out(result, dy, x, 0);
+      return;
     case Activation::gelu:
-      return at::gelu_backward(dy, x, "none");
+      at::gelu_backward_out(result, dy, x, "none");
+      return;
     case Activation::gelu_tanh:
-      return at::gelu_backward(dy, x, "tanh");
+      at::gelu_backward_out(result, dy, x, "tanh");
+      return;
     case Activation::silu:
-      return at::silu_backward(dy, x);
+      at::silu_backward_out(result, dy, x);
+      return;
   }
   RTP_ASSERT(false, "unknown activation");
 }
@@ -54,12 +59,15 @@ at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at
 Hidden hidden_backward(Activation activation, const at::Tensor& d_value, const at::Tensor& pre,
                        const at::Tensor& gate) {
   if (!gate.defined()) {
-    return {activate(activation, pre), activate_backward(activation, d_value, pre), at::Tensor()};
+    const at::Tensor value = activate(activation, pre);
+    activate_backward(activation, d_value, d_value, pre);
+    return {value, d_value, at::Tensor()};
   }
   const at::Tensor active = activate(activation, gate);
   const at::Tensor d_pre = d_value.mul(active);
-  const at::Tensor d_gate = activate_backward(activation, d_value.mul(pre), gate);
-  return {active.mul(pre), d_pre, d_gate};
+  d_value.mul_(pre);
+  activate_backward(activation, d_value, d_value, gate);
+  return {active.mul_(pre), d_pre, d_value};
 }
 
 }  // namespace rtp

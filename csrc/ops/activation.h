@@ -13,8 +13,8 @@ enum class Activation : uint8_t { relu, gelu, gelu_tanh, silu };
 Activation parse_activation(const std::string& name);
 
 at::Tensor activate(Activation activation, const at::Tensor& x);
-// The gradient of x where dy is that of activate(x).
-at::Tensor activate_backward(Activation activation, const at::Tensor& dy, const at::Tensor& x);
+// The gradient of x where dy is that of activate(x), into `out`, which may be dy.
+void activate_backward(Activation activation, const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x);
 
 // act(pre), or act(gate) * pre where there is a gate, and the gradients of both.
 struct Hidden {
@@ -23,6 +23,7 @@ struct Hidden {
   at::Tensor d_gate;  // undefined without a gate
 };
 at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at::Tensor& gate);
+// Takes d_value's memory for a result.
 Hidden hidden_backward(Activation activation, const at::Tensor& d_value, const at::Tensor& pre, const at::Tensor& gate);
 
 }  // namespace rtp
