@@ -102,7 +102,9 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server process inherits it when it starts
     # torch._dynamo: the first DTensor would import it, for a second or more in every rank.
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "rtp_ext"])
+    context.set_forkserver_preload(
+        ["torch._dynamo", "torch.distributed.tensor", "rtp_ext", "transformers.models.llama.modeling_llama"]
+    )
     with tempfile.TemporaryDirectory(prefix="rtp_ranks_") as folder:
         started = []
         try:

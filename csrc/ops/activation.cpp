@@ -1,11 +1,15 @@
 #include "ops/activation.h"
 
+#include <ATen/ops/clamp_min.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
-#include <ATen/ops/relu.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
 #include <ATen/ops/threshold_backward.h>
+
+#include <algorithm>
 
 #include "checks.h"
 
@@ -19,22 +23,27 @@ Activation parse_activation(const std::string& name) {
   return Activation::silu;
 }
 
-at::Tensor activate(Activation activation, const at::Tensor& x) {
+void activate(Activation activation, const at::Tensor& out, const at::Tensor& x) {
+  at::Tensor result = out;  // ATen's out arguments are non-const handles
   switch (activation) {
     case Activation::relu:
-      return at::relu(x);
+      at::clamp_min_out(result, x, 0);
+      return;
     case Activation::gelu:
-      return at::gelu(x, "none");
+      at::gelu_out(result, x, "none");
+      return;
     case Activation::gelu_tanh:
-      return at::gelu(x, "tanh");
+      at::gelu_out(result, x, "tanh");
+      return;
     case Activation::silu:
-      return at::silu(x);
+      at::silu_out(result, x);
+      return;
   }
   RTP_ASSERT(false, "unknown activation");
 }
 
 void activate_backward(Activation activation, const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x) {
-  at::Tensor result = out;  // ATen's out arguments are non-const handles
+  at::Tensor result = out;
   switch (activation) {
     case Activation::relu:
       at::threshold_backward_out(result, dy, x, 0);
@@ -52,22 +61,63 @@ void activate_backward(Activation activation, const at::Tensor& out, const at::T
   RTP_ASSERT(false, "unknown activation");
 }
 
+namespace {
+
+// Calls body with views of a few rows of every tensor. On a CPU several elementwise operations in a row then find their
+// operands in the cache; elsewhere all rows go at once.
+template <typename Body, typename... Tensors>
+void by_rows(Body&& body, const at::Tensor& first, const Tensors&... others) {
+  constexpr int64_t kBytes = 128 << 10;
+  const int64_t rows = first.size(0);
+  const int64_t row_bytes = std::max<int64_t>(first.size(1) * static_cast<int64_t>(first.element_size()), 1);
+  const int64_t block = first.is_cpu() ? std::max<int64_t>(kBytes / row_bytes, 1) : std::max<int64_t>(rows, 1);
+  for (int64_t begin = 0; begin < rows; begin += block) {
+    const int64_t count = std::min(block, rows - begin);
+    const auto of = [&](const at::Tensor& tensor) {
+      return tensor.defined() ? tensor.narrow(0, begin, count) : tensor;
+    };
+    body(of(first), of(others)...);
+  }
+}
+
+}  // namespace
+
 at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at::Tensor& gate) {
-  return gate.defined() ? activate(activation, gate).mul_(pre) : activate(activation, pre);
+  const at::Tensor value = at::empty(pre.sizes(), pre.options());
+  by_rows(
+      [&](const at::Tensor& out, const at::Tensor& up, const at::Tensor& through) {
+        activate(activation, out, through.defined() ? through : up);
+        if (through.defined()) out.mul_(up);
+      },
+      value, pre, gate);
+  return value;
 }
 
 Hidden hidden_backward(Activation activation, const at::Tensor& d_value, const at::Tensor& pre,
                        const at::Tensor& gate) {
+  const at::Tensor value = at::empty(pre.sizes(), pre.options());
   if (!gate.defined()) {
-    const at::Tensor value = activate(activation, pre);
-    activate_backward(activation, d_value, d_value, pre);
+    by_rows(
+        [&](const at::Tensor& out, const at::Tensor& d, const at::Tensor& up) {
+          activate(activation, out, up);
+          activate_backward(activation, d, d, up);
+        },
+        value, d_value, pre);
     return {value, d_value, at::Tensor()};
   }
-  const at::Tensor active = activate(activation, gate);
-  const at::Tensor d_pre = d_value.mul(active);
-  d_value.mul_(pre);
-  activate_backward(activation, d_value, d_value, gate);
-  return {active.mul_(pre), d_pre, d_value};
+  const at::Tensor d_pre = at::empty(pre.sizes(), pre.options());
+  by_rows(
+      [&](const at::Tensor& out, const at::Tensor& d, const at::Tensor& d_up, const at::Tensor& up,
+          const at::Tensor& through) {
+        activate(activation, out, through);
+        at::Tensor product = d_up;
+        at::mul_out(product, d, out);
+        d.mul_(up);
+        activate_backward(activation, d, d, through);
+        out.mul_(up);
+      },
+      value, d_value, d_pre, pre, gate);
+  return {value, d_pre, d_value};
 }
 
 }  // namespace rtp

@@ -12,11 +12,12 @@ enum class Activation : uint8_t { relu, gelu, gelu_tanh, silu };
 // Throws std::invalid_argument for a name that is none of them.
 Activation parse_activation(const std::string& name);
 
-at::Tensor activate(Activation activation, const at::Tensor& x);
-// The gradient of x where dy is that of activate(x), into `out`, which may be dy.
+// out = activation(x). `out` may be x.
+void activate(Activation activation, const at::Tensor& out, const at::Tensor& x);
+// out = the gradient of x where dy is that of the activation of x. `out` may be dy.
 void activate_backward(Activation activation, const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x);
 
-// act(pre), or act(gate) * pre where there is a gate, and the gradients of both.
+// act(pre), or act(gate) * pre where there is a gate, and the gradients of both. All are [M, hidden features].
 struct Hidden {
   at::Tensor value;
   at::Tensor d_pre;

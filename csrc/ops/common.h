@@ -23,8 +23,8 @@ struct RotationOptions {
 // The first row of every owner's shard.
 std::vector<int64_t> shard_starts(const std::vector<int64_t>& sizes);
 
-// Rows of every owner's shard that travel in one pass; a shard above the slot cap takes several. Pieces are cut along the
-// rows of a shard, so that each is contiguous.
+// Rows of every owner's shard that travel in one pass; a shard above the slot cap takes several. Pieces are cut along
+// the rows of a shard, so that each is contiguous.
 struct Piece {
   std::vector<int64_t> offsets;  // of its first row in the shard of each owner
   std::vector<int64_t> sizes;
