@@ -349,22 +349,28 @@ def test_ring_along_a_mesh_dimension():
 
 
 def _nothing_saved(rank, ranks):
-    """Autograd keeps no received weight: what is saved between forward and backward are inputs and home shards."""
-    model = rotated(make_model(), (False, "shm"))
-    homes = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
-    shapes = []
+    """Autograd keeps no received weight, cast or not: what it saves are inputs and home shards."""
+    for autocast in (False, True):
+        model = rotated(make_model(torch.float32), (False, "shm"))
+        homes = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
+        shapes = []
 
-    def pack(tensor):
-        plain = local(tensor.detach())
-        if plain.untyped_storage().data_ptr() not in homes:
-            shapes.append(tuple(plain.shape))
-        return tensor
+        def pack(tensor, homes=homes, shapes=shapes):
+            plain = local(tensor.detach())
+            if plain.untyped_storage().data_ptr() not in homes:
+                shapes.append(tuple(plain.shape))
+            return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        batch_loss(model, rank, 0).backward()
-    assert shapes, "inputs are saved"
-    whole = {tuple(p.shape) for name, p in make_model().named_parameters() if p.dim() == 2}
-    assert (VOCABULARY, 10) in whole and not whole & set(shapes), f"whole weights were saved: {whole & set(shapes)}"
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            batch_loss(model, rank, 0).backward()
+        assert shapes, "inputs are saved"
+        whole = {tuple(p.shape) for p in make_model().parameters() if p.dim() == 2}
+        assert (VOCABULARY, 10) in whole and not whole & set(shapes), f"whole weights were saved: {whole & set(shapes)}"
+        shards = {tuple(local(p).shape) for p in model.parameters() if p.dim() == 2}
+        assert not shards & set(shapes), f"shards were saved that are not at home: {shards & set(shapes)}"
 
 
 def test_no_whole_weight_is_saved():

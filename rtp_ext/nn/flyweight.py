@@ -33,7 +33,9 @@ class Flyweight(LiveModule, nn.Module):
               as nn.MultiheadAttention.num_heads does not adapt;
             - cuts cleanly: a parameter is cut by the chunk rule, ceil(n / R) slices each, so that what belongs together
               (the rows of a head) must be one slice of a dimension of its own, or R must divide n accordingly;
-            - returns one tensor, and only reads its buffers. Hooks run once for each copy.
+            - returns one tensor, and only reads its buffers. Hooks run once for each copy;
+            - depends on nothing that wants a gradient but its arguments (tensors, also in lists, tuples and dicts) and
+              parameters: a tensor in an attribute or in an object of the caller's gets none.
         ring: the ranks to spread the parameters over. Collective.
         shard_dims: for every parameter of the module, by name, the dimension to cut; None: the parameter stays whole on
             every rank and its gradient is averaged.
