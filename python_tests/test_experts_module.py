@@ -92,7 +92,7 @@ def _modules(rank, ranks, transport):
         plain = PlainExperts(F.silu)
         module = copy.deepcopy(plain)
         module.__class__ = mixed_class(RotatedExperts, type(module))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
         module._rotate(ring, name="layers.0.experts", in_place=True, recompute=True, mp_policy=policy)
         batch = make_batch(rank, dtype=torch.bfloat16)
         y = module(*batch)

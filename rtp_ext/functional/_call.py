@@ -178,8 +178,16 @@ def _assemble(name: str, shapes: list[tuple[int, ...]], dim: int) -> tuple[int, 
 
 
 def expect_shape(call: Call, home: Home, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if actual != expected:
-        raise ValueError(f"{call.name}: expected a whole {home.what} of shape {expected}, got {actual}")
+    """Raises ValueError where the whole parameter behind a home shard has another shape than expected."""
+    if actual == expected:
+        return
+    shard = [*expected]
+    if home.dim < len(shard):
+        shard[home.dim] = _native.shard_sizes(expected[home.dim], call.ring.size)[call.ring.rank]
+    raise ValueError(
+        f"{call.name}: expected a whole {home.what} of shape {expected}, got {actual}; on rank {call.ring.rank} a shard "
+        f"of shape {tuple(shard)}, got {tuple(home.local.shape)}"
+    )
 
 
 def prepare_in_place(call: Call, homes: Sequence[Home], shapes: Sequence[tuple[int, ...]]) -> None:
