@@ -185,8 +185,8 @@ def expect_shape(call: Call, home: Home, actual: tuple[int, ...], expected: tupl
     if home.dim < len(shard):
         shard[home.dim] = _native.shard_sizes(expected[home.dim], call.ring.size)[call.ring.rank]
     raise ValueError(
-        f"{call.name}: expected a whole {home.what} of shape {expected}, got {actual}; on rank {call.ring.rank} a shard "
-        f"of shape {tuple(shard)}, got {tuple(home.local.shape)}"
+        f"{call.name}: expected a whole {home.what} of shape {expected}, got {actual}; on rank {call.ring.rank} a "
+        f"shard of shape {tuple(shard)}, got {tuple(home.local.shape)}"
     )
 
 
