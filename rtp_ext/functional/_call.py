@@ -110,6 +110,14 @@ def wants(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
     return tuple(grad and tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def in_dtypes_of(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Gradients, which travelled in the reduce dtype, as autograd wants them: in the dtypes of their parameters."""
+    pairs = zip(parameters, gradients, strict=True)
+    return [None if gradient is None else gradient.to(parameter.dtype) for parameter, gradient in pairs]
+
+
 def agree(call: Call, homes: Sequence[Home], facts: Sequence[Any]) -> list[tuple[int, ...]]:
     """The whole shape of every parameter; all ranks agree on them, and on `facts`, before anything travels.
 

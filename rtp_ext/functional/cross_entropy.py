@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import INTEGERS, Call, Home, agree, expect_shape, prepare_in_place, wants
+from rtp_ext.functional._call import INTEGERS, Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
 from rtp_ext.ring import Ring
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -39,10 +39,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.needs_parameter,
             ctx.call.options(),
         )
-        for index, parameter in enumerate(parameters):
-            if gradients[index] is not None:
-                gradients[index] = gradients[index].to(parameter.dtype)
-        return None, None, None, dx, *gradients
+        return None, None, None, dx, *in_dtypes_of(parameters, gradients)
 
 
 def check_settings(name: str, label_smoothing: float, reduction: str, soft_cap: float | None, z_loss: float) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import INTEGERS, Call, Home, agree, expect_shape, prepare_in_place, wants
+from rtp_ext.functional._call import INTEGERS, Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.ring import Ring
 
@@ -39,9 +39,7 @@ class _RotatedExperts(torch.autograd.Function):
             ctx.needs,
             ctx.call.options(),
         )
-        dup = None if dup is None else dup.to(up.dtype)
-        ddown = None if ddown is None else ddown.to(down.dtype)
-        return None, None, None, None, dx, dweights, dup, ddown
+        return None, None, None, None, dx, dweights, *in_dtypes_of((up, down), (dup, ddown))
 
 
 def rotated_experts(

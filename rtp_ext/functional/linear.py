@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, agree, expect_shape, prepare_in_place, wants
+from rtp_ext.functional._call import Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
 from rtp_ext.ring import Ring
 
 
@@ -32,10 +32,8 @@ class _PartialLinear(torch.autograd.Function):
         dx, dweight, dbias = ctx.call.run(
             _native.partial_linear_backward, dy.contiguous(), x, weight, ctx.shape, ctx.needs, ctx.call.options()
         )
-        if dweight is not None:
-            dweight = dweight.to(weight.dtype)
-        if dbias is not None:
-            dbias = dbias.to(ctx.bias_dtype)
+        dweight = None if dweight is None else dweight.to(weight.dtype)
+        dbias = None if dbias is None else dbias.to(ctx.bias_dtype)
         return None, None, dx, dweight, dbias
 
 
@@ -78,10 +76,8 @@ class _Linears(torch.autograd.Function):
             ctx.needs_parameter,
             ctx.call.options(),
         )
-        for index, parameter in enumerate(parameters, bundle.inputs):
-            if gradients[index] is not None:
-                gradients[index] = gradients[index].to(parameter.dtype)
-        return None, None, *gradients
+        of_inputs, of_parameters = gradients[: bundle.inputs], gradients[bundle.inputs :]
+        return None, None, *of_inputs, *in_dtypes_of(parameters, of_parameters)
 
 
 def rotated_linear(
