@@ -165,7 +165,7 @@ class Rewriter:
             self.counts[f"{kind}: already sharded, left alone"] += 1
         elif any(id(parameter) in self.ignored for parameter in own):
             self.counts[f"{kind}: ignored"] += 1
-        elif type(part) in (nn.Linear, *_DROP_INS) or families.is_transposed_linear(part) or families.is_experts(part):
+        elif type(part) in _DROP_INS or families.is_transposed_linear(part) or families.is_experts(part):
             self._replace(name, part, by_inputs)
         else:
             self.leftovers.append(part)

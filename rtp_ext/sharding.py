@@ -32,6 +32,11 @@ def take_shard(full: torch.Tensor, ring: Ring, dim: int) -> torch.Tensor:
     return full.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
 
 
+def held(shard: torch.Tensor) -> torch.Tensor:
+    """The tensor that a DTensor holds, itself and outside autograd; to_local() makes an alias and a graph node."""
+    return shard._local_tensor if isinstance(shard, DTensor) else shard
+
+
 _ROOM = "_rtp_room"  # attribute of a home shard: the memory that `reserve` gave it
 
 
@@ -40,8 +45,7 @@ def reserve(shard: torch.Tensor, full_shape: torch.Size | tuple[int, ...], dim: 
 
     Raises ValueError for a plain shard that is a view of a larger tensor, whose other elements would be overwritten.
     """
-    # the DTensor's own tensor: to_local() returns an alias, which would be given the storage alone
-    home = shard._local_tensor if isinstance(shard, DTensor) else shard
+    home = held(shard)  # an alias would be given the storage alone
     if home.device.type == "meta" or getattr(home, _ROOM, None) == (home.data_ptr(), home.dtype):
         return
     if not isinstance(shard, DTensor) and home.untyped_storage().nbytes() != home.nbytes:

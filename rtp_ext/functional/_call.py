@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.ring import Ring, agreements
-from rtp_ext.sharding import local_shard, reserve, shard_dim_of
+from rtp_ext.sharding import held, local_shard, reserve, shard_dim_of
 
 # What indices and targets may be of.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -130,7 +130,7 @@ def agree(call: Call, homes: Sequence[Home], facts: Sequence[Any]) -> list[tuple
         f"in_place {call.in_place}",
         *facts,
     )
-    mine = [(h.what, tuple(h.local.shape), str(h.tensor.dtype), h.dim) for h in homes]
+    mine = [(h.what, tuple(held(h.tensor).shape), str(h.tensor.dtype), h.dim) for h in homes]
     agreed = agreements(homes[0].tensor)
     key = (call.ring.serial, tuple(mine), told_facts)
     if key not in agreed:

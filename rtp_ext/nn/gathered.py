@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from rtp_ext._native import shard_sizes
 from rtp_ext.nn._base import LiveModule
 from rtp_ext.ring import Ring
-from rtp_ext.sharding import local_shard, shard_dim_of, shard_parameter
+from rtp_ext.sharding import held, local_shard, shard_dim_of, shard_parameter
 
 # Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
 # once in a forward. Autograd keeps them for backward in any case; larger ones are gathered when they are used.
@@ -78,7 +78,7 @@ class ForwardScope:
 
 def _version(owner: GatheredModule) -> Any:
     """Changes whenever what was gathered of an owner is out of date."""
-    state = tuple((local_shard(p).data_ptr(), p._version, p.dtype, p.requires_grad) for p in owner.sharded().values())
+    state = tuple((held(p).data_ptr(), p._version, p.dtype, p.requires_grad) for p in owner.sharded().values())
     return torch.is_grad_enabled(), state
 
 
