@@ -22,7 +22,7 @@ std::unique_ptr<Transfer> CudaTransport::transfer(Channel channel) {
   return std::make_unique<StreamTransfer>(lanes_, channel);
 }
 
-at::Tensor CudaTransport::allocate(int64_t bytes) {
+at::Tensor CudaTransport::allocate(Channel, int64_t bytes) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 

@@ -53,7 +53,7 @@ class CudaTransport : public Transport {
   void order_channel_after_received(Channel, Transfer&) override {}
   void order_channel_after_sent(Channel, Transfer&) override {}
 
-  at::Tensor allocate(int64_t bytes) override;
+  at::Tensor allocate(Channel, int64_t bytes) override;
 
  protected:
   // The hop just enqueued on its channel.

@@ -54,6 +54,7 @@ at::Tensor SlotPool::lease(Channel channel, int64_t bytes) {
     found = free.end() - 1;
     count.bytes -= found->numel();
     --count.slots;
+    transport_->release(channel, *found);
     free.erase(found);
     found = free.end();
   }
@@ -62,7 +63,7 @@ at::Tensor SlotPool::lease(Channel channel, int64_t bytes) {
     slot = *found;
     free.erase(found);
   } else {
-    slot = transport_->allocate(bytes);
+    slot = transport_->allocate(channel, bytes);
     count.bytes += slot.numel();
     ++count.slots;
     ++count.allocations;
@@ -82,6 +83,7 @@ void SlotPool::clear() {
     for (const auto& slot : free_[kind]) {
       counts_[kind].bytes -= slot.numel();
       --counts_[kind].slots;
+      transport_->release(static_cast<Channel>(kind), slot);
     }
     free_[kind].clear();
   }
@@ -135,7 +137,7 @@ Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo>
   try {
     lease_slots();
     transport.order_compute_after(executor_.last_);
-    cast_home();
+    stage_home();
   } catch (...) {
     return_slots();
     throw;
@@ -163,15 +165,20 @@ void Execution::return_slots() {
   }
 }
 
-void Execution::cast_home() {
+void Execution::stage_home() {
   if (!weight_) return;
-  const auto as_wanted = [&](size_t part) { return weight_->home[part].scalar_type() == weight_->parts[part].dtype; };
+  const bool travels = schedule_.hops(Channel::weight) > 0;
+  const bool from_slots = travels && !executor_.transport().sends_anywhere();
+  const auto as_wanted = [&](size_t part) {
+    return !from_slots && weight_->home[part].scalar_type() == weight_->parts[part].dtype;
+  };
   size_t part = 0;
   while (part < weight_->parts.size() && as_wanted(part)) ++part;
   if (part == weight_->parts.size()) return;
-  RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a cast copy in place");
+  RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
   const at::Tensor slot = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
   slots_[0].push_back(slot);
+  staged_ = slot;
   for (part = 0; part < weight_->parts.size(); ++part) {
     const at::Tensor copy = slot_view(slot, *weight_, executor_.rank(), part);
     copy.copy_(weight_->home[part]);
@@ -215,6 +222,12 @@ std::vector<at::Tensor> Execution::views(Buffer buffer, int owner) const {
   if (!buffer.exists()) return views;
   for (size_t part = 0; part < cargo(buffer.channel).parts.size(); ++part) views.push_back(view(buffer, owner, part));
   return views;
+}
+
+std::byte* Execution::slot_of(Buffer buffer) const {
+  const at::Tensor slot = buffer.is_home() ? (buffer.channel == Channel::weight ? staged_ : at::Tensor())
+                                           : slots_[static_cast<size_t>(buffer.channel)][buffer.slot];
+  return slot.defined() ? static_cast<std::byte*>(slot.data_ptr()) : nullptr;
 }
 
 std::vector<Span> Execution::spans(Buffer buffer, int owner) const {
@@ -320,6 +333,8 @@ void Execution::hop(const Step& step) {
           step.from,
           spans(step.send, step.send_owner),
           spans(step.receive, step.receive_owner),
+          slot_of(step.send),
+          slot_of(step.receive),
           operation_,
           index++,
           schedule_.hops(channel)};

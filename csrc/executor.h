@@ -106,7 +106,8 @@ class Executor {
 class Execution {
  public:
   //
-  // Weights whose home dtype differs from their part's are cast once, into one more slot, before they travel.
+  // Weights whose home dtype differs from their part's, or that the transport cannot send from where they are, are
+  // copied once, into one more slot, before they travel.
   Execution(Executor& executor, Schedule schedule, std::optional<Cargo> weight, std::optional<Cargo> gradient,
             std::string operation);
   Execution(const Execution&) = delete;
@@ -136,11 +137,12 @@ class Execution {
   State& state(Buffer buffer);
   void lease_slots();
   void return_slots();
-  void cast_home();
+  void stage_home();
   at::Tensor slot_view(const at::Tensor& slot, const Cargo& cargo, int owner, size_t part) const;
   at::Tensor view(Buffer buffer, int owner, size_t part) const;
   std::vector<at::Tensor> views(Buffer buffer, int owner) const;
   std::vector<Span> spans(Buffer buffer, int owner) const;
+  std::byte* slot_of(Buffer buffer) const;  // where its slot starts; null for a home tensor that stayed where it is
 
   void before_compute(const Step& step);
   void after_compute(const Step& step);
@@ -156,6 +158,7 @@ class Execution {
   std::optional<Cargo> gradient_;
   std::string operation_;
   std::array<std::vector<at::Tensor>, 2> slots_;
+  at::Tensor staged_;  // the slot that holds a copy of the home tensors, where one travels
   std::map<std::pair<Channel, int>, State> states_;
   size_t position_ = 0;
   const Step* current_ = nullptr;  // the compute that the caller is at

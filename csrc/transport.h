@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "schedule.h"
@@ -26,6 +27,8 @@ struct Hop {
   int from = 0;
   std::vector<Span> send;
   std::vector<Span> receive;
+  std::byte* send_slot = nullptr;     // the slot that `send` lies in, at its start; null: it lies in a home tensor
+  std::byte* receive_slot = nullptr;  // the same of `receive`
   // for messages
   std::string operation;
   int index = 0;
@@ -63,9 +66,15 @@ class Transport {
   virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait_received(); }
   virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait_sent(); }
 
-  // Memory of a slot, and whether hops can land in other memory too.
-  virtual at::Tensor allocate(int64_t bytes) = 0;
+  // Memory of a slot, and whether hops can start from and land in other memory too. Every rank allocates and releases
+  // the same slots in the same order; nothing is in flight in a slot that is released.
+  virtual at::Tensor allocate(Channel channel, int64_t bytes) = 0;
+  virtual void release(Channel, const at::Tensor&) {}
+  virtual bool sends_anywhere() const { return true; }
   virtual bool receives_anywhere() const { return true; }
+
+  // For race tests: holds up a channel before its next hop.
+  virtual void delay(Channel, std::chrono::microseconds time) { std::this_thread::sleep_for(time); }
 
   // Gives up: wakes whoever waits here or at a neighbour, and drops the connections. Idempotent.
   virtual void abort(const std::string& reason) noexcept = 0;

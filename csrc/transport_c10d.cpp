@@ -128,7 +128,7 @@ class C10dTransport : public Transport {
     return std::make_unique<TransferHandle>(std::move(transfer));
   }
 
-  at::Tensor allocate(int64_t bytes) override {
+  at::Tensor allocate(Channel, int64_t bytes) override {
     return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
   }
 

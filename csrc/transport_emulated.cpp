@@ -42,7 +42,7 @@ class EmulatedHost : public Transport {
     return std::make_unique<DoneTransfer>();
   }
 
-  at::Tensor allocate(int64_t bytes) override { return at::empty({bytes}, at::kByte); }
+  at::Tensor allocate(Channel, int64_t bytes) override { return at::empty({bytes}, at::kByte); }
   void abort(const std::string&) noexcept override {}
   void close() override {}
 };

@@ -113,7 +113,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override;
-  at::Tensor allocate(int64_t bytes) override;
+  at::Tensor allocate(Channel, int64_t bytes) override;
 
   void abort(const std::string& reason) noexcept override { end(Life::failed, reason); }
   void close() override { end(Life::closed, "it was closed"); }
@@ -290,7 +290,7 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
   return transfer;
 }
 
-at::Tensor HostTransport::allocate(int64_t bytes) {
+at::Tensor HostTransport::allocate(Channel, int64_t bytes) {
   const auto segment = std::make_shared<Segment>(
       Segment{next_segment_++, SharedMemory(std::max<size_t>(static_cast<size_t>(bytes), 1))});
   std::byte* data = segment->memory.data();

@@ -10,7 +10,8 @@ namespace rtp {
 namespace {
 
 bool moves_in_place(Executor& executor, const RotationOptions& options, const Cargo& weights) {
-  if (!options.in_place || !executor.transport().receives_anywhere()) return false;
+  const Transport& transport = executor.transport();
+  if (!options.in_place || !transport.sends_anywhere() || !transport.receives_anywhere()) return false;
   for (size_t part = 0; part < weights.parts.size(); ++part) {
     if (weights.home[part].scalar_type() != weights.parts[part].dtype) return false;
   }
