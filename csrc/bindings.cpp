@@ -193,7 +193,11 @@ void bind_executor(py::module_& m) {
       .def(
           "enter",
           [](Executor& e, int64_t phase, bool backward, int64_t serial, const std::vector<at::Tensor>& watched) {
-            e.prefetcher().enter({phase, backward, serial, watched});
+            Context context{phase, backward, serial, {}};
+            for (const at::Tensor& tensor : watched) {
+              if (!tensor.is_inference()) context.watched.push_back(tensor.unsafeGetTensorImpl()->version_counter());
+            }
+            e.prefetcher().enter(std::move(context));
           },
           py::arg("phase"), py::arg("backward"), py::arg("serial"), py::arg("watched"))
       .def(
