@@ -45,7 +45,7 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
 
 
-def _telling_pattern(cxx: str) -> list[str]:
+def telling_pattern(cxx: str) -> list[str]:
     """The flag that fills unset locals, where the compiler knows it."""
     flag = "-ftrivial-auto-var-init=pattern"
     probe = subprocess.run([cxx, flag, "-x", "c++", "-fsyntax-only", os.devnull], capture_output=True)
@@ -57,7 +57,7 @@ def build(sanitized: bool = False) -> Path:
     cxx = compiler()
     if cxx is None:
         raise RuntimeError("no C++ compiler: neither $CXX, g++ nor c++ is on PATH")
-    flags = [*FLAGS, *_telling_pattern(cxx), *(SANITIZED if sanitized else PLAIN)]
+    flags = [*FLAGS, *telling_pattern(cxx), *(SANITIZED if sanitized else PLAIN)]
     digest = hashlib.sha256(repr((cxx, flags)).encode())
     for file in (*SOURCES, *HEADERS):
         digest.update(file.read_bytes())
@@ -213,6 +213,7 @@ class Emulated:
     name = "emulated"
     logit_elements = ELEMENTS
     gradient_elements = ELEMENTS
+    hidden_roundings = 0  # between the steps of a hidden value: everything is in float32
 
     def __init__(self, library: Path, *, sanitized: bool = False, seed: int = 0) -> None:
         self.library = load(library)
