@@ -86,18 +86,20 @@ def _run(*command: str) -> None:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
 
 
+def sanitizer_runtimes() -> list[str]:
+    """The libraries that Python must load first; fewer than two where the compiler does not bring them."""
+    found = []
+    for name in ("libasan.so", "libubsan.so"):
+        asked = subprocess.run([compiler() or "c++", f"-print-file-name={name}"], capture_output=True, text=True)
+        found.append(asked.stdout.strip())
+    return [path for path in found if Path(path).is_absolute()]
+
+
 def sanitizer_environment() -> dict[str, str]:
     """The environment in which Python can load the sanitized library."""
-    runtimes = []
-    for name in ("libasan.so", "libubsan.so"):
-        cxx = compiler()
-        assert cxx is not None
-        path = subprocess.run([cxx, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
-        if not Path(path).is_absolute():
-            raise RuntimeError(f"{cxx} has no {name}")
-        runtimes.append(path)
     options = "detect_leaks=0:detect_stack_use_after_return=0:handle_segv=0"
-    return {**os.environ, "LD_PRELOAD": ":".join(runtimes), "ASAN_OPTIONS": options, "OPENBLAS_NUM_THREADS": "1"}
+    preload = ":".join(sanitizer_runtimes())
+    return {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": options, "OPENBLAS_NUM_THREADS": "1"}
 
 
 class HiddenForward(Structure):
@@ -178,14 +180,18 @@ class Memory:
         self.base = library.allocate(max(size, 1))
         assert self.base % 16 == 0
         self.address = self.base + front
-        self.bytes = np.frombuffer((c_uint8 * size).from_address(self.base), np.uint8) if size else np.zeros(0, np.uint8)
+        self.bytes = (
+            np.frombuffer((c_uint8 * size).from_address(self.base), np.uint8) if size else np.zeros(0, np.uint8)
+        )
         self.bytes[:] = CANARY
         self.mine = np.zeros(size, bool)
         rows, columns = array.shape
         if array.extent:
             body = slice(front, front + array.extent * self.bits.itemsize)
             self.cells = np.lib.stride_tricks.as_strided(
-                self.bytes[body].view(self.bits), (rows, columns), (array.stride * self.bits.itemsize, self.bits.itemsize)
+                self.bytes[body].view(self.bits),
+                (rows, columns),
+                (array.stride * self.bits.itemsize, self.bits.itemsize),
             )
             mine = np.lib.stride_tricks.as_strided(
                 self.mine[body], (rows, columns * self.bits.itemsize), (array.stride * self.bits.itemsize, 1)
@@ -277,9 +283,7 @@ class Emulated:
     def add_logits(self, logits: Array, targets: np.ndarray, rules, sums: list[np.ndarray | None]) -> list:
         z = self.memory(logits)
         rows = [None if s is None else self.memory(Array(s[None, :], "float32", s.size, 0, (1, s.size))) for s in sums]
-        self.launch(
-            "logit_sums", LogitSums(self._logits(z, targets, rules), *(row and row.address for row in rows))
-        )
+        self.launch("logit_sums", LogitSums(self._logits(z, targets, rules), *(row and row.address for row in rows)))
         z.read()
         return [None if row is None else row.read()[0] for row in rows]
 

@@ -19,9 +19,9 @@ from kernel_arrays import BYTES, ELEMENTS, ROUNDING, Array, assert_close, assert
 STEPS = 32 * ROUNDING["float32"]
 SUM_STEPS = 64 * ROUNDING["float32"]  # of sums over a row, made by many threads
 LOWEST = float(np.finfo(np.float32).min)
-EXTREMES = {  # products of three of them stay finite in float32
-    "float32": [0.0, -0.0, 1e-30, 88.0, -88.0, 104.0, -104.0, 1e4, -1e4, 1e12, -1e12],
-    "bfloat16": [0.0, -0.0, 1e-30, 88.0, -88.0, 104.0, -104.0, 1e4, -1e4, 1e12, -1e12],
+EXTREMES = {  # the product of two of them may be infinite, and is then infinite in float64 rounded
+    "float32": [0.0, -0.0, 1e-30, 88.0, -88.0, 104.0, -104.0, 1e4, -1e4, 1e12, -1e12, 1e20, -1e20],
+    "bfloat16": [0.0, -0.0, 1e-30, 88.0, -88.0, 104.0, -104.0, 1e4, -1e4, 1e12, -1e12, 1e20, -1e20],
     "float16": [0.0, -0.0, 6e-8, 11.0, -17.0, 88.0, -88.0, 6e4, -6e4],
 }
 _erf = np.vectorize(math.erf, otypes=[np.float64])
@@ -115,7 +115,9 @@ def random_logits(rng: np.random.Generator, element: str, finite: bool) -> tuple
     rows = int(rng.choice([0, 1, 2, 3, 5]))
     columns = int(rng.choice([1, 2, 7, 8, 31, 129, 500, 1000]))
     if rng.random() < 0.05:
-        columns = 2600  # more than one turn of a block with more than one warp's worth of sums
+        columns = int(rng.choice([2600, 4200]))  # more than one turn of a block, and the largest block
+    if rng.random() < 0.2:
+        rows, columns = 20, int(rng.integers(1, 40))  # more than one row for a block
     scale = float(rng.choice([1.0, 30.0, 1e4]))
     soft_cap = float(rng.choice([0.0, 0.0, 30.0]))
     values = rng.standard_normal((rows, columns)) * scale
@@ -204,9 +206,7 @@ def check_logit_gradient(runner, rng: np.random.Generator) -> None:
     distance = np.where(np.isfinite(z), np.abs(z - most[:, None]), 0)  # rounded before its exponential
     error = (STEPS + 2 * z_error + 2 * ROUNDING["float32"] * distance) * magnitude
     error = error + 2.0**-126 * (1 + np.abs(factor[:, None]))  # exponentials below the normal numbers may be zero
-    actual = runner.logit_gradient(
-        logits, targets, rules, [most, factor, upstream], (1 - smoothing, everywhere), out
-    )
+    actual = runner.logit_gradient(logits, targets, rules, [most, factor, upstream], (1 - smoothing, everywhere), out)
     assert_close(actual, expected, out, error, what)
     assert_refused(actual, expected, out, error, what)
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulated_kernels import Emulated, KernelError, build, compiler, load, sanitizer_environment, telling_pattern
+from emulated_kernels import (
+    Emulated,
+    KernelError,
+    build,
+    compiler,
+    load,
+    sanitizer_environment,
+    sanitizer_runtimes,
+    telling_pattern,
+)
 from kernel_arrays import ELEMENTS, Array, decode, encode
 from kernel_checks import CHECKS, run_checks
 from torch_kernels import Torch
@@ -81,12 +90,19 @@ print("status", status, "sum", values.sum())
 """
 
 
+needs_sanitizer = pytest.mark.skipif(
+    compiler() is not None and len(sanitizer_runtimes()) < 2,
+    reason="the C++ compiler brings no libasan.so or libubsan.so",
+)
+
+
 def sanitized(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, cwd=FOLDER, env=sanitizer_environment(), timeout=120
     )
 
 
+@needs_sanitizer
 def test_kernels_stay_inside_their_arrays():
     """No access outside an array, no misaligned one, no undefined arithmetic, for random cases of every kernel."""
     build(sanitized=True)
@@ -95,6 +111,7 @@ def test_kernels_stay_inside_their_arrays():
     assert f"{25 * len(CHECKS)} cases passed" in done.stdout
 
 
+@needs_sanitizer
 def test_the_sanitizer_finds_planted_mistakes():
     build(sanitized=True)
     for which, message in ((0, None), (7, "heap-buffer-overflow"), (8, "misaligned address")):

@@ -34,9 +34,7 @@ class Torch:
         else:
             view.copy_(torch.from_numpy(np.ascontiguousarray(array.values)).to(dtype))
         mine = torch.zeros(memory.shape, dtype=torch.bool, device=self.device)
-        mine.view(-1, size)[:, 0].as_strided(
-            array.shape, (max(array.stride, 1) * size, size), front * size
-        ).fill_(True)
+        mine.view(-1, size)[:, 0].as_strided(array.shape, (max(array.stride, 1) * size, size), front * size).fill_(True)
         mine = mine.view(-1, size)[:, :1].expand(-1, size).reshape(-1)
         self.placed.append((memory, mine))
         return view
@@ -57,9 +55,7 @@ class Torch:
         return self.read(kernels.hidden_forward(activation, self.tensor(pre), gate and self.tensor(gate)))
 
     def hidden_backward(self, activation: str, d_value: Array, pre: Array, gate: Array | None) -> list[np.ndarray]:
-        found = kernels.hidden_backward(
-            activation, self.tensor(d_value), self.tensor(pre), gate and self.tensor(gate)
-        )
+        found = kernels.hidden_backward(activation, self.tensor(d_value), self.tensor(pre), gate and self.tensor(gate))
         return [self.read(tensor) for tensor in found if tensor is not None]
 
     def chunk(self, logits: Array, targets: np.ndarray, rules):

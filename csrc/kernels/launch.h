@@ -57,7 +57,8 @@ int launch(void (*kernel)(Parameter), const LaunchShape& shape, void* stream, co
   return emulation::run(shape.blocks, shape.threads, [&] { kernel(parameter); });
 #else
   void* arguments[] = {const_cast<Parameter*>(&parameter)};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), shape.blocks, shape.threads, arguments,
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), shape.blocks, shape.threads,
+                                           arguments,
                                            /*sharedMem=*/0, static_cast<cudaStream_t>(stream)));
 #endif
 }

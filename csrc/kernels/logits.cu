@@ -44,7 +44,7 @@ __device__ void add_lanes(PartialSums& sums) {
 
 // One block takes one row at a time.
 template <typename T>
-__global__ void logit_sums(LogitSums parameters) {
+__global__ void __launch_bounds__(kMostThreads) logit_sums(LogitSums parameters) {
   constexpr int kWidth = kWindow<T>;
   RTP_SHARED(float, most_of_warp, kWarp);
   RTP_SHARED(float, scaled_of_warp, kWarp);

@@ -46,7 +46,7 @@ __device__ void copy_tile_from(const PackEntry& entry, int64_t tile) {
   }
 }
 
-__global__ void pack(PackBatch batch) {
+__global__ void pack(const __grid_constant__ PackBatch batch) {
   int entry = 0;
   for (int64_t tile = blockIdx.x; tile < batch.first_tile[batch.count]; tile += gridDim.x) {
     while (tile >= batch.first_tile[entry + 1]) ++entry;

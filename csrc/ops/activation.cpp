@@ -81,11 +81,20 @@ void by_rows(Body&& body, const at::Tensor& first, const Tensors&... others) {
   }
 }
 
+// Whether one kernel makes the whole of it.
+template <typename... Tensors>
+bool is_fused(const at::Tensor& pre, const Tensors&... others) {
+  const auto alike = [&](const at::Tensor& other) {
+    return !other.defined() || other.scalar_type() == pre.scalar_type();
+  };
+  return kernels_take(pre, others...) && (alike(others) && ...);
+}
+
 }  // namespace
 
 at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at::Tensor& gate) {
   const at::Tensor value = at::empty(pre.sizes(), pre.options());
-  if (kernels_take(pre, gate)) {
+  if (is_fused(pre, gate)) {
     const HiddenForward hidden{*element_of(pre.scalar_type()),
                                activation,
                                pre.size(0),
@@ -112,7 +121,7 @@ at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at
 Hidden hidden_backward(Activation activation, const at::Tensor& d_value, const at::Tensor& pre,
                        const at::Tensor& gate) {
   const at::Tensor value = at::empty(pre.sizes(), pre.options());
-  if (kernels_take(d_value, pre, gate)) {
+  if (is_fused(pre, d_value, gate)) {
     const at::Tensor d_pre = gate.defined() ? at::empty(pre.sizes(), pre.options()) : d_value;
     const HiddenBackward hidden{*element_of(pre.scalar_type()),
                                 activation,

@@ -14,7 +14,8 @@ struct LogitChunk {
   double soft_cap = 0;  // z = cap * tanh(logits / cap); 0: z = logits
 };
 
-// What is summed for every token of a chunk, all [rows] in the dtype of the logits.
+// What is summed for every token of a chunk, all [rows] and contiguous, in the dtype of the logits; in float32 where
+// those have 16 bits.
 struct RunningSums {
   at::Tensor most;    // the largest z so far; finite at the start
   at::Tensor scaled;  // sum of exp(z - most)
@@ -26,7 +27,7 @@ void add_logits(const LogitChunk& chunk, const RunningSums& sums);
 
 // d loss / d z = (exp(z - most) factor - (1 - label_smoothing) upstream [z is the target's] - everywhere upstream).
 struct LogitTerms {
-  at::Tensor most, factor, upstream;  // [rows], in the dtype of the logits; upstream 0 where a token does not count
+  at::Tensor most, factor, upstream;  // as RunningSums; upstream is 0 where a token does not count
   double label_smoothing = 0;
   double everywhere = 0;
 };

@@ -15,6 +15,8 @@
 #define __global__
 #define __device__
 #define __host__
+#define __grid_constant__
+#define __launch_bounds__(most_threads)
 #define RTP_SHARED(type, name, count) static emulation::SharedArray<type, count> name(#name)
 
 struct dim3 {

@@ -79,8 +79,8 @@ __global__ void unset_local(Values v) {
 
 extern "C" int planted(int which, float* values, int count) {
   using namespace rtp;
-  void (*const kernels[])(Values) = {rotate_by_one,     missing_barrier,  missing_second_barrier, unwritten_shared,
-                                     outside_shared,    barrier_of_some,  shuffle_of_some,        one_beyond,
+  void (*const kernels[])(Values) = {rotate_by_one,     missing_barrier, missing_second_barrier, unwritten_shared,
+                                     outside_shared,    barrier_of_some, shuffle_of_some,        one_beyond,
                                      misaligned_vector, unset_local};
   return launch(kernels[which], {dim3(1), dim3(kThreads)}, nullptr, Values{values, count});
 }
