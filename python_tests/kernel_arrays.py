@@ -109,7 +109,7 @@ def assert_refused(actual: np.ndarray, expected: np.ndarray, element: str, error
         wrong = np.roll(actual, 1, axis)
         bound = np.broadcast_to(error, expected.shape) + 4 * ROUNDING[element] * np.abs(expected) + TINY[element]
         with np.errstate(invalid="ignore"):
-            apart = np.abs(np.roll(expected, 1, axis) - expected) > 4 * bound
+            apart = np.abs(np.roll(expected, 1, axis) - expected) > 4 * (bound + np.roll(bound, 1, axis))
         if not apart.any():
             continue  # all neighbours are alike: nothing to tell apart
         good = close(wrong, expected, element, np.broadcast_to(error, expected.shape))

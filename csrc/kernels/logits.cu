@@ -62,10 +62,12 @@ __global__ void __launch_bounds__(kMostThreads) logit_sums(LogitSums parameters)
       const int64_t first = window * kWidth - shift;
       float z[kWidth];
       load_floats(z, values, first, logits.columns);
+      const int begin = first < 0 ? static_cast<int>(-first) : 0;
+      const int end = first + kWidth > logits.columns ? static_cast<int>(logits.columns - first) : kWidth;
       float most = sums.most;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const bool exists = first + i >= 0 && first + i < logits.columns;
+        const bool exists = i >= begin && i < end;
         z[i] = exists ? capped(z[i], logits.soft_cap) : -INFINITY;  // its exponential is 0
         sums.total += exists ? z[i] : 0.0f;
         most = fmaxf(most, z[i]);
@@ -109,7 +111,8 @@ __global__ void logit_gradient(LogitGradient parameters) {
   for_each_window(logits.rows, parameters.windows, [&](int64_t row, int64_t window) {
     Out* const gradient = static_cast<Out*>(parameters.gradient) + row * parameters.gradient_stride;
     const int64_t first = window * kWidth - shift_of(gradient);
-    const int64_t target = target_of(logits, row) - first;
+    const int64_t target = target_of(logits, row);
+    const int hit = target >= 0 && target >= first && target - first < kWidth ? static_cast<int>(target - first) : -1;
     const float most = parameters.most[row];
     const float factor = parameters.factor[row];
     const float upstream = parameters.upstream[row];
@@ -120,7 +123,7 @@ __global__ void logit_gradient(LogitGradient parameters) {
       const float tanh = logits.soft_cap > 0.0f ? tanhf(z[i] / logits.soft_cap) : 0.0f;
       const float p = expf((logits.soft_cap > 0.0f ? logits.soft_cap * tanh : z[i]) - most);
       float d = p * factor - parameters.everywhere * upstream;
-      if (i == target) d -= parameters.hit_factor * upstream;
+      if (i == hit) d -= parameters.hit_factor * upstream;
       z[i] = d * (1.0f - tanh * tanh);
     }
     store_floats(gradient, first, logits.columns, z);
