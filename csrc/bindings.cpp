@@ -1,7 +1,8 @@
-// The only file that includes pybind11.
+// The engine's face in Python. Only the bindings include pybind11.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bindings_kernels.h"
 #include "checks.h"
 #include "executor.h"
 #include "ops/cross_entropy.h"
@@ -416,4 +417,5 @@ PYBIND11_MODULE(_C, m) {
   bind_executor(m);
   bind_operations(m);
   bind_bundles(m);
+  bind_kernels(m);
 }
