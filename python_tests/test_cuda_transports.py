@@ -81,12 +81,13 @@ def primitives(sim, executor, route, rank, ranks, asynchronous):
     sim.set_compute(asynchronous)
     try:
         for reverse in (False, True):
-            seen = {}
-            execution = _native.Execution.rotate(executor, [homes[rank].clone()], shapes, route, reverse)
+            seen, home = {}, homes[rank].clone()
+            execution = _native.Execution.rotate(executor, [home], shapes, route, reverse)
             while (step := execution.next()) is not None:
                 seen[step.owner] = torch.empty(2 + step.owner, 4, dtype=DTYPE)
                 sim.launch_copy(seen[step.owner], execution.weight()[0])
             execution.finish()
+            sim.launch_copy(home, torch.zeros_like(home))  # as an optimizer would: every hop has left by then
             sim.synchronize()
             for owner in range(ranks):
                 assert_same(seen[owner], homes[owner], 0.0, f"{where}: rotate, owner {owner}")
@@ -111,8 +112,8 @@ def primitives(sim, executor, route, rank, ranks, asynchronous):
         sim.set_compute(False)
 
 
-def passes(rank, sim, kind, ids, ranks, rounds, plant=""):
-    executor = connect(sim, kind, ids, rank, ranks, plant=plant)
+def passes(rank, sim, kind, ids, ranks, rounds, plant="", timeout=TIMEOUT):
+    executor = connect(sim, kind, ids, rank, ranks, timeout, plant)
     try:
         for turn in range(rounds):
             for route in ("ring", "direct"):
@@ -136,8 +137,71 @@ def test_passes_give_what_one_process_gives(sim, kind, ranks):
         values(run_threads(passes, ranks, sim, kind, unique_ids(sim, kind), ranks, 2))
 
 
-@pytest.mark.parametrize("plant", ["received", "sent", "channel"])
-def test_a_missing_wait_is_caught(sim, plant):
-    sim.controls.delay_us = 300
-    results = run_threads(passes, 3, sim, "nccl", unique_ids(sim, "nccl"), 3, 2, plant)
+# Waits that a transport needs; one event of `nccl` stands for both ends of a hop, so that "sent" would not be missed.
+PLANTS = [(kind, plant) for kind in TRANSPORTS for plant in ("received", "channel")]
+
+
+@pytest.mark.parametrize(("kind", "plant"), PLANTS)
+def test_a_missing_wait_is_caught(sim, kind, plant):
+    sim.controls.delay_us = 1000
+    results = run_threads(passes, 3, sim, kind, unique_ids(sim, kind), 3, 2, plant, timedelta(seconds=1))
     assert any(isinstance(result, AssertionError) for result in results), results
+
+
+def until_failure(rank, sim, kind, ids, ranks, timeout, fault):
+    """Runs passes until one raises; the last rank does what `fault` says after its first. Returns the error, how long
+    after the fault it came, and whether the executor is dead."""
+    executor = connect(sim, kind, ids, rank, ranks, timeout=timeout)
+    linear(executor, 1, "ring", rank, ranks)
+    if rank == ranks - 1:
+        if fault == "leaves":
+            return executor  # alive, and silent
+        if fault == "fails":
+            executor.fail("an error of its own")
+            return None
+        if fault == "asynchronous error":
+            sim.inject_error(rank, 0, 6)
+    start = time.monotonic()
+    with pytest.raises(RotationError) as raised:
+        for turn in range(10000):
+            try:
+                linear(executor, 2 + turn % 3, "direct", rank, ranks)
+            except AssertionError:  # what an aborted hop left; the next call raises
+                continue
+    waited = time.monotonic() - start
+    with pytest.raises(RotationError, match="cannot be used any more"):
+        linear(executor, 2, "ring", rank, ranks)
+    return raised.value, waited, executor.alive
+
+
+@pytest.mark.parametrize("fault", ["leaves", "fails", "asynchronous error"])
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_failure_reaches_every_rank(sim, kind, fault):
+    timeout = 0.4
+    results = values(
+        run_threads(until_failure, 3, sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=timeout), fault)
+    )
+    survivors = results if fault == "asynchronous error" else results[:-1]
+    for error, waited, alive in survivors:
+        assert not alive and waited < timeout + 5
+        if fault == "asynchronous error":
+            assert isinstance(error, (NcclError, RingTimeout)), error
+    if fault == "asynchronous error":
+        assert "code 6" in str(results[-1][0])
+    else:
+        first = next(error for error, *_ in survivors if "did not answer" in str(error))
+        assert isinstance(first, RingTimeout)
+        assert "linear" in str(first) and "hop" in str(first) and "waited 0.4" in str(first), first
+
+
+def test_hops_of_a_capture_are_not_supervised(sim):
+    def work(rank, ids):
+        executor = connect(sim, "nccl", ids, rank, 2, timeout=timedelta(milliseconds=100))
+        sim.controls.capturing = True
+        if rank == 1:
+            time.sleep(0.4)  # longer than the timeout
+        linear(executor, 1, "ring", rank, 2)
+        sim.controls.capturing = False
+        executor.close()
+
+    values(run_threads(work, 2, unique_ids(sim, "nccl")))
