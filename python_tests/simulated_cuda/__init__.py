@@ -30,6 +30,7 @@ SOURCES = [
     "schedule.cpp",
     "transport.cpp",
     "transport_nccl.cpp",
+    "transport_nccl_put.cpp",
     "transport_supervised.cpp",
     "watchdog.cpp",
 ]
