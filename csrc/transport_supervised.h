@@ -9,6 +9,7 @@
 
 #include "cuda_lanes.h"
 #include "nccl_communicators.h"
+#include "peer_news.h"
 #include "watchdog.h"
 
 namespace rtp {
@@ -19,10 +20,11 @@ struct RingEnd {
   int ranks = 1;
   at::Device device;
   std::chrono::milliseconds timeout;
+  std::shared_ptr<PeerNews> news;  // null: failures of other ranks are noticed by the timeout
 };
 
-// A derived class calls start() last in its constructor and stop() first in its destructor: the watchdog calls its
-// functions.
+// A derived class calls try_out() and start() last in its constructor and stop() first in its destructor: its functions
+// are called there, and by the watchdog in between.
 class SupervisedTransport : public CudaTransport {
  public:
   // `ids`: the unique ids of the communicators, the same on every rank. Collective.
@@ -36,22 +38,23 @@ class SupervisedTransport : public CudaTransport {
   void drop() noexcept final;
 
  protected:
+  // Makes a first hop of each channel, so that what NCCL refuses is known before anybody relies on it. Collective.
+  void try_out();
   void start();
   void stop() noexcept { watchdog_->stop(); }
 
   // Enqueues a hop on the stream of its channel.
   virtual void enqueue(const Hop& hop, cudaStream_t stream) = 0;
-  // An error that was reported asynchronously. On the watchdog's thread.
-  virtual std::optional<Failure> look();
   // Lets what is enqueued come to an end. True: to be called again until it has. On any thread.
   virtual bool give_up() noexcept;
-  // Takes down what lies on the communicators, before they end in good order.
-  virtual void take_down() {}
 
   const RingEnd end_;
   NcclCommunicators communicators_;
 
  private:
+  std::optional<Failure> look(const std::vector<int>& awaited);
+
+  int unanswered_ = 0;  // looks in a row that found an awaited process ended
   std::unique_ptr<Watchdog> watchdog_;
 };
 

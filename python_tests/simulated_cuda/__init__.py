@@ -27,7 +27,9 @@ ROOT = HERE.parent.parent
 SOURCES = [
     "cuda_lanes.cpp",
     "nccl_communicators.cpp",
+    "peer_news.cpp",
     "schedule.cpp",
+    "shared_memory.cpp",
     "transport.cpp",
     "transport_nccl.cpp",
     "transport_nccl_put.cpp",
