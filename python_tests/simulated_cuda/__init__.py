@@ -1,6 +1,6 @@
 """A CUDA runtime and an NCCL in host memory: the transports' own sources run against it where there is no GPU.
 
-`load()` builds the module once (about half a minute; kept under build/) and returns it; ranks are threads, see
+`load()` builds the module once (some twenty seconds of two cores; kept under build/) and returns it; ranks are threads, see
 `run_threads`. What the simulation keeps of the real ones: the order of streams and events, non-blocking communicators
 that must settle, the rendezvous of sends and receives, one communicator's work in order whatever stream it is on,
 signals counted by their source, windows that every rank registers together. What it does not know: speed, capture,
@@ -23,20 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
-# of csrc; a transport more is a line more
-SOURCES = [
-    "cuda_lanes.cpp",
-    "nccl_communicators.cpp",
-    "peer_news.cpp",
-    "schedule.cpp",
-    "shared_memory.cpp",
-    "transport.cpp",
-    "transport_nccl.cpp",
-    "transport_nccl_put.cpp",
-    "transport_supervised.cpp",
-    "watchdog.cpp",
-]
-SIMULATION = ["bindings.cpp", "nccl.cpp", "nccl_windows.cpp", "runtime.cpp"]
+SOURCES = ["bindings.cpp", "nccl.cpp", "nccl_windows.cpp", "runtime.cpp", "transports.cpp"]
 
 
 def include_folders() -> list[str] | None:
@@ -63,7 +50,7 @@ def load() -> Any:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return cpp_extension.load(
         name="rtp_simulated_cuda",
-        sources=[str(ROOT / "csrc" / source) for source in SOURCES] + [str(HERE / source) for source in SIMULATION],
+        sources=[str(HERE / source) for source in SOURCES],
         extra_include_paths=include_folders(),
         extra_cflags=["-std=c++20", "-O1", "-g0", "-fvisibility=hidden", "-DRTP_WITH_CUDA"],
         build_directory=str(folder),
