@@ -30,8 +30,8 @@ PYTHON_MATES = {"functional", "nn", "planner"}
 C_LAYERS = [
     {"checks", "kernels"},
     {"handles", "shared_memory"},
-    {"schedule", "kernel_tensors"},
-    {"transport", "cuda_lanes", "pack"},
+    {"schedule", "kernel_tensors", "nccl_library", "nccl_communicators", "peer_news"},
+    {"transport", "cuda_lanes", "nccl_memory", "watchdog", "pack"},
     {"cargo", "slots", "ranges"},
     {"hops"},
     {"prefetch"},
@@ -40,7 +40,7 @@ C_LAYERS = [
     {"bindings_kernels"},
     {"bindings"},
 ]
-C_MATES = {"kernels", "transport", "ops", "cuda_lanes"}
+C_MATES = {"kernels", "transport", "ops", "cuda_lanes", "nccl_memory", "watchdog"}
 
 
 def layer_of(unit: str, layers: list[set[str]]) -> int:

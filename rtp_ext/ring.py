@@ -6,7 +6,7 @@ import datetime
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rtp_ext import _native, gate
-from rtp_ext._connect import choose_route, connect, nccl_refusal
+from rtp_ext._connect import TransportOptions, choose_route, connect, nccl_put_refusal, nccl_refusal
 from rtp_ext._native import RingTimeout, RotationError
 
 logger = logging.getLogger("rtp_ext")
 
-__all__ = ["Ring", "as_tensor", "nccl_refusal"]
+__all__ = ["Ring", "as_tensor", "nccl_put_refusal", "nccl_refusal"]
 
 # torch 2.14 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 SLOT_CAP = 64 << 20  # bytes
 
-TRANSPORTS = ("auto", "shm", "c10d", "nccl")
+TRANSPORTS = ("auto", "shm", "c10d", "nccl", "nccl-put")
 ROUTES = ("auto", "ring", "direct", "gather")
 
 
@@ -57,9 +57,10 @@ class Ring:
 
     Args:
         mesh_or_group: a one-dimensional DeviceMesh, a process group, or None for the default process group.
-        transport: `shm` (CPU ranks of one host), `c10d` (any torch.distributed backend), `nccl` (direct NCCL), or
-            `auto`: `nccl` on GPUs, `shm` on CPUs, else `c10d`. What was chosen and why is logged and kept in
-            `transport` and `transport_reason`.
+        transport: `shm` (CPU ranks of one host), `c10d` (any torch.distributed backend), `nccl` (direct NCCL),
+            `nccl-put` (NCCL's puts and signals; what waits for a dead rank there stays stuck until the process ends),
+            or `auto`: `nccl` on GPUs, `shm` on CPUs, else `c10d`. What was chosen, and why others were not, is logged
+            and kept in `transport` and `transport_reason`.
         route: `ring` (every hop goes to the neighbour), `direct` (a shard comes straight from its owner), `gather`
             (linear layers gather the whole weight first; everything else goes as `auto` chooses), or `auto`: the gate
             decides for every linear layer, see `plans`.
@@ -69,6 +70,10 @@ class Ring:
         gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
+        transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
+            (default 0: NCCL chooses). `registered`: `nccl` moves slots that are registered with NCCL, without copies of
+            its own (default None: where that works). `delay_us`: for race tests, every hop is held up by a random time
+            up to this; the environment's RTP_DEBUG_DELAY_US is the default.
 
     Collective: every rank of the group makes the ring at the same point. The ring owns its process groups.
 
@@ -92,6 +97,7 @@ class Ring:
         slot_cap: int = SLOT_CAP,
         prefetch: int = 1,
         gradient_halves: bool | None = None,
+        transport_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_choice("transport", transport, TRANSPORTS)
         _check_choice("route", route, ROUTES)
@@ -99,6 +105,7 @@ class Ring:
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
         self._settle(slot_cap, prefetch, gradient_halves)
+        self.transport_options = TransportOptions.of(transport_options)
         self.mesh: DeviceMesh | None = _resolve_mesh(mesh_or_group)
         group = self.mesh.get_group()
         self.rank = dist.get_rank(group)
@@ -116,7 +123,7 @@ class Ring:
         self.serial = next(_serials)
         self._agree_on_options(
             f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}, prefetch {prefetch}, "
-            f"gradient_halves {gradient_halves}"
+            f"gradient_halves {gradient_halves}, {self.transport_options}"
         )
         self._start(transport, route)
 
@@ -142,6 +149,7 @@ class Ring:
         ring.timeout = datetime.timedelta(seconds=600)
         _check_choice("route", route, ROUTES[1:])
         ring._settle(SLOT_CAP, prefetch, gradient_halves)
+        ring.transport_options = TransportOptions.of(None)
         ring.mesh = None
         ring.rank, ring.size = rank, size
         ring.device = torch.device(device)
@@ -156,7 +164,7 @@ class Ring:
         ring.hop_route = "ring" if route == "gather" else route
         ring.transport = "emulated"
         ring._executor = _native.Executor(_native.emulated_transport(ring.device), rank, size, ring.device)
-        ring._executor.prefetch(bool(prefetch))
+        ring._prepare_executor()
         return ring
 
     # -- making and ending -------------------------------------------------------------------------------------------
@@ -172,6 +180,10 @@ class Ring:
         self.plans: dict[str, gate.Plan] = {}
         self._agreements = itertools.count(1)
         self._forward_phase = 0
+
+    def _prepare_executor(self) -> None:
+        self._executor.prefetch(self.prefetch > 0)
+        self._executor.set_delay(datetime.timedelta(microseconds=self.transport_options.delay_us))
 
     def new_group(self, backend: str) -> dist.ProcessGroup:
         group: Any = dist.new_group(
@@ -195,7 +207,7 @@ class Ring:
         if self.device.type == "cuda" and route == "auto":
             self.link = gate.link_of(self.device, peer_access=self.hop_route == "direct")
         self._executor = _native.Executor(connection.native, self.rank, self.size, self.device)
-        self._executor.prefetch(self.prefetch > 0)
+        self._prepare_executor()
         logger.info(
             "ring of %d: transport %s (%s), route %s", self.size, self.transport, self.transport_reason, self.route
         )
