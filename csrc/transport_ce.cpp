@@ -1,0 +1,226 @@
+#include "transport_ce.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+
+#include "peer_flags.h"
+#include "symmetric_memory.h"
+
+namespace rtp {
+namespace {
+
+using Kind = PeerFlags::Kind;
+
+bool any_bytes(const std::vector<Span>& spans) {
+  return std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.bytes > 0; });
+}
+
+// Host memory that a device copies into without the host's help.
+class PinnedWords {
+ public:
+  explicit PinnedWords(int count) : count_(count) {
+    void* memory = nullptr;
+    RTP_CUDA_CHECK(cudaHostAlloc(&memory, count * sizeof(uint64_t), cudaHostAllocDefault));
+    words_ = static_cast<uint64_t*>(memory);
+    std::fill_n(words_, count, 0);
+  }
+  PinnedWords(const PinnedWords&) = delete;
+  PinnedWords& operator=(const PinnedWords&) = delete;
+  ~PinnedWords() { cudaFreeHost(words_); }
+
+  uint64_t* data() { return words_; }
+  int find_raised() const {  // the first word that is not 0; -1: none
+    const uint64_t* found = std::find_if(words_, words_ + count_, [](uint64_t word) { return word != 0; });
+    return found == words_ + count_ ? -1 : static_cast<int>(found - words_);
+  }
+
+ private:
+  int count_;
+  uint64_t* words_;
+};
+
+// How a hop travels. All of it is enqueued on the stream of its channel, on both ends in the order of the hops.
+//
+// Push:  receiver                             sender
+//        raise credit at the sender    ->     await credit
+//        await data                    <-     copy into the receiver's slot, raise data at the receiver
+// Pull:  await data                    <-     raise data at the receiver
+//        copy from the sender's slot
+//        raise credit at the sender    ->     await credit
+//
+// A flag is 0 or 1, so one that is raised twice before it is awaited would be lost. That cannot be. The two flags of a
+// conversation (channel, slot, sender, receiver) take turns: whoever raises its flag for the next time has awaited the
+// other one's since, in the same stream; the other side had raised that one after it had awaited, and so reset, the
+// first. Between passes every flag is 0, so that a captured pass can be replayed, and captured and other passes mixed.
+// Nor do the ranks wait in a circle: what a hop raises first depends on nothing but the hop before it.
+class CopyEngineTransport : public CeTransport {
+ public:
+  CopyEngineTransport(const RingEnd& end, const std::string& id)
+      : CeTransport(end, {id}, CommunicatorOptions{}), aborts_(end.ranks), peers_(communicators_, end.rank, end.ranks) {
+    const DeviceScope scope(device_);
+    side_ = Stream::highest_priority();
+    const at::Tensor memory = allocate_symmetric(PeerFlags::bytes(end.ranks), device_);
+    flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks);
+    start();
+  }
+
+  ~CopyEngineTransport() override { stop(); }
+
+  const char* name() const override { return "ce"; }
+  bool sends_anywhere() const override { return false; }
+  bool receives_anywhere() const override { return false; }
+  void set_mode(Channel channel, CeMode mode) override { modes_[static_cast<size_t>(channel)] = mode; }
+
+  bool at_rest() const override {
+    const DeviceScope scope(device_);
+    return flags_->at_rest();
+  }
+
+  at::Tensor allocate(Channel channel, int64_t bytes) override {
+    const DeviceScope scope(device_);
+    check();
+    if (is_capturing(lanes_.compute())) {
+      throw RotationError(
+          "transport ce: slots cannot be made while a graph is captured; run the same pass once before");
+    }
+    auto& slots = slots_[static_cast<size_t>(channel)];
+    int number = 0;  // the lowest that is free, so that it is the same on every rank
+    while (std::any_of(slots.begin(), slots.end(), [&](const auto& slot) { return slot.second.number == number; })) {
+      ++number;
+    }
+    RTP_ASSERT(number < PeerFlags::kSlots, "more slots than flags");
+    try {
+      const at::Tensor memory = allocate_symmetric(std::max<int64_t>(bytes, 1), device_);
+      slots[static_cast<std::byte*>(memory.data_ptr())] = {number, peers_.share(memory)};
+      return memory;
+    } catch (const RotationError& error) {  // the ranks no longer have the same slots
+      abort(error.what());
+      throw;
+    }
+  }
+
+  void release(Channel channel, const at::Tensor& slot) override {
+    const DeviceScope scope(device_);
+    auto& slots = slots_[static_cast<size_t>(channel)];
+    const auto found = slots.find(static_cast<std::byte*>(slot.data_ptr()));
+    if (found == slots.end()) return;
+    RTP_CUDA_CHECK(cudaDeviceSynchronize());  // freeing is not ordered after streams
+    peers_.withdraw(found->second.region);
+    slots.erase(found);
+  }
+
+ protected:
+  void enqueue(const Hop& hop, cudaStream_t stream) override {
+    const bool sends = any_bytes(hop.send);
+    const bool receives = any_bytes(hop.receive);
+    if (!sends && !receives) return;
+    // Slots have the same number on every rank: where I receive is where my peer receives, of this hop and its own.
+    const int number = slot(hop.channel, hop.receive_slot).number;
+    const auto raise = [&](Kind kind, int peer) { flags_->raise(hop.channel, kind, number, peer, engine_, stream); };
+    const auto await = [&](Kind kind, int peer) { flags_->await(hop.channel, kind, number, peer, stream); };
+    if (modes_[static_cast<size_t>(hop.channel)] == CeMode::push) {
+      if (receives) raise(Kind::credit, hop.from);
+      if (sends) {
+        await(Kind::credit, hop.to);
+        push(hop, stream);
+        raise(Kind::data, hop.to);
+      }
+      if (receives) await(Kind::data, hop.from);
+    } else {
+      if (sends) raise(Kind::data, hop.to);
+      if (receives) {
+        await(Kind::data, hop.from);
+        pull(hop, stream);
+        raise(Kind::credit, hop.from);
+      }
+      if (sends) await(Kind::credit, hop.to);
+    }
+  }
+
+  std::optional<Failure> look() override {
+    if (auto failure = CeTransport::look()) return failure;
+    if (!aborts_read_.reached()) return std::nullopt;
+    if (const int rank = aborts_.find_raised(); rank >= 0) {
+      return Failure{Failure::Kind::lost, concat("rank ", rank, " of the ring has given up")};
+    }
+    flags_->read_aborts(aborts_.data(), side_.get());
+    aborts_read_.record(side_.get());
+    return std::nullopt;
+  }
+
+  // The peers first, so that they know before what is released here reaches them. The communicator stays: copies that
+  // are enqueued need the addresses that it keeps.
+  bool give_up() noexcept override {
+    try {
+      flags_->tell_abort(side_.get());
+      flags_->raise_all(side_.get());
+      return true;  // one wait of a stream ends at a time
+    } catch (...) {
+      return false;
+    }
+  }
+
+  void take_down() override {
+    for (auto& slots : slots_) {
+      for (auto& [base, slot] : slots) peers_.withdraw(slot.region);
+      slots.clear();
+    }
+    RTP_CUDA_CHECK(cudaStreamSynchronize(side_.get()));
+    peers_.withdraw(flags_->region());
+  }
+
+ private:
+  struct Slot {
+    int number;
+    PeerRegion region;
+  };
+
+  const Slot& slot(Channel channel, std::byte* base) const {
+    const auto& slots = slots_[static_cast<size_t>(channel)];
+    const auto found = slots.find(base);
+    RTP_ASSERT(found != slots.end(), "a ", rtp::name(channel), " hop outside the slots");
+    return found->second;
+  }
+
+  // Offsets in a slot depend on the owner of the shard only, so that both ends have the same.
+  void push(const Hop& hop, cudaStream_t stream) const {
+    std::byte* landing = slot(hop.channel, hop.receive_slot).region.bases[hop.to];
+    std::vector<Copy> copies;
+    for (const Span& span : hop.send) {
+      if (span.bytes > 0) copies.push_back({landing + (span.data - hop.send_slot), span.data, span.bytes});
+    }
+    engine_.copy(copies, stream);
+  }
+
+  void pull(const Hop& hop, cudaStream_t stream) const {
+    const std::byte* source = slot(hop.channel, hop.send_slot).region.bases[hop.from];
+    std::vector<Copy> copies;
+    for (const Span& span : hop.receive) {
+      if (span.bytes > 0) copies.push_back({span.data, source + (span.data - hop.receive_slot), span.bytes});
+    }
+    engine_.copy(copies, stream);
+  }
+
+  std::array<CeMode, 2> modes_{CeMode::push, CeMode::push};
+  CopyEngine engine_;
+  PinnedWords aborts_;  // of the watchdog: which rank has given up
+  Event aborts_read_;   // their newest copy is here
+  Stream side_;         // of the watchdog, never behind a wait for a peer
+  PeerMemory peers_;
+  std::unique_ptr<PeerFlags> flags_;
+  std::array<std::map<std::byte*, Slot>, 2> slots_;  // by where they start
+};
+
+}  // namespace
+
+std::optional<std::string> ce_refusal() {
+  if (auto reason = peer_memory_refusal()) return reason;
+  return stream_wait_refusal();
+}
+
+std::shared_ptr<CeTransport> make_ce_transport(const RingEnd& end, const std::string& id) {
+  return std::make_shared<CopyEngineTransport>(end, id);
+}
+
+}  // namespace rtp
