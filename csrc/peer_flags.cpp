@@ -104,7 +104,6 @@ void PeerFlags::read_aborts(uint64_t* host, cudaStream_t stream) const {
 
 bool PeerFlags::at_rest() const {
   std::vector<uint64_t> words(flags_);
-  RTP_CUDA_CHECK(cudaDeviceSynchronize());
   RTP_CUDA_CHECK(cudaMemcpy(words.data(), word(rank_, 0), flags_ * sizeof(uint64_t), cudaMemcpyDeviceToHost));
   return std::all_of(words.begin(), words.end(), [](uint64_t value) { return value == 0; });
 }

@@ -45,7 +45,7 @@ class PeerFlags {
   void tell_abort(cudaStream_t stream) const;
   // Enqueues: whether each rank has given up [ranks], 0 or 1, is copied to `host`.
   void read_aborts(uint64_t* host, cudaStream_t stream) const;
-  // Whether all flags are 0. Waits for the device.
+  // Whether all flags are 0 now.
   bool at_rest() const;
 
   PeerRegion& region() { return region_; }

@@ -74,6 +74,9 @@ class CopyEngineTransport : public CeTransport {
 
   bool at_rest() const override {
     const DeviceScope scope(device_);
+    for (const Channel channel : {Channel::weight, Channel::gradient}) {
+      RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.channel(channel)));
+    }
     return flags_->at_rest();
   }
 

@@ -21,7 +21,7 @@ class CeTransport : public SupervisedTransport {
   using SupervisedTransport::SupervisedTransport;
   // How hops of a channel travel; all ranks alike, and with nothing in flight. Push until told otherwise.
   virtual void set_mode(Channel channel, CeMode mode) = 0;
-  // For tests: whether no flag of this rank is raised, as it must be between passes. Waits for the device.
+  // For tests: whether no flag of this rank is raised once its hops have ended, as long as no peer is at its next pass.
   virtual bool at_rest() const = 0;
 };
 
