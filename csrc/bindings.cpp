@@ -116,18 +116,26 @@ void bind_transports(py::module_& m) {
   m.def("emulated_transport", &make_emulated_transport, py::arg("device"));
 #ifdef RTP_WITH_CUDA
   m.attr("with_cuda") = true;
+  py::class_<RingEnd>(m, "RingEnd", "A rank of a ring over CUDA devices.")
+      .def(py::init([](int rank, int ranks, at::Device device, std::chrono::milliseconds timeout) {
+             return RingEnd{rank, ranks, device, timeout};
+           }),
+           py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("timeout"));
+  py::class_<NcclOptions>(m, "NcclOptions")
+      .def(py::init([](int min_ctas, int max_ctas, const std::optional<PoolId>& registered) {
+             return NcclOptions{{min_ctas, max_ctas}, registered};
+           }),
+           py::arg("min_ctas"), py::arg("max_ctas"), py::arg("registered"));
   m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
   m.def("nccl_loaded_version", &nccl_loaded_version);
   m.def("nccl_compiled_version", &nccl_compiled_version);
   m.def(
       "nccl_transport",
-      [](const std::string& weight_id, const std::string& gradient_id, int rank, int ranks, at::Device device,
-         std::chrono::milliseconds timeout) {
+      [](const std::vector<std::string>& ids, const RingEnd& end, const NcclOptions& options) {
         const NoGil release;
-        return make_nccl_transport({weight_id, gradient_id}, rank, ranks, device, timeout);
+        return make_nccl_transport(end, ids, options);
       },
-      py::arg("weight_id"), py::arg("gradient_id"), py::arg("rank"), py::arg("ranks"), py::arg("device"),
-      py::arg("timeout"));
+      py::arg("ids"), py::arg("end"), py::arg("options"));
 #else
   m.attr("with_cuda") = false;
 #endif
@@ -164,7 +172,8 @@ void bind_executor(py::module_& m) {
       .def("close", &Executor::close, py::call_guard<NoGil>())
       .def("slots", [](Executor& e, const std::string& channel) { return e.pool().count(parse_channel(channel)); })
       .def("reset_peak", [](Executor& e) { e.pool().reset_peak(); })
-      .def("clear_slots", [](Executor& e) { e.pool().clear(); })
+      .def(
+          "clear_slots", [](Executor& e) { e.pool().clear(); }, py::call_guard<NoGil>())
       .def("hops", [](Executor& e, const std::string& channel) { return e.hops(parse_channel(channel)); })
       .def("bytes_sent", [](Executor& e, const std::string& channel) { return e.bytes_sent(parse_channel(channel)); });
   py::class_<Execution>(m, "Execution", "One pass driven from Python: rotate and collect.")
@@ -180,7 +189,7 @@ void bind_executor(py::module_& m) {
                                                make_cargo(home, shapes), std::nullopt, "rotate");
           },
           py::arg("executor"), py::arg("home"), py::arg("shapes"), py::arg("route"), py::arg("reverse"),
-          py::keep_alive<0, 1>())
+          py::keep_alive<0, 1>(), py::call_guard<NoGil>())
       .def_static(
           "collect",
           [](Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes) {
@@ -191,7 +200,7 @@ void bind_executor(py::module_& m) {
             return std::make_unique<Execution>(executor, make_schedule(executor.ranks(), executor.rank(), options),
                                                std::nullopt, make_cargo(home, shapes), "collect");
           },
-          py::arg("executor"), py::arg("home"), py::arg("shapes"), py::keep_alive<0, 1>())
+          py::arg("executor"), py::arg("home"), py::arg("shapes"), py::keep_alive<0, 1>(), py::call_guard<NoGil>())
       .def_static(
           "forward",
           [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
@@ -201,7 +210,8 @@ void bind_executor(py::module_& m) {
             return std::make_unique<Execution>(executor, schedule, std::move(cargo), std::nullopt,
                                                options.name + " forward");
           },
-          py::arg("executor"), py::arg("weights"), py::arg("shapes"), py::arg("options"), py::keep_alive<0, 1>())
+          py::arg("executor"), py::arg("weights"), py::arg("shapes"), py::arg("options"), py::keep_alive<0, 1>(),
+          py::call_guard<NoGil>())
       .def_static(
           "backward",
           [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
@@ -216,7 +226,7 @@ void bind_executor(py::module_& m) {
                                                options.name + " backward");
           },
           py::arg("executor"), py::arg("weights"), py::arg("shapes"), py::arg("gradients"), py::arg("gradient_shapes"),
-          py::arg("options"), py::arg("dgrad"), py::arg("bundle"), py::keep_alive<0, 1>())
+          py::arg("options"), py::arg("dgrad"), py::arg("bundle"), py::keep_alive<0, 1>(), py::call_guard<NoGil>())
       .def(
           "next",
           [](Execution& pass) -> std::optional<Step> {

@@ -1,10 +1,8 @@
 // The streams of a CUDA transport: the caller's current stream computes, one high-priority stream per channel carries.
+// The only place where transports meet torch's CUDA; everything else of theirs calls the CUDA runtime and NCCL.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
-
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <array>
 #include <memory>
@@ -14,29 +12,37 @@
 
 namespace rtp {
 
+// torch's current stream of a device.
+cudaStream_t current_stream(at::Device device);
+
+// Makes `device` the calling thread's current one for as long as it lives.
+class DeviceScope {
+ public:
+  explicit DeviceScope(at::Device device);
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+  ~DeviceScope();
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
 class CudaLanes {
  public:
-  explicit CudaLanes(at::Device device)
-      : device_(device),
-        streams_{c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index()),
-                 c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index())} {}
+  explicit CudaLanes(at::Device device);
 
-  cudaStream_t channel(Channel channel) const { return streams_[static_cast<size_t>(channel)].stream(); }
-  cudaStream_t compute() const { return c10::cuda::getCurrentCUDAStream(device_.index()).stream(); }
+  cudaStream_t channel(Channel channel) const { return streams_[static_cast<size_t>(channel)].get(); }
+  cudaStream_t compute() const { return current_stream(device_); }
 
-  Mark mark(cudaStream_t stream) const {
-    const c10::cuda::CUDAGuard guard(device_);
-    auto event = std::make_shared<Event>();
-    event->record(stream);
-    return event;
-  }
+  Mark mark(cudaStream_t stream) const;
   static void block(cudaStream_t stream, const Mark& mark) {
     if (mark) std::static_pointer_cast<Event>(mark)->block(stream);
   }
 
  private:
   at::Device device_;
-  std::array<c10::cuda::CUDAStream, 2> streams_;
+  std::array<Stream, 2> streams_;  // of our own: torch's pool hands the same stream to several users
 };
 
 // A transport whose lanes are CUDA streams: hops of a channel are ordered by their stream, everything else by events.
@@ -54,10 +60,14 @@ class CudaTransport : public Transport {
   void order_channel_after_sent(Channel, Transfer&) override {}
 
   at::Tensor allocate(Channel, int64_t bytes) override;
+  void delay(Channel channel, std::chrono::microseconds time) override;
+
+  // Throws once the transport has failed.
+  virtual void check() const {}
 
  protected:
-  // The hop just enqueued on its channel.
-  std::unique_ptr<Transfer> transfer(Channel channel);
+  // The hop that ends where `done` marks its channel.
+  std::unique_ptr<Transfer> transfer(Mark done);
 
   at::Device device_;
   CudaLanes lanes_;

@@ -44,11 +44,42 @@ class Event {
   }
 
   void record(cudaStream_t stream) { RTP_CUDA_CHECK(cudaEventRecord(event_, stream)); }
-  bool reached() const { return cudaEventQuery(event_) == cudaSuccess; }
+  // Whether the point has been reached; an error of the stream counts as its end.
+  bool reached() const { return cudaEventQuery(event_) != cudaErrorNotReady; }
   void block(cudaStream_t stream) const { RTP_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
 
  private:
   cudaEvent_t event_ = nullptr;
+};
+
+// A stream that we made. It does not wait for the default stream.
+class Stream {
+ public:
+  Stream() = default;
+  Stream(Stream&& other) noexcept : stream_(std::exchange(other.stream_, nullptr)) {}
+  Stream& operator=(Stream&& other) noexcept {
+    std::swap(stream_, other.stream_);
+    return *this;
+  }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  ~Stream() {
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+
+  // On the current device. Its work goes ahead of work of other streams that waits for the same resources.
+  static Stream highest_priority() {
+    int least = 0, greatest = 0;
+    RTP_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    Stream made;
+    RTP_CUDA_CHECK(cudaStreamCreateWithPriority(&made.stream_, cudaStreamNonBlocking, greatest));
+    return made;
+  }
+
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
 };
 
 // An NCCL communicator that we made. close() finalises it; a destructor that finds it open aborts it.

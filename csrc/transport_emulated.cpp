@@ -55,7 +55,7 @@ class EmulatedDevice : public CudaTransport {
   const char* name() const override { return "emulated"; }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
-    const c10::cuda::CUDAGuard guard(device_);
+    const DeviceScope scope(device_);
     cudaStream_t stream = lanes_.channel(hop.channel);
     loop_back(
         hop,
@@ -63,7 +63,7 @@ class EmulatedDevice : public CudaTransport {
           RTP_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
         },
         [stream](std::byte* to, size_t bytes) { RTP_CUDA_CHECK(cudaMemsetAsync(to, 0, bytes, stream)); });
-    return transfer(hop.channel);
+    return transfer(lanes_.mark(stream));
   }
 
   void abort(const std::string&) noexcept override {}

@@ -30,13 +30,13 @@ PYTHON_MATES = {"functional", "nn", "planner"}
 C_LAYERS = [
     {"checks", "kernels"},
     {"handles", "shared_memory"},
-    {"schedule"},
-    {"transport", "cuda_lanes"},
+    {"schedule", "nccl_library", "nccl_communicators"},
+    {"transport", "cuda_lanes", "nccl_memory", "watchdog"},
     {"executor"},
     {"ops"},
     {"bindings"},
 ]
-C_MATES = {"kernels", "transport", "ops", "cuda_lanes"}
+C_MATES = {"kernels", "transport", "ops", "cuda_lanes", "nccl_memory", "watchdog"}
 
 
 def layer_of(unit: str, layers: list[set[str]]) -> int:

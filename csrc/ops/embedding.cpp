@@ -80,8 +80,7 @@ void gather_rows(const at::Tensor& ids, const at::Tensor& table, int64_t first_r
     return;
   }
 #ifdef RTP_WITH_CUDA
-  RTP_CUDA_CHECK(static_cast<cudaError_t>(
-      launch_embedding_gather(gather, c10::cuda::getCurrentCUDAStream(table.get_device()).stream())));
+  RTP_CUDA_CHECK(static_cast<cudaError_t>(launch_embedding_gather(gather, current_stream(table.device()))));
 #endif
 }
 

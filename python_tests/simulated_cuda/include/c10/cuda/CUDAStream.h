@@ -1,0 +1,20 @@
+// Stands in for torch's header of this name where the CUDA runtime is simulated.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace c10::cuda {
+
+class CUDAStream {
+ public:
+  explicit CUDAStream(cudaStream_t stream) : stream_(stream) {}
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  cudaStream_t stream_;
+};
+
+// The calling thread's: see set_compute in simulator.h.
+CUDAStream getCurrentCUDAStream(int device = -1);
+
+}  // namespace c10::cuda
