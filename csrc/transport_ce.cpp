@@ -128,6 +128,7 @@ class CopyEngineTransport : public CeTransport {
         await(Kind::credit, hop.to);
         push(hop, stream);
         raise(Kind::data, hop.to);
+        supervise(hop, hop.to, stream);
       }
       if (receives) await(Kind::data, hop.from);
     } else {
@@ -136,8 +137,12 @@ class CopyEngineTransport : public CeTransport {
         await(Kind::data, hop.from);
         pull(hop, stream);
         raise(Kind::credit, hop.from);
+        supervise(hop, hop.from, stream);
       }
-      if (sends) await(Kind::credit, hop.to);
+      if (sends) {
+        await(Kind::credit, hop.to);
+        supervise(hop, hop.to, stream);
+      }
     }
   }
 

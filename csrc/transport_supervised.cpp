@@ -65,8 +65,18 @@ void SupervisedTransport::close() {
 }
 
 void SupervisedTransport::drop() noexcept {
-  watchdog_->drain(end_.timeout);
-  abort("the ring was dropped");
+  if (!watchdog_->drain(end_.timeout)) {
+    abort("the ring was dropped");
+    return;
+  }
+  watchdog_->stop();
+  communicators_.abort();
+}
+
+void SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_t stream) {
+  Hop part = hop;
+  part.from = peer;
+  watchdog_->watch(part, stream, lanes_.mark(stream));
 }
 
 }  // namespace rtp

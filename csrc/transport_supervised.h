@@ -41,6 +41,8 @@ class SupervisedTransport : public CudaTransport {
 
   // Enqueues a hop on the stream of its channel.
   virtual void enqueue(const Hop& hop, cudaStream_t stream) = 0;
+  // For enqueue(): what is enqueued so far waits for `peer`; the whole hop counts as waiting for its sender.
+  void supervise(const Hop& hop, int peer, cudaStream_t stream);
   // An error that was reported asynchronously. On the watchdog's thread.
   virtual std::optional<Failure> look();
   // Lets what is enqueued come to an end. True: to be called again until it has. On any thread.
