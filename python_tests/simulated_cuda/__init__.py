@@ -18,15 +18,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from simulated_cuda.mutants import write_ce_mutants
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 # of csrc; a transport more is a line more
 SOURCES = [
+    "copy_engine.cpp",
     "cuda_lanes.cpp",
     "nccl_communicators.cpp",
+    "peer_flags.cpp",
+    "peer_memory.cpp",
     "schedule.cpp",
     "transport.cpp",
+    "transport_ce.cpp",
     "transport_nccl.cpp",
     "transport_supervised.cpp",
     "watchdog.cpp",
@@ -58,7 +64,11 @@ def load() -> Any:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return cpp_extension.load(
         name="rtp_simulated_cuda",
-        sources=[str(ROOT / "csrc" / source) for source in SOURCES] + [str(HERE / source) for source in SIMULATION],
+        sources=[
+            *[str(ROOT / "csrc" / source) for source in SOURCES],
+            *[str(HERE / source) for source in SIMULATION],
+            write_ce_mutants(ROOT / "csrc" / "transport_ce.cpp", folder),
+        ],
         extra_include_paths=include_folders(),
         extra_cflags=["-std=c++20", "-O1", "-g0", "-fvisibility=hidden", "-DRTP_WITH_CUDA"],
         build_directory=str(folder),

@@ -4,7 +4,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "simulated_nccl.h"
+#include "transport_ce.h"
 #include "transport_nccl.h"
+
+// Transports with a mistake (mutants.py).
+std::shared_ptr<rtp::CeTransport> make_mutated_ce_transport(int mutant, const rtp::RingEnd& end, const std::string& id);
 
 namespace {
 
@@ -99,6 +103,25 @@ void bind_runtime(py::module_& m) {
       .def("reached", &Event::reached);
 }
 
+CeTransport& ce(Transport& transport) { return dynamic_cast<CeTransport&>(transport); }
+
+void bind_ce(py::module_& m) {
+  m.def("ce_refusal", &ce_refusal);
+  m.def(
+      "ce",
+      [](const std::string& id, int rank, int ranks, Milliseconds timeout, int mutant) -> std::shared_ptr<Transport> {
+        const NoGil release;
+        const RingEnd end = ring_end(rank, ranks, timeout);
+        return mutant < 0 ? make_ce_transport(end, id) : make_mutated_ce_transport(mutant, end, id);
+      },
+      py::arg("id"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("mutant") = -1);
+  m.def("set_ce_modes", [](Transport& transport, bool pull_weights, bool pull_gradients) {
+    ce(transport).set_mode(Channel::weight, pull_weights ? CeMode::pull : CeMode::push);
+    ce(transport).set_mode(Channel::gradient, pull_gradients ? CeMode::pull : CeMode::push);
+  });
+  m.def("ce_at_rest", [](Transport& transport) { return ce(transport).at_rest(); }, py::call_guard<NoGil>());
+}
+
 void bind_transports(py::module_& m) {
   m.def("unique_id", [] { return py::bytes(nccl_unique_id()); });
   m.def(
@@ -119,4 +142,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_kernels(m);
   bind_runtime(m);
   bind_transports(m);
+  bind_ce(m);
 }

@@ -6,6 +6,7 @@
 #include "nccl_library.h"
 #include "nccl_memory.h"
 #include "nccl_operations.h"
+#include "symmetric_memory.h"
 
 namespace simulated {
 namespace {
@@ -190,6 +191,10 @@ void* rtp::find_nccl_function(const char* name) {
   const std::lock_guard lock(world().mutex);
   const auto found = functions.find(name);
   return found == functions.end() || world().controls.version < found->second.first ? nullptr : found->second.second;
+}
+
+at::Tensor rtp::allocate_symmetric(int64_t bytes, at::Device device) {
+  return allocate_registrable(bytes, device, {}).narrow(0, 0, bytes);
 }
 
 at::Tensor rtp::allocate_registrable(int64_t bytes, at::Device device, PoolId) {
