@@ -10,9 +10,11 @@ several GPUs, and whatever NVIDIA's libraries do that their documentation does n
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +39,7 @@ SOURCES = [
     "transport_supervised.cpp",
     "watchdog.cpp",
 ]
-SIMULATION = ["bindings.cpp", "nccl.cpp", "nccl_windows.cpp", "runtime.cpp"]
+SIMULATION = ["bindings.cpp", "ce_bindings.cpp", "nccl.cpp", "nccl_windows.cpp", "runtime.cpp"]
 
 
 def include_folders() -> list[str] | None:
@@ -111,3 +113,12 @@ def values(results: list[Any]) -> list[Any]:
         if isinstance(result, BaseException):
             raise AssertionError(f"rank {rank} failed") from result
     return results
+
+
+def settled(module: Any, longest: float = 5.0) -> bool:
+    """Whether the threads of all streams end within `longest` seconds."""
+    gc.collect()
+    deadline = time.monotonic() + longest
+    while module.threads() > 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return module.threads() == 0

@@ -4,11 +4,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "simulated_nccl.h"
-#include "transport_ce.h"
 #include "transport_nccl.h"
 
-// Transports with a mistake (mutants.py).
-std::shared_ptr<rtp::CeTransport> make_mutated_ce_transport(int mutant, const rtp::RingEnd& end, const std::string& id);
+void bind_ce(pybind11::module_& m);  // ce_bindings.cpp
 
 namespace {
 
@@ -103,26 +101,82 @@ void bind_runtime(py::module_& m) {
       .def("reached", &Event::reached);
 }
 
-CeTransport& ce(Transport& transport) { return dynamic_cast<CeTransport&>(transport); }
+// A transport without one kind of wait, for controls of the tests: they must notice.
+class WithoutWait : public Transport {
+ public:
+  WithoutWait(std::shared_ptr<Transport> inner, std::string missing)
+      : inner_(std::move(inner)), missing_(std::move(missing)) {}
 
-void bind_ce(py::module_& m) {
-  m.def("ce_refusal", &ce_refusal);
-  m.def(
-      "ce",
-      [](const std::string& id, int rank, int ranks, Milliseconds timeout, int mutant) -> std::shared_ptr<Transport> {
-        const NoGil release;
-        const RingEnd end = ring_end(rank, ranks, timeout);
-        return mutant < 0 ? make_ce_transport(end, id) : make_mutated_ce_transport(mutant, end, id);
-      },
-      py::arg("id"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("mutant") = -1);
-  m.def("set_ce_modes", [](Transport& transport, bool pull_weights, bool pull_gradients) {
-    ce(transport).set_mode(Channel::weight, pull_weights ? CeMode::pull : CeMode::push);
-    ce(transport).set_mode(Channel::gradient, pull_gradients ? CeMode::pull : CeMode::push);
-  });
-  m.def("ce_at_rest", [](Transport& transport) { return ce(transport).at_rest(); }, py::call_guard<NoGil>());
+  const char* name() const override { return inner_->name(); }
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    return std::make_unique<Part>(inner_->post(hop), missing_);
+  }
+  Mark mark_compute() override { return inner_->mark_compute(); }
+  void order_compute_after(const Mark& mark) override { inner_->order_compute_after(mark); }
+  void order_channel_after(Channel channel, const Mark& mark) override {
+    if (missing_ != "channel") inner_->order_channel_after(channel, mark);
+  }
+  void order_channel_after_received(Channel channel, Transfer& transfer) override {
+    inner_->order_channel_after_received(channel, transfer);
+  }
+  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
+    inner_->order_channel_after_sent(channel, transfer);
+  }
+  at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
+  void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
+  bool sends_anywhere() const override { return inner_->sends_anywhere(); }
+  bool receives_anywhere() const override { return inner_->receives_anywhere(); }
+  void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
+  void close() override { inner_->close(); }
+
+ private:
+  class Part : public Transfer {
+   public:
+    Part(std::unique_ptr<Transfer> inner, const std::string& missing) : inner_(std::move(inner)), missing_(missing) {}
+    void wait_received() override {
+      if (missing_ != "received") inner_->wait_received();
+    }
+    void wait_sent() override {
+      if (missing_ != "sent") inner_->wait_sent();
+    }
+
+   private:
+    std::unique_ptr<Transfer> inner_;
+    std::string missing_;
+  };
+
+  std::shared_ptr<Transport> inner_;
+  std::string missing_;
+};
+
+// Communicators themselves, as transports make them.
+void bind_communicators(py::module_& m) {
+  py::class_<NcclCommunicators>(m, "Communicators")
+      .def(py::init([](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout) {
+             return std::make_unique<NcclCommunicators>(ids, rank, ranks, CommunicatorOptions{}, timeout);
+           }),
+           py::call_guard<NoGil>())
+      .def("send",
+           [](NcclCommunicators& comms, size_t index, const Stream& stream, const at::Tensor& data, int peer) {
+             comms.call(index, "send", [&](ncclComm_t comm) {
+               RTP_NCCL_CHECK(ncclSend(data.data_ptr(), data.nbytes(), ncclInt8, peer, comm, stream.get()));
+             });
+           })
+      .def("receive",
+           [](NcclCommunicators& comms, size_t index, const Stream& stream, const at::Tensor& data, int peer) {
+             comms.call(index, "receive", [&](ncclComm_t comm) {
+               RTP_NCCL_CHECK(ncclRecv(data.data_ptr(), data.nbytes(), ncclInt8, peer, comm, stream.get()));
+             });
+           })
+      .def("asynchronous_error", &NcclCommunicators::asynchronous_error)
+      .def("abort", &NcclCommunicators::abort)
+      .def("finalize", &NcclCommunicators::finalize, py::call_guard<NoGil>());
 }
 
 void bind_transports(py::module_& m) {
+  m.def("without_wait", [](std::shared_ptr<Transport> inner, const std::string& missing) -> std::shared_ptr<Transport> {
+    return std::make_shared<WithoutWait>(std::move(inner), missing);
+  });
   m.def("unique_id", [] { return py::bytes(nccl_unique_id()); });
   m.def(
       "nccl",
@@ -141,6 +195,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_controls(m);
   bind_kernels(m);
   bind_runtime(m);
+  bind_communicators(m);
   bind_transports(m);
   bind_ce(m);
 }

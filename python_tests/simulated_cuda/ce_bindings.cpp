@@ -1,0 +1,41 @@
+// The simulated transport ce, and those with a mistake (mutants.py).
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "transport_ce.h"
+
+std::shared_ptr<rtp::CeTransport> make_mutated_ce_transport(int mutant, const rtp::RingEnd& end, const std::string& id);
+
+void bind_ce(pybind11::module_& m);
+
+namespace {
+
+using namespace rtp;
+using NoGil = py::gil_scoped_release;
+
+CeTransport& ce(Transport& transport) { return dynamic_cast<CeTransport&>(transport); }
+
+CeMode mode(bool pull) { return pull ? CeMode::pull : CeMode::push; }
+
+}  // namespace
+
+void bind_ce(pybind11::module_& m) {
+  m.def("ce_refusal", &ce_refusal);
+  m.def(
+      "ce",
+      [](const std::string& id, int rank, int ranks, std::chrono::milliseconds timeout,
+         int mutant) -> std::shared_ptr<Transport> {
+        const NoGil release;
+        const RingEnd end{rank, ranks, at::Device(at::kCPU), timeout};
+        return mutant < 0 ? make_ce_transport(end, id) : make_mutated_ce_transport(mutant, end, id);
+      },
+      py::arg("id"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("mutant") = -1);
+  m.def(
+      "set_ce_modes",
+      [](Transport& transport, bool pull_weights, bool pull_gradients) {
+        ce(transport).set_mode(Channel::weight, mode(pull_weights));
+        ce(transport).set_mode(Channel::gradient, mode(pull_gradients));
+      },
+      py::arg("transport"), py::arg("pull_weights"), py::arg("pull_gradients"));
+  m.def("ce_at_rest", [](Transport& transport) { return ce(transport).at_rest(); }, py::call_guard<NoGil>());
+}

@@ -1,0 +1,207 @@
+"""The transports between GPUs, run against the simulated CUDA runtime and NCCL: whole passes give what one process
+gives, whatever the streams' delays are, and a failure reaches every rank."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import simulated_cuda
+import torch
+from reference import TOLERANCE, assert_same, chunk, random
+from simulated_cuda import run_threads, values
+
+from rtp_ext import NcclError, RingTimeout, RotationError, _native
+
+if simulated_cuda.include_folders() is None:
+    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+
+TIMEOUT = timedelta(seconds=20)
+CPU = torch.device("cpu")
+DTYPE = torch.float64
+# name: function of the simulated module, communicators, options
+TRANSPORTS = {
+    "nccl": ("nccl", 2, {}),
+    "nccl registered": ("nccl", 2, {"registered": True}),
+}
+OUT, IN = 10, 6
+
+
+@pytest.fixture
+def sim():
+    module = simulated_cuda.load()
+    module.reset(1)
+    yield module
+    module.controls.released = True
+    assert simulated_cuda.settled(module), "streams did not end"
+    assert module.mistakes() == []
+
+
+def connect(sim, kind, ids, rank, ranks, timeout=TIMEOUT, plant=""):
+    function, _, options = TRANSPORTS[kind]
+    transport = getattr(sim, function)(ids, rank, ranks, timeout, **options)
+    if plant:
+        transport = sim.without_wait(transport, plant)
+    return _native.Executor(transport, rank, ranks, CPU)
+
+
+def unique_ids(sim, kind):
+    return [sim.unique_id() for _ in range(TRANSPORTS[kind][1])]
+
+
+def linear(executor, layer, route, rank, ranks, features=(OUT, IN)):
+    """A forward and a backward of one rotated linear layer, checked against one process."""
+    out, inputs = features
+    weight = random(out, inputs, dtype=DTYPE, seed=layer)
+    xs = [random(3, inputs, dtype=DTYPE, seed=100 * layer + r) for r in range(ranks)]
+    dys = [random(3, out, dtype=DTYPE, seed=1000 * layer + r) for r in range(ranks)]
+    home = chunk(weight, ranks, rank).clone()
+    options = _native.RotationOptions(
+        route=route, in_place=False, compute_dtype=DTYPE, reduce_dtype=DTYPE, slot_cap=0, name=f"linear {layer}"
+    )
+    shape = _native.LinearShape(out, inputs, by_outputs=True, transposed=False)
+    bundle = _native.LinearBundle([shape], [False])
+    projections = [_native.Projection(0, 0, 0, out)]
+    (y,) = _native.linear_forward(executor, [xs[rank]], [home], bundle, projections, options)
+    dx, dw = _native.linear_backward(
+        executor, [dys[rank]], [xs[rank]], [home], bundle, projections, [True], [True], options
+    )
+    gradient = sum(dy.t() @ x for dy, x in zip(dys, xs, strict=True)) / ranks
+    where = f"layer {layer}, {route}, rank {rank} of {ranks}"
+    assert_same(y, xs[rank] @ weight.t(), TOLERANCE[DTYPE], f"{where}: y")
+    assert_same(dx, dys[rank] @ weight, TOLERANCE[DTYPE], f"{where}: dx")
+    assert_same(dw, chunk(gradient, ranks, rank), TOLERANCE[DTYPE], f"{where}: dw")
+
+
+def primitives(sim, executor, route, rank, ranks, asynchronous):
+    """rotate and collect, checked against one process. `asynchronous`: computes run later than the host, on a stream
+    of their own, as on a GPU."""
+    shapes = [[[2 + owner, 4] for owner in range(ranks)]]
+    homes = [random(2 + owner, 4, dtype=DTYPE, seed=owner) for owner in range(ranks)]
+    where = f"{route}, rank {rank} of {ranks}"
+    sim.set_compute(asynchronous)
+    try:
+        for reverse in (False, True):
+            seen, home = {}, homes[rank].clone()
+            execution = _native.Execution.rotate(executor, [home], shapes, route, reverse)
+            while (step := execution.next()) is not None:
+                seen[step.owner] = torch.empty(2 + step.owner, 4, dtype=DTYPE)
+                sim.launch_copy(seen[step.owner], execution.weight()[0])
+            execution.finish()
+            sim.launch_copy(home, torch.zeros_like(home))  # as an optimizer would: every hop has left by then
+            sim.synchronize()
+            for owner in range(ranks):
+                assert_same(seen[owner], homes[owner], 0.0, f"{where}: rotate, owner {owner}")
+        home = torch.empty_like(homes[rank])
+        execution = _native.Execution.collect(executor, [home], shapes)
+        contributions = []
+        while (step := execution.next()) is not None:
+            contributions.append(homes[step.owner] * (rank + 1))
+            arrived, (partial,) = execution.gradient_in(), execution.gradient_out()
+            if not arrived:
+                sim.launch_copy(partial, contributions[-1])
+            else:
+                if arrived[0].data_ptr() != partial.data_ptr():
+                    sim.launch_copy(partial, arrived[0])
+                sim.launch_add(partial, contributions[-1])
+        execution.finish()
+        sim.synchronize()
+        total = ranks * (ranks + 1) / 2
+        assert_same(home, homes[rank] * total, TOLERANCE[DTYPE], f"{where}: collect")
+    finally:
+        sim.synchronize()
+        sim.set_compute(False)
+
+
+def passes(rank, sim, kind, ids, ranks, rounds, plant="", timeout=TIMEOUT):
+    executor = connect(sim, kind, ids, rank, ranks, timeout, plant)
+    try:
+        for turn in range(rounds):
+            for route in ("ring", "direct"):
+                linear(executor, 1 + turn, route, rank, ranks)
+                primitives(sim, executor, route, rank, ranks, asynchronous=True)
+        linear(executor, 50, "ring", rank, ranks, features=(40, 9))  # slots grow
+        linear(executor, 51, "ring", rank, ranks)
+        executor.clear_slots()
+        linear(executor, 52, "direct", rank, ranks, features=(2, 3))  # some shards are empty
+        executor.close()
+    except BaseException as error:
+        executor.fail(f"rank {rank}: {error}")  # so that the others do not wait
+        raise
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_passes_give_what_one_process_gives(sim, kind, ranks):
+    for delay in (0, 300):
+        sim.controls.delay_us = delay
+        values(run_threads(passes, ranks, sim, kind, unique_ids(sim, kind), ranks, 2))
+
+
+# Waits that a transport needs; one event of `nccl` stands for both ends of a hop, so that "sent" would not be missed.
+PLANTS = [(kind, plant) for kind in TRANSPORTS for plant in ("received", "channel")]
+
+
+@pytest.mark.parametrize(("kind", "plant"), PLANTS)
+def test_a_missing_wait_is_caught(sim, kind, plant):
+    sim.controls.delay_us = 1000
+    results = run_threads(passes, 3, sim, kind, unique_ids(sim, kind), 3, 2, plant, timedelta(seconds=1))
+    assert any(isinstance(result, AssertionError) for result in results), results
+
+
+def until_failure(rank, sim, kind, ids, ranks, timeout, fault):
+    """Runs passes until one raises; the last rank does what `fault` says after its first. Returns the error, how long
+    after the fault it came, and whether the executor is dead."""
+    executor = connect(sim, kind, ids, rank, ranks, timeout=timeout)
+    linear(executor, 1, "ring", rank, ranks)
+    if rank == ranks - 1:
+        if fault == "leaves":
+            return executor  # alive, and silent
+        if fault == "fails":
+            executor.fail("an error of its own")
+            return None
+        if fault == "asynchronous error":
+            sim.inject_error(rank, 0, 6)
+    start = time.monotonic()
+    with pytest.raises(RotationError) as raised:
+        for turn in range(10000):
+            try:
+                linear(executor, 2 + turn % 3, "direct", rank, ranks)
+            except AssertionError:  # what an aborted hop left; the next call raises
+                continue
+    waited = time.monotonic() - start
+    with pytest.raises(RotationError, match="cannot be used any more"):
+        linear(executor, 2, "ring", rank, ranks)
+    return raised.value, waited, executor.alive
+
+
+@pytest.mark.parametrize("fault", ["leaves", "fails", "asynchronous error"])
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_failure_reaches_every_rank(sim, kind, fault):
+    timeout = 0.4
+    results = values(
+        run_threads(until_failure, 3, sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=timeout), fault)
+    )
+    survivors = results if fault == "asynchronous error" else results[:-1]
+    for error, waited, alive in survivors:
+        assert not alive and waited < timeout + 5
+        if fault == "asynchronous error":
+            assert isinstance(error, (NcclError, RingTimeout)), error
+    if fault == "asynchronous error":
+        assert "code 6" in str(results[-1][0])
+    else:
+        first = next(error for error, *_ in survivors if "did not answer" in str(error))
+        assert isinstance(first, RingTimeout)
+        assert "linear" in str(first) and "hop" in str(first) and "waited 0.4" in str(first), first
+
+
+def test_hops_of_a_capture_are_not_supervised(sim):
+    def work(rank, ids):
+        executor = connect(sim, "nccl", ids, rank, 2, timeout=timedelta(milliseconds=100))
+        sim.controls.capturing = True
+        if rank == 1:
+            time.sleep(0.4)  # longer than the timeout
+        linear(executor, 1, "ring", rank, 2)
+        sim.controls.capturing = False
+        executor.close()
+
+    values(run_threads(work, 2, unique_ids(sim, "nccl")))
