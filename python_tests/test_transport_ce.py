@@ -1,0 +1,122 @@
+"""The copy-engine transport, run against the simulated CUDA runtime and NCCL: passes give what one process gives, every
+flag is back at 0 after each, and a failure reaches every rank."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import simulated_cuda
+import torch
+from reference import TOLERANCE, assert_same, random
+from simulated_cuda import run_threads, values
+from simulated_cuda.mutants import CE_MUTANTS
+from test_cuda_transports import linear, primitives
+
+from rtp_ext import RingTimeout, RotationError, _native
+
+if simulated_cuda.include_folders() is None:
+    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+
+TIMEOUT = timedelta(seconds=20)
+DTYPE = torch.float64
+# pull weights, pull gradients
+MODES = {"push": (False, False), "pull": (True, True), "mixed": (True, False)}
+
+
+@pytest.fixture
+def sim():
+    module = simulated_cuda.load()
+    module.reset(1)
+    yield module
+    module.controls.released = True
+    assert simulated_cuda.settled(module), "streams did not end"
+    assert module.mistakes() == []
+
+
+class Rank:
+    """One rank of a ring over `ce`, with what its checks need."""
+
+    def __init__(self, sim, rank, ranks, id_, barrier, mode, timeout=TIMEOUT, mutant=None):
+        number = -1 if mutant is None else list(CE_MUTANTS).index(mutant)
+        self.sim, self.rank, self.ranks, self.barrier = sim, rank, ranks, barrier
+        self.transport = sim.ce(id_, rank, ranks, timeout, number)
+        sim.set_ce_modes(self.transport, *MODES[mode])
+        self.executor = _native.Executor(self.transport, rank, ranks, torch.device("cpu"))
+
+    def check_rest(self):
+        """Every flag of every rank is 0 between passes, so that a captured pass can be replayed."""
+        self.barrier.wait(20)
+        assert self.sim.ce_at_rest(self.transport), f"rank {self.rank}: a flag is raised after a pass"
+        self.barrier.wait(20)
+
+    def both_channels(self, layer, lengths, route):
+        """A backward in which weights and gradients of `lengths` elements per owner travel at once."""
+        rank, ranks = self.rank, self.ranks
+        shapes = [[[n] for n in lengths], [[2 * n + 1] for n in lengths]]  # a bundle of two tensors
+        wholes = [[random(*s, dtype=DTYPE, seed=layer * 100 + j) for j, s in enumerate(part)] for part in shapes]
+        mine = [part[rank].clone() for part in wholes]
+        sums = [torch.empty_like(part) for part in mine]
+        options = _native.RotationOptions(
+            route=route, in_place=False, compute_dtype=DTYPE, reduce_dtype=DTYPE, slot_cap=0, name=f"layer {layer}"
+        )
+        execution = _native.Execution.backward(self.executor, mine, shapes, sums, shapes, options, True, False)
+        where = f"layer {layer}, {route}, rank {rank} of {ranks}"
+        while (step := execution.next()) is not None:
+            if rank == 0 and self.sim.controls.delay_us:  # the others are ahead, and must not overwrite what it reads
+                time.sleep(0.002)
+            if step.compute == "dgrad":
+                for part, weight in enumerate(execution.weight()):
+                    assert_same(weight, wholes[part][step.owner], 0.0, f"{where}: weight of {step.owner}")
+                continue
+            arrived = execution.gradient_in()
+            for part, out in enumerate(execution.gradient_out()):
+                before = arrived[part].clone() if arrived else torch.zeros_like(out)
+                out.copy_(before + wholes[part][step.owner] * (rank + 1))
+        execution.finish()
+        total = ranks * (ranks + 1) / 2
+        for part in range(2):
+            assert_same(sums[part], wholes[part][rank] * total, TOLERANCE[DTYPE], f"{where}: gradient")
+
+
+def passes(rank, sim, ranks, id_, barrier, mode, rounds, mutant=None, timeout=TIMEOUT):
+    end = Rank(sim, rank, ranks, id_, barrier, mode, timeout, mutant)
+    try:
+        for turn in range(rounds):
+            for route in ("ring", "direct"):
+                linear(end.executor, 1 + turn, route, rank, ranks)
+                end.check_rest()
+                primitives(sim, end.executor, route, rank, ranks, asynchronous=True)
+                for layer in range(3):
+                    end.both_channels(layer, [5 + 3 * owner for owner in range(ranks)], route)
+                end.check_rest()
+        for lengths in ([40] * ranks, [3] * (ranks - 1) + [0], [0] * (ranks - 1) + [7]):  # slots grow, empty shards
+            for route in ("ring", "direct"):
+                end.both_channels(20, lengths, route)
+                end.check_rest()
+        linear(end.executor, 51, "ring", rank, ranks, features=(2, 3))
+        end.executor.clear_slots()
+        linear(end.executor, 52, "direct", rank, ranks, features=(40, 9))
+        end.check_rest()
+        end.executor.close()
+    except BaseException as error:
+        barrier.abort()
+        end.executor.fail(f"rank {rank}: {error}")  # so that the others do not wait
+        raise
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_passes_give_what_one_process_gives(sim, ranks, mode):
+    for delay in (0, 300):
+        sim.controls.delay_us = delay
+        values(run_threads(passes, ranks, sim, ranks, sim.unique_id(), threading.Barrier(ranks), mode, 2))
+
+
+@pytest.mark.parametrize("mutant", CE_MUTANTS)
+def test_a_mistake_in_the_protocol_is_caught(sim, mutant):
+    sim.controls.delay_us = 1000
+    mode = "pull" if "read" in mutant else "push"
+    arguments = (sim, 4, sim.unique_id(), threading.Barrier(4), mode, 3, mutant, timedelta(seconds=1))
+    results = run_threads(passes, 4, *arguments)
+    assert any(isinstance(result, (AssertionError, RingTimeout)) for result in results), results
