@@ -11,24 +11,19 @@ namespace {
 using BatchMemOp = CUresult (*)(CUstream, unsigned int count, CUstreamBatchMemOpParams*, unsigned int flags);
 
 // By way of the runtime: the driver's library is not linked. Version 11.7 of the function needs no driver option.
-BatchMemOp batch_mem_op() {
+BatchMemOp find_batch_mem_op() {
 #if CUDART_VERSION >= 12050
-  static const BatchMemOp function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &found, 11070, cudaEnableDefault, &result);
-    const bool usable = status == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return usable ? reinterpret_cast<BatchMemOp>(found) : nullptr;
-  }();
-  return function;
-#else
-  return nullptr;
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &found, 11070, cudaEnableDefault, &result);
+  if (status == cudaSuccess && result == cudaDriverEntryPointSuccess) return reinterpret_cast<BatchMemOp>(found);
 #endif
+  return nullptr;
 }
 
 // Waits for `word` to be 1 and makes it 0. One call for both: a graph captures it as one node.
-CUresult wait_and_reset(uint64_t* word, cudaStream_t stream) {
+CUresult wait_and_reset(BatchMemOp batch_mem_op, uint64_t* word, cudaStream_t stream) {
   std::array<CUstreamBatchMemOpParams, 2> operations{};
   const auto address = reinterpret_cast<CUdeviceptr>(word);
   operations[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
@@ -39,7 +34,7 @@ CUresult wait_and_reset(uint64_t* word, cudaStream_t stream) {
   operations[1].writeValue.address = address;
   operations[1].writeValue.value64 = 0;
   operations[1].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
-  return batch_mem_op()(stream, operations.size(), operations.data(), 0);
+  return batch_mem_op(stream, operations.size(), operations.data(), 0);
 }
 
 void check_driver(CUresult status) {
@@ -51,7 +46,7 @@ void check_driver(CUresult status) {
 }  // namespace
 
 std::optional<std::string> stream_wait_refusal() {
-  if (batch_mem_op() != nullptr) return std::nullopt;
+  if (find_batch_mem_op() != nullptr) return std::nullopt;
   return "the CUDA driver lacks cuStreamBatchMemOp, or rtp_ext was built with CUDA before 12.5";
 }
 
@@ -61,7 +56,11 @@ int64_t PeerFlags::bytes(int ranks) {
 }
 
 PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks)
-    : rank_(rank), ranks_(ranks), flags_(int64_t{2} * 2 * kSlots * ranks) {
+    : batch_mem_op_(reinterpret_cast<void*>(find_batch_mem_op())),
+      rank_(rank),
+      ranks_(ranks),
+      flags_(int64_t{2} * 2 * kSlots * ranks) {
+  RTP_ASSERT(batch_mem_op_ != nullptr, *stream_wait_refusal());
   // Before the registration: no peer knows the address yet.
   std::vector<uint64_t> words(static_cast<size_t>(memory.nbytes()) / sizeof(uint64_t), 0);
   std::fill(words.end() - flags_, words.end(), 1);
@@ -82,7 +81,8 @@ void PeerFlags::raise(Channel channel, Kind kind, int slot, int peer, const Copy
 }
 
 void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream) const {
-  check_driver(wait_and_reset(word(rank_, flag(channel, kind, slot, peer)), stream));
+  check_driver(wait_and_reset(reinterpret_cast<BatchMemOp>(batch_mem_op_), word(rank_, flag(channel, kind, slot, peer)),
+                              stream));
 }
 
 void PeerFlags::raise_all(cudaStream_t stream) const {

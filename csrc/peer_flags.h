@@ -54,6 +54,7 @@ class PeerFlags {
   int64_t flag(Channel channel, Kind kind, int slot, int raiser) const;
   uint64_t* word(int rank, int64_t index) const { return reinterpret_cast<uint64_t*>(region_.bases[rank]) + index; }
 
+  void* batch_mem_op_;  // cuStreamBatchMemOp
   int rank_;
   int ranks_;
   int64_t flags_;  // words: the flags, then one abort word for each rank, then as many ones as there are flags

@@ -19,24 +19,21 @@ struct WindowFunctions {
 
 constexpr int kSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
 
-const WindowFunctions& windows() {
-  static const WindowFunctions functions;
-  return functions;
-}
-
 }  // namespace
 
 std::optional<std::string> peer_memory_refusal() {
-  if (windows().enter != nullptr && windows().leave != nullptr && windows().address != nullptr) return std::nullopt;
+  const WindowFunctions windows;
+  if (windows.enter != nullptr && windows.leave != nullptr && windows.address != nullptr) return std::nullopt;
   const int loaded = nccl_loaded_version();
   return concat("it needs ncclGetPeerDevicePointer of NCCL 2.29.2, but torch loaded NCCL ", loaded / 10000, ".",
                 loaded / 100 % 100, ".", loaded % 100);
 }
 
 PeerRegion PeerMemory::share(const at::Tensor& memory) const {
+  const WindowFunctions windows;
   PeerRegion region{memory, nullptr, {}};
   communicators_.call(0, "the registration of memory", [&](ncclComm_t comm) {
-    RTP_NCCL_CHECK(windows().enter(comm, memory.data_ptr(), memory.nbytes(), &region.window, kSymmetric));
+    RTP_NCCL_CHECK(windows.enter(comm, memory.data_ptr(), memory.nbytes(), &region.window, kSymmetric));
   });
   // Success without a window is how NCCL says that the ranks cannot address each other's memory.
   if (region.window == nullptr) {
@@ -45,7 +42,7 @@ PeerRegion PeerMemory::share(const at::Tensor& memory) const {
   }
   for (int peer = 0; peer < ranks_; ++peer) {
     void* base = memory.data_ptr();  // NCCL may know this rank's own memory by another address too
-    if (peer != rank_) RTP_NCCL_CHECK(windows().address(region.window, 0, peer, &base));
+    if (peer != rank_) RTP_NCCL_CHECK(windows.address(region.window, 0, peer, &base));
     if (base == nullptr) {
       withdraw(region);
       throw RotationError(concat("the GPU of rank ", rank_, " has no direct access to that of rank ", peer));
@@ -58,7 +55,7 @@ PeerRegion PeerMemory::share(const at::Tensor& memory) const {
 void PeerMemory::withdraw(PeerRegion& region) const {
   if (region.window == nullptr) return;
   communicators_.call(0, "the end of a registration", [&](ncclComm_t comm) {
-    RTP_NCCL_CHECK(windows().leave(comm, std::exchange(region.window, nullptr)));
+    RTP_NCCL_CHECK(WindowFunctions().leave(comm, std::exchange(region.window, nullptr)));
   });
 }
 

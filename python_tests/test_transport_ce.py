@@ -120,3 +120,85 @@ def test_a_mistake_in_the_protocol_is_caught(sim, mutant):
     arguments = (sim, 4, sim.unique_id(), threading.Barrier(4), mode, 3, mutant, timedelta(seconds=1))
     results = run_threads(passes, 4, *arguments)
     assert any(isinstance(result, (AssertionError, RingTimeout)) for result in results), results
+
+
+def until_failure(rank, sim, ranks, id_, mode, timeout, fault):
+    """Runs passes until one raises; the last rank does what `fault` says after its first. Returns the error and how
+    long after the fault it came."""
+    end = Rank(sim, rank, ranks, id_, None, mode, timeout)
+    linear(end.executor, 1, "ring", rank, ranks)
+    if rank == ranks - 1:
+        if fault == "fails":
+            end.executor.fail("an error of its own")
+        return end  # alive, and silent
+    start = time.monotonic()
+    with pytest.raises(RotationError) as raised:
+        for turn in range(10000):
+            try:
+                linear(end.executor, 2 + turn % 3, "direct", rank, ranks)
+            except AssertionError:  # what a released wait let through; the next call raises
+                continue
+    waited = time.monotonic() - start
+    with pytest.raises(RotationError, match="cannot be used any more"):
+        linear(end.executor, 2, "ring", rank, ranks)
+    return raised.value, waited
+
+
+@pytest.mark.parametrize("fault", ["is silent", "fails"])
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_failure_reaches_every_rank(sim, mode, fault):
+    ranks, timeout = 4, 0.4
+    arguments = (sim, ranks, sim.unique_id(), mode, timedelta(seconds=timeout), fault)
+    survivors = values(run_threads(until_failure, ranks, *arguments))[:-1]
+    for error, waited in survivors:
+        assert isinstance(error, RingTimeout) and waited < timeout + 3
+        assert "linear" in str(error) and "hop" in str(error), error
+    if fault == "fails":
+        assert any("rank 3 of the ring has given up" in str(error) for error, _ in survivors)
+    else:  # the rank that waited for the silent one names it
+        assert any("rank 3 of the ring did not answer (waited 0.4" in str(error) for error, _ in survivors), survivors
+
+
+def test_passes_can_be_captured_once_their_slots_exist(sim):
+    def work(rank, id_, barrier):
+        end = Rank(sim, rank, 2, id_, barrier, "mixed", timedelta(milliseconds=300))
+        end.both_channels(1, [5, 4], "ring")
+        barrier.wait(20)
+        sim.controls.capturing = True
+        if rank == 1:
+            time.sleep(0.5)  # longer than the timeout: hops of a capture run when the graph does
+        end.both_channels(2, [5, 4], "direct")
+        end.check_rest()
+        with pytest.raises(RotationError, match="cannot be made while a graph is captured"):
+            end.both_channels(3, [500, 400], "ring")
+        barrier.wait(20)
+        sim.controls.capturing = False
+
+    values(run_threads(work, 2, sim.unique_id(), threading.Barrier(2)))
+
+
+def test_what_is_lacking_is_said(sim):
+    assert sim.ce_refusal() is None
+    sim.controls.version = 22809
+    assert sim.ce_refusal() == "it needs ncclGetPeerDevicePointer of NCCL 2.29.2, but torch loaded NCCL 2.28.9"
+    sim.controls.version, sim.controls.lacks_memory_ops = 23007, True
+    assert "lacks cuStreamBatchMemOp" in sim.ce_refusal()
+    sim.controls.lacks_memory_ops, sim.controls.null_windows = False, True
+    errors = run_threads(lambda rank, id_: sim.ce(id_, rank, 2, TIMEOUT), 2, sim.unique_id())
+    assert all(isinstance(error, RotationError) and "NCCL gave no window" in str(error) for error in errors), errors
+
+
+def test_a_ring_that_is_dropped_disturbs_no_neighbour(sim):
+    def work(rank, id_, barrier):
+        end = Rank(sim, rank, 3, id_, barrier, "push", timedelta(milliseconds=500))
+        linear(end.executor, 1, "ring", rank, 3)
+        if rank == 1:  # the last pass of this rank; the others have not closed yet
+            del end.executor, end.transport
+            barrier.wait(20)
+        else:
+            barrier.wait(20)
+            time.sleep(0.1)  # the watchdog looks every 20 ms
+            with pytest.raises(RingTimeout, match="did not answer"):  # and not that rank 1 had given up
+                linear(end.executor, 1, "ring", rank, 3)
+
+    values(run_threads(work, 3, sim.unique_id(), threading.Barrier(3)))
