@@ -37,5 +37,6 @@ void bind_ce(pybind11::module_& m) {
         ce(transport).set_mode(Channel::gradient, mode(pull_gradients));
       },
       py::arg("transport"), py::arg("pull_weights"), py::arg("pull_gradients"));
+  m.def("ce_check", [](Transport& transport) { ce(transport).check(); });
   m.def("ce_at_rest", [](Transport& transport) { return ce(transport).at_rest(); }, py::call_guard<NoGil>());
 }

@@ -146,6 +146,7 @@ void forget_communicators() {
   const std::lock_guard lock(world().mutex);
   for (ncclComm_t comm : book().comms) delete comm;
   book() = {};
+  for (void* memory : std::exchange(world().freed, {})) cudaFree(memory);
 }
 
 }  // namespace simulated

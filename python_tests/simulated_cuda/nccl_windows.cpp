@@ -154,11 +154,9 @@ ncclResult_t ncclMemAlloc(void** memory, size_t bytes) {
   return ncclSuccess;
 }
 ncclResult_t ncclMemFree(void* memory) {
-  {
-    const std::lock_guard lock(world().mutex);
-    world().registrable.erase(memory);
-  }
-  cudaFree(memory);
+  const std::lock_guard lock(world().mutex);
+  world().registrable.erase(memory);
+  world().freed.push_back(memory);
   return ncclSuccess;
 }
 ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, size_t bytes, void** handle) {

@@ -72,6 +72,7 @@ void dawdle() {
   {
     const std::lock_guard lock(world().mutex);
     if (world().controls.delay_us > 0) time = static_cast<int>(world().random() % (world().controls.delay_us + 1));
+    if (time > 0 && world().random() % 16 == 0) time *= 8;  // now and then one is far behind the others
   }
   if (time > 0) std::this_thread::sleep_for(std::chrono::microseconds(time));
 }
