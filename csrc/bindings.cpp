@@ -14,6 +14,7 @@
 #include "transport_ce.h"
 #include "transport_emulated.h"
 #include "transport_nccl.h"
+#include "transport_nccl_put.h"
 #include "transport_shm.h"
 
 namespace {
@@ -155,6 +156,15 @@ void bind_transports(py::module_& m) {
       },
       py::arg("id"), py::arg("end"));
   m.def("set_ce_mode", &set_ce_mode, py::arg("transport"), py::arg("channel"), py::arg("mode"));
+  m.attr("nccl_put_communicators") = kNcclPutCommunicators;
+  m.def("nccl_put_refusal", &nccl_put_refusal);
+  m.def(
+      "nccl_put_transport",
+      [](const std::vector<std::string>& ids, const RingEnd& end, int min_ctas, int max_ctas, const PoolId& pool) {
+        const NoGil release;
+        return make_nccl_put_transport(end, ids, {min_ctas, max_ctas}, pool);
+      },
+      py::arg("ids"), py::arg("end"), py::arg("min_ctas"), py::arg("max_ctas"), py::arg("pool"));
 #else
   m.attr("with_cuda") = false;
 #endif

@@ -14,13 +14,12 @@ extern "C" {
 __attribute__((visibility("default"))) void* rtp_nccl_malloc(size_t bytes, int device, cudaStream_t) {
   const rtp::DeviceScope scope(at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device)));
   void* memory = nullptr;
-  RTP_NCCL_CHECK(ncclMemAlloc(&memory, bytes));
-  return memory;
+  return ncclMemAlloc(&memory, bytes) == ncclSuccess ? memory : nullptr;  // torch frees what it caches and asks again
 }
 
 __attribute__((visibility("default"))) void rtp_nccl_free(void* memory, size_t, int device, cudaStream_t) {
   const rtp::DeviceScope scope(at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device)));
-  RTP_NCCL_CHECK(ncclMemFree(memory));
+  ncclMemFree(memory);
 }
 
 }  // extern "C"

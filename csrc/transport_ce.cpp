@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <thread>
 
 #include "peer_flags.h"
 #include "symmetric_memory.h"
@@ -62,6 +63,7 @@ class CopyEngineTransport : public CeTransport {
     side_ = Stream::highest_priority();
     const at::Tensor memory = allocate_symmetric(PeerFlags::bytes(end.ranks), device_);
     flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks);
+    try_out();
     start();
   }
 
@@ -179,6 +181,30 @@ class CopyEngineTransport : public CeTransport {
   }
 
  private:
+  // Raises a flag at every peer and waits for theirs, so that what the driver refuses is known before anybody relies
+  // on it.
+  void try_out() {
+    cudaStream_t stream = lanes_.channel(Channel::weight);
+    const auto each_peer = [&](auto&& action) {
+      for (int step = 1; step < end_.ranks; ++step) action((end_.rank + step) % end_.ranks);
+    };
+    each_peer([&](int peer) { flags_->raise(Channel::weight, Kind::data, 0, peer, engine_, stream); });
+    each_peer([&](int peer) { flags_->await(Channel::weight, Kind::data, 0, peer, stream); });
+    Event end;
+    end.record(stream);
+    const auto start = std::chrono::steady_clock::now();
+    while (!end.reached()) {
+      const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+      if (waited > end_.timeout) {
+        for (int peer = 1; peer < end_.ranks; ++peer) flags_->raise_all(side_.get());
+        throw RingTimeout(
+            concat("transport ce: the first flag of a rank did not come (waited ", waited.count(), " s)"));
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    RTP_CUDA_CHECK(cudaStreamSynchronize(stream));
+  }
+
   struct Slot {
     int number;
     PeerRegion region;

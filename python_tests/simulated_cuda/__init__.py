@@ -36,6 +36,7 @@ SOURCES = [
     "transport.cpp",
     "transport_ce.cpp",
     "transport_nccl.cpp",
+    "transport_nccl_put.cpp",
     "transport_supervised.cpp",
     "watchdog.cpp",
 ]

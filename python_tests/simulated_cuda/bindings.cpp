@@ -5,6 +5,7 @@
 
 #include "simulated_nccl.h"
 #include "transport_nccl.h"
+#include "transport_nccl_put.h"
 
 void bind_ce(pybind11::module_& m);  // ce_bindings.cpp
 
@@ -187,6 +188,14 @@ void bind_transports(py::module_& m) {
         return make_nccl_transport(ring_end(rank, ranks, timeout), ids, options);
       },
       py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("registered") = false);
+  m.def("nccl_put_refusal", &nccl_put_refusal);
+  m.def(
+      "nccl_put",
+      [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout) {
+        const NoGil release;
+        return make_nccl_put_transport(ring_end(rank, ranks, timeout), ids, {}, PoolId{});
+      },
+      py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"));
 }
 
 }  // namespace

@@ -153,10 +153,10 @@ ncclResult_t ncclMemAlloc(void** memory, size_t bytes) {
   world().registrable[*memory] = bytes;
   return ncclSuccess;
 }
+// It lives on, as memory that peers have mapped does.
 ncclResult_t ncclMemFree(void* memory) {
   const std::lock_guard lock(world().mutex);
   world().registrable.erase(memory);
-  world().freed.push_back(memory);
   return ncclSuccess;
 }
 ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, size_t bytes, void** handle) {

@@ -31,12 +31,12 @@ std::vector<ncclComm_t> communicators_of(int rank);
 // Reports `code` on a communicator from now on.
 void inject_error(ncclComm_t comm, ncclResult_t code);
 
-// Forgets every communicator, and ends what waits on one.
+// Forgets every communicator, so that the next test counts from nothing.
 void forget_communicators();
 
 }  // namespace simulated
 
-// Opaque in NCCL's header. Kept until forget_communicators(), so that use after the end is noticed.
+// Opaque in NCCL's header. Never freed, so that use after the end is noticed.
 struct ncclComm {
   std::shared_ptr<simulated::Clique> clique;
   int rank = 0;

@@ -46,7 +46,6 @@ struct World {
   std::mt19937 random;
   int threads = 0;                      // of streams
   std::map<void*, size_t> registrable;  // from ncclMemAlloc
-  std::vector<void*> freed;             // by ncclMemFree; it lives on, as memory that peers have mapped does
   std::vector<std::string> mistakes;    // calls that the real libraries do not allow
 };
 
