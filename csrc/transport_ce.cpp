@@ -196,7 +196,8 @@ class CopyEngineTransport : public CeTransport {
     while (!end.reached()) {
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
       if (waited > end_.timeout) {
-        for (int peer = 1; peer < end_.ranks; ++peer) flags_->raise_all(side_.get());
+        flags_->raise_all(side_.get());  // nothing may wait for memory that is about to go
+        RTP_CUDA_CHECK(cudaStreamSynchronize(stream));
         throw RingTimeout(
             concat("transport ce: the first flag of a rank did not come (waited ", waited.count(), " s)"));
       }

@@ -211,3 +211,31 @@ def test_a_ring_that_is_dropped_disturbs_no_neighbour(sim, fails):
             sim.ce_check(end.transport)
 
     values(run_threads(work, 3, sim.unique_id(), threading.Barrier(3)))
+
+
+LINKS = ["sm-local", "ce-local", "ce-local:1", "ce-local:2", "ce-local:4", "nccl-self", "nccl-self:4", "pcie"]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_links_of_the_emulated_ring_copy(sim, name):
+    sim.controls.delay_us = 500
+    link, stream = sim.EmulatedLink(name), sim.Stream()
+    sizes = [1, 700, 9 << 20]  # bytes: smaller than any cut, and more than two chunks of the pinned memory
+    before = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+    between = [torch.zeros_like(part) for part in before]
+    after = [torch.zeros_like(part) for part in before]
+    for _ in range(2):
+        link.copy(stream, between, before)
+        link.copy(stream, after, between)  # follows the first hop, whatever streams that took
+        stream.synchronize()
+        for mine, part in zip(before, after, strict=True):
+            assert torch.equal(part, mine)
+            part.zero_()
+
+
+@pytest.mark.parametrize(
+    "name", ["", "wire", "ce-local:3", "ce-local:", "ce-local:2x", "sm-local:2", "nccl-self:0", "pcie:1"]
+)
+def test_unknown_links_are_value_errors(sim, name):
+    with pytest.raises(ValueError, match="expected a link of sm-local, .* or pcie, got " + name):
+        sim.EmulatedLink(name)

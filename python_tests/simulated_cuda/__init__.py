@@ -29,6 +29,7 @@ ROOT = HERE.parent.parent
 SOURCES = [
     "copy_engine.cpp",
     "cuda_lanes.cpp",
+    "emulated_links.cpp",
     "nccl_communicators.cpp",
     "peer_flags.cpp",
     "peer_memory.cpp",

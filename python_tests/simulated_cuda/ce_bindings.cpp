@@ -2,6 +2,7 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "emulated_links.h"
 #include "transport_ce.h"
 
 std::shared_ptr<rtp::CeTransport> make_mutated_ce_transport(int mutant, const rtp::RingEnd& end, const std::string& id);
@@ -20,6 +21,16 @@ CeMode mode(bool pull) { return pull ? CeMode::pull : CeMode::push; }
 }  // namespace
 
 void bind_ce(pybind11::module_& m) {
+  py::class_<EmulatedLink>(m, "EmulatedLink")
+      .def(py::init([](const std::string& name) { return make_emulated_link(name, at::Device(at::kCPU)); }))
+      .def("copy", [](EmulatedLink& link, const Stream& stream, const std::vector<at::Tensor>& to,
+                      const std::vector<at::Tensor>& from) {
+        std::vector<Copy> copies;
+        for (size_t i = 0; i < to.size(); ++i) {
+          copies.push_back({to[i].data_ptr(), from[i].data_ptr(), static_cast<size_t>(from[i].nbytes())});
+        }
+        link.copy(Channel::gradient, copies, stream.get());
+      });
   m.def("ce_refusal", &ce_refusal);
   m.def(
       "ce",
