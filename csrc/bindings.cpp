@@ -9,6 +9,7 @@
 #include "ops/experts.h"
 #include "ops/linear.h"
 #include "ops/mlp.h"
+#include "peer_news.h"
 #include "schedule.h"
 #include "transport_c10d.h"
 #include "transport_ce.h"
@@ -125,13 +126,16 @@ void bind_transports(py::module_& m) {
   m.def("c10d_transport", &make_c10d_transport, py::arg("weight_group"), py::arg("gradient_group"), py::arg("device"),
         py::arg("timeout"));
   m.def("emulated_transport", &make_emulated_transport, py::arg("device"), py::arg("link") = py::none());
+  py::class_<PeerNews, std::shared_ptr<PeerNews>>(m, "PeerNews", "Failures that ranks of one host tell each other.")
+      .def(py::init<int, int>(), py::arg("rank"), py::arg("ranks"))
+      .def("address", &PeerNews::address)
+      .def("connect", &PeerNews::connect, py::arg("addresses"));
 #ifdef RTP_WITH_CUDA
   m.attr("with_cuda") = true;
   py::class_<RingEnd>(m, "RingEnd", "A rank of a ring over CUDA devices.")
-      .def(py::init([](int rank, int ranks, at::Device device, std::chrono::milliseconds timeout) {
-             return RingEnd{rank, ranks, device, timeout};
-           }),
-           py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("timeout"));
+      .def(py::init([](int rank, int ranks, at::Device device, std::chrono::milliseconds timeout,
+                       const std::shared_ptr<PeerNews>& news) { return RingEnd{rank, ranks, device, timeout, news}; }),
+           py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("timeout"), py::arg("news"));
   py::class_<NcclOptions>(m, "NcclOptions")
       .def(py::init([](int min_ctas, int max_ctas, const std::optional<PoolId>& registered) {
              return NcclOptions{{min_ctas, max_ctas}, registered};

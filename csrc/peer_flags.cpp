@@ -52,7 +52,7 @@ std::optional<std::string> stream_wait_refusal() {
 
 int64_t PeerFlags::bytes(int ranks) {
   const int64_t flags = int64_t{2} * 2 * kSlots * ranks;
-  return (2 * flags + ranks) * static_cast<int64_t>(sizeof(uint64_t));
+  return 2 * flags * static_cast<int64_t>(sizeof(uint64_t));
 }
 
 PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks)
@@ -76,7 +76,7 @@ int64_t PeerFlags::flag(Channel channel, Kind kind, int slot, int raiser) const 
 
 void PeerFlags::raise(Channel channel, Kind kind, int slot, int peer, const CopyEngine& engine,
                       cudaStream_t stream) const {
-  const uint64_t* one = word(rank_, flags_ + ranks_);
+  const uint64_t* one = word(rank_, flags_);
   engine.copy({{word(peer, flag(channel, kind, slot, rank_)), one, sizeof(uint64_t)}}, stream);
 }
 
@@ -86,20 +86,8 @@ void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream
 }
 
 void PeerFlags::raise_all(cudaStream_t stream) const {
-  RTP_CUDA_CHECK(cudaMemcpyAsync(word(rank_, 0), word(rank_, flags_ + ranks_), flags_ * sizeof(uint64_t),
+  RTP_CUDA_CHECK(cudaMemcpyAsync(word(rank_, 0), word(rank_, flags_), flags_ * sizeof(uint64_t),
                                  cudaMemcpyDeviceToDevice, stream));
-}
-
-void PeerFlags::tell_abort(cudaStream_t stream) const {
-  for (int peer = 0; peer < ranks_; ++peer) {
-    if (peer == rank_) continue;
-    RTP_CUDA_CHECK(cudaMemcpyAsync(word(peer, flags_ + rank_), word(rank_, flags_ + ranks_), sizeof(uint64_t),
-                                   cudaMemcpyDeviceToDevice, stream));
-  }
-}
-
-void PeerFlags::read_aborts(uint64_t* host, cudaStream_t stream) const {
-  RTP_CUDA_CHECK(cudaMemcpyAsync(host, word(rank_, flags_), ranks_ * sizeof(uint64_t), cudaMemcpyDeviceToHost, stream));
 }
 
 bool PeerFlags::at_rest() const {

@@ -41,10 +41,6 @@ class PeerFlags {
 
   // Giving up. Enqueues: every flag here becomes 1, so that one wait of each stream ends.
   void raise_all(cudaStream_t stream) const;
-  // Enqueues: every peer is told that this rank gives up.
-  void tell_abort(cudaStream_t stream) const;
-  // Enqueues: whether each rank has given up [ranks], 0 or 1, is copied to `host`.
-  void read_aborts(uint64_t* host, cudaStream_t stream) const;
   // Whether all flags are 0 now.
   bool at_rest() const;
 
@@ -57,7 +53,7 @@ class PeerFlags {
   void* batch_mem_op_;  // cuStreamBatchMemOp
   int rank_;
   int ranks_;
-  int64_t flags_;  // words: the flags, then one abort word for each rank, then as many ones as there are flags
+  int64_t flags_;  // how many there are; as many words follow that are 1
   PeerRegion region_;
 };
 

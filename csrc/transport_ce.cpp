@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <map>
-#include <thread>
 
 #include "peer_flags.h"
 #include "symmetric_memory.h"
@@ -16,30 +15,6 @@ using Kind = PeerFlags::Kind;
 bool any_bytes(const std::vector<Span>& spans) {
   return std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.bytes > 0; });
 }
-
-// Host memory that a device copies into without the host's help.
-class PinnedWords {
- public:
-  explicit PinnedWords(int count) : count_(count) {
-    void* memory = nullptr;
-    RTP_CUDA_CHECK(cudaHostAlloc(&memory, count * sizeof(uint64_t), cudaHostAllocDefault));
-    words_ = static_cast<uint64_t*>(memory);
-    std::fill_n(words_, count, 0);
-  }
-  PinnedWords(const PinnedWords&) = delete;
-  PinnedWords& operator=(const PinnedWords&) = delete;
-  ~PinnedWords() { cudaFreeHost(words_); }
-
-  uint64_t* data() { return words_; }
-  int find_raised() const {  // the first word that is not 0; -1: none
-    const uint64_t* found = std::find_if(words_, words_ + count_, [](uint64_t word) { return word != 0; });
-    return found == words_ + count_ ? -1 : static_cast<int>(found - words_);
-  }
-
- private:
-  int count_;
-  uint64_t* words_;
-};
 
 // How a hop travels. All of it is enqueued on the stream of its channel, on both ends in the order of the hops.
 //
@@ -58,7 +33,7 @@ class PinnedWords {
 class CopyEngineTransport : public CeTransport {
  public:
   CopyEngineTransport(const RingEnd& end, const std::string& id)
-      : CeTransport(end, {id}, CommunicatorOptions{}), aborts_(end.ranks), peers_(communicators_, end.rank, end.ranks) {
+      : CeTransport(end, {id}, CommunicatorOptions{}), peers_(communicators_, end.rank, end.ranks) {
     const DeviceScope scope(device_);
     side_ = Stream::highest_priority();
     const at::Tensor memory = allocate_symmetric(PeerFlags::bytes(end.ranks), device_);
@@ -148,22 +123,9 @@ class CopyEngineTransport : public CeTransport {
     }
   }
 
-  std::optional<Failure> look() override {
-    if (auto failure = CeTransport::look()) return failure;
-    if (!aborts_read_.reached()) return std::nullopt;
-    if (const int rank = aborts_.find_raised(); rank >= 0) {
-      return Failure{Failure::Kind::lost, concat("rank ", rank, " of the ring has given up")};
-    }
-    flags_->read_aborts(aborts_.data(), side_.get());
-    aborts_read_.record(side_.get());
-    return std::nullopt;
-  }
-
-  // The peers first, so that they know before what is released here reaches them. The communicator stays: copies that
-  // are enqueued need the addresses that it keeps.
+  // Neither the communicator nor the memory goes: copies that are enqueued need the addresses.
   bool give_up() noexcept override {
     try {
-      flags_->tell_abort(side_.get());
       flags_->raise_all(side_.get());
       return true;  // one wait of a stream ends at a time
     } catch (...) {
@@ -181,31 +143,6 @@ class CopyEngineTransport : public CeTransport {
   }
 
  private:
-  // Raises a flag at every peer and waits for theirs, so that what the driver refuses is known before anybody relies
-  // on it.
-  void try_out() {
-    cudaStream_t stream = lanes_.channel(Channel::weight);
-    const auto each_peer = [&](auto&& action) {
-      for (int step = 1; step < end_.ranks; ++step) action((end_.rank + step) % end_.ranks);
-    };
-    each_peer([&](int peer) { flags_->raise(Channel::weight, Kind::data, 0, peer, engine_, stream); });
-    each_peer([&](int peer) { flags_->await(Channel::weight, Kind::data, 0, peer, stream); });
-    Event end;
-    end.record(stream);
-    const auto start = std::chrono::steady_clock::now();
-    while (!end.reached()) {
-      const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
-      if (waited > end_.timeout) {
-        flags_->raise_all(side_.get());  // nothing may wait for memory that is about to go
-        RTP_CUDA_CHECK(cudaStreamSynchronize(stream));
-        throw RingTimeout(
-            concat("transport ce: the first flag of a rank did not come (waited ", waited.count(), " s)"));
-      }
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    RTP_CUDA_CHECK(cudaStreamSynchronize(stream));
-  }
-
   struct Slot {
     int number;
     PeerRegion region;
@@ -239,9 +176,7 @@ class CopyEngineTransport : public CeTransport {
 
   std::array<CeMode, 2> modes_{CeMode::push, CeMode::push};
   CopyEngine engine_;
-  PinnedWords aborts_;  // of the watchdog: which rank has given up
-  Event aborts_read_;   // their newest copy is here
-  Stream side_;         // of the watchdog, never behind a wait for a peer
+  Stream side_;  // of the watchdog, never behind a wait for a peer
   PeerMemory peers_;
   std::unique_ptr<PeerFlags> flags_;
   std::array<std::map<std::byte*, Slot>, 2> slots_;  // by where they start

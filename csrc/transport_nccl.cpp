@@ -9,6 +9,7 @@ class NcclTransport : public SupervisedTransport {
  public:
   NcclTransport(const RingEnd& end, const std::vector<std::string>& ids, const NcclOptions& options)
       : SupervisedTransport(end, ids, options.communicators), registered_(options.registered) {
+    try_out();
     start();
   }
 

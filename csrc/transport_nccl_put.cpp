@@ -58,8 +58,7 @@ class NcclPutTransport : public SupervisedTransport {
   NcclPutTransport(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options,
                    PoolId pool)
       : SupervisedTransport(end, ids, options), pool_(pool) {
-    try_out(Channel::weight);
-    try_out(Channel::gradient);
+    try_out();
     start();
   }
 
@@ -133,38 +132,6 @@ class NcclPutTransport : public SupervisedTransport {
     WaitDescription wanted{1, peer, 0, 0};
     communicators_.call(communicator, what,
                         [&](ncclComm_t comm) { RTP_NCCL_CHECK(functions_.wait(1, &wanted, comm, stream)); });
-  }
-
-  // A first hop, so that what NCCL refuses is known before anybody relies on it.
-  void try_out(Channel channel) {
-    const DeviceScope scope(device_);
-    const at::Tensor from = allocate(channel, 1), to = allocate(channel, 1);
-    Hop hop;
-    hop.channel = channel;
-    hop.to = (end_.rank + 1) % end_.ranks;
-    hop.from = (end_.rank + end_.ranks - 1) % end_.ranks;
-    hop.send_slot = static_cast<std::byte*>(from.data_ptr());
-    hop.receive_slot = static_cast<std::byte*>(to.data_ptr());
-    hop.send = {{hop.send_slot, 1}};
-    hop.receive = {{hop.receive_slot, 1}};
-    hop.operation = "the first hop";
-    hop.count = 1;
-    cudaStream_t stream = lanes_.channel(channel);
-    CudaLanes::block(stream, lanes_.mark(lanes_.compute()));
-    enqueue(hop, stream);
-    Event end;
-    end.record(stream);
-    const auto start = std::chrono::steady_clock::now();
-    while (!end.reached()) {
-      const auto waited = std::chrono::steady_clock::now() - start;
-      if (waited > end_.timeout) {
-        communicators_.leak();
-        throw_timeout(hop, hop.from, waited, "no signal came");
-      }
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    release(channel, from);
-    release(channel, to);
   }
 
   const PoolId pool_;

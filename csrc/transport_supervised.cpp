@@ -4,6 +4,7 @@ namespace rtp {
 namespace {
 
 constexpr auto kGivingUp = std::chrono::seconds(2);  // what has been given up ends in milliseconds, if it ends
+constexpr int kUnanswered = 5;  // a process may end in good order before its last hop is seen to have ended here
 
 NcclCommunicators connect(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options) {
   const DeviceScope scope(end.device);
@@ -16,13 +17,48 @@ SupervisedTransport::SupervisedTransport(const RingEnd& end, const std::vector<s
                                          const CommunicatorOptions& options)
     : CudaTransport(end.device), end_(end), communicators_(connect(end, ids, options)) {}
 
+void SupervisedTransport::try_out() {
+  const DeviceScope scope(device_);
+  for (const Channel channel : {Channel::weight, Channel::gradient}) {
+    const at::Tensor from = allocate(channel, 1), to = allocate(channel, 1);
+    Hop hop;
+    hop.channel = channel;
+    hop.to = (end_.rank + 1) % end_.ranks;
+    hop.from = (end_.rank + end_.ranks - 1) % end_.ranks;
+    hop.send_slot = static_cast<std::byte*>(from.data_ptr());
+    hop.receive_slot = static_cast<std::byte*>(to.data_ptr());
+    hop.send = {{hop.send_slot, 1}};
+    hop.receive = {{hop.receive_slot, 1}};
+    hop.operation = "the first hop of the ring";
+    hop.count = 1;
+    cudaStream_t stream = lanes_.channel(channel);
+    CudaLanes::block(stream, lanes_.mark(lanes_.compute()));
+    enqueue(hop, stream);
+    Event end;
+    end.record(stream);
+    const auto start = std::chrono::steady_clock::now();
+    while (!end.reached()) {
+      const auto waited = std::chrono::steady_clock::now() - start;
+      if (waited > end_.timeout) {
+        give_up();
+        throw_timeout(hop, hop.from, waited, "the hop did not end");
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    release(channel, from);
+    release(channel, to);
+  }
+}
+
 void SupervisedTransport::start() {
-  watchdog_ = std::make_unique<Watchdog>(end_.device, end_.timeout,
-                                         Watchdog::Duties{[this] { return look(); },
-                                                          [this](const Failure&) {
-                                                            const DeviceScope scope(end_.device);
-                                                            return give_up();
-                                                          }});
+  Watchdog::Duties duties;
+  duties.look = [this](const std::vector<int>& awaited) { return look(awaited); };
+  duties.give_up = [this](const Failure& failure) {
+    if (end_.news) end_.news->tell(failure.reason);
+    const DeviceScope scope(device_);
+    return give_up();
+  };
+  watchdog_ = std::make_unique<Watchdog>(device_, end_.timeout, std::move(duties));
 }
 
 std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
@@ -40,9 +76,14 @@ std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
   return transfer(done);
 }
 
-std::optional<Failure> SupervisedTransport::look() {
+std::optional<Failure> SupervisedTransport::look(const std::vector<int>& awaited) {
   if (auto error = communicators_.asynchronous_error()) return Failure{Failure::Kind::nccl, *error};
-  return std::nullopt;
+  if (!end_.news) return std::nullopt;
+  if (auto told = end_.news->heard()) return Failure{Failure::Kind::lost, *told};
+  const auto ended = end_.news->ended(awaited);
+  unanswered_ = ended ? unanswered_ + 1 : 0;
+  if (unanswered_ < kUnanswered) return std::nullopt;
+  return Failure{Failure::Kind::lost, concat("rank ", *ended, " of the ring did not answer: its process has ended")};
 }
 
 bool SupervisedTransport::give_up() noexcept {
@@ -51,6 +92,7 @@ bool SupervisedTransport::give_up() noexcept {
 }
 
 void SupervisedTransport::abort(const std::string& reason) noexcept {
+  if (!watchdog_) return;  // it is still being made
   watchdog_->fail({Failure::Kind::other, reason});
   watchdog_->drain(kGivingUp);
 }
@@ -59,21 +101,23 @@ void SupervisedTransport::close() {
   const DeviceScope scope(device_);
   watchdog_->drain(end_.timeout);
   watchdog_->check();
-  take_down();
   watchdog_->stop();
+  take_down();
   communicators_.finalize();
 }
 
 void SupervisedTransport::drop() noexcept {
-  if (!watchdog_->drain(end_.timeout)) {
-    abort("the ring was dropped");
-    return;
-  }
+  watchdog_->drain(end_.timeout);
   watchdog_->stop();
-  communicators_.abort();
+  give_up();
+}
+
+void SupervisedTransport::check() const {
+  if (watchdog_) watchdog_->check();
 }
 
 void SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_t stream) {
+  if (!watchdog_) return;  // the first hop, which try_out() waits for
   Hop part = hop;
   part.from = peer;
   watchdog_->watch(part, stream, lanes_.mark(stream));

@@ -72,16 +72,20 @@ std::optional<Failure> Watchdog::overdue() {
 
 // What the transport found, with the oldest hop that has not ended.
 std::optional<Failure> Watchdog::look() {
-  const std::lock_guard duty(duty_);
-  auto failure = duties_.look();
-  if (!failure) return std::nullopt;
-  const std::lock_guard lock(mutex_);
-  forget_ended();
-  for (const auto& hops : pending_) {
-    if (hops.empty()) continue;
-    failure->reason = concat(hops.front().hop.describe(), ": ", failure->reason);
-    break;
+  std::vector<int> awaited;
+  std::string oldest;
+  {
+    const std::lock_guard lock(mutex_);
+    forget_ended();
+    for (const auto& hops : pending_) {
+      if (hops.empty()) continue;
+      awaited.insert(awaited.end(), {hops.front().hop.from, hops.front().hop.to});
+      if (oldest.empty()) oldest = hops.front().hop.describe();
+    }
   }
+  const std::lock_guard duty(duty_);
+  auto failure = duties_.look(awaited);
+  if (failure && !oldest.empty()) failure->reason = concat(oldest, ": ", failure->reason);
   return failure;
 }
 

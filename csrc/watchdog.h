@@ -4,6 +4,7 @@
 
 #ifdef RTP_WITH_CUDA
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -12,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "cuda_lanes.h"
 #include "transport.h"
@@ -28,8 +30,9 @@ class Watchdog {
  public:
   // What a transport does for its watchdog. Called on any thread, one call at a time; must not throw.
   struct Duties {
-    // Looks for an error that was reported asynchronously, or that another rank told of.
-    std::function<std::optional<Failure>()> look;
+    // Looks for an error that was reported asynchronously, or that another rank told of. `awaited`: the ranks that the
+    // oldest hops are waiting for.
+    std::function<std::optional<Failure>(const std::vector<int>& awaited)> look;
     // Gives up: lets what is enqueued come to an end. True: to be called again until every hop has ended.
     std::function<bool(const Failure&)> give_up;
   };

@@ -37,9 +37,9 @@ def sim():
     assert module.mistakes() == []
 
 
-def connect(sim, kind, ids, rank, ranks, timeout=TIMEOUT, plant=""):
+def connect(sim, kind, ids, rank, ranks, timeout=TIMEOUT, plant="", news=None):
     function, _, options = TRANSPORTS[kind]
-    transport = getattr(sim, function)(ids, rank, ranks, timeout, **options)
+    transport = getattr(sim, function)(ids, rank, ranks, timeout, news, **options)
     if plant:
         transport = sim.without_wait(transport, plant)
     return _native.Executor(transport, rank, ranks, CPU)
@@ -214,7 +214,7 @@ def test_hops_of_a_capture_are_not_supervised(sim):
 def test_what_nccl_lacks_is_a_refusal_on_every_rank(sim):
     def work(rank, ids):
         with pytest.raises(NcclError) as raised:
-            sim.nccl_put(ids, rank, 2, TIMEOUT)
+            sim.nccl_put(ids, rank, 2, TIMEOUT, None)
         return str(raised.value)
 
     assert sim.nccl_put_refusal() is None

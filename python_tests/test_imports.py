@@ -30,7 +30,7 @@ PYTHON_MATES = {"functional", "nn", "planner"}
 C_LAYERS = [
     {"checks", "kernels"},
     {"handles", "shared_memory"},
-    {"schedule", "nccl_library", "nccl_communicators"},
+    {"schedule", "nccl_library", "nccl_communicators", "peer_news"},
     {"transport", "cuda_lanes", "nccl_memory", "watchdog"},
     {"executor"},
     {"ops"},

@@ -144,7 +144,7 @@ def test_a_compute_stream_of_its_own_is_not_the_hosts(sim):
 
 
 def test_the_module_shares_the_types_of_the_extension(sim):
-    transport = sim.nccl([sim.unique_id(), sim.unique_id()], 0, 1, TIMEOUT)
+    transport = sim.nccl([sim.unique_id(), sim.unique_id()], 0, 1, TIMEOUT, None)
     assert isinstance(transport, _native._C.Transport) and transport.name == "nccl"
     executor = _native.Executor(transport, 0, 1, torch.device("cpu"))
     executor.close()

@@ -149,6 +149,7 @@ def transports() -> dict[str, tuple[bool, str]]:
             f"any backend of torch.distributed; here {', '.join(backends)}",
         ),
         "nccl": (ring.nccl_refusal(), "one GPU for each rank"),
+        "nccl-put": (ring.nccl_put_refusal(), "one GPU for each rank, direct access between all of them"),
         "emulated": (_emulated_refusal(), "one process stands for a whole ring"),
     }
     return {name: (reason is None, reason or use) for name, (reason, use) in refusals.items()}

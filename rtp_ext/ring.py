@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rtp_ext import _native
-from rtp_ext._connect import choose_route, connect, nccl_refusal
+from rtp_ext._connect import TransportOptions, choose_route, connect, nccl_put_refusal, nccl_refusal
 from rtp_ext._native import RingTimeout, RotationError
 
 logger = logging.getLogger("rtp_ext")
 
-__all__ = ["Ring", "as_tensor", "nccl_refusal"]
+__all__ = ["Ring", "as_tensor", "nccl_put_refusal", "nccl_refusal"]
 
 # torch 2.14 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 SLOT_CAP = 64 << 20  # bytes
 
-TRANSPORTS = ("auto", "shm", "c10d", "nccl")
+TRANSPORTS = ("auto", "shm", "c10d", "nccl", "nccl-put")
 ROUTES = ("auto", "ring", "direct")
 
 
@@ -55,13 +55,18 @@ class Ring:
 
     Args:
         mesh_or_group: a one-dimensional DeviceMesh, a process group, or None for the default process group.
-        transport: `shm` (CPU ranks of one host), `c10d` (any torch.distributed backend), `nccl` (direct NCCL), or
-            `auto`: `nccl` on GPUs, `shm` on CPUs, else `c10d`. What was chosen and why is logged and kept in
-            `transport` and `transport_reason`.
+        transport: `shm` (CPU ranks of one host), `c10d` (any torch.distributed backend), `nccl` (direct NCCL),
+            `nccl-put` (NCCL's puts and signals; what waits for a dead rank there stays stuck until the process ends),
+            or `auto`: `nccl` on GPUs, `shm` on CPUs, else `c10d`. What was chosen, and why others were not, is logged
+            and kept in `transport` and `transport_reason`.
         route: `ring` (every hop goes to the neighbour), `direct` (a shard comes straight from its owner), or `auto`.
         timeout: seconds (or a timedelta) after which a neighbour that does not answer is an error, RingTimeout.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
+        transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
+            (default 0: NCCL chooses). `registered`: `nccl` moves slots that are registered with NCCL, without copies of
+            its own (default None: where that works). `delay_us`: for race tests, every hop is held up by a random time
+            up to this; the environment's RTP_DEBUG_DELAY_US is the default.
 
     Collective: every rank of the group makes the ring at the same point. The ring owns its process groups.
 
@@ -80,6 +85,7 @@ class Ring:
         route: str = "auto",
         timeout: float | datetime.timedelta = 600.0,
         slot_cap: int = SLOT_CAP,
+        transport_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_choice("transport", transport, TRANSPORTS)
         _check_choice("route", route, ROUTES)
@@ -89,6 +95,7 @@ class Ring:
         if slot_cap < 0:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
         self.slot_cap = slot_cap
+        self.transport_options = TransportOptions.of(transport_options)
         self.mesh: DeviceMesh | None = _resolve_mesh(mesh_or_group)
         group = self.mesh.get_group()
         self.rank = dist.get_rank(group)
@@ -104,7 +111,10 @@ class Ring:
         if self.size > 1 and self.device.type == "cuda":
             self._collective = self.new_group("nccl")
         self.serial = next(_serials)
-        self._agree_on_options(f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}")
+        self._agree_on_options(
+            f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}, "
+            f"{self.transport_options}"
+        )
         self._start(transport, route)
 
     @classmethod
@@ -119,6 +129,7 @@ class Ring:
         ring = cls.__new__(cls)
         ring.timeout = datetime.timedelta(seconds=600)
         ring.slot_cap = SLOT_CAP
+        ring.transport_options = TransportOptions.of(None)
         ring.mesh = None
         ring.rank, ring.size = rank, size
         ring.device = torch.device(device)

@@ -16,7 +16,11 @@ using NoGil = py::gil_scoped_release;
 
 using Milliseconds = std::chrono::milliseconds;
 
-RingEnd ring_end(int rank, int ranks, Milliseconds timeout) { return {rank, ranks, at::Device(at::kCPU), timeout}; }
+using News = std::shared_ptr<PeerNews>;
+
+RingEnd ring_end(int rank, int ranks, Milliseconds timeout, const News& news) {
+  return {rank, ranks, at::Device(at::kCPU), timeout, news};
+}
 
 void bind_controls(py::module_& m) {
   using simulated::Controls;
@@ -181,21 +185,23 @@ void bind_transports(py::module_& m) {
   m.def("unique_id", [] { return py::bytes(nccl_unique_id()); });
   m.def(
       "nccl",
-      [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout, bool registered) {
+      [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout, const News& news,
+         bool registered) {
         const NoGil release;
         NcclOptions options;
         if (registered) options.registered = PoolId{};
-        return make_nccl_transport(ring_end(rank, ranks, timeout), ids, options);
+        return make_nccl_transport(ring_end(rank, ranks, timeout, news), ids, options);
       },
-      py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("registered") = false);
+      py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"),
+      py::arg("registered") = false);
   m.def("nccl_put_refusal", &nccl_put_refusal);
   m.def(
       "nccl_put",
-      [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout) {
+      [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout, const News& news) {
         const NoGil release;
-        return make_nccl_put_transport(ring_end(rank, ranks, timeout), ids, {}, PoolId{});
+        return make_nccl_put_transport(ring_end(rank, ranks, timeout, news), ids, {}, PoolId{});
       },
-      py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"));
+      py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"));
 }
 
 }  // namespace

@@ -35,12 +35,12 @@ void bind_ce(pybind11::module_& m) {
   m.def(
       "ce",
       [](const std::string& id, int rank, int ranks, std::chrono::milliseconds timeout,
-         int mutant) -> std::shared_ptr<Transport> {
+         const std::shared_ptr<PeerNews>& news, int mutant) -> std::shared_ptr<Transport> {
         const NoGil release;
-        const RingEnd end{rank, ranks, at::Device(at::kCPU), timeout};
+        const RingEnd end{rank, ranks, at::Device(at::kCPU), timeout, news};
         return mutant < 0 ? make_ce_transport(end, id) : make_mutated_ce_transport(mutant, end, id);
       },
-      py::arg("id"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("mutant") = -1);
+      py::arg("id"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"), py::arg("mutant") = -1);
   m.def(
       "set_ce_modes",
       [](Transport& transport, bool pull_weights, bool pull_gradients) {
