@@ -37,10 +37,10 @@ def sim():
 class Rank:
     """One rank of a ring over `ce`, with what its checks need."""
 
-    def __init__(self, sim, rank, ranks, id_, barrier, mode, timeout=TIMEOUT, mutant=None):
+    def __init__(self, sim, rank, ranks, id_, barrier, mode, timeout=TIMEOUT, mutant=None, news=None):
         number = -1 if mutant is None else list(CE_MUTANTS).index(mutant)
         self.sim, self.rank, self.ranks, self.barrier = sim, rank, ranks, barrier
-        self.transport = sim.ce(id_, rank, ranks, timeout, number)
+        self.transport = sim.ce(id_, rank, ranks, timeout, news, number)
         sim.set_ce_modes(self.transport, *MODES[mode])
         self.executor = _native.Executor(self.transport, rank, ranks, torch.device("cpu"))
 
@@ -127,11 +127,19 @@ def test_a_mistake_in_the_protocol_is_caught(sim, mutant):
     raise AssertionError(f"not noticed: {mutant}")
 
 
-def until_failure(rank, sim, ranks, id_, mode, timeout, fault):
+def connected_news(ranks):
+    news = [_native.PeerNews(rank, ranks) for rank in range(ranks)]
+    for one in news:
+        assert one.connect([other.address() for other in news]) == ranks - 1
+    return news
+
+
+def until_failure(rank, sim, ranks, id_, barrier, mode, timeout, fault, news):
     """Runs passes until one raises; the last rank does what `fault` says after its first. Returns the error and how
     long after the fault it came."""
-    end = Rank(sim, rank, ranks, id_, None, mode, timeout)
+    end = Rank(sim, rank, ranks, id_, barrier, mode, timeout, news=news[rank])
     linear(end.executor, 1, "ring", rank, ranks)
+    barrier.wait(20)
     if rank == ranks - 1:
         if fault == "fails":
             end.executor.fail("an error of its own")
@@ -153,13 +161,13 @@ def until_failure(rank, sim, ranks, id_, mode, timeout, fault):
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_a_failure_reaches_every_rank(sim, mode, fault):
     ranks, timeout = 4, 0.4
-    arguments = (sim, ranks, sim.unique_id(), mode, timedelta(seconds=timeout), fault)
-    survivors = values(run_threads(until_failure, ranks, *arguments))[:-1]
+    arguments = (sim, ranks, sim.unique_id(), threading.Barrier(ranks), mode, timedelta(seconds=timeout), fault)
+    survivors = values(run_threads(until_failure, ranks, *arguments, connected_news(ranks)))[:-1]
     for error, waited in survivors:
         assert isinstance(error, RingTimeout) and waited < timeout + 3
         assert "linear" in str(error) and "hop" in str(error), error
     if fault == "fails":
-        assert any("rank 3 of the ring has given up" in str(error) for error, _ in survivors)
+        assert any("rank 3 of the ring has failed: an error of its own" in str(error) for error, _ in survivors)
     else:  # the rank that waited for the silent one names it
         assert any("rank 3 of the ring did not answer (waited 0.4" in str(error) for error, _ in survivors), survivors
 
@@ -189,14 +197,14 @@ def test_what_is_lacking_is_said(sim):
     sim.controls.version, sim.controls.lacks_memory_ops = 23007, True
     assert "lacks cuStreamBatchMemOp" in sim.ce_refusal()
     sim.controls.lacks_memory_ops, sim.controls.null_windows = False, True
-    errors = run_threads(lambda rank, id_: sim.ce(id_, rank, 2, TIMEOUT), 2, sim.unique_id())
+    errors = run_threads(lambda rank, id_: sim.ce(id_, rank, 2, TIMEOUT, None), 2, sim.unique_id())
     assert all(isinstance(error, RotationError) and "NCCL gave no window" in str(error) for error in errors), errors
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_ring_that_is_dropped_disturbs_no_neighbour(sim, fails):
-    def work(rank, id_, barrier):
-        end = Rank(sim, rank, 3, id_, barrier, "push", TIMEOUT)
+    def work(rank, id_, barrier, news):
+        end = Rank(sim, rank, 3, id_, barrier, "push", news=news[rank])
         linear(end.executor, 1, "ring", rank, 3)
         if rank == 1 and fails:  # the control: this the others must learn of
             end.executor.fail("an error")
@@ -205,12 +213,12 @@ def test_a_ring_that_is_dropped_disturbs_no_neighbour(sim, fails):
         barrier.wait(20)
         time.sleep(0.1)  # the watchdog looks every 20 ms
         if rank != 1 and fails:
-            with pytest.raises(RingTimeout, match="rank 1 of the ring has given up"):
+            with pytest.raises(RingTimeout, match="rank 1 of the ring has failed: an error"):
                 sim.ce_check(end.transport)
         elif rank != 1:
             sim.ce_check(end.transport)
 
-    values(run_threads(work, 3, sim.unique_id(), threading.Barrier(3)))
+    values(run_threads(work, 3, sim.unique_id(), threading.Barrier(3), connected_news(3)))
 
 
 LINKS = ["sm-local", "ce-local", "ce-local:1", "ce-local:2", "ce-local:4", "nccl-self", "nccl-self:4", "pcie"]

@@ -10,23 +10,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rtp_ext import _native
-from rtp_ext._connect import TransportOptions, choose_route, connect, nccl_put_refusal, nccl_refusal
+from rtp_ext._connect import (
+    TransportOptions,
+    ce_refusal,
+    choose_ce_modes,
+    choose_route,
+    connect,
+    nccl_put_refusal,
+    nccl_refusal,
+    resolve_mesh,
+)
 from rtp_ext._native import RingTimeout, RotationError
 
 logger = logging.getLogger("rtp_ext")
 
-__all__ = ["Ring", "as_tensor", "nccl_put_refusal", "nccl_refusal"]
+__all__ = ["Ring", "as_tensor", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 
 # torch 2.14 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 SLOT_CAP = 64 << 20  # bytes
 
-TRANSPORTS = ("auto", "shm", "c10d", "nccl", "nccl-put")
+TRANSPORTS = ("auto", "shm", "c10d", "ce", "nccl", "nccl-put")
 ROUTES = ("auto", "ring", "direct")
 
 
@@ -55,10 +64,11 @@ class Ring:
 
     Args:
         mesh_or_group: a one-dimensional DeviceMesh, a process group, or None for the default process group.
-        transport: `shm` (CPU ranks of one host), `c10d` (any torch.distributed backend), `nccl` (direct NCCL),
-            `nccl-put` (NCCL's puts and signals; what waits for a dead rank there stays stuck until the process ends),
-            or `auto`: `nccl` on GPUs, `shm` on CPUs, else `c10d`. What was chosen, and why others were not, is logged
-            and kept in `transport` and `transport_reason`.
+        transport: `shm` (CPU ranks of one host), `c10d` (any torch.distributed backend), `ce` (copy engines, without
+            SMs: GPUs of one host that all have direct access to each other, NCCL 2.29.2 or newer), `nccl` (direct
+            NCCL), `nccl-put` (NCCL's puts and signals; what waits for a dead rank there stays stuck until the process
+            ends), or `auto`: `ce`, else `nccl` on GPUs, `shm` on CPUs, else `c10d`. What was chosen, and why others
+            were not, is logged and kept in `transport` and `transport_reason`.
         route: `ring` (every hop goes to the neighbour), `direct` (a shard comes straight from its owner), or `auto`.
         timeout: seconds (or a timedelta) after which a neighbour that does not answer is an error, RingTimeout.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
@@ -66,7 +76,8 @@ class Ring:
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
             (default 0: NCCL chooses). `registered`: `nccl` moves slots that are registered with NCCL, without copies of
             its own (default None: where that works). `delay_us`: for race tests, every hop is held up by a random time
-            up to this; the environment's RTP_DEBUG_DELAY_US is the default.
+            up to this; the environment's RTP_DEBUG_DELAY_US is the default. `ce_mode`: whether the sender copies
+            (`push`) or the receiver (`pull`); default `auto`: pull for weights on route `direct`, else push.
 
     Collective: every rank of the group makes the ring at the same point. The ring owns its process groups.
 
@@ -75,7 +86,10 @@ class Ring:
         serial: the how manieth ring of this process this is.
         device: where shards live.
         mesh: the DeviceMesh of parameters sharded over the ring; None for an emulated ring.
+        link: what stands in for the wire in an emulated ring on a GPU; None for any other.
     """
+
+    link: str | None = None
 
     def __init__(
         self,
@@ -96,7 +110,7 @@ class Ring:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
         self.slot_cap = slot_cap
         self.transport_options = TransportOptions.of(transport_options)
-        self.mesh: DeviceMesh | None = _resolve_mesh(mesh_or_group)
+        self.mesh: DeviceMesh | None = resolve_mesh(mesh_or_group)
         group = self.mesh.get_group()
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -118,11 +132,16 @@ class Ring:
         self._start(transport, route)
 
     @classmethod
-    def emulated(cls, size: int, *, rank: int = 0, device: torch.device | str = "cpu") -> Ring:
+    def emulated(cls, size: int, *, rank: int = 0, device: torch.device | str = "cpu", link: str | None = None) -> Ring:
         """A ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
 
         A layer on it computes what the plain layer with this rank's shard repeated `size` times would. For
         microbenchmarks of the timeline of one rank, and for memory per rank.
+
+        `link`, for a GPU: `sm-local` (a plain copy within the GPU, which runs on SMs; the default), `ce-local` or
+        `ce-local:N` (copies asked to leave the SMs alone, cut for N = 1, 2 or 4 streams), `nccl-self` or
+        `nccl-self:CTAS` (NCCL to oneself, on at most that many thread blocks), `pcie` (through pinned host memory).
+        Unknown ones are ValueErrors; one that does not work here is a RotationError.
         """
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"Ring.emulated: expected size >= 1 and 0 <= rank < size, got size {size}, rank {rank}")
@@ -142,7 +161,9 @@ class Ring:
         ring._control = ring._collective = None
         ring.route, ring.transport_reason = "ring", "one process stands for the ring"
         ring.transport = "emulated"
-        ring._executor = _native.Executor(_native.emulated_transport(ring.device), rank, size, ring.device)
+        ring._executor = _native.Executor(_native.emulated_transport(ring.device, link), rank, size, ring.device)
+        if ring.device.type == "cuda":
+            ring.link = link or "sm-local"
         return ring
 
     # -- making and ending -------------------------------------------------------------------------------------------
@@ -165,6 +186,8 @@ class Ring:
         self.transport: str = connection.name
         self.transport_reason: str = connection.reason
         self.route: str = choose_route(self, route)
+        if self.transport == "ce":
+            choose_ce_modes(self, connection.native)
         self._executor = _native.Executor(connection.native, self.rank, self.size, self.device)
         logger.info(
             "ring of %d: transport %s (%s), route %s", self.size, self.transport, self.transport_reason, self.route
@@ -392,22 +415,3 @@ class Ring:
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"Ring: expected {what} to be one of {', '.join(choices)}, got {value!r}")
-
-
-def _resolve_mesh(mesh_or_group: DeviceMesh | dist.ProcessGroup | None) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise RotationError("Ring: torch.distributed is not initialised; call init_process_group, or use Ring.emulated")
-    if isinstance(mesh_or_group, DeviceMesh):
-        if mesh_or_group.ndim != 1:
-            raise ValueError(
-                f"Ring: expected a one-dimensional mesh, got one with dimensions {mesh_or_group.mesh_dim_names}; "
-                'pass one of them, such as mesh["rtp"]'
-            )
-        return mesh_or_group
-    if mesh_or_group is not None and not isinstance(mesh_or_group, dist.ProcessGroup):
-        raise TypeError(f"Ring: expected a DeviceMesh or a process group, got {type(mesh_or_group).__name__}")
-    backend = str(dist.get_backend(mesh_or_group))
-    device_type = "cuda" if "nccl" in backend and torch.cuda.is_available() else "cpu"
-    if mesh_or_group is None:
-        return init_device_mesh(device_type, (dist.get_world_size(),))
-    return DeviceMesh.from_group(mesh_or_group, device_type)
