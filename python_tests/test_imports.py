@@ -30,13 +30,23 @@ PYTHON_MATES = {"functional", "nn", "planner"}
 C_LAYERS = [
     {"checks", "kernels"},
     {"handles", "shared_memory"},
-    {"schedule", "nccl_library", "nccl_communicators", "peer_news"},
-    {"transport", "cuda_lanes", "nccl_memory", "watchdog"},
+    {"schedule", "nccl_library", "nccl_communicators", "peer_news", "copy_engine", "symmetric_memory"},
+    {"transport", "cuda_lanes", "nccl_memory", "watchdog", "peer_memory", "peer_flags", "emulated_links"},
     {"executor"},
     {"ops"},
     {"bindings"},
 ]
-C_MATES = {"kernels", "transport", "ops", "cuda_lanes", "nccl_memory", "watchdog"}
+C_MATES = {
+    "kernels",
+    "transport",
+    "ops",
+    "cuda_lanes",
+    "nccl_memory",
+    "watchdog",
+    "peer_memory",
+    "peer_flags",
+    "emulated_links",
+}
 
 
 def layer_of(unit: str, layers: list[set[str]]) -> int:
