@@ -1,6 +1,8 @@
 """The transports between GPUs, run against the simulated CUDA runtime and NCCL: whole passes give what one process
 gives, whatever the streams' delays are, and a failure reaches every rank."""
 
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -8,7 +10,7 @@ import pytest
 import simulated_cuda
 import torch
 from reference import TOLERANCE, assert_same, chunk, random
-from simulated_cuda import run_threads, values
+from simulated_cuda import ROOT, run_threads, values
 
 from rtp_ext import NcclError, RingTimeout, RotationError, _native
 
@@ -150,13 +152,13 @@ def test_a_missing_wait_is_caught(sim, kind, plant):
     assert any(isinstance(result, AssertionError) for result in results), results
 
 
-def until_failure(rank, sim, kind, ids, ranks, timeout, fault):
+def until_failure(rank, sim, kind, ids, ranks, timeout, fault, news=None):
     """Runs passes until one raises; the last rank does what `fault` says after its first. Returns the error, how long
     after the fault it came, and whether the executor is still alive.
 
     The computes run later than the host, as on a GPU: the host does not wait for what may never come.
     """
-    executor = connect(sim, kind, ids, rank, ranks, timeout=timeout)
+    executor = connect(sim, kind, ids, rank, ranks, timeout=timeout, news=news and news[rank])
     linear(executor, 1, "ring", rank, ranks)
     start = time.monotonic()
     if rank == ranks - 1:
@@ -196,6 +198,49 @@ def test_a_failure_reaches_every_rank(sim, kind, fault):
     first = next(error for error, *_ in survivors if "did not answer" in str(error))
     assert isinstance(first, RingTimeout)
     assert "rotate" in str(first) and "hop" in str(first) and "waited 0.4" in str(first), first
+
+
+def connected_news(ranks):
+    news = [_native.PeerNews(rank, ranks) for rank in range(ranks)]
+    addresses = [one.address() for one in news]
+    assert [one.connect(addresses) for one in news] == [ranks - 1] * ranks
+    return news
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_failure_is_told_to_the_ranks_of_the_host(sim, kind):
+    """Nobody waits for the timeout, which is longer than the test."""
+    ids, news = unique_ids(sim, kind), connected_news(3)
+    results = values(run_threads(until_failure, 3, sim, kind, ids, 3, timedelta(seconds=100), "fails", news))
+    for error, waited, alive in results[:-1]:
+        assert isinstance(error, RingTimeout) and not alive and waited < 10
+        assert "rank 2 of the ring has failed: an error of its own" in str(error)
+
+
+def test_a_process_that_ends_is_noticed(sim):
+    """The rank that everybody waits for is a process that has ended."""
+    program = (
+        "import sys; from rtp_ext import _native; news = _native.PeerNews(1, 2); "
+        "print(news.address(), flush=True); sys.stdin.read()"
+    )
+    ended = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        news = _native.PeerNews(0, 2)
+        assert news.connect([news.address(), ended.stdout.readline()]) == 1
+        ids = unique_ids(sim, "nccl")
+        told = [news, None]
+        ended.stdin.close()
+        (error, waited, _), _ = values(
+            run_threads(until_failure, 2, sim, "nccl", ids, 2, timedelta(seconds=100), "leaves", told)
+        )
+        assert isinstance(error, RingTimeout) and waited < 10
+        assert "hop" in str(error) and "rank 1 of the ring did not answer: its process has ended" in str(error)
+    finally:
+        ended.kill()
+        ended.wait()
+        ended.stdout.close()
 
 
 def test_hops_of_a_capture_are_not_supervised(sim):

@@ -1,6 +1,6 @@
 """A CUDA runtime and an NCCL in host memory: the transports' own sources run against it where there is no GPU.
 
-`load()` builds the module once (about half a minute; kept under build/) and returns it; ranks are threads, see
+`load()` builds the module once (some twenty seconds of two cores; kept under build/) and returns it; ranks are threads, see
 `run_threads`. What the simulation keeps of the real ones: the order of streams and events, non-blocking communicators
 that must settle, the rendezvous of sends and receives, one communicator's work in order whatever stream it is on,
 signals counted by their source, windows that every rank registers together. What it does not know: speed, capture,
@@ -25,25 +25,7 @@ from simulated_cuda.mutants import write_ce_mutants
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
-# of csrc; a transport more is a line more
-SOURCES = [
-    "copy_engine.cpp",
-    "cuda_lanes.cpp",
-    "emulated_links.cpp",
-    "nccl_communicators.cpp",
-    "peer_flags.cpp",
-    "peer_memory.cpp",
-    "peer_news.cpp",
-    "schedule.cpp",
-    "shared_memory.cpp",
-    "transport.cpp",
-    "transport_ce.cpp",
-    "transport_nccl.cpp",
-    "transport_nccl_put.cpp",
-    "transport_supervised.cpp",
-    "watchdog.cpp",
-]
-SIMULATION = ["bindings.cpp", "ce_bindings.cpp", "nccl.cpp", "nccl_windows.cpp", "runtime.cpp"]
+SOURCES = ["bindings.cpp", "ce.cpp", "nccl.cpp", "nccl_windows.cpp", "runtime.cpp", "transports.cpp"]
 
 
 def include_folders() -> list[str] | None:
@@ -67,15 +49,12 @@ def load() -> Any:
 
     folder = ROOT / "build" / "simulated_cuda"
     folder.mkdir(parents=True, exist_ok=True)
+    write_ce_mutants(ROOT / "csrc" / "transport_ce.cpp", folder)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return cpp_extension.load(
         name="rtp_simulated_cuda",
-        sources=[
-            *[str(ROOT / "csrc" / source) for source in SOURCES],
-            *[str(HERE / source) for source in SIMULATION],
-            write_ce_mutants(ROOT / "csrc" / "transport_ce.cpp", folder),
-        ],
-        extra_include_paths=include_folders(),
+        sources=[str(HERE / source) for source in SOURCES],
+        extra_include_paths=[str(folder), *(include_folders() or [])],
         extra_cflags=["-std=c++20", "-O1", "-g0", "-fvisibility=hidden", "-DRTP_WITH_CUDA"],
         build_directory=str(folder),
         with_cuda=False,

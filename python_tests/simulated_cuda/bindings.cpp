@@ -7,7 +7,7 @@
 #include "transport_nccl.h"
 #include "transport_nccl_put.h"
 
-void bind_ce(pybind11::module_& m);  // ce_bindings.cpp
+void bind_ce(pybind11::module_& m);  // ce.cpp
 
 namespace {
 

@@ -50,9 +50,9 @@ def _replace(text: str, change: tuple[str, str]) -> str:
     return text.replace(before, after)
 
 
-def write_ce_mutants(source: Path, folder: Path) -> str:
-    """Writes all mutants of transport_ce.cpp into one file in `folder`; returns its path. Unchanged files keep their
-    time, so that they are not compiled again."""
+def write_ce_mutants(source: Path, folder: Path) -> None:
+    """Writes all mutants of transport_ce.cpp into mutated_transport_ce.h in `folder`. An unchanged file keeps its time,
+    so that it is not compiled again."""
     text = source.read_text()
     includes, body = text.split("namespace rtp {\n", 1)
     body = body[: body.index("std::optional<std::string> ce_refusal()")]
@@ -73,7 +73,6 @@ def write_ce_mutants(source: Path, folder: Path) -> str:
         f"  static constexpr decltype(&rtp::mutant_0::make) makers[] = {{{makers}}};\n"
         "  return makers[mutant](end, id);\n}\n"
     )
-    file = folder / "mutated_transport_ce.cpp"
+    file = folder / "mutated_transport_ce.h"
     if not file.exists() or file.read_text() != "".join(parts):
         file.write_text("".join(parts))
-    return str(file)

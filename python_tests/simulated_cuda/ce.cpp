@@ -1,11 +1,14 @@
-// The simulated transport ce, and those with a mistake (mutants.py).
+// The transport ce, those with a mistake (mutants.py) and the links of the emulated ring: sources and bindings in one
+// unit because their headers take most of the time.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "emulated_links.h"
-#include "transport_ce.h"
-
-std::shared_ptr<rtp::CeTransport> make_mutated_ce_transport(int mutant, const rtp::RingEnd& end, const std::string& id);
+#include "../../csrc/copy_engine.cpp"
+#include "../../csrc/emulated_links.cpp"
+#include "../../csrc/peer_flags.cpp"
+#include "../../csrc/peer_memory.cpp"
+#include "../../csrc/transport_ce.cpp"
+#include "mutated_transport_ce.h"
 
 void bind_ce(pybind11::module_& m);
 
