@@ -16,7 +16,8 @@
 namespace rtp {
 namespace {
 
-using CudaAllocator = c10::cuda::CUDACachingAllocator::CUDAAllocator;
+namespace caching = c10::cuda::CUDACachingAllocator;
+using CudaAllocator = caching::CUDAAllocator;
 
 // Lives as long as the process: the caching allocator may hand memory back to it at any time.
 const std::shared_ptr<CudaAllocator>& nccl_allocator() {
@@ -25,8 +26,8 @@ const std::shared_ptr<CudaAllocator>& nccl_allocator() {
           [](size_t bytes, int device, cudaStream_t) {
             const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
             void* memory = nullptr;
-            RTP_NCCL_CHECK(ncclMemAlloc(&memory, bytes));
-            return memory;
+            // Null makes torch free what it caches, try again, and then say that memory ran out.
+            return ncclMemAlloc(&memory, bytes) == ncclSuccess ? memory : nullptr;
           },
           [](void* memory, size_t, int device, cudaStream_t) {
             const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
@@ -43,25 +44,36 @@ struct Allocation {
   ~Allocation() { memory.reset(); }  // before the pool
 };
 
+// While it lives, what this thread allocates comes from the pool.
+class PoolScope {
+ public:
+  PoolScope(c10::DeviceIndex device, c10::cuda::MempoolId_t pool) : device_(device), pool_(pool) {
+    caching::beginAllocateToPool(device_, pool_, [mine = std::this_thread::get_id()](cudaStream_t) {
+      return std::this_thread::get_id() == mine;
+    });
+  }
+  PoolScope(const PoolScope&) = delete;
+  PoolScope& operator=(const PoolScope&) = delete;
+  ~PoolScope() {
+    caching::endAllocateToPool(device_, pool_);
+    caching::releasePool(device_, pool_);  // the use that the beginning counted
+  }
+
+ private:
+  c10::DeviceIndex device_;
+  c10::cuda::MempoolId_t pool_;
+};
+
 }  // namespace
 
 at::Tensor allocate_symmetric(int64_t bytes, at::Device device) {
-  namespace caching = c10::cuda::CUDACachingAllocator;
   const c10::cuda::CUDAGuard guard(device);
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
   const auto allocation = std::make_shared<Allocation>();
-  const auto id = allocation->pool.id();
-  caching::beginAllocateToPool(device.index(), id,
-                               [thread = std::this_thread::get_id()](cudaStream_t) {  // of this thread, on any stream
-                                 return std::this_thread::get_id() == thread;
-                               });
-  try {
+  {
+    const PoolScope scope(device.index(), allocation->pool.id());
     allocation->memory = at::empty({std::max<int64_t>(bytes, 1)}, options);
-  } catch (...) {
-    caching::endAllocateToPool(device.index(), id);
-    throw;
   }
-  caching::endAllocateToPool(device.index(), id);
   void* data = allocation->memory.data_ptr();
   return at::from_blob(data, {bytes}, [allocation](void*) {}, options, device);
 }
