@@ -1,5 +1,6 @@
 #include "nccl_communicators.h"
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 
@@ -16,6 +17,10 @@ ncclUniqueId parse_id(const std::string& bytes) {
                   bytes.size());
   std::memcpy(&id, bytes.data(), sizeof(id));
   return id;
+}
+
+std::string describe(ncclResult_t status) {
+  return concat("NCCL reported code ", static_cast<int>(status), " (", ncclGetErrorString(status), ")");
 }
 
 }  // namespace
@@ -52,19 +57,17 @@ NcclCommunicators::NcclCommunicators(const std::vector<std::string>& ids, int ra
   }
 }
 
-void NcclCommunicators::check_open(size_t index, const char* what) const {
+void NcclCommunicators::check_open(size_t index, const std::string& what) const {
   if (comms_[index].get() == nullptr) throw RotationError(concat(what, ": its communicator has been closed"));
 }
 
-void NcclCommunicators::settle(std::unique_lock<std::mutex>& lock, size_t index, const char* what) {
+void NcclCommunicators::settle(std::unique_lock<std::mutex>& lock, size_t index, const std::string& what) {
   const auto start = Clock::now();
   while (true) {
     ncclResult_t status = ncclInProgress;
     RTP_NCCL_CHECK(ncclCommGetAsyncError(comms_[index].get(), &status));
-    if (status != ncclInProgress) {
-      RTP_NCCL_CHECK(status);
-      return;
-    }
+    if (status == ncclSuccess) return;
+    if (status != ncclInProgress) throw NcclError(concat(what, ": ", describe(status)));
     const auto waited = Clock::now() - start;
     if (waited > timeout_) {
       throw RingTimeout(concat(what, ": a rank of the ring did not answer (waited ",
@@ -81,11 +84,16 @@ void NcclCommunicators::settle(std::unique_lock<std::mutex>& lock, size_t index,
   }
 }
 
-void NcclCommunicators::call(size_t index, const char* what, const std::function<void(ncclComm_t)>& enqueue) {
+void NcclCommunicators::call(size_t index, const std::string& what, const std::function<void(ncclComm_t)>& enqueue) {
   std::unique_lock lock(mutex_);
   check_open(index, what);
   enqueue(comms_[index].get());
   settle(lock, index, what);
+}
+
+bool NcclCommunicators::open() {
+  const std::lock_guard lock(mutex_);
+  return std::all_of(comms_.begin(), comms_.end(), [](const Communicator& comm) { return comm.get() != nullptr; });
 }
 
 std::optional<std::string> NcclCommunicators::asynchronous_error() noexcept {
@@ -96,7 +104,7 @@ std::optional<std::string> NcclCommunicators::asynchronous_error() noexcept {
     const ncclResult_t asked = ncclCommGetAsyncError(comm.get(), &status);
     if (asked != ncclSuccess) status = asked;
     if (status != ncclSuccess && status != ncclInProgress) {
-      return concat("NCCL reported code ", static_cast<int>(status), " (", ncclGetErrorString(status), ")");
+      return describe(status);
     }
   }
   return std::nullopt;

@@ -33,8 +33,11 @@ class NcclCommunicators {
   NcclCommunicators(const std::vector<std::string>& ids, int rank, int ranks, const CommunicatorOptions& options,
                     std::chrono::milliseconds timeout);
 
-  // Calls `enqueue` with a communicator and waits until that has settled. `what` names it in messages.
-  void call(size_t index, const char* what, const std::function<void(ncclComm_t)>& enqueue);
+  // Calls `enqueue` with a communicator and waits until that has settled. `what` starts messages.
+  void call(size_t index, const std::string& what, const std::function<void(ncclComm_t)>& enqueue);
+
+  // Whether no communicator has been given up or ended.
+  bool open();
 
   // What a communicator has reported since; nothing while all is well.
   std::optional<std::string> asynchronous_error() noexcept;
@@ -47,8 +50,8 @@ class NcclCommunicators {
   void finalize();
 
  private:
-  void settle(std::unique_lock<std::mutex>& lock, size_t index, const char* what);
-  void check_open(size_t index, const char* what) const;
+  void settle(std::unique_lock<std::mutex>& lock, size_t index, const std::string& what);
+  void check_open(size_t index, const std::string& what) const;
 
   std::chrono::milliseconds timeout_;
   std::mutex mutex_;  // NCCL must not be inside a call when a communicator is aborted

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <vector>
 
 #include "cuda_lanes.h"
 
@@ -27,8 +28,14 @@ __attribute__((visibility("default"))) void rtp_nccl_free(void* memory, size_t, 
 namespace rtp {
 namespace {
 
-// torch cuts small tensors out of larger segments; multiples of this share no page with each other.
+// From this size on torch gives every tensor a segment of its own, which is a multiple of this.
+constexpr int64_t kOwnSegment = 10 << 20;
 constexpr int64_t kGranularity = 2 << 20;
+
+bool starts_segment(const at::Tensor& tensor) {
+  size_t bytes = 0;
+  return c10::cuda::CUDACachingAllocator::getBaseAllocation(tensor.data_ptr(), &bytes) == tensor.data_ptr();
+}
 
 // While it lives, what this thread allocates comes from the pool.
 class PoolScope {
@@ -50,9 +57,14 @@ class PoolScope {
 }  // namespace
 
 at::Tensor allocate_registrable(int64_t bytes, at::Device device, PoolId pool) {
-  const int64_t rounded = (std::max<int64_t>(bytes, 1) + kGranularity - 1) / kGranularity * kGranularity;
+  const int64_t rounded = (std::max(bytes, kOwnSegment) + kGranularity - 1) / kGranularity * kGranularity;
   const PoolScope scope(device, pool);
-  return at::empty({rounded}, at::TensorOptions().dtype(at::kByte).device(device));
+  std::vector<at::Tensor> elsewhere;  // kept until one is found, so that the next try gets another place
+  while (true) {
+    at::Tensor memory = at::empty({rounded}, at::TensorOptions().dtype(at::kByte).device(device));
+    if (starts_segment(memory)) return memory;
+    elsewhere.push_back(std::move(memory));
+  }
 }
 
 }  // namespace rtp

@@ -33,7 +33,7 @@ class NcclTransport : public SupervisedTransport {
 
   void release(Channel channel, const at::Tensor& slot) override {
     const auto found = handles_.find(slot.data_ptr());
-    if (found == handles_.end()) return;
+    if (found == handles_.end() || !communicators_.open()) return;
     const DeviceScope scope(device_);
     RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.channel(channel)));
     void* handle = found->second;
@@ -45,7 +45,7 @@ class NcclTransport : public SupervisedTransport {
 
  protected:
   void enqueue(const Hop& hop, cudaStream_t stream) override {
-    communicators_.call(static_cast<size_t>(hop.channel), "transport nccl: enqueueing a hop", [&](ncclComm_t comm) {
+    communicators_.call(static_cast<size_t>(hop.channel), hop.describe(), [&](ncclComm_t comm) {
       RTP_NCCL_CHECK(ncclGroupStart());
       for (const Span& span : hop.send) {
         if (span.bytes > 0) RTP_NCCL_CHECK(ncclSend(span.data, span.bytes, ncclInt8, hop.to, comm, stream));

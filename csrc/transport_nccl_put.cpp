@@ -87,7 +87,7 @@ class NcclPutTransport : public SupervisedTransport {
 
   void release(Channel channel, const at::Tensor& slot) override {
     const auto found = windows_.find(slot.data_ptr());
-    if (found == windows_.end()) return;
+    if (found == windows_.end() || !communicators_.open()) return;
     const DeviceScope scope(device_);
     RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.channel(channel)));
     void* window = found->second;
@@ -101,7 +101,7 @@ class NcclPutTransport : public SupervisedTransport {
   // communicator of their own, and a put is enqueued before the wait for what arrives.
   void enqueue(const Hop& hop, cudaStream_t stream) override {
     const Span out = extent(hop.send), in = extent(hop.receive);
-    const char* what = "transport nccl-put: enqueueing a hop";
+    const std::string what = hop.describe();
     if (in.bytes > 0) {  // the slot is free: whatever used it is ahead in the stream
       communicators_.call(credits(hop.channel), what,
                           [&](ncclComm_t comm) { RTP_NCCL_CHECK(functions_.signal(hop.from, 0, 0, 0, comm, stream)); });
@@ -128,7 +128,7 @@ class NcclPutTransport : public SupervisedTransport {
   static size_t data(Channel channel) { return static_cast<size_t>(channel); }
   static size_t credits(Channel channel) { return 2 + static_cast<size_t>(channel); }
 
-  void wait(size_t communicator, const char* what, int peer, cudaStream_t stream) {
+  void wait(size_t communicator, const std::string& what, int peer, cudaStream_t stream) {
     WaitDescription wanted{1, peer, 0, 0};
     communicators_.call(communicator, what,
                         [&](ncclComm_t comm) { RTP_NCCL_CHECK(functions_.wait(1, &wanted, comm, stream)); });

@@ -1,8 +1,7 @@
 """The transports between GPUs, run against the simulated CUDA runtime and NCCL: whole passes give what one process
 gives, whatever the streams' delays are, and a failure reaches every rank."""
 
-import subprocess
-import sys
+import os
 import time
 from datetime import timedelta
 
@@ -10,7 +9,7 @@ import pytest
 import simulated_cuda
 import torch
 from reference import TOLERANCE, assert_same, chunk, random
-from simulated_cuda import ROOT, run_threads, values
+from simulated_cuda import run_threads, values
 
 from rtp_ext import NcclError, RingTimeout, RotationError, _native
 
@@ -219,28 +218,27 @@ def test_a_failure_is_told_to_the_ranks_of_the_host(sim, kind):
 
 def test_a_process_that_ends_is_noticed(sim):
     """The rank that everybody waits for is a process that has ended."""
-    program = (
-        "import sys; from rtp_ext import _native; news = _native.PeerNews(1, 2); "
-        "print(news.address(), flush=True); sys.stdin.read()"
+    address, told_address = os.pipe()
+    leave, told_to_leave = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(told_to_leave)
+        news = _native.PeerNews(1, 2)
+        os.write(told_address, news.address().encode())
+        os.read(leave, 1)
+        os._exit(0)
+    news = _native.PeerNews(0, 2)
+    assert news.connect([news.address(), os.read(address, 200).decode()]) == 1
+    os.close(told_to_leave)  # it ends
+    ids = unique_ids(sim, "nccl")
+    (error, waited, _), _ = values(
+        run_threads(until_failure, 2, sim, "nccl", ids, 2, timedelta(seconds=100), "leaves", [news, None])
     )
-    ended = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    try:
-        news = _native.PeerNews(0, 2)
-        assert news.connect([news.address(), ended.stdout.readline()]) == 1
-        ids = unique_ids(sim, "nccl")
-        told = [news, None]
-        ended.stdin.close()
-        (error, waited, _), _ = values(
-            run_threads(until_failure, 2, sim, "nccl", ids, 2, timedelta(seconds=100), "leaves", told)
-        )
-        assert isinstance(error, RingTimeout) and waited < 10
-        assert "hop" in str(error) and "rank 1 of the ring did not answer: its process has ended" in str(error)
-    finally:
-        ended.kill()
-        ended.wait()
-        ended.stdout.close()
+    os.waitpid(child, 0)
+    assert isinstance(error, RingTimeout) and waited < 10
+    assert "hop" in str(error) and "rank 1 of the ring did not answer: its process has ended" in str(error)
+    for end in (address, told_address, leave):
+        os.close(end)
 
 
 def test_hops_of_a_capture_are_not_supervised(sim):

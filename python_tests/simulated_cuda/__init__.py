@@ -1,6 +1,6 @@
 """A CUDA runtime and an NCCL in host memory: the transports' own sources run against it where there is no GPU.
 
-`load()` builds the module once (some twenty seconds of two cores; kept under build/) and returns it; ranks are threads, see
+`load()` builds the module once (kept under build/) and returns it; ranks are threads, see
 `run_threads`. What the simulation keeps of the real ones: the order of streams and events, non-blocking communicators
 that must settle, the rendezvous of sends and receives, one communicator's work in order whatever stream it is on,
 signals counted by their source, windows that every rank registers together. What it does not know: speed, capture,
