@@ -36,6 +36,11 @@ const std::shared_ptr<CudaAllocator>& nccl_allocator() {
   return *allocator;
 }
 
+// torch gives small tensors a segment of 2 MiB, others one of at least 20 MiB, and from kOwnSegment on one of their
+// size.
+constexpr int64_t kSmall = 1 << 20;
+constexpr int64_t kOwnSegment = 10 << 20;
+
 // A pool gives its memory back to the GPU only when it ends, hence one for each allocation.
 struct Allocation {
   at::cuda::MemPool pool{nccl_allocator()};
@@ -70,9 +75,10 @@ at::Tensor allocate_symmetric(int64_t bytes, at::Device device) {
   const c10::cuda::CUDAGuard guard(device);
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
   const auto allocation = std::make_shared<Allocation>();
+  const int64_t wanted = bytes <= kSmall ? std::max<int64_t>(bytes, 1) : std::max(bytes, kOwnSegment);
   {
     const PoolScope scope(device.index(), allocation->pool.id());
-    allocation->memory = at::empty({std::max<int64_t>(bytes, 1)}, options);
+    allocation->memory = at::empty({wanted}, options);
   }
   void* data = allocation->memory.data_ptr();
   return at::from_blob(data, {bytes}, [allocation](void*) {}, options, device);
