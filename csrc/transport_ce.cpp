@@ -37,12 +37,20 @@ class CopyEngineTransport : public CeTransport {
     const DeviceScope scope(device_);
     side_ = Stream::highest_priority();
     const at::Tensor memory = allocate_symmetric(PeerFlags::bytes(end.ranks), device_);
-    flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks);
-    try_out();
-    start();
+    try {
+      flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks);
+      try_out();
+      start();
+    } catch (...) {
+      communicators_.abort();
+      throw;
+    }
   }
 
-  ~CopyEngineTransport() override { stop(); }
+  ~CopyEngineTransport() override {
+    stop();
+    communicators_.abort();  // its windows end before the memory that they are over
+  }
 
   const char* name() const override { return "ce"; }
   bool sends_anywhere() const override { return false; }
@@ -60,10 +68,7 @@ class CopyEngineTransport : public CeTransport {
   at::Tensor allocate(Channel channel, int64_t bytes) override {
     const DeviceScope scope(device_);
     check();
-    if (is_capturing(lanes_.compute())) {
-      throw RotationError(
-          "transport ce: slots cannot be made while a graph is captured; run the same pass once before");
-    }
+    refuse_capture();
     auto& slots = slots_[static_cast<size_t>(channel)];
     int number = 0;  // the lowest that is free, so that it is the same on every rank
     while (std::any_of(slots.begin(), slots.end(), [&](const auto& slot) { return slot.second.number == number; })) {
@@ -85,6 +90,7 @@ class CopyEngineTransport : public CeTransport {
     auto& slots = slots_[static_cast<size_t>(channel)];
     const auto found = slots.find(static_cast<std::byte*>(slot.data_ptr()));
     if (found == slots.end()) return;
+    refuse_capture();
     RTP_CUDA_CHECK(cudaDeviceSynchronize());  // freeing is not ordered after streams
     peers_.withdraw(found->second.region);
     slots.erase(found);
@@ -147,6 +153,12 @@ class CopyEngineTransport : public CeTransport {
     int number;
     PeerRegion region;
   };
+
+  void refuse_capture() const {
+    if (!is_capturing(lanes_.compute())) return;
+    throw RotationError(
+        "transport ce: slots cannot be made or ended while a graph is captured; run the same pass once before");
+  }
 
   const Slot& slot(Channel channel, std::byte* base) const {
     const auto& slots = slots_[static_cast<size_t>(channel)];

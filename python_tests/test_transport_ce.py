@@ -184,7 +184,7 @@ def test_passes_can_be_captured_once_their_slots_exist(sim):
             time.sleep(0.5)  # longer than the timeout: hops of a capture run when the graph does
         end.both_channels(2, [5, 4], "direct")
         end.check_rest()
-        with pytest.raises(RotationError, match="cannot be made while a graph is captured"):
+        with pytest.raises(RotationError, match="cannot be made or ended while a graph is captured"):
             end.both_channels(3, [500, 400], "ring")
         barrier.wait(20)
         sim.controls.capturing = False

@@ -191,6 +191,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 // The device is that of all ranks.
 cudaError_t cudaDeviceSynchronize() {
   std::unique_lock lock(world().mutex);
+  if (world().controls.capturing) mistake("cudaDeviceSynchronize while a graph is captured");
   wait_until(lock, [] {
     for (const auto& [handle, stream] : streams()) {
       if (!stream->queue.empty() || stream->busy) return false;
