@@ -13,6 +13,7 @@
 #include "peer_news.h"
 #include "schedule.h"
 #include "transport_c10d.h"
+#include "transport_ce.h"
 #include "transport_emulated.h"
 #include "transport_nccl.h"
 #include "transport_nccl_put.h"
@@ -56,6 +57,15 @@ Channel parse_channel(const std::string& text) {
   RTP_CHECK_VALUE(text == "weight" || text == "gradient", "expected a channel of weight or gradient, got ", text);
   return text == "weight" ? Channel::weight : Channel::gradient;
 }
+
+#ifdef RTP_WITH_CUDA
+void set_ce_mode(Transport& transport, const std::string& channel, const std::string& mode) {
+  auto* ce = dynamic_cast<CeTransport*>(&transport);
+  RTP_CHECK_VALUE(ce != nullptr, "expected the transport ce, got ", transport.name());
+  RTP_CHECK_VALUE(mode == "push" || mode == "pull", "expected a mode of push or pull, got ", mode);
+  ce->set_mode(parse_channel(channel), mode == "push" ? CeMode::push : CeMode::pull);
+}
+#endif
 
 // A buffer as Python sees it: None, "weight home", "gradient slot 1", "weight whole", ...
 py::object buffer_name(const Buffer& buffer) {
@@ -143,7 +153,7 @@ void bind_transports(py::module_& m) {
       .def("connect", &ShmTransport::connect, py::arg("addresses"));
   m.def("c10d_transport", &make_c10d_transport, py::arg("weight_group"), py::arg("gradient_group"), py::arg("device"),
         py::arg("timeout"));
-  m.def("emulated_transport", &make_emulated_transport, py::arg("device"));
+  m.def("emulated_transport", &make_emulated_transport, py::arg("device"), py::arg("link") = py::none());
   py::class_<PeerNews, std::shared_ptr<PeerNews>>(m, "PeerNews", "Failures that ranks of one host tell each other.")
       .def(py::init<int, int>(), py::arg("rank"), py::arg("ranks"))
       .def("address", &PeerNews::address)
@@ -169,6 +179,15 @@ void bind_transports(py::module_& m) {
         return make_nccl_transport(end, ids, options);
       },
       py::arg("ids"), py::arg("end"), py::arg("options"));
+  m.def("ce_refusal", &ce_refusal);
+  m.def(
+      "ce_transport",
+      [](const std::string& id, const RingEnd& end) -> std::shared_ptr<Transport> {
+        const NoGil release;
+        return make_ce_transport(end, id);
+      },
+      py::arg("id"), py::arg("end"));
+  m.def("set_ce_mode", &set_ce_mode, py::arg("transport"), py::arg("channel"), py::arg("mode"));
   m.attr("nccl_put_communicators") = kNcclPutCommunicators;
   m.def("nccl_put_refusal", &nccl_put_refusal);
   m.def(

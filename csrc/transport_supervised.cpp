@@ -93,6 +93,7 @@ bool SupervisedTransport::give_up() noexcept {
 }
 
 void SupervisedTransport::abort(const std::string& reason) noexcept {
+  if (!watchdog_) return;  // it is still being made
   watchdog_->fail({Failure::Kind::other, reason});
   watchdog_->drain(kGivingUp);
 }
@@ -102,6 +103,7 @@ void SupervisedTransport::close() {
   watchdog_->drain(end_.timeout);
   watchdog_->check();
   watchdog_->stop();
+  take_down();
   communicators_.finalize();
 }
 
@@ -109,6 +111,17 @@ void SupervisedTransport::drop() noexcept {
   watchdog_->drain(end_.timeout);
   watchdog_->stop();
   give_up();
+}
+
+void SupervisedTransport::check() const {
+  if (watchdog_) watchdog_->check();
+}
+
+void SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_t stream) {
+  if (!watchdog_) return;  // the first hop, which try_out() waits for
+  Hop part = hop;
+  part.from = peer;
+  watchdog_->watch(part, stream, lanes_.mark(stream));
 }
 
 }  // namespace rtp

@@ -31,7 +31,7 @@ class SupervisedTransport : public CudaTransport {
   SupervisedTransport(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options);
 
   std::unique_ptr<Transfer> post(const Hop& hop) final;
-  void check() const final { watchdog_->check(); }
+  void check() const final;
   void abort(const std::string& reason) noexcept final;
   void close() final;
   // Finalising waits for the peers, which a destructor must not; but hops that are still under way are waited for.
@@ -45,8 +45,12 @@ class SupervisedTransport : public CudaTransport {
 
   // Enqueues a hop on the stream of its channel.
   virtual void enqueue(const Hop& hop, cudaStream_t stream) = 0;
+  // For enqueue(): what is enqueued so far waits for `peer`; the whole hop counts as waiting for its sender.
+  void supervise(const Hop& hop, int peer, cudaStream_t stream);
   // Lets what is enqueued come to an end. True: to be called again until it has. On any thread.
   virtual bool give_up() noexcept;
+  // Takes down what lies on the communicators besides the slots, before they end in good order.
+  virtual void take_down() {}
 
   const RingEnd end_;
   NcclCommunicators communicators_;

@@ -83,9 +83,9 @@ def names(ring):
 
 def test_candidates_by_device_and_options():
     assert names(StandIn("cpu")) == [("shm", True), ("c10d", True)]
-    assert names(StandIn()) == [("nccl", True), ("nccl", True), ("c10d", True), ("nccl-put", False)]
-    assert names(StandIn(options={"registered": True}))[:2] == [("nccl", True), ("c10d", True)]
-    assert names(StandIn(options={"registered": False}))[:2] == [("nccl", True), ("c10d", True)]
+    assert names(StandIn()) == [("ce", True), ("nccl", True), ("nccl", True), ("c10d", True), ("nccl-put", False)]
+    assert names(StandIn(options={"registered": True}))[1:3] == [("nccl", True), ("c10d", True)]
+    assert names(StandIn(options={"registered": False}))[1:3] == [("nccl", True), ("c10d", True)]
     assert names(StandIn("meta")) == [("c10d", True)]
 
 
@@ -108,7 +108,7 @@ def test_options_are_checked(monkeypatch):
     assert TransportOptions.of({}).delay_us == 30
     assert TransportOptions.of({"delay_us": 0}).delay_us == 0
     for given, error, text in [
-        ({"ctas": 1}, ValueError, "among min_ctas, max_ctas, registered, delay_us, got 'ctas'"),
+        ({"ctas": 1}, ValueError, "among min_ctas, max_ctas, registered, delay_us, ce_mode, got 'ctas'"),
         ({"max_ctas": "4"}, TypeError, "max_ctas to be an int, got '4'"),
         ({"max_ctas": True}, TypeError, "max_ctas to be an int, got True"),
         ({"delay_us": -1}, ValueError, "delay_us >= 0, got -1"),

@@ -14,7 +14,7 @@ LINES = 420
 # files of a package among the MATES import each other too.
 PYTHON_LAYERS = [
     {"_native"},
-    {"_connect", "gate"},
+    {"_connect", "_rotation", "gate"},
     {"ring", "schedule"},
     {"timeline"},
     {"sharding"},
@@ -30,8 +30,16 @@ PYTHON_MATES = {"functional", "nn", "planner"}
 C_LAYERS = [
     {"checks", "kernels"},
     {"handles", "shared_memory"},
-    {"schedule", "kernel_tensors", "nccl_library", "nccl_communicators", "peer_news"},
-    {"transport", "cuda_lanes", "nccl_memory", "watchdog", "pack"},
+    {
+        "schedule",
+        "kernel_tensors",
+        "nccl_library",
+        "nccl_communicators",
+        "peer_news",
+        "copy_engine",
+        "symmetric_memory",
+    },
+    {"transport", "cuda_lanes", "nccl_memory", "watchdog", "peer_memory", "peer_flags", "emulated_links", "pack"},
     {"cargo", "slots", "ranges"},
     {"hops"},
     {"prefetch"},
@@ -40,7 +48,17 @@ C_LAYERS = [
     {"bindings_kernels"},
     {"bindings"},
 ]
-C_MATES = {"kernels", "transport", "ops", "cuda_lanes", "nccl_memory", "watchdog"}
+C_MATES = {
+    "kernels",
+    "transport",
+    "ops",
+    "cuda_lanes",
+    "nccl_memory",
+    "watchdog",
+    "peer_memory",
+    "peer_flags",
+    "emulated_links",
+}
 
 
 def layer_of(unit: str, layers: list[set[str]]) -> int:

@@ -1,4 +1,4 @@
-"""Which transport and route a new ring uses, agreed on by all its ranks."""
+"""Which mesh, transport and route a new ring uses, agreed on by all its ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,36 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
 
 logger = logging.getLogger("rtp_ext")
 
+CE_MODES = ("auto", "push", "pull")
 REGISTERED_SINCE = 22300  # the NCCL that moves registered memory between GPUs of a host without copies of its own
+
+
+def resolve_mesh(mesh_or_group: DeviceMesh | dist.ProcessGroup | None) -> DeviceMesh:
+    """The mesh that a Ring's `mesh_or_group` stands for."""
+    if not dist.is_initialized():
+        raise RotationError("Ring: torch.distributed is not initialised; call init_process_group, or use Ring.emulated")
+    if isinstance(mesh_or_group, DeviceMesh):
+        if mesh_or_group.ndim != 1:
+            raise ValueError(
+                f"Ring: expected a one-dimensional mesh, got one with dimensions {mesh_or_group.mesh_dim_names}; "
+                'pass one of them, such as mesh["rtp"]'
+            )
+        return mesh_or_group
+    if mesh_or_group is not None and not isinstance(mesh_or_group, dist.ProcessGroup):
+        raise TypeError(f"Ring: expected a DeviceMesh or a process group, got {type(mesh_or_group).__name__}")
+    backend = str(dist.get_backend(mesh_or_group))
+    device_type = "cuda" if "nccl" in backend and torch.cuda.is_available() else "cpu"
+    if mesh_or_group is None:
+        return init_device_mesh(device_type, (dist.get_world_size(),))
+    return DeviceMesh.from_group(mesh_or_group, device_type)
 
 
 @dataclass(frozen=True)
@@ -26,6 +49,7 @@ class TransportOptions:
     max_ctas: int = 0
     registered: bool | None = None
     delay_us: int = 0
+    ce_mode: str = "auto"
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> TransportOptions:
@@ -38,6 +62,11 @@ class TransportOptions:
             if name == "registered":
                 if value is not None and not isinstance(value, bool):
                     raise TypeError(f"Ring: expected transport option registered to be a bool or None, got {value!r}")
+            elif name == "ce_mode":
+                if value not in CE_MODES:
+                    raise ValueError(
+                        f"Ring: expected transport option ce_mode to be one of {', '.join(CE_MODES)}, got {value!r}"
+                    )
             elif not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"Ring: expected transport option {name} to be an int, got {value!r}")
             elif value < 0:
@@ -80,6 +109,7 @@ def candidates(ring: Any) -> list[Candidate]:
         return [Candidate("shm", "all ranks are CPU processes of one host", lambda: None, _make_shm), c10d]
     if ring.device.type != "cuda":
         return [c10d]
+    ce = Candidate("ce", "copy engines between GPUs of one host", ce_refusal, _make_ce)
     registered, wish = [], ring.transport_options.registered
     if wish is not False:
         virtue = "direct NCCL from registered slots"
@@ -88,7 +118,7 @@ def candidates(ring: Any) -> list[Candidate]:
         registered.append(Candidate("nccl", "direct NCCL", nccl_refusal, lambda ring: _make_nccl(ring, False)))
     # Last, and only where asked for: what waits for a dead rank there cannot be ended.
     put = Candidate("nccl-put", "one-sided NCCL", nccl_put_refusal, _make_nccl_put, automatic=False)
-    return [*registered, c10d, put]
+    return [ce, *registered, c10d, put]
 
 
 def connect(ring: Any, wish: str) -> Connection:
@@ -179,6 +209,14 @@ def registered_nccl_refusal() -> str | None:
     return None
 
 
+def ce_refusal() -> str | None:
+    """Why the transport `ce` cannot be used in this process; None if it can, as far as a single rank can tell."""
+    refusal = nccl_refusal() or _native.ce_refusal()
+    if refusal is None and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        return "CUDA_DEVICE_MAX_CONNECTIONS is 1, so that computes would wait behind waits for a neighbour"
+    return refusal
+
+
 def nccl_put_refusal() -> str | None:
     """Why the transport `nccl-put` cannot be used in this process; None if it can, as far as a single rank can tell."""
     return nccl_refusal() or _native.nccl_put_refusal()
@@ -208,6 +246,13 @@ def _ring_end(ring: Any) -> Any:
             f" ({problem})" if problem else "",
         )
     return _native.ring_end(ring.rank, ring.size, ring.device, ring.timeout, news)
+
+
+def _make_ce(ring: Any) -> Any:
+    hosts = len(set(ring.exchange(_boot_id())))
+    if hosts > 1:
+        raise RotationError(f"its ranks are on {hosts} hosts")
+    return _native.ce_transport(_unique_ids(ring, 1)[0], _ring_end(ring))
 
 
 def _make_nccl(ring: Any, registered: bool) -> Any:
@@ -248,12 +293,21 @@ def choose_route(ring: Any, wish: str) -> str:
         return wish
     if ring.transport == "shm":
         return "direct"
-    if ring.transport.startswith("nccl"):
+    if ring.transport == "ce" or ring.transport.startswith("nccl"):
         gpus = range(torch.cuda.device_count())
         one_host = len(set(ring.exchange(_boot_id()))) == 1
         peers = all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
         return "direct" if all(ring.exchange(one_host and peers)) else "ring"
     return "ring"
+
+
+def choose_ce_modes(ring: Any, native: Any) -> None:
+    """Tells a transport `ce` how hops travel: along the ring the sender pushes; shards that come straight from their
+    owner are pulled. Gradients always travel along the ring. `ring.transport_options.ce_mode` overrides both."""
+    wish = ring.transport_options.ce_mode
+    direct = "pull" if ring.hop_route == "direct" else "push"
+    _native.set_ce_mode(native, "weight", direct if wish == "auto" else wish)
+    _native.set_ce_mode(native, "gradient", "push" if wish == "auto" else wish)
 
 
 def _boot_id() -> str:

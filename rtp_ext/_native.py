@@ -96,6 +96,21 @@ def nccl_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int, reg
     return _C.nccl_transport(ids, end, _C.NcclOptions(min_ctas, max_ctas, registered))
 
 
+def ce_refusal() -> str | None:
+    """Why this process cannot use copy engines between GPUs; None if it can, as far as it can tell alone."""
+    return _C.ce_refusal() if with_cuda else "rtp_ext was built without CUDA"
+
+
+def ce_transport(unique_id: bytes, end: Any) -> Any:
+    """A transport of copies between slots that all ranks can address. Collective over the ranks."""
+    return _C.ce_transport(unique_id, end)
+
+
+def set_ce_mode(transport: Any, channel: str, mode: str) -> None:
+    """How hops of `channel` (weight or gradient) travel over a transport of `ce_transport`: `push` or `pull`."""
+    _C.set_ce_mode(transport, channel, mode)
+
+
 def nccl_put_refusal() -> str | None:
     """Why the NCCL that torch loaded has no puts and signals; None if it has."""
     return _C.nccl_put_refusal() if with_cuda else "rtp_ext was built without CUDA"

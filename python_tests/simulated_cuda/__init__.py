@@ -20,10 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from simulated_cuda.mutants import write_ce_mutants
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
-SOURCES = ["bindings.cpp", "nccl.cpp", "nccl_windows.cpp", "runtime.cpp", "transports.cpp"]
+SOURCES = ["bindings.cpp", "ce.cpp", "nccl.cpp", "nccl_windows.cpp", "runtime.cpp", "transports.cpp"]
 
 
 def include_folders() -> list[str] | None:
@@ -47,11 +49,12 @@ def load() -> Any:
 
     folder = ROOT / "build" / "simulated_cuda"
     folder.mkdir(parents=True, exist_ok=True)
+    write_ce_mutants(ROOT / "csrc" / "transport_ce.cpp", folder)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return cpp_extension.load(
         name="rtp_simulated_cuda",
         sources=[str(HERE / source) for source in SOURCES],
-        extra_include_paths=include_folders(),
+        extra_include_paths=[str(folder), *(include_folders() or [])],
         extra_cflags=["-std=c++20", "-O1", "-g0", "-fvisibility=hidden", "-DRTP_WITH_CUDA"],
         build_directory=str(folder),
         with_cuda=False,

@@ -7,6 +7,8 @@
 #include "transport_nccl.h"
 #include "transport_nccl_put.h"
 
+void bind_ce(pybind11::module_& m);  // ce.cpp
+
 namespace {
 
 using namespace rtp;
@@ -210,4 +212,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_runtime(m);
   bind_communicators(m);
   bind_transports(m);
+  bind_ce(m);
 }

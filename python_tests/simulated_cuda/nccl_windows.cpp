@@ -6,6 +6,7 @@
 #include "nccl_library.h"
 #include "nccl_memory.h"
 #include "nccl_operations.h"
+#include "symmetric_memory.h"
 
 namespace simulated {
 namespace {
@@ -152,12 +153,10 @@ ncclResult_t ncclMemAlloc(void** memory, size_t bytes) {
   world().registrable[*memory] = bytes;
   return ncclSuccess;
 }
+// It lives on, as memory that peers have mapped does.
 ncclResult_t ncclMemFree(void* memory) {
-  {
-    const std::lock_guard lock(world().mutex);
-    world().registrable.erase(memory);
-  }
-  cudaFree(memory);
+  const std::lock_guard lock(world().mutex);
+  world().registrable.erase(memory);
   return ncclSuccess;
 }
 ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, size_t bytes, void** handle) {
@@ -190,6 +189,10 @@ void* rtp::find_nccl_function(const char* name) {
   const std::lock_guard lock(world().mutex);
   const auto found = functions.find(name);
   return found == functions.end() || world().controls.version < found->second.first ? nullptr : found->second.second;
+}
+
+at::Tensor rtp::allocate_symmetric(int64_t bytes, at::Device device) {
+  return allocate_registrable(bytes, device, {}).narrow(0, 0, bytes);
 }
 
 at::Tensor rtp::allocate_registrable(int64_t bytes, at::Device device, PoolId) {

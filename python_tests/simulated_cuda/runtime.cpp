@@ -72,6 +72,7 @@ void dawdle() {
   {
     const std::lock_guard lock(world().mutex);
     if (world().controls.delay_us > 0) time = static_cast<int>(world().random() % (world().controls.delay_us + 1));
+    if (time > 0 && world().random() % 16 == 0) time *= 8;  // now and then one is far behind the others
   }
   if (time > 0) std::this_thread::sleep_for(std::chrono::microseconds(time));
 }
@@ -141,6 +142,20 @@ CUresult CUDAAPI write_value64(CUstream stream, CUdeviceptr address, cuuint64_t 
   return CUDA_SUCCESS;
 }
 
+CUresult CUDAAPI batch_mem_op(CUstream stream, unsigned int count, CUstreamBatchMemOpParams* operations, unsigned int) {
+  for (const auto* operation = operations; operation != operations + count; ++operation) {
+    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    if (operation->operation == CU_STREAM_MEM_OP_WAIT_VALUE_64) {
+      const auto& wait = operation->waitValue;
+      result = wait_value64(stream, wait.address, wait.value64, wait.flags);
+    } else if (operation->operation == CU_STREAM_MEM_OP_WRITE_VALUE_64) {
+      result = write_value64(stream, operation->writeValue.address, operation->writeValue.value64, 0);
+    }
+    if (result != CUDA_SUCCESS) return result;
+  }
+  return CUDA_SUCCESS;
+}
+
 }  // namespace
 }  // namespace simulated
 
@@ -175,6 +190,22 @@ cudaError_t cudaSetDevice(int device) {
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0;
   *greatest = -5;
+  return cudaSuccess;
+}
+// The device is that of all ranks.
+cudaError_t cudaDeviceSynchronize() {
+  std::unique_lock lock(world().mutex);
+  if (world().controls.capturing) mistake("cudaDeviceSynchronize while a graph is captured");
+  wait_until(lock, [] {
+    for (const auto& [handle, stream] : streams()) {
+      if (!stream->queue.empty() || stream->busy) return false;
+    }
+    return true;
+  });
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
@@ -267,6 +298,10 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, enum cudaM
   enqueue(stream, [=] { copy(to, from, bytes); });
   return cudaSuccess;
 }
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, enum cudaMemcpyKind) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   enqueue(stream, [=] { std::memset(to, value, bytes); });
   return cudaSuccess;
@@ -278,6 +313,10 @@ cudaError_t cudaMemset(void* to, int value, size_t bytes) {
 #if CUDART_VERSION >= 13000
 cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* bytes, size_t count,
                                  struct cudaMemcpyAttributes*, size_t*, size_t, cudaStream_t stream) {
+  {
+    const std::lock_guard lock(world().mutex);
+    if (world().controls.capturing) mistake("cudaMemcpyBatchAsync cannot be captured");
+  }
   const std::vector<void*> targets(to, to + count);
   const std::vector<const void*> sources(from, from + count);
   const std::vector<size_t> sizes(bytes, bytes + count);
@@ -310,6 +349,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
   *function = nullptr;
   if (!world().controls.lacks_memory_ops) {
     if (name == "cuStreamWaitValue64") *function = reinterpret_cast<void*>(&wait_value64);
+    if (name == "cuStreamBatchMemOp") *function = reinterpret_cast<void*>(&batch_mem_op);
     if (name == "cuStreamWriteValue64") *function = reinterpret_cast<void*>(&write_value64);
   }
   *result = *function == nullptr ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
