@@ -25,7 +25,7 @@ KEYS = (
 # fmt: on
 
 
-def _output(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     """First line that a program prints, or None where it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
@@ -54,13 +54,13 @@ def environment_card(device: torch.device, command: str) -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "cpu": _cpu_name(),
         "cores": cores(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "cuda": torch.version.cuda if on_gpu else None,
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "nccl_settings": {key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")},
         "python": platform.python_version(),
-        "commit": _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": output_of("git", "describe", "--always", "--dirty", "--abbrev=12"),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
     }

@@ -7,6 +7,7 @@
 #include "ops/cross_entropy.h"
 #include "ops/embedding.h"
 #include "ops/experts.h"
+#include "ops/gemm.h"
 #include "ops/linear.h"
 #include "ops/mlp.h"
 #include "schedule.h"
@@ -253,6 +254,11 @@ void bind_operations(py::module_& m) {
              return Projection{input, layer, begin, end};
            }),
            py::arg("input"), py::arg("layer"), py::arg("begin"), py::arg("end"));
+  m.def(
+      "gemm",
+      [](const at::Tensor& out, const std::optional<at::Tensor>& in, const at::Tensor& a, const at::Tensor& b,
+         double alpha) { gemm(out, in.value_or(at::Tensor()), a, b, alpha); },
+      py::arg("out"), py::arg("in_"), py::arg("a"), py::arg("b"), py::arg("alpha"), py::call_guard<NoGil>());
   m.def("linear_forward", &linear_forward, py::arg("executor"), py::arg("inputs"), py::arg("parameters"),
         py::arg("bundle"), py::arg("projections"), py::arg("options"), py::call_guard<NoGil>());
   m.def(
