@@ -2,7 +2,7 @@
 
     python benchmarks/overlap.py                                     # GPU: emulated ring; CPU: two ranks over shm
     python benchmarks/overlap.py --link ce-local --budget 500
-    python benchmarks/overlap.py --link nccl-self --shapes llama3-8b --max-ctas 1,2,4,8,16
+    python benchmarks/overlap.py --link nccl-self:1,nccl-self:4,nccl-self:16 --shapes llama3-8b
     python benchmarks/overlap.py --device cpu --transport c10d --tokens 128
     torchrun --nproc-per-node 8 benchmarks/overlap.py --ring real --ranks 8
 
@@ -25,6 +25,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -43,16 +44,19 @@ from timing import Sample, everyones, gpu_state, sample
 
 import rtp_ext
 
-LINKS = ("ce-local", "ce-local:1", "ce-local:2", "ce-local:4", "sm-local", "nccl-self", "pcie")
+LINKS = r"ce-local(:[124])?|sm-local|nccl-self(:[1-9]\d*)?|pcie"  # a number: of streams, of CTAs
+PLAIN = "sm-local"  # what an emulated ring on a GPU is without a choice
 QUANTITIES = ("g1", "gr", "c", "ov", "base")
 PIECES_TIMED = 5  # passes that are timed GEMM by GEMM
 
 
 class Bench:
-    """The cases of one ring size on one rank."""
+    """The cases of one link (emulated ring) or one number of NCCL's CTAs (real ring) on one rank."""
 
-    def __init__(self, place: Place, args: argparse.Namespace, card: dict[str, Any], max_ctas: int | None) -> None:
-        self.place, self.args, self.card, self.max_ctas = place, args, card, max_ctas
+    def __init__(self, place: Place, args: argparse.Namespace, card: dict[str, Any], variant: Any) -> None:
+        self.place, self.args, self.card = place, args, card
+        self.link = variant if args.ring == "emulated" else None
+        self.max_ctas = variant if args.ring == "real" else None
         self.first = place.rank == 0
         self.rows: list[dict[str, Any]] = []
         self.left: list[str] = []
@@ -98,11 +102,10 @@ class Bench:
         self._layer = None
         if self._ring is not None:
             self._ring.close()
-        options = {} if self.max_ctas is None else {"max_ctas": self.max_ctas}
         if self.args.ring == "emulated":
-            self._ring = make_emulated(ranks, self.place.device, self.args.link, options)
+            self._ring = make_emulated(ranks, self.place.device, self.link)
         else:
-            more = {"transport_options": options} if options else {}
+            more = {} if self.max_ctas is None else {"transport_options": {"max_ctas": self.max_ctas}}
             self._ring = rtp_ext.Ring(self.place.mesh, transport=self.args.transport, route=self.args.route, **more)
             if self._ring.transport != "shm":
                 self._group = dist.new_group()
@@ -133,7 +136,7 @@ class Bench:
             direction=case.direction,
             strategy="rtp",
             transport=ring.transport,
-            link=self.args.link,
+            link=self.link or (PLAIN if self.args.ring == "emulated" and self.args.device == "cuda" else None),
             route=ring.route,
             dtype=self.args.dtype,
             graph=self.args.graph,
@@ -235,10 +238,9 @@ def run_cases(place: Place, args: argparse.Namespace) -> dict[str, Any]:
     card = environment_card(place.device, args.command)
     if place.device.type == "cpu" and place.ranks > 1:
         pin(place, args)
-    sweep = args.max_ctas or [None]
     rows, left = [], []
-    for max_ctas in sweep:
-        bench = Bench(place, args, card, max_ctas)
+    for variant in args.links or args.max_ctas or [None]:
+        bench = Bench(place, args, card, variant)
         if place.device.type == "cuda":
             with torch.cuda.stream(torch.cuda.Stream(place.device)):
                 bench.run(args.cases)
@@ -246,7 +248,7 @@ def run_cases(place: Place, args: argparse.Namespace) -> dict[str, Any]:
             bench.run(args.cases)
         bench.close()
         rows += bench.rows
-        left += bench.left
+        left += [name if variant is None else f"{name} {variant}" for name in bench.left]
     return {"rows": rows, "left": left}
 
 
@@ -294,10 +296,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ranks", **numbers, help="ring sizes")
     add("--directions", **names, default=list(DIRECTIONS))
     add("--ring", choices=("auto", "emulated", "real"), default="auto", help="auto: emulated on one GPU, real on CPU")
-    add("--link", help=f"of the emulated ring on a GPU: {', '.join(LINKS)} (default: that of the build)")
+    add("--link", dest="links", **names, help=f"of the emulated ring on a GPU: {LINKS}; one run of all cases for each")
     add("--transport", default="auto", help="of the real ring")
     add("--route", default="auto", help="of the real ring")
-    add("--max-ctas", **numbers, help="NCCL's CTAs, one run of all cases for each")
+    add("--max-ctas", **numbers, help="NCCL's CTAs in a real ring of GPUs, one run of all cases for each")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--slot-cap", type=int, help="bytes of a slot; 0: none (default: the ring's)")
     add("--graph", action="store_true", help="time replays of CUDA graphs")
@@ -330,10 +332,13 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     for name, least in (("tokens", 1), ("ranks", 2), ("max_ctas", 1)):
         if getattr(args, name) is not None and min(getattr(args, name)) < least:
             error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
-    if args.link is not None and (args.ring == "real" or not on_gpu):
+    if args.links and (args.ring == "real" or not on_gpu):
         error("--link is of an emulated ring on a GPU")
-    if args.link is not None and args.link not in LINKS:
-        error(f"unknown link {args.link!r}, expected one of {', '.join(LINKS)}")
+    for link in args.links or ():
+        if not re.fullmatch(LINKS, link):
+            error(f"unknown link {link!r}, expected one of {LINKS}")
+    if args.max_ctas and (args.ring == "emulated" or not on_gpu):
+        error("--max-ctas is of a real ring of GPUs; an emulated one has links such as nccl-self:4")
     if args.graph and not on_gpu:
         error("--graph needs a GPU")
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")

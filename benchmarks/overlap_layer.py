@@ -52,19 +52,13 @@ def expect_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None
         )
 
 
-def make_emulated(ranks: int, device: torch.device, link: str | None, options: dict[str, Any]) -> Ring:
-    """An emulated ring over `link` (None: the build's own), with options of its transport.
-
-    Raises:
-        ValueError: this build emulates no such link, or knows no options of it.
-    """
-    wanted: dict[str, Any] = {} if link is None else {"link": link}
-    wanted |= {"transport_options": options} if options else {}
-    known = inspect.signature(Ring.emulated).parameters
-    missing = [name for name in wanted if name not in known]
-    if missing:
-        raise ValueError(f"this build of rtp_ext emulates no ring with {missing[0]} {wanted[missing[0]]!r}")
-    return Ring.emulated(ranks, device=device, **wanted)
+def make_emulated(ranks: int, device: torch.device, link: str | None) -> Ring:
+    """An emulated ring over `link` (None: the build's own). Raises ValueError where the build emulates no links."""
+    if link is None:
+        return Ring.emulated(ranks, device=device)
+    if "link" not in inspect.signature(Ring.emulated).parameters:
+        raise ValueError(f"this build of rtp_ext emulates no link {link}")
+    return Ring.emulated(ranks, device=device, link=link)
 
 
 class Layer:
