@@ -1,4 +1,4 @@
-"""CuPy as a second opinion, with an NCCL communicator and products of its own; and arrays that change hands uncopied."""
+"""CuPy as a second opinion, with an NCCL communicator and products of its own; and arrays that nobody copies."""
 
 from typing import Any
 
