@@ -62,11 +62,11 @@ run() {
   return "$status"
 }
 
-# py SECONDS ARGUMENTS...: the same with Python, this tree's package, and the NCCL that was asked for.
+# py SECONDS ARGUMENTS...: the same with Python and the NCCL that was asked for.
 py() {
   local most="$1"
   shift
-  run "$most" env "${ENVIRONMENT[@]}" "$PYTHON" "$@"
+  run "$most" ${PRELOAD[@]+"${PRELOAD[@]}"} "$PYTHON" "$@"
 }
 
 finish() {
@@ -81,11 +81,12 @@ stop() {
   exit 2
 }
 
-ENVIRONMENT=("PYTHONPATH=$ROOT:$ROOT/python_tests" "PYTHONUNBUFFERED=1" "RTP_TEST_RECORD=$RESULTS")
-ENVIRONMENT+=("RTP_RACE_REPETITIONS=${RTP_RACE_REPETITIONS:-5}")
+export PYTHONPATH="$ROOT:$ROOT/python_tests" PYTHONUNBUFFERED=1 RTP_TEST_RECORD="$RESULTS"
+export RTP_RACE_REPETITIONS="${RTP_RACE_REPETITIONS:-5}"
+PRELOAD=()
 if [[ -n "${NCCL_LIBRARY:-}" ]]; then
   [[ -r "$NCCL_LIBRARY" ]] || stop "NCCL_LIBRARY=$NCCL_LIBRARY cannot be read"
-  ENVIRONMENT+=("LD_PRELOAD=$NCCL_LIBRARY")
+  PRELOAD=(env "LD_PRELOAD=$NCCL_LIBRARY")
 fi
 
 # --- build and say what this machine is -----------------------------------------------------------------------------
@@ -113,18 +114,7 @@ build() {
   run 20 nvidia-smi
   run 300 env "RTP_WITH_CUDA=1" "RTP_CUDA_ARCHITECTURES=${RTP_CUDA_ARCHITECTURES:-90a}" \
     "$PYTHON" setup.py build_ext --inplace || finish
-  py 60 -c "
-import json, sys
-sys.path.insert(0, 'benchmarks')
-import torch
-from card import environment_card
-from rtp_ext import _native
-card = environment_card(torch.device('cuda', 0), 'gpu_suite.sh $PART')
-compiled, loaded = map(_native.version_name, _native.nccl_versions())
-card |= {'nccl_compiled': compiled, 'nccl_loaded': loaded}
-print('torch', torch.__version__, 'CUDA', torch.version.cuda, 'NCCL', loaded, 'compiled against', compiled)
-json.dump(card, open('$OUT/$PART.card.json', 'w'), indent=1)
-" || finish
+  py 60 benchmarks/card.py "$OUT/$PART.card.json" || finish
   py 60 -m rtp_ext doctor
 }
 
@@ -137,8 +127,8 @@ tests() {
   py 200 -m pytest -q -rsf --durations=8 --junitxml="$OUT/several_ranks.xml" "$ranks"
   for tool in memcheck racecheck; do
     if ((DRY)) || command -v compute-sanitizer >/dev/null; then
-      run 90 env "${ENVIRONMENT[@]}" PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" \
-        --error-exitcode 9 "$PYTHON" -m pytest -q -x "${kernels[@]}"
+      run 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+        "$PYTHON" -m pytest -q -x "${kernels[@]}"
     else
       SUMMARY+=("not run: compute-sanitizer was not found ($tool)")
     fi
@@ -182,7 +172,7 @@ train() {
   local strategy
   py 200 benchmarks/compare.py --device cuda --ranks 1 --model llama-tiny --tokens 1024,8192 \
     --strategies rtp,rtp-fused,fsdp2,ddp,single --output "$RESULTS"
-  for strategy in single rtp rtp-fused; do
+  for strategy in single rtp rtp-recompute; do
     py 90 benchmarks/train_lm.py --device cuda --strategy "$strategy" --ranks 1 --steps 200 --dtype bfloat16 \
       --batch 16 --output "$RESULTS"
   done

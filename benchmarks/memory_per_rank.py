@@ -201,7 +201,7 @@ def print_table(lines: list[dict[str, Any]]) -> None:
         print(f"{line['strategy']:<16}{line['layers']:>8}{sizes}")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Memory of one rank. See the top of the file.")
     add = parser.add_argument
     add("--model", choices=SIZES, default="llama3-8b")
@@ -218,7 +218,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead")
     add("--one", help=argparse.SUPPRESS)  # measure this strategy in this process and print its line
     add("--as-typed", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     for strategy in args.strategies:
         if strategy not in (*OURS, *OTHERS):
             parser.error(f"unknown strategy {strategy!r}, expected some of {','.join((*OURS, *OTHERS))}")
