@@ -174,8 +174,18 @@ def measure(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def ran_out_of_memory(error: RuntimeError) -> bool:
+    """Also where a library says so in its own words."""
+    texts = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
+
+
+class Failed(RuntimeError):
+    """A strategy failed for another reason than memory."""
+
+
 def in_a_process_of_its_own(strategy: str, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The line of a strategy with as many layers as fit; None where not even one does."""
+    """The line of a strategy with as many layers as fit; None where not even one does. Raises Failed."""
     layers = args.layers
     while layers > 0:
         options = ["--one", strategy, "--layers", str(layers), "--as-typed", args.command]
@@ -186,7 +196,7 @@ def in_a_process_of_its_own(strategy: str, args: argparse.Namespace) -> dict[str
         if done.returncode == 0:
             return json.loads(done.stdout.strip().splitlines()[-1])
         if done.returncode != DOES_NOT_FIT:
-            sys.exit(f"{strategy} with {layers} layers failed with status {done.returncode}:\n{done.stdout}")
+            raise Failed(f"{strategy} with {layers} layers failed with status {done.returncode}: {done.stdout}")
         print(f"{strategy} does not fit with {layers} layers", flush=True)
         layers //= 2
     return None
@@ -244,16 +254,22 @@ def main() -> None:
     if args.one:
         try:
             print(json.dumps(measure(args.one, args)))
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
             print(error, file=sys.stderr)
             sys.exit(DOES_NOT_FIT)
         return
     output = (
         args.output or RESULTS / (args.machine or machine_name(torch.device(args.device))) / "memory_per_rank.jsonl"
     )
-    lines = []
+    lines, failures = [], []
     for strategy in args.strategies:
-        line = in_a_process_of_its_own(strategy, args)
+        try:
+            line = in_a_process_of_its_own(strategy, args)
+        except Failed as failure:
+            failures.append(str(failure))
+            continue
         if line is None:
             print(f"{strategy} does not fit at all")
             continue
@@ -262,6 +278,8 @@ def main() -> None:
     print_table(lines)
     keys = ("layers", "computed_tokens", "peak_bytes", "reserved_bytes", "transient_bytes")
     print(json.dumps({line["strategy"]: {key: line[key] for key in keys} for line in lines}), flush=True)
+    if failures:
+        sys.exit("\n".join(failures))
 
 
 if __name__ == "__main__":

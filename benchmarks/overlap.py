@@ -342,14 +342,18 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     if args.graph and not on_gpu:
         error("--graph needs a GPU")
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    world = [int(os.environ["WORLD_SIZE"])] if under_torchrun() else None
     if args.shapes or args.tokens or args.ranks:
-        defaults = (["llama3-8b"], [4096], [8]) if on_gpu else (["cpu-4k"], [128], [2])
+        defaults = (["llama3-8b"], [4096], world or [8]) if on_gpu else (["cpu-4k"], [128], world or [2])
         chosen = (
             given or default for given, default in zip((args.shapes, args.tokens, args.ranks), defaults, strict=True)
         )
         args.cases = grid(*chosen, args.directions)
     else:
         args.cases = gpu_cases(args.directions) if on_gpu else cpu_cases(args.directions)
+        args.cases = [case for case in args.cases if world is None or case.ranks in world]
+    if not args.cases:
+        error(f"no standard case has {world[0]} ranks: choose with --shapes, --tokens")
     ranks = max(case.ranks for case in args.cases)
     for case in args.cases:
         if case.n % case.ranks:

@@ -295,8 +295,10 @@ def _check_retries(cases, memory_per_rank, args):
     with cases.case("retries"):
         assert end_with(3, 3, 0) == ({"strategy": "ddp"}, [8, 4, 2])
         assert end_with(3, 3, 3, 3) == (None, [8, 4, 2, 1])
-        with pytest.raises(SystemExit, match="failed with status 1"):
+        with pytest.raises(memory_per_rank.Failed, match="failed with status 1"):
             end_with(1)
+        assert memory_per_rank.ran_out_of_memory(torch.OutOfMemoryError("CUDA"))
+        assert not memory_per_rank.ran_out_of_memory(RuntimeError("a wrong shape"))
 
 
 def _check_refusals(cases, memory_per_rank):

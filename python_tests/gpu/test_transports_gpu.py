@@ -21,6 +21,7 @@ import rtp_ext
 from rtp_ext.ring import TRANSPORTS
 
 ON_GPUS = ["nccl", "nccl-put", "ce", "c10d"]
+HELD_UP = 500  # microseconds, the most that a hop is held up in race tests
 UNAVAILABLE = "unavailable: "
 TIMEOUT = 45.0  # of a ring
 LIMIT = 60.0  # of a test
@@ -55,10 +56,11 @@ def _trains(rank, ranks, transport, log):
 
 
 def _rotates(rank, ranks, transport, log):
-    """Shards of unequal size visit every rank, on both routes and both ways; sums come home."""
+    """Shards of unequal size visit every rank, on both routes and both ways, and held up; sums come home."""
     share_gpu(rank, ranks, log)
     mesh = init_device_mesh("cuda", (ranks,))
-    for route in ("ring", "direct"):
+    for route, delay in (("ring", 0), ("direct", 0), ("ring", HELD_UP)):
+        os.environ["RTP_DEBUG_DELAY_US"] = str(delay)
         ring = _ring(mesh, transport, route=route)
         if isinstance(ring, str):
             return ring
@@ -66,16 +68,17 @@ def _rotates(rank, ranks, transport, log):
         def content(owner):
             return torch.arange(1000 * (owner + 1), device="cuda", dtype=torch.float64) + owner
 
+        name = f"route {route}, delay {delay}"
         for reverse in (False, True):
             for _ in range(3):  # nothing waits for the GPU in between
                 visits = [(owner, view.clone()) for owner, view in ring.rotate(content(rank), reverse=reverse)]
                 expected = [(rank + step if reverse else rank - step) % ranks for step in range(ranks)]
-                assert [owner for owner, _ in visits] == expected
+                assert [owner for owner, _ in visits] == expected, name
                 for owner, view in visits:
-                    assert torch.equal(view, content(owner)), f"{route}, reverse {reverse}: shard of {owner}"
+                    assert torch.equal(view, content(owner)), f"{name}, reverse {reverse}: shard of {owner}"
         for _ in range(3):
             total = ring.collect(lambda owner, partial: partial.add_(rank + 10 * owner), content(rank))
-            assert torch.equal(total, torch.full_like(total, sum(range(ranks)) + 10.0 * rank * ranks)), route
+            assert torch.equal(total, torch.full_like(total, sum(range(ranks)) + 10.0 * rank * ranks)), name
         ring.close()
     return None
 
