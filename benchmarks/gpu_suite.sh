@@ -11,10 +11,11 @@
 #   NCCL_LIBRARY=/path/libnccl.so.2   loaded before torch's own, so that torch and the extension share a newer one
 #   PYTHON=python3                    the interpreter that has torch
 #   RTP_RACE_REPETITIONS=200          of the race tests
+#   ONLY="one_process several_ranks sanitizer"   which of the tests
 set -uo pipefail
 
 usage() {
-  sed -n '2,13p' "$0" | sed 's/^# \{0,1\}//'
+  sed -n '2,14p' "$0" | sed 's/^# \{0,1\}//'
   exit 2
 }
 
@@ -122,9 +123,15 @@ build() {
 
 tests() {
   local ranks=python_tests/gpu/test_transports_gpu.py kernels=(python_tests/gpu/test_kernel*_gpu.py) tool
+  local only=" ${ONLY:-one_process several_ranks sanitizer} "
   [[ -e "${kernels[0]}" ]] || kernels=(python_tests/gpu/test_linear_gpu.py -k table)
-  py 220 -m pytest -q -rsf --durations=8 --junitxml="$OUT/one_process.xml" python_tests/gpu --ignore="$ranks"
-  py 200 -m pytest -q -rsf --durations=8 --junitxml="$OUT/several_ranks.xml" "$ranks"
+  if [[ "$only" == *" one_process "* ]]; then
+    py 220 -m pytest -q -rsf --durations=8 --junitxml="$OUT/one_process.xml" python_tests/gpu --ignore="$ranks"
+  fi
+  if [[ "$only" == *" several_ranks "* ]]; then
+    py 300 -m pytest -q -rsf --durations=8 --junitxml="$OUT/several_ranks.xml" "$ranks"
+  fi
+  [[ "$only" == *" sanitizer "* ]] || return
   for tool in memcheck racecheck; do
     if ((DRY)) || command -v compute-sanitizer >/dev/null; then
       run 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \

@@ -73,7 +73,7 @@ def milliseconds(ring, shard) -> float:
 @pytest.mark.parametrize("delay", [20, 200, LONGEST])
 @pytest.mark.parametrize("link", LINKS)
 def test_held_up_channels(link, delay, monkeypatch):
-    """Before every hop the channel waits up to `delay` microseconds: computes that do not wait for it read too early."""
+    """Before every hop the channel waits up to `delay` microseconds: what does not wait for it reads too early."""
     undisturbed = emulated(RANKS, link=link)
     monkeypatch.setenv("RTP_DEBUG_DELAY_US", str(delay))
     ring = emulated(RANKS, link=link)
