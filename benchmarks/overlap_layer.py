@@ -156,7 +156,7 @@ class Layer:
     def _products(self, pass_: str) -> list[tuple[str, tuple[Any, ...]]]:
         """Kind and operands of every GEMM of a pass, made once so that the host has little to do in between."""
         if pass_ not in self._known_products:
-            schedule = _native.make_schedule(self.ring.size, self.ring.rank, pass_=pass_, route=self.ring.route)
+            schedule = _native.make_schedule(self.ring.size, self.ring.rank, pass_=pass_)
             computes = [step for step in schedule.steps if step.action == "compute"]
             products = []
             for piece in self.pieces():
