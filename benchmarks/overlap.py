@@ -236,6 +236,9 @@ def captured(action: Callable[[], object]) -> Callable[[], object]:
 def run_cases(place: Place, args: argparse.Namespace) -> dict[str, Any]:
     """One rank's part of all cases of one ring size."""
     card = environment_card(place.device, args.command)
+    if place.rank == 0:
+        told = {key: card.get(key) for key in ("device", "gpus", "cores", "driver", "cuda", "torch", "nccl", "commit")}
+        print(", ".join(f"{key} {value}" for key, value in told.items() if value is not None), flush=True)
     if place.device.type == "cpu" and place.ranks > 1:
         pin(place, args)
     rows, left = [], []
