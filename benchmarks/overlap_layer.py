@@ -5,9 +5,10 @@
 What is timed, in forward and in backward (a step is one after the other):
 
     g1     y = x @ W.T                   dx = dy @ W, dW = dy.T @ x, in the dtype of x, as a plain layer computes them
-    gr     `rtp_ext._native.gemm`, which is what the operation itself calls, on R different shards in the order of the
+    gr     the engine's `gemm`, which is what the operation itself calls, on R different shards in the order of the
            schedule: y[:, j] = x @ W_j.T; dx += dy[:, j] @ W_j in float32 for 16-bit dtypes, and dy[:, j].T @ x into
-           float32 partials. With the casts of dx and of the own gradient at the end. No streams, events or hops.
+           float32 partials. With the casts of dx and of the own gradient at the end. No hops and no events; a second
+           stream where the operation, too, computes on two (`two_lanes`).
     c      passes of the engine over the same shards (`rtp_ext._native.Execution`) in which nobody computes. They must
            post as many hops and bytes as the operation, which is checked.
     ov     `rotated_linear`; its backward by torch.autograd.grad
@@ -16,8 +17,10 @@ What is timed, in forward and in backward (a step is one after the other):
            reduce-scatter of float32 gradients) on a group of its own, and g1.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +34,8 @@ from rtp_ext.functional._call import Call
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}  # of the largest value
 SAMPLED = 32  # rows that are compared
 GRADIENT = torch.float32  # what partial gradients travel in
+
+_gemm = getattr(_native, "kernels", _native).gemm
 
 # torch 2.14 renamed them
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,13 +57,24 @@ def expect_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None
         )
 
 
+def _half(step: Any, rows: slice) -> slice:
+    """The rows of a gradient that a wgrad adds to: all, or one half where it travels in two."""
+    middle = rows.start + (rows.stop - rows.start + 1) // 2
+    return (rows, slice(rows.start, middle), slice(middle, rows.stop))[getattr(step, "half", 0)]
+
+
 def make_emulated(ranks: int, device: torch.device, link: str | None) -> Ring:
-    """An emulated ring over `link` (None: the build's own). Raises ValueError where the build emulates no links."""
-    if link is None:
-        return Ring.emulated(ranks, device=device)
-    if "link" not in inspect.signature(Ring.emulated).parameters:
-        raise ValueError(f"this build of rtp_ext emulates no link {link}")
-    return Ring.emulated(ranks, device=device, link=link)
+    """An emulated ring over `link` (None: the build's own). Raises ValueError where the build emulates no links.
+
+    Nothing is prefetched: there is no layer before, under which the first hop could hide.
+    """
+    known = inspect.signature(Ring.emulated).parameters
+    options: dict[str, Any] = {"prefetch": 0} if "prefetch" in known else {}
+    if link is not None:
+        if "link" not in known:
+            raise ValueError(f"this build of rtp_ext emulates no link {link}")
+        options["link"] = link
+    return Ring.emulated(ranks, device=device, **options)
 
 
 class Layer:
@@ -89,15 +105,17 @@ class Layer:
         self._partials: dict[str, torch.Tensor] = {}
         self._known_products: dict[str, list[tuple[str, tuple[Any, ...]]]] = {}
         self._output: torch.Tensor | None = None
-        self._options = Call.of(
-            self.shard,
-            ring=ring,
-            name="hops alone",
-            in_place=False,
-            compute_dtype=None,
-            reduce_dtype=None,
-        ).options()
         self.gradient_dtype = torch.float64 if dtype == torch.float64 else GRADIENT
+        self._side: torch.cuda.Stream | None = None
+        call = Call.of(self.shard, ring=ring, name="hops alone", in_place=False, compute_dtype=None, reduce_dtype=None)
+        self.ov("forward")  # the ranks agree on how this layer travels
+        plan = getattr(ring, "plans", {}).get("rotated_linear")
+        if plan is not None:
+            if plan.route == "gather":
+                raise ValueError(f"expected a layer that rotates, got one that is gathered: {plan.reason}")
+            call.agreed = SimpleNamespace(plan=plan, serial=0)
+        self._options = call.options()
+        self.halves = plan is not None and plan.halves
 
     def _random(self, seed: int, *shape: int) -> torch.Tensor:
         device = self.ring.device
@@ -113,6 +131,16 @@ class Layer:
 
     def _columns(self, owner: int, piece: slice) -> slice:
         return slice(owner * self.rows + piece.start, owner * self.rows + piece.stop)
+
+    def two_lanes(self, pass_: str) -> bool:
+        """Whether the operation computes on two streams, as it does where GEMMs leave much of a GPU idle."""
+        if self.ring.device.type == "cpu" or not hasattr(_native, "wastes_last_wave"):
+            return False
+        processors = torch.cuda.get_device_properties(self.ring.device).multi_processor_count
+        tokens, k = self.x.shape
+        rows = max(piece.stop - piece.start for piece in self.pieces())
+        products = [(tokens, rows)] if pass_ == "forward" else [(tokens, k), (rows, k)]
+        return any(_native.wastes_last_wave(*product, processors) for product in products)
 
     def _partial(self, name: str, piece: slice) -> torch.Tensor:
         if name not in self._partials:
@@ -145,18 +173,32 @@ class Layer:
         torch.mm(self.dy.t(), self._inputs, out=self._dw)
 
     def gr(self, pass_: str, only: str | None = None) -> None:
-        """`only`: one kind of product, dgrad or wgrad."""
-        for kind, operands in self._products(pass_):
-            if only in (None, kind):
-                _native.gemm(*operands)
-        if pass_ == "backward" and only is None:
+        """`only`: one kind of product, dgrad or wgrad, on one stream."""
+        products = self._products(pass_)
+        if only is not None:
+            for kind, _, operands in products:
+                if kind == only:
+                    _gemm(*operands)
+            return
+        side = any(lane for _, lane, _ in products)
+        if side:
+            self._side = self._side or torch.cuda.Stream(self.ring.device)
+            self._side.wait_stream(torch.cuda.current_stream())
+        for _, lane, operands in products:
+            with torch.cuda.stream(self._side) if lane else contextlib.nullcontext():
+                _gemm(*operands)
+        if side:
+            torch.cuda.current_stream().wait_stream(self._side)
+        if pass_ == "backward":
             self._sum.to(self.dtype)
             self._partials["gradient home"].to(self.dtype)
 
-    def _products(self, pass_: str) -> list[tuple[str, tuple[Any, ...]]]:
-        """Kind and operands of every GEMM of a pass, made once so that the host has little to do in between."""
+    def _products(self, pass_: str) -> list[tuple[str, int, tuple[Any, ...]]]:
+        """Kind, lane and operands of every GEMM of a pass, made once so that the host has little to do in between."""
         if pass_ not in self._known_products:
-            schedule = _native.make_schedule(self.ring.size, self.ring.rank, pass_=pass_)
+            variants = {"halves": self.halves, "two_lanes": self.two_lanes(pass_)}
+            wanted = {name: True for name, on in variants.items() if on}
+            schedule = _native.make_schedule(self.ring.size, self.ring.rank, pass_=pass_, **wanted)
             computes = [step for step in schedule.steps if step.action == "compute"]
             products = []
             for piece in self.pieces():
@@ -164,10 +206,12 @@ class Layer:
                     weight = self.whole[self._columns(step.owner, piece)]
                     partials = None
                     if step.compute == "wgrad":
-                        arrived = None if step.gradient_in is None else self._partial(step.gradient_in, piece)
-                        partials = arrived, self._partial(step.gradient_out, piece)
+                        rows = _half(step, piece)
+                        arrived = None if step.gradient_in is None else self._partial(step.gradient_in, rows)
+                        partials = arrived, self._partial(step.gradient_out, rows)
                     starts = number == 0 and piece.start == 0
-                    products.append((step.compute, self._operands(step, piece, weight, partials, starts)))
+                    operands = self._operands(step, piece, weight, partials, starts)
+                    products.append((step.compute, getattr(step, "lane", 0), operands))
             self._known_products[pass_] = products
         return self._known_products[pass_]
 
@@ -178,6 +222,7 @@ class Layer:
             return self._y[:, columns], None, self._inputs, weight.t(), 1.0
         if step.compute == "dgrad":
             return self._sum, None if starts else self._sum, self.dy[:, columns], weight, 1.0
+        columns = self._columns(step.owner, _half(step, piece))
         return partials[1], partials[0], self.dy[:, columns].t(), self._inputs, 1 / self.ring.size
 
     def c(self, pass_: str) -> None:
@@ -228,7 +273,7 @@ class Layer:
                     weight = execution.weight()[0]
                 operands = self._operands(step, piece, weight, partials, starts)
                 watch.start(step.compute)
-                _native.gemm(*operands)
+                _gemm(*operands)
                 watch.stop()
                 starts = False
         return watch.totals()

@@ -30,13 +30,14 @@ class Times:
     t_gemm_ov: float
 
 
-def metrics(times: Times) -> dict[str, float | None]:
+def metrics(times: Times, *, one_stream: bool = True) -> dict[str, float | None]:
     """Efficiencies and losses of one case; None where a ratio has no meaning, as without hops.
 
     e_hide    1: all that can be hidden is hidden; 0: as slow as one after the other; below 0: overlapping harms
     e_ect     the share of what fetching first costs beyond t_g1 that is saved (as Flux defines it, arXiv 2406.06858)
     ceiling   the most that GEMMs unsplit, or the hops alone, take: no version is faster
-    losses    t_ov - t_g1 = split + interference + exposed, where there is one compute stream
+    losses    t_ov - t_g1 = split + interference + exposed; on two compute streams GEMMs overlap, and the last two
+              mean nothing
     """
     t = times
     hidden = t.t_gr + t.t_c - t.t_ov
@@ -48,8 +49,8 @@ def metrics(times: Times) -> dict[str, float | None]:
         "ceiling_us": ceiling,
         "ceiling_percent": 100 * ceiling / t.t_ov,
         "loss_split_us": t.t_gr - t.t_g1,
-        "loss_interference_us": t.t_gemm_ov - t.t_gr,
-        "loss_exposed_us": t.t_ov - t.t_gemm_ov,
+        "loss_interference_us": t.t_gemm_ov - t.t_gr if one_stream else None,
+        "loss_exposed_us": t.t_ov - t.t_gemm_ov if one_stream else None,
     }
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import overlap
 import overlap_cases
 import overlap_layer
+import overlap_options
 import pytest
 import timing
 import torch
@@ -64,6 +65,8 @@ def test_perfect_serial_and_harmful_overlap():
     # where hops take longer than GEMMs, they are the ceiling
     bound = metrics(Times(50.0, 60.0, 200.0, 210.0, 250.0, 60.0))
     assert bound["ceiling_us"] == 200.0 and bound["e_hide"] == pytest.approx(50 / 60)
+    lanes = metrics(Times(50.0, 60.0, 20.0, 55.0, 80.0, 70.0), one_stream=False)
+    assert lanes["loss_interference_us"] is lanes["loss_exposed_us"] is None and lanes["loss_split_us"] == 10.0
     without = metrics(Times(50.0, 60.0, 0.0, 60.0, 50.0, 60.0))
     assert without["e_hide"] is None and without["e_ect"] is None
 
@@ -130,7 +133,7 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys):
 def _measures(rank, ranks, transport, file):
     options = ["--device", "cpu", "--shapes", "cpu-tiny", "--tokens", "16", "--ranks", str(ranks), "--share-cores"]
     options += ["--transport", transport, "--seconds", "0", "--iterations", "2", "--output", file]
-    args = overlap.parse_arguments(options)
+    args = overlap_options.parse_arguments(options)
     assert args.ring == "real"
     place = Place(rank, ranks, CPU, init_device_mesh("cpu", (ranks,)))
     return overlap.run_cases(place, args)["rows"]
@@ -149,7 +152,7 @@ def test_real_ranks(tmp_path, transport, base):
 
 
 def measure(tmp_path, *options):
-    args = overlap.parse_arguments(
+    args = overlap_options.parse_arguments(
         [*TINY, "--seconds", "0", "--iterations", "1", "--output", str(tmp_path / "o.jsonl"), *options]
     )
     return overlap.run_cases(ALONE, args), args
@@ -215,7 +218,7 @@ def test_shards_that_travel_in_pieces(tmp_path):
 )
 def test_absurd_wishes_are_refused(options, message, capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
-        overlap.parse_arguments([*TINY, "--output", str(tmp_path / "o.jsonl"), *options])
+        overlap_options.parse_arguments([*TINY, "--output", str(tmp_path / "o.jsonl"), *options])
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -223,11 +226,11 @@ def test_links_are_checked_as_if_there_were_a_gpu(monkeypatch, capsys, tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     options = ["--ring", "emulated", "--output", str(tmp_path / "o.jsonl"), "--link"]
     good = "ce-local,ce-local:4,sm-local,nccl-self,nccl-self:16,pcie"
-    args = overlap.parse_arguments([*options, good])
+    args = overlap_options.parse_arguments([*options, good])
     assert args.links == good.split(",") and args.dtype == "bfloat16" and len(args.cases) > 30
     for bad in ("ce-local:3", "nccl-self:0", "nvlink", "model"):
         with pytest.raises(SystemExit):
-            overlap.parse_arguments([*options, bad])
+            overlap_options.parse_arguments([*options, bad])
         assert f"unknown link '{bad}'" in capsys.readouterr().err
     if "link" not in overlap_layer.inspect.signature(rtp_ext.Ring.emulated).parameters:
         with pytest.raises(ValueError, match="emulates no link pcie"):
@@ -350,7 +353,7 @@ def test_the_suite_says_what_it_would_run(part, tmp_path, monkeypatch):
         budgets = 0.0
         for options in wished:
             options[options.index("--output") + 1] = str(tmp_path / "o.jsonl")
-            args = overlap.parse_arguments(options)
+            args = overlap_options.parse_arguments(options)
             assert args.links and args.cases
             budgets += args.budget
         assert wished and budgets + 150 <= 540, "leaves time to build and to start"
