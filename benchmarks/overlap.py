@@ -49,16 +49,25 @@ PIECES_TIMED = 5  # passes that are timed GEMM by GEMM
 
 
 class Bench:
-    """The cases of one link (emulated ring) or one number of NCCL's CTAs (real ring) on one rank."""
+    """The cases of one link (emulated ring) or one number of NCCL's CTAs (real ring) on one rank.
 
-    def __init__(self, place: Place, args: argparse.Namespace, card: dict[str, Any], variant: Any) -> None:
-        self.place, self.args, self.card = place, args, card
+    `g1`: what was measured of it already, by shape, tokens and direction: it depends on nothing else.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        args: argparse.Namespace,
+        card: dict[str, Any],
+        variant: Any,
+        g1: dict[tuple[str, int, str], Sample],
+    ) -> None:
+        self.place, self.args, self.card, self._g1 = place, args, card, g1
         self.link = variant if args.ring == "emulated" else None
         self.max_ctas = variant if args.ring == "real" else None
         self.first = place.rank == 0
         self.rows: list[dict[str, Any]] = []
         self.left: list[str] = []
-        self._g1: dict[tuple[str, int, str], Sample] = {}
         self._ring: rtp_ext.Ring | None = None
         self._layer: tuple[tuple, Layer] | None = None
         self._group: dist.ProcessGroup | None = None
@@ -241,9 +250,9 @@ def run_cases(place: Place, args: argparse.Namespace) -> dict[str, Any]:
         print(", ".join(f"{key} {value}" for key, value in told.items() if value is not None), flush=True)
     if place.device.type == "cpu" and place.ranks > 1:
         pin(place, args)
-    rows, left = [], []
+    rows, left, g1 = [], [], {}
     for variant in args.links or args.max_ctas or [None]:
-        bench = Bench(place, args, card, variant)
+        bench = Bench(place, args, card, variant, g1)
         if place.device.type == "cuda":
             with torch.cuda.stream(torch.cuda.Stream(place.device)):
                 bench.run(args.cases)
