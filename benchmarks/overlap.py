@@ -39,7 +39,7 @@ from overlap_layer import Layer, make_emulated
 from overlap_metrics import Times, metrics, model
 from overlap_options import parse_arguments
 from strategies import DTYPES
-from timing import Sample, everyones, gpu_state, sample
+from timing import Sample, everyones, gpu_state, samples
 
 import rtp_ext
 
@@ -51,7 +51,7 @@ PIECES_TIMED = 5  # passes that are timed GEMM by GEMM
 class Bench:
     """The cases of one link (emulated ring) or one number of NCCL's CTAs (real ring) on one rank.
 
-    `g1`: what was measured of it already, by shape, tokens and direction: it depends on nothing else.
+    `g1`: what was measured of it already, by shape, tokens and direction: on a GPU it is measured once.
     """
 
     def __init__(
@@ -156,16 +156,16 @@ class Bench:
         passes = PASSES[case.direction]
         layer.check(case.direction)
         layer.check_hops(passes)
-        samples = {name: self.quantity(name, case, layer) for name in QUANTITIES}
+        taken = self.quantities(case, layer)
         state = gpu_state() if self.place.device.type == "cuda" else {}
         gemms = self.gemms(layer, passes)
-        times = Times(*(samples[name].median for name in QUANTITIES), sum(gemms.values()))
+        times = Times(*(taken[name].median for name in QUANTITIES), sum(gemms.values()))
         two_lanes = any(layer.two_lanes(pass_) for pass_ in passes)
         row = self.line(case, ring) | metrics(times, one_stream=not two_lanes)
         row |= {"two_lanes": two_lanes, "gradient_halves": layer.halves}
-        for name, taken in samples.items():
-            row |= {f"t_{name}_us": taken.median, f"t_{name}_p20_us": taken.p20, f"t_{name}_p80_us": taken.p80}
-        ov = samples["ov"]
+        for name, each in taken.items():
+            row |= {f"t_{name}_us": each.median, f"t_{name}_p20_us": each.p20, f"t_{name}_p80_us": each.p80}
+        ov = taken["ov"]
         row |= {"t_gemm_ov_us": times.t_gemm_ov, "iterations": ov.count, "seconds": self.args.seconds}
         row |= {"base": "hops" if self._group is None else "all_gather", "pieces": len(layer.pieces())}
         if case.direction == "step":
@@ -174,7 +174,7 @@ class Bench:
         bytes_ = shard * layer.dtype.itemsize, shard * layer.gradient_dtype.itemsize
         row |= {"weight_hop_bytes": bytes_[0], "gradient_hop_bytes": bytes_[1]}
         row |= {"slot_bytes": sum(ring.slot_count(channel).peak_bytes for channel in ("weight", "gradient"))}
-        row |= {"tflops": self.tflops(case, samples["g1"].median), "threads": torch.get_num_threads()}
+        row |= {"tflops": self.tflops(case, taken["g1"].median), "threads": torch.get_num_threads()}
         row |= {"cores_per_rank": self.args.cores_per_rank, "cores_shared": self.args.cores_shared}
         row |= state
         if self.place.device.type == "cuda":
@@ -186,15 +186,13 @@ class Bench:
         products = sum({"forward": 1, "backward": 2}[pass_] for pass_ in PASSES[case.direction])
         return 2 * products * case.n * case.k * case.tokens / t_g1 / 1e6
 
-    def quantity(self, name: str, case: Case, layer: Layer) -> Sample:
+    def quantities(self, case: Case, layer: Layer) -> dict[str, Sample]:
         key = case.shape, case.tokens, case.direction
-        if name == "g1" and key in self._g1:
-            return self._g1[key]
-        action = self.action(name, case.direction, layer)
-        taken = sample(action, self.place, seconds=self.args.seconds, iterations=self.args.iterations)
-        if name == "g1":
-            self._g1[key] = taken
-        return taken
+        known = {"g1": self._g1[key]} if key in self._g1 and self.place.device.type == "cuda" else {}
+        actions = {name: self.action(name, case.direction, layer) for name in QUANTITIES if name not in known}
+        taken = samples(actions, self.place, seconds=self.args.seconds, iterations=self.args.iterations) | known
+        self._g1[key] = taken["g1"]
+        return {name: taken[name] for name in QUANTITIES}
 
     def action(self, name: str, direction: str, layer: Layer) -> Callable[[], object]:
         if name == "ov" and direction == "step":
@@ -221,12 +219,13 @@ class Bench:
     def products(self, layer: Layer, passes: tuple[str, ...]) -> dict[str, dict[str, float]]:
         """The time of one shard GEMM of each kind, without hops: what the model is made of."""
         kinds = {"forward": ("forward",), "backward": ("dgrad", "wgrad")}
+        actions = {
+            f"{pass_} {kind}": lambda p=pass_, k=kind: layer.gr(p, k) for pass_ in passes for kind in kinds[pass_]
+        }
         short = {"seconds": self.args.seconds / 3, "iterations": max(1, self.args.iterations // 2)}
+        taken = samples(actions, self.place, **short)
         return {
-            pass_: {
-                kind: sample(lambda p=pass_, k=kind: layer.gr(p, k), self.place, **short).median / layer.ring.size
-                for kind in kinds[pass_]
-            }
+            pass_: {kind: taken[f"{pass_} {kind}"].median / layer.ring.size for kind in kinds[pass_]}
             for pass_ in passes
         }
 

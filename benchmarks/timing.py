@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from launch import Place, gather
 
 WARMUP = 3
 MOST = 2000  # iterations of one quantity
+ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,27 @@ def everyones(values: list[float], place: Place) -> torch.Tensor:
     return torch.tensor([values], dtype=torch.float64) if place.ranks == 1 else gather(values, place)
 
 
-def sample(action: Callable[[], object], place: Place, *, seconds: float, iterations: int) -> Sample:
-    """Times `action` for at least `seconds` and at least `iterations` times, after WARMUP ones. Collective.
+def samples(
+    actions: Mapping[str, Callable[[], object]], place: Place, *, seconds: float, iterations: int
+) -> dict[str, Sample]:
+    """Times every action for at least `seconds` and at least `iterations` times, after WARMUP ones. Collective.
 
-    On a GPU iterations follow each other without a pause on the current stream, between one pair of events each; the
-    host does not wait in between. On CPUs a barrier of the ranks precedes each.
+    They take turns, ROUNDS times, so that what the machine does meanwhile hits all of them. On a GPU the iterations of
+    a turn follow each other without a pause on the current stream, between one pair of events each; the host does not
+    wait in between. On CPUs a barrier of the ranks precedes each.
     """
-    for _ in range(WARMUP):
-        action()
-    estimate = everyones([sum(_run(action, place, 2)) / 2e6], place).max().item()
-    count = max(iterations, min(MOST, math.ceil(seconds / max(estimate, 1e-7))))
-    return Sample.of(everyones(_run(action, place, count), place))
+    counts = {}
+    for name, action in actions.items():
+        for _ in range(WARMUP):
+            action()
+        estimate = everyones([sum(_run(action, place, 2)) / 2e6], place).max().item()
+        counts[name] = max(iterations, min(MOST, math.ceil(seconds / max(estimate, 1e-7))))
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for turn in range(ROUNDS):
+        for name, action in actions.items():
+            share = counts[name] * (turn + 1) // ROUNDS - len(times[name])
+            times[name] += _run(action, place, share)
+    return {name: Sample.of(everyones(taken, place)) for name, taken in times.items()}
 
 
 def _run(action: Callable[[], object], place: Place, count: int) -> list[float]:
