@@ -45,6 +45,7 @@ import rtp_ext
 
 PLAIN = "sm-local"  # what an emulated ring on a GPU is without a choice
 QUANTITIES = ("g1", "gr", "c", "ov", "base")
+STEADY = 1.2  # p80 over p20 of any quantity, above which differences of times say little
 PIECES_TIMED = 5  # passes that are timed GEMM by GEMM
 
 
@@ -165,6 +166,7 @@ class Bench:
         row |= {"two_lanes": two_lanes, "gradient_halves": layer.halves}
         for name, each in taken.items():
             row |= {f"t_{name}_us": each.median, f"t_{name}_p20_us": each.p20, f"t_{name}_p80_us": each.p80}
+        row |= {"spread": max(each.p80 / each.p20 for each in taken.values())}
         ov = taken["ov"]
         row |= {"t_gemm_ov_us": times.t_gemm_ov, "iterations": ov.count, "seconds": self.args.seconds}
         row |= {"base": "hops" if self._group is None else "all_gather", "pieces": len(layer.pieces())}
@@ -283,12 +285,13 @@ def print_row(row: dict[str, Any]) -> None:
     ctas = "" if row["max_ctas"] is None else f" {row['max_ctas']} CTAs"
     lost = {name: row[f"loss_{name}_us"] for name in ("split", "interference", "exposed")}
     losses = ", ".join(f"{name} {value:.0f}" for name, value in lost.items() if value is not None)
+    unsteady = f"  UNSTEADY: p80 is {row['spread']:.1f} times p20" if row["spread"] > STEADY else ""
     lanes = " two lanes" if row["two_lanes"] else ""
     print(
         f"{row['case']} {link}{ctas}{' graph' if row['graph'] else ''}{lanes}\n"
         f"    us: {'  '.join(spread(name) for name in QUANTITIES)}\n"
         f"    {ratio('e_hide')}  {ratio('roofline')}  {ratio('e_ect')}  {row['ceiling_percent']:.0f} % of ceiling  "
-        f"loss us: {losses}  {row['tflops']:.3g} TFLOP/s in g1",
+        f"loss us: {losses}  {row['tflops']:.3g} TFLOP/s in g1{unsteady}",
         flush=True,
     )
     if "model_t_ov_us" in row:

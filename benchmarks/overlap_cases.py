@@ -21,7 +21,7 @@ DIRECTIONS = ("forward", "backward", "step")
 PASSES = {"forward": ("forward",), "backward": ("backward",), "step": ("forward", "backward")}
 TOKENS = (4096, 8192, 2048, 1024, 16384)
 POINT = 4096  # tokens of the shapes and ring sizes of which one point is measured
-CPU_TOKENS = (512, 128, 32)  # GEMMs that take much longer than a hop, about as long, and less
+CPU_TOKENS = (512, 64, 8)  # GEMMs that take much longer than a hop, about as long, and less
 
 
 @dataclass(frozen=True)
