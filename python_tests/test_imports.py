@@ -45,7 +45,7 @@ C_LAYERS = [
     {"prefetch"},
     {"executor"},
     {"ops"},
-    {"bindings_kernels"},
+    {"bindings_kernels", "bindings_schedule"},
     {"bindings"},
 ]
 C_MATES = {
