@@ -2,6 +2,8 @@
 
 #include <map>
 
+#include "symmetric_memory.h"
+
 namespace rtp {
 namespace {
 
@@ -22,7 +24,7 @@ class NcclTransport : public SupervisedTransport {
   at::Tensor allocate(Channel channel, int64_t bytes) override {
     if (!registered_) return SupervisedTransport::allocate(channel, bytes);
     const DeviceScope scope(device_);
-    const at::Tensor slot = allocate_registrable(bytes, device_, *registered_);
+    const at::Tensor slot = allocate_symmetric(bytes, device_);
     void* handle = nullptr;
     communicators_.call(static_cast<size_t>(channel), "transport nccl: registering a slot", [&](ncclComm_t comm) {
       RTP_NCCL_CHECK(ncclCommRegister(comm, slot.data_ptr(), static_cast<size_t>(slot.numel()), &handle));
@@ -58,7 +60,7 @@ class NcclTransport : public SupervisedTransport {
   }
 
  private:
-  std::optional<PoolId> registered_;
+  bool registered_;
   std::map<void*, void*> handles_;  // of registered slots
 };
 

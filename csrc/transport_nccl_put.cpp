@@ -4,6 +4,7 @@
 #include <map>
 
 #include "nccl_library.h"
+#include "symmetric_memory.h"
 
 namespace rtp {
 namespace {
@@ -44,9 +45,8 @@ struct Functions {
 
 class NcclPutTransport : public SupervisedTransport {
  public:
-  NcclPutTransport(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options,
-                   PoolId pool)
-      : SupervisedTransport(end, ids, options), pool_(pool) {
+  NcclPutTransport(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options)
+      : SupervisedTransport(end, ids, options) {
     try_out();
     start();
   }
@@ -61,7 +61,7 @@ class NcclPutTransport : public SupervisedTransport {
   // hops.
   at::Tensor allocate(Channel channel, int64_t bytes) override {
     const DeviceScope scope(device_);
-    const at::Tensor slot = allocate_registrable(bytes, device_, pool_);
+    const at::Tensor slot = allocate_symmetric(bytes, device_);
     void* window = nullptr;  // set once every rank has come
     communicators_.call(data(channel), "transport nccl-put: registering a slot", [&](ncclComm_t comm) {
       RTP_NCCL_CHECK(
@@ -124,7 +124,6 @@ class NcclPutTransport : public SupervisedTransport {
                         [&](ncclComm_t comm) { RTP_NCCL_CHECK(functions_.wait(1, &wanted, comm, stream)); });
   }
 
-  const PoolId pool_;
   const Functions functions_;
   std::map<void*, void*> windows_;  // of every slot
 };
@@ -139,11 +138,11 @@ std::optional<std::string> nccl_put_refusal() {
 }
 
 std::shared_ptr<Transport> make_nccl_put_transport(const RingEnd& end, const std::vector<std::string>& ids,
-                                                   const CommunicatorOptions& options, PoolId pool) {
+                                                   const CommunicatorOptions& options) {
   RTP_CHECK_VALUE(ids.size() == kNcclPutCommunicators, "transport nccl-put: expected ", kNcclPutCommunicators,
                   " unique ids, got ", ids.size());
   if (const auto refusal = nccl_put_refusal()) throw NcclError(concat("transport nccl-put: ", *refusal));
-  return std::make_shared<NcclPutTransport>(end, ids, options, pool);
+  return std::make_shared<NcclPutTransport>(end, ids, options);
 }
 
 }  // namespace rtp

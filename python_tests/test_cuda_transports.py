@@ -58,7 +58,13 @@ def linear(executor, layer, route, rank, ranks, features=(OUT, IN)):
     dys = [random(3, out, dtype=DTYPE, seed=1000 * layer + r) for r in range(ranks)]
     home = chunk(weight, ranks, rank).clone()
     options = _native.RotationOptions(
-        route=route, in_place=False, compute_dtype=DTYPE, reduce_dtype=DTYPE, slot_cap=0, halves=False, name=f"linear {layer}"
+        route=route,
+        in_place=False,
+        compute_dtype=DTYPE,
+        reduce_dtype=DTYPE,
+        slot_cap=0,
+        halves=False,
+        name=f"linear {layer}",
     )
     shape = _native.LinearShape(out, inputs, by_outputs=True, transposed=False)
     bundle = _native.LinearBundle([shape], [False])

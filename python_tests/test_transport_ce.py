@@ -59,7 +59,13 @@ class Rank:
         mine = [part[rank].clone() for part in wholes]
         sums = [torch.empty_like(part) for part in mine]
         options = _native.RotationOptions(
-            route=route, in_place=False, compute_dtype=DTYPE, reduce_dtype=DTYPE, slot_cap=0, halves=False, name=f"layer {layer}"
+            route=route,
+            in_place=False,
+            compute_dtype=DTYPE,
+            reduce_dtype=DTYPE,
+            slot_cap=0,
+            halves=False,
+            name=f"layer {layer}",
         )
         execution = _native.Execution.backward(self.executor, mine, shapes, sums, shapes, options, True, False)
         where = f"layer {layer}, {route}, rank {rank} of {ranks}"

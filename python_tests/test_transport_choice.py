@@ -40,7 +40,6 @@ def gpus(monkeypatch):
     device = SimpleNamespace(name="A GPU", total_memory=2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     monkeypatch.setattr(_connect, "_boot_id", lambda: "this host")
-    monkeypatch.setattr(_connect, "registrable_pool", lambda device: (1, 2))
     monkeypatch.setattr(_native, "nccl_versions", lambda: (23007, 23007))
     monkeypatch.setattr(_native, "nccl_unique_id", lambda: b"id")
     monkeypatch.setattr(_native, "ring_end", lambda *arguments: arguments)
