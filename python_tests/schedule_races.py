@@ -179,7 +179,7 @@ def _happens_before(ring: Ring, waits: list[Waits]) -> dict[Node, int]:
 
 
 def races(ring: Ring, without: Collection[str] = (), waits: list[Waits] | None = None) -> Iterator[str]:
-    """Pairs of accesses to one buffer, at least one of them a write, that nothing keeps in order; what outlasts the end.
+    """Pairs of accesses to one buffer, at least one of them a write, that nothing keeps in order; and late accesses.
 
     Args:
         without: names out of WAITS that the executor is supposed to have forgotten.

@@ -9,7 +9,8 @@ from itertools import product
 
 import pytest
 import torch
-from schedule_checks import case, violations
+from schedule_cases import case
+from schedule_checks import violations
 from schedule_races import LANES, WAITS, deadlocks, races
 
 from rtp_ext import schedule
@@ -101,9 +102,9 @@ def test_gradients_first_deadlock_one_communicator(ranks, bundle):
     assert list(deadlocks(ring, LANES["two communicators"], gradients_first)) == []
 
 
-# What the executor waits for is enough (test_every_schedule_is_right). Without one of these waits it is not. Two others,
-# for who wrote the target of a hop, are implied by the wait for who read it since; on one lane so are the waits of one
-# compute for another, and wgrads of two lanes overwrite nothing but what they have read on their own.
+# What the executor waits for is enough (test_every_schedule_is_right). Without one of these waits it is not. Two
+# others, for who wrote the target of a hop, are implied by the wait for who read it since. Those of one compute for
+# another are implied where both are on one lane, and where a hop lies between them.
 IMPLIED = {"hop for arrival in its target", "hop for the compute that wrote its target"}
 LANES_ONLY = {"compute for the compute that wrote what it uses", "compute for computes that read what it writes"}
 
@@ -238,8 +239,8 @@ def test_table_of_a_gathered_pass():
     title, what, rows = show(route="gather")
     assert title == "linear backward, 3 ranks, route gather, out of place"
     assert what == (
-        "each rank: 1 wgrad, 1 dgrad, 2 weight hops, 2 gradient hops; 0 weight slots, 2 gradient slots, "
-        "1 slot for the whole weight, 1 for the whole gradient"
+        "each rank: 1 wgrad, 1 dgrad, 2 weight hops, 2 gradient hops; "
+        "0 weight slots, 2 gradient slots, 1 whole weight, 1 whole gradient"
     )
     everything = ", ".join(f"weight whole {owner}" for owner in range(3))
     assert rows[0] == ["compute", "W1 to whole", "weight home", "weight whole 1"]
@@ -247,8 +248,8 @@ def test_table_of_a_gathered_pass():
     assert rows[5] == ["compute", "dgrad W", everything]
     assert rows[-1] == ["compute", "G1 to home", "gradient whole 1", "gradient home"]
     title, what, rows = show(route="gather", pass_="forward")
-    assert what == "each rank: 1 forward, 2 weight hops, 0 gradient hops; 0 weight slots, 0 gradient slots, " + (
-        "1 slot for the whole weight"
+    assert what == (
+        "each rank: 1 forward, 2 weight hops, 0 gradient hops; 0 weight slots, 0 gradient slots, 1 whole weight"
     )
 
 

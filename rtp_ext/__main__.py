@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_duration,
         default=0.5,
         metavar="T",
-        help="duration of a hop in the plot, where each compute takes 1; default: %(default)s",
+        help="duration of a shard's hop in the plot, where a product with it takes 1; default: %(default)s",
     )
     show.add_argument(
         "--copy-time",

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 from rtp_ext._native import Schedule, Step, make_schedule
 
-__all__ = ["BUNDLES", "OPERATIONS", "check_rank", "describe", "lane", "schedules", "table"]
+__all__ = ["ALL", "BUNDLES", "HALVES", "OPERATIONS", "check_rank", "describe", "lane", "schedules", "table"]
 
 BUNDLES = ("mlp", "cross_entropy", "experts")  # whose wgrad needs what dgrad of the same shard computed
 OPERATIONS = ("linear", "embedding", *BUNDLES)
+ALL = -1  # the owner of a product with every shard at once
+HALVES = ("", "a", "b")  # a gradient shard that travels as a whole, and its halves
 
 
 def schedules(
@@ -133,7 +135,7 @@ def describe(
     what += [_count(hops[channel], f"{channel} hop") for channel in hops]
     slots = [_count(first.weight_slots, "weight slot"), _count(first.gradient_slots, "gradient slot")]
     wholes = [channel for channel in hops if any(f"{channel} whole" in _named(step) for step in first.steps)]
-    slots += [f"1 {'slot ' if index == 0 else ''}for the whole {channel}" for index, channel in enumerate(wholes)]
+    slots += [f"1 whole {channel}" for channel in wholes]
     return (
         f"{op} {pass_}, {_count(first.ranks, 'rank')}, route {taken}, {variant}\n"
         f"each rank: {', '.join(what)}; {', '.join(slots)}"

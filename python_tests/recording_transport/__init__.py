@@ -76,14 +76,17 @@ class _Memory:
         return found
 
 
-def conflicts(records: Sequence[Any], without: Collection[str] = ()) -> list[str]:
+def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams: bool = False) -> list[str]:
     """Pairs of accesses to the same memory, at least one of them a write, that nothing keeps in order.
 
     Args:
         records: what the module's `records()` returned.
         without: names out of WAITS that are taken for not made.
+        streams: the hops of a channel run one after the other, as on a CUDA stream, and no channel waits for a hop.
     """
     ignored = {WAITS[name] for name in without}
+    if streams:
+        ignored |= {WAITS["channel after received"], WAITS["channel after sent"]}
     before = dict.fromkeys(range(4), 0)  # by lane: everything that has happened to it, as bits
     known: dict[tuple[int, str], int] = {}  # the same by mark, and by either end of a hop
     names: list[str] = []
@@ -117,8 +120,11 @@ def conflicts(records: Sequence[Any], without: Collection[str] = ()) -> list[str
         elif record.kind == "hop":
             seen = before[record.lane]
             text = f"{number} {record.text}"
-            known[record.id, "sent"] = seen | access(f"{text}, sent", seen, memory.pieces(record.reads), set())
-            known[record.id, "received"] = seen | access(f"{text}, received", seen, set(), memory.pieces(record.writes))
+            sent = seen | access(f"{text}, sent", seen, memory.pieces(record.reads), set())
+            received = seen | access(f"{text}, received", seen, set(), memory.pieces(record.writes))
+            if streams:
+                sent = received = before[record.lane] = sent | received
+            known[record.id, "sent"], known[record.id, "received"] = sent, received
         elif (compute, record.kind) not in ignored:
             before[record.lane] |= known[record.id, record.kind]
     return list(found)
