@@ -22,15 +22,16 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
-COMPUTE = (0, 1)  # lanes
-# The kinds of waits, by how the recording shows them: of whom, and for what
+COMPUTE, SIDE, CHANNELS = (0,), (1,), (2, 3)  # lanes
+# The kinds of waits: who waits, and for what
 WAITS = {
-    "compute after mark": (True, "mark"),
-    "channel after mark": (False, "mark"),
-    "compute after received": (True, "received"),
-    "channel after received": (False, "received"),
-    "compute after sent": (True, "sent"),
-    "channel after sent": (False, "sent"),
+    "compute after mark": (COMPUTE, "mark"),
+    "side after mark": (SIDE, "mark"),
+    "channel after mark": (CHANNELS, "mark"),
+    "compute after received": (COMPUTE + SIDE, "received"),
+    "channel after received": (CHANNELS, "received"),
+    "compute after sent": (COMPUTE + SIDE, "sent"),
+    "channel after sent": (CHANNELS, "sent"),
 }
 
 
@@ -84,9 +85,9 @@ def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams:
         without: names out of WAITS that are taken for not made.
         streams: the hops of a channel run one after the other, as on a CUDA stream, and no channel waits for a hop.
     """
-    ignored = {WAITS[name] for name in without}
     if streams:
-        ignored |= {WAITS["channel after received"], WAITS["channel after sent"]}
+        without = {*without, "channel after received", "channel after sent"}
+    ignored = {(lane, kind) for lanes, kind in map(WAITS.__getitem__, without) for lane in lanes}
     before = dict.fromkeys(range(4), 0)  # by lane: everything that has happened to it, as bits
     known: dict[tuple[int, str], int] = {}  # the same by mark, and by either end of a hop
     names: list[str] = []
@@ -110,7 +111,6 @@ def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams:
         return 1 << node
 
     for number, record in enumerate(records):
-        compute = record.lane in COMPUTE
         if record.kind == "memory":
             reads, writes = memory.pieces(record.reads), memory.pieces(record.writes)
             text = f"{number} {record.text} on lane {record.lane}"
@@ -125,6 +125,6 @@ def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams:
             if streams:
                 sent = received = before[record.lane] = sent | received
             known[record.id, "sent"], known[record.id, "received"] = sent, received
-        elif (compute, record.kind) not in ignored:
+        elif (record.lane, record.kind) not in ignored:
             before[record.lane] |= known[record.id, record.kind]
     return list(found)

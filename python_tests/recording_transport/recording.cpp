@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <set>
 
 #include "transport.h"
@@ -20,7 +21,7 @@ using Spans = std::vector<std::pair<uintptr_t, size_t>>;  // address, bytes
 
 // One line of the recording. `lane`: of computes 0 or 1; of hops the channel, weight 2 and gradient 3.
 struct Record {
-  std::string kind;  // memory, hop, mark, mark, received, sent (the last three: waits for what has this id)
+  std::string kind;  // memory, hop, marked; mark, received, sent: waits for what has this id
   int lane = 0;
   int64_t id = -1;  // of a mark or a hop
   std::string text;
@@ -74,7 +75,7 @@ class Recorder {
 
   std::vector<Record> records;
   int lane = 0;  // that computes
-  bool active = false;
+  std::optional<at::CallbackHandle> callback;
   int64_t next = 0;  // id
 
  private:
@@ -97,7 +98,7 @@ bool touches_no_memory(const std::string& name) {
 
 std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
   const auto schema = function.operator_schema();
-  if (!recorder->active || !schema || touches_no_memory(schema->name())) return nullptr;
+  if (!schema || touches_no_memory(schema->name())) return nullptr;
   Record record{"memory", recorder->lane, -1, schema->name(), {}, {}};
   const auto& returns = schema->returns();
   bool writes = false;
@@ -119,7 +120,7 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
 // Memory that an operator has made, and written on its lane.
 void after_operator(const at::RecordFunction& function, at::ObserverContext*) {
   const auto schema = function.operator_schema();
-  if (!recorder->active || !schema) return;
+  if (!schema) return;
   Record record{"memory", recorder->lane, -1, schema->name() + " (new)", {}, {}};
   const auto& returns = schema->returns();
   for (size_t index = 0; index < std::min(returns.size(), function.outputs().size()); ++index) {
@@ -226,12 +227,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("receives_anywhere") = true);
   m.def("start", [] {
     recorder = std::make_unique<Recorder>();
-    recorder->active = true;
+    recorder->callback = at::addGlobalCallback(at::RecordFunctionCallback(before_operator, after_operator)
+                                                   .needsInputs(true)
+                                                   .needsOutputs(true)
+                                                   .scopes({at::RecordScope::FUNCTION}));
   });
   m.def("records", [] { return recorder->records; });
-  m.def("stop", [] { recorder = std::make_unique<Recorder>(); });
-  at::addGlobalCallback(at::RecordFunctionCallback(before_operator, after_operator)
-                            .needsInputs(true)
-                            .needsOutputs(true)
-                            .scopes({at::RecordScope::FUNCTION}));
+  m.def("stop", [] {
+    if (recorder->callback) at::removeCallback(*recorder->callback);
+    recorder = std::make_unique<Recorder>();
+  });
 }
