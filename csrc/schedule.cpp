@@ -240,7 +240,7 @@ Buffer gather_weights(Builder& builder) {
   const Buffer whole = builder.whole(Channel::weight);
   builder.local(Action::copy, Channel::weight, builder.at(0), home, whole);
   for (int s = 1; s < builder.ranks(); ++s) {
-    builder.hop(Channel::weight, builder.at(s), builder.at(-s), builder.at(0), builder.at(-s), home, whole);
+    builder.hop(Channel::weight, builder.at(s), builder.at(-s), builder.at(0), builder.at(-s), whole, whole);
   }
   return whole;
 }

@@ -41,7 +41,7 @@ def _trains(rank, ranks, transport):
         rtp_ext.ring_of(model).close()
 
 
-@pytest.mark.parametrize("transport", ["nccl", "c10d"])
+@pytest.mark.parametrize("transport", ["ce", "nccl", "nccl-put", "c10d"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_trains_like_the_plain_model(ranks, transport):
     problem = _gpus_of(ranks)
