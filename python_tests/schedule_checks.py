@@ -11,7 +11,8 @@
     slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half; where
                     shards are gathered no weight slot, and one that holds all shards for each kind that is needed
     parts           a buffer is used as a whole or in halves, and each half has slots of its own
-    route           hops go to the neighbour, or weights come straight from their owner's home
+    route           hops go to the neighbour, or weights come straight from their owner's home (where shards are
+                    gathered, from its place in the whole)
     pairing         every send meets its receive at the same position on the peer, and both name the same shard or half
     contents        whatever is read is the shard that the step names
     overwritten     nobody overwrites a shard that a later step reads
@@ -162,8 +163,9 @@ def route(case: Case, ring: Ring) -> Iterator[str]:
             if step.action != "hop":
                 continue
             if case.taken != "ring" and step.channel == "weight":
-                if (step.send_owner, step.send, step.from_) != (rank, "weight home", step.receive_owner):
-                    yield f"rank {rank}, step {position}: expected home to send and the owner to be received from"
+                source = "weight whole" if case.gathers else "weight home"
+                if (step.send_owner, step.send, step.from_) != (rank, source, step.receive_owner):
+                    yield f"rank {rank}, step {position}: expected {source} to send and the owner to be received from"
             else:
                 up, down = (rank + 1) % case.ranks, (rank - 1) % case.ranks
                 to, from_ = (up, down) if case.pass_ == "forward" else (down, up)

@@ -47,6 +47,12 @@ def a_gathered_shard_lands_in_a_slot(ring):
     ring[1][hops(ring, 1, "weight")[0]].receive = "weight slot 0"
 
 
+@mutation(case(4, route="gather"), "route")
+def a_gathered_shard_leaves_from_home(ring):
+    for rank, steps in enumerate(ring):
+        steps[hops(ring, rank, "weight")[0]].send = "weight home"
+
+
 @mutation(GATHER, "contents", "gradients", "order")
 def a_gradient_of_the_whole_leaves_before_the_wgrad(ring):
     for rank in range(4):

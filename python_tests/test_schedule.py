@@ -244,7 +244,7 @@ def test_table_of_a_gathered_pass():
     )
     everything = ", ".join(f"weight whole {owner}" for owner in range(3))
     assert rows[0] == ["compute", "W1 to whole", "weight home", "weight whole 1"]
-    assert rows[1] == ["weight", "W1 -> 2, W0 <- 0", "weight home", "weight whole 0"]
+    assert rows[1] == ["weight", "W1 -> 2, W0 <- 0", "weight whole 1", "weight whole 0"]
     assert rows[5] == ["compute", "dgrad W", everything]
     assert rows[-1] == ["compute", "G1 to home", "gradient whole 1", "gradient home"]
     title, what, rows = show(route="gather", pass_="forward")

@@ -91,8 +91,8 @@ def test_timeline_of_a_gathered_pass(weight, gradient, copy):
         times = {"compute_time": compute, "hop_time": hops_of(weight, gradient), "copy_time": copy}
         whole = ranks * compute
         forward = schedule.schedules(ranks, route="gather")
-        assert duration(forward, **times) == pytest.approx(max(copy, (ranks - 1) * weight) + whole)
-        start = max(copy + whole, (ranks - 1) * weight)  # of dgrad
+        assert duration(forward, **times) == pytest.approx(copy + (ranks - 1) * weight + whole)
+        start = copy + max(whole, (ranks - 1) * weight)  # of dgrad
         summed = max(start + whole, copy + whole + gradient) + ranks * copy + (ranks - 2) * gradient
         backward = schedule.schedules(ranks, pass_="backward", route="gather")
         assert duration(backward, **times) == pytest.approx(summed if ranks > 1 else 2 * (copy + whole))

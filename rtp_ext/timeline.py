@@ -180,9 +180,9 @@ def timeline(
         backward                2 R compute + (R - 1) max(0, g - compute, w - 2 compute)
         the same in halves      2 R compute + (R - 1) max(0, g - 2 compute, w - 2 compute)
         backward of a bundle    R compute + R max(compute, hop) + copy, for R > 1 and w = g = hop
-        gathered forward        max(copy, (R - 1) w) + R compute
+        gathered forward        copy + (R - 1) w + R compute
         gathered backward       max(start + R compute, copy + R compute + g) + R copy + (R - 2) g, for R > 1, where
-                                start = max(copy + R compute, (R - 1) w)
+                                start = copy + max(R compute, (R - 1) w)
 
     Args:
         schedules: those of all ranks, in order, as `schedules` returns them.
