@@ -151,7 +151,7 @@ def test_modes_follow_the_route(gpus, wish, route, weight, gradient):
     told = {}
     gpus.setattr(_native, "set_ce_mode", lambda native, channel, mode: told.update({channel: mode}))
     ring = TwoRanks(ce_mode=wish)
-    ring.route = route
+    ring.hop_route = route
     choose_ce_modes(ring, "native ce")
     assert told == {"weight": weight, "gradient": gradient}
 
