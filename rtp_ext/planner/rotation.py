@@ -1,0 +1,298 @@
+"""What rotation holds: the slots and sharded states of the engine, byte for byte.
+
+The rules are those of csrc/schedule.cpp (slots of a pass), csrc/executor.cpp (layout of a slot, the pool, staging) and
+csrc/ops/common.cpp (pieces).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rtp_ext.planner.constants import check_at_least, check_known
+from rtp_ext.planner.model import ModelSpec
+
+SLOT_CAP = 64 << 20  # bytes; the default of rtp_ext.Ring
+_ALIGNMENT = 64  # bytes, of a part inside a slot
+KINDS = ("linear", "embedding", "bundle", "head")
+
+
+def shard_sizes(extent: int, ranks: int) -> list[int]:
+    """Rows of every rank's shard: ceil(extent / ranks) each, the last smaller or empty (DTensor's Shard)."""
+    chunk = -(-extent // ranks)
+    return [min(max(extent - rank * chunk, 0), chunk) for rank in range(ranks)]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A whole parameter of shape `shape`, cut along `dim`. A scalar is not cut."""
+
+    shape: tuple[int, ...]
+    dim: int = 0
+
+    def shard_elements(self, ranks: int) -> list[int]:
+        """Of every rank."""
+        if not self.shape:
+            return [1] * ranks
+        rest = math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
+        return [rest * size for size in shard_sizes(self.shape[self.dim], ranks)]
+
+    @property
+    def is_bias(self) -> bool:
+        return len(self.shape) < 2
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """One rotated operation: the weights that travel together, in order.
+
+    kind: `linear` (one layer, or several such as q, k, v), `embedding`, `bundle` (an MLP or experts, whose weight
+    gradients need what their input gradients compute) or `head` (vocabulary head and loss as one).
+    input_gradient: whether backward makes one; the first layer of a model makes none.
+    shared: the weights are those of an earlier operation too (a tied head), and count once among the states.
+    """
+
+    kind: str
+    weights: tuple[Weight, ...]
+    input_gradient: bool = True
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        check_known("kind of rotation", self.kind, KINDS)
+        if not self.weights:
+            raise ValueError("rotation: expected at least one weight, got none")
+
+    @property
+    def bundle(self) -> bool:
+        return self.kind in ("bundle", "head")
+
+    @property
+    def backward_weights(self) -> tuple[Weight, ...]:
+        """Those that travel in backward: a bundle's all, else the ones that input gradients are made with."""
+        if self.bundle:
+            return self.weights
+        if self.kind == "embedding" or not self.input_gradient:
+            return ()
+        return tuple(weight for weight in self.weights if not weight.is_bias)
+
+
+@dataclass(frozen=True)
+class RotationBytes:
+    """Bytes of one rank. Slots are those of the pool at its peak; `*_slot_sizes` lists them at the end of a step."""
+
+    weight_slots_bytes: int
+    gradient_slots_bytes: int
+    weight_slot_sizes: tuple[int, ...]
+    gradient_slot_sizes: tuple[int, ...]
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    optimizer_steps_bytes: int  # AdamW's step counters, float32 scalars on the host; not part of optimizer_bytes
+
+    @property
+    def slots_bytes(self) -> int:
+        return self.weight_slots_bytes + self.gradient_slots_bytes
+
+
+class _Pool:
+    """SlotPool of csrc/executor.cpp, one channel: bytes of what is free and leased, and the peak."""
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        self.bytes = 0
+        self.peak = 0
+
+    def lease(self, size: int) -> int:
+        self.free.sort()
+        found = next((slot for slot in self.free if slot >= size), None)
+        if found is not None:
+            self.free.remove(found)
+            return found
+        if self.free:  # all free slots are too small: the largest makes way
+            self.bytes -= self.free.pop()
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        return size
+
+
+def _slot_bytes(parts: Sequence[Weight], rows: Sequence[Sequence[int]], element: int) -> int:
+    """Of a slot that any owner's shard fits into. `rows`: elements of every part, by owner."""
+    ranks = len(rows[0]) if parts else 0
+    return max((sum(_align(part[owner] * element) for part in rows) for owner in range(ranks)), default=0)
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pieces(rotation: Rotation, ranks: int, cap: int, element: int) -> list[tuple[int, int]]:
+    """First row and number of rows of every piece that travels on its own; one if nothing is capped."""
+    main = rotation.weights[0]
+    matrices = sum(not weight.is_bias for weight in rotation.weights)
+    whole = main.shape[0] if rotation.kind == "embedding" and main.dim == 1 else -(-main.shape[0] // ranks)
+    capped = cap > 0 and rotation.kind != "bundle" and matrices == 1 and len(main.shape) == 2
+    if rotation.kind == "linear" and main.dim == 1:
+        capped = False
+    if not capped:
+        return [(0, max(whole, 1))]
+    if rotation.kind == "embedding":
+        row_elements = main.shape[1] if main.dim == 0 else -(-main.shape[1] // ranks)
+    else:
+        row_elements = main.shape[1] + (len(rotation.weights) - matrices)
+    rows = min(max(cap // max(row_elements * element, 1), 1), max(whole, 1))
+    return [(first, rows) for first in range(0, max(whole, 1), rows)]
+
+
+def _rows_of(weight: Weight, ranks: int, piece: tuple[int, int], pieces: int) -> list[int]:
+    """Elements of every owner's shard that lie in a piece."""
+    elements = weight.shard_elements(ranks)
+    if pieces == 1:
+        return elements
+    first, rows = piece
+    sizes = shard_sizes(weight.shape[0], ranks) if weight.dim == 0 else [weight.shape[0]] * ranks
+    return [
+        elements[owner] // size * min(max(size - first, 0), rows) if size else 0 for owner, size in enumerate(sizes)
+    ]
+
+
+def rtp_bytes(
+    rotations: Iterable[Rotation],
+    ranks: int,
+    *,
+    rank: int = 0,
+    others: Iterable[Weight] = (),
+    param_bytes: int = 4,
+    compute_bytes: int | None = None,
+    reduce_bytes: int = 4,
+    optimizer_moments: int = 2,
+    slot_cap: int = SLOT_CAP,
+    in_place: bool = False,
+    sends_anywhere: bool = True,
+    receives_anywhere: bool = True,
+) -> RotationBytes:
+    """Slots and states of one rank that trains with rotation.
+
+    Args:
+        rotations: all rotated operations of the model in the order of its forward; backward runs them in reverse.
+        others: parameters that do not rotate, such as those of norms; they are sharded along dimension 0.
+        param_bytes: of a value of the home shards; gradients and optimizer state have as many.
+        compute_bytes: of a value that travels, if shards are cast first (a staging slot holds the cast home shard).
+        reduce_bytes: of a value of a travelling gradient.
+        optimizer_moments: tensors of optimizer state for each parameter; 2 for AdamW.
+        slot_cap: of the ring; 0: none.
+        sends_anywhere, receives_anywhere: whether the transport takes any memory (nccl, c10d and the emulated one do)
+            or slots only (shm).
+
+    Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
+    parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. The pool keeps
+    them; a slot that is too small makes way. Sources: csrc/schedule.cpp, csrc/executor.cpp.
+    """
+    check_at_least("rtp_bytes", 1, ranks=ranks, param_bytes=param_bytes, reduce_bytes=reduce_bytes)
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rtp_bytes: expected 0 <= rank < {ranks}, got {rank}")
+    compute = compute_bytes or param_bytes
+    steps = list(rotations)
+    weights, gradients = _Pool(), _Pool()
+
+    def run(weight_size: int | None, gradient_size: int | None, whole: bool, bundle: bool) -> None:
+        cast = compute != param_bytes
+        moves = in_place and whole and not cast and sends_anywhere and receives_anywhere
+        leased: list[int] = []
+        if weight_size is not None:
+            count = min(1 if moves else 2, ranks - 1)
+            staged = cast or (ranks > 1 and not sends_anywhere)
+            leased = [weights.lease(weight_size) for _ in range(count + staged)]
+        if gradient_size is not None:
+            two = ranks > 2 or (ranks == 2 and (bundle or not receives_anywhere))
+            held = [gradients.lease(gradient_size) for _ in range(0 if ranks == 1 else 2 if two else 1)]
+            gradients.free += held
+        weights.free += leased
+
+    def size(parts: Sequence[Weight], piece: tuple[int, int], pieces: int, element: int) -> int | None:
+        return _slot_bytes(parts, [_rows_of(p, ranks, piece, pieces) for p in parts], element) if parts else None
+
+    for rotation in steps:
+        pieces = _pieces(rotation, ranks, slot_cap, max(compute, reduce_bytes))
+        for piece in pieces:
+            run(size(rotation.weights, piece, len(pieces), compute), None, len(pieces) == 1, rotation.bundle)
+    for rotation in reversed(steps):
+        pieces = _pieces(rotation, ranks, slot_cap, max(compute, reduce_bytes))
+        for piece in pieces:
+            run(
+                size(rotation.backward_weights, piece, len(pieces), compute),
+                size(rotation.weights, piece, len(pieces), reduce_bytes),
+                len(pieces) == 1,
+                rotation.bundle,
+            )
+
+    resident = [weight for rotation in steps if not rotation.shared for weight in rotation.weights]
+    states = [*resident, *others]
+    own = sum(weight.shard_elements(ranks)[rank] for weight in states) * param_bytes
+    stored = own
+    if in_place and compute == param_bytes and sends_anywhere and receives_anywhere and ranks > 1:
+        stored += sum(weight.shard_elements(ranks)[0] - weight.shard_elements(ranks)[rank] for weight in resident) * (
+            param_bytes
+        )  # home shards have room for the largest
+    return RotationBytes(
+        weights.peak,
+        gradients.peak,
+        tuple(sorted(weights.free)),
+        tuple(sorted(gradients.free)),
+        stored,
+        own,
+        own * optimizer_moments,
+        4 * len(states) if optimizer_moments == 2 else 0,
+    )
+
+
+def rotations_of(
+    model: ModelSpec, *, bundle: bool | str = True, fused_loss: bool = False, tp: int = 1, layers: int | None = None,
+    embedding: bool = True, head: bool = True,
+) -> tuple[list[Rotation], list[Weight]]:
+    """What `fully_rotate` makes of a model: its rotations in the order of forward, and what does not rotate.
+
+    tp: tensor-parallel ranks that share every weight. layers, embedding, head: those of one pipeline stage.
+    """
+    h, q, kv, f = model.hidden, model.query_features // tp, model.kv_features // tp, model.ffn // tp
+    vocab = -(-model.vocab // tp)
+
+    def linear(rows: int, columns: int, bias: bool) -> tuple[Weight, ...]:
+        return (Weight((rows, columns)), Weight((rows,))) if bias else (Weight((rows, columns)),)
+
+    def one(weights: tuple[Weight, ...]) -> Rotation:
+        return Rotation("linear", weights)
+
+    layer: list[Rotation] = []
+    projections = [linear(rows, h, model.qkv_bias) for rows in (q, kv, kv)]
+    if model.family == "gpt":  # one fused layer
+        projections = [linear(q + 2 * kv, h, model.qkv_bias)]
+    if bundle:
+        layer.append(one(tuple(weight for projection in projections for weight in projection)))
+    else:
+        layer += [one(projection) for projection in projections]
+    layer.append(one(linear(h, q, model.projection_bias)))
+    if model.experts:
+        gates = 2 if model.gated else 1
+        layer.append(Rotation("bundle", (Weight((model.experts, gates * f, h)), Weight((model.experts, h, f)))))
+    elif bundle:
+        up = linear(f, h, model.mlp_bias)
+        down = (Weight((h, f), 1), *((Weight((h,)),) if model.mlp_bias else ()))
+        layer.append(Rotation("bundle", (*(up if model.gated else ()), *up, *down)))
+    else:
+        layer += [one(linear(f, h, model.mlp_bias))] * (2 if model.gated else 1) + [one(linear(h, f, model.mlp_bias))]
+
+    count = model.layers if layers is None else layers
+    rotations: list[Rotation] = []
+    if embedding:
+        rotations.append(Rotation("embedding", (Weight((vocab, h)),)))
+        if model.positions:
+            rotations.append(Rotation("embedding", (Weight((model.positions, h)),)))
+    rotations += layer * count
+    norm = [Weight((h,))] * (2 if model.norm_bias else 1)
+    others = norm * (2 * count) + [Weight((model.head_dim,))] * (2 * count * model.qk_norm)
+    others += [Weight((model.experts, h))] * (count if model.experts else 0)
+    if head:
+        rotations.append(Rotation("head" if fused_loss else "linear", (Weight((vocab, h)),), shared=model.tied))
+        others += norm
+    return rotations, others
