@@ -1,7 +1,8 @@
-"""Closed forms of "Reducing Activation Recomputation in Large Transformer Models", Korthikanti et al., arXiv 2205.05198.
+"""Closed forms of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models".
 
-16-bit GPTs with dropout and without fused attention. Symbols: s sequence, b micro-batch, h hidden, a heads, L layers,
-t tensor-parallel ranks, p stages, v chunks of a stage. They reproduce the memory figures of its Fig. 1.
+arXiv 2205.05198. 16-bit GPTs with dropout and without fused attention. Symbols: s sequence, b micro-batch, h hidden,
+a heads, L layers, t tensor-parallel ranks, p stages, v chunks of a stage. They reproduce the memory figures of its
+Fig. 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The formulas of Kun Yuan's lecture "Optimization for Deep Learning (Part II)", Peking University, 8 June 2024.
 
-They are rules of thumb for GPTs in one precision. The lecture prints a utilization of about 0.3 for LLaMA-65B (2048 A100,
-1.4e12 tokens, 21 days); its own formula gives 0.63. Everything else it prints follows from what is here.
+They are rules of thumb for GPTs in one precision. The lecture prints a utilization of about 0.3 for LLaMA-65B (2048
+A100, 1.4e12 tokens, 21 days); its own formula gives 0.63. Everything else it prints follows from what is here.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def pipeline_idle_fraction(stages: int, micro_batches: int) -> float:
     return (stages - 1) / micro_batches
 
 
-def training_seconds(
-    tokens: float, parameters: float, gpus: int, peak_flops: float, utilization: float
-) -> float:
+def training_seconds(tokens: float, parameters: float, gpus: int, peak_flops: float, utilization: float) -> float:
     """8 T P / (N F U): forward 2 T P, backward 4 T P, recomputation 2 T P (part 02; arXiv 2104.04473)."""
     return 8 * tokens * parameters / (gpus * peak_flops * utilization)
 

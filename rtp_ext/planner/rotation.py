@@ -247,12 +247,20 @@ def rtp_bytes(
 
 
 def rotations_of(
-    model: ModelSpec, *, bundle: bool | str = True, fused_loss: bool = False, tp: int = 1, layers: int | None = None,
-    embedding: bool = True, head: bool = True,
+    model: ModelSpec,
+    *,
+    bundle: bool | str = True,
+    fused_loss: bool = False,
+    tp: int = 1,
+    layers: int | None = None,
+    embedding: bool = True,
+    head: bool = True,
+    own_head: bool = False,
 ) -> tuple[list[Rotation], list[Weight]]:
     """What `fully_rotate` makes of a model: its rotations in the order of forward, and what does not rotate.
 
-    tp: tensor-parallel ranks that share every weight. layers, embedding, head: those of one pipeline stage.
+    tp: tensor-parallel ranks that share every weight. layers, embedding, head: those of one pipeline stage. own_head:
+    a tied head has a copy of its own, on another stage than the embedding.
     """
     h, q, kv, f = model.hidden, model.query_features // tp, model.kv_features // tp, model.ffn // tp
     vocab = -(-model.vocab // tp)
@@ -293,6 +301,8 @@ def rotations_of(
     others = norm * (2 * count) + [Weight((model.head_dim,))] * (2 * count * model.qk_norm)
     others += [Weight((model.experts, h))] * (count if model.experts else 0)
     if head:
-        rotations.append(Rotation("head" if fused_loss else "linear", (Weight((vocab, h)),), shared=model.tied))
+        rotations.append(
+            Rotation("head" if fused_loss else "linear", (Weight((vocab, h)),), shared=model.tied and not own_head)
+        )
         others += norm
     return rotations, others

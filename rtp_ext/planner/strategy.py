@@ -94,6 +94,11 @@ class Strategy:
             raise ValueError("strategy: the interleaved schedule needs pp of at least 2, got 1")
         if self.dp % self.ep:
             raise ValueError(f"strategy: expected dp divisible by ep, got {self.dp} and {self.ep}")
+        if self.rtp > 1 and (self.zero or self.stack == "megatron"):
+            raise ValueError(
+                f"strategy: rtp shards states by itself, and runs on torch: expected zero=0 and stack 'auto' or "
+                f"'torch' with it, got zero={self.zero} and stack {self.stack!r}"
+            )
         if self.in_place and self.rtp == 1:
             raise ValueError("strategy: in_place needs rtp of at least 2, got 1")
 

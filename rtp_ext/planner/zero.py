@@ -7,7 +7,9 @@ from rtp_ext.planner.constants import check_at_least
 OPTIMIZER_BYTES = 12  # K of mixed-precision Adam: float32 master weight and two moments
 
 
-def model_state_bytes(parameters: float, dp: int = 1, stage: int = 0, optimizer_bytes: float = OPTIMIZER_BYTES) -> float:
+def model_state_bytes(
+    parameters: float, dp: int = 1, stage: int = 0, optimizer_bytes: float = OPTIMIZER_BYTES
+) -> float:
     """Bytes of 16-bit weights and gradients and of optimizer state on each of `dp` GPUs.
 
     (2 + 2 + K) P without ZeRO; 4 P + K P / N with stage 1 (P_os); 2 P + (2 + K) P / N with stage 2 (P_os+g);

@@ -1,0 +1,119 @@
+"""Reports as tables, CSV and formulas with their numbers filled in."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from rtp_ext.planner.report import COMPONENTS, MemoryReport, StageMemory, number_text
+
+GB = 1e9
+_SHORT = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "logits_and_loss": "loss",
+    "rotation_slots": "slots",
+    "unsharded_buffers": "unsharded",
+    "pipeline_buffers": "pipeline",
+    "workspaces": "workspace",
+    "context_and_communicators": "outside",
+}
+
+
+def gb(bytes_: float) -> str:
+    return f"{bytes_ / GB:.2f}"
+
+
+def table(names: Sequence[str], reports: Sequence[MemoryReport], parameters: int) -> str:
+    """One block for each plan: a line for each stage, then the verdict. Sizes in GB of 1e9 bytes."""
+    return "\n\n".join(_block(name, report, parameters) for name, report in zip(names, reports, strict=True))
+
+
+def _block(name: str, report: MemoryReport, parameters: int) -> str:
+    used = [component for component in COMPONENTS if any(stage.components[component] for stage in report.stages)]
+    rows = [["stage", "layers", "in flight", *(f"{_SHORT[c]} GB" for c in used), "allocated GB"]]
+    for stage in report.stages:
+        rows.append(
+            [
+                str(stage.stage),
+                str(stage.layers),
+                f"{stage.in_flight:g}",
+                *(gb(stage.components[component]) for component in used),
+                gb(stage.allocated_bytes),
+            ]
+        )
+    title = (
+        f"{name}\n{report.model}, {parameters / GB:.2f}e9 parameters; {report.cluster}, "
+        f"{gb(report.memory_bytes)} GB each; global batch {report.global_batch} samples in "
+        f"{report.micro_batches} micro-batch{'es' if report.micro_batches > 1 else ''}"
+    )
+    return "\n".join([title, *_aligned(rows), verdict_line(report)])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def verdict_line(report: MemoryReport) -> str:
+    side = "below" if report.margin_bytes >= 0 else "above"
+    return (
+        f"{report.verdict}: {gb(report.peak_allocated_bytes)} GB allocated on stage {report.worst.stage}, "
+        f"{gb(abs(report.margin_bytes))} GB {side} {report.safe_fraction:.0%} of {gb(report.memory_bytes)} GB; about "
+        f"{gb(report.peak_reserved_bytes)} GB reserved, {gb(report.device_bytes)} GB of the device in all"
+    )
+
+
+def csv_text(names: Sequence[str], reports: Sequence[MemoryReport]) -> str:
+    """A line for each stage of each plan; sizes in bytes."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    columns = [f"{component}_bytes" for component in COMPONENTS]
+    writer.writerow(["plan", "stage", "layers", "in_flight", *columns, "allocated_bytes", "limit_bytes", "verdict"])
+    for name, report in zip(names, reports, strict=True):
+        for stage in report.stages:
+            sizes = [number_text(round(stage.components[component])) for component in COMPONENTS]
+            ends = [round(stage.allocated_bytes), round(report.limit_bytes), report.verdict]
+            writer.writerow([name, stage.stage, stage.layers, f"{stage.in_flight:g}", *sizes, *ends])
+    return out.getvalue()
+
+
+def explain(name: str, report: MemoryReport) -> str:
+    """Every number of the stage that allocates most, as a formula in words, then in numbers, with its source."""
+    stage = report.worst
+    lines = [
+        f"{name}: stage {stage.stage} of {len(report.stages)}, {stage.layers} layers, {stage.in_flight:g} forwards in "
+        f"flight",
+        "",
+        f"parameters of this GPU: {number_text(stage.parameters)}",
+    ]
+    for count in stage.counts:
+        lines += [f"  {count.what}", f"    {count.formula}", f"    = {count.filled} = {number_text(count.value)}"]
+    for component in COMPONENTS:
+        lines += _component(stage, component)
+    capacity, share = number_text(report.memory_bytes), report.safe_fraction
+    lines += [
+        "",
+        f"allocated: all but context_and_communicators = {gb(stage.allocated_bytes)} GB",
+        f"reserved: allocated * {report.reserved_per_allocated} = {gb(report.peak_reserved_bytes)} GB",
+        f"limit: {share} * {capacity} bytes = {gb(report.limit_bytes)} GB",
+        verdict_line(report),
+    ]
+    return "\n".join(lines)
+
+
+def _component(stage: StageMemory, component: str) -> list[str]:
+    terms = [term for term in stage.terms if term.component == component and term.value]
+    if not terms:
+        return []
+    lines = ["", f"{component}: {gb(stage.components[component])} GB"]
+    for term in terms:
+        lines += [
+            f"  {term.what}   [{term.source}]",
+            f"    {term.formula}",
+            f"    = {term.filled} = {gb(term.value)} GB",
+        ]
+    return lines
