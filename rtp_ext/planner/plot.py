@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rtp_ext.planner.report import COMPONENTS, MemoryReport
+from rtp_ext.planner.report import COMPONENTS, OUTSIDE_THE_ALLOCATOR, MemoryReport
 from rtp_ext.planner.text import GB
 
 
@@ -24,7 +24,8 @@ def plot_memory(file: str, names: Sequence[str], reports: Sequence[MemoryReport]
         if not any(sizes):
             continue
         label = component.replace("_", " ")
-        axes.barh(range(len(reports)), sizes, left=left, height=0.6, label=label, color=f"C{index}")
+        color = "lightgray" if component == OUTSIDE_THE_ALLOCATOR else f"C{index}"
+        axes.barh(range(len(reports)), sizes, left=left, height=0.6, label=label, color=color)
         left = [before + size for before, size in zip(left, sizes, strict=True)]
     first = reports[0]
     for fraction, style in ((first.safe_fraction, "--"), (1.0, "-")):
@@ -33,7 +34,9 @@ def plot_memory(file: str, names: Sequence[str], reports: Sequence[MemoryReport]
         axes.annotate(f"{fraction:.0%}", (line, len(reports) - 0.55), ha="right", va="bottom", fontsize=8)
     axes.set_yticks(range(len(reports)), [f"{name}\n{r.verdict}" for name, r in zip(names, reports, strict=True)])
     axes.set_ylim(len(reports) - 0.4, -0.6)
-    axes.set_xlabel("memory of the fullest GPU, GB (1e9 bytes)")
+    axes.set_xlabel(
+        "memory of the fullest GPU, GB (1e9 bytes); the gray part lies outside the allocator and does not count"
+    )
     axes.set_title(f"{first.model} on {first.cluster}", fontsize=10)
     axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.25 - 0.1 / len(reports)))
     figure.savefig(file, dpi=150)

@@ -181,8 +181,8 @@ def rtp_bytes(
         reduce_bytes: of a value of a travelling gradient.
         optimizer_moments: tensors of optimizer state for each parameter; 2 for AdamW.
         slot_cap: of the ring; 0: none.
-        sends_anywhere, receives_anywhere: whether the transport takes any memory (nccl, c10d and the emulated one do)
-            or slots only (shm).
+        sends_anywhere, receives_anywhere: whether hops start from and land in any memory (nccl, c10d, emulated) or in
+            slots only (shm receives so).
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
     parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. The pool keeps
@@ -293,9 +293,10 @@ def rotations_of(
     count = model.layers if layers is None else layers
     rotations: list[Rotation] = []
     if embedding:
-        rotations.append(Rotation("embedding", (Weight((vocab, h)),)))
+        # a tied table is also the head's weight, cut along its outputs
+        rotations.append(Rotation("embedding", (Weight((vocab, h), 0 if model.tied else 1),)))
         if model.positions:
-            rotations.append(Rotation("embedding", (Weight((model.positions, h)),)))
+            rotations.append(Rotation("embedding", (Weight((model.positions, h), 1),)))
     rotations += layer * count
     norm = [Weight((h,))] * (2 if model.norm_bias else 1)
     others = norm * (2 * count) + [Weight((model.head_dim,))] * (2 * count * model.qk_norm)
