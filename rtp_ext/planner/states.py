@@ -11,10 +11,11 @@ from rtp_ext.planner.strategy import OPTIMIZER_MOMENTS, Strategy
 
 _MEGATRON = "Megatron-LM@d98e8a64: 18 bytes per parameter, or 6 + 12/d with the distributed optimizer"
 _FSDP = "fully_shard: float32 shards of weights, gradients and optimizer state"
-_VOCAB_MULTIPLE = 128  # Megatron-LM pads the vocabulary to a multiple of it times tp
+_VOCAB_MULTIPLE = 128
 
 
 def padded_vocab(model: ModelSpec, strategy: Strategy) -> int:
+    """Rows of embedding and head together on all tensor-parallel ranks. Megatron-LM pads to a multiple of 128 tp."""
     multiple = strategy.tp * (_VOCAB_MULTIPLE if strategy.effective_stack == "megatron" else 1)
     return -(-model.vocab // multiple) * multiple
 
@@ -83,7 +84,11 @@ def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int) -> Rotation
 
 
 def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term]) -> list[Term]:
-    """Parameters, gradients and optimizer state of one GPU."""
+    """Parameters, gradients and optimizer state of one GPU.
+
+    Megatron: 2 + 4 + 12 bytes for each parameter (Megatron-LM@d98e8a64), sharded as ZeRO's stages say (arXiv
+    1910.02054). Torch: 4 + 4 + 8 (`fully_shard`). Rotation: `rtp_bytes`.
+    """
     moments = OPTIMIZER_MOMENTS[strategy.optimizer]
     if strategy.rtp > 1:
         source = "csrc/executor.cpp, DTensor's Shard: shards of rank 0"
@@ -133,7 +138,11 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
 
 
 def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term]) -> list[Term]:
-    """Slots of rotation, or weights and gradients that exist unsharded for a while."""
+    """Slots of rotation, or weights and gradients that exist unsharded for a while.
+
+    Sources: csrc/executor.cpp; torch's `fully_shard`, DistributedDataParallel and autocast; torchtitan's settings under
+    pipelines.
+    """
     if strategy.rtp > 1:
         return _slot_terms(strategy, rotation_bytes(model, strategy, stage))
     name, values = "unsharded_buffers", sum(count.value for count in counts)
