@@ -16,7 +16,7 @@ def plot_memory(file: str, names: Sequence[str], reports: Sequence[MemoryReport]
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.0, 1.6 + 0.6 * len(reports)), layout="constrained")
+    figure = Figure(figsize=(8.0, 2.2 + 0.6 * len(reports)), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(reports)
     for index, component in enumerate(COMPONENTS):
@@ -31,12 +31,12 @@ def plot_memory(file: str, names: Sequence[str], reports: Sequence[MemoryReport]
     for fraction, style in ((first.safe_fraction, "--"), (1.0, "-")):
         line = fraction * first.memory_bytes / GB
         axes.axvline(line, color="black", linestyle=style, linewidth=1.0)
-        axes.annotate(f"{fraction:.0%}", (line, len(reports) - 0.55), ha="right", va="bottom", fontsize=8)
+        axes.annotate(f"{fraction:.0%} ", (line, -0.57), ha="right", va="top", fontsize=8)
     axes.set_yticks(range(len(reports)), [f"{name}\n{r.verdict}" for name, r in zip(names, reports, strict=True)])
     axes.set_ylim(len(reports) - 0.4, -0.6)
     axes.set_xlabel(
-        "memory of the fullest GPU, GB (1e9 bytes); the gray part lies outside the allocator and does not count"
+        "memory of the fullest GPU, GB (1e9 bytes)\nthe lines are for what the allocator holds: all but the gray part"
     )
     axes.set_title(f"{first.model} on {first.cluster}", fontsize=10)
-    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.25 - 0.1 / len(reports)))
+    figure.legend(fontsize=7, ncols=4, loc="outside lower center")
     figure.savefig(file, dpi=150)
