@@ -42,8 +42,11 @@ Pass parse_pass(const std::string& text) {
 }
 
 Route parse_route(const std::string& text) {
-  RTP_CHECK_VALUE(text == "ring" || text == "direct", "expected a route of ring or direct, got ", text);
-  return text == "ring" ? Route::ring : Route::direct;
+  for (const Route route : {Route::ring, Route::direct, Route::gather}) {
+    if (text == name(route)) return route;
+  }
+  RTP_CHECK_VALUE(false, "expected a route of ring, direct or gather, got ", text);
+  return Route::ring;
 }
 
 Channel parse_channel(const std::string& text) {
@@ -51,11 +54,24 @@ Channel parse_channel(const std::string& text) {
   return text == "weight" ? Channel::weight : Channel::gradient;
 }
 
-// A buffer as Python sees it: None, "weight home", "gradient slot 1", ...
+// A buffer as Python sees it: None, "weight home", "gradient slot 1", "weight whole", ...
 py::object buffer_name(const Buffer& buffer) {
   if (!buffer.exists()) return py::none();
   if (buffer.is_home()) return py::str(concat(name(buffer.channel), " home"));
+  if (buffer.is_whole()) return py::str(concat(name(buffer.channel), " whole"));
   return py::str(concat(name(buffer.channel), " slot ", buffer.slot));
+}
+
+// With the part where only one is meant: "weight whole 2", "gradient home first".
+std::vector<std::string> access_names(const std::vector<Access>& accesses) {
+  std::vector<std::string> names;
+  for (const Access& access : accesses) {
+    std::string text = py::cast<std::string>(buffer_name(access.buffer));
+    if (access.buffer.is_whole()) text += concat(" ", access.part);
+    if (access.buffer.is_home() && access.part != Access::kAll) text += access.part == 1 ? " first" : " second";
+    names.push_back(text);
+  }
+  return names;
 }
 
 void bind_schedule(py::module_& m) {
@@ -79,6 +95,13 @@ void bind_schedule(py::module_& m) {
                                return name(step.compute);
                              })
       .def_readonly("owner", &Step::owner)
+      .def_readonly("lane", &Step::lane)
+      .def_property_readonly("half", [](const Step& step) { return static_cast<int>(step.half); })
+      .def_property_readonly("label", [](const Step& step) { return label(step); })
+      .def(
+          "reads", [](const Step& step, int ranks) { return access_names(reads(step, ranks)); }, py::arg("ranks"))
+      .def(
+          "writes", [](const Step& step, int ranks) { return access_names(writes(step, ranks)); }, py::arg("ranks"))
       .def_property_readonly("weight", [](const Step& step) { return buffer_name(step.weight); })
       .def_property_readonly("gradient_in", [](const Step& step) { return buffer_name(step.gradient_in); })
       .def_property_readonly("gradient_out", [](const Step& step) { return buffer_name(step.gradient_out); });
@@ -88,19 +111,23 @@ void bind_schedule(py::module_& m) {
       .def_property_readonly("pass_", [](const Schedule& schedule) { return name(schedule.options.pass); })
       .def_property_readonly("route", [](const Schedule& schedule) { return name(schedule.options.route); })
       .def_property_readonly("in_place", [](const Schedule& schedule) { return schedule.options.in_place; })
+      .def_property_readonly("halves", [](const Schedule& schedule) { return schedule.options.halves; })
+      .def_property_readonly("two_lanes", [](const Schedule& schedule) { return schedule.options.two_lanes; })
       .def_readonly("steps", &Schedule::steps)
       .def_readonly("weight_slots", &Schedule::weight_slots)
       .def_readonly("gradient_slots", &Schedule::gradient_slots);
   m.def(
       "make_schedule",
       [](int ranks, int rank, const std::string& pass, const std::string& route, bool in_place, bool dgrad, bool wgrad,
-         bool receive_in_slots, bool bundle) {
+         bool receive_in_slots, bool bundle, bool halves, bool two_lanes) {
         return make_schedule(ranks, rank,
-                             {parse_pass(pass), parse_route(route), in_place, dgrad, wgrad, receive_in_slots, bundle});
+                             {parse_pass(pass), parse_route(route), in_place, dgrad, wgrad, receive_in_slots, bundle,
+                              halves, two_lanes});
       },
       py::arg("ranks"), py::arg("rank"), py::kw_only(), py::arg("pass_"), py::arg("route") = "ring",
       py::arg("in_place") = false, py::arg("dgrad") = true, py::arg("wgrad") = true,
-      py::arg("receive_in_slots") = false, py::arg("bundle") = false);
+      py::arg("receive_in_slots") = false, py::arg("bundle") = false, py::arg("halves") = false,
+      py::arg("two_lanes") = false);
   m.def("shard_sizes", &shard_sizes, py::arg("extent"), py::arg("ranks"));
 }
 
@@ -163,10 +190,26 @@ void bind_executor(py::module_& m) {
       .def("fail", &Executor::fail, py::arg("reason"), py::call_guard<NoGil>())
       .def("close", &Executor::close, py::call_guard<NoGil>())
       .def("slots", [](Executor& e, const std::string& channel) { return e.pool().count(parse_channel(channel)); })
+      .def(
+          "enter",
+          [](Executor& e, int64_t phase, bool backward, int64_t serial, const std::vector<at::Tensor>& watched) {
+            e.prefetcher().enter({phase, backward, serial, watched});
+          },
+          py::arg("phase"), py::arg("backward"), py::arg("serial"), py::arg("watched"))
+      .def(
+          "prefetch", [](Executor& e, bool on) { e.prefetcher().enable(on); }, py::arg("on"))
+      .def("prefetched", [](Executor& e) { return std::pair(e.prefetcher().sent(), e.prefetcher().used()); })
+      .def(
+          "set_delay", [](Executor& e, std::chrono::microseconds most) { e.hops().set_delay(most); }, py::arg("most"))
       .def("reset_peak", [](Executor& e) { e.pool().reset_peak(); })
-      .def("clear_slots", [](Executor& e) { e.pool().clear(); })
-      .def("hops", [](Executor& e, const std::string& channel) { return e.hops(parse_channel(channel)); })
-      .def("bytes_sent", [](Executor& e, const std::string& channel) { return e.bytes_sent(parse_channel(channel)); });
+      .def("clear_slots",
+           [](Executor& e) {
+             e.prefetcher().drain();
+             e.pool().clear();
+           })
+      .def("hops", [](Executor& e, const std::string& channel) { return e.hops().count(parse_channel(channel)); })
+      .def("bytes_sent",
+           [](Executor& e, const std::string& channel) { return e.hops().bytes_sent(parse_channel(channel)); });
   py::class_<Execution>(m, "Execution", "One pass driven from Python: rotate and collect.")
       .def_static(
           "rotate",
@@ -233,11 +276,12 @@ void bind_executor(py::module_& m) {
 void bind_operations(py::module_& m) {
   py::class_<RotationOptions>(m, "RotationOptions")
       .def(py::init([](const std::string& route, bool in_place, at::ScalarType compute, at::ScalarType reduce,
-                       int64_t slot_cap, const std::string& name) {
-             return RotationOptions{parse_route(route), in_place, compute, reduce, slot_cap, name};
+                       int64_t slot_cap, bool halves, const std::string& name) {
+             return RotationOptions{parse_route(route), in_place, compute, reduce, slot_cap, halves, name};
            }),
            py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
-           py::arg("slot_cap"), py::arg("name"));
+           py::arg("slot_cap"), py::arg("halves"), py::arg("name"));
+  m.def("wastes_last_wave", &wastes_last_wave, py::arg("rows"), py::arg("columns"), py::arg("multiprocessors"));
   py::class_<LinearShape>(m, "LinearShape")
       .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed) {
              return LinearShape{out_features, in_features, by_outputs, transposed};

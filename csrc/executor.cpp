@@ -1,103 +1,21 @@
 #include "executor.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 #include "checks.h"
+#include "ranges.h"
 
 namespace rtp {
-namespace {
-
-constexpr int64_t kAlignment = 64;  // of a part inside a slot, bytes: a cache line, and any vector load
-
-int64_t align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t dim = shape.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * std::max<int64_t>(shape[dim], 1);
-  return strides;
-}
-
-}  // namespace
-
-int64_t Part::elements(int owner) const {
-  const auto& shape = shapes[owner];
-  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-}
-
-int64_t Part::bytes(int owner) const { return elements(owner) * static_cast<int64_t>(c10::elementSize(dtype)); }
-
-int64_t Cargo::offset(int owner, size_t part) const {
-  int64_t offset = 0;
-  for (size_t before = 0; before < part; ++before) offset += align(parts[before].bytes(owner));
-  return offset;
-}
-
-int64_t Cargo::slot_bytes() const {
-  int64_t most = 0;
-  for (size_t owner = 0; owner < parts.front().shapes.size(); ++owner) {
-    most = std::max(most, offset(static_cast<int>(owner), parts.size()));
-  }
-  return most;
-}
-
-at::Tensor SlotPool::lease(Channel channel, int64_t bytes) {
-  const size_t kind = static_cast<size_t>(channel);
-  auto& free = free_[kind];
-  Count& count = counts_[kind];
-  std::sort(free.begin(), free.end(), [](const auto& a, const auto& b) { return a.numel() < b.numel(); });
-  auto found = std::find_if(free.begin(), free.end(), [bytes](const auto& slot) { return slot.numel() >= bytes; });
-  if (found == free.end() && !free.empty()) {  // all free slots are too small: the largest makes way for a larger one
-    found = free.end() - 1;
-    count.bytes -= found->numel();
-    --count.slots;
-    transport_->release(channel, *found);
-    free.erase(found);
-    found = free.end();
-  }
-  at::Tensor slot;
-  if (found != free.end()) {
-    slot = *found;
-    free.erase(found);
-  } else {
-    slot = transport_->allocate(channel, bytes);
-    count.bytes += slot.numel();
-    ++count.slots;
-    ++count.allocations;
-    count.peak_bytes = std::max(count.peak_bytes, count.bytes);
-  }
-  count.peak_slots = std::max(count.peak_slots, ++leased_[kind]);
-  return slot;
-}
-
-void SlotPool::give_back(Channel channel, at::Tensor slot) {
-  --leased_[static_cast<size_t>(channel)];
-  free_[static_cast<size_t>(channel)].push_back(std::move(slot));
-}
-
-void SlotPool::clear() {
-  for (size_t kind = 0; kind < free_.size(); ++kind) {
-    for (const auto& slot : free_[kind]) {
-      counts_[kind].bytes -= slot.numel();
-      --counts_[kind].slots;
-      transport_->release(static_cast<Channel>(kind), slot);
-    }
-    free_[kind].clear();
-  }
-}
-
-void SlotPool::reset_peak() {
-  for (size_t kind = 0; kind < counts_.size(); ++kind) {
-    counts_[kind].peak_slots = leased_[kind];
-    counts_[kind].peak_bytes = counts_[kind].bytes;
-  }
-}
 
 Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at::Device device)
-    : transport_(std::move(transport)), rank_(rank), ranks_(ranks), device_(device), pool_(transport_) {}
+    : transport_(std::move(transport)),
+      rank_(rank),
+      ranks_(ranks),
+      device_(device),
+      pool_(transport_),
+      hops_(transport_),
+      prefetcher_(transport_, pool_, hops_, rank) {}
 
 Executor::~Executor() {
   if (alive()) transport_->drop();
@@ -110,14 +28,29 @@ void Executor::check_alive(const std::string& operation) const {
 void Executor::fail(const std::string& reason) noexcept {
   if (!alive()) return;
   end_ = reason.empty() ? "unknown failure" : reason;
+  prefetcher_.forget();
   transport_->abort(end_);
 }
 
 void Executor::close() {
   if (!alive()) return;
+  prefetcher_.drain();
   end_ = "it was closed";
   pool_.clear();
   transport_->close();
+}
+
+// Runs `action`; a transport error kills the ring before it goes on to the caller.
+template <typename Action>
+auto Execution::guarded(Action&& action) {
+  try {
+    return action();
+  } catch (const RotationError& error) {
+    executor_.transport().select_compute_lane(0);
+    executor_.fail(error.what());
+    ended_ = true;
+    throw;
+  }
 }
 
 Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo> weight, std::optional<Cargo> gradient,
@@ -125,65 +58,115 @@ Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo>
     : executor_(executor),
       schedule_(std::move(schedule)),
       weight_(std::move(weight)),
-      gradient_(std::move(gradient)),
+      gradient_{std::move(gradient), std::nullopt, std::nullopt},
       operation_(std::move(operation)) {
   executor_.check_alive(operation_);
-  for (auto* cargo : {&weight_, &gradient_}) {
+  weight_hops_ = schedule_.hops(Channel::weight);
+  for (auto* cargo : {&weight_, &gradient_[0]}) {
     if (!*cargo) continue;
     // Aliases outside autograd: what travels in place is back before anybody looks, so no version changes.
     for (at::Tensor& home : (*cargo)->home) home = home.variable_data();
   }
+  if (schedule_.options.halves) {
+    for (const Half half : {Half::first, Half::second}) {
+      gradient_[static_cast<size_t>(half)] = cargo(Channel::gradient).rows(half, executor_.rank());
+    }
+  }
   Transport& transport = executor_.transport();
-  try {
-    lease_slots();
+  guarded([&] {
     transport.order_compute_after(executor_.last_);
-    stage_home();
-  } catch (...) {
-    return_slots();
-    throw;
-  }
-  // Home tensors were written, and slots last used, by computes enqueued before this point.
-  const Mark start = transport.mark_compute();
-  for (const Channel channel : {Channel::weight, Channel::gradient}) {
-    if (schedule_.hops(channel) > 0) transport.order_channel_after(channel, start);
-  }
+    std::optional<Ahead> ahead = executor_.prefetcher_.begin(schedule_, weight_, operation_);
+    if (ahead) adopt(std::move(*ahead));
+    try {
+      lease_slots();
+      stage_home();
+    } catch (...) {
+      return_slots();
+      throw;
+    }
+    // Home tensors were written, and slots last used, by computes enqueued before this point.
+    start_ = transport.mark_compute();
+    for (const Channel channel : {Channel::weight, Channel::gradient}) {
+      if (schedule_.hops(channel) > 0) transport.order_channel_after(channel, start_);
+    }
+  });
+}
+
+void Execution::adopt(Ahead ahead) {
+  ahead_ = true;
+  slots_[0].push_back(std::move(ahead.landing));  // the first hop lands in slot 0
+  staged_ = std::move(ahead.staged);
+  weight_->home = std::move(ahead.home);
+  usage_[{Channel::weight, Buffer::kHome, Access::kAll}] = std::move(ahead.home_usage);
 }
 
 void Execution::lease_slots() {
+  SlotPool& pool = executor_.pool();
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
-    for (int slot = 0; slot < schedule_.slots(channel); ++slot) {
-      slots_[static_cast<size_t>(channel)].push_back(executor_.pool().lease(channel, cargo(channel).slot_bytes()));
+    auto& slots = slots_[static_cast<size_t>(channel)];
+    for (int slot = static_cast<int>(slots.size()); slot < schedule_.slots(channel); ++slot) {
+      const bool half = channel == Channel::gradient && schedule_.options.halves;
+      slots.push_back(pool.lease(channel, cargo(channel, half ? Half::first : Half::whole).slot_bytes()));
     }
+  }
+  if (schedule_.whole_weight) whole_[0] = pool.lease(Channel::weight, cargo(Channel::weight).whole_bytes());
+  if (schedule_.whole_gradient) whole_[1] = pool.lease(Channel::gradient, cargo(Channel::gradient).whole_bytes());
+  for (const auto& whole : whole_) {
+    if (whole) whole->usage.settle(executor_.transport());
   }
 }
 
+void Execution::give_back(std::shared_ptr<Slot>& slot, Channel channel) {
+  if (slot) executor_.pool().give_back(channel, std::exchange(slot, nullptr));
+}
+
 void Execution::return_slots() {
+  give_back(staged_, Channel::weight);
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
+    give_back(whole_[static_cast<size_t>(channel)], channel);
     auto& slots = slots_[static_cast<size_t>(channel)];
-    for (auto& slot : slots) executor_.pool().give_back(channel, std::move(slot));
+    for (auto& slot : slots) give_back(slot, channel);
     slots.clear();
   }
 }
 
 void Execution::stage_home() {
-  if (!weight_) return;
-  const bool travels = schedule_.hops(Channel::weight) > 0;
-  const bool from_slots = travels && !executor_.transport().sends_anywhere();
-  const auto as_wanted = [&](size_t part) {
-    return !from_slots && weight_->home[part].scalar_type() == weight_->parts[part].dtype;
-  };
-  size_t part = 0;
-  while (part < weight_->parts.size() && as_wanted(part)) ++part;
-  if (part == weight_->parts.size()) return;
-  RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
-  const at::Tensor slot = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
-  slots_[0].push_back(slot);
-  staged_ = slot;
-  for (part = 0; part < weight_->parts.size(); ++part) {
-    const at::Tensor copy = slot_view(slot, *weight_, executor_.rank(), part);
-    copy.copy_(weight_->home[part]);
-    weight_->home[part] = copy;
+  // Where all shards are gathered, this rank's is copied into its place among them anyway.
+  if (!weight_ || ahead_ || schedule_.whole_weight) return;
+  bool as_wanted = schedule_.hops(Channel::weight) == 0 || executor_.transport().sends_anywhere();
+  for (size_t part = 0; part < weight_->parts.size(); ++part) {
+    as_wanted = as_wanted && weight_->home[part].scalar_type() == weight_->parts[part].dtype;
   }
+  if (as_wanted) return;
+  RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
+  staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
+  staged_->usage.settle(executor_.transport());
+  weight_->stage(staged_->memory, executor_.rank());
+}
+
+// Sends the first shard of the next pass on its way as soon as this pass is down to its last slot. Those that the rest
+// of it does not name are free for the next.
+void Execution::send_ahead() {
+  if (hop_index_[0] < weight_hops_ || !executor_.prefetcher_.expects()) return;
+  const auto named = [&](Buffer buffer) {
+    return std::any_of(
+        schedule_.steps.begin() + static_cast<int64_t>(position_) - 1, schedule_.steps.end(),
+        [&](const Step& step) { return step.send == buffer || step.receive == buffer || step.weight == buffer; });
+  };
+  const bool home_named = staged_ && named({Channel::weight, Buffer::kHome});
+  int in_use = home_named ? 1 : 0;
+  for (int index = 0; index < schedule_.weight_slots; ++index) in_use += named({Channel::weight, index}) ? 1 : 0;
+  if (in_use > 1) return;
+  for (int index = 0; index < schedule_.weight_slots; ++index) {
+    if (!named({Channel::weight, index})) give_back(slots_[0][static_cast<size_t>(index)], Channel::weight);
+  }
+  const Key home{Channel::weight, Buffer::kHome, Access::kAll};
+  if (staged_ && !home_named) {
+    staged_->usage = std::move(usage_[home]);
+    usage_.erase(home);
+    give_back(staged_, Channel::weight);
+  }
+  executor_.prefetcher_.send_ahead();
 }
 
 Execution::~Execution() {
@@ -193,65 +176,55 @@ Execution::~Execution() {
   }
 }
 
-const Cargo& Execution::cargo(Channel channel) const {
-  const auto& cargo = channel == Channel::weight ? weight_ : gradient_;
+const Cargo& Execution::cargo(Channel channel, Half half) const {
+  const auto& cargo = channel == Channel::weight ? weight_ : gradient_[static_cast<size_t>(half)];
   RTP_ASSERT(cargo.has_value(), operation_, " moves a ", rtp::name(channel), " that it was not given");
   return *cargo;
 }
 
-Execution::State& Execution::state(Buffer buffer) { return states_[{buffer.channel, buffer.slot}]; }
-
-at::Tensor Execution::slot_view(const at::Tensor& slot, const Cargo& cargo, int owner, size_t part) const {
-  const Part& layout = cargo.parts[part];
-  return slot.narrow(0, cargo.offset(owner, part), layout.bytes(owner)).view(layout.dtype).view(layout.shapes[owner]);
+const std::shared_ptr<Slot>& Execution::slot(Buffer buffer) const {
+  const size_t kind = static_cast<size_t>(buffer.channel);
+  return buffer.is_whole() ? whole_[kind] : slots_[kind][static_cast<size_t>(buffer.slot)];
 }
 
-at::Tensor Execution::view(Buffer buffer, int owner, size_t part) const {
-  const Cargo& cargo = this->cargo(buffer.channel);
-  if (!buffer.is_home()) {
-    return slot_view(slots_[static_cast<size_t>(buffer.channel)][buffer.slot], cargo, owner, part);
-  }
-  const at::Tensor& home = cargo.home[part];
-  if (owner == executor_.rank()) return home;
-  const auto& shape = cargo.parts[part].shapes[owner];
-  return home.as_strided(shape, contiguous_strides(shape), home.storage_offset());
+Usage& Execution::usage(const Access& access) {
+  const Buffer& buffer = access.buffer;
+  if (!buffer.is_home() && !buffer.is_whole()) return slot(buffer)->usage;
+  return usage_[{buffer.channel, buffer.slot, access.part}];
 }
 
-std::vector<at::Tensor> Execution::views(Buffer buffer, int owner) const {
+std::byte* Execution::slot_start(Buffer buffer) const {
+  if (!buffer.is_home()) return slot(buffer)->data();
+  return buffer.channel == Channel::weight && staged_ ? staged_->data() : nullptr;
+}
+
+size_t Execution::offset(Buffer buffer, Half half, int owner, size_t part) const {
+  const Cargo& cargo = this->cargo(buffer.channel, half);
+  return static_cast<size_t>(buffer.is_whole() ? cargo.whole_offset(owner, part) : cargo.offset(owner, part));
+}
+
+std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half) const {
   std::vector<at::Tensor> views;
   if (!buffer.exists()) return views;
-  for (size_t part = 0; part < cargo(buffer.channel).parts.size(); ++part) views.push_back(view(buffer, owner, part));
+  const Cargo& cargo = this->cargo(buffer.channel, half);
+  for (size_t part = 0; part < cargo.parts.size(); ++part) {
+    if (buffer.is_home()) {
+      views.push_back(cargo.at_home(owner, executor_.rank(), part));
+    } else if (buffer.is_whole()) {
+      views.push_back(cargo.in_whole(slot(buffer)->memory, owner, part));
+    } else {
+      views.push_back(cargo.in_slot(slot(buffer)->memory, owner, part));
+    }
+  }
   return views;
 }
 
-std::byte* Execution::slot_of(Buffer buffer) const {
-  const at::Tensor slot = buffer.is_home() ? (buffer.channel == Channel::weight ? staged_ : at::Tensor())
-                                           : slots_[static_cast<size_t>(buffer.channel)][buffer.slot];
-  return slot.defined() ? static_cast<std::byte*>(slot.data_ptr()) : nullptr;
-}
-
-std::vector<Span> Execution::spans(Buffer buffer, int owner) const {
-  std::vector<Span> spans;
-  for (const at::Tensor& part : views(buffer, owner)) {
-    spans.push_back({static_cast<std::byte*>(part.data_ptr()), static_cast<size_t>(part.nbytes())});
-  }
-  return spans;
-}
-
 std::vector<at::Tensor> Execution::weight() const { return views(current_->weight, current_->owner); }
-std::vector<at::Tensor> Execution::gradient_in() const { return views(current_->gradient_in, current_->owner); }
-std::vector<at::Tensor> Execution::gradient_out() const { return views(current_->gradient_out, current_->owner); }
-
-// Runs `action`; a transport error kills the ring before it goes on to the caller.
-template <typename Action>
-auto Execution::guarded(Action&& action) {
-  try {
-    return action();
-  } catch (const RotationError& error) {
-    executor_.fail(error.what());
-    ended_ = true;
-    throw;
-  }
+std::vector<at::Tensor> Execution::gradient_in() const {
+  return views(current_->gradient_in, current_->owner, current_->half);
+}
+std::vector<at::Tensor> Execution::gradient_out() const {
+  return views(current_->gradient_out, current_->owner, current_->half);
 }
 
 const Step* Execution::next() {
@@ -267,6 +240,7 @@ const Step* Execution::next() {
       } else if (step.action == Action::copy || step.action == Action::add) {
         copy_or_add(step);
       } else {
+        send_ahead();
         before_compute(step);
         current_ = &step;
         return current_;
@@ -291,70 +265,72 @@ void Execution::finish() {
 }
 
 void Execution::before_compute(const Step& step) {
-  for (const Buffer& buffer : {step.weight, step.gradient_in}) {
-    if (!buffer.exists()) continue;
-    if (const auto& arrived = state(buffer).arrived) arrived->wait_received();
+  Transport& transport = executor_.transport();
+  transport.select_compute_lane(step.lane);
+  if (step.lane > 0) transport.order_compute_after(start_);
+  const auto after = [&](const Mark& mark) {  // computes of one lane are in order
+    if (schedule_.options.two_lanes) transport.order_compute_after(mark);
+  };
+  for (const Access& access : reads(step, executor_.ranks())) {
+    const Usage& read = usage(access);
+    if (read.arrived) read.arrived->wait_received();
+    after(read.written);
   }
-  if (step.gradient_out.exists() && !(step.gradient_out == step.gradient_in)) {
-    State& out = state(step.gradient_out);
-    if (out.arrived) out.arrived->wait_received();
+  for (const Access& access : writes(step, executor_.ranks())) {
+    const Usage& written = usage(access);
+    if (written.arrived) written.arrived->wait_received();
+    after(written.written);
+    for (const auto& departing : written.departing) departing->wait_sent();
+    for (const Mark& mark : written.read) after(mark);
   }
-  if (step.gradient_out.exists()) {
-    for (const auto& departing : state(step.gradient_out).departing) departing->wait_sent();
-  }
+  push_range(operation_, step);
 }
 
 void Execution::after_compute(const Step& step) {
-  const Mark mark = executor_.transport().mark_compute();
-  for (const Buffer& buffer : {step.weight, step.gradient_in}) {
-    if (buffer.exists()) state(buffer).read.push_back(mark);
+  pop_range();
+  Transport& transport = executor_.transport();
+  const Mark mark = transport.mark_compute();
+  for (const Access& access : reads(step, executor_.ranks())) usage(access).read.push_back(mark);
+  for (const Access& access : writes(step, executor_.ranks())) {
+    Usage& written = usage(access);
+    written = Usage{};
+    written.written = mark;
   }
-  if (step.gradient_out.exists()) {
-    state(step.gradient_out) = State{};
-    state(step.gradient_out).written = mark;
-  }
+  if (step.lane > 0) side_ = mark;
+  transport.select_compute_lane(0);
 }
 
 void Execution::hop(const Step& step) {
-  Transport& transport = executor_.transport();
-  const Channel channel = step.channel;
-  State& source = state(step.send);
-  if (source.arrived) transport.order_channel_after_received(channel, *source.arrived);
-  if (source.written) transport.order_channel_after(channel, source.written);
-  State& target = state(step.receive);
-  if (target.arrived) transport.order_channel_after_received(channel, *target.arrived);
-  if (target.written) transport.order_channel_after(channel, target.written);
-  for (const Mark& read : target.read) transport.order_channel_after(channel, read);
-  for (const auto& departing : target.departing) transport.order_channel_after_sent(channel, *departing);
-
-  int& index = hop_index_[static_cast<size_t>(channel)];
-  Hop hop{channel,
+  int& index = hop_index_[static_cast<size_t>(step.channel)];
+  if (index++ == 0 && step.channel == Channel::weight && ahead_) return;
+  const auto send = views(step.send, step.send_owner, step.half);
+  const auto receive = views(step.receive, step.receive_owner, step.half);
+  Hop hop{step.channel,
           step.to,
           step.from,
-          spans(step.send, step.send_owner),
-          spans(step.receive, step.receive_owner),
-          slot_of(step.send),
-          slot_of(step.receive),
+          spans_of(send),
+          spans_of(receive),
+          slot_start(step.send),
+          slot_start(step.receive),
+          {},
+          {},
           operation_,
-          index++,
-          schedule_.hops(channel)};
-  const std::shared_ptr<Transfer> transfer = transport.post(hop);
-  source.departing.push_back(transfer);
-  target = State{};
-  target.arrived = transfer;
-
-  ++executor_.hops_[static_cast<size_t>(channel)];
-  for (const Span& span : hop.send) executor_.bytes_[static_cast<size_t>(channel)] += static_cast<int64_t>(span.bytes);
+          index - 1,
+          schedule_.hops(step.channel)};
+  for (size_t part = 0; part < send.size(); ++part) {
+    hop.lands_at.push_back(offset(step.receive, step.half, step.send_owner, part));
+    hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, part));
+  }
+  push_range(operation_, step);
+  executor_.hops().post(hop, usage(reads(step, executor_.ranks()).front()),
+                        usage(writes(step, executor_.ranks()).front()));
+  pop_range();
 }
 
 void Execution::copy_or_add(const Step& step) {
-  State& source = state(step.send);
-  if (source.arrived) source.arrived->wait_received();
-  State& target = state(step.receive);
-  if (target.arrived) target.arrived->wait_received();
-  for (const auto& departing : target.departing) departing->wait_sent();
-  const auto from = views(step.send, step.send_owner);
-  const auto to = views(step.receive, step.receive_owner);
+  before_compute(step);
+  const auto from = views(step.send, step.send_owner, step.half);
+  const auto to = views(step.receive, step.receive_owner, step.half);
   for (size_t part = 0; part < from.size(); ++part) {
     if (step.action == Action::copy) {
       to[part].copy_(from[part]);
@@ -362,22 +338,22 @@ void Execution::copy_or_add(const Step& step) {
       to[part].add_(from[part]);
     }
   }
-  const Mark mark = executor_.transport().mark_compute();
-  source.read.push_back(mark);
-  target = State{};
-  target.written = mark;
+  after_compute(step);
 }
 
 // Orders the compute lane after every hop, so that home tensors, outputs and slots are free for whoever comes next on
 // it. This is the one place where the lifetime of tensors across lanes is settled.
 void Execution::end() {
   ended_ = true;
-  for (auto& [buffer, state] : states_) {
-    if (state.arrived) state.arrived->wait_received();
-    for (const auto& departing : state.departing) departing->wait_sent();
+  Transport& transport = executor_.transport();
+  for (auto& [key, usage] : usage_) usage.settle(transport);
+  for (const auto& slots : slots_) {
+    for (const auto& slot : slots) {
+      if (slot) slot->usage.settle(transport);
+    }
   }
-  states_.clear();
-  executor_.last_ = executor_.transport().mark_compute();
+  transport.order_compute_after(side_);
+  executor_.last_ = transport.mark_compute();
   return_slots();
 }
 

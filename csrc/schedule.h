@@ -21,26 +21,33 @@ enum class Pass : uint8_t {
 enum class Route : uint8_t {
   ring,    // every hop goes to the neighbour
   direct,  // step s receives the shard straight from its owner
+  gather,  // all shards first, then one product with the whole: for layers too small to hide a hop
 };
 
 enum class Compute : uint8_t { forward, dgrad, wgrad };
 
 enum class Action : uint8_t { hop, compute, copy, add };
 
-// A named piece of memory: the home tensor of a channel, or one of its slots.
+// A named piece of memory: the home tensor of a channel, one of its slots, or the slot that holds every owner's shard.
 struct Buffer {
   Channel channel = Channel::weight;
-  int slot = kHome;  // kHome, or the index of a slot of this channel
+  int slot = kHome;  // kHome, kWhole, or the index of a slot of this channel
 
   static constexpr int kHome = -1;
   static constexpr int kNone = -2;
+  static constexpr int kWhole = -3;
 
   bool exists() const { return slot != kNone; }
   bool is_home() const { return slot == kHome; }
+  bool is_whole() const { return slot == kWhole; }
   bool operator==(const Buffer&) const = default;
 };
 
 inline constexpr Buffer kNoBuffer{Channel::weight, Buffer::kNone};
+inline constexpr int kAllOwners = -1;
+
+// Which rows of a gradient shard travel: all, or one half, each in a chain of its own.
+enum class Half : uint8_t { whole, first, second };
 
 // One entry of a schedule. Fields that an action does not use keep their defaults.
 struct Step {
@@ -56,18 +63,40 @@ struct Step {
   Buffer send = kNoBuffer;
   Buffer receive = kNoBuffer;
 
-  // compute: which product, with whose shard. wgrad adds to `gradient_in` (kNoBuffer: starts from zero) and writes
-  // `gradient_out`; usually the two are one buffer. The wgrad of a bundle reads the weight too.
+  // compute: which product, with whose shard (kAllOwners: with the whole at once). wgrad adds to `gradient_in`
+  // (kNoBuffer: starts from zero) and writes `gradient_out`; usually the two are one buffer. The wgrad of a bundle
+  // reads the weight too. Computes of different lanes may run side by side.
   Compute compute = Compute::forward;
-  int owner = -1;
+  int owner = kAllOwners;
+  int lane = 0;
   Buffer weight = kNoBuffer;
   Buffer gradient_in = kNoBuffer;
   Buffer gradient_out = kNoBuffer;
 
+  Half half = Half::whole;  // of the gradient, in hops and wgrads
+
   bool operator==(const Step&) const = default;
 };
 
+// One use of a buffer, by part: of the slot that holds every shard, the owner; of a home tensor that travels in halves,
+// the half.
+struct Access {
+  Buffer buffer;
+  int part = kAll;
+
+  static constexpr int kAll = -1;
+};
+
+// What a step reads and writes in a ring of `ranks`.
+std::vector<Access> reads(const Step& step, int ranks);
+std::vector<Access> writes(const Step& step, int ranks);
+
+// A step in a few characters: "dgrad W2", "W2 -> 3, W1 <- 1".
+std::string label(const Step& step);
+
 struct ScheduleOptions {
+  bool operator==(const ScheduleOptions&) const = default;
+
   Pass pass = Pass::forward;
   Route route = Route::ring;
   bool in_place = false;          // the home shard itself travels, and comes home in the last weight hop
@@ -75,6 +104,8 @@ struct ScheduleOptions {
   bool wgrad = true;              // backward only: is the weight gradient wanted (gradients travel)
   bool receive_in_slots = false;  // the transport can receive gradients in slots only, not in the home tensor
   bool bundle = false;            // backward only: wgrad(j) needs what dgrad(j) computed, so that weights always travel
+  bool halves = false;            // backward only, not of bundles: gradients travel in two halves
+  bool two_lanes = false;         // not of bundles: forwards alternate between lanes, dgrads and wgrads have one each
 };
 
 struct Schedule {
@@ -84,6 +115,8 @@ struct Schedule {
   std::vector<Step> steps;
   int weight_slots = 0;  // slots of each channel that the steps name
   int gradient_slots = 0;
+  bool whole_weight = false;  // whether the steps name the slot that holds every shard
+  bool whole_gradient = false;
 
   int slots(Channel channel) const { return channel == Channel::weight ? weight_slots : gradient_slots; }
   int hops(Channel channel) const;

@@ -29,6 +29,10 @@ struct Hop {
   std::vector<Span> receive;
   std::byte* send_slot = nullptr;     // the slot that `send` lies in, at its start; null: it lies in a home tensor
   std::byte* receive_slot = nullptr;  // the same of `receive`
+  // In bytes, part by part: where `send` lands in the receiving slot of `to`, and where `receive` lies in the sending
+  // slot of `from`. The ranks of a ring use their slots alike.
+  std::vector<size_t> lands_at;
+  std::vector<size_t> leaves_from;
   // for messages
   std::string operation;
   int index = 0;
@@ -65,6 +69,13 @@ class Transport {
   virtual void order_channel_after(Channel, const Mark&) {}
   virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait_received(); }
   virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait_sent(); }
+
+  // What is enqueued next goes to this lane: 0 is the caller's, 1 runs beside it.
+  virtual void select_compute_lane(int) {}
+  // Of the device that computes; 0 for a CPU.
+  virtual int multiprocessors() const { return 0; }
+  // Tells captures of a CUDA graph apart; 0 outside. Marks of one mean nothing in another.
+  virtual uint64_t capture() const { return 0; }
 
   // Memory of a slot, and whether hops can start from and land in other memory too. Every rank allocates and releases
   // the same slots in the same order; nothing is in flight in a slot that is released.

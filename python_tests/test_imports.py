@@ -14,7 +14,7 @@ LINES = 420
 # files of a package among the MATES import each other too.
 PYTHON_LAYERS = [
     {"_native"},
-    {"_connect"},
+    {"_connect", "gate"},
     {"ring", "schedule"},
     {"timeline"},
     {"sharding"},
@@ -32,6 +32,9 @@ C_LAYERS = [
     {"handles", "shared_memory"},
     {"schedule"},
     {"transport", "cuda_lanes"},
+    {"cargo", "slots", "ranges"},
+    {"hops"},
+    {"prefetch"},
     {"executor"},
     {"ops"},
     {"bindings"},

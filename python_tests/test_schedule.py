@@ -100,7 +100,7 @@ def test_an_addition_takes_part_in_races(wait, send, receive, at, text):
         ({"ranks": 4, "rank": 4, "pass_": "forward"}, "expected 0 <= rank < 4, got 4"),
         ({"ranks": 4, "rank": -1, "pass_": "forward"}, "expected 0 <= rank < 4, got -1"),
         ({"ranks": 4, "rank": 0, "pass_": "sideways"}, "expected a pass of forward or backward, got sideways"),
-        ({"ranks": 4, "rank": 0, "pass_": "forward", "route": "scenic"}, "route of ring or direct, got scenic"),
+        ({"ranks": 4, "rank": 0, "pass_": "forward", "route": "scenic"}, "route of ring, direct or gather, got scenic"),
     ],
 )
 def test_errors_of_make_schedule(arguments, message):

@@ -86,7 +86,7 @@ def test_timeline_lanes_run_in_order_and_steps_appear_once(op):
     free: dict = {}
     for event in sorted(events, key=lambda event: (event.rank, event.step)):
         assert event.lane == schedule.lane(made[event.rank].steps[event.step])
-        assert event.label == schedule.label(made[event.rank].steps[event.step])
+        assert event.label == made[event.rank].steps[event.step].label
         assert event.start >= free.get((event.rank, event.lane), 0.0)
         free[event.rank, event.lane] = event.end
     assert [event.start for event in events] == sorted(event.start for event in events)

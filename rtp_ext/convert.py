@@ -196,7 +196,7 @@ def _say_what_in_place_means(ring: Ring, mp_policy: MixedPrecisionPolicy) -> Non
         logger.info("fully_rotate: in_place: transport shm receives in its own slots, so that copies travel")
     elif mp_policy.param_dtype is not None:
         logger.info("fully_rotate: in_place: shards are cast to %s, so that copies travel", mp_policy.param_dtype)
-    elif ring.route == "direct":
+    elif ring.hop_route == "direct":
         logger.info("fully_rotate: in_place: every hop of a weight goes to the neighbour, whatever the route")
 
 
@@ -229,6 +229,8 @@ for _hook in (_open_scope, _close_scope):
 def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:
     state: RotationState = root.__dict__[_STATE]
     state.root_depth += 1
+    if state.root_depth == 1 and torch._C._current_graph_task_id() == -1:
+        state.ring.begin_forward()
     state.enter()
     state.ring.check_alive(f"{type(root).__name__} forward")
     policy = state.mp_policy
@@ -241,6 +243,8 @@ def _close_root(root: nn.Module, _arguments: Any, output: Any) -> Any:
     state: RotationState = root.__dict__[_STATE]
     state.leave()
     state.root_depth = max(state.root_depth - 1, 0)
+    if state.root_depth == 0:
+        state.ring.end_forward()
     dtype = state.mp_policy.output_dtype
     return output if dtype is None else tree_map(_caster(dtype), output)
 

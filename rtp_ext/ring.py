@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rtp_ext import _native
+from rtp_ext import _native, gate
 from rtp_ext._connect import choose_route, connect, nccl_refusal
 from rtp_ext._native import RingTimeout, RotationError
 
@@ -27,7 +28,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 SLOT_CAP = 64 << 20  # bytes
 
 TRANSPORTS = ("auto", "shm", "c10d", "nccl")
-ROUTES = ("auto", "ring", "direct")
+ROUTES = ("auto", "ring", "direct", "gather")
 
 
 def as_tensor(value: Any) -> torch.Tensor:
@@ -48,6 +49,7 @@ def agreements(tensor: torch.Tensor) -> dict[Any, Any]:
 
 
 _serials = itertools.count()
+_phases = itertools.count(1)
 
 
 class Ring:
@@ -58,8 +60,13 @@ class Ring:
         transport: `shm` (CPU ranks of one host), `c10d` (any torch.distributed backend), `nccl` (direct NCCL), or
             `auto`: `nccl` on GPUs, `shm` on CPUs, else `c10d`. What was chosen and why is logged and kept in
             `transport` and `transport_reason`.
-        route: `ring` (every hop goes to the neighbour), `direct` (a shard comes straight from its owner), or `auto`.
+        route: `ring` (every hop goes to the neighbour), `direct` (a shard comes straight from its owner), `gather`
+            (linear layers gather the whole weight first; everything else goes as `auto` chooses), or `auto`: the gate
+            decides for every linear layer, see `plans`.
         timeout: seconds (or a timedelta) after which a neighbour that does not answer is an error, RingTimeout.
+        prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
+            the forward or backward before. 0 turns it off.
+        gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
 
@@ -70,6 +77,9 @@ class Ring:
         serial: the how manieth ring of this process this is.
         device: where shards live.
         mesh: the DeviceMesh of parameters sharded over the ring; None for an emulated ring.
+        hop_route: `ring` or `direct`, what the hops of a rotation take.
+        link: the Link that the gate reckons with; None where it has nothing to decide.
+        plans: for every linear layer by name, the Plan that the gate made when its ranks first met.
     """
 
     def __init__(
@@ -80,15 +90,15 @@ class Ring:
         route: str = "auto",
         timeout: float | datetime.timedelta = 600.0,
         slot_cap: int = SLOT_CAP,
+        prefetch: int = 1,
+        gradient_halves: bool | None = None,
     ) -> None:
         _check_choice("transport", transport, TRANSPORTS)
         _check_choice("route", route, ROUTES)
         self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
-        if slot_cap < 0:
-            raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
-        self.slot_cap = slot_cap
+        self._settle(slot_cap, prefetch, gradient_halves)
         self.mesh: DeviceMesh | None = _resolve_mesh(mesh_or_group)
         group = self.mesh.get_group()
         self.rank = dist.get_rank(group)
@@ -104,11 +114,23 @@ class Ring:
         if self.size > 1 and self.device.type == "cuda":
             self._collective = self.new_group("nccl")
         self.serial = next(_serials)
-        self._agree_on_options(f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}")
+        self._agree_on_options(
+            f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}, prefetch {prefetch}, "
+            f"gradient_halves {gradient_halves}"
+        )
         self._start(transport, route)
 
     @classmethod
-    def emulated(cls, size: int, *, rank: int = 0, device: torch.device | str = "cpu") -> Ring:
+    def emulated(
+        cls,
+        size: int,
+        *,
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        route: str = "ring",
+        prefetch: int = 1,
+        gradient_halves: bool | None = None,
+    ) -> Ring:
         """A ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
 
         A layer on it computes what the plain layer with this rank's shard repeated `size` times would. For
@@ -118,7 +140,8 @@ class Ring:
             raise ValueError(f"Ring.emulated: expected size >= 1 and 0 <= rank < size, got size {size}, rank {rank}")
         ring = cls.__new__(cls)
         ring.timeout = datetime.timedelta(seconds=600)
-        ring.slot_cap = SLOT_CAP
+        _check_choice("route", route, ROUTES[1:])
+        ring._settle(SLOT_CAP, prefetch, gradient_halves)
         ring.mesh = None
         ring.rank, ring.size = rank, size
         ring.device = torch.device(device)
@@ -129,12 +152,26 @@ class Ring:
         ring._members = []
         ring._groups = []
         ring._control = ring._collective = None
-        ring.route, ring.transport_reason = "ring", "one process stands for the ring"
+        ring.route, ring.transport_reason = route, "one process stands for the ring"
+        ring.hop_route = "ring" if route == "gather" else route
         ring.transport = "emulated"
         ring._executor = _native.Executor(_native.emulated_transport(ring.device), rank, size, ring.device)
+        ring._executor.prefetch(bool(prefetch))
         return ring
 
     # -- making and ending -------------------------------------------------------------------------------------------
+
+    def _settle(self, slot_cap: int, prefetch: int, gradient_halves: bool | None) -> None:
+        """Takes the options that need no other rank."""
+        if slot_cap < 0:
+            raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
+        if prefetch not in (0, 1):
+            raise ValueError(f"Ring: expected prefetch 0 or 1, got {prefetch!r}")
+        self.slot_cap, self.prefetch, self.gradient_halves = slot_cap, prefetch, gradient_halves
+        self.link: gate.Link | None = None
+        self.plans: dict[str, gate.Plan] = {}
+        self._agreements = itertools.count(1)
+        self._forward_phase = 0
 
     def new_group(self, backend: str) -> dist.ProcessGroup:
         group: Any = dist.new_group(
@@ -153,8 +190,12 @@ class Ring:
         connection = connect(self, transport)
         self.transport: str = connection.name
         self.transport_reason: str = connection.reason
-        self.route: str = choose_route(self, route)
+        self.hop_route: str = choose_route(self, "auto" if route == "gather" else route)
+        self.route: str = "gather" if route == "gather" else self.hop_route
+        if self.device.type == "cuda" and route == "auto":
+            self.link = gate.link_of(self.device, peer_access=self.hop_route == "direct")
         self._executor = _native.Executor(connection.native, self.rank, self.size, self.device)
+        self._executor.prefetch(self.prefetch > 0)
         logger.info(
             "ring of %d: transport %s (%s), route %s", self.size, self.transport, self.transport_reason, self.route
         )
@@ -202,9 +243,23 @@ class Ring:
         for group in groups:
             dist.destroy_process_group(group)
 
-    def run(self, operation: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a native operation with this ring's executor; a failure of the ring reaches the neighbours."""
+    def run(
+        self,
+        operation: str,
+        function: Callable[..., Any],
+        *arguments: Any,
+        serial: int = 0,
+        watched: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """Calls a native operation with this ring's executor; a failure of the ring reaches the neighbours.
+
+        `serial` and `watched` name the parameters to the prefetcher: a number that is the same on every rank, and the
+        tensors whose version counters tell that they were written.
+        """
         self.check_alive(operation)
+        task = torch._C._current_graph_task_id()
+        phase = task + 1 if task >= 0 else self._forward_phase
+        self._executor.enter(phase, task >= 0, serial, watched)
         try:
             return function(self._executor, *arguments)
         except RotationError:
@@ -215,6 +270,55 @@ class Ring:
         """Drops the groups of a ring that has failed, so that neighbours in a collective learn of it."""
         if not self._executor.alive:
             self._drop_groups()
+
+    # -- the gate and the prefetcher ---------------------------------------------------------------------------------
+
+    def plan(self, name: str, tokens: int, layer: gate.Layer, dtype: torch.dtype) -> gate.Plan:
+        """How the linear layer `name` travels: as asked for, else as the gate decides. Kept in `plans`."""
+        if self.route == "gather":
+            plan = gate.Plan("gather", False, "as asked", {})
+        else:
+            device = gate.device_of(self.device, dtype) if self.link else None
+            plan = gate.decide(self.size, tokens, layer, hop_route=self.hop_route, link=self.link, device=device)
+        if self.gradient_halves is not None and plan.route != "gather":
+            plan = gate.Plan(plan.route, self.gradient_halves, plan.reason, plan.seconds)
+        self.plans[name] = plan
+        logger.debug("%s: route %s, gradients in halves %s (%s)", name, plan.route, plan.halves, plan.reason)
+        return plan
+
+    def new_agreement(self) -> int:
+        """A number for what the ranks have just agreed on, the same on all of them."""
+        return next(self._agreements)
+
+    def begin_forward(self) -> None:
+        """A forward of a model starts: its passes are expected in the order of the one before."""
+        self._forward_phase = next(_phases)
+
+    def end_forward(self) -> None:
+        self._forward_phase = 0
+
+    def measure_link(self, shard_bytes: int = 16 << 20, repeats: int = 5) -> gate.Link:
+        """Times hops of this ring, and lets the gate reckon with them. Collective; for layers that come after it.
+
+        The rate comes from shards of `shard_bytes`, the latency from shards of a few bytes; the slowest rank counts.
+        """
+        if self.size == 1:
+            raise ValueError("Ring.measure_link: expected at least 2 ranks, got 1")
+        large, small = (
+            max(self.exchange(min(self._seconds_per_hop(size) for _ in range(repeats)))) for size in (shard_bytes, 64)
+        )
+        self.link = gate.Link(shard_bytes / max(large - small, 1e-9), small, "measured")
+        return self.link
+
+    def _seconds_per_hop(self, shard_bytes: int) -> float:
+        shard = torch.zeros(shard_bytes, dtype=torch.uint8, device=self.device)
+        self.exchange(None)  # start together
+        start = time.perf_counter()
+        for _ in self.rotate(shard):
+            pass
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - start) / (self.size - 1)
 
     # -- agreement and small collectives -----------------------------------------------------------------------------
 
@@ -309,7 +413,7 @@ class Ring:
         neighbours are served. Collective. Source: RTP, arXiv 2311.01635, the rotation primitive.
         """
         tensors, shapes, single = self._prepare("rotate", shard)
-        execution = self.run("rotate", _native.Execution.rotate, tensors, shapes, self.route, reverse)
+        execution = self.run("rotate", _native.Execution.rotate, tensors, shapes, self.hop_route, reverse)
         return self._visits(execution, single)
 
     def _visits(self, execution: Any, single: bool) -> Iterator[tuple[int, Any]]:
@@ -372,6 +476,10 @@ class Ring:
     def hops(self, channel: str) -> int:
         """Hops of `weight` or `gradient` that this rank has posted."""
         return self._executor.hops(channel)
+
+    def prefetched(self) -> tuple[int, int]:
+        """First hops that were sent before their layer was called, and how many of them it could use."""
+        return self._executor.prefetched()
 
     def bytes_sent(self, channel: str) -> int:
         """Bytes of `weight` or `gradient` that this rank has sent."""

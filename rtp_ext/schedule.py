@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rtp_ext._native import Schedule, Step, make_schedule
 
-__all__ = ["BUNDLES", "OPERATIONS", "check_rank", "describe", "label", "lane", "reads", "schedules", "table", "writes"]
+__all__ = ["BUNDLES", "OPERATIONS", "check_rank", "describe", "lane", "schedules", "table"]
 
 BUNDLES = ("mlp", "cross_entropy", "experts")  # whose wgrad needs what dgrad of the same shard computed
 OPERATIONS = ("linear", "embedding", *BUNDLES)
@@ -26,6 +26,8 @@ def schedules(
     dgrad: bool | None = None,
     wgrad: bool = True,
     receive_in_slots: bool = False,
+    halves: bool = False,
+    two_lanes: bool = False,
 ) -> list[Schedule]:
     """The schedules of one pass of one operation, one for each rank.
 
@@ -33,12 +35,15 @@ def schedules(
         ranks: the size of the ring, at least 1.
         op: ``"linear"``, ``"embedding"``, or one of the bundles ``"mlp"``, ``"cross_entropy"`` and ``"experts"``.
         pass_: ``"forward"`` or ``"backward"``.
-        route: ``"ring"`` (every hop goes to the neighbour) or ``"direct"`` (weights come straight from their owner).
+        route: ``"ring"`` (every hop goes to the neighbour), ``"direct"`` (weights come straight from their owner), or
+            ``"gather"`` (all shards first, then one product with the whole; bundles go the direct route instead).
         in_place: the home shard itself travels; one weight slot less, one hop more.
         dgrad: whether the backward computes the input's gradient; by default where the operation has one. The
             backward of a bundle has its dgrad steps either way, because wgrad needs what they compute.
         wgrad: whether the backward computes the weight's gradient.
         receive_in_slots: gradients arrive in slots only, as shared memory needs it.
+        halves: the gradients of a backward travel in two halves of their rows, each a chain of its own.
+        two_lanes: forwards alternate between two lanes, dgrads and wgrads have one each.
 
     Raises:
         ValueError: an unknown name, fewer than one rank, or an input gradient wanted from an embedding.
@@ -58,46 +63,21 @@ def schedules(
             wgrad=wgrad,
             receive_in_slots=receive_in_slots,
             bundle=op in BUNDLES,
+            halves=halves,
+            two_lanes=two_lanes,
         )
         for rank in range(max(ranks, 1))
     ]
 
 
 def lane(step: Step) -> str:
-    """Where a step runs: ``"weight"`` or ``"gradient"`` (hops), or ``"compute"`` (computes, copies, adds)."""
-    return step.channel if step.action == "hop" else "compute"
+    """Where a step runs: ``"weight"``, ``"gradient"`` (hops), ``"compute"`` or ``"side"`` (computes, copies, adds).
 
-
-def label(step: Step) -> str:
-    """A step in a few characters.
-
-    ``W2 -> 3, W1 <- 1``: the weight shard of rank 2 leaves for rank 3 while that of rank 1 arrives from rank 1.
-    ``wgrad G3 +=``: adds this rank's part to the gradient of shard 3; ``wgrad G3 =`` starts it.
-    ``W2 to home``, ``add G2 to home``: what has arrived is copied to the home tensor, or added to it.
+    The side lane computes beside the other where a single GEMM leaves much of a GPU idle.
     """
-    if step.action == "compute":
-        if step.compute == "wgrad":
-            return f"wgrad G{step.owner} {'=' if step.gradient_in is None else '+='}"
-        return f"{step.compute} W{step.owner}"
-    letter = "W" if step.channel == "weight" else "G"
-    if step.action in ("copy", "add"):
-        return f"{'add ' if step.action == 'add' else ''}{letter}{step.send_owner} to home"
-    return f"{letter}{step.send_owner} -> {step.to}, {letter}{step.receive_owner} <- {step.from_}"
-
-
-def reads(step: Step) -> list[str]:
-    """The buffers that a step reads."""
-    if step.action == "compute":
-        buffers = [step.weight, step.gradient_in]
-    else:
-        buffers = [step.send, step.receive] if step.action == "add" else [step.send]
-    return [buffer for buffer in buffers if buffer is not None]
-
-
-def writes(step: Step) -> list[str]:
-    """The buffers that a step writes."""
-    buffer = step.gradient_out if step.action == "compute" else step.receive
-    return [] if buffer is None else [buffer]
+    if step.action == "hop":
+        return step.channel
+    return "side" if step.lane else "compute"
 
 
 def _count(number: int, what: str) -> str:
@@ -147,9 +127,10 @@ def table(schedules: Sequence[Schedule], *, title: str = "", rank: int | None = 
     if rank is not None:
         rows[0] += ["reads", "writes"]
     for position, step in enumerate(shown[0].steps):
-        row = [f"{position:4}", lane(step), *(label(schedule.steps[position]) for schedule in shown)]
+        row = [f"{position:4}", lane(step), *(schedule.steps[position].label for schedule in shown)]
         if rank is not None:
-            row += [", ".join(reads(step)), ", ".join(writes(step))]
+            ranks = shown[0].ranks
+            row += [", ".join(step.reads(ranks)), ", ".join(step.writes(ranks))]
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])

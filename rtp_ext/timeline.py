@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rtp_ext._native import Schedule, Step
-from rtp_ext.schedule import check_rank, label, lane, reads, writes
+from rtp_ext.schedule import check_rank, lane
 
 __all__ = ["Event", "plot", "timeline"]
 
-LANES = ("compute", "weight", "gradient")
+LANES = ("compute", "side", "weight", "gradient")
 
 Duration = float | Callable[[int, Step], float]
 
@@ -52,19 +52,20 @@ def _waits(schedule: Schedule) -> list[list[tuple[int, str]]]:
     waits: list[list[tuple[int, str]]] = []
     for position, step in enumerate(schedule.steps):
         needed: list[tuple[int, str]] = []
-        for name in [*reads(step), *writes(step)]:
+        reads, writes = step.reads(schedule.ranks), step.writes(schedule.ranks)
+        for name in [*reads, *writes]:
             buffer = buffers.setdefault(name, _Buffer())
             if buffer.arrived is not None:
                 needed.append((buffer.arrived, "received"))
             if buffer.written is not None:
                 needed.append((buffer.written, "done"))
-        for name in writes(step):
+        for name in writes:
             needed += [(hop, "sent") for hop in buffers[name].departing]
             needed += [(reader, "done") for reader in buffers[name].read]
         waits.append(needed)
-        for name in reads(step):
+        for name in reads:
             (buffers[name].departing if step.action == "hop" else buffers[name].read).append(position)
-        for name in writes(step):
+        for name in writes:
             buffers[name] = _Buffer(arrived=position) if step.action == "hop" else _Buffer(written=position)
     return waits
 
@@ -135,7 +136,7 @@ class _Simulator:
             self.ends[rank, position, "done"] = end
         self.heads[rank, name] += 1
         self.free[rank, name] = end
-        return Event(rank, name, label(step), start, end, position)
+        return Event(rank, name, step.label, start, end, position)
 
     def run(self) -> Iterator[Event]:
         placed = True

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "checks.h"
 
@@ -11,7 +12,8 @@ namespace {
 
 bool moves_in_place(Executor& executor, const RotationOptions& options, const Cargo& weights) {
   const Transport& transport = executor.transport();
-  if (!options.in_place || !transport.sends_anywhere() || !transport.receives_anywhere()) return false;
+  if (!options.in_place || options.route == Route::gather) return false;
+  if (!transport.sends_anywhere() || !transport.receives_anywhere()) return false;
   for (size_t part = 0; part < weights.parts.size(); ++part) {
     if (weights.home[part].scalar_type() != weights.parts[part].dtype) return false;
   }
@@ -48,7 +50,10 @@ std::vector<Piece> pieces_of(const RotationOptions& options, const std::vector<i
 
 RotationOptions piecewise(const RotationOptions& options, const std::vector<Piece>& pieces) {
   RotationOptions result = options;
-  result.in_place = options.in_place && pieces.size() == 1;
+  if (pieces.size() > 1) {
+    result.in_place = false;
+    if (result.route == Route::gather) result.route = Route::direct;
+  }
   return result;
 }
 
@@ -72,11 +77,21 @@ void check_home(const Executor& executor, const RotationOptions& options, const 
                  executor.device().str(), ", the device of the ring, got ", home.device().str());
 }
 
-Schedule forward_schedule(Executor& executor, const RotationOptions& options, const Cargo& weights) {
+bool wastes_last_wave(int64_t rows, int64_t columns, int multiprocessors) {
+  constexpr int64_t kTileRows = 128, kTileColumns = 256;  // of the GEMM kernels for large bf16 products on sm_90
+  constexpr double kEnough = 0.93;
+  if (multiprocessors == 0 || rows == 0 || columns == 0) return false;
+  const int64_t tiles = ((rows + kTileRows - 1) / kTileRows) * ((columns + kTileColumns - 1) / kTileColumns);
+  const double waves = static_cast<double>(tiles) / multiprocessors;
+  return waves / std::ceil(waves) < kEnough;
+}
+
+Schedule forward_schedule(Executor& executor, const RotationOptions& options, const Cargo& weights, bool two_lanes) {
   ScheduleOptions schedule;
   schedule.pass = Pass::forward;
   schedule.route = options.route;
   schedule.in_place = moves_in_place(executor, options, weights);
+  schedule.two_lanes = two_lanes;
   return make_schedule(executor.ranks(), executor.rank(), schedule);
 }
 
@@ -89,6 +104,8 @@ Schedule backward_schedule(Executor& executor, const RotationOptions& options, c
   schedule.dgrad = needs.dgrad;
   schedule.wgrad = needs.wgrad;
   schedule.bundle = needs.bundle;
+  schedule.halves = needs.halves;
+  schedule.two_lanes = needs.two_lanes;
   schedule.receive_in_slots = !executor.transport().receives_anywhere();
   return make_schedule(executor.ranks(), executor.rank(), schedule);
 }

@@ -10,7 +10,7 @@
 namespace rtp {
 namespace {
 
-// Where every owner's shard of each layer lies, whole or one piece of it.
+// Where every owner's shard of each layer lies, whole, one piece or one half of it.
 struct BundleCut {
   BundleCut(const LinearBundle& bundle, int ranks) {
     for (const LinearShape& shape : bundle.shapes) {
@@ -21,6 +21,22 @@ struct BundleCut {
   BundleCut(const BundleCut& whole, const Piece& piece) : sizes{piece.sizes}, starts(whole.starts) {
     for (size_t owner = 0; owner < piece.offsets.size(); ++owner) starts[0][owner] += piece.offsets[owner];
   }
+  BundleCut(const BundleCut& all, Half half) : BundleCut(all) {
+    for (size_t layer = 0; layer < sizes.size(); ++layer) {
+      for (size_t owner = 0; owner < sizes[layer].size(); ++owner) {
+        const HalfRows rows = half_rows(half, sizes[layer][owner]);
+        sizes[layer][owner] = rows.count;
+        starts[layer][owner] += rows.first;
+      }
+    }
+  }
+
+  int64_t start(size_t layer, int owner) const { return owner == kAllOwners ? 0 : starts[layer][owner]; }
+  int64_t end(size_t layer, int owner) const {
+    if (owner == kAllOwners) owner = static_cast<int>(sizes[layer].size()) - 1;
+    return starts[layer][owner] + sizes[layer][owner];
+  }
+  int64_t most(size_t layer) const { return *std::max_element(sizes[layer].begin(), sizes[layer].end()); }
 
   std::vector<std::vector<int64_t>> sizes, starts;  // of each layer, by owner
 };
@@ -33,12 +49,12 @@ std::vector<Piece> bundle_pieces(const LinearBundle& bundle, const BundleCut& cu
   return pieces_of(uncapped, cut.sizes[0], shape.in_features + (bundle.biased[0] ? 1 : 0));
 }
 
-// What a projection has in common with the shard of one owner.
+// What a projection has in common with the shard of one owner, or of all.
 struct Overlap {
   Overlap(const Projection& projection, const BundleCut& cut, int owner) {
-    const int64_t start = cut.starts[projection.layer][owner];
+    const int64_t start = cut.start(projection.layer, owner);
     const int64_t begin = std::max(projection.begin, start);
-    rows = std::max<int64_t>(std::min(projection.end, start + cut.sizes[projection.layer][owner]) - begin, 0);
+    rows = std::max<int64_t>(std::min(projection.end, cut.end(projection.layer, owner)) - begin, 0);
     row = begin - start;
     column = begin - projection.begin;
   }
@@ -71,6 +87,12 @@ std::vector<Part> parts_of(const LinearBundle& bundle, const BundleCut& cut, at:
     if (bundle.biased[layer]) parts.push_back(bias_part(bundle.shapes[layer], cut.sizes[layer], dtype));
   }
   return parts;
+}
+
+// A whole weight can be gathered where its rows are cut.
+void check_route(const LinearBundle& bundle, const RotationOptions& options) {
+  RTP_CHECK_VALUE(options.route != Route::gather || !bundle.shapes[0].transposed, options.name,
+                  ": expected a weight stored [out, in] for route gather, got one stored [in, out]");
 }
 
 // The backward of a bundle: what its passes share.
@@ -148,7 +170,10 @@ class BundleBackward {
       gradients.parts.push_back(gradient_parts[part]);
       gradients.home.push_back(mine(home_[gradient_place_[part]]));
     }
-    const BackwardNeeds needs{.dgrad = !weights.parts.empty(), .wgrad = !gradients.parts.empty()};
+    const BackwardNeeds needs{.dgrad = !weights.parts.empty(),
+                              .wgrad = !gradients.parts.empty(),
+                              .halves = options_.halves && !bundle_.shapes[0].transposed,
+                              .two_lanes = two_lanes(cut)};
     const auto present = [](bool wanted, Cargo&& cargo) {
       return wanted ? std::optional<Cargo>(std::move(cargo)) : std::nullopt;
     };
@@ -156,9 +181,10 @@ class BundleBackward {
     const Schedule schedule = backward_schedule(executor_, piecewise(options_, pieces), weight, needs);
     Execution pass(executor_, schedule, std::move(weight), present(needs.wgrad, std::move(gradients)),
                    options_.name + " backward");
+    const BundleCut halves[] = {cut, BundleCut(cut, Half::first), BundleCut(cut, Half::second)};
     while (const Step* step = pass.next()) {
       for (size_t k = 0; k < projections_.size(); ++k) {
-        const Overlap overlap(projections_[k], cut, step->owner);
+        const Overlap overlap(projections_[k], halves[static_cast<size_t>(step->half)], step->owner);
         if (overlap.rows == 0) continue;
         if (step->compute == Compute::dgrad) {
           dgrad(k, overlap, pass);
@@ -167,6 +193,14 @@ class BundleBackward {
         }
       }
     }
+  }
+
+  bool two_lanes(const BundleCut& cut) const {
+    const int multiprocessors = executor_.transport().multiprocessors();
+    const int64_t tokens = inputs_[0].size(0);
+    const int64_t features = bundle_.shapes[0].in_features;
+    return wastes_last_wave(tokens, features, multiprocessors) ||
+           wastes_last_wave(cut.most(0), features, multiprocessors);
   }
 
   void dgrad(size_t k, const Overlap& overlap, const Execution& pass) {
@@ -254,6 +288,7 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
   for (size_t part = 0; part < parts.size(); ++part) {
     check_home(executor, options, parts[part].shapes[0].size() == 1 ? "bias" : "weight", parameters[part], parts[part]);
   }
+  check_route(bundle, options);
   std::vector<at::Tensor> outputs;
   for (const Projection& projection : projections) {
     const at::Tensor& x = inputs[projection.input];
@@ -268,7 +303,8 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
     if (pieces.size() > 1) {
       for (at::Tensor& home : cargo.home) home = piece.of(home, executor.rank());
     }
-    const Schedule schedule = forward_schedule(executor, piecewise(options, pieces), cargo);
+    const bool two_lanes = wastes_last_wave(inputs[0].size(0), cut.most(0), executor.transport().multiprocessors());
+    const Schedule schedule = forward_schedule(executor, piecewise(options, pieces), cargo, two_lanes);
     Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
       const auto shards = pass.weight();

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
+from rtp_ext.gate import Plan
 from rtp_ext.ring import Ring, agreements
 from rtp_ext.sharding import held, local_shard, reserve, shard_dim_of
 
@@ -18,6 +19,15 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
+class Agreed:
+    """What the ranks have agreed on for one call: once for each first parameter, ring and combination of facts."""
+
+    shapes: list[tuple[int, ...]]  # of the whole parameters
+    serial: int  # the same on every rank
+    plan: Plan | None  # None: the operation leaves no choice
+
+
+@dataclass
 class Call:
     """How one call of an operation rotates."""
 
@@ -26,6 +36,8 @@ class Call:
     in_place: bool
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    agreed: Agreed | None = None  # set by `agree`
+    watched: tuple[torch.Tensor, ...] = ()  # the parameters
 
     @classmethod
     def of(
@@ -51,17 +63,21 @@ class Call:
         return cls(ring, name, in_place, compute, reduce)
 
     def options(self) -> Any:
+        plan = self.agreed.plan if self.agreed else None
         return _native.RotationOptions(
-            route=self.ring.route,
+            route=plan.route if plan else self.ring.hop_route,
             in_place=self.in_place,
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
             slot_cap=self.ring.slot_cap,
+            halves=plan is not None and plan.halves,
             name=self.name,
         )
 
     def run(self, function: Any, *arguments: Any) -> Any:
-        return self.ring.run(self.name, function, *arguments)
+        return self.ring.run(
+            self.name, function, *arguments, serial=self.agreed.serial if self.agreed else 0, watched=self.watched
+        )
 
     def operand(self, x: torch.Tensor, what: str = "an input") -> torch.Tensor:
         """`x` [..., features] in the compute dtype (cast under autocast), checked."""
@@ -118,11 +134,16 @@ def in_dtypes_of(
     return [None if gradient is None else gradient.to(parameter.dtype) for parameter, gradient in pairs]
 
 
-def agree(call: Call, homes: Sequence[Home], facts: Sequence[Any]) -> list[tuple[int, ...]]:
+def agree(
+    call: Call, homes: Sequence[Home], facts: Sequence[Any], planned: tuple[int, Callable[..., Plan]] | None = None
+) -> list[tuple[int, ...]]:
     """The whole shape of every parameter; all ranks agree on them, and on `facts`, before anything travels.
 
     A DTensor knows its shape. Of plain shards the ranks tell each other, and check that they belong together. Done
     once for each first parameter and combination of facts. Collective then.
+
+    Args:
+        planned: this rank's number of tokens, and what makes a Plan of the largest number of any rank and the shapes.
     """
     told_facts = (
         f"dtype {call.compute_dtype}",
@@ -134,13 +155,21 @@ def agree(call: Call, homes: Sequence[Home], facts: Sequence[Any]) -> list[tuple
     agreed = agreements(homes[0].tensor)
     key = (call.ring.serial, tuple(mine), told_facts)
     if key not in agreed:
-        agreed[key] = _agree_anew(call, homes, mine, told_facts)
-    return agreed[key]
+        agreed[key] = _agree_anew(call, homes, mine, told_facts, planned)
+    call.agreed = agreed[key]
+    call.watched = tuple(home.tensor for home in homes)
+    return agreed[key].shapes
 
 
-def _agree_anew(call: Call, homes: Sequence[Home], mine: list[tuple], facts: tuple) -> list[tuple[int, ...]]:
+def _agree_anew(
+    call: Call,
+    homes: Sequence[Home],
+    mine: list[tuple],
+    facts: tuple,
+    planned: tuple[int, Callable[..., Plan]] | None,
+) -> Agreed:
     wholes = [tuple(h.tensor.shape) if isinstance(h.tensor, DTensor) else None for h in homes]
-    told = call.ring.exchange((call.name, wholes, mine, facts))
+    told = call.ring.exchange((call.name, wholes, mine, facts, planned[0] if planned else 0))
     for rank, theirs in enumerate(told):
         if _comparable(theirs) != _comparable(told[0]):
             raise ValueError(
@@ -151,16 +180,17 @@ def _agree_anew(call: Call, homes: Sequence[Home], mine: list[tuple], facts: tup
     for index, (home, whole) in enumerate(zip(homes, wholes, strict=True)):
         locals_ = [theirs[2][index][1] for theirs in told]
         shapes.append(whole or _assemble(f"{call.name}: {home.what}", locals_, home.dim))
-    return shapes
+    plan = planned[1](max(theirs[4] for theirs in told), shapes) if planned else None
+    return Agreed(shapes, call.ring.new_agreement(), plan)
 
 
 def _comparable(told: tuple) -> tuple:
-    name, wholes, shards, facts = told
+    name, wholes, shards, facts, _ = told
     return name, wholes, [(what, len(shape), dtype, dim) for what, shape, dtype, dim in shards], facts
 
 
 def _describe(told: tuple) -> str:
-    name, wholes, shards, facts = told
+    name, wholes, shards, facts, _ = told
     parameters = ", ".join(
         f"{what} {whole or f'shard {shape}'} {dtype} cut along {dim}"
         for whole, (what, shape, dtype, dim) in zip(wholes, shards, strict=True)

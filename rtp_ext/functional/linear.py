@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
+from rtp_ext.gate import Layer, Plan
 from rtp_ext.ring import Ring
 
 
@@ -192,9 +193,8 @@ def rotated_linears(
     inputs = [call.operand(x) for x in inputs]
     homes = _homes(call, weights, biases, 1 if transposed else 0)
     told = None if projections is None else tuple(map(tuple, projections))
-    shapes = agree(
-        call, homes, [f"gradients {wants(*inputs, *(home.tensor for home in homes))}", f"projections {told}"]
-    )
+    facts = [f"gradients {wants(*inputs, *(home.tensor for home in homes))}", f"projections {told}"]
+    shapes = agree(call, homes, facts, None if transposed else _planned(call, inputs))
     layers, biased, outputs = [], [], []
     remaining = iter(zip(homes, shapes, strict=True))
     for bias in biases:
@@ -221,6 +221,22 @@ def rotated_linears(
         y.view(*inputs[which].shape[:-1], end - begin)
         for y, (which, _, begin, end) in zip(ys, projections, strict=True)
     )
+
+
+def _planned(call: Call, inputs: Sequence[torch.Tensor]) -> tuple[int, Callable[..., Plan]]:
+    tokens = max(x.shape[:-1].numel() for x in inputs)
+
+    def plan(most_tokens: int, shapes: Sequence[tuple[int, ...]]) -> Plan:
+        weights = [shape for shape in shapes if len(shape) == 2]
+        layer = Layer(
+            sum(outputs for outputs, _ in weights),
+            max(inputs for _, inputs in weights),
+            call.compute_dtype.itemsize,
+            call.reduce_dtype.itemsize,
+        )
+        return call.ring.plan(call.name, most_tokens, layer, call.compute_dtype)
+
+    return tokens, plan
 
 
 def _homes(call: Call, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], dim: int) -> list[Home]:

@@ -1,0 +1,157 @@
+"""The first hop of the next layer is sent while this one computes: it saves waiting, and never changes a result."""
+
+import copy
+
+import pytest
+import torch
+from harness import Cases, run_ranks
+from models import batch_loss, make_model, mean_loss, train
+from reference import assert_same, differs, full
+from torch import nn
+
+import rtp_ext
+
+TOLERANCE = 1e-9
+STEPS = 3
+
+
+class Wandering(nn.Module):
+    """Two layers whose order changes from step to step, and one that is left out at times."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.step = 0
+
+    def forward(self, x):
+        order = [[0, 1, 2], [0, 1, 2], [0, 2, 1], [1, 2], [0, 1, 2], [0, 1, 2, 0]][self.step]
+        self.step += 1
+        for index in order:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+class Restless(nn.Module):
+    """Writes the second layer's weight in every forward, after the first hop of that layer may have left."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.no_grad():
+            self.second.weight.mul_(1.25)
+        return self.third(self.second(x))
+
+
+def _input(step, features):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(5, features, generator=generator, dtype=torch.float64)
+
+
+def _compare(model, rank, transport, steps, features):
+    """Trains on one batch for all ranks, whose average is that of the plain model: outputs and parameters are the same.
+
+    Returns the hops that were sent ahead, and those that were used.
+    """
+    plain = model.double()
+    model = rtp_ext.fully_rotate(copy.deepcopy(plain), transport=transport, bundle=False, timeout=60.0)
+    ring = rtp_ext.ring_of(model)
+    for step in range(steps):
+        x = _input(step, features)
+        outputs = [module(x) for module in (model, plain)]
+        assert_same(*outputs, TOLERANCE, f"output of step {step}")
+        for module, y in zip((model, plain), outputs, strict=True):
+            y.square().sum().backward()
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    with torch.no_grad():
+                        parameter.sub_(parameter.grad, alpha=0.01)
+                    parameter.grad = None
+    for name, parameter in plain.named_parameters():
+        assert_same(full(model.get_parameter(name)), parameter, TOLERANCE, name)
+    counts = ring.prefetched()
+    ring.close()
+    return counts
+
+
+def _trains(rank, ranks):
+    cases, seen = Cases(), {}
+    plain = make_model()
+    train(plain, lambda step: mean_loss(plain, ranks, step), STEPS)
+    for transport in ("shm", "c10d"):
+        torch.manual_seed(0)
+        for prefetch in (1, 0):
+            for in_place in (False, True):
+                ring = rtp_ext.Ring(transport=transport, prefetch=prefetch, timeout=60.0)
+                model = rtp_ext.fully_rotate(make_model(), mesh=ring, in_place=in_place)
+                train(model, lambda step, model=model: batch_loss(model, rank, step), STEPS)
+                with cases.case(f"{transport}, prefetch {prefetch}, in_place {in_place}"):
+                    for name, parameter in plain.named_parameters():
+                        assert_same(full(model.get_parameter(name)), parameter, TOLERANCE, name)
+                    seen[transport, prefetch, in_place] = ring.prefetched()
+                    assert ring.slot_count("weight").peak_slots <= 2
+                model.eval()
+                with torch.no_grad():
+                    again = [batch_loss(model, rank, 0).item() for _ in range(3)]
+                assert len(set(again)) == 1
+                ring.close()
+        with cases.case(f"a changing order, {transport}"):
+            seen[transport, "wandering"] = _compare(Wandering(), rank, transport, 6, 7)
+        with cases.case(f"written weights, {transport}"):
+            seen[transport, "restless"] = _compare(Restless(), rank, transport, 4, 6)
+    cases.finish()
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_plain_models_results(ranks):
+    for seen in run_ranks(_trains, ranks):
+        for (transport, *case), (sent, used) in seen.items():
+            if case[0] == "wandering":
+                assert 0 < used < sent, f"{transport}: expected some hops sent in vain, got {used} of {sent} used"
+            elif case[0] == "restless":
+                assert 0 < used < sent, f"{transport}: expected those of the second layer in vain, got {used} of {sent}"
+            elif case[0] == 0 or (case[1] and transport == "c10d"):
+                assert sent == 0, f"{transport} {case}: expected none, got {sent}"
+            else:
+                # From the second step on: between the 6 rotated layers of a forward and those of a backward
+                assert sent == used > 0, f"{transport} {case}: expected all to be used, got {used} of {sent}"
+
+
+def test_every_layer_but_the_first_of_a_phase():
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(4)]
+    ring = rtp_ext.Ring.emulated(4)
+    model = nn.Sequential(*layers)
+    rtp_ext.fully_rotate(model, mesh=ring, bundle=False)
+    x = torch.randn(3, 8, requires_grad=True)
+    outputs = []
+    for step in range(3):
+        ring.reset_peak()
+        outputs.append(model(x))
+        outputs[-1].sum().backward()
+        assert ring.prefetched() == (2 * 3 * step, 2 * 3 * step)
+        assert ring.slot_count("weight").peak_slots == 2
+    assert torch.equal(outputs[0], outputs[2])
+    quiet = rtp_ext.Ring.emulated(4, prefetch=0)
+    twin = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    rtp_ext.fully_rotate(twin, mesh=quiet, bundle=False)
+    for _ in range(2):
+        twin(x).sum().backward()
+    assert quiet.prefetched() == (0, 0)
+
+
+def test_a_stale_shard_would_show():
+    """Control: what `Restless` compares does depend on the write."""
+    torch.manual_seed(0)
+    model = Restless().double()
+    x = _input(0, 6)
+    with torch.no_grad():
+        stale = model.third(model.second(model.first(x)))
+    assert differs(model(x), stale, TOLERANCE)
+
+
+def test_wrong_values_are_refused():
+    with pytest.raises(ValueError, match="expected prefetch 0 or 1, got 2"):
+        rtp_ext.Ring.emulated(2, prefetch=2)

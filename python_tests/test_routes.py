@@ -1,0 +1,164 @@
+"""Ways that weights and gradients can travel: gathered, and in two halves. The results are the same."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Cases, run_ranks
+from models import batch_loss, make_model, mean_loss, train
+from operation_checks import Operation, assert_result, make_features, plain_results, rotated_result
+from reference import TOLERANCE, assert_same, differs, full, random
+
+import rtp_ext
+from rtp_ext.functional import rotated_linear, rotated_linears
+
+WAYS = {
+    "gather": {"route": "gather"},
+    "halves": {"gradient_halves": True},
+    "halves direct": {"route": "direct", "gradient_halves": True},
+}
+SHAPES = [(7, 5), (2, 6), (13, 4)]  # out, in features
+
+
+def _linear(outputs, features, dtype, biased):
+    parameters = {"weight": random(outputs, features, dtype=dtype, seed=1, scale=features**-0.5)}
+    if biased:
+        parameters["bias"] = random(outputs, dtype=dtype, seed=2)
+    return Operation(
+        parameters,
+        dict.fromkeys(parameters, 0),
+        lambda p, x: F.linear(x[0], p["weight"], p.get("bias")),
+        lambda p, x, **options: rotated_linear(x[0], p["weight"], p.get("bias"), **options),
+        lambda form, rank, seed: [make_features(form, rank, features, dtype, seed)],
+    )
+
+
+def _three(dtype):
+    names, sizes = ["q", "k", "v"], [9, 4, 5]
+    parameters = {n: random(s, 6, dtype=dtype, seed=s, scale=0.4) for n, s in zip(names, sizes, strict=True)}
+    return Operation(
+        parameters,
+        dict.fromkeys(names, 0),
+        lambda p, x: torch.cat([F.linear(x[0], p[name]) for name in names], -1),
+        lambda p, x, **options: torch.cat(rotated_linears([x[0]], [p[name] for name in names], **options), -1),
+        lambda form, rank, seed: [make_features(form, rank, 6, dtype, seed)],
+    )
+
+
+def _check_operations(cases, ring, way, transport):
+    for dtype, forms in ((torch.float64, ("2d", "empty on rank 0")), (torch.bfloat16, ("2d",))):
+        operations = {f"{o}x{i}": _linear(o, i, dtype, biased=i != 6) for o, i in SHAPES}
+        operations["q, k, v"] = _three(dtype)
+        for name, operation in operations.items():
+            for form in forms:
+                with cases.case(f"{way} {transport} {name} {form} {dtype}"):
+                    expected = plain_results(operation, ring.size, form, 1)[ring.rank]
+                    actual = rotated_result(operation, ring, form, 1, operation.shards(ring.rank, ring.size))
+                    tolerance = TOLERANCE[dtype]
+                    assert_result(actual, expected, ring, operation.cuts, tolerance, tolerance)
+                    if ring.size > 1 and form == "2d":
+                        wrong = plain_results(operation, ring.size, form, 1, skipped=ring.size - 1)[ring.rank]
+                        weight = next(iter(operation.parameters))
+                        assert differs(wrong.gradients[weight], expected.gradients[weight], tolerance), "control"
+
+
+def _run(rank, ranks):
+    cases = Cases()
+    plain = make_model()
+    train(plain, lambda step: mean_loss(plain, ranks, step), 2)
+    for way, options in WAYS.items():
+        for transport in ("shm", "c10d"):
+            ring = rtp_ext.Ring(transport=transport, timeout=60.0, **options)
+            _check_operations(cases, ring, way, transport)
+            assert all(plan.route == "gather" for plan in ring.plans.values()) == (way == "gather")
+            if transport == "c10d":
+                model = rtp_ext.fully_rotate(make_model(), mesh=ring, in_place=True)
+                train(model, lambda step, model=model: batch_loss(model, rank, step), 2)
+                with cases.case(f"{way} model"):
+                    for name, parameter in plain.named_parameters():
+                        assert_same(full(model.get_parameter(name)), parameter, 1e-9, name)
+            ring.close()
+    cases.finish()
+    return cases.count
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_plain_results(ranks):
+    assert run_ranks(_run, ranks)[0] > 30
+
+
+def test_hops_and_slots():
+    """A gathered layer sends as much as a rotated one; halves take as many bytes in twice as many hops."""
+    counts = {}
+    for way, options in {"ring": {"prefetch": 0}, **WAYS}.items():
+        ring = rtp_ext.Ring.emulated(4, **options)
+        weight = torch.ones(6, 16, requires_grad=True)
+        rotated_linear(torch.ones(3, 16, requires_grad=True), weight, ring=ring).sum().backward()
+        counts[way] = (
+            ring.hops("weight"),
+            ring.hops("gradient"),
+            ring.bytes_sent("weight"),
+            ring.bytes_sent("gradient"),
+        )
+        slots = ring.slot_count("gradient")
+        if way == "halves":
+            assert (slots.slots, slots.bytes) == (4, 4 * 3 * 16 * 4)
+        if way == "gather":
+            assert ring.slot_count("weight").bytes == 4 * 6 * 16 * 4, "all shards"
+    weight_bytes = gradient_bytes = 3 * 6 * 16 * 4
+    assert counts["ring"] == (6, 3, 2 * weight_bytes, gradient_bytes)
+    assert counts["gather"] == counts["ring"]
+    assert counts["halves"] == counts["halves direct"] == (6, 6, 2 * weight_bytes, gradient_bytes)
+
+
+def test_what_cannot_be_gathered_rotates():
+    ring = rtp_ext.Ring.emulated(3, route="gather")
+    weight = torch.ones(4, 5)  # [in, out of this rank]
+    assert rotated_linear(torch.ones(2, 4), weight, ring=ring, transposed=True).shape == (2, 15)
+    assert rotated_linear(torch.ones(2, 15), torch.ones(4, 5), ring=ring, shard_dim=1).shape == (2, 4)
+    assert not ring.plans
+    assert (ring.route, ring.hop_route) == ("gather", "ring")
+    with pytest.raises(ValueError, match=r"stored \[out, in\] for route gather"):
+        native = rtp_ext._native
+        options = native.RotationOptions(
+            route="gather",
+            in_place=False,
+            compute_dtype=torch.float32,
+            reduce_dtype=torch.float32,
+            slot_cap=0,
+            halves=False,
+            name="layer",
+        )
+        bundle = native.LinearBundle([native.LinearShape(15, 4, by_outputs=True, transposed=True)], [False])
+        ring.run(
+            "layer",
+            native.linear_forward,
+            [torch.ones(2, 4)],
+            [weight],
+            bundle,
+            [native.Projection(0, 0, 0, 15)],
+            options,
+        )
+
+
+def test_large_shards_go_in_pieces_instead():
+    """A slot cap is there to hold less than a shard; a gathered layer would hold all of them."""
+    ring = rtp_ext.Ring.emulated(2, route="gather")
+    ring.slot_cap = 4 * 8 * 4
+    weight, x = torch.randn(6, 8, requires_grad=True), torch.randn(3, 8)
+    y = rotated_linear(x, weight, ring=ring)
+    assert_same(y, F.linear(x, weight).repeat(1, 2), 1e-5, "output")
+    assert ring.slot_count("weight").peak_bytes <= 2 * (4 * 8 * 4)
+
+
+def test_two_lanes_leave_results_alone():
+    """A CPU has one lane; a schedule with two runs there all the same."""
+    plain = torch.nn.Linear(5, 7)
+    ring = rtp_ext.Ring.emulated(1)
+    model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring)
+    x = torch.randn(3, 5)
+    assert_same(model(x), plain(x), 1e-5, "output")
+    assert not rtp_ext._native.wastes_last_wave(8192, 14336, 0)
+    assert rtp_ext._native.wastes_last_wave(8192, 14336 // 8, 132)  # 64 x 7 tiles: 3.39 waves
+    assert not rtp_ext._native.wastes_last_wave(128 * 132, 256, 132)  # one full wave

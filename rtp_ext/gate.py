@@ -1,0 +1,156 @@
+"""Which route the weights of one layer take: shard by shard, or all shards first.
+
+Rotation hides hops under GEMMs, but R small GEMMs take longer than one large one, and every hop has its latency. Where
+a layer is tiny or has few tokens, gathering the whole weight first is faster. The times that decide are modelled from
+the shapes, a link rate (modelled too, or measured by `Ring.measure_link`) and a GEMM rate; nothing is timed here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rtp_ext._native import shard_sizes
+
+__all__ = ["Device", "Layer", "Link", "Plan", "decide", "device_of", "link_of", "predict"]
+
+TILE = (128, 256)  # rows and columns of the output tiles of large bf16 GEMMs on sm_90
+MARGIN = 0.95  # gathering must promise less than this part of the rotation's time
+WHOLE_LIMIT = 64 << 20  # bytes; a larger layer is never gathered: no rank is to hold a large layer
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a hop costs: `seconds_per_hop + bytes / bytes_per_second`; `source` says where the numbers come from."""
+
+    bytes_per_second: float
+    seconds_per_hop: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a GEMM costs: FLOP/s of large ones, multiprocessors (0: no waves), seconds that any launch takes."""
+
+    flops: float
+    multiprocessors: int
+    seconds_per_launch: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One linear layer, or several that travel together: `outputs` in all, over the same `inputs`.
+
+    weight_bytes and gradient_bytes: of one number while it travels.
+    """
+
+    outputs: int
+    inputs: int
+    weight_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a layer's weights and gradients travel, and why.
+
+    Attributes:
+        route: `ring`, `direct` or `gather`.
+        halves: whether gradients travel in two halves.
+        reason: in words.
+        seconds: modelled time of one forward and backward by route; empty where nothing was modelled.
+    """
+
+    route: str
+    halves: bool
+    reason: str
+    seconds: dict[str, float]
+
+
+# Dense bf16 FLOP/s of the data sheets of A100, H100 and H200, B200; 65 % of them for large GEMMs. One-way NVLink rates:
+# 380 GB/s of the nominal 450 measured on H100 (NCCL issue 1264), scaled by the nominal rates of the others.
+_GPUS = {8: (312e12, 250e9), 9: (989e12, 370e9), 10: (2250e12, 740e9)}
+_GEMM_EFFICIENCY = 0.65
+_WITHOUT_PEER_ACCESS = 25e9  # PCIe 4.0 x16 or one 200 Gb/s network port
+# A round of a ring costs about 6 us of synchronisation (JAX, collective matmul on 8 H100), posting alone half of it.
+_HOP_SECONDS = 6e-6
+_POST_SECONDS = 3e-6
+_LAUNCH_SECONDS = 4e-6
+
+
+def device_of(device: torch.device, dtype: torch.dtype) -> Device | None:
+    """The model of a GPU; None for a CPU, whose GEMMs lose nothing by being cut."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    peak = _GPUS.get(properties.major, _GPUS[10])[0] * (2 / max(dtype.itemsize, 2)) ** 2
+    return Device(
+        peak * _GEMM_EFFICIENCY,
+        properties.multi_processor_count,
+        _LAUNCH_SECONDS,
+        f"{_GEMM_EFFICIENCY:.0%} of the data sheet of {properties.name}",
+    )
+
+
+def link_of(device: torch.device, *, peer_access: bool) -> Link:
+    """The modelled link of a GPU, with direct access to every other one or without."""
+    major = torch.cuda.get_device_properties(device).major
+    rate = _GPUS.get(major, _GPUS[10])[1] if peer_access else _WITHOUT_PEER_ACCESS
+    return Link(rate, _HOP_SECONDS, "modelled")
+
+
+def gemm_seconds(device: Device, rows: int, columns: int, depth: int) -> float:
+    """Time of a product [rows, depth] x [depth, columns], with the last wave of tiles counted whole."""
+    if min(rows, columns, depth) == 0:
+        return 0.0
+    efficiency = 1.0
+    if device.multiprocessors:
+        waves = math.ceil(rows / TILE[0]) * math.ceil(columns / TILE[1]) / device.multiprocessors
+        efficiency = waves / math.ceil(waves)
+    return max(device.seconds_per_launch, 2 * rows * columns * depth / (device.flops * efficiency))
+
+
+def predict(ranks: int, tokens: int, layer: Layer, link: Link, device: Device) -> dict[str, float]:
+    """Seconds of one forward and backward of a layer, `rotate` and `gather`; README, 'How rotation works'.
+
+    rotate  forward  c + (R - 1) max(c, w)           c, C: GEMM of a shard, of the whole
+            backward 2 c R + (R - 1) (max(0, g - c) + max(0, w - 2 c))   w, g: hops of a weight, of a gradient
+    gather  forward  w0 + (R - 1) w' + C             w': a hop whose latency hides behind the one before
+            backward the same, and the gradients' R - 1 hops and C once more
+    """
+    rows = max(shard_sizes(layer.outputs, ranks))
+    shard, whole = (gemm_seconds(device, tokens, size, layer.inputs) for size in (rows, layer.outputs))
+    weight, gradient = (
+        rows * layer.inputs * size / link.bytes_per_second for size in (layer.weight_bytes, layer.gradient_bytes)
+    )
+    hop_w, hop_g = (link.seconds_per_hop + time for time in (weight, gradient))
+    others = ranks - 1
+    forward = shard + others * max(shard, hop_w)
+    backward = 2 * ranks * shard + others * (max(0.0, hop_g - shard) + max(0.0, hop_w - 2 * shard))
+    gathered = link.seconds_per_hop + others * max(_POST_SECONDS, weight)
+    return {
+        "rotate": forward + backward,
+        "gather": 2 * gathered + 3 * whole + others * hop_g,
+    }
+
+
+def decide(ranks: int, tokens: int, layer: Layer, *, hop_route: str, link: Link | None, device: Device | None) -> Plan:
+    """The plan for a layer with `tokens` local tokens; `hop_route` is what the hops of a rotation take."""
+    if ranks == 1 or link is None or device is None:
+        why = "a single rank" if ranks == 1 else "rotation costs nothing more than gathering on a CPU or one device"
+        return Plan(hop_route, False, why, {})
+    seconds = predict(ranks, tokens, layer, link, device)
+    whole_bytes = layer.outputs * layer.inputs * max(layer.weight_bytes, layer.gradient_bytes)
+    text = ", ".join(f"{name} {time * 1e6:.1f} us" for name, time in seconds.items())
+    text += f" for {tokens} tokens over a {link.source} link of {link.bytes_per_second / 1e9:.0f} GB/s"
+    if seconds["gather"] < MARGIN * seconds["rotate"] and whole_bytes <= WHOLE_LIMIT:
+        return Plan("gather", False, text, seconds)
+    rows = max(shard_sizes(layer.outputs, ranks))
+    hop = link.seconds_per_hop + rows * layer.inputs * layer.gradient_bytes / link.bytes_per_second
+    halves = hop > gemm_seconds(device, tokens, layer.inputs, rows)
+    if halves:
+        text += "; a gradient hop outlasts a dgrad"
+    return Plan(hop_route, halves, text, seconds)
