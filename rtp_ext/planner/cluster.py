@@ -24,6 +24,7 @@ class Cluster:
         nvlink_bytes_per_s: one direction, nominal, per GPU.
         nccl_ring_bytes_per_s: what NCCL's ring gets out of the links inside a node, per GPU (bus bandwidth).
         nic_bytes_per_s: of the network, per GPU and direction.
+        fp8_achievable_flops_per_s: as bf16_achievable_flops_per_s, in eight bits; 0: it has none, or nobody knows.
 
     Raises:
         ValueError: no GPUs, or rates and sizes that are not positive.
@@ -40,6 +41,7 @@ class Cluster:
     nic_bytes_per_s: float
     streaming_multiprocessors: int
     gpus_per_node: int = 8
+    fp8_achievable_flops_per_s: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -48,15 +50,22 @@ class Cluster:
         check_at_least(owner, 1, **{size: getattr(self, size) for size in sizes})
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type == "float" and not (isinstance(value, int | float) and 0 < value < float("inf")):
+            least = 0 if field.default == 0.0 else 1e-300
+            if field.type == "float" and not (isinstance(value, int | float) and least <= value < float("inf")):
                 raise ValueError(f"{owner}: expected a positive {field.name}, got {value!r}")
 
     @classmethod
-    def preset(cls, name: str, *, gpus: int = 8, gpus_per_node: int = 8) -> Cluster:
-        """Nodes of `a100-40gb`, `a100-80gb`, `h100-80gb`, `h200-141gb` or `b200-180gb` (sources: constants.json)."""
+    def preset(cls, name: str, *, gpus: int = 8, gpus_per_node: int | None = None) -> Cluster:
+        """Nodes of `a100-80gb`, `h100-80gb`, `h200-141gb`, `b200-180gb`, `gb200-186gb`, ... (sources: constants.json).
+
+        gpus_per_node: what NVLink joins; default: the preset's own, 8 or 72.
+        """
         known = constants()["gpus"]
         check_known("GPU", name, known)
-        return cls(name=name, gpus=gpus, gpus_per_node=gpus_per_node, **known[name])
+        own = {"gpus_per_node": 8, **known[name]}
+        if gpus_per_node is not None:
+            own["gpus_per_node"] = gpus_per_node
+        return cls(name=name, gpus=gpus, **own)
 
     @classmethod
     def from_json(cls, told: str | Path | Mapping[str, Any], *, gpus: int | None = None) -> Cluster:

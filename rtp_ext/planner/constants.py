@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +33,41 @@ def check_at_least(owner: str, least: int, **numbers: Any) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{owner}: expected {name} to be a whole number of at least {least}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class TimeConstants:
+    """What the time model is fitted with (`calibrate`); each number's source stands in constants.json, `time`.
+
+    Attributes:
+        gemm_fraction: of the best rate of a GPU (`*_achievable_flops_per_s`) that the main loop of a GEMM reaches.
+        gemm_ramp_depth: inner-dimension steps that starting and ending a tile costs.
+        flash_fraction, flash_fraction_torch: of the best rate that fused attention reaches, on each stack.
+        hbm_fraction: of the memory bandwidth that elementwise kernels reach.
+        kernel_s: of each kernel, beyond its work.
+        network_fraction: of a network port's rate.
+        nccl_base_s, nccl_intra_step_s, nccl_inter_step_s: latency of a collective, of its steps inside and between
+            nodes.
+        eager_traffic: bytes that unfused elementwise kernels move over those of fused ones.
+        nvlink_sm_share, network_sm_share: of the multiprocessors that NCCL takes from what runs beside it.
+    """
+
+    gemm_fraction: float
+    gemm_ramp_depth: float
+    flash_fraction: float
+    flash_fraction_torch: float
+    hbm_fraction: float
+    kernel_s: float
+    network_fraction: float
+    nccl_base_s: float
+    nccl_intra_step_s: float
+    nccl_inter_step_s: float
+    eager_traffic: float
+    nvlink_sm_share: float
+    network_sm_share: float
+
+    @classmethod
+    @functools.cache
+    def default(cls) -> TimeConstants:
+        """Those of constants.json."""
+        return cls(**{name: entry["value"] for name, entry in constants()["time"].items()})

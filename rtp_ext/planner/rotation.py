@@ -126,7 +126,7 @@ def _align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pieces(rotation: Rotation, ranks: int, cap: int, element: int) -> list[tuple[int, int]]:
+def pieces_of(rotation: Rotation, ranks: int, cap: int, element: int) -> list[tuple[int, int]]:
     """First row and number of rows of every piece that travels on its own; one if nothing is capped."""
     main = rotation.weights[0]
     matrices = sum(not weight.is_bias for weight in rotation.weights)
@@ -213,11 +213,11 @@ def rtp_bytes(
         return _slot_bytes(parts, [_rows_of(p, ranks, piece, pieces) for p in parts], element) if parts else None
 
     for rotation in steps:
-        pieces = _pieces(rotation, ranks, slot_cap, max(compute, reduce_bytes))
+        pieces = pieces_of(rotation, ranks, slot_cap, max(compute, reduce_bytes))
         for piece in pieces:
             run(size(rotation.weights, piece, len(pieces), compute), None, len(pieces) == 1, rotation.bundle)
     for rotation in reversed(steps):
-        pieces = _pieces(rotation, ranks, slot_cap, max(compute, reduce_bytes))
+        pieces = pieces_of(rotation, ranks, slot_cap, max(compute, reduce_bytes))
         for piece in pieces:
             run(
                 size(rotation.backward_weights, piece, len(pieces), compute),

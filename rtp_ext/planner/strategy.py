@@ -45,6 +45,8 @@ class Strategy:
         loss: `eager`, `loss-parallel` (DTensor), `megatron`, `compiled` or `fused`; `auto` follows from the stack,
             tp and fused_loss.
         flash_attention: no attention matrix is ever stored.
+        fp8: the matrix products of the layers' weights run in eight bits; what is kept stays in `param_dtype`. Memory
+            does not change.
 
     Raises:
         ValueError: a value that no field allows, or fields that contradict each other.
@@ -71,6 +73,7 @@ class Strategy:
     stack: str = "auto"
     loss: str = "auto"
     flash_attention: bool = True
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         degrees = ("dp", "tp", "pp", "cp", "rtp", "ep", "micro_batch", "interleave")
@@ -168,7 +171,7 @@ class Strategy:
         ]
         if self.sequence_parallel:
             divisible.append(("seq / cp", model.seq // self.cp, "tp", self.tp))
-        if self.interleave > 1:
+        if self.interleave > 1 and (model.layers + 2) % chunks:  # Llama 3: embedding and head count as a layer each
             divisible.append(("layers", model.layers, "pp * interleave", chunks))
         for what, size, by, degree in divisible:
             if size % degree:
