@@ -35,7 +35,7 @@ def estimate_memory(
     strategy.check(model, cluster, global_batch)
     micro_batches = strategy.micro_batches(global_batch)
     stages = tuple(
-        _stage(model, strategy, stage, micro_batches, layer_activation_bytes) for stage in range(strategy.pp)
+        stage_memory(model, strategy, stage, micro_batches, layer_activation_bytes) for stage in range(strategy.pp)
     )
     return MemoryReport(
         model=model.name,
@@ -66,7 +66,10 @@ def chunks_in_flight(strategy: Strategy, stage: int, micro_batches: int) -> int:
     return min(micro_batches * v, 2 * (pp - stage - 1) + (v - 1) * pp + 1)
 
 
-def _stage(model: ModelSpec, strategy: Strategy, stage: int, micro_batches: int, traced: float | None) -> StageMemory:
+def stage_memory(
+    model: ModelSpec, strategy: Strategy, stage: int, micro_batches: int, traced: float | None = None
+) -> StageMemory:
+    """One GPU of one stage; `traced` as layer_activation_bytes of `estimate_memory`."""
     counts = parameter_counts(model, strategy, stage)
     chunks = chunks_in_flight(strategy, stage, micro_batches)
     tokens = strategy.micro_batch * model.seq // strategy.cp

@@ -8,7 +8,7 @@ from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.links import Group, all_reduce_s, gather_s, send_s
 from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.rotation import rotations_of
+from rtp_ext.planner.rotation import Rotation, rotations_of
 from rtp_ext.planner.rotation_time import RotationTime, rotation_seconds
 from rtp_ext.planner.states import layer_count, stage_layers
 from rtp_ext.planner.strategy import Strategy
@@ -64,6 +64,7 @@ class StageClock:
         self.layer = layer_seconds(model, strategy, cluster, constants, self.tokens)
         self.head = head_seconds(model, strategy, cluster, constants, self.tokens)
         self.per_layer = {**self._compute(), **self._collectives()}
+        self._stages: dict[tuple[int, bool, bool], StageTime] = {}
         self.rotated: list[RotationTime] = []
         if strategy.rtp > 1:
             self._rotate()
@@ -160,7 +161,7 @@ class StageClock:
             )
             self.ends[name] = [self._rotation(rotation) for rotation in parts]
 
-    def _rotation(self, rotation) -> RotationTime:  # type: ignore[no-untyped-def]
+    def _rotation(self, rotation: Rotation) -> RotationTime:
         strategy = self.strategy
         size = 1 if strategy.fp8 and rotation.kind in ("linear", "bundle") else strategy.param_bytes
         return rotation_seconds(
@@ -193,17 +194,23 @@ class StageClock:
 
     def stage(self, index: int) -> StageTime:
         """One micro-batch: the layers of a stage, and the embedding or the head where it has one."""
-        model, strategy = self.model, self.strategy
-        layers = stage_layers(model, strategy, index)
+        layers, last = stage_layers(self.model, self.strategy, index), index == self.strategy.pp - 1
+        kind = (layers, index == 0, last)
+        if kind not in self._stages:
+            self._stages[kind] = self._stage(*kind)
+        return self._stages[kind]
+
+    def _stage(self, layers: int, first: bool, last: bool) -> StageTime:
+        strategy = self.strategy
         parts = {name: layers * seconds for name, seconds in self.per_layer.items()}
         forward, backward = layers * self.layer.forward, layers * self.layer.backward
         backward += parts["recomputation"]
-        if index == strategy.pp - 1:
+        if last:
             self._add(parts, self.head)
             forward, backward = forward + self.head.forward, backward + self.head.backward
         if strategy.rtp > 1:
-            for name, stage in (("embedding", 0), ("head", strategy.pp - 1)):
-                if index == stage:
+            for name, there in (("embedding", first), ("head", last)):
+                if there:
                     for part, seconds in zip(("split", "rotation", "interference"), self._end(name), strict=True):
                         parts[part] += seconds
         elif strategy.zero == 3 and strategy.pp == 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections import Counter
 
 from rtp_ext.planner.model import ModelSpec
@@ -12,6 +14,7 @@ from rtp_ext.planner.strategy import OPTIMIZER_MOMENTS, Strategy
 _MEGATRON = "Megatron-LM@d98e8a64: 18 bytes per parameter, or 6 + 12/d with the distributed optimizer"
 _FSDP = "fully_shard: float32 shards of weights, gradients and optimizer state"
 _VOCAB_MULTIPLE = 128
+_FEW_LAYERS = 3
 
 
 def padded_vocab(model: ModelSpec, strategy: Strategy) -> int:
@@ -61,26 +64,54 @@ def layer_count(model: ModelSpec, strategy: Strategy) -> float:
 
 def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int) -> RotationBytes:
     """Slots and states of rank 0 of the ring of a stage: the rank with the largest shards."""
-    rotations, others = rotations_of(
-        model,
-        bundle=strategy.bundle,
-        fused_loss=strategy.fused_loss,
-        tp=strategy.tp,
-        layers=stage_layers(model, strategy, stage),
-        embedding=stage == 0,
-        head=stage == strategy.pp - 1,
-        own_head=strategy.pp > 1,
-    )
-    return rtp_bytes(
-        rotations,
-        strategy.rtp,
-        others=others,
-        param_bytes=4,
-        compute_bytes=strategy.param_bytes,
-        reduce_bytes=strategy.reduce_bytes,
-        optimizer_moments=OPTIMIZER_MOMENTS[strategy.optimizer],
-        in_place=strategy.in_place,
-    )
+    moments = OPTIMIZER_MOMENTS[strategy.optimizer]
+    sizes = (strategy.rtp, strategy.tp, strategy.param_bytes, strategy.reduce_bytes, moments)
+    layers, ends = stage_layers(model, strategy, stage), (stage == 0, stage == strategy.pp - 1, strategy.pp > 1)
+    return _rotation_bytes(model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rotation_bytes(
+    model: ModelSpec,
+    sizes: tuple[int, int, int, int, int],
+    bundle: bool | str,
+    fused_loss: bool,
+    in_place: bool,
+    layers: int,
+    ends: tuple[bool, bool, bool],
+) -> RotationBytes:
+    """`rtp_bytes` of a few layers; those beyond add their shards and need no further slots."""
+    ranks, tp, param_bytes, reduce_bytes, moments = sizes
+
+    def held(count: int) -> RotationBytes:
+        rotations, others = rotations_of(
+            model,
+            bundle=bundle,
+            fused_loss=fused_loss,
+            tp=tp,
+            layers=count,
+            embedding=ends[0],
+            head=ends[1],
+            own_head=ends[2],
+        )
+        return rtp_bytes(
+            rotations,
+            ranks,
+            others=others,
+            param_bytes=4,
+            compute_bytes=param_bytes,
+            reduce_bytes=reduce_bytes,
+            optimizer_moments=moments,
+            in_place=in_place,
+        )
+
+    if layers <= _FEW_LAYERS:
+        return held(layers)
+    few, fewer = held(_FEW_LAYERS), held(_FEW_LAYERS - 1)
+    names = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "optimizer_steps_bytes")
+    more = layers - _FEW_LAYERS
+    grown = {name: getattr(few, name) + more * (getattr(few, name) - getattr(fewer, name)) for name in names}
+    return dataclasses.replace(few, **grown)
 
 
 def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term]) -> list[Term]:

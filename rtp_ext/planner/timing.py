@@ -37,7 +37,6 @@ def estimate_time(
     constants = TimeConstants.default() if constants is None else constants
     micro_batches = strategy.micro_batches(global_batch)
     clock = StageClock(model, cluster, strategy, constants)
-    # all stages but the first and the last are equal, up to a layer
     stages = [clock.stage(index) for index in range(strategy.pp)]
     slowest = max(stages, key=lambda stage: stage.total)
     components = dict.fromkeys(TIME_COMPONENTS, 0.0)
