@@ -220,7 +220,8 @@ class Lockstep:
         Raises:
             KeyError: a duration is missing.
         """
-        free, ends = [0.0] * len(LANES), []
+        free = [0.0] * len(LANES)
+        ends: list[float] = []
         for kind, part, which, waits in self._steps:
             start = free[which]
             for earlier in waits:

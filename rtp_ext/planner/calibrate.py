@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.strategy import Strategy
-from rtp_ext.planner.timing import estimate_time
+from rtp_ext.planner.measurements import Measurement
 
-FITTED = ("gemm_fraction", "gemm_ramp_depth", "hbm_fraction", "kernel_s", "network_fraction")
+FITTED = ("gemm_fraction", "hbm_fraction", "kernel_s")
 _LARGEST = {name: 1.0 for name in FITTED if name.endswith("fraction")}
 _ROUNDS, _FIRST_STEP, _LAST_STEP = 40, 1.5, 1.005
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A step that was timed."""
-
-    model: ModelSpec
-    cluster: Cluster
-    strategy: Strategy
-    global_batch: int
-    step_seconds: float
-    source: str = ""
-
-    def predicted_s(self, constants: TimeConstants | None = None) -> float:
-        return estimate_time(
-            self.model, self.cluster, self.strategy, self.global_batch, constants=constants
-        ).step_seconds
 
 
 @dataclass(frozen=True)
@@ -72,9 +49,7 @@ class Calibration:
 def errors_of(measurements: Iterable[Measurement], constants: TimeConstants | None = None) -> Calibration:
     """What the model misses these measurements by."""
     constants = TimeConstants.default() if constants is None else constants
-    return Calibration(
-        constants, tuple(abs(m.predicted_s(constants) / m.step_seconds - 1) for m in measurements)
-    )
+    return Calibration(constants, tuple(abs(m.predicted_s(constants) / m.step_seconds - 1) for m in measurements))
 
 
 def calibrate(
@@ -120,68 +95,3 @@ def calibrate(
             if step < _LAST_STEP:
                 break
     return errors_of(measurements, constants)
-
-
-def read_measurements(file: str | Path) -> list[Measurement]:
-    """From JSON lines (`*.jsonl`) or a CSV with the same columns.
-
-    Columns: `model` (a preset) or `family`, `layers`, `hidden`, `heads` and further sizes; `gpu` (a preset), `gpus`,
-    `gpus_per_node`; any field of Strategy; `global_batch`; `step_ms` or `step_seconds`; `source`. Empty cells are
-    left out. Lines of JSON without a step time (other benchmarks) are passed over.
-
-    Raises:
-        ValueError: an unreadable file or a wrong line, by number.
-    """
-    path, rows = Path(file), []
-    try:
-        with path.open(newline="") as stream:
-            if path.suffix == ".jsonl":
-                rows = [json.loads(line) for line in stream if line.strip()]
-            else:
-                rows = list(csv.DictReader(stream))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"measurements {path}: {error}") from error
-    found = []
-    for number, row in enumerate(rows, 1):
-        given = {key: value for key, value in row.items() if value not in (None, "")}
-        if path.suffix == ".jsonl" and not {"step_ms", "step_seconds"} & set(given):
-            continue
-        try:
-            found.append(_measurement(given))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"measurements {path}, row {number}: {error}") from error
-    return found
-
-
-def _measurement(given: Mapping[str, Any]) -> Measurement:
-    def typed(kind: type, names: Iterable[str]) -> dict[str, Any]:
-        defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-        return {name: _like(given[name], defaults.get(name, 0)) for name in names if name in given}
-
-    sizes = typed(ModelSpec, ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token"))
-    seq = int(given["seq"]) if "seq" in given else None
-    if "model" in given:
-        model = ModelSpec.preset(str(given["model"]), seq=seq)
-    else:
-        sizes |= {} if seq is None else {"seq": seq}
-        model = {"gpt": ModelSpec.gpt, "llama": ModelSpec.llama}[str(given.get("family", "gpt"))](**sizes)
-    per_node = int(given["gpus_per_node"]) if "gpus_per_node" in given else None
-    cluster = Cluster.preset(str(given["gpu"]), gpus=int(given["gpus"]), gpus_per_node=per_node)
-    if "nic_bytes_per_s" in given:
-        cluster = dataclasses.replace(cluster, nic_bytes_per_s=float(given["nic_bytes_per_s"]))
-    strategy = Strategy(**typed(Strategy, [field.name for field in dataclasses.fields(Strategy)]))
-    seconds = float(given["step_seconds"]) if "step_seconds" in given else float(given["step_ms"]) / 1e3
-    batch = int(given["global_batch"])
-    strategy.check(model, cluster, batch)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"expected a positive step time, got {seconds}")
-    return Measurement(model, cluster, strategy, batch, seconds, str(given.get("source", "")))
-
-
-def _like(value: Any, default: Any) -> Any:
-    """A cell of a CSV as its field's default is."""
-    if not isinstance(value, str):
-        return value
-    if isinstance(default, bool):
-        return {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}.get(value.lower(), value)
-    return int(value) if isinstance(default, int) or not isinstance(default, str) else value

@@ -8,13 +8,17 @@ import json
 import sys
 from typing import Any, NoReturn
 
-from rtp_ext.planner import text
+from rtp_ext.planner import text, when
+from rtp_ext.planner.calibrate import calibrate, errors_of
 from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import constants
+from rtp_ext.planner.explain_time import explain_time
+from rtp_ext.planner.measurements import read_measurements
 from rtp_ext.planner.memory import estimate_memory
 from rtp_ext.planner.model import FAMILIES, ModelSpec
-from rtp_ext.planner.report import MemoryReport
+from rtp_ext.planner.search import search, smallest_cluster
 from rtp_ext.planner.strategy import DTYPE_BYTES, LOSSES, OPTIMIZER_MOMENTS, RECOMPUTE, SCHEDULES, STACKS, Strategy
+from rtp_ext.planner.timing import estimate_time
 
 PROGRAM = "rtp_ext plan"
 _BUNDLE = {"yes": True, "no": False, "recompute": "recompute"}
@@ -62,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--optimizer", choices=tuple(OPTIMIZER_MOMENTS))
     plan.add_argument("--stack", choices=STACKS, help="whose allocations")
     plan.add_argument("--loss", choices=LOSSES)
-    for flag in ("sequence_parallel", "in_place", "fused_loss", "flash_attention"):
+    for flag in ("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"):
         plan.add_argument(f"--{flag.replace('_', '-')}", action=argparse.BooleanOptionalAction, default=None)
     plan.add_argument(
         "--plan",
@@ -76,12 +80,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replace the activations of a layer by those of the meta module and inputs that FUNCTION returns",
     )
 
+    asked = parser.add_argument_group("questions; without a plan the fastest plans that fit are searched for")
+    asked.add_argument("--top", type=int, default=10, metavar="N", help="plans to show of a search; default: 10")
+    asked.add_argument("--min-gpus", action="store_true", help="the fewest GPUs on which some plan fits")
+    asked.add_argument("--when", action="store_true", help="when rotation wins: model size, tokens of a GPU, link")
+    asked.add_argument("--calibrate", metavar="FILE", help="fit the time model to a CSV or JSON lines of timed steps")
+
     output = parser.add_argument_group("output")
     form = output.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--csv", action="store_true", help="print a line for each stage")
     form.add_argument("--explain", action="store_true", help="print every formula with its numbers filled in")
-    output.add_argument("--plot", metavar="FILE", help="draw the memory of all plans as bars, for example into a PNG")
+    output.add_argument(
+        "--plot", metavar="FILE", help="draw memory and time of all plans as bars, for example into a PNG"
+    )
 
 
 def one_line_errors(parser: argparse.ArgumentParser) -> None:
@@ -95,45 +107,134 @@ def one_line_errors(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Estimates and prints. Returns 0, 1 where a file could not be written, or 2 for a plan that makes no sense."""
+    """Estimates and prints. Returns 0, 1 where no plan fits or a file could not be written, or 2 for nonsense."""
     try:
+        if options.calibrate is not None:
+            return _calibrate(options)
+        if options.when:
+            return _when(options)
         model, cluster = model_of(options), cluster_of(options)
-        strategies = strategies_of(options, cluster)
-        traced = None
-        if options.trace_module:
-            from rtp_ext.planner.trace import load_and_trace
-
-            traced = load_and_trace(options.trace_module)
-        reports = [
-            estimate_memory(model, cluster, strategy, options.global_batch, layer_activation_bytes=traced)
-            for strategy in strategies
-        ]
+        if options.min_gpus:
+            return _fewest(options, model, cluster)
+        if not planned(options):
+            return _search(options, model, cluster)
+        return _estimate(options, model, cluster)
     except (ValueError, TypeError) as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def planned(options: argparse.Namespace) -> bool:
+    """Whether the arguments say how to train, so that there is nothing to search."""
+    fields = [field.name for field in dataclasses.fields(Strategy)]
+    return bool(options.plan or options.trace_module) or any(getattr(options, name) is not None for name in fields)
+
+
+def _estimate(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> int:
+    strategies = strategies_of(options, cluster)
+    traced = None
+    if options.trace_module:
+        from rtp_ext.planner.trace import load_and_trace
+
+        traced = load_and_trace(options.trace_module)
+    batch = options.global_batch
+    reports = [estimate_memory(model, cluster, plan, batch, layer_activation_bytes=traced) for plan in strategies]
+    times = [estimate_time(model, cluster, plan, batch) for plan in strategies]
     names = [name_of(strategy) for strategy in strategies]
-    print(_printed(options, model, cluster, names, reports))
-    return 0 if options.plot is None else _plot(options.plot, names, reports)
-
-
-def _printed(
-    options: argparse.Namespace, model: ModelSpec, cluster: Cluster, names: list[str], reports: list[MemoryReport]
-) -> str:
     if options.json:
-        plans = [{"plan": name, **report.to_dict()} for name, report in zip(names, reports, strict=True)]
-        return json.dumps({"model": model.to_dict(), "cluster": cluster.to_dict(), "plans": plans}, indent=2)
-    if options.csv:
-        return text.csv_text(names, reports).rstrip("\n")
-    if options.explain:
-        return "\n\n".join(text.explain(name, report) for name, report in zip(names, reports, strict=True))
-    return text.table(names, reports, model.parameters)
+        plans = [
+            {"plan": name, **report.to_dict(), "time": time.to_dict()}
+            for name, report, time in zip(names, reports, times, strict=True)
+        ]
+        print(_json(model, cluster, plans))
+    elif options.csv:
+        print(text.csv_text(names, reports, times).rstrip("\n"))
+    elif options.explain:
+        told = zip(names, reports, strategies, times, strict=True)
+        print(
+            "\n\n".join(
+                f"{text.explain(name, report)}\n\n{explain_time(model, cluster, plan, time)}"
+                for name, report, plan, time in told
+            )
+        )
+    else:
+        print(text.table(names, reports, model.parameters, times))
+    return _plot(options.plot, "plot_plans", names, reports, times)
 
 
-def _plot(file: str, names: list[str], reports: list[MemoryReport]) -> int:
-    from rtp_ext.planner.plot import plot_memory
+def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> int:
+    if options.top < 1:
+        raise ValueError(f"expected --top of at least 1, got {options.top}")
+    batch = cluster.gpus if options.global_batch is None else options.global_batch
+    plans = search(model, cluster, global_batch=batch, top=options.top)
+    if not plans:
+        print(
+            f"{PROGRAM}: no plan for {model.name} with a global batch of {batch} fits below the memory line of "
+            f"{cluster.gpus} x {cluster.name}; --min-gpus says how many GPUs it takes",
+            file=sys.stderr,
+        )
+        return 1
+    names = [name_of(plan.strategy) for plan in plans]
+    memory, times = [plan.memory for plan in plans], [plan.time for plan in plans]
+    title = (
+        f"{model.name}, {model.parameters / text.GB:.2f}e9 parameters, {model.seq} tokens a sample; {cluster.gpus} x "
+        f"{cluster.name}; global batch {batch} samples; predicted"
+    )
+    if options.json:
+        print(_json(model, cluster, [{"plan": n, **p.to_dict()} for n, p in zip(names, plans, strict=True)]))
+    elif options.csv:
+        print(text.csv_text(names, memory, times).rstrip("\n"))
+    else:
+        print(text.search_table(names, plans, title))
+        if options.explain:
+            first = plans[0]
+            told = explain_time(model, cluster, first.strategy, first.time)
+            print(f"\n{text.explain(names[0], first.memory)}\n\n{told}")
+    return _plot(options.plot, "plot_plans", names, memory, times)
+
+
+def _fewest(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> int:
+    sized, strategy = smallest_cluster(model, cluster)
+    report = estimate_memory(model, sized, strategy)
+    name = name_of(strategy)
+    if options.json:
+        print(_json(model, sized, [{"plan": name, **report.to_dict()}]))
+    else:
+        print(f"{model.name}: {sized.gpus} x {sized.name}, with {name}\n{text.verdict_line(report)}")
+    return 0
+
+
+def _when(options: argparse.Namespace) -> int:
+    cells = when.grid()
+    print(when.when_table(cells))
+    return _plot(options.plot, "plot_when", cells)
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    """Fits to every second measurement and shows the errors on the others beside."""
+    measured = read_measurements(options.calibrate)
+    fitted, kept = measured[::2], measured[1::2]
+    found = calibrate(fitted)
+    told = {
+        "fitted": found.to_dict(),
+        "kept_back": errors_of(kept, found.constants).to_dict() if kept else None,
+        "before": errors_of(measured).to_dict(),
+    }
+    print(json.dumps(told, indent=2))
+    return 0
+
+
+def _json(model: ModelSpec, cluster: Cluster, plans: list[dict[str, Any]]) -> str:
+    return json.dumps({"model": model.to_dict(), "cluster": cluster.to_dict(), "plans": plans}, indent=2)
+
+
+def _plot(file: str | None, kind: str, *shown: Any) -> int:
+    if file is None:
+        return 0
+    from rtp_ext.planner import plot
 
     try:
-        plot_memory(file, names, reports)
+        getattr(plot, kind)(file, *shown)
     except (ImportError, OSError, ValueError) as error:
         print(f"{PROGRAM}: cannot draw {file}: {error}", file=sys.stderr)
         return 1

@@ -43,10 +43,11 @@ def flops_per_s(cluster: Cluster, element_bytes: int) -> float:
     return cluster.bf16_achievable_flops_per_s if element_bytes == 2 else cluster.bf16_achievable_flops_per_s / 2
 
 
-def product_s(product: Product, cluster: Cluster, constants: TimeConstants) -> float:
+def product_s(product: Product, cluster: Cluster, constants: TimeConstants, *, whole_waves: bool = True) -> float:
     """Waves of output tiles over the multiprocessors, or the bytes over the memory bandwidth if that takes longer.
 
-    waves * SMs * 2 * tile * (depth + ramp) / rate, for the better of two tiles. Source: NVIDIA, Matrix Multiplication
+    waves * SMs * 2 * tile * (depth + ramp) / rate, for the better of two tiles. Without `whole_waves` something else
+    fills the multiprocessors that the last wave leaves idle. Source: NVIDIA, Matrix Multiplication
     Background User's Guide (tile and wave quantization); roofline: Williams et al., CACM 52(4), 2009.
     """
     m, n, k, batch = product.rows, product.columns, product.depth, product.batch
@@ -55,10 +56,11 @@ def product_s(product: Product, cluster: Cluster, constants: TimeConstants) -> f
     sms = cluster.streaming_multiprocessors
     rate = flops_per_s(cluster, product.element_bytes) * constants.gemm_fraction
     depth = k + constants.gemm_ramp_depth
-    busy = min(
-        math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / sms) * sms * 2.0 * rows * columns * depth
-        for rows, columns in TILES
-    )
+    least = math.inf
+    for rows, columns in TILES:
+        waves = batch * math.ceil(m / rows) * math.ceil(n / columns) / sms
+        least = min(least, (math.ceil(waves) if whole_waves else waves) * rows * columns)
+    busy = least * sms * 2.0 * depth
     moved = batch * (product.element_bytes * (m * k + k * n) + max(2, product.element_bytes) * m * n)
     return max(busy / rate, traffic_s(moved, cluster, constants)) + constants.kernel_s
 

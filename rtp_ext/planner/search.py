@@ -123,14 +123,14 @@ def _states_fit(model: ModelSpec, cluster: Cluster, layout: Layout) -> bool:
     values = sum(count.value for count in parameter_counts(model, strategy, 0))
     shards = strategy.rtp if strategy.rtp > 1 else strategy.dp * strategy.cp
     least = values * (16 / shards if strategy.rtp > 1 or strategy.zero == 3 else 6 + 12 / shards)
-    return least <= _limit(cluster)
+    return least <= limit_bytes(cluster)
 
 
-def _limit(cluster: Cluster) -> float:
+def limit_bytes(cluster: Cluster) -> float:
     return constants()["memory"]["safe_fraction"]["value"] * cluster.memory_bytes
 
 
-def _allocated(model: ModelSpec, strategy: Strategy, global_batch: int | None) -> float:
+def allocated_bytes(model: ModelSpec, strategy: Strategy, global_batch: int | None) -> float:
     """Of the first and the last stage; no stage between them holds more."""
     micro_batches = strategy.micro_batches(global_batch)
     ends = {0, strategy.pp - 1}
@@ -154,13 +154,11 @@ def _variants(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: 
             yield strategies
 
 
-def _fastest(
-    model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: int
-) -> tuple[float, Strategy] | None:
+def _fastest(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: int) -> tuple[float, Strategy] | None:
     best: tuple[float, Strategy] | None = None
     for strategies in _variants(model, cluster, layout, global_batch):
         for strategy in strategies:
-            if _allocated(model, strategy, global_batch) <= _limit(cluster):
+            if allocated_bytes(model, strategy, global_batch) <= limit_bytes(cluster):
                 seconds = estimate_time(model, cluster, strategy, global_batch).step_seconds
                 if best is None or seconds < best[0]:
                     best = seconds, strategy
@@ -177,7 +175,9 @@ def _ranked(
         leader = kept[ranks[-1] - 1][2].step_seconds if ranks else 0.0
         ranks.append(ranks[-1] if ranks and time.step_seconds <= leader * margin else index + 1)
     return [
-        Plan(strategy, memory, time, rank, ranks.count(rank) > 1, _binding(model, cluster, global_batch, strategy, time))
+        Plan(
+            strategy, memory, time, rank, ranks.count(rank) > 1, _binding(model, cluster, global_batch, strategy, time)
+        )
         for (strategy, memory, time), rank in zip(kept, ranks, strict=True)
     ]
 
@@ -198,8 +198,8 @@ def _binding(model: ModelSpec, cluster: Cluster, global_batch: int, strategy: St
             faster = estimate_time(model, cluster, other, global_batch).step_seconds < time.step_seconds
         except ValueError:
             continue
-        needed = _allocated(model, other, global_batch)
-        if faster and needed > _limit(cluster):
+        needed = allocated_bytes(model, other, global_batch)
+        if faster and needed > limit_bytes(cluster):
             return f"memory: {what} would be faster and needs {needed / 1e9:.0f} GB"
     rest = {name: seconds for name, seconds in time.components.items() if name not in ("gemm", "attention")}
     name = max(rest, key=lambda component: rest[component])
@@ -220,8 +220,8 @@ def smallest_cluster(model: ModelSpec, cluster: Cluster, *, largest: int = 16384
         for layout in layouts(model, sized, None):
             for strategies in _variants(model, sized, layout, None):
                 strategy = strategies[-1]
-                if _allocated(model, strategy, None) <= _limit(cluster):
-                    fits = next(s for s in strategies if _allocated(model, s, None) <= _limit(cluster))
+                if allocated_bytes(model, strategy, None) <= limit_bytes(cluster):
+                    fits = next(s for s in strategies if allocated_bytes(model, s, None) <= limit_bytes(cluster))
                     return sized, fits
                 break  # larger micro-batches and more chunks hold more
         gpus = min(2 * gpus, node) if gpus < node else gpus + node

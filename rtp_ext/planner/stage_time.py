@@ -66,6 +66,7 @@ class StageClock:
         self.per_layer = {**self._compute(), **self._collectives()}
         self._stages: dict[tuple[int, bool, bool], StageTime] = {}
         self.rotated: list[RotationTime] = []
+        self.ends: dict[str, list[RotationTime]] = {}
         if strategy.rtp > 1:
             self._rotate()
         elif strategy.zero == 3 and strategy.pp == 1:
@@ -146,20 +147,30 @@ class StageClock:
 
     def _rotate(self) -> None:
         """Rotated products replace whole ones: the difference is `split`, what hops add is `rotation`."""
-        model, strategy = self.model, self.strategy
-        options = {"bundle": strategy.bundle, "fused_loss": strategy.fused_loss, "tp": strategy.tp}
-        inner, _ = rotations_of(model, layers=1, embedding=False, head=False, **options)
-        times = [self._rotation(rotation) for rotation in inner]
+        strategy = self.strategy
+        times = [self._rotation(rotation) for rotation in self._rotations(1, False, False)]
         self.rotated += times
         passes = 1 + (strategy.recompute == "full")
         split, shown, lost = self._summed(times, passes)
         self.per_layer |= {"split": split, "rotation": shown, "interference": lost}
-        self.ends: dict[str, list[RotationTime]] = {}
-        for name in ("embedding", "head"):
-            parts, _ = rotations_of(
-                model, layers=0, embedding=name == "embedding", head=name == "head", own_head=True, **options
-            )
-            self.ends[name] = [self._rotation(rotation) for rotation in parts]
+        self.ends = {
+            "embedding": [self._rotation(rotation) for rotation in self._rotations(0, True, False)],
+            "head": [self._rotation(rotation) for rotation in self._rotations(0, False, True)],
+        }
+
+    def _rotations(self, layers: int, embedding: bool, head: bool) -> list[Rotation]:
+        strategy = self.strategy
+        made, _ = rotations_of(
+            self.model,
+            bundle=strategy.bundle,
+            fused_loss=strategy.fused_loss,
+            tp=strategy.tp,
+            layers=layers,
+            embedding=embedding,
+            head=head,
+            own_head=True,
+        )
+        return made
 
     def _rotation(self, rotation: Rotation) -> RotationTime:
         strategy = self.strategy

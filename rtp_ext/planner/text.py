@@ -1,4 +1,4 @@
-"""Reports as tables, CSV and formulas with their numbers filled in."""
+"""Memory reports as tables, CSV and formulas with their numbers filled in; tables of times."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import io
 from collections.abc import Sequence
 
 from rtp_ext.planner.report import COMPONENTS, MemoryReport, StageMemory, number_text
+from rtp_ext.planner.search import Plan
+from rtp_ext.planner.time_report import TIME_COMPONENTS, TimeReport
 
 GB = 1e9
 _SHORT = {
@@ -27,9 +29,42 @@ def gb(bytes_: float) -> str:
     return f"{bytes_ / GB:.2f}"
 
 
-def table(names: Sequence[str], reports: Sequence[MemoryReport], parameters: int) -> str:
-    """One block for each plan: a line for each stage, then the verdict. Sizes in GB of 1e9 bytes."""
-    return "\n\n".join(_block(name, report, parameters) for name, report in zip(names, reports, strict=True))
+def table(names: Sequence[str], reports: Sequence[MemoryReport], parameters: int, times: Sequence[TimeReport]) -> str:
+    """One block for each plan: a line for each stage, the verdict, the time. Sizes in GB of 1e9 bytes."""
+    plans = zip(names, reports, times, strict=True)
+    return "\n\n".join(f"{_block(name, report, parameters)}\n{time_line(time)}" for name, report, time in plans)
+
+
+def time_line(time: TimeReport) -> str:
+    parts = [(name.replace("_", " "), seconds) for name, seconds in time.components.items()]
+    shown = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in parts if seconds >= 1e-4 * time.step_seconds)
+    return (
+        f"step: {time.step_seconds:.4g} s predicted, {time.tflops_per_gpu:.0f} TFLOP/s and "
+        f"{time.tokens_per_second_per_gpu:.0f} tokens/s per GPU: {shown}"
+    )
+
+
+def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str:
+    """A line for each plan of a search; times in seconds, sizes in GB of 1e9 bytes."""
+    groups = list(plans[0].time.groups)
+    rows = [["rank", "step s", "TFLOP/s/GPU", *(f"{group} s" for group in groups), "memory GB", "% of line"]]
+    for plan in plans:
+        held = plan.memory
+        rows.append(
+            [
+                f"{plan.rank}{'=' if plan.tied else ' '}",
+                f"{plan.step_seconds:.4g}",
+                f"{plan.time.tflops_per_gpu:.0f}",
+                *(f"{seconds:.3g}" for seconds in plan.time.groups.values()),
+                gb(held.peak_allocated_bytes),
+                f"{100 * held.peak_allocated_bytes / held.limit_bytes:.0f}",
+            ]
+        )
+    lines = _aligned(rows)
+    ends = ["plan; what binds it", *(f"{name}; {plan.binding}" for name, plan in zip(names, plans, strict=True))]
+    told = [f"{line}  {end}" for line, end in zip(lines, ends, strict=True)]
+    tie = "= : too close to tell apart from others of that rank"
+    return "\n".join([title, *told, *([tie] if any(plan.tied for plan in plans) else [])])
 
 
 def _block(name: str, report: MemoryReport, parameters: int) -> str:
@@ -67,17 +102,20 @@ def verdict_line(report: MemoryReport) -> str:
     )
 
 
-def csv_text(names: Sequence[str], reports: Sequence[MemoryReport]) -> str:
-    """A line for each stage of each plan; sizes in bytes."""
+def csv_text(names: Sequence[str], reports: Sequence[MemoryReport], times: Sequence[TimeReport]) -> str:
+    """A line for each stage of each plan; sizes in bytes, times of the whole step in seconds."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     columns = [f"{component}_bytes" for component in COMPONENTS]
-    writer.writerow(["plan", "stage", "layers", "in_flight", *columns, "allocated_bytes", "limit_bytes", "verdict"])
-    for name, report in zip(names, reports, strict=True):
+    seconds = ["step_seconds", *(f"{component}_seconds" for component in TIME_COMPONENTS), "tflops_per_gpu"]
+    ends = ["allocated_bytes", "limit_bytes", "verdict"]
+    writer.writerow(["plan", "stage", "layers", "in_flight", *columns, *ends, *seconds])
+    for name, report, time in zip(names, reports, times, strict=True):
+        timed = [f"{value:.6g}" for value in (time.step_seconds, *time.components.values(), time.tflops_per_gpu)]
         for stage in report.stages:
             sizes = [number_text(round(stage.components[component])) for component in COMPONENTS]
-            ends = [round(stage.allocated_bytes), round(report.limit_bytes), report.verdict]
-            writer.writerow([name, stage.stage, stage.layers, f"{stage.in_flight:g}", *sizes, *ends])
+            sums = [round(stage.allocated_bytes), round(report.limit_bytes), report.verdict]
+            writer.writerow([name, stage.stage, stage.layers, f"{stage.in_flight:g}", *sizes, *sums, *timed])
     return out.getvalue()
 
 

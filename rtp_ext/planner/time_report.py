@@ -1,8 +1,8 @@
-"""What a time estimate says: seconds by component, each a sum of terms that can be followed by hand."""
+"""What a time estimate says: seconds of one step by component."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 COMPUTE = ("gemm", "attention", "elementwise", "recomputation", "split", "interference", "optimizer")
@@ -16,18 +16,6 @@ COMMUNICATION = (
     "gradients",
 )
 TIME_COMPONENTS = (*COMPUTE, *COMMUNICATION, "bubble")
-
-
-@dataclass(frozen=True)
-class TimeTerm:
-    """Part of a component: seconds of one step. `formula` is in words, `filled` in numbers that come to `seconds`."""
-
-    component: str
-    what: str
-    seconds: float
-    formula: str
-    filled: str
-    source: str
 
 
 @dataclass(frozen=True)
@@ -53,7 +41,6 @@ class TimeReport:
     flops: float
     model_flops: float
     components: dict[str, float]
-    terms: tuple[TimeTerm, ...] = field(repr=False, default=())
 
     @property
     def step_seconds(self) -> float:
