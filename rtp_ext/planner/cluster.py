@@ -24,6 +24,7 @@ class Cluster:
         nvlink_bytes_per_s: one direction, nominal, per GPU.
         nccl_ring_bytes_per_s: what NCCL's ring gets out of the links inside a node, per GPU (bus bandwidth).
         nic_bytes_per_s: of the network, per GPU and direction.
+        exponentials_per_s: of the special function units; fused attention takes one for every score. 0: not modelled.
         fp8_achievable_flops_per_s: as bf16_achievable_flops_per_s, in eight bits; 0: it has none, or nobody knows.
 
     Raises:
@@ -42,6 +43,7 @@ class Cluster:
     streaming_multiprocessors: int
     gpus_per_node: int = 8
     fp8_achievable_flops_per_s: float = 0.0
+    exponentials_per_s: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:

@@ -42,7 +42,7 @@ class TimeConstants:
     Attributes:
         gemm_fraction: of the best rate of a GPU (`*_achievable_flops_per_s`) that the main loop of a GEMM reaches.
         gemm_ramp_depth: inner-dimension steps that starting and ending a tile costs.
-        flash_fraction, flash_fraction_torch: of the best rate that fused attention reaches, on each stack.
+        flash_fraction_torch: of the best rate that torch's fused attention reaches.
         hbm_fraction: of the memory bandwidth that elementwise kernels reach.
         kernel_s, engine_launch_s: of each kernel, beyond its work; of each further one that the engine launches itself.
         network_fraction: of a network port's rate.
@@ -54,7 +54,6 @@ class TimeConstants:
 
     gemm_fraction: float
     gemm_ramp_depth: float
-    flash_fraction: float
     flash_fraction_torch: float
     hbm_fraction: float
     kernel_s: float

@@ -70,7 +70,15 @@ def traffic_s(size_bytes: float, cluster: Cluster, constants: TimeConstants) -> 
     return size_bytes / (cluster.hbm_bytes_per_s * constants.hbm_fraction)
 
 
-def flash_s(flops: float, cluster: Cluster, constants: TimeConstants, *, torch: bool) -> float:
-    """Fused attention (Dao, arXiv 2307.08691): its FLOPs, the masked half left out, at a fraction of the GEMM rate."""
-    fraction = constants.flash_fraction_torch if torch else constants.flash_fraction
-    return flops / (cluster.bf16_achievable_flops_per_s * fraction) + constants.kernel_s
+def flash_s(flops: float, head_dim: int, cluster: Cluster, constants: TimeConstants, *, torch: bool) -> float:
+    """Fused attention, the masked half left out.
+
+    Its products at the rate of GEMMs, and after them an exponential for every 4 head_dim FLOPs (Shah et al., arXiv
+    2407.08608, section 3.1: exponentials are what products wait for; backward works on the scores as much more as it
+    has more products). On torch a fraction of the GEMM rate (section 1 there).
+    """
+    rate = cluster.bf16_achievable_flops_per_s
+    if torch:
+        return flops / (rate * constants.flash_fraction_torch) + constants.kernel_s
+    exponentials = flops / (4 * head_dim) / cluster.exponentials_per_s if cluster.exponentials_per_s else 0.0
+    return flops / rate + exponentials + constants.kernel_s

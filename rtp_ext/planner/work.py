@@ -74,8 +74,8 @@ def attention_seconds(
     if strategy.flash_attention:
         forward = 2.0 * b * model.heads * s * s * model.head_dim / (t * c)
         torch = strategy.effective_stack == "torch"
-        backward = flash_s(_FLASH_BACKWARD * forward, cluster, constants, torch=torch)
-        return flash_s(forward, cluster, constants, torch=torch), backward
+        backward = flash_s(_FLASH_BACKWARD * forward, model.head_dim, cluster, constants, torch=torch)
+        return flash_s(forward, model.head_dim, cluster, constants, torch=torch), backward
     heads = b * model.heads // t
     scores = Product("scores", s // c, s, model.head_dim, heads)
     mixed = Product("weighted values", s // c, model.head_dim, s, heads)
