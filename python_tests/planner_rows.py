@@ -108,7 +108,8 @@ SC21 = (
     (128, 20480, 105, 8, 35, 2520, 2520, 163),
     (160, 25600, 128, 8, 64, 3072, 3072, 163),
 )
-# arXiv 2407.21783 (v3), Table 4, Llama 3 405B on H100: tp, cp, pp, dp, tokens of a sample, batch of a replica, TFLOP/s per GPU
+# arXiv 2407.21783 (v3), Table 4, Llama 3 405B on H100: tp, cp, pp, dp, tokens of a sample, batch of a replica, TFLOP/s
+# per GPU
 LLAMA3 = (
     (8, 1, 16, 64, 8192, 32, 430),
     (8, 1, 16, 128, 8192, 16, 400),

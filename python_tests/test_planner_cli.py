@@ -33,7 +33,8 @@ def test_table(capsys):
     )
     shown = [line.split() for line in out.splitlines() if re.match(r"^ +\d ", line)]
     assert [line[-1] for line in shown] == [f"{stage.allocated_bytes / 1e9:.2f}" for stage in report.stages]
-    assert out.strip().splitlines()[-1].startswith("fits: ")
+    verdict, step = out.strip().splitlines()[-2:]
+    assert verdict.startswith("fits: ") and step.startswith("step: ") and "TFLOP/s" in step and "bubble" in step
 
 
 def test_json_and_csv(capsys):
@@ -52,6 +53,8 @@ def test_json_and_csv(capsys):
     for row, plan in zip(rows, told["plans"], strict=True):
         assert int(row["allocated_bytes"]) == round(plan["peak_allocated_bytes"])
         assert row["verdict"] == plan["verdict"]
+        assert float(row["step_seconds"]) == pytest.approx(plan["time"]["step_seconds"], rel=1e-5)
+        assert float(row["gemm_seconds"]) == pytest.approx(plan["time"]["components_seconds"]["gemm"], rel=1e-5)
 
 
 def test_explain_can_be_checked_by_hand(capsys):
@@ -59,11 +62,14 @@ def test_explain_can_be_checked_by_hand(capsys):
     status, out, _ = _run(capsys, *LLAMA, *plan, "--explain")
     assert status == 0
     checked = 0
-    for filled, value, unit in re.findall(r"^    = ([\d.e+ */-]+) = ([\d.e+]+)( GB)?$", out, re.MULTILINE):
-        expected = float(value) * (1e9 if unit else 1)
-        assert eval(filled) == pytest.approx(expected, abs=0.006e9 if unit else 0.5), filled
+    lines = re.findall(r"^    = ([\d.e+ */()-]+) = ([\d.e+-]+)( GB| s| TFLOP/s)?$", out, re.MULTILINE)
+    for filled, value, unit in lines:
+        expected = float(value) * (1e9 if unit == " GB" else 1)
+        near = {"rel": 1e-4} if unit in (" s", " TFLOP/s") else {"abs": 0.006e9 if unit else 0.5}
+        assert eval(filled) == pytest.approx(expected, **near), filled
         checked += 1
-    assert checked == len(re.findall(r"^    = ", out, re.MULTILINE)) > 20
+    assert checked == len(re.findall(r"^    = ", out, re.MULTILINE)) > 45
+    assert {unit for *_, unit in lines} == {"", " GB", " s", " TFLOP/s"}
     for name in ("parameters", "gradients", "optimizer", "activations", "logits_and_loss", "pipeline_buffers"):
         (total,) = re.findall(rf"^{name}: ([\d.]+) GB", out, re.MULTILINE)
         block = out.split(f"\n{name}: ")[1].split("\n\n")[0]
@@ -78,13 +84,13 @@ def test_plot(tmp_path, capsys):
     status, _, err = _run(capsys, *LLAMA, "--plan", "rtp=8", "--plan", "zero=3", "--plot", str(picture))
     assert status == 0 and str(picture) in err
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
-    status, out, err = _run(capsys, *LLAMA, "--plot", str(tmp_path / "no" / "such.png"))
+    status, out, err = _run(capsys, *LLAMA, "--dp", "8", "--plot", str(tmp_path / "no" / "such.png"))
     assert status == 1 and "cannot draw" in err and "allocated" in out
 
 
 def test_models_by_size_by_configuration_and_clusters_by_file(tmp_path, capsys):
     sizes = ["plan", "--family", "gpt", "--layers", "12", "--hidden", "768", "--heads", "12", "--seq", "1024"]
-    status, out, _ = _run(capsys, *sizes, "--gpus", "1", "--json")
+    status, out, _ = _run(capsys, *sizes, "--gpus", "1", "--dp", "1", "--json")
     assert status == 0 and json.loads(out)["model"]["parameters"] == 124_439_808
     config = {
         "model_type": "gpt2",
@@ -97,7 +103,7 @@ def test_models_by_size_by_configuration_and_clusters_by_file(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "cluster.json").write_text('{"base": "a100-80gb", "name": "mine", "memory_bytes": 1e9}')
     cluster = ["--cluster", str(tmp_path / "cluster.json"), "--gpus", "4", "--gpus-per-node", "2"]
-    status, out, _ = _run(capsys, "plan", "--hf-config", str(tmp_path), *cluster, "--json")
+    status, out, _ = _run(capsys, "plan", "--hf-config", str(tmp_path), *cluster, "--dp", "4", "--json")
     told = json.loads(out)
     assert status == 0 and told["model"]["parameters"] == 124_439_808
     assert (told["cluster"]["name"], told["cluster"]["gpus"], told["cluster"]["gpus_per_node"]) == ("mine", 4, 2)
@@ -148,6 +154,9 @@ def test_trace_module(tmp_path, capsys):
         ([*LLAMA, "--plan", "tp=two"], "whole number"),
         ([*LLAMA, "--plan", "fused_loss=perhaps"], "yes or no"),
         ([*LLAMA, "--schedule", "magic"], "magic"),
+        ([*LLAMA, "--top", "0"], "--top"),
+        ([*LLAMA, "--global-batch", "0"], "global_batch"),
+        (["plan", "--calibrate", "/no/such/runs.csv"], "/no/such/runs.csv"),
         (["plan", "--model", "llama-3-8b", "--gpu", "abacus"], "unknown GPU 'abacus'"),
         (["plan", "--model", "gpt-17"], "unknown model 'gpt-17'"),
         (["plan"], "--model"),

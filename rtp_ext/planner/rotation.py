@@ -200,7 +200,7 @@ def rtp_bytes(
         moves = in_place and whole and not cast and sends_anywhere and receives_anywhere
         leased: list[int] = []
         if weight_size is not None:
-            count = min(1 if moves else 2, ranks - 1)
+            count = 0 if ranks == 1 else 1 if moves else 2  # at two ranks the second is for prefetching
             staged = cast or (ranks > 1 and not sends_anywhere)
             leased = [weights.lease(weight_size) for _ in range(count + staged)]
         if gradient_size is not None:

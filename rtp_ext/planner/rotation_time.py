@@ -10,14 +10,16 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.gemm import TILES, Product, product_s, traffic_s
 from rtp_ext.planner.links import Group, hop_bytes_per_s
 from rtp_ext.planner.rotation import SLOT_CAP, Rotation, Weight, pieces_of
-from rtp_ext.schedule import schedules
-from rtp_ext.timeline import Lockstep
+
+if TYPE_CHECKING:
+    from rtp_ext.timeline import Lockstep
 
 _ENOUGH = 0.93  # of the last wave: csrc/ops/common.cpp
 _OPERATIONS = {"linear": "linear", "embedding": "embedding", "bundle": "mlp", "head": "cross_entropy"}
@@ -26,6 +28,9 @@ _OPERATIONS = {"linear": "linear", "embedding": "embedding", "bundle": "mlp", "h
 @functools.cache
 def lockstep(ranks: int, op: str, pass_: str, in_place: bool, halves: bool, dgrad: bool, two_lanes: bool) -> Lockstep:
     """The simulator of the schedule that the executor runs (rtp_ext.schedule)."""
+    from rtp_ext.schedule import schedules  # it loads the extension, and torch with it
+    from rtp_ext.timeline import Lockstep
+
     if pass_ == "forward":
         return Lockstep(schedules(ranks, op=op, in_place=in_place, two_lanes=two_lanes)[0])
     made = schedules(ranks, op=op, pass_=pass_, in_place=in_place, dgrad=dgrad, halves=halves, two_lanes=two_lanes)
