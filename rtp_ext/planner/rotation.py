@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rtp_ext.planner.constants import check_at_least, check_known
 from rtp_ext.planner.model import ModelSpec
 
+_STEPS = 2  # the first learns the order, the second prefetches
 SLOT_CAP = 64 << 20  # bytes; the default of rtp_ext.Ring
 _ALIGNMENT = 64  # bytes, of a part inside a slot
 KINDS = ("linear", "embedding", "bundle", "head")
@@ -116,6 +117,36 @@ class _Pool:
         return size
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """One schedule run: sizes of its slots, and how many of each."""
+
+    weight_size: int | None
+    gradient_size: int | None
+    weight_slots: int
+    gradient_slots: int
+    moves: bool
+
+
+def _lease(phase: Sequence[_Pass], weights: _Pool, gradients: _Pool, stages: bool, *, prefetch: bool) -> None:
+    """All forwards or all backwards of a step. With prefetching a pass that is down to its last slot returns the others
+    and leases what the next one's first hop lands in (csrc/executor.cpp: send_ahead; csrc/prefetch.cpp)."""
+    ahead: list[int] = []
+    for index, now in enumerate(phase):
+        leased, ahead = ahead, []
+        if now.weight_size is not None:
+            wanted = now.weight_slots + stages - len(leased)
+            leased += [weights.lease(now.weight_size) for _ in range(wanted)]
+        if now.gradient_size is not None:
+            gradients.free += [gradients.lease(now.gradient_size) for _ in range(now.gradient_slots)]
+        following = phase[index + 1] if index + 1 < len(phase) else None
+        if prefetch and following and following.weight_size is not None and not following.moves:
+            weights.free += leased[1:]
+            ahead = [weights.lease(following.weight_size) for _ in range(1 + stages)]
+            leased = leased[:1]
+        weights.free += leased
+
+
 def _slot_bytes(parts: Sequence[Weight], rows: Sequence[Sequence[int]], element: int) -> int:
     """Of a slot that any owner's shard fits into. `rows`: elements of every part, by owner."""
     ranks = len(rows[0]) if parts else 0
@@ -195,36 +226,33 @@ def rtp_bytes(
     steps = list(rotations)
     weights, gradients = _Pool(), _Pool()
 
-    def run(weight_size: int | None, gradient_size: int | None, whole: bool, bundle: bool) -> None:
-        cast = compute != param_bytes
-        moves = in_place and whole and not cast and sends_anywhere and receives_anywhere
-        leased: list[int] = []
-        if weight_size is not None:
-            count = 0 if ranks == 1 else 1 if moves else 2  # at two ranks the second is for prefetching
-            staged = cast or (ranks > 1 and not sends_anywhere)
-            leased = [weights.lease(weight_size) for _ in range(count + staged)]
-        if gradient_size is not None:
-            two = ranks > 2 or (ranks == 2 and (bundle or not receives_anywhere))
-            held = [gradients.lease(gradient_size) for _ in range(0 if ranks == 1 else 2 if two else 1)]
-            gradients.free += held
-        weights.free += leased
+    cast = compute != param_bytes
+    stages = cast or (ranks > 1 and not sends_anywhere)
+    passes: list[list[_Pass]] = [[], []]
 
     def size(parts: Sequence[Weight], piece: tuple[int, int], pieces: int, element: int) -> int | None:
         return _slot_bytes(parts, [_rows_of(p, ranks, piece, pieces) for p in parts], element) if parts else None
 
     for rotation in steps:
         pieces = pieces_of(rotation, ranks, slot_cap, max(compute, reduce_bytes))
-        for piece in pieces:
-            run(size(rotation.weights, piece, len(pieces), compute), None, len(pieces) == 1, rotation.bundle)
-    for rotation in reversed(steps):
-        pieces = pieces_of(rotation, ranks, slot_cap, max(compute, reduce_bytes))
-        for piece in pieces:
-            run(
-                size(rotation.backward_weights, piece, len(pieces), compute),
-                size(rotation.weights, piece, len(pieces), reduce_bytes),
-                len(pieces) == 1,
-                rotation.bundle,
-            )
+        whole = len(pieces) == 1
+        moves = in_place and whole and not cast and sends_anywhere and receives_anywhere
+        for index, parts in enumerate((rotation.weights, rotation.backward_weights)):
+            two = ranks > 2 or (ranks == 2 and (rotation.bundle or not receives_anywhere))
+            found = [
+                _Pass(
+                    size(parts, piece, len(pieces), compute),
+                    size(rotation.weights, piece, len(pieces), reduce_bytes) if index else None,
+                    min(1 if moves else 2, ranks - 1),
+                    0 if ranks == 1 else 2 if two else 1,
+                    moves,
+                )
+                for piece in pieces
+            ]
+            passes[index] = [*passes[index], *found] if index == 0 else [*found, *passes[index]]
+    for round_ in range(_STEPS):
+        for phase in passes:
+            _lease(phase, weights, gradients, stages, prefetch=round_ > 0 and ranks > 1)
 
     resident = [weight for rotation in steps if not rotation.shared for weight in rotation.weights]
     states = [*resident, *others]
