@@ -21,8 +21,13 @@ KINDS = ("linear", "embedding", "bundle", "head")
 
 def shard_sizes(extent: int, ranks: int) -> list[int]:
     """Rows of every rank's shard: ceil(extent / ranks) each, the last smaller or empty (DTensor's Shard)."""
+    return [shard_size(extent, ranks, rank) for rank in range(ranks)]
+
+
+def shard_size(extent: int, ranks: int, rank: int) -> int:
+    """Of one rank, as `shard_sizes`."""
     chunk = -(-extent // ranks)
-    return [min(max(extent - rank * chunk, 0), chunk) for rank in range(ranks)]
+    return min(max(extent - rank * chunk, 0), chunk)
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,12 @@ class Weight:
     shape: tuple[int, ...]
     dim: int = 0
 
-    def shard_elements(self, ranks: int) -> list[int]:
-        """Of every rank."""
+    def shard_elements(self, ranks: int, rank: int = 0) -> int:
+        """Of one rank. Rank 0 has most."""
         if not self.shape:
-            return [1] * ranks
+            return 1
         rest = math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
-        return [rest * size for size in shard_sizes(self.shape[self.dim], ranks)]
+        return rest * shard_size(self.shape[self.dim], ranks, rank)
 
     @property
     def is_bias(self) -> bool:
@@ -147,10 +152,9 @@ def _lease(phase: Sequence[_Pass], weights: _Pool, gradients: _Pool, stages: boo
         weights.free += leased
 
 
-def _slot_bytes(parts: Sequence[Weight], rows: Sequence[Sequence[int]], element: int) -> int:
-    """Of a slot that any owner's shard fits into. `rows`: elements of every part, by owner."""
-    ranks = len(rows[0]) if parts else 0
-    return max((sum(_align(part[owner] * element) for part in rows) for owner in range(ranks)), default=0)
+def _slot_bytes(parts: Sequence[int], element: int) -> int:
+    """Of a slot that any owner's shard fits into: the largest's, rank 0's. `parts`: elements of every part."""
+    return sum(_align(part * element) for part in parts)
 
 
 def _align(size: int) -> int:
@@ -175,16 +179,14 @@ def pieces_of(rotation: Rotation, ranks: int, cap: int, element: int) -> list[tu
     return [(first, rows) for first in range(0, max(whole, 1), rows)]
 
 
-def _rows_of(weight: Weight, ranks: int, piece: tuple[int, int], pieces: int) -> list[int]:
-    """Elements of every owner's shard that lie in a piece."""
+def _most_elements(weight: Weight, ranks: int, piece: tuple[int, int], pieces: int) -> int:
+    """Elements of rank 0's shard that lie in a piece."""
     elements = weight.shard_elements(ranks)
     if pieces == 1:
         return elements
     first, rows = piece
-    sizes = shard_sizes(weight.shape[0], ranks) if weight.dim == 0 else [weight.shape[0]] * ranks
-    return [
-        elements[owner] // size * min(max(size - first, 0), rows) if size else 0 for owner, size in enumerate(sizes)
-    ]
+    size = shard_size(weight.shape[0], ranks, 0) if weight.dim == 0 else weight.shape[0]
+    return elements // size * min(max(size - first, 0), rows) if size else 0
 
 
 def rtp_bytes(
@@ -231,7 +233,7 @@ def rtp_bytes(
     passes: list[list[_Pass]] = [[], []]
 
     def size(parts: Sequence[Weight], piece: tuple[int, int], pieces: int, element: int) -> int | None:
-        return _slot_bytes(parts, [_rows_of(p, ranks, piece, pieces) for p in parts], element) if parts else None
+        return _slot_bytes([_most_elements(p, ranks, piece, pieces) for p in parts], element) if parts else None
 
     for rotation in steps:
         pieces = pieces_of(rotation, ranks, slot_cap, max(compute, reduce_bytes))
@@ -256,10 +258,10 @@ def rtp_bytes(
 
     resident = [weight for rotation in steps if not rotation.shared for weight in rotation.weights]
     states = [*resident, *others]
-    own = sum(weight.shard_elements(ranks)[rank] for weight in states) * param_bytes
+    own = sum(weight.shard_elements(ranks, rank) for weight in states) * param_bytes
     stored = own
     if in_place and compute == param_bytes and sends_anywhere and receives_anywhere and ranks > 1:
-        stored += sum(weight.shard_elements(ranks)[0] - weight.shard_elements(ranks)[rank] for weight in resident) * (
+        stored += sum(weight.shard_elements(ranks) - weight.shard_elements(ranks, rank) for weight in resident) * (
             param_bytes
         )  # home shards have room for the largest
     return RotationBytes(

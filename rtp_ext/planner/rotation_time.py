@@ -160,7 +160,7 @@ def _two_lanes(rotation: Rotation, tokens: int, parts: int, cluster: Cluster) ->
 
 
 def _shard_values(weights: tuple[Weight, ...], ranks: int) -> float:
-    return float(sum(weight.shard_elements(ranks)[0] for weight in weights))
+    return float(sum(weight.shard_elements(ranks) for weight in weights))
 
 
 def _computes(
