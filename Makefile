@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.14.1
-CLANG_FORMATTED := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
+CLANG_FORMATTED := $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 SOURCES := $(shell git ls-files csrc CMakeLists.txt setup.py pyproject.toml)
 
 .PHONY: build demo test lint format clean
@@ -24,7 +24,7 @@ demo: build
 	$(BIN)/python benchmarks/demo.py
 
 test: build
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: build
 	$(BIN)/ruff check .

@@ -30,7 +30,7 @@ def find_library(pattern: str, folders: list[Path]) -> Path | None:
 
 
 def cuda_facts(torch) -> dict[str, str]:
-    """Where nvcc, cudart and NCCL are, or the reason why the build goes without them."""
+    """Where nvcc, cudart, cuBLAS and NCCL are, or the reason why the build goes without them."""
     wish = os.environ.get("RTP_WITH_CUDA", "auto")
     if wish == "0":
         return {"WITH_CUDA": "OFF", "CUDA_REASON": "RTP_WITH_CUDA=0"}
@@ -52,13 +52,17 @@ def cuda_facts(torch) -> dict[str, str]:
         else:
             libraries += [root / "lib64", Path("/usr/lib/x86_64-linux-gnu")]
             cudart = find_library("libcudart.so.1?", libraries)
+            cublas = find_library("libcublas.so.1?", libraries)
             nccl = find_library("libnccl.so.2", libraries)
-            if cudart is None or nccl is None:
-                missing = f"{'libcudart' if cudart is None else 'libnccl.so.2'} was not found"
+            found = {"libcudart": cudart, "libcublas": cublas, "libnccl.so.2": nccl}
+            absent = [name for name, path in found.items() if path is None]
+            if absent:
+                missing = f"{absent[0]} was not found"
             else:
                 facts = {
                     "CUDA_ROOT": str(root),
                     "NVCC": str(root / "bin" / "nvcc"),
+                    "CUBLAS_LIBRARY": str(cublas),
                     "CUDART_LIBRARY": str(cudart),
                     "NCCL_LIBRARY": str(nccl),
                     "PIP_CUDA_INCLUDES": "|".join(

@@ -1,4 +1,7 @@
-"""What a result was measured on, and the one shape of line that every benchmark appends to its file."""
+"""What a result was measured on, and the one shape of line that every benchmark appends to its file.
+
+`python benchmarks/card.py FILE` writes the card of this machine, with the NCCL that rtp_ext was compiled against.
+"""
 
 import json
 import os
@@ -25,7 +28,7 @@ KEYS = (
 # fmt: on
 
 
-def _output(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     """First line that a program prints, or None where it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
@@ -54,13 +57,13 @@ def environment_card(device: torch.device, command: str) -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "cpu": _cpu_name(),
         "cores": cores(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "cuda": torch.version.cuda if on_gpu else None,
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "nccl_settings": {key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")},
         "python": platform.python_version(),
-        "commit": _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": output_of("git", "describe", "--always", "--dirty", "--abbrev=12"),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
     }
@@ -85,3 +88,19 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    from rtp_ext import _native
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    card = environment_card(device, command_line())
+    versions = _native.nccl_versions()
+    compiled, loaded = (None, None) if versions is None else map(_native.version_name, versions)
+    card |= {"nccl_compiled": compiled, "nccl_loaded": loaded}
+    Path(sys.argv[1]).write_text(json.dumps(card, indent=1) + "\n")
+    print(f"{card['device']}, torch {card['torch']}, CUDA {card['cuda']}, NCCL {loaded} (compiled against {compiled})")
+
+
+if __name__ == "__main__":
+    main()

@@ -103,6 +103,17 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self.ring = rtp_ext.ring_of(self.model) if strategy.startswith("rtp") else None
 
+    @classmethod
+    def around(
+        cls, strategy: str, model: nn.Module, device: torch.device, *, lr: float, autocast: torch.dtype | None
+    ) -> "Trainer":
+        """A trainer of a model that has been converted already. `autocast`: to this dtype; None: not at all."""
+        trainer = cls.__new__(cls)
+        trainer.strategy, trainer.model, trainer.device, trainer._autocast = strategy, model, device, autocast
+        trainer.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        trainer.ring = rtp_ext.ring_of(model) if strategy.startswith("rtp") else None
+        return trainer
+
     def step(
         self,
         inputs: torch.Tensor,

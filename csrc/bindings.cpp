@@ -1,7 +1,9 @@
-// The only file that includes pybind11.
+// The engine's face in Python. Only the bindings include pybind11.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bindings_kernels.h"
+#include "bindings_schedule.h"
 #include "checks.h"
 #include "executor.h"
 #include "ops/cross_entropy.h"
@@ -9,10 +11,13 @@
 #include "ops/experts.h"
 #include "ops/linear.h"
 #include "ops/mlp.h"
+#include "peer_news.h"
 #include "schedule.h"
 #include "transport_c10d.h"
+#include "transport_ce.h"
 #include "transport_emulated.h"
 #include "transport_nccl.h"
+#include "transport_nccl_put.h"
 #include "transport_shm.h"
 
 namespace {
@@ -36,100 +41,14 @@ void bind_errors(py::module_& m) {
   });
 }
 
-Pass parse_pass(const std::string& text) {
-  RTP_CHECK_VALUE(text == "forward" || text == "backward", "expected a pass of forward or backward, got ", text);
-  return text == "forward" ? Pass::forward : Pass::backward;
+#ifdef RTP_WITH_CUDA
+void set_ce_mode(Transport& transport, const std::string& channel, const std::string& mode) {
+  auto* ce = dynamic_cast<CeTransport*>(&transport);
+  RTP_CHECK_VALUE(ce != nullptr, "expected the transport ce, got ", transport.name());
+  RTP_CHECK_VALUE(mode == "push" || mode == "pull", "expected a mode of push or pull, got ", mode);
+  ce->set_mode(parse_channel(channel), mode == "push" ? CeMode::push : CeMode::pull);
 }
-
-Route parse_route(const std::string& text) {
-  for (const Route route : {Route::ring, Route::direct, Route::gather}) {
-    if (text == name(route)) return route;
-  }
-  RTP_CHECK_VALUE(false, "expected a route of ring, direct or gather, got ", text);
-  return Route::ring;
-}
-
-Channel parse_channel(const std::string& text) {
-  RTP_CHECK_VALUE(text == "weight" || text == "gradient", "expected a channel of weight or gradient, got ", text);
-  return text == "weight" ? Channel::weight : Channel::gradient;
-}
-
-// A buffer as Python sees it: None, "weight home", "gradient slot 1", "weight whole", ...
-py::object buffer_name(const Buffer& buffer) {
-  if (!buffer.exists()) return py::none();
-  if (buffer.is_home()) return py::str(concat(name(buffer.channel), " home"));
-  if (buffer.is_whole()) return py::str(concat(name(buffer.channel), " whole"));
-  return py::str(concat(name(buffer.channel), " slot ", buffer.slot));
-}
-
-// With the part where only one is meant: "weight whole 2", "gradient home first".
-std::vector<std::string> access_names(const std::vector<Access>& accesses) {
-  std::vector<std::string> names;
-  for (const Access& access : accesses) {
-    std::string text = py::cast<std::string>(buffer_name(access.buffer));
-    if (access.buffer.is_whole()) text += concat(" ", access.part);
-    if (access.buffer.is_home() && access.part != Access::kAll) text += access.part == 1 ? " first" : " second";
-    names.push_back(text);
-  }
-  return names;
-}
-
-void bind_schedule(py::module_& m) {
-  py::class_<Step>(m, "Step",
-                   "One hop, compute, copy or add of a schedule; fields that its action does not use are None or -1.")
-      .def_property_readonly("action", [](const Step& step) { return name(step.action); })
-      .def_property_readonly("channel",
-                             [](const Step& step) -> std::optional<std::string> {
-                               if (step.action == Action::compute) return std::nullopt;
-                               return name(step.channel);
-                             })
-      .def_readonly("to", &Step::to)
-      .def_readonly("from_", &Step::from)
-      .def_readonly("send_owner", &Step::send_owner)
-      .def_readonly("receive_owner", &Step::receive_owner)
-      .def_property_readonly("send", [](const Step& step) { return buffer_name(step.send); })
-      .def_property_readonly("receive", [](const Step& step) { return buffer_name(step.receive); })
-      .def_property_readonly("compute",
-                             [](const Step& step) -> std::optional<std::string> {
-                               if (step.action != Action::compute) return std::nullopt;
-                               return name(step.compute);
-                             })
-      .def_readonly("owner", &Step::owner)
-      .def_readonly("lane", &Step::lane)
-      .def_property_readonly("half", [](const Step& step) { return static_cast<int>(step.half); })
-      .def_property_readonly("label", [](const Step& step) { return label(step); })
-      .def(
-          "reads", [](const Step& step, int ranks) { return access_names(reads(step, ranks)); }, py::arg("ranks"))
-      .def(
-          "writes", [](const Step& step, int ranks) { return access_names(writes(step, ranks)); }, py::arg("ranks"))
-      .def_property_readonly("weight", [](const Step& step) { return buffer_name(step.weight); })
-      .def_property_readonly("gradient_in", [](const Step& step) { return buffer_name(step.gradient_in); })
-      .def_property_readonly("gradient_out", [](const Step& step) { return buffer_name(step.gradient_out); });
-  py::class_<Schedule>(m, "Schedule", "The ordered hops and computes of one pass on one rank.")
-      .def_readonly("ranks", &Schedule::ranks)
-      .def_readonly("rank", &Schedule::rank)
-      .def_property_readonly("pass_", [](const Schedule& schedule) { return name(schedule.options.pass); })
-      .def_property_readonly("route", [](const Schedule& schedule) { return name(schedule.options.route); })
-      .def_property_readonly("in_place", [](const Schedule& schedule) { return schedule.options.in_place; })
-      .def_property_readonly("halves", [](const Schedule& schedule) { return schedule.options.halves; })
-      .def_property_readonly("two_lanes", [](const Schedule& schedule) { return schedule.options.two_lanes; })
-      .def_readonly("steps", &Schedule::steps)
-      .def_readonly("weight_slots", &Schedule::weight_slots)
-      .def_readonly("gradient_slots", &Schedule::gradient_slots);
-  m.def(
-      "make_schedule",
-      [](int ranks, int rank, const std::string& pass, const std::string& route, bool in_place, bool dgrad, bool wgrad,
-         bool receive_in_slots, bool bundle, bool halves, bool two_lanes) {
-        return make_schedule(ranks, rank,
-                             {parse_pass(pass), parse_route(route), in_place, dgrad, wgrad, receive_in_slots, bundle,
-                              halves, two_lanes});
-      },
-      py::arg("ranks"), py::arg("rank"), py::kw_only(), py::arg("pass_"), py::arg("route") = "ring",
-      py::arg("in_place") = false, py::arg("dgrad") = true, py::arg("wgrad") = true,
-      py::arg("receive_in_slots") = false, py::arg("bundle") = false, py::arg("halves") = false,
-      py::arg("two_lanes") = false);
-  m.def("shard_sizes", &shard_sizes, py::arg("extent"), py::arg("ranks"));
-}
+#endif
 
 void bind_transports(py::module_& m) {
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport")
@@ -140,21 +59,50 @@ void bind_transports(py::module_& m) {
       .def("connect", &ShmTransport::connect, py::arg("addresses"));
   m.def("c10d_transport", &make_c10d_transport, py::arg("weight_group"), py::arg("gradient_group"), py::arg("device"),
         py::arg("timeout"));
-  m.def("emulated_transport", &make_emulated_transport, py::arg("device"));
+  m.def("emulated_transport", &make_emulated_transport, py::arg("device"), py::arg("link") = py::none());
+  py::class_<PeerNews, std::shared_ptr<PeerNews>>(m, "PeerNews", "Failures that ranks of one host tell each other.")
+      .def(py::init<int, int>(), py::arg("rank"), py::arg("ranks"))
+      .def("address", &PeerNews::address)
+      .def("connect", &PeerNews::connect, py::arg("addresses"));
 #ifdef RTP_WITH_CUDA
   m.attr("with_cuda") = true;
+  py::class_<RingEnd>(m, "RingEnd", "A rank of a ring over CUDA devices.")
+      .def(py::init([](int rank, int ranks, at::Device device, std::chrono::milliseconds timeout,
+                       const std::shared_ptr<PeerNews>& news) { return RingEnd{rank, ranks, device, timeout, news}; }),
+           py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("timeout"), py::arg("news"));
+  py::class_<NcclOptions>(m, "NcclOptions")
+      .def(py::init([](int min_ctas, int max_ctas, bool registered) {
+             return NcclOptions{{min_ctas, max_ctas}, registered};
+           }),
+           py::arg("min_ctas"), py::arg("max_ctas"), py::arg("registered"));
   m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
   m.def("nccl_loaded_version", &nccl_loaded_version);
   m.def("nccl_compiled_version", &nccl_compiled_version);
   m.def(
       "nccl_transport",
-      [](const std::string& weight_id, const std::string& gradient_id, int rank, int ranks, at::Device device,
-         std::chrono::milliseconds timeout) {
+      [](const std::vector<std::string>& ids, const RingEnd& end, const NcclOptions& options) {
         const NoGil release;
-        return make_nccl_transport({weight_id, gradient_id}, rank, ranks, device, timeout);
+        return make_nccl_transport(end, ids, options);
       },
-      py::arg("weight_id"), py::arg("gradient_id"), py::arg("rank"), py::arg("ranks"), py::arg("device"),
-      py::arg("timeout"));
+      py::arg("ids"), py::arg("end"), py::arg("options"));
+  m.def("ce_refusal", &ce_refusal);
+  m.def(
+      "ce_transport",
+      [](const std::string& id, const RingEnd& end) -> std::shared_ptr<Transport> {
+        const NoGil release;
+        return make_ce_transport(end, id);
+      },
+      py::arg("id"), py::arg("end"));
+  m.def("set_ce_mode", &set_ce_mode, py::arg("transport"), py::arg("channel"), py::arg("mode"));
+  m.attr("nccl_put_communicators") = kNcclPutCommunicators;
+  m.def("nccl_put_refusal", &nccl_put_refusal);
+  m.def(
+      "nccl_put_transport",
+      [](const std::vector<std::string>& ids, const RingEnd& end, int min_ctas, int max_ctas) {
+        const NoGil release;
+        return make_nccl_put_transport(end, ids, {min_ctas, max_ctas});
+      },
+      py::arg("ids"), py::arg("end"), py::arg("min_ctas"), py::arg("max_ctas"));
 #else
   m.attr("with_cuda") = false;
 #endif
@@ -193,7 +141,11 @@ void bind_executor(py::module_& m) {
       .def(
           "enter",
           [](Executor& e, int64_t phase, bool backward, int64_t serial, const std::vector<at::Tensor>& watched) {
-            e.prefetcher().enter({phase, backward, serial, watched});
+            Context context{phase, backward, serial, {}};
+            for (const at::Tensor& tensor : watched) {
+              if (!tensor.is_inference()) context.watched.push_back(tensor.unsafeGetTensorImpl()->version_counter());
+            }
+            e.prefetcher().enter(std::move(context));
           },
           py::arg("phase"), py::arg("backward"), py::arg("serial"), py::arg("watched"))
       .def(
@@ -202,11 +154,13 @@ void bind_executor(py::module_& m) {
       .def(
           "set_delay", [](Executor& e, std::chrono::microseconds most) { e.hops().set_delay(most); }, py::arg("most"))
       .def("reset_peak", [](Executor& e) { e.pool().reset_peak(); })
-      .def("clear_slots",
-           [](Executor& e) {
-             e.prefetcher().drain();
-             e.pool().clear();
-           })
+      .def(
+          "clear_slots",
+          [](Executor& e) {
+            e.prefetcher().drain();
+            e.pool().clear();
+          },
+          py::call_guard<NoGil>())
       .def("hops", [](Executor& e, const std::string& channel) { return e.hops().count(parse_channel(channel)); })
       .def("bytes_sent",
            [](Executor& e, const std::string& channel) { return e.hops().bytes_sent(parse_channel(channel)); });
@@ -223,7 +177,7 @@ void bind_executor(py::module_& m) {
                                                make_cargo(home, shapes), std::nullopt, "rotate");
           },
           py::arg("executor"), py::arg("home"), py::arg("shapes"), py::arg("route"), py::arg("reverse"),
-          py::keep_alive<0, 1>())
+          py::keep_alive<0, 1>(), py::call_guard<NoGil>())
       .def_static(
           "collect",
           [](Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes) {
@@ -234,7 +188,7 @@ void bind_executor(py::module_& m) {
             return std::make_unique<Execution>(executor, make_schedule(executor.ranks(), executor.rank(), options),
                                                std::nullopt, make_cargo(home, shapes), "collect");
           },
-          py::arg("executor"), py::arg("home"), py::arg("shapes"), py::keep_alive<0, 1>())
+          py::arg("executor"), py::arg("home"), py::arg("shapes"), py::keep_alive<0, 1>(), py::call_guard<NoGil>())
       .def_static(
           "forward",
           [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
@@ -244,7 +198,8 @@ void bind_executor(py::module_& m) {
             return std::make_unique<Execution>(executor, schedule, std::move(cargo), std::nullopt,
                                                options.name + " forward");
           },
-          py::arg("executor"), py::arg("weights"), py::arg("shapes"), py::arg("options"), py::keep_alive<0, 1>())
+          py::arg("executor"), py::arg("weights"), py::arg("shapes"), py::arg("options"), py::keep_alive<0, 1>(),
+          py::call_guard<NoGil>())
       .def_static(
           "backward",
           [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
@@ -253,13 +208,13 @@ void bind_executor(py::module_& m) {
             std::optional<Cargo> weight, gradient;
             if (!weights.empty()) weight = make_cargo(weights, shapes, options.compute_dtype);
             if (!gradients.empty()) gradient = make_cargo(gradients, gradient_shapes, options.reduce_dtype);
-            const Schedule schedule =
-                backward_schedule(executor, options, weight, {dgrad, gradient.has_value(), bundle});
+            const Schedule schedule = backward_schedule(
+                executor, options, weight, {dgrad, gradient.has_value(), bundle, options.halves && !bundle});
             return std::make_unique<Execution>(executor, schedule, std::move(weight), std::move(gradient),
                                                options.name + " backward");
           },
           py::arg("executor"), py::arg("weights"), py::arg("shapes"), py::arg("gradients"), py::arg("gradient_shapes"),
-          py::arg("options"), py::arg("dgrad"), py::arg("bundle"), py::keep_alive<0, 1>())
+          py::arg("options"), py::arg("dgrad"), py::arg("bundle"), py::keep_alive<0, 1>(), py::call_guard<NoGil>())
       .def(
           "next",
           [](Execution& pass) -> std::optional<Step> {
@@ -412,4 +367,5 @@ PYBIND11_MODULE(_C, m) {
   bind_executor(m);
   bind_operations(m);
   bind_bundles(m);
+  bind_kernels(m);
 }

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "checks.h"
+#include "pack.h"
 
 namespace rtp {
 namespace {
@@ -91,11 +92,13 @@ at::Tensor Cargo::at_home(int owner, int rank, size_t part) const {
 }
 
 void Cargo::stage(const at::Tensor& memory, int rank) {
+  std::vector<PackItem> items;
   for (size_t part = 0; part < parts.size(); ++part) {
     const at::Tensor copy = in_slot(memory, rank, part);
-    if (home[part].defined()) copy.copy_(home[part]);
+    if (home[part].defined()) items.push_back({home[part], copy});
     home[part] = copy;
   }
+  pack(items);
 }
 
 Cargo Cargo::rows(Half half, int rank) const {

@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
+#include <cstdint>
 #include <utility>
 
 #include "checks.h"
@@ -28,13 +29,22 @@
 
 namespace rtp {
 
+// Which capture of a CUDA graph a stream takes part in; 0: none.
+inline uint64_t capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;  // the runtime's own type
+  RTP_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &id));
+  return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
 // A point in a stream.
 class Event {
  public:
   Event() { RTP_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
-  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
+  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)), capture_(other.capture_) {}
   Event& operator=(Event&& other) noexcept {
     std::swap(event_, other.event_);
+    std::swap(capture_, other.capture_);
     return *this;
   }
   Event(const Event&) = delete;
@@ -43,12 +53,51 @@ class Event {
     if (event_ != nullptr) cudaEventDestroy(event_);
   }
 
-  void record(cudaStream_t stream) { RTP_CUDA_CHECK(cudaEventRecord(event_, stream)); }
-  bool reached() const { return cudaEventQuery(event_) == cudaSuccess; }
+  void record(cudaStream_t stream) {
+    RTP_CUDA_CHECK(cudaEventRecord(event_, stream));
+    capture_ = capture_of(stream);
+  }
+  uint64_t capture() const { return capture_; }  // that it was recorded in
+  // Whether the point has been reached; an error of the stream counts as its end.
+  bool reached() const { return cudaEventQuery(event_) != cudaErrorNotReady; }
   void block(cudaStream_t stream) const { RTP_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
 
  private:
   cudaEvent_t event_ = nullptr;
+  uint64_t capture_ = 0;
+};
+
+// A stream that we made. It does not wait for the default stream.
+class Stream {
+ public:
+  Stream() = default;
+  Stream(Stream&& other) noexcept : stream_(std::exchange(other.stream_, nullptr)) {}
+  Stream& operator=(Stream&& other) noexcept {
+    std::swap(stream_, other.stream_);
+    return *this;
+  }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  ~Stream() {
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+
+  // On the current device. Its work goes ahead of work of other streams that waits for the same resources.
+  static Stream highest_priority() {
+    int least = 0, greatest = 0;
+    RTP_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    return with_priority(greatest);
+  }
+  static Stream with_priority(int priority) {
+    Stream made;
+    RTP_CUDA_CHECK(cudaStreamCreateWithPriority(&made.stream_, cudaStreamNonBlocking, priority));
+    return made;
+  }
+
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
 };
 
 // An NCCL communicator that we made. close() finalises it; a destructor that finds it open aborts it.

@@ -47,8 +47,8 @@ void Prefetcher::enter(Context context) {
 
 Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::optional<Cargo>& weight,
                                          const std::string& name) {
-  Record record{context_.serial, index_++, schedule.options, name, Step{}, schedule.hops(Channel::weight), {}, {}, {}};
-  for (const at::Tensor& tensor : context_.watched) record.watched.emplace_back(tensor.getIntrusivePtr());
+  Record record{context_.serial, index_++, schedule.options, name, Step{}, schedule.hops(Channel::weight), {}, {},
+                context_.watched};
   const auto first = std::find_if(schedule.steps.begin(), schedule.steps.end(), [](const Step& step) {
     return step.action == Action::hop && step.channel == Channel::weight;
   });
@@ -137,26 +137,17 @@ void Prefetcher::send_ahead() {
 
 std::vector<int64_t> Prefetcher::versions(const Record& record) {
   std::vector<int64_t> versions;
-  for (const auto& watched : record.watched) {
-    const auto alive = watched.lock();
-    versions.push_back(
-        alive && !alive->is_inference() ? static_cast<int64_t>(alive->version_counter().current_version()) : -1);
-  }
+  for (const c10::VariableVersion& watched : record.watched) versions.push_back(watched.current_version());
   return versions;
 }
 
 bool Prefetcher::valid(const Pending& pending, const Record& record) const {
   if (pending.phase != context_.phase || pending.capture != transport_->capture()) return false;
   if (!pending.record.same(record)) return false;
-  if (pending.record.home.size() != record.home.size() || pending.record.watched.size() != record.watched.size()) {
-    return false;
-  }
+  if (pending.record.home.size() != record.home.size()) return false;
   for (size_t part = 0; part < record.home.size(); ++part) {
     const at::Tensor home = record.home[part].lock();
     if (!home.defined() || !pending.record.home[part].is(home)) return false;
-  }
-  for (size_t index = 0; index < record.watched.size(); ++index) {
-    if (pending.record.watched[index]._unsafe_get_target() != record.watched[index]._unsafe_get_target()) return false;
   }
   return versions(record) == pending.versions;
 }

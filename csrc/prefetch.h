@@ -20,10 +20,12 @@ namespace rtp {
 
 // What the caller says of the passes that follow.
 struct Context {
-  int64_t phase = 0;                // the passes of one forward or backward of a model share it; 0: unknown
-  bool backward = false;            // which of the two
-  int64_t serial = 0;               // of the parameters, the same on every rank; 0: unknown
-  std::vector<at::Tensor> watched;  // whose version counters tell that the parameters were written
+  int64_t phase = 0;      // the passes of one forward or backward of a model share it; 0: unknown
+  bool backward = false;  // which of the two
+  int64_t serial = 0;     // of the parameters, the same on every rank; 0: unknown
+  // Of the parameters, to tell whether they were written. Not the tensors themselves: torch swaps parameters only while
+  // nobody else refers to them.
+  std::vector<c10::VariableVersion> watched;
 };
 
 // A first hop that was sent ahead.
@@ -78,7 +80,7 @@ class Prefetcher {
     int hops;
     std::vector<Part> parts;
     std::vector<Place> home;
-    std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> watched;
+    std::vector<c10::VariableVersion> watched;
 
     bool same(const Record& other) const;
   };

@@ -21,9 +21,8 @@ std::shared_ptr<Slot> SlotPool::lease(Channel channel, int64_t bytes) {
   auto found =
       std::find_if(free.begin(), free.end(), [bytes](const auto& slot) { return slot->memory.numel() >= bytes; });
   if (found == free.end() && !free.empty()) {  // all free slots are too small: the largest makes way for a larger one
-    const std::shared_ptr<Slot> small = free.back();
+    release(channel, free.back());
     free.pop_back();
-    release(channel, small);
     found = free.end();
   }
   std::shared_ptr<Slot> slot;
@@ -47,18 +46,17 @@ void SlotPool::give_back(Channel channel, std::shared_ptr<Slot> slot) {
 }
 
 void SlotPool::release(Channel channel, const std::shared_ptr<Slot>& slot) {
+  slot->usage.settle(*transport_);
+  transport_->release(channel, slot->memory);  // may refuse
   Count& count = counts_[static_cast<size_t>(channel)];
   count.bytes -= slot->memory.numel();
   --count.slots;
-  slot->usage.settle(*transport_);
-  transport_->release(channel, slot->memory);
 }
 
 void SlotPool::clear() {
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     auto& free = free_[static_cast<size_t>(channel)];
-    for (const auto& slot : free) release(channel, slot);
-    free.clear();
+    for (; !free.empty(); free.pop_back()) release(channel, free.back());
   }
 }
 

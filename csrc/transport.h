@@ -43,6 +43,17 @@ struct Hop {
   uint64_t identity() const;
 };
 
+// Parts of a hop that go in one transfer: `bytes` at `data` here, and at an offset in a slot of the neighbour.
+struct Block {
+  std::byte* data = nullptr;
+  size_t bytes = 0;
+  size_t there = 0;
+};
+
+// What one side of a hop moves. Parts that follow each other at both ends, but for padding, go together; both ends of a
+// hop come to the same blocks.
+std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there);
+
 // A hop in flight. Waiting orders the compute lane (the host on CPU, the current stream on CUDA) after it.
 class Transfer {
  public:

@@ -8,6 +8,7 @@
 #include "checks.h"
 #ifdef RTP_WITH_CUDA
 #include "cuda_lanes.h"
+#include "emulated_links.h"
 #endif
 
 namespace rtp {
@@ -50,33 +51,39 @@ class EmulatedHost : public Transport {
 #ifdef RTP_WITH_CUDA
 class EmulatedDevice : public CudaTransport {
  public:
-  using CudaTransport::CudaTransport;
+  EmulatedDevice(at::Device device, const std::string& link)
+      : CudaTransport(device), link_(make_emulated_link(link, device)) {}
 
   const char* name() const override { return "emulated"; }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
-    const c10::cuda::CUDAGuard guard(device_);
+    const DeviceScope scope(device_);
     cudaStream_t stream = lanes_.channel(hop.channel);
+    std::vector<Copy> copies;
     loop_back(
-        hop,
-        [stream](std::byte* to, const std::byte* from, size_t bytes) {
-          RTP_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
-        },
-        [stream](std::byte* to, size_t bytes) { RTP_CUDA_CHECK(cudaMemsetAsync(to, 0, bytes, stream)); });
-    return transfer(hop.channel);
+        hop, [&](std::byte* to, const std::byte* from, size_t bytes) { copies.push_back({to, from, bytes}); },
+        [&](std::byte* to, size_t bytes) { RTP_CUDA_CHECK(cudaMemsetAsync(to, 0, bytes, stream)); });
+    link_->copy(hop.channel, copies, stream);
+    return transfer(lanes_.mark(stream));
   }
 
   void abort(const std::string&) noexcept override {}
   void close() override {}
+
+ private:
+  std::unique_ptr<EmulatedLink> link_;
 };
 #endif
 
 }  // namespace
 
-std::shared_ptr<Transport> make_emulated_transport(at::Device device) {
-  if (device.is_cpu()) return std::make_shared<EmulatedHost>();
+std::shared_ptr<Transport> make_emulated_transport(at::Device device, const std::optional<std::string>& link) {
+  if (device.is_cpu()) {
+    RTP_CHECK_VALUE(!link, "Ring.emulated: expected no link on a CPU, which has only one, got ", link.value_or(""));
+    return std::make_shared<EmulatedHost>();
+  }
 #ifdef RTP_WITH_CUDA
-  if (device.is_cuda()) return std::make_shared<EmulatedDevice>(device);
+  if (device.is_cuda()) return std::make_shared<EmulatedDevice>(device, link.value_or("sm-local"));
 #endif
   RTP_CHECK_VALUE(false, "transport emulated: expected a CPU device, or a CUDA device in a build with CUDA, got ",
                   device.str());

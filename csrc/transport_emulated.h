@@ -3,10 +3,14 @@
 // weight is this rank's shard repeated R times, which is what tests compare it with.
 #pragma once
 
+#include <optional>
+#include <string>
+
 #include "transport.h"
 
 namespace rtp {
 
-std::shared_ptr<Transport> make_emulated_transport(at::Device device);
+// `link`: what stands in for the wire on a CUDA device (emulated_links.h), sm-local if not given; none on a CPU.
+std::shared_ptr<Transport> make_emulated_transport(at::Device device, const std::optional<std::string>& link);
 
 }  // namespace rtp

@@ -3,23 +3,25 @@
 
 #ifdef RTP_WITH_CUDA
 
-#include <array>
+#include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
-#include "transport.h"
+#include "transport_supervised.h"
 
 namespace rtp {
 
-// The opaque id that one rank makes and all ranks of a communicator need.
-std::string nccl_unique_id();
+struct NcclOptions {
+  CommunicatorOptions communicators;
+  // Slots are registered, so that NCCL moves them without copies of its own; hops then start from and land in slots
+  // only. All ranks alike: NCCL leaves a hop with one registered end undefined.
+  bool registered = false;
+};
 
-// The version of the NCCL that torch loaded, and the one whose header was compiled against, as NCCL_VERSION codes.
-int nccl_loaded_version();
-int nccl_compiled_version();
-
-// `ids`: one unique id per channel, the same on every rank. Collective. NCCL errors are NcclError.
-std::shared_ptr<Transport> make_nccl_transport(const std::array<std::string, 2>& ids, int rank, int ranks,
-                                               at::Device device, std::chrono::milliseconds timeout);
+// `ids`: a unique id for weights and one for gradients, the same on every rank. Collective. NCCL errors are NcclError.
+std::shared_ptr<Transport> make_nccl_transport(const RingEnd& end, const std::vector<std::string>& ids,
+                                               const NcclOptions& options);
 
 }  // namespace rtp
 

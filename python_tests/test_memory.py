@@ -13,7 +13,6 @@ import torch
 from harness import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 pytest.importorskip("transformers")
 
 RANKS = 4
@@ -26,6 +25,8 @@ PRECISION = 3 << 20
 
 
 def _probe(rank, ranks, strategy):
+    # Here in the rank's own process: benchmarks and tests both have a module `models`.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
     from memory import PROBED_STEPS, MemoryProbe
     from models import Llama, random_tokens
     from strategies import Trainer

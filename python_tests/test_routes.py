@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from harness import Cases, run_ranks
 from models import batch_loss, make_model, mean_loss, train
 from operation_checks import Operation, assert_result, make_features, plain_results, rotated_result
-from reference import TOLERANCE, assert_same, differs, full, random
+from reference import TOLERANCE, assert_same, chunk, differs, full, random
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear, rotated_linears
@@ -71,7 +71,12 @@ def _run(rank, ranks):
         for transport in ("shm", "c10d"):
             ring = rtp_ext.Ring(transport=transport, timeout=60.0, **options)
             _check_operations(cases, ring, way, transport)
-            assert all(plan.route == "gather" for plan in ring.plans.values()) == (way == "gather")
+            assert all(plan.route == "gather" for plan in ring.gate.plans.values()) == (way == "gather")
+            with cases.case(f"{way} {transport} cast"):
+                x, weight = random(4, 6, dtype=torch.bfloat16, seed=5), random(9, 6, dtype=torch.float32, seed=6)
+                home = chunk(weight, ranks, rank).clone()
+                y = rotated_linear(x, home, ring=ring, compute_dtype=torch.bfloat16)
+                assert_same(y, F.linear(x.double(), weight.bfloat16().double()), TOLERANCE[torch.bfloat16], "output")
             if transport == "c10d":
                 model = rtp_ext.fully_rotate(make_model(), mesh=ring, in_place=True)
                 train(model, lambda step, model=model: batch_loss(model, rank, step), 2)
@@ -117,7 +122,7 @@ def test_what_cannot_be_gathered_rotates():
     weight = torch.ones(4, 5)  # [in, out of this rank]
     assert rotated_linear(torch.ones(2, 4), weight, ring=ring, transposed=True).shape == (2, 15)
     assert rotated_linear(torch.ones(2, 15), torch.ones(4, 5), ring=ring, shard_dim=1).shape == (2, 4)
-    assert not ring.plans
+    assert not ring.gate.plans
     assert (ring.route, ring.hop_route) == ("gather", "ring")
     with pytest.raises(ValueError, match=r"stored \[out, in\] for route gather"):
         native = rtp_ext._native

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch  # first: the extension links against the libraries that torch loads
 
 try:
@@ -34,6 +36,7 @@ ExpertsShape = _C.ExpertsShape
 LinearBundle = _C.LinearBundle
 LinearShape = _C.LinearShape
 MlpShape = _C.MlpShape
+PeerNews = _C.PeerNews
 Projection = _C.Projection
 RotationOptions = _C.RotationOptions
 Schedule = _C.Schedule
@@ -48,6 +51,7 @@ embedding_forward = _C.embedding_forward
 emulated_transport = _C.emulated_transport
 experts_backward = _C.experts_backward
 experts_forward = _C.experts_forward
+kernels = _C.kernels
 linear_backward = _C.linear_backward
 linear_forward = _C.linear_forward
 make_schedule = _C.make_schedule
@@ -76,6 +80,42 @@ def nccl_unique_id() -> bytes:
     return _C.nccl_unique_id()
 
 
-def nccl_transport(weight_id: bytes, gradient_id: bytes, rank: int, ranks: int, device: torch.device, timeout):
-    """A transport with two NCCL communicators of its own. Collective over the ranks."""
-    return _C.nccl_transport(weight_id, gradient_id, rank, ranks, device, timeout)
+def ring_end(rank: int, ranks: int, device: torch.device, timeout: Any, news: Any) -> Any:
+    """A rank of a ring over CUDA devices. `news`: a connected PeerNews, or None."""
+    return _C.RingEnd(rank, ranks, device, timeout, news)
+
+
+def nccl_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int, registered: bool) -> Any:
+    """A transport with two NCCL communicators of its own. `registered`: its slots are registered with NCCL.
+    Collective over the ranks."""
+    return _C.nccl_transport(ids, end, _C.NcclOptions(min_ctas, max_ctas, registered))
+
+
+def ce_refusal() -> str | None:
+    """Why this process cannot use copy engines between GPUs; None if it can, as far as it can tell alone."""
+    return _C.ce_refusal() if with_cuda else "rtp_ext was built without CUDA"
+
+
+def ce_transport(unique_id: bytes, end: Any) -> Any:
+    """A transport of copies between slots that all ranks can address. Collective over the ranks."""
+    return _C.ce_transport(unique_id, end)
+
+
+def set_ce_mode(transport: Any, channel: str, mode: str) -> None:
+    """How hops of `channel` (weight or gradient) travel over a transport of `ce_transport`: `push` or `pull`."""
+    _C.set_ce_mode(transport, channel, mode)
+
+
+def nccl_put_refusal() -> str | None:
+    """Why the NCCL that torch loaded has no puts and signals; None if it has."""
+    return _C.nccl_put_refusal() if with_cuda else "rtp_ext was built without CUDA"
+
+
+def nccl_put_communicators() -> int:
+    """How many unique ids `nccl_put_transport` takes."""
+    return _C.nccl_put_communicators
+
+
+def nccl_put_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int) -> Any:
+    """A transport of NCCL's puts and signals. Collective over the ranks."""
+    return _C.nccl_put_transport(ids, end, min_ctas, max_ctas)

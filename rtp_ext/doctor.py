@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import shutil
 import subprocess
@@ -139,6 +140,27 @@ def _emulated_refusal() -> str | None:
     return None if arrived == 2 else f"expected two shards of 1.0, got a sum of {arrived}"
 
 
+def _access_refusal() -> str | None:
+    """Which GPUs of this host cannot reach each other's memory; None if all can."""
+    gpus = range(torch.cuda.device_count())
+    for first, second in itertools.permutations(gpus, 2):
+        if not torch.cuda.can_device_access_peer(first, second):
+            return f"GPU {first} has no direct access to GPU {second}"
+    return None
+
+
+def automatic(found: dict[str, tuple[bool, str]]) -> dict[str, str]:
+    """What transport="auto" takes on each kind of device, given `transports()`. All ranks have to agree: what one of
+    them lacks, or what two cannot reach, shows only when they meet."""
+    orders = {"GPUs": ("ce", "nccl", "c10d"), "CPUs": ("shm", "c10d")}
+    if not torch.cuda.is_available():
+        del orders["GPUs"]
+    return {
+        device: next((name for name in order if found[name][0]), "no transport works")
+        for device, order in orders.items()
+    }
+
+
 def transports() -> dict[str, tuple[bool, str]]:
     """For each transport, whether it works here, and what it serves or why it does not work."""
     backends = c10d_backends()
@@ -148,7 +170,9 @@ def transports() -> dict[str, tuple[bool, str]]:
             None if backends else "this torch has no torch.distributed backend",
             f"any backend of torch.distributed; here {', '.join(backends)}",
         ),
+        "ce": (ring.ce_refusal() or _access_refusal(), "GPUs of one host, without SMs"),
         "nccl": (ring.nccl_refusal(), "one GPU for each rank"),
+        "nccl-put": (ring.nccl_put_refusal(), "one GPU for each rank, direct access between all of them"),
         "emulated": (_emulated_refusal(), "one process stands for a whole ring"),
     }
     return {name: (reason is None, reason or use) for name, (reason, use) in refusals.items()}
@@ -158,6 +182,9 @@ def report() -> str:
     """The whole report as text. Tries the transports of one host; needs no process group and starts none."""
     lines = [*_versions(), "", "GPUs", *(f"  {line}" for line in _gpus())]
     lines += ["", "links between GPUs", *(f"  {line}" for line in _links()), "", "transports"]
-    for name, (works, why) in transports().items():
+    found = transports()
+    for name, (works, why) in found.items():
         lines.append(f"  {name:<9}  {'works' if works else 'does not work'}: {why}")
+    for device, name in automatic(found).items():
+        lines.append(f"  auto takes {name} on {device}")
     return "\n".join(lines)

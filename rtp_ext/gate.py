@@ -7,14 +7,19 @@ the shapes, a link rate (modelled too, or measured by `Ring.measure_link`) and a
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rtp_ext._native import shard_sizes
 
-__all__ = ["Device", "Layer", "Link", "Plan", "decide", "device_of", "link_of", "predict"]
+__all__ = ["Device", "Gate", "Layer", "Link", "Plan", "decide", "device_of", "link_of", "measure", "predict"]
+
+logger = logging.getLogger("rtp_ext")
 
 TILE = (128, 256)  # rows and columns of the output tiles of large bf16 GEMMs on sm_90
 MARGIN = 0.95  # gathering must promise less than this part of the rotation's time
@@ -154,3 +159,58 @@ def decide(ranks: int, tokens: int, layer: Layer, *, hop_route: str, link: Link 
     if halves:
         text += "; a gradient hop outlasts a dgrad"
     return Plan(hop_route, halves, text, seconds)
+
+
+class Gate:
+    """Decides for the linear layers of one ring, once each, and remembers.
+
+    Attributes:
+        link: what a hop is reckoned to cost; None where there is nothing to decide (a CPU, one process, one rank, a
+            route that was asked for).
+        plans: the Plan of every linear layer that has been called, by name.
+    """
+
+    def __init__(
+        self, ranks: int, device: torch.device, hop_route: str, route: str, gradient_halves: bool | None
+    ) -> None:
+        self.ranks, self.device, self.hop_route = ranks, device, hop_route
+        self.gathers = route == "gather"
+        self.gradient_halves = gradient_halves
+        self.link: Link | None = None
+        if device.type == "cuda" and route == "auto":
+            self.link = link_of(device, peer_access=hop_route == "direct")
+        self.plans: dict[str, Plan] = {}
+
+    def plan(self, name: str, tokens: int, layer: Layer, dtype: torch.dtype) -> Plan:
+        """How the linear layer `name` travels: as asked for, else by reckoning."""
+        if self.gathers:
+            plan = Plan("gather", False, "as asked", {})
+        else:
+            device = device_of(self.device, dtype) if self.link else None
+            plan = decide(self.ranks, tokens, layer, hop_route=self.hop_route, link=self.link, device=device)
+        if self.gradient_halves is not None and plan.route != "gather":
+            plan = Plan(plan.route, self.gradient_halves, plan.reason, plan.seconds)
+        self.plans[name] = plan
+        logger.debug("%s: route %s, gradients in halves: %s (%s)", name, plan.route, plan.halves, plan.reason)
+        return plan
+
+
+def measure(ring: Any, shard_bytes: int, repeats: int) -> Link:
+    """The link of a ring, from shards of `shard_bytes` and of a few bytes. Collective."""
+    if ring.size == 1:
+        raise ValueError("Ring.measure_link: expected at least 2 ranks, got 1")
+    large, small = (
+        max(ring.exchange(min(_seconds_per_hop(ring, size) for _ in range(repeats)))) for size in (shard_bytes, 64)
+    )
+    return Link(shard_bytes / max(large - small, 1e-9), small, "measured")
+
+
+def _seconds_per_hop(ring: Any, shard_bytes: int) -> float:
+    shard = torch.zeros(shard_bytes, dtype=torch.uint8, device=ring.device)
+    ring.exchange(None)  # start together
+    start = time.perf_counter()
+    for _ in ring.rotate(shard):
+        pass
+    if ring.device.type == "cuda":
+        torch.cuda.synchronize(ring.device)
+    return (time.perf_counter() - start) / (ring.size - 1)

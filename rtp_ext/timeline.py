@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rtp_ext._native import Schedule, Step
-from rtp_ext.schedule import check_rank, lane
+from rtp_ext.schedule import ALL, HALVES, check_rank, lane
 
 __all__ = ["Event", "Lockstep", "plot", "timeline"]
 
@@ -89,7 +89,11 @@ class _Simulator:
 
     def duration(self, rank: int, step: Step) -> float:
         time = self.times[step.action]
-        return time(rank, step) if callable(time) else time
+        if callable(time):
+            return time(rank, step)
+        if step.action == "compute" and step.owner == ALL:
+            return time * len(self.steps)
+        return time * (0.5 if step.half else 1.0)
 
     def earliest(self, rank: int, name: str, position: int) -> float | None:
         """When a step at the head of its lane may start; None while something it waits for has not been placed."""
@@ -164,19 +168,28 @@ def timeline(
 ) -> list[Event]:
     """When every step of every rank runs, if nothing but the schedule holds it up.
 
-    Each rank has three lanes that work in order and side by side: computes (with copies and adds), weight hops,
-    gradient hops. A hop starts
-    when both ends have reached it and its buffers are free; a compute starts when what it reads has arrived.
+    Each rank has four lanes that work in order and side by side: computes (with copies and adds), weight hops, gradient
+    hops, and, in a schedule of two lanes, computes on the side. A hop starts when both ends have reached it and its
+    buffers are free; a compute starts when what it reads has arrived. Computes side by side share a device, which the
+    simulator does not know: of two lanes a timeline shows the order, not the speed.
 
-    A forward of R ranks takes ``compute + (R - 1) max(compute, hop)``; in place, with the hop that brings the shard
-    home, ``R max(compute, hop)``; a backward with both products ``(R + 1) compute + (R - 1) max(compute, hop)``,
-    and that of a bundle ``R compute + R max(compute, hop) + copy`` for R > 1.
+    With constant durations, where w and g are hops of weights and gradients and R ranks take part:
+
+        forward                 compute + (R - 1) max(compute, w)
+        the same in place       R max(compute, w), with the hop that brings the shard home
+        backward                2 R compute + (R - 1) max(0, g - compute, w - 2 compute)
+        the same in halves      2 R compute + (R - 1) max(0, g - 2 compute, w - 2 compute)
+        backward of a bundle    R compute + R max(compute, hop) + copy, for R > 1 and w = g = hop
+        gathered forward        copy + (R - 1) w + R compute
+        gathered backward       max(start + R compute, copy + R compute + g) + R copy + (R - 2) g, for R > 1, where
+                                start = copy + max(R compute, (R - 1) w)
 
     Args:
         schedules: those of all ranks, in order, as `schedules` returns them.
-        compute_time, hop_time, copy_time: durations in any one unit, or functions ``(rank, step) -> duration``. A hop
-            takes as long as its receiver's duration says. copy_time is that of whatever a rank does to its own
-            buffers, copies and adds.
+        compute_time, hop_time, copy_time: durations in any one unit, or functions ``(rank, step) -> duration``. A
+            constant is that of one shard: a step of half a gradient takes half of it, a product with all shards R times
+            as long. A hop takes as long as its receiver's duration says. copy_time is that of whatever a rank does to
+            its own buffers, copies and adds.
 
     Returns:
         Events ordered by start, rank and lane.
@@ -249,9 +262,19 @@ def _look(step: Step) -> str:
 
 
 def _caption(step: Step) -> str:
+    half = HALVES[step.half]
     if step.action == "compute":
-        return f"{step.compute}\n{'G' if step.compute == 'wgrad' else 'W'}{step.owner}"
-    return f"{'+' if step.action == 'add' else ''}{'W' if step.channel == 'weight' else 'G'}{step.receive_owner}"
+        letter = "G" if step.compute == "wgrad" else "W"
+        return f"{step.compute}\n{letter}{'' if step.owner == ALL else step.owner}{half}"
+    return f"{'+' if step.action == 'add' else ''}{'W' if step.channel == 'weight' else 'G'}{step.receive_owner}{half}"
+
+
+def _targets(steps: Sequence[Step], action: str) -> str:
+    """Where the copies or additions of a schedule go, for the legend."""
+    buffers = [step.receive or "" for step in steps if step.action == action]
+    places = {"to whole": any("whole" in buffer for buffer in buffers)}
+    places["home" if action == "copy" else "to home"] = any("home" in buffer for buffer in buffers)
+    return f"{action} {' and '.join(place for place, named in places.items() if named)}"
 
 
 def plot(
@@ -288,7 +311,7 @@ def plot(
     end = max(event.end for event in events) or 1.0
     shown = schedules[ranks[0]].steps
     computes = [event for event in events if event.rank == ranks[0] and shown[event.step].action == "compute"]
-    busy = sum(event.end - event.start for event in computes)
+    busy = max(sum(event.end - event.start for event in computes if event.lane == name) for name in LANES)
     width = min(max(7.0, 0.78 * len(computes) * end / (busy or end)), 40.0)
     band = len(lanes) + 0.6  # lanes are one unit high, bands are 0.6 apart
     page, height = width + 1.25, 0.34 * band * len(ranks) + 1.35  # inches; the bands and their margins
@@ -321,7 +344,7 @@ def plot(
             style = {"ha": "center", "va": "center", "linespacing": 0.95, "fontsize": size, "color": ink}
             axes.text(event.start + area[1] / 2, top + 0.5, caption, bbox=backing, zorder=3, **style)
     names = {"weight": "weight hop (what arrives)", "gradient": "gradient hop (what arrives)"}
-    names |= {"copy": "copy home", "add": "add to home"}
+    names |= {action: _targets(shown, action) for action in ("copy", "add")}
     patches = [
         Patch(
             label=names.get(look, look), edgecolor="#222222", **{k: v for k, v in _LOOKS[look].items() if k != "color"}
@@ -333,7 +356,7 @@ def plot(
     axes.tick_params(labelsize=7)
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.set_xlabel(f"time ({end:g} in all, {busy:g} without communication)", fontsize=8)
-    figure.legend(handles=patches, loc="lower center", ncols=len(patches), fontsize=7, frameon=False)
+    figure.legend(handles=patches, loc="lower center", ncols=len(patches), fontsize=7, frameon=False, columnspacing=1.5)
     first, _, rest = title.partition("\n")
     figure.text(0.15 / page, 1 - 0.12 / height, first, fontsize=10, va="top", weight="bold")
     figure.text(0.15 / page, 1 - 0.32 / height, rest, fontsize=8, va="top", color="#444444")

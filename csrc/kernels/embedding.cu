@@ -1,14 +1,11 @@
-#include <cuda_runtime_api.h>
-
-#include <algorithm>
-
 #include "kernels/embedding.h"
+#include "kernels/windows.cuh"
 
 namespace rtp {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kMaxBlocks = 4096;
+constexpr int kGroup = 4;  // neighbouring columns that a thread adds together
 
 // One block copies the row of one token at a time, in words of the widest type that every address is a multiple of.
 template <typename Word>
@@ -23,22 +20,95 @@ __global__ void gather_rows(EmbeddingGather gather) {
   }
 }
 
+// Atomic additions to neighbouring elements: `to` is a multiple of as many bytes as they take together.
+__device__ void add_group(float* to, const float (&values)[kGroup]) {
+#if defined(RTP_KERNEL_EMULATION) || __CUDA_ARCH__ >= 900
+  atomicAdd(reinterpret_cast<float4*>(to), make_float4(values[0], values[1], values[2], values[3]));
+#else
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) atomicAdd(to + i, values[i]);
+#endif
+}
+
+__device__ void add_group(__nv_bfloat16* to, const float (&values)[kGroup]) {
+#pragma unroll
+  for (int i = 0; i < kGroup; i += 2) {
+    atomicAdd(reinterpret_cast<__nv_bfloat162*>(to + i), __floats2bfloat162_rn(values[i], values[i + 1]));
+  }
+}
+
+__device__ void add_group(__half* to, const float (&values)[kGroup]) {
+#pragma unroll
+  for (int i = 0; i < kGroup; i += 2) {
+    atomicAdd(reinterpret_cast<__half2*>(to + i), __floats2half2_rn(values[i], values[i + 1]));
+  }
+}
+
+// One block adds the row of one token at a time. Columns go in groups that start where the row of the table is aligned.
+template <typename T, typename Sum>
+__global__ void scatter_rows(EmbeddingScatter scatter) {
+  constexpr int64_t kGroupBytes = kGroup * static_cast<int64_t>(sizeof(Sum));
+  for (int64_t t = blockIdx.x; t < scatter.tokens; t += gridDim.x) {
+    const int64_t id = scatter.ids[t];
+    const int64_t row = id - scatter.first_row;
+    if (row < 0 || row >= scatter.rows || id == scatter.padding_idx) continue;
+    const T* const values = static_cast<const T*>(scatter.values) + t * scatter.values_stride;
+    Sum* const sums = static_cast<Sum*>(scatter.table) + row * scatter.table_stride;
+    const int64_t shift = misalignment(sums) % kGroupBytes / static_cast<int64_t>(sizeof(Sum));
+    for (int64_t first = threadIdx.x * kGroup - shift; first < scatter.columns; first += blockDim.x * kGroup) {
+      if (is_whole(first, kGroup, scatter.columns)) {
+        float group[kGroup];
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) group[i] = scatter.alpha * widen(values[first + i]);
+        add_group(sums + first, group);
+        continue;
+      }
+      for (int64_t i = first < 0 ? 0 : first; i < first + kGroup && i < scatter.columns; ++i) {
+        Sum value;
+        narrow(value, scatter.alpha * widen(values[i]));
+        atomicAdd(sums + i, value);
+      }
+    }
+  }
+}
+
+template <typename T>
+int launch_scatter(const EmbeddingScatter& scatter, void* stream) {
+  int threads = kWarp;
+  while (threads < kThreads && threads * kGroup < scatter.columns) threads *= 2;
+  const LaunchShape shape = block_launch(scatter.tokens, threads);
+  switch (scatter.table_type) {
+    case Element::float32:
+      return launch(scatter_rows<T, float>, shape, stream, scatter);
+    case Element::bfloat16:
+      return launch(scatter_rows<T, __nv_bfloat16>, shape, stream, scatter);
+    default:
+      return launch(scatter_rows<T, __half>, shape, stream, scatter);
+  }
+}
+
 }  // namespace
 
 int launch_embedding_gather(const EmbeddingGather& gather, void* stream) {
-  if (gather.tokens == 0 || gather.rows == 0 || gather.row_bytes == 0) return cudaSuccess;
-  const int blocks = static_cast<int>(std::min<int64_t>(gather.tokens, kMaxBlocks));
-  const auto s = static_cast<cudaStream_t>(stream);
+  if (gather.tokens == 0 || gather.rows == 0 || gather.row_bytes == 0) return 0;
+  const LaunchShape shape = block_launch(gather.tokens, kThreads);
   const uint64_t alignment = reinterpret_cast<uint64_t>(gather.table) | reinterpret_cast<uint64_t>(gather.out) |
                              static_cast<uint64_t>(gather.row_bytes) | static_cast<uint64_t>(gather.out_stride_bytes);
-  if (alignment % sizeof(uint4) == 0) {
-    gather_rows<uint4><<<blocks, kThreads, 0, s>>>(gather);
-  } else if (alignment % sizeof(uint32_t) == 0) {
-    gather_rows<uint32_t><<<blocks, kThreads, 0, s>>>(gather);
-  } else {
-    gather_rows<uint16_t><<<blocks, kThreads, 0, s>>>(gather);
+  if (alignment % sizeof(uint4) == 0) return launch(gather_rows<uint4>, shape, stream, gather);
+  if (alignment % sizeof(uint32_t) == 0) return launch(gather_rows<uint32_t>, shape, stream, gather);
+  return launch(gather_rows<uint16_t>, shape, stream, gather);
+}
+
+int launch_embedding_scatter(const EmbeddingScatter& scatter, void* stream) {
+  if (scatter.tokens == 0 || scatter.rows == 0 || scatter.columns == 0) return 0;
+  switch (scatter.values_type) {
+    case Element::float32:
+      return launch_scatter<float>(scatter, stream);
+    case Element::bfloat16:
+      return launch_scatter<__nv_bfloat16>(scatter, stream);
+    default:
+      return launch_scatter<__half>(scatter, stream);
   }
-  return cudaGetLastError();
 }
 
 }  // namespace rtp

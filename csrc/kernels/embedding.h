@@ -1,8 +1,11 @@
-// Gathering rows of one shard of an embedding table. Plain pointers; the same index rule on host and device.
+// The rows of one shard of an embedding table: gathering them, and adding to them. Plain pointers; the same index rule
+// on host and device.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#include "kernels/elements.h"
 
 #if defined(__CUDACC__)
 #define RTP_HOST_DEVICE __host__ __device__
@@ -31,9 +34,25 @@ struct EmbeddingGather {
   }
 };
 
-#ifdef RTP_WITH_CUDA
-// Enqueues the gather on `stream` (a cudaStream_t). Returns the cudaError_t of the launch.
+// A gradient of the same rows: table[ids[t] - first_row] += alpha * values[t], for the tokens whose id lies in
+// [first_row, first_row + rows) and is not padding_idx. Added in an order of the GPU's choice. Sums in float32 are
+// rounded to `table_type` one by one where that has 16 bits.
+struct EmbeddingScatter {
+  const int64_t* ids;  // [tokens]
+  int64_t tokens;
+  Element values_type;
+  const void* values;  // [tokens, columns]
+  int64_t values_stride;
+  Element table_type;
+  void* table;  // [rows, columns]
+  int64_t table_stride;
+  int64_t first_row, rows, columns;
+  int64_t padding_idx;
+  float alpha;
+};
+
+// Enqueue on `stream` (a cudaStream_t). Return the cudaError_t of the launch.
 int launch_embedding_gather(const EmbeddingGather& gather, void* stream);
-#endif
+int launch_embedding_scatter(const EmbeddingScatter& scatter, void* stream);
 
 }  // namespace rtp

@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "checks.h"
+#include "kernel_tensors.h"
 
 namespace rtp {
 
@@ -80,10 +81,34 @@ void by_rows(Body&& body, const at::Tensor& first, const Tensors&... others) {
   }
 }
 
+// Whether one kernel makes the whole of it.
+template <typename... Tensors>
+bool is_fused(const at::Tensor& pre, const Tensors&... others) {
+  const auto alike = [&](const at::Tensor& other) {
+    return !other.defined() || other.scalar_type() == pre.scalar_type();
+  };
+  return kernels_take(pre, others...) && (alike(others) && ...);
+}
+
 }  // namespace
 
 at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at::Tensor& gate) {
   const at::Tensor value = at::empty(pre.sizes(), pre.options());
+  if (is_fused(pre, gate)) {
+    const HiddenForward hidden{*element_of(pre.scalar_type()),
+                               activation,
+                               pre.size(0),
+                               pre.size(1),
+                               pre.const_data_ptr(),
+                               gate.defined() ? gate.const_data_ptr() : nullptr,
+                               value.data_ptr(),
+                               pre.stride(0),
+                               gate.defined() ? gate.stride(0) : 0,
+                               value.stride(0),
+                               /*windows=*/0};
+    launch_beside(pre, [&](void* stream) { return launch_hidden_forward(hidden, stream); });
+    return value;
+  }
   by_rows(
       [&](const at::Tensor& out, const at::Tensor& up, const at::Tensor& through) {
         activate(activation, out, through.defined() ? through : up);
@@ -96,6 +121,28 @@ at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at
 Hidden hidden_backward(Activation activation, const at::Tensor& d_value, const at::Tensor& pre,
                        const at::Tensor& gate) {
   const at::Tensor value = at::empty(pre.sizes(), pre.options());
+  if (is_fused(pre, d_value, gate)) {
+    const at::Tensor d_pre = gate.defined() ? at::empty(pre.sizes(), pre.options()) : d_value;
+    const HiddenBackward hidden{*element_of(pre.scalar_type()),
+                                activation,
+                                pre.size(0),
+                                pre.size(1),
+                                d_value.const_data_ptr(),
+                                pre.const_data_ptr(),
+                                gate.defined() ? gate.const_data_ptr() : nullptr,
+                                value.data_ptr(),
+                                d_pre.data_ptr(),
+                                gate.defined() ? d_value.data_ptr() : nullptr,
+                                d_value.stride(0),
+                                pre.stride(0),
+                                gate.defined() ? gate.stride(0) : 0,
+                                value.stride(0),
+                                d_pre.stride(0),
+                                d_value.stride(0),
+                                /*windows=*/0};
+    launch_beside(pre, [&](void* stream) { return launch_hidden_backward(hidden, stream); });
+    return {value, d_pre, gate.defined() ? d_value : at::Tensor()};
+  }
   if (!gate.defined()) {
     by_rows(
         [&](const at::Tensor& out, const at::Tensor& d, const at::Tensor& up) {

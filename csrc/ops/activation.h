@@ -5,9 +5,9 @@
 
 #include <string>
 
-namespace rtp {
+#include "kernels/activation.h"
 
-enum class Activation : uint8_t { relu, gelu, gelu_tanh, silu };
+namespace rtp {
 
 // Throws std::invalid_argument for a name that is none of them.
 Activation parse_activation(const std::string& name);

@@ -1,9 +1,7 @@
 #include "ops/cross_entropy.h"
 
 #include <ATen/ops/_assert_async.h>
-#include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 
 #include "checks.h"
 #include "ops/gemm.h"
+#include "ops/logits.h"
 
 namespace rtp {
 namespace {
@@ -40,18 +39,10 @@ class VocabularyShard {
   }
 
   // The logits [rows, size] of x [rows, features], in the buffer.
-  at::Tensor logits(const at::Tensor& x) const {
+  LogitChunk logits(const at::Tensor& x, const at::Tensor& targets) const {
     const at::Tensor z = buffer_.narrow(0, 0, x.size(0) * size()).view({x.size(0), size()});
     gemm(z, bias_, widened(x), weight_.t());
-    if (shape_.soft_cap > 0) z.div_(shape_.soft_cap).tanh_().mul_(shape_.soft_cap);
-    return z;
-  }
-
-  // Where the targets lie in this shard, and which do; 0 for those that do not.
-  std::pair<at::Tensor, at::Tensor> place(const at::Tensor& targets) const {
-    at::Tensor index = targets.sub(start_);
-    const at::Tensor here = index.ge(0).logical_and_(index.lt(size())).logical_and_(targets.ne(shape_.ignore_index));
-    return {index.mul_(here), here};
+    return {z, targets, start_, shape_.ignore_index, shape_.soft_cap};
   }
 
  private:
@@ -166,13 +157,8 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
       for (int64_t first = 0; first < tokens; first += chunk) {
         const int64_t rows = std::min(chunk, tokens - first);
         const auto of = [&](const at::Tensor& per_token) { return per_token.narrow(0, first, rows); };
-        const at::Tensor z = shard.logits(of(x));
-        const auto [index, here] = shard.place(of(targets));
-        of(hit).add_(z.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill_(here.logical_not(), 0));
-        if (total.defined()) of(total).add_(z.sum(1));
-        const at::Tensor higher = at::maximum(of(most), z.amax(1));
-        of(scaled).mul_(of(most).sub(higher).exp_()).add_(z.sub_(higher.unsqueeze(1)).exp_().sum(1));
-        of(most).copy_(higher);
+        add_logits(shard.logits(of(x), of(targets)),
+                   {of(most), of(scaled), of(hit), total.defined() ? of(total) : total});
       }
     }
   }
@@ -226,16 +212,10 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
     return per_token.narrow(0, first, std::min(chunk, tokens - first));
   };
   // The gradient of the logits of one chunk, [rows, size].
-  const auto logit_gradient = [&](const VocabularyShard& shard, int64_t first) {
-    const at::Tensor z = shard.logits(of(x, first));
-    const auto [index, here] = shard.place(of(targets, first));
-    at::Tensor slope;  // of the soft cap
-    if (shape.soft_cap > 0) slope = z.div(shape.soft_cap).square_().neg_().add_(1);
-    z.sub_(of(most, first).unsqueeze(1)).exp_().mul_(of(factor, first).unsqueeze(1));
-    z.scatter_add_(1, index.unsqueeze(1), of(g, first).mul(here).mul_(shape.label_smoothing - 1).unsqueeze(1));
-    if (everywhere > 0) z.sub_(of(g, first).unsqueeze(1), everywhere);
-    if (slope.defined()) z.mul_(slope);
-    return z.is_cpu() ? z : z.to(options.compute_dtype);
+  const auto gradient_of_logits = [&](const VocabularyShard& shard, int64_t first) {
+    return logit_gradient(shard.logits(of(x, first), of(targets, first)),
+                          {of(most, first), of(factor, first), of(g, first), shape.label_smoothing, everywhere},
+                          options.compute_dtype);
   };
   const auto add_dx = [&](const VocabularyShard& shard, const at::Tensor& dz, int64_t first) {
     if (dx.defined()) gemm(of(dx, first), of(dx, first), dz, shard.weight());
@@ -264,7 +244,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
         const bool alone = apart || home.empty();
         for (int64_t first = 0; first < (alone ? tokens : std::min(chunk, tokens)); first += chunk) {
           if (alone && !dx.defined()) break;
-          first_chunk = logit_gradient(shard, first);
+          first_chunk = gradient_of_logits(shard, first);
           add_dx(shard, first_chunk, first);
         }
         continue;
@@ -276,7 +256,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
       }
       for (int64_t first = 0; first < tokens; first += chunk) {
         const bool made = first == 0 && !apart;
-        const at::Tensor dz = made ? first_chunk : logit_gradient(shard, first);
+        const at::Tensor dz = made ? first_chunk : gradient_of_logits(shard, first);
         if (!made && !apart) add_dx(shard, dz, first);
         // the partial that arrived, then what this pass has added to it
         const auto before = [&](size_t part) { return first > 0 ? out[part] : in.empty() ? at::Tensor() : in[part]; };

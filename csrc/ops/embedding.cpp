@@ -1,5 +1,6 @@
 #include "ops/embedding.h"
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/empty.h>
@@ -9,11 +10,9 @@
 #include <cstring>
 
 #include "checks.h"
+#include "kernel_tensors.h"
 #include "kernels/embedding.h"
 #include "ops/gemm.h"
-#ifdef RTP_WITH_CUDA
-#include "cuda_lanes.h"
-#endif
 
 namespace rtp {
 namespace {
@@ -65,36 +64,6 @@ void gather_on_host(const EmbeddingGather& gather) {
   });
 }
 
-void gather_rows(const at::Tensor& ids, const at::Tensor& table, int64_t first_row, const at::Tensor& out) {
-  const int64_t element = static_cast<int64_t>(table.element_size());
-  const EmbeddingGather gather{ids.const_data_ptr<int64_t>(),
-                               ids.numel(),
-                               static_cast<const std::byte*>(table.const_data_ptr()),
-                               first_row,
-                               table.size(0),
-                               table.size(1) * element,
-                               static_cast<std::byte*>(out.data_ptr()),
-                               out.stride(0) * element};
-  if (table.is_cpu()) {
-    gather_on_host(gather);
-    return;
-  }
-#ifdef RTP_WITH_CUDA
-  RTP_CUDA_CHECK(static_cast<cudaError_t>(
-      launch_embedding_gather(gather, c10::cuda::getCurrentCUDAStream(table.get_device()).stream())));
-#endif
-}
-
-// out[id - first_row] += alpha * values[t] for the tokens that fall into the shard. Branch-free and without a host
-// synchronisation: tokens of other shards add a row of zeros to row 0.
-void scatter_add(const at::Tensor& out, const at::Tensor& ids, const at::Tensor& keep, const at::Tensor& values,
-                 int64_t first_row, double alpha) {
-  const at::Tensor row = ids.sub(first_row);
-  const at::Tensor here = row.ge(0).logical_and_(row.lt(out.size(0))).logical_and_(keep);
-  const at::Tensor zero = at::zeros({}, values.options());
-  out.index_add_(0, row.mul(here), at::where(here.unsqueeze(1), values, zero).to(out.scalar_type()), alpha);
-}
-
 void check_ids(const Executor& executor, const EmbeddingShape& shape, const RotationOptions& options,
                const at::Tensor& ids) {
   RTP_CHECK_TYPE(ids.scalar_type() == at::kLong && ids.dim() == 1 && ids.is_contiguous(), options.name,
@@ -114,6 +83,50 @@ void check_ids(const Executor& executor, const EmbeddingShape& shape, const Rota
 }
 
 }  // namespace
+
+void gather_rows(const at::Tensor& ids, const at::Tensor& table, int64_t first_row, const at::Tensor& out) {
+  const int64_t element = static_cast<int64_t>(table.element_size());
+  const EmbeddingGather gather{ids.const_data_ptr<int64_t>(),
+                               ids.numel(),
+                               static_cast<const std::byte*>(table.const_data_ptr()),
+                               first_row,
+                               table.size(0),
+                               table.size(1) * element,
+                               static_cast<std::byte*>(out.data_ptr()),
+                               out.stride(0) * element};
+  if (table.is_cpu()) {
+    gather_on_host(gather);
+  } else {
+    launch_beside(table, [&](void* stream) { return launch_embedding_gather(gather, stream); });
+  }
+}
+
+void add_rows(const at::Tensor& out, const at::Tensor& ids, const at::Tensor& values, int64_t first_row,
+              int64_t padding_idx, double alpha) {
+  // The kernel adds in no fixed order.
+  if (kernels_take(out, values) && !at::globalContext().deterministicAlgorithms()) {
+    const EmbeddingScatter scatter{ids.const_data_ptr<int64_t>(),
+                                   ids.numel(),
+                                   *element_of(values.scalar_type()),
+                                   values.const_data_ptr(),
+                                   values.stride(0),
+                                   *element_of(out.scalar_type()),
+                                   out.data_ptr(),
+                                   out.stride(0),
+                                   first_row,
+                                   out.size(0),
+                                   out.size(1),
+                                   padding_idx,
+                                   static_cast<float>(alpha)};
+    launch_beside(out, [&](void* stream) { return launch_embedding_scatter(scatter, stream); });
+    return;
+  }
+  // Branch-free and without a host synchronisation: tokens of other shards add a row of zeros to row 0.
+  const at::Tensor row = ids.sub(first_row);
+  const at::Tensor here = row.ge(0).logical_and_(row.lt(out.size(0))).logical_and_(ids.ne(padding_idx));
+  const at::Tensor zero = at::zeros({}, values.options());
+  out.index_add_(0, row.mul(here), at::where(here.unsqueeze(1), values, zero).to(out.scalar_type()), alpha);
+}
 
 at::Tensor embedding_forward(Executor& executor, const at::Tensor& ids, const at::Tensor& weight,
                              const EmbeddingShape& shape, const RotationOptions& options) {
@@ -143,7 +156,6 @@ at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at
   const EmbeddingCut cut(shape, executor.ranks());
   const double scale = 1.0 / executor.ranks();
   const at::Tensor home = gradient_cargo(executor, {table_part(shape, cut, options.reduce_dtype)}).home[0];
-  const at::Tensor keep = ids.ne(shape.padding_idx);
 
   for (const Piece& piece : cut.pieces(shape, options)) {
     Cargo cargo{{table_part(shape, cut, piece, options.reduce_dtype)}, {piece.of(home, executor.rank())}};
@@ -154,7 +166,7 @@ at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at
       const at::Tensor out = pass.gradient_out()[0];
       pass_on(out, in.empty() ? at::Tensor() : in[0]);
       if (cut.sizes[step->owner] == 0 || piece.sizes[step->owner] == 0) continue;
-      scatter_add(out, ids, keep, cut.columns(dy, step->owner), cut.first_row(piece, step->owner), scale);
+      add_rows(out, ids, cut.columns(dy, step->owner), cut.first_row(piece, step->owner), shape.padding_idx, scale);
     }
   }
   return home;

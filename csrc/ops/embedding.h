@@ -23,4 +23,14 @@ at::Tensor embedding_forward(Executor& executor, const at::Tensor& ids, const at
 at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at::Tensor& ids,
                               const EmbeddingShape& shape, const RotationOptions& options);
 
+// The steps of the two for one shard, a table of the rows [first_row, first_row + table.size(0)). Tokens with other ids
+// are left out.
+//
+// out[t] = table[ids[t] - first_row]. table is contiguous, out has consecutive columns.
+void gather_rows(const at::Tensor& ids, const at::Tensor& table, int64_t first_row, const at::Tensor& out);
+// out[ids[t] - first_row] += alpha * values[t], but for the ids padding_idx. Always in the same order where
+// torch.use_deterministic_algorithms asks for it.
+void add_rows(const at::Tensor& out, const at::Tensor& ids, const at::Tensor& values, int64_t first_row,
+              int64_t padding_idx, double alpha);
+
 }  // namespace rtp

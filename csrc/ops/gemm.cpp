@@ -13,6 +13,11 @@ at::ScalarType accumulation_dtype(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
 }
 
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.data_ptr() == b.data_ptr() && a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
+         a.strides() == b.strides();
+}
+
 void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha) {
   at::Tensor result = out;  // ATen's out arguments are non-const handles
   if (a.scalar_type() == out.scalar_type()) {
@@ -20,7 +25,8 @@ void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, cons
       // beta = 0: what is in `out` is ignored, NaNs included
       at::addmm_out(result, out, a, b, /*beta=*/0.0, alpha);
     } else {
-      at::addmm_out(result, in, a, b, /*beta=*/1.0, alpha);
+      // another handle to the same memory would be copied onto itself first
+      at::addmm_out(result, same_memory(in, out) ? result : in, a, b, /*beta=*/1.0, alpha);
     }
     return;
   }
@@ -29,9 +35,15 @@ void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, cons
     gemm(out, in, a.to(out.scalar_type()), b.to(out.scalar_type()), alpha);
     return;
   }
-  // CUDA multiplies 16-bit operands into float32; for every other pair the product is rounded when it is added.
-  const bool native = widens && out.scalar_type() == at::kFloat;
-  const at::Tensor product = native ? at::mm(a, b, at::kFloat) : at::mm(a, b);
+  const bool into_float = widens && out.scalar_type() == at::kFloat;
+#ifdef RTP_WITH_CUDA
+  if (a.is_cuda() && into_float) {
+    gemm_widening(out, in, a, b, alpha);
+    return;
+  }
+#endif
+  // For every other pair of dtypes the product is rounded when it is added.
+  const at::Tensor product = into_float ? at::mm(a, b, at::kFloat) : at::mm(a, b);
   if (in.defined()) {
     at::add_out(result, in, product, alpha);
   } else {

@@ -11,9 +11,16 @@ namespace rtp {
 at::ScalarType accumulation_dtype(at::ScalarType dtype);
 
 // out = in + alpha * a @ b, or alpha * a @ b where `in` is undefined. a [m, k], b [k, n], in and out [m, n], all 2-D,
-// any strides. `in` may be `out`. out may be float32 where a and b have 16 bits: the products are then summed in
-// float32.
+// any strides; `in` may also be a bias [n]. `in` may be `out`, and then is added to where it is. out may be float32
+// where a and b have 16 bits: the products are then summed in float32.
 void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha = 1.0);
+
+// The same on a GPU, with a and b of one 16-bit dtype and out in float32: one cuBLAS call, after a copy where `in` is
+// not `out`.
+void gemm_widening(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha);
+
+// Whether two tensors are the same view of the same memory.
+bool same_memory(const at::Tensor& a, const at::Tensor& b);
 
 // A sum of products that starts when the first one is added, in the accumulation dtype of its operands.
 class ProductSum {

@@ -10,8 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
+from rtp_ext._rotation import agreements
 from rtp_ext.gate import Plan
-from rtp_ext.ring import Ring, agreements
+from rtp_ext.ring import Ring
 from rtp_ext.sharding import held, local_shard, reserve, shard_dim_of
 
 # What indices and targets may be of.

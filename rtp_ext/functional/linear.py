@@ -234,7 +234,7 @@ def _planned(call: Call, inputs: Sequence[torch.Tensor]) -> tuple[int, Callable[
             call.compute_dtype.itemsize,
             call.reduce_dtype.itemsize,
         )
-        return call.ring.plan(call.name, most_tokens, layer, call.compute_dtype)
+        return call.ring.gate.plan(call.name, most_tokens, layer, call.compute_dtype)
 
     return tokens, plan
 

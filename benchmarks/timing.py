@@ -1,0 +1,140 @@
+"""How long an action takes, again and again: by CUDA events on a GPU, by the clock on a CPU, of the slowest rank."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from card import output_of
+from launch import Place, gather
+
+WARMUP = 3
+MOST = 2000  # iterations of one quantity
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Microseconds of one quantity: median, 20th and 80th percentile over `count` iterations."""
+
+    median: float
+    p20: float
+    p80: float
+    count: int
+
+    @classmethod
+    def of(cls, microseconds: torch.Tensor) -> "Sample":
+        """Of the times [ranks, iterations]: every iteration is as slow as its slowest rank."""
+        if microseconds.numel() == 0:
+            raise ValueError("expected at least one timed iteration, got none")
+        slowest = microseconds.amax(0).numpy()
+        p20, median, p80 = (float(value) for value in np.percentile(slowest, [20, 50, 80]))
+        return cls(median, p20, p80, len(slowest))
+
+
+def everyones(values: list[float], place: Place) -> torch.Tensor:
+    """The values of all ranks, float64 [ranks, len(values)]. Collective."""
+    return torch.tensor([values], dtype=torch.float64) if place.ranks == 1 else gather(values, place)
+
+
+def samples(
+    actions: Mapping[str, Callable[[], object]], place: Place, *, seconds: float, iterations: int
+) -> dict[str, Sample]:
+    """Times every action for at least `seconds` and at least `iterations` times, after WARMUP ones. Collective.
+
+    They take turns, ROUNDS times, so that what the machine does meanwhile hits all of them. On a GPU the iterations of
+    a turn follow each other without a pause on the current stream, between one pair of events each; the host does not
+    wait in between. On CPUs a barrier of the ranks precedes each.
+    """
+    counts = {}
+    for name, action in actions.items():
+        for _ in range(WARMUP):
+            action()
+        estimate = everyones([sum(_run(action, place, 2)) / 2e6], place).max().item()
+        counts[name] = max(iterations, min(MOST, math.ceil(seconds / max(estimate, 1e-7))))
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for turn in range(ROUNDS):
+        for name, action in actions.items():
+            share = counts[name] * (turn + 1) // ROUNDS - len(times[name])
+            times[name] += _run(action, place, share)
+    return {name: Sample.of(everyones(taken, place)) for name, taken in times.items()}
+
+
+def _run(action: Callable[[], object], place: Place, count: int) -> list[float]:
+    """Microseconds of each of `count` iterations on this rank."""
+    if place.device.type == "cpu":
+        times = []
+        for _ in range(count):
+            if place.ranks > 1:
+                dist.barrier()
+            start = time.perf_counter()
+            action()
+            times.append((time.perf_counter() - start) * 1e6)
+        return times
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * count)]
+    torch.cuda.synchronize(place.device)
+    if place.ranks > 1:
+        dist.barrier()
+        torch.cuda.synchronize(place.device)
+    for begin, end in zip(events[::2], events[1::2], strict=True):
+        begin.record()
+        action()
+        end.record()
+    torch.cuda.synchronize(place.device)
+    return [begin.elapsed_time(end) * 1e3 for begin, end in zip(events[::2], events[1::2], strict=True)]
+
+
+class Stopwatch:
+    """Sums the times of pieces of work by kind: `with watch.piece("dgrad"): ...`, then `totals()`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open: tuple[str, object] | None = None
+        self._pieces: list[tuple[str, object, object]] = []
+
+    def _now(self) -> object:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self, kind: str) -> None:
+        self._open = kind, self._now()
+
+    def stop(self) -> None:
+        kind, begin = self._open
+        self._pieces.append((kind, begin, self._now()))
+
+    def totals(self) -> dict[str, float]:
+        """Microseconds by kind. Waits for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        sums: dict[str, float] = {}
+        for kind, begin, end in self._pieces:
+            taken = (end - begin) * 1e6 if self._device.type == "cpu" else begin.elapsed_time(end) * 1e3
+            sums[kind] = sums.get(kind, 0.0) + taken
+        return sums
+
+
+def gpu_state() -> dict[str, float | None]:
+    """Clocks, power and temperature of the first GPU at this moment; None where nvidia-smi does not tell."""
+    keys = {
+        "sm_clock_mhz": "clocks.sm",
+        "memory_clock_mhz": "clocks.mem",
+        "power_w": "power.draw",
+        "temperature_c": "temperature.gpu",
+    }
+    told = output_of("nvidia-smi", f"--query-gpu={','.join(keys.values())}", "--format=csv,noheader,nounits", "--id=0")
+    values = told.split(", ") if told else [""] * len(keys)
+    return {key: _number(value) for key, value in zip(keys, values, strict=True)}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

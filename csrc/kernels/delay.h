@@ -1,0 +1,14 @@
+// Holds up a stream, for race tests.
+#pragma once
+
+#include <cstdint>
+
+namespace rtp {
+
+#ifdef RTP_WITH_CUDA
+// Enqueues a kernel of one thread that ends after `microseconds`, on `stream` (a cudaStream_t). Returns the cudaError_t
+// of the launch.
+int launch_delay(int64_t microseconds, void* stream);
+#endif
+
+}  // namespace rtp

@@ -1,0 +1,10 @@
+// The element types that kernels read and write.
+#pragma once
+
+#include <cstdint>
+
+namespace rtp {
+
+enum class Element : int32_t { float32, bfloat16, float16 };
+
+}  // namespace rtp

@@ -1,0 +1,66 @@
+// What the kernels take from CUDA, and the one way to launch them. Their source also runs on a CPU, where tests bring
+// an emulation of CUDA's threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(RTP_KERNEL_EMULATION)
+#include <emulated_cuda.h>
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+// An array in shared memory.
+#define RTP_SHARED(type, name, count) __shared__ type name[count]
+#endif
+
+#ifndef RTP_MOST_BLOCKS
+#define RTP_MOST_BLOCKS 16384  // of a launch: enough to fill any GPU several times; kernels stride over what is more
+#endif
+
+namespace rtp {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct LaunchShape {
+  dim3 blocks, threads;
+};
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Threads side by side along x, over `columns` columns and `rows` rows: a block is as wide as the columns ask for.
+inline LaunchShape tile_launch(int64_t rows, int64_t columns, int threads) {
+  int wide = kWarp;
+  while (wide < threads && wide < columns) wide *= 2;
+  const int high = threads / wide;
+  const int64_t x = std::clamp<int64_t>(divide_up(columns, wide), 1, RTP_MOST_BLOCKS);
+  const int64_t y = std::clamp<int64_t>(divide_up(rows, high), 1, std::max<int64_t>(RTP_MOST_BLOCKS / x, 1));
+  return {dim3(static_cast<unsigned>(x), static_cast<unsigned>(y)),
+          dim3(static_cast<unsigned>(wide), static_cast<unsigned>(high))};
+}
+
+// `count` pieces of work, one block each.
+inline LaunchShape block_launch(int64_t count, int threads) {
+  return {dim3(static_cast<unsigned>(std::clamp<int64_t>(count, 1, RTP_MOST_BLOCKS))),
+          dim3(static_cast<unsigned>(threads))};
+}
+
+// Enqueues a kernel on `stream` (a cudaStream_t). Returns the cudaError_t of the launch.
+template <typename Parameter>
+int launch(void (*kernel)(Parameter), const LaunchShape& shape, void* stream, const Parameter& parameter) {
+#if defined(RTP_KERNEL_EMULATION)
+  static_cast<void>(stream);
+  return emulation::run(shape.blocks, shape.threads, [&] { kernel(parameter); });
+#else
+  void* arguments[] = {const_cast<Parameter*>(&parameter)};
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), shape.blocks, shape.threads,
+                                           arguments,
+                                           /*sharedMem=*/0, static_cast<cudaStream_t>(stream)));
+#endif
+}
+
+}  // namespace rtp

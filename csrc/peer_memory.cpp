@@ -1,0 +1,62 @@
+#include "peer_memory.h"
+
+#include "nccl_library.h"
+
+namespace rtp {
+namespace {
+
+// Newer than the oldest NCCL that is supported. ncclCommWindowRegister came with 2.27, ncclGetPeerDevicePointer with
+// 2.29.2; nccl.h lacks the latter, which nccl_device/core.h declares.
+struct WindowFunctions {
+  using Register = ncclResult_t (*)(ncclComm_t, void* memory, size_t bytes, void** window, int flags);
+  using Deregister = ncclResult_t (*)(ncclComm_t, void* window);
+  using PeerPointer = ncclResult_t (*)(void* window, size_t offset, int peer, void** address);
+
+  Register enter = nccl_function<Register>("ncclCommWindowRegister");
+  Deregister leave = nccl_function<Deregister>("ncclCommWindowDeregister");
+  PeerPointer address = nccl_function<PeerPointer>("ncclGetPeerDevicePointer");
+};
+
+constexpr int kSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
+
+}  // namespace
+
+std::optional<std::string> peer_memory_refusal() {
+  const WindowFunctions windows;
+  if (windows.enter != nullptr && windows.leave != nullptr && windows.address != nullptr) return std::nullopt;
+  const int loaded = nccl_loaded_version();
+  return concat("it needs ncclGetPeerDevicePointer of NCCL 2.29.2, but torch loaded NCCL ", loaded / 10000, ".",
+                loaded / 100 % 100, ".", loaded % 100);
+}
+
+PeerRegion PeerMemory::share(const at::Tensor& memory) const {
+  const WindowFunctions windows;
+  PeerRegion region{memory, nullptr, {}};
+  communicators_.call(0, "the registration of memory", [&](ncclComm_t comm) {
+    RTP_NCCL_CHECK(windows.enter(comm, memory.data_ptr(), memory.nbytes(), &region.window, kSymmetric));
+  });
+  // Success without a window is how NCCL says that the ranks cannot address each other's memory.
+  if (region.window == nullptr) {
+    throw RotationError(
+        "NCCL gave no window: a pair of GPUs lacks direct access, or NCCL_CUMEM_ENABLE or NCCL_WIN_ENABLE is 0");
+  }
+  for (int peer = 0; peer < ranks_; ++peer) {
+    void* base = memory.data_ptr();  // NCCL may know this rank's own memory by another address too
+    if (peer != rank_) RTP_NCCL_CHECK(windows.address(region.window, 0, peer, &base));
+    if (base == nullptr) {
+      withdraw(region);
+      throw RotationError(concat("the GPU of rank ", rank_, " has no direct access to that of rank ", peer));
+    }
+    region.bases.push_back(static_cast<std::byte*>(base));
+  }
+  return region;
+}
+
+void PeerMemory::withdraw(PeerRegion& region) const {
+  if (region.window == nullptr) return;
+  communicators_.call(0, "the end of a registration", [&](ncclComm_t comm) {
+    RTP_NCCL_CHECK(WindowFunctions().leave(comm, std::exchange(region.window, nullptr)));
+  });
+}
+
+}  // namespace rtp

@@ -1,0 +1,70 @@
+"""What the tests of this folder share: rings over every link, and where results of a run are written."""
+
+import inspect
+import json
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import rtp_ext
+
+LINKS = ["sm-local", "ce-local", "ce-local:4", "nccl-self", "pcie"]
+COPY_ENGINES = ["ce-local", "ce-local:2", "ce-local:4", "pcie"]  # links that need no SM
+
+
+def emulated(ranks: int, **options: Any) -> rtp_ext.Ring:
+    """An emulated ring on the GPU; skips the test where the build, or this machine, has no such ring."""
+    known = inspect.signature(rtp_ext.Ring.emulated).parameters
+    missing = [f"{name}={value!r}" for name, value in options.items() if name not in known]
+    if missing:
+        pytest.skip(f"Ring.emulated of this build takes no {', '.join(missing)}")
+    try:
+        return rtp_ext.Ring.emulated(ranks, device="cuda", **options)
+    except rtp_ext.RotationError as error:  # a link that this driver or this NCCL does not have
+        pytest.skip(f"{options}: {error}")
+
+
+def record(**facts: Any) -> None:
+    """Appends what a test found to the file that RTP_TEST_RECORD names, if it names one; and prints it."""
+    line = json.dumps(facts)
+    print(line)
+    if path := os.environ.get("RTP_TEST_RECORD"):
+        with open(path, "a") as file:
+            file.write(line + "\n")
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the library that is loaded, which need not be the one that torch was built with."""
+    versions = rtp_ext._native.nccl_versions()
+    if versions is None:
+        pytest.skip("rtp_ext was built without CUDA")
+    code = versions[1]
+    return code // 10000, code // 100 % 100, code % 100
+
+
+def several_ranks_problem(ranks: int) -> str | None:
+    """Why `ranks` NCCL ranks cannot run here; None if they can."""
+    if torch.cuda.device_count() >= ranks:
+        return None
+    if nccl_version() < (2, 30):
+        version = ".".join(map(str, nccl_version()))
+        return f"{torch.cuda.device_count()} GPU for {ranks} ranks takes NCCL 2.30, {version} is loaded"
+    return None
+
+
+def share_gpu(rank: int, ranks: int, log: str) -> None:
+    """Sets up one rank of several, before its first NCCL call: its GPU, and where ranks share one, what that takes.
+
+    NCCL's log goes to files that start with `log`. Its CTAs are bounded so that the kernels of all ranks fit at once.
+    """
+    os.environ["NCCL_DEBUG"] = "INFO"
+    os.environ["NCCL_DEBUG_SUBSYS"] = "INIT,P2P"
+    os.environ["NCCL_DEBUG_FILE"] = f"{log}.rank{rank}.%p"
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    if torch.cuda.device_count() < ranks:
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        os.environ["NCCL_MAX_CTAS"] = "4"
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"

@@ -1,0 +1,216 @@
+// The simulated transports and the controls of the simulation, for the tests.
+#include <cuda.h>
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "simulated_nccl.h"
+#include "transport_nccl.h"
+#include "transport_nccl_put.h"
+
+void bind_ce(pybind11::module_& m);  // ce.cpp
+
+namespace {
+
+using namespace rtp;
+using NoGil = py::gil_scoped_release;
+
+using Milliseconds = std::chrono::milliseconds;
+
+using News = std::shared_ptr<PeerNews>;
+
+RingEnd ring_end(int rank, int ranks, Milliseconds timeout, const News& news) {
+  return {rank, ranks, at::Device(at::kCPU), timeout, news};
+}
+
+void bind_controls(py::module_& m) {
+  using simulated::Controls;
+  py::class_<Controls>(m, "Controls")
+      .def_readwrite("delay_us", &Controls::delay_us)
+      .def_readwrite("version", &Controls::version)
+      .def_readwrite("null_windows", &Controls::null_windows)
+      .def_readwrite("signals_abort", &Controls::signals_abort)
+      .def_readwrite("capturing", &Controls::capturing)
+      .def_readwrite("released", &Controls::released)
+      .def_readwrite("lacks_memory_ops", &Controls::lacks_memory_ops);
+  m.attr("controls") = py::cast(&simulated::world().controls, py::return_value_policy::reference);
+  m.def("reset", [](unsigned int seed) {
+    simulated::forget_communicators();
+    const std::lock_guard lock(simulated::world().mutex);
+    simulated::world().controls = Controls{};
+    simulated::world().random.seed(seed);
+    simulated::world().mistakes.clear();
+  });
+  m.def("mistakes", [] {
+    const std::lock_guard lock(simulated::world().mutex);
+    return simulated::world().mistakes;
+  });
+  m.def("threads", [] {
+    const std::lock_guard lock(simulated::world().mutex);
+    return simulated::world().threads;
+  });
+  m.def("inject_error", [](int rank, int index, int code) {
+    simulated::inject_error(simulated::communicators_of(rank).at(index), static_cast<ncclResult_t>(code));
+  });
+}
+
+std::byte* address(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
+
+// Kernels on the calling thread's compute stream, for computes that run later than the host.
+void bind_kernels(py::module_& m) {
+  m.def("set_compute", &simulated::set_compute, py::arg("asynchronous"));
+  m.def("synchronize", [] { simulated::synchronize(simulated::compute_stream()); }, py::call_guard<NoGil>());
+  m.def("launch_copy", [](const at::Tensor& to, const at::Tensor& from) {
+    simulated::enqueue(simulated::compute_stream(), [to = address(to), from = address(from), bytes = from.nbytes()] {
+      simulated::copy(to, from, bytes);
+    });
+  });
+  m.def("launch_add", [](const at::Tensor& to, const at::Tensor& from) {  // float64
+    simulated::enqueue(simulated::compute_stream(),
+                       [to = to.data_ptr<double>(), from = from.data_ptr<double>(), count = from.numel()] {
+                         for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+                       });
+  });
+}
+
+// cuStreamWaitValue64 or cuStreamWriteValue64, as a transport finds them.
+void memory_operation(const char* name, const Stream& stream, const at::Tensor& flag, uint64_t value) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  RTP_CUDA_CHECK(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result));
+  RTP_ASSERT(result == cudaDriverEntryPointSuccess, name, " was not found");
+  const auto function = reinterpret_cast<CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned int)>(found);
+  RTP_ASSERT(function(stream.get(), reinterpret_cast<CUdeviceptr>(flag.data_ptr()), value, 0) == CUDA_SUCCESS, name);
+}
+
+// Streams and events themselves, for the tests of the simulation.
+void bind_runtime(py::module_& m) {
+  py::class_<Stream>(m, "Stream")
+      .def(py::init(&Stream::highest_priority))
+      .def(
+          "synchronize", [](const Stream& s) { simulated::synchronize(s.get()); }, py::call_guard<NoGil>())
+      .def("idle", [](const Stream& s) { return cudaStreamQuery(s.get()) == cudaSuccess; })
+      .def("copy",
+           [](const Stream& s, const at::Tensor& to, const at::Tensor& from) {
+             RTP_CUDA_CHECK(
+                 cudaMemcpyAsync(to.data_ptr(), from.data_ptr(), from.nbytes(), cudaMemcpyDeviceToDevice, s.get()));
+           })
+      .def("wait", [](const Stream& s, const Event& event) { event.block(s.get()); })
+      .def("wait_value", [](const Stream& s, const at::Tensor& flag,
+                            uint64_t value) { memory_operation("cuStreamWaitValue64", s, flag, value); })
+      .def("write_value", [](const Stream& s, const at::Tensor& flag, uint64_t value) {
+        memory_operation("cuStreamWriteValue64", s, flag, value);
+      });
+  py::class_<Event>(m, "Event")
+      .def(py::init<>())
+      .def("record", [](Event& event, const Stream& s) { event.record(s.get()); })
+      .def("reached", &Event::reached);
+}
+
+// A transport without one kind of wait, for controls of the tests: they must notice.
+class WithoutWait : public Transport {
+ public:
+  WithoutWait(std::shared_ptr<Transport> inner, std::string missing)
+      : inner_(std::move(inner)), missing_(std::move(missing)) {}
+
+  const char* name() const override { return inner_->name(); }
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    return std::make_unique<Part>(inner_->post(hop), missing_);
+  }
+  Mark mark_compute() override { return inner_->mark_compute(); }
+  void order_compute_after(const Mark& mark) override { inner_->order_compute_after(mark); }
+  void order_channel_after(Channel channel, const Mark& mark) override {
+    if (missing_ != "channel") inner_->order_channel_after(channel, mark);
+  }
+  void order_channel_after_received(Channel channel, Transfer& transfer) override {
+    inner_->order_channel_after_received(channel, transfer);
+  }
+  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
+    inner_->order_channel_after_sent(channel, transfer);
+  }
+  at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
+  void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
+  bool sends_anywhere() const override { return inner_->sends_anywhere(); }
+  bool receives_anywhere() const override { return inner_->receives_anywhere(); }
+  void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
+  void close() override { inner_->close(); }
+
+ private:
+  class Part : public Transfer {
+   public:
+    Part(std::unique_ptr<Transfer> inner, const std::string& missing) : inner_(std::move(inner)), missing_(missing) {}
+    void wait_received() override {
+      if (missing_ != "received") inner_->wait_received();
+    }
+    void wait_sent() override {
+      if (missing_ != "sent") inner_->wait_sent();
+    }
+
+   private:
+    std::unique_ptr<Transfer> inner_;
+    std::string missing_;
+  };
+
+  std::shared_ptr<Transport> inner_;
+  std::string missing_;
+};
+
+// Communicators themselves, as transports make them.
+void bind_communicators(py::module_& m) {
+  py::class_<NcclCommunicators>(m, "Communicators")
+      .def(py::init([](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout) {
+             return std::make_unique<NcclCommunicators>(ids, rank, ranks, CommunicatorOptions{}, timeout);
+           }),
+           py::call_guard<NoGil>())
+      .def("send",
+           [](NcclCommunicators& comms, size_t index, const Stream& stream, const at::Tensor& data, int peer) {
+             comms.call(index, "send", [&](ncclComm_t comm) {
+               RTP_NCCL_CHECK(ncclSend(data.data_ptr(), data.nbytes(), ncclInt8, peer, comm, stream.get()));
+             });
+           })
+      .def("receive",
+           [](NcclCommunicators& comms, size_t index, const Stream& stream, const at::Tensor& data, int peer) {
+             comms.call(index, "receive", [&](ncclComm_t comm) {
+               RTP_NCCL_CHECK(ncclRecv(data.data_ptr(), data.nbytes(), ncclInt8, peer, comm, stream.get()));
+             });
+           })
+      .def("asynchronous_error", &NcclCommunicators::asynchronous_error)
+      .def("abort", &NcclCommunicators::abort)
+      .def("finalize", &NcclCommunicators::finalize, py::call_guard<NoGil>());
+}
+
+void bind_transports(py::module_& m) {
+  m.def("without_wait", [](std::shared_ptr<Transport> inner, const std::string& missing) -> std::shared_ptr<Transport> {
+    return std::make_shared<WithoutWait>(std::move(inner), missing);
+  });
+  m.def("unique_id", [] { return py::bytes(nccl_unique_id()); });
+  m.def(
+      "nccl",
+      [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout, const News& news,
+         bool registered) {
+        const NoGil release;
+        NcclOptions options;
+        options.registered = registered;
+        return make_nccl_transport(ring_end(rank, ranks, timeout, news), ids, options);
+      },
+      py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"),
+      py::arg("registered") = false);
+  m.def("nccl_put_refusal", &nccl_put_refusal);
+  m.def(
+      "nccl_put",
+      [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout, const News& news) {
+        const NoGil release;
+        return make_nccl_put_transport(ring_end(rank, ranks, timeout, news), ids, {});
+      },
+      py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  bind_controls(m);
+  bind_kernels(m);
+  bind_runtime(m);
+  bind_communicators(m);
+  bind_transports(m);
+  bind_ce(m);
+}

@@ -1,0 +1,22 @@
+// Stands in for torch's header of this name where the CUDA runtime is simulated.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace c10::cuda {
+
+class CUDAStream {
+ public:
+  explicit CUDAStream(cudaStream_t stream) : stream_(stream) {}
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  cudaStream_t stream_;
+};
+
+// The calling thread's: see set_compute in simulator.h.
+CUDAStream getCurrentCUDAStream(int device = -1);
+inline CUDAStream getStreamFromExternal(cudaStream_t stream, int) { return CUDAStream(stream); }
+inline void setCurrentCUDAStream(CUDAStream) {}  // it has no multiprocessors, so that one lane computes
+
+}  // namespace c10::cuda

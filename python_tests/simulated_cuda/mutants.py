@@ -1,0 +1,78 @@
+"""Transports with one mistake each, made from their sources: what the tests of a protocol must notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# name -> what stands in transport_ce.cpp, and what stands in its place
+CE_MUTANTS = {
+    "copies before the slot is free": (
+        """        await(Kind::credit, hop.to);
+        push(hop, stream);
+""",
+        """        push(hop, stream);
+        await(Kind::credit, hop.to);
+""",
+    ),
+    "raises the flag before the data": (
+        """        push(hop, stream);
+        raise(Kind::data, hop.to);
+""",
+        """        raise(Kind::data, hop.to);
+        push(hop, stream);
+""",
+    ),
+    "says that it has read before it reads": (
+        """        pull(hop, stream);
+        raise(Kind::credit, hop.from);
+""",
+        """        raise(Kind::credit, hop.from);
+        pull(hop, stream);
+""",
+    ),
+    "shares flags between weights and gradients": (
+        "{ flags_->await(hop.channel,",
+        "{ flags_->await(Channel::weight,",
+    ),
+}
+ALSO = {  # the other half of a mistake with two
+    "shares flags between weights and gradients": (
+        "flags_->raise(hop.channel,",
+        "flags_->raise(Channel::weight,",
+    ),
+}
+
+
+def _replace(text: str, change: tuple[str, str]) -> str:
+    before, after = change
+    if text.count(before) != 1:
+        raise AssertionError(f"expected once in the source, found {text.count(before)} times:\n{before}")
+    return text.replace(before, after)
+
+
+def write_ce_mutants(source: Path, folder: Path) -> None:
+    """Writes all mutants of transport_ce.cpp into mutated_transport_ce.h in `folder`. An unchanged file keeps its time,
+    so that it is not compiled again."""
+    text = source.read_text()
+    includes, body = text.split("namespace rtp {\n", 1)
+    body = body[: body.index("std::optional<std::string> ce_refusal()")]
+    parts = [includes]
+    for number, (name, change) in enumerate(CE_MUTANTS.items()):
+        mutant = _replace(body, change)
+        if name in ALSO:
+            mutant = _replace(mutant, ALSO[name])
+        parts.append(
+            f"namespace rtp::mutant_{number} {{\n{mutant}"
+            "std::shared_ptr<CeTransport> make(const RingEnd& end, const std::string& id) {\n"
+            f"  return std::make_shared<CopyEngineTransport>(end, id);\n}}\n}}  // namespace rtp::mutant_{number}\n"
+        )
+    makers = ", ".join(f"rtp::mutant_{number}::make" for number in range(len(CE_MUTANTS)))
+    parts.append(
+        "std::shared_ptr<rtp::CeTransport> make_mutated_ce_transport(int mutant, const rtp::RingEnd& end,\n"
+        "                                                            const std::string& id) {\n"
+        f"  static constexpr decltype(&rtp::mutant_0::make) makers[] = {{{makers}}};\n"
+        "  return makers[mutant](end, id);\n}\n"
+    )
+    file = folder / "mutated_transport_ce.h"
+    if not file.exists() or file.read_text() != "".join(parts):
+        file.write_text("".join(parts))

@@ -1,0 +1,17 @@
+// Between the files of the simulated NCCL.
+#pragma once
+
+#include "simulated_nccl.h"
+
+namespace simulated {
+
+// ncclSuccess where a communicator can take work; notes a mistake where it has ended or not settled.
+ncclResult_t check_usable(ncclComm_t comm);
+
+// Enqueues work of a communicator: after its work before, whatever stream that was on.
+void enqueue_on(ncclComm_t comm, cudaStream_t stream, Work work);
+
+// Whether what waits on a communicator should stop waiting. Holds the mutex.
+bool ended(ncclComm_t comm);
+
+}  // namespace simulated

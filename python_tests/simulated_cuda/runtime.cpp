@@ -1,0 +1,359 @@
+// The CUDA runtime of the simulation.
+#include <c10/cuda/CUDAStream.h>
+#include <cuda.h>
+
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "kernels/delay.h"
+#include "simulator.h"
+
+namespace simulated {
+namespace {
+
+thread_local cudaStream_t asynchronous_compute = nullptr;
+thread_local int current_device = 0;
+
+void run(std::shared_ptr<CUstream_st> stream) {
+  std::unique_lock lock(world().mutex);
+  while (true) {
+    world().changed.wait(lock, [&] { return !stream->queue.empty() || stream->ending; });
+    if (stream->queue.empty()) break;
+    const Work work = std::move(stream->queue.front());
+    stream->queue.pop_front();
+    stream->busy = true;
+    lock.unlock();
+    dawdle();
+    work();
+    lock.lock();
+    stream->busy = false;
+    world().changed.notify_all();
+  }
+  --world().threads;
+  world().changed.notify_all();
+}
+
+// Streams that exist, so that the pointer that CUDA's interface hands out keeps nothing alive by itself.
+std::map<cudaStream_t, std::shared_ptr<CUstream_st>>& streams() {
+  static auto* all = new std::map<cudaStream_t, std::shared_ptr<CUstream_st>>;
+  return *all;
+}
+
+cudaStream_t make_stream() {
+  auto stream = std::make_shared<CUstream_st>();
+  const std::lock_guard lock(world().mutex);
+  streams()[stream.get()] = stream;
+  ++world().threads;
+  std::thread(run, stream).detach();
+  return stream.get();
+}
+
+CUstream_st& host_stream() {
+  static auto* stream = new CUstream_st{{}, false, false, true};
+  return *stream;
+}
+
+}  // namespace
+
+World& world() {
+  static auto* only = new World;  // never destroyed: streams may outlive everything else
+  return *only;
+}
+
+void mistake(const std::string& text) { world().mistakes.push_back(text); }
+
+void wait_until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& ready) {
+  while (!ready() && !world().controls.released) world().changed.wait_for(lock, std::chrono::milliseconds(5));
+}
+
+void dawdle() {
+  int time = 0;
+  {
+    const std::lock_guard lock(world().mutex);
+    if (world().controls.delay_us > 0) time = static_cast<int>(world().random() % (world().controls.delay_us + 1));
+    if (time > 0 && world().random() % 16 == 0) time *= 8;  // now and then one is far behind the others
+  }
+  if (time > 0) std::this_thread::sleep_for(std::chrono::microseconds(time));
+}
+
+void copy(void* to, const void* from, size_t bytes) {
+  std::memcpy(to, from, bytes / 2);
+  dawdle();
+  std::memcpy(static_cast<std::byte*>(to) + bytes / 2, static_cast<const std::byte*>(from) + bytes / 2,
+              bytes - bytes / 2);
+}
+
+std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work) {
+  auto point = std::make_shared<Point>();
+  if (stream->host) {
+    work();
+    point->reached = true;
+    return point;
+  }
+  const std::lock_guard lock(world().mutex);
+  stream->queue.push_back([work = std::move(work), point] {
+    work();
+    const std::lock_guard lock(world().mutex);
+    point->reached = true;
+  });
+  world().changed.notify_all();
+  return point;
+}
+
+void synchronize(cudaStream_t stream) {
+  std::unique_lock lock(world().mutex);
+  wait_until(lock, [&] { return stream->queue.empty() && !stream->busy; });
+}
+
+void set_compute(bool asynchronous) {
+  if (asynchronous == (asynchronous_compute != nullptr)) return;
+  if (asynchronous) {
+    asynchronous_compute = make_stream();
+  } else {
+    cudaStreamDestroy(std::exchange(asynchronous_compute, nullptr));
+  }
+}
+
+cudaStream_t compute_stream() { return asynchronous_compute != nullptr ? asynchronous_compute : &host_stream(); }
+
+namespace {
+
+// Waits for a value in memory, which another stream or the host writes.
+CUresult CUDAAPI wait_value64(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags) {
+  if (flags != CU_STREAM_WAIT_VALUE_GEQ && flags != CU_STREAM_WAIT_VALUE_EQ) return CUDA_ERROR_INVALID_VALUE;
+  enqueue(stream, [=] {
+    std::unique_lock lock(world().mutex);
+    const auto* memory = reinterpret_cast<uint64_t*>(address);
+    wait_until(lock, [=] {
+      const uint64_t now = __atomic_load_n(memory, __ATOMIC_ACQUIRE);
+      return flags == CU_STREAM_WAIT_VALUE_EQ ? now == value : static_cast<int64_t>(now - value) >= 0;
+    });
+  });
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI write_value64(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int) {
+  enqueue(stream, [=] {
+    const std::lock_guard lock(world().mutex);
+    __atomic_store_n(reinterpret_cast<uint64_t*>(address), value, __ATOMIC_RELEASE);
+    world().changed.notify_all();
+  });
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI batch_mem_op(CUstream stream, unsigned int count, CUstreamBatchMemOpParams* operations, unsigned int) {
+  for (const auto* operation = operations; operation != operations + count; ++operation) {
+    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    if (operation->operation == CU_STREAM_MEM_OP_WAIT_VALUE_64) {
+      const auto& wait = operation->waitValue;
+      result = wait_value64(stream, wait.address, wait.value64, wait.flags);
+    } else if (operation->operation == CU_STREAM_MEM_OP_WRITE_VALUE_64) {
+      result = write_value64(stream, operation->writeValue.address, operation->writeValue.value64, 0);
+    }
+    if (result != CUDA_SUCCESS) return result;
+  }
+  return CUDA_SUCCESS;
+}
+
+}  // namespace
+}  // namespace simulated
+
+using namespace simulated;
+
+c10::cuda::CUDAStream c10::cuda::getCurrentCUDAStream(int) { return CUDAStream(compute_stream()); }
+
+int rtp::launch_delay(int64_t microseconds, void* stream) {
+  enqueue(static_cast<cudaStream_t>(stream),
+          [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
+  return cudaSuccess;
+}
+
+extern "C" {
+
+const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "simulated error"; }
+const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(error); }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr, int) {
+  *value = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  current_device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
+// The device is that of all ranks.
+cudaError_t cudaDeviceSynchronize() {
+  std::unique_lock lock(world().mutex);
+  if (world().controls.capturing) mistake("cudaDeviceSynchronize while a graph is captured");
+  wait_until(lock, [] {
+    for (const auto& [handle, stream] : streams()) {
+      if (!stream->queue.empty() || stream->busy) return false;
+    }
+    return true;
+  });
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+  *can = 1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int flags, int priority) {
+  if (flags != cudaStreamNonBlocking || (priority != -5 && priority != 0)) return cudaErrorInvalidValue;
+  *stream = make_stream();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
+  *stream = make_stream();
+  return cudaSuccess;
+}
+// As the real one: returns at once, and the stream ends when its work has.
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  const std::lock_guard lock(world().mutex);
+  const auto found = streams().find(stream);
+  if (found == streams().end()) {
+    mistake("cudaStreamDestroy of what is not a stream");
+    return cudaErrorInvalidResourceHandle;
+  }
+  found->second->ending = true;
+  streams().erase(found);
+  world().changed.notify_all();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  synchronize(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  const std::lock_guard lock(world().mutex);
+  if (world().controls.capturing) mistake("cudaStreamQuery of a stream that is being captured");
+  return stream->queue.empty() && !stream->busy ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, enum cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+  const std::lock_guard lock(world().mutex);
+  *status = world().controls.capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *id = world().controls.capturing ? 1 : 0;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* mode) {
+  thread_local cudaStreamCaptureMode now = cudaStreamCaptureModeGlobal;
+  std::swap(now, *mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
+  *event = new CUevent_st;
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  auto point = enqueue(stream, [] {});
+  const std::lock_guard lock(world().mutex);
+  event->point = std::move(point);
+  return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const std::lock_guard lock(world().mutex);
+  return event->point == nullptr || event->point->reached ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  std::unique_lock lock(world().mutex);
+  wait_until(lock, [point = event->point] { return point == nullptr || point->reached; });
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
+  std::shared_ptr<Point> point;
+  {
+    const std::lock_guard lock(world().mutex);
+    point = event->point;
+  }
+  if (point == nullptr) return cudaSuccess;
+  enqueue(stream, [point] {
+    std::unique_lock lock(world().mutex);
+    wait_until(lock, [&] { return point->reached; });
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, enum cudaMemcpyKind, cudaStream_t stream) {
+  enqueue(stream, [=] { copy(to, from, bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, enum cudaMemcpyKind) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  enqueue(stream, [=] { std::memset(to, value, bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+#if CUDART_VERSION >= 13000
+cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* bytes, size_t count,
+                                 struct cudaMemcpyAttributes*, size_t*, size_t, cudaStream_t stream) {
+  {
+    const std::lock_guard lock(world().mutex);
+    if (world().controls.capturing) mistake("cudaMemcpyBatchAsync cannot be captured");
+  }
+  const std::vector<void*> targets(to, to + count);
+  const std::vector<const void*> sources(from, from + count);
+  const std::vector<size_t> sizes(bytes, bytes + count);
+  enqueue(stream, [=] {
+    for (size_t i = 0; i < targets.size(); ++i) copy(targets[i], sources[i], sizes[i]);
+  });
+  return cudaSuccess;
+}
+#endif
+
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  *memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+cudaError_t cudaFree(void* memory) {
+  std::free(memory);
+  return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned int) { return cudaMalloc(memory, bytes); }
+cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
+cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned int) {
+  *device = host;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned int, unsigned long long,
+                                             enum cudaDriverEntryPointQueryResult* result) {
+  const std::lock_guard lock(world().mutex);
+  const std::string name(symbol);
+  *function = nullptr;
+  if (!world().controls.lacks_memory_ops) {
+    if (name == "cuStreamWaitValue64") *function = reinterpret_cast<void*>(&wait_value64);
+    if (name == "cuStreamBatchMemOp") *function = reinterpret_cast<void*>(&batch_mem_op);
+    if (name == "cuStreamWriteValue64") *function = reinterpret_cast<void*>(&write_value64);
+  }
+  *result = *function == nullptr ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+
+}  // extern "C"

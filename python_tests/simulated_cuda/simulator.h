@@ -1,0 +1,89 @@
+// A CUDA runtime and an NCCL in host memory, so that transports run where there is no GPU.
+//
+// Ranks are threads of one process. A stream is a thread with a queue, an event is a point in a queue. The functions
+// have the names and signatures of the real ones; they are hidden, because torch loads the real libraries into the same
+// process. One mutex guards everything, and one condition announces every change.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace simulated {
+
+// A point in a stream. The state of an event changes with every record; who waits keeps the state it found.
+struct Point {
+  bool reached = false;
+};
+
+// Work of a stream, run on its thread without the mutex.
+using Work = std::function<void()>;
+
+struct Controls {
+  int delay_us = 0;               // before every piece of work and in the middle of every copy: random up to this
+  int version = 23007;            // of NCCL; functions newer than it are lacking
+  bool null_windows = false;      // ncclCommWindowRegister succeeds without a window
+  bool signals_abort = true;      // ncclCommAbort ends waits for signals too
+  bool capturing = false;         // every stream says that it is being captured
+  bool released = false;          // all waits end: for taking down a test that failed
+  bool lacks_memory_ops = false;  // the driver has no cuStreamWaitValue64 and its like
+};
+
+struct World {
+  std::mutex mutex;
+  std::condition_variable changed;
+  Controls controls;
+  std::mt19937 random;
+  int threads = 0;                      // of streams
+  std::map<void*, size_t> registrable;  // from ncclMemAlloc
+  std::vector<std::string> mistakes;    // calls that the real libraries do not allow
+};
+
+World& world();
+
+// Notes a call that the real libraries do not allow. Holds the mutex.
+void mistake(const std::string& text);
+
+// Waits until `ready`, which is asked with the mutex held; also where memory that nobody announces has changed.
+void wait_until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& ready);
+
+// Sleeps at random.
+void dawdle();
+
+// Copies in two halves, dawdling in between.
+void copy(void* to, const void* from, size_t bytes);
+
+// Appends to a stream, or runs at once where the stream is the host's. Returns the point after it.
+std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work);
+
+// Makes the calling thread wait until everything enqueued on `stream` has run.
+void synchronize(cudaStream_t stream);
+
+// The compute stream of the calling thread. By default it is the host's: work runs at once, and a wait for an event
+// makes the calling thread wait, because torch's CPU operators are synchronous. Else a stream like any other, on which
+// launch_copy and launch_add compute.
+void set_compute(bool asynchronous);
+cudaStream_t compute_stream();
+
+}  // namespace simulated
+
+// Opaque in CUDA's headers.
+struct CUstream_st {
+  std::deque<simulated::Work> queue;
+  bool busy = false;
+  bool ending = false;
+  bool host = false;  // runs everything at once, in the thread that calls
+};
+struct CUevent_st {
+  std::shared_ptr<simulated::Point> point;  // of the last record; none before the first
+};

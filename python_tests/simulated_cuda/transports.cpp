@@ -1,0 +1,11 @@
+// The sources under test, in one unit because their headers take most of the time. A transport more is a line more.
+#include "../../csrc/cuda_lanes.cpp"
+#include "../../csrc/nccl_communicators.cpp"
+#include "../../csrc/peer_news.cpp"
+#include "../../csrc/schedule.cpp"
+#include "../../csrc/shared_memory.cpp"
+#include "../../csrc/transport.cpp"
+#include "../../csrc/transport_nccl.cpp"
+#include "../../csrc/transport_nccl_put.cpp"
+#include "../../csrc/transport_supervised.cpp"
+#include "../../csrc/watchdog.cpp"

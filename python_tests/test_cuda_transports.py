@@ -1,0 +1,276 @@
+"""The transports between GPUs, run against the simulated CUDA runtime and NCCL: whole passes give what one process
+gives, whatever the streams' delays are, and a failure reaches every rank."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import simulated_cuda
+import torch
+from reference import TOLERANCE, assert_same, chunk, random
+from simulated_cuda import run_threads, values
+
+from rtp_ext import NcclError, RingTimeout, RotationError, _native
+
+if simulated_cuda.include_folders() is None:
+    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+
+TIMEOUT = timedelta(seconds=20)
+CPU = torch.device("cpu")
+DTYPE = torch.float64
+# name: function of the simulated module, communicators, options
+TRANSPORTS = {
+    "nccl": ("nccl", 2, {}),
+    "nccl registered": ("nccl", 2, {"registered": True}),
+    "nccl-put": ("nccl_put", 4, {}),
+}
+OUT, IN = 10, 6
+
+
+@pytest.fixture
+def sim():
+    module = simulated_cuda.load()
+    module.reset(1)
+    yield module
+    module.controls.released = True
+    assert simulated_cuda.settled(module), "streams did not end"
+    assert module.mistakes() == []
+
+
+def connect(sim, kind, ids, rank, ranks, timeout=TIMEOUT, plant="", news=None):
+    function, _, options = TRANSPORTS[kind]
+    transport = getattr(sim, function)(ids, rank, ranks, timeout, news, **options)
+    if plant:
+        transport = sim.without_wait(transport, plant)
+    return _native.Executor(transport, rank, ranks, CPU)
+
+
+def unique_ids(sim, kind):
+    return [sim.unique_id() for _ in range(TRANSPORTS[kind][1])]
+
+
+def linear(executor, layer, route, rank, ranks, features=(OUT, IN)):
+    """A forward and a backward of one rotated linear layer, checked against one process."""
+    out, inputs = features
+    weight = random(out, inputs, dtype=DTYPE, seed=layer)
+    xs = [random(3, inputs, dtype=DTYPE, seed=100 * layer + r) for r in range(ranks)]
+    dys = [random(3, out, dtype=DTYPE, seed=1000 * layer + r) for r in range(ranks)]
+    home = chunk(weight, ranks, rank).clone()
+    options = _native.RotationOptions(
+        route=route,
+        in_place=False,
+        compute_dtype=DTYPE,
+        reduce_dtype=DTYPE,
+        slot_cap=0,
+        halves=False,
+        name=f"linear {layer}",
+    )
+    shape = _native.LinearShape(out, inputs, by_outputs=True, transposed=False)
+    bundle = _native.LinearBundle([shape], [False])
+    projections = [_native.Projection(0, 0, 0, out)]
+    (y,) = _native.linear_forward(executor, [xs[rank]], [home], bundle, projections, options)
+    dx, dw = _native.linear_backward(
+        executor, [dys[rank]], [xs[rank]], [home], bundle, projections, [True], [True], options
+    )
+    gradient = sum(dy.t() @ x for dy, x in zip(dys, xs, strict=True)) / ranks
+    where = f"layer {layer}, {route}, rank {rank} of {ranks}"
+    assert_same(y, xs[rank] @ weight.t(), TOLERANCE[DTYPE], f"{where}: y")
+    assert_same(dx, dys[rank] @ weight, TOLERANCE[DTYPE], f"{where}: dx")
+    assert_same(dw, chunk(gradient, ranks, rank), TOLERANCE[DTYPE], f"{where}: dw")
+
+
+def primitives(sim, executor, route, rank, ranks, asynchronous):
+    """rotate and collect, checked against one process. `asynchronous`: computes run later than the host, on a stream
+    of their own, as on a GPU."""
+    shapes = [[[2 + owner, 4] for owner in range(ranks)]]
+    homes = [random(2 + owner, 4, dtype=DTYPE, seed=owner) for owner in range(ranks)]
+    where = f"{route}, rank {rank} of {ranks}"
+    sim.set_compute(asynchronous)
+    try:
+        for reverse in (False, True):
+            seen, home = {}, homes[rank].clone()
+            execution = _native.Execution.rotate(executor, [home], shapes, route, reverse)
+            while (step := execution.next()) is not None:
+                seen[step.owner] = torch.empty(2 + step.owner, 4, dtype=DTYPE)
+                sim.launch_copy(seen[step.owner], execution.weight()[0])
+            execution.finish()
+            sim.launch_copy(home, torch.zeros_like(home))  # as an optimizer would: every hop has left by then
+            sim.synchronize()
+            for owner in range(ranks):
+                assert_same(seen[owner], homes[owner], 0.0, f"{where}: rotate, owner {owner}")
+        home = torch.empty_like(homes[rank])
+        execution = _native.Execution.collect(executor, [home], shapes)
+        contributions = []
+        while (step := execution.next()) is not None:
+            contributions.append(homes[step.owner] * (rank + 1))
+            arrived, (partial,) = execution.gradient_in(), execution.gradient_out()
+            if not arrived:
+                sim.launch_copy(partial, contributions[-1])
+            else:
+                if arrived[0].data_ptr() != partial.data_ptr():
+                    sim.launch_copy(partial, arrived[0])
+                sim.launch_add(partial, contributions[-1])
+        execution.finish()
+        sim.synchronize()
+        total = ranks * (ranks + 1) / 2
+        assert_same(home, homes[rank] * total, TOLERANCE[DTYPE], f"{where}: collect")
+    finally:
+        sim.synchronize()
+        sim.set_compute(False)
+
+
+def passes(rank, sim, kind, ids, ranks, rounds, plant="", timeout=TIMEOUT):
+    executor = connect(sim, kind, ids, rank, ranks, timeout, plant)
+    try:
+        for turn in range(rounds):
+            for route in ("ring", "direct"):
+                linear(executor, 1 + turn, route, rank, ranks)
+                primitives(sim, executor, route, rank, ranks, asynchronous=True)
+        linear(executor, 50, "ring", rank, ranks, features=(40, 9))  # slots grow
+        linear(executor, 51, "ring", rank, ranks)
+        executor.clear_slots()
+        linear(executor, 52, "direct", rank, ranks, features=(2, 3))  # some shards are empty
+        executor.close()
+    except BaseException as error:
+        sim.controls.released = True  # so that nobody waits for this rank
+        executor.fail(f"rank {rank}: {error}")
+        raise
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_passes_give_what_one_process_gives(sim, kind, ranks):
+    for delay in (0, 300):
+        sim.controls.delay_us = delay
+        values(run_threads(passes, ranks, sim, kind, unique_ids(sim, kind), ranks, 2))
+
+
+# Waits that a transport needs; one event of `nccl` stands for both ends of a hop, so that "sent" would not be missed.
+PLANTS = [(kind, plant) for kind in TRANSPORTS for plant in ("received", "channel")]
+
+
+@pytest.mark.parametrize(("kind", "plant"), PLANTS)
+def test_a_missing_wait_is_caught(sim, kind, plant):
+    sim.controls.delay_us = 1000
+    results = run_threads(passes, 3, sim, kind, unique_ids(sim, kind), 3, 2, plant, timedelta(seconds=1))
+    assert any(isinstance(result, AssertionError) for result in results), results
+
+
+def until_failure(rank, sim, kind, ids, ranks, timeout, fault, news=None):
+    """Runs passes until one raises; the last rank does what `fault` says after its first. Returns the error, how long
+    after the fault it came, and whether the executor is still alive.
+
+    The computes run later than the host, as on a GPU: the host does not wait for what may never come.
+    """
+    executor = connect(sim, kind, ids, rank, ranks, timeout=timeout, news=news and news[rank])
+    linear(executor, 1, "ring", rank, ranks)
+    start = time.monotonic()
+    if rank == ranks - 1:
+        if fault == "leaves":
+            return executor  # alive, and silent
+        if fault == "fails":
+            executor.fail("an error of its own")
+            return None
+        sim.inject_error(rank, 0, 6)
+    sim.set_compute(True)
+    home, shapes = torch.ones(4), [[[4]] * ranks]
+    with pytest.raises(RotationError) as raised:
+        while True:
+            execution = _native.Execution.rotate(executor, [home], shapes, "direct", False)
+            while execution.next() is not None:
+                time.sleep(0.002)
+    waited = time.monotonic() - start
+    sim.set_compute(False)
+    with pytest.raises(RotationError, match="cannot be used any more"):
+        linear(executor, 2, "ring", rank, ranks)
+    return raised.value, waited, executor.alive
+
+
+@pytest.mark.parametrize("fault", ["leaves", "fails", "asynchronous error"])
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_failure_reaches_every_rank(sim, kind, fault):
+    timeout = 0.4
+    results = values(
+        run_threads(until_failure, 3, sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=timeout), fault)
+    )
+    survivors = results if fault == "asynchronous error" else results[:-1]
+    for _, waited, alive in survivors:
+        assert not alive and waited < timeout + 5
+    if fault == "asynchronous error":
+        assert isinstance(results[-1][0], NcclError) and "code 6" in str(results[-1][0])
+        survivors = results[:-1]
+    first = next(error for error, *_ in survivors if "did not answer" in str(error))
+    assert isinstance(first, RingTimeout)
+    assert "rotate" in str(first) and "hop" in str(first) and "waited 0.4" in str(first), first
+
+
+def connected_news(ranks):
+    news = [_native.PeerNews(rank, ranks) for rank in range(ranks)]
+    addresses = [one.address() for one in news]
+    assert [one.connect(addresses) for one in news] == [ranks - 1] * ranks
+    return news
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_failure_is_told_to_the_ranks_of_the_host(sim, kind):
+    """Nobody waits for the timeout, which is longer than the test."""
+    ids, news = unique_ids(sim, kind), connected_news(3)
+    results = values(run_threads(until_failure, 3, sim, kind, ids, 3, timedelta(seconds=100), "fails", news))
+    for error, waited, alive in results[:-1]:
+        assert isinstance(error, RingTimeout) and not alive and waited < 10
+        assert "rank 2 of the ring has failed: an error of its own" in str(error)
+
+
+def test_a_process_that_ends_is_noticed(sim):
+    """The rank that everybody waits for is a process that has ended."""
+    address, told_address = os.pipe()
+    leave, told_to_leave = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(told_to_leave)
+        news = _native.PeerNews(1, 2)
+        os.write(told_address, news.address().encode())
+        os.read(leave, 1)
+        os._exit(0)
+    news = _native.PeerNews(0, 2)
+    assert news.connect([news.address(), os.read(address, 200).decode()]) == 1
+    os.close(told_to_leave)  # it ends
+    ids = unique_ids(sim, "nccl")
+    (error, waited, _), _ = values(
+        run_threads(until_failure, 2, sim, "nccl", ids, 2, timedelta(seconds=100), "leaves", [news, None])
+    )
+    os.waitpid(child, 0)
+    assert isinstance(error, RingTimeout) and waited < 10
+    assert "hop" in str(error) and "rank 1 of the ring did not answer: its process has ended" in str(error)
+    for end in (address, told_address, leave):
+        os.close(end)
+
+
+def test_hops_of_a_capture_are_not_supervised(sim):
+    def work(rank, ids):
+        executor = connect(sim, "nccl", ids, rank, 2, timeout=timedelta(milliseconds=100))
+        sim.controls.capturing = True
+        if rank == 1:
+            time.sleep(0.4)  # longer than the timeout
+        linear(executor, 1, "ring", rank, 2)
+        sim.controls.capturing = False
+        executor.close()
+
+    values(run_threads(work, 2, unique_ids(sim, "nccl")))
+
+
+def test_what_nccl_lacks_is_a_refusal_on_every_rank(sim):
+    def work(rank, ids):
+        with pytest.raises(NcclError) as raised:
+            sim.nccl_put(ids, rank, 2, TIMEOUT, None)
+        return str(raised.value)
+
+    assert sim.nccl_put_refusal() is None
+    sim.controls.null_windows = True
+    for text in values(run_threads(work, 2, unique_ids(sim, "nccl-put"))):
+        assert "gave no window" in text
+    sim.controls.version = 22809
+    assert "NCCL 2.28.9 has no puts and signals: expected 2.29 or newer" in sim.nccl_put_refusal()
+    for text in values(run_threads(work, 2, unique_ids(sim, "nccl-put"))):
+        assert "2.28.9" in text

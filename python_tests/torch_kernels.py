@@ -1,0 +1,97 @@
+"""The steps of operations on torch tensors, for `kernel_checks`: our kernels on a GPU, ATen on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from kernel_arrays import BYTES, CANARY, Array
+from torch import Tensor
+
+from rtp_ext._native import kernels
+
+
+class Torch:
+    """See `kernel_checks` for what every method is given and returns."""
+
+    def __init__(self, device: str) -> None:
+        self.name = f"torch on {device}"
+        self.device = torch.device(device)
+        # On a CPU the engine's logits are float32 and so are their gradients.
+        self.logit_elements = ("float32", "bfloat16", "float16") if device != "cpu" else ("float32",)
+        self.gradient_elements = self.logit_elements
+        self.hidden_roundings = 3 if device == "cpu" else 0  # ATen's steps, each rounded to the element type
+        self.placed: list[tuple[Tensor, Tensor]] = []
+
+    def tensor(self, array: Array) -> Tensor:
+        """The array at its alignment, with canaries around it."""
+        dtype = getattr(torch, array.element)
+        size, front = BYTES[array.element], 64 // BYTES[array.element] + array.offset
+        memory = torch.full(((front + array.extent + 64) * size,), CANARY, dtype=torch.uint8, device=self.device)
+        elements = memory.view(dtype)
+        view = elements.as_strided(array.shape, (max(array.stride, 1), 1), front)
+        if array.values is None:
+            view.view(torch.int16 if size == 2 else torch.int32).fill_(-1)
+        else:
+            view.copy_(torch.from_numpy(np.ascontiguousarray(array.values)).to(dtype))
+        mine = torch.zeros(memory.shape, dtype=torch.bool, device=self.device)
+        mine.view(-1, size)[:, 0].as_strided(array.shape, (max(array.stride, 1) * size, size), front * size).fill_(True)
+        mine = mine.view(-1, size)[:, :1].expand(-1, size).reshape(-1)
+        self.placed.append((memory, mine))
+        return view
+
+    def read(self, tensor: Tensor) -> np.ndarray:
+        for memory, mine in self.placed:
+            assert (memory[~mine] == CANARY).all(), "bytes around an array were written"
+        self.placed.clear()
+        return tensor.double().cpu().numpy()
+
+    def row(self, values: np.ndarray | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values).float().to(self.device)
+
+    def ids(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    def hidden_forward(self, activation: str, pre: Array, gate: Array | None) -> np.ndarray:
+        return self.read(kernels.hidden_forward(activation, self.tensor(pre), gate and self.tensor(gate)))
+
+    def hidden_backward(self, activation: str, d_value: Array, pre: Array, gate: Array | None) -> list[np.ndarray]:
+        found = kernels.hidden_backward(activation, self.tensor(d_value), self.tensor(pre), gate and self.tensor(gate))
+        return [self.read(tensor) for tensor in found if tensor is not None]
+
+    def chunk(self, logits: Array, targets: np.ndarray, rules):
+        first, ignored, soft_cap = rules
+        return kernels.LogitChunk(
+            self.tensor(logits), self.ids(targets), first_column=first, ignore_index=ignored, soft_cap=soft_cap
+        )
+
+    def add_logits(self, logits: Array, targets: np.ndarray, rules, sums: list[np.ndarray | None]) -> list:
+        rows = [self.row(values) for values in sums]
+        kernels.add_logits(self.chunk(logits, targets, rules), *rows)
+        return [None if row is None else self.read(row) for row in rows]
+
+    def logit_gradient(
+        self, logits: Array, targets: np.ndarray, rules, terms: list[np.ndarray], factors: tuple[float, float], element
+    ) -> np.ndarray:
+        gradient = kernels.logit_gradient(
+            self.chunk(logits, targets, rules),
+            *(self.row(values) for values in terms),
+            label_smoothing=1 - factors[0],
+            everywhere=factors[1],
+            dtype=getattr(torch, element),
+        )
+        return self.read(gradient)
+
+    def gather_rows(self, ids: np.ndarray, table: Array, first_row: int, out: Array) -> np.ndarray:
+        target = self.tensor(out)
+        kernels.gather_rows(self.ids(ids), self.tensor(table), first_row, target)
+        return self.read(target)
+
+    def add_rows(self, out: Array, ids: np.ndarray, values: Array, first_row: int, padding: int, alpha: float):
+        target = self.tensor(out)
+        kernels.add_rows(target, self.ids(ids), self.tensor(values), first_row, padding, alpha)
+        return self.read(target)
+
+    def pack(self, sources: list[Array], targets: list[Array]) -> list[np.ndarray]:
+        to = [self.tensor(target) for target in targets]
+        kernels.pack([self.tensor(source) for source in sources], to)
+        return [self.read(tensor) for tensor in to]

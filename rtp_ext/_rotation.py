@@ -1,0 +1,128 @@
+"""The two primitives of a ring: shards that visit every rank, and sums that come home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from rtp_ext import _native
+from rtp_ext._native import RotationError
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """A tensor over the memory of `value`: a tensor, or any array that speaks DLPack (CuPy, NumPy)."""
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            return value.to_local()
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if hasattr(value, "__dlpack__"):
+        return torch.from_dlpack(value)
+    raise TypeError(f"Ring: expected a tensor or a DLPack array, got {type(value).__name__}")
+
+
+def agreements(tensor: torch.Tensor) -> dict[Any, Any]:
+    """What the ranks of a ring have agreed on about a tensor; kept with it, and gone with it."""
+    return tensor.__dict__.setdefault("_rtp_agreements", {})
+
+
+class Rotation:
+    """`rotate` and `collect`, for the class Ring."""
+
+    def shapes(self: Any, tensors: Sequence[torch.Tensor], originals: Sequence[Any]) -> list[list[list[int]]]:
+        """The shape of every owner's shard of each tensor: by the chunk rule for DTensors, else by asking once."""
+        if all(isinstance(o, DTensor) for o in originals):
+            result = []
+            for original in originals:
+                dim = next(p.dim for p in original.placements if isinstance(p, Shard))
+                sizes = _native.shard_sizes(original.shape[dim], self.size)
+                result.append([[*original.shape[:dim], size, *original.shape[dim + 1 :]] for size in sizes])
+            return result
+        mine = [(tuple(t.shape), str(t.dtype)) for t in tensors]
+        known = agreements(originals[0]) if isinstance(originals[0], torch.Tensor) else {}
+        key = (self.serial, *mine)
+        if key not in known:
+            known[key] = self._agree_on_shapes(mine)
+        return known[key]
+
+    def _agree_on_shapes(self: Any, mine: list[tuple[tuple[int, ...], str]]) -> list[list[list[int]]]:
+        told = self.exchange(mine)
+        for rank, theirs in enumerate(told):
+            if [(len(s), d) for s, d in theirs] != [(len(s), d) for s, d in told[0]]:
+                raise ValueError(
+                    f"Ring: expected shards of as many dimensions and the same dtype on every rank, got {told[0]} on "
+                    f"rank 0 and {theirs} on rank {rank}"
+                )
+        return [[list(theirs[part][0]) for theirs in told] for part in range(len(mine))]
+
+    def _shards(self: Any, operation: str, shard: Any) -> tuple[list[torch.Tensor], list[list[list[int]]], bool]:
+        self.check_alive(operation)
+        single = not isinstance(shard, (list, tuple))
+        originals = [shard] if single else list(shard)
+        tensors = [as_tensor(original) for original in originals]
+        for tensor in tensors:
+            if tensor.device != self.device:
+                raise TypeError(f"{operation}: expected a tensor on {self.device}, the ring's, got {tensor.device}")
+        tensors = [tensor.contiguous() for tensor in tensors]
+        return tensors, self.shapes(tensors, originals), single
+
+    def rotate(self: Any, shard: Any, *, reverse: bool = False) -> Iterator[tuple[int, Any]]:
+        """Lets every rank's shard visit this rank while the caller computes on the one in hand.
+
+        Args:
+            shard: this rank's tensor (or list of tensors that travel together), any dtype; DTensors and DLPack
+                arrays are taken too. Shards of different ranks may differ in size.
+            reverse: the order r, r+1, ... of a backward instead of r, r-1, ...
+
+        Yields `(owner, view)`, this rank's own shard first; a list of views where a list was given. A view is valid
+        until the next one is asked for. Leaving the loop early is allowed: the remaining hops still run, so that
+        neighbours are served. Collective. Source: RTP, arXiv 2311.01635, the rotation primitive.
+        """
+        tensors, shapes, single = self._shards("rotate", shard)
+        execution = self.run("rotate", _native.Execution.rotate, tensors, shapes, self.hop_route, reverse)
+        return self._visits(execution, single)
+
+    def _visits(self: Any, execution: Any, single: bool) -> Iterator[tuple[int, Any]]:
+        try:
+            while (step := self._next(execution)) is not None:
+                views = execution.weight()
+                yield step.owner, views[0] if single else views
+        finally:
+            execution.finish()
+
+    def _next(self: Any, execution: Any) -> Any:
+        try:
+            return execution.next()
+        except RotationError:
+            self.abandon()
+            raise
+
+    def collect(self: Any, add: Callable[[int, Any], None], like: Any) -> Any:
+        """The dual of `rotate`: every owner's sum over all ranks, gathered on the way and delivered at home.
+
+        Args:
+            add: called as `add(owner, partial)` once for every owner, this rank's own last; adds this rank's
+                contribution to `partial` in place.
+            like: a tensor (or list) of the shape, dtype and device of this rank's own result. Not changed.
+
+        Returns this rank's own sum (a list where a list was given). An exception of `add` is raised after the
+        remaining hops have run. Collective.
+        """
+        tensors, shapes, single = self._shards("collect", like)
+        home = [torch.empty_like(tensor) for tensor in tensors]
+        execution = self.run("collect", _native.Execution.collect, home, shapes)
+        try:
+            while (step := self._next(execution)) is not None:
+                arrived, partial = execution.gradient_in(), execution.gradient_out()
+                for index, tensor in enumerate(partial):
+                    if not arrived:
+                        tensor.zero_()
+                    elif arrived[index].data_ptr() != tensor.data_ptr():
+                        tensor.copy_(arrived[index])
+                add(step.owner, partial[0] if single else partial)
+        finally:
+            execution.finish()
+        return home[0] if single else home
