@@ -155,6 +155,8 @@ def test_trace_module(tmp_path, capsys):
         ([*LLAMA, "--plan", "fused_loss=perhaps"], "yes or no"),
         ([*LLAMA, "--schedule", "magic"], "magic"),
         ([*LLAMA, "--top", "0"], "--top"),
+        (["plan", "--when", "--csv"], "--when has no --csv"),
+        ([*LLAMA, "--when", "--min-gpus"], "expected one of"),
         ([*LLAMA, "--global-batch", "0"], "global_batch"),
         (["plan", "--calibrate", "/no/such/runs.csv"], "/no/such/runs.csv"),
         (["plan", "--model", "llama-3-8b", "--gpu", "abacus"], "unknown GPU 'abacus'"),

@@ -134,7 +134,8 @@ def _seconds(ranks, op, form, durations):
 
     def time(rank, step):
         kind = step.compute if step.action == "compute" else step.channel if step.action == "hop" else step.action
-        return durations[kind] * (0.5 if step.half else 1.0)
+        whole = step.action == "compute" and step.owner == schedule.ALL
+        return durations[kind] * (ranks if whole else 0.5 if step.half else 1.0)
 
     events = timeline.timeline(made, compute_time=time, hop_time=time, copy_time=time)
     return max((event.end for event in events), default=0.0)
@@ -172,6 +173,8 @@ def test_lockstep_equals_the_simulator_and_for_large_rings_the_closed_forms():
                 {"pass_": "forward", "in_place": True},
                 {"pass_": "backward"},
                 {"pass_": "backward", "halves": True, "route": "direct"},
+                {"pass_": "forward", "route": "gather"},
+                {"pass_": "backward", "route": "gather"},
             ):
                 one = timeline.Lockstep(schedule.schedules(ranks, op=op, **form)[0])
                 assert one.makespan(uneven) == pytest.approx(_seconds(ranks, op, form, uneven)), (ranks, op, form)
@@ -188,6 +191,11 @@ def test_lockstep_equals_the_simulator_and_for_large_rings_the_closed_forms():
             assert timeline.Lockstep(in_place).makespan(equal) == pytest.approx(ranks * slower)
             assert found["linear"] == pytest.approx(ranks + 1 + (ranks - 1) * slower)
             assert found["mlp"] == pytest.approx(ranks + ranks * slower + 0.25)
+            for halves, hidden in ((False, 1.0), (True, 2.0)):
+                uneven = equal | {"gradient": 2 * hop}
+                made = schedule.schedules(ranks, pass_="backward", halves=halves)[0]
+                shown = max(0.0, 2 * hop - hidden, hop - 2.0)
+                assert timeline.Lockstep(made).makespan(uneven) == pytest.approx(2 * ranks + (ranks - 1) * shown)
 
 
 def test_rotation_of_a_model_hides_its_hops_where_there_are_tokens_enough():

@@ -220,7 +220,10 @@ class Lockstep:
         lanes = [LANES.index(lane(step)) for step in schedule.steps]
         waits = [tuple({earlier for earlier, _ in needed}) for needed in _waits(schedule)]
         kinds = [_look(step) for step in schedule.steps]
-        parts = [0.5 if step.half else 1.0 for step in schedule.steps]
+        parts = [
+            float(schedule.ranks) if step.action == "compute" and step.owner == ALL else 0.5 if step.half else 1.0
+            for step in schedule.steps
+        ]
         self._steps = tuple(zip(kinds, parts, lanes, waits, strict=True))
 
     def makespan(self, durations: Mapping[str, float]) -> float:
@@ -228,7 +231,8 @@ class Lockstep:
 
         Args:
             durations: of `forward`, `dgrad` and `wgrad` (computes), `weight` and `gradient` (hops), `copy` and `add`,
-                in any one unit, as far as the schedule has them. Steps on half of the rows take half as long.
+                in any one unit, as far as the schedule has them. Steps on half of the rows take half as long, products
+                with all shards R times as long.
 
         Raises:
             KeyError: a duration is missing.

@@ -109,6 +109,7 @@ def one_line_errors(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Estimates and prints. Returns 0, 1 where no plan fits or a file could not be written, or 2 for nonsense."""
     try:
+        _check_form(options)
         if options.calibrate is not None:
             return _calibrate(options)
         if options.when:
@@ -122,6 +123,19 @@ def run(options: argparse.Namespace) -> int:
     except (ValueError, TypeError) as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def _check_form(options: argparse.Namespace) -> None:
+    """Raises ValueError for a form of output that the answer to a question does not have."""
+    forms = ("json", "csv", "explain", "plot")
+    had = {"calibrate": ("json",), "when": ("plot",), "min_gpus": ("json",)}
+    asked = [question for question in had if getattr(options, question)]
+    if len(asked) > 1:
+        raise ValueError(f"expected one of {', '.join('--' + name.replace('_', '-') for name in asked)}, got several")
+    for question in asked:
+        wrong = [form for form in forms if getattr(options, form) and form not in had[question]]
+        if wrong:
+            raise ValueError(f"--{question.replace('_', '-')} has no --{wrong[0]}")
 
 
 def planned(options: argparse.Namespace) -> bool:

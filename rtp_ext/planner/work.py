@@ -88,7 +88,8 @@ def attention_seconds(
 
 
 def elementwise_bytes(model: ModelSpec, strategy: Strategy, tokens: int, constants: TimeConstants) -> float:
-    """Read and written by one layer's forward outside of products and attention, with fused kernels.
+    """Read and written by one layer's forward outside of products and attention, with fused kernels (the tensors of
+    arXiv 2205.05198, section 4.1, each read and written once).
 
     Norms 4h, residual additions 6h (7h with dropout), transposes and rotary positions 4 for each projected feature,
     activation 4 or (gated) 6 for each inner one; `eager_traffic` times as many on the torch stack. Eight-bit products
@@ -109,7 +110,8 @@ def elementwise_bytes(model: ModelSpec, strategy: Strategy, tokens: int, constan
 def layer_seconds(
     model: ModelSpec, strategy: Strategy, cluster: Cluster, constants: TimeConstants, tokens: int
 ) -> Seconds:
-    """One layer, its collectives apart. Elementwise backward moves twice the bytes of forward."""
+    """One layer, its collectives apart. Elementwise backward moves twice the bytes of forward: it reads what was saved and
+    the gradient, and writes a gradient (arXiv 2205.05198, section 4.1)."""
     both = [product_seconds(product, cluster, constants) for product in products(model, strategy, tokens)]
     moved = traffic_s(elementwise_bytes(model, strategy, tokens, constants), cluster, constants)
     kernels = _FUSED_KERNELS * constants.kernel_s
@@ -123,7 +125,10 @@ def layer_seconds(
 def head_seconds(
     model: ModelSpec, strategy: Strategy, cluster: Cluster, constants: TimeConstants, tokens: int
 ) -> Seconds:
-    """Vocabulary head and loss: the product, and float32 logits that the loss reads and writes (12 bytes and 6)."""
+    """Vocabulary head and loss: the product, and float32 logits that the loss reads and writes (12 bytes and 6).
+
+    Source: Megatron-LM's vocabulary-parallel cross entropy (arXiv 1909.08053, section 3).
+    """
     logits = tokens * padded_vocab(model, strategy) / strategy.tp
     loss = (traffic_s(12 * logits, cluster, constants), traffic_s(6 * logits, cluster, constants))
     return Seconds(gemm=product_seconds(head_product(model, strategy, tokens), cluster, constants), elementwise=loss)
