@@ -1,4 +1,4 @@
-"""The command line: ``python -m rtp_ext schedule`` and ``python -m rtp_ext doctor``."""
+"""The command line: ``python -m rtp_ext schedule``, ``plan`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -57,6 +57,12 @@ def _doctor(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     return 0
 
 
+def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from rtp_ext.planner import cli
+
+    return cli.run(options)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rtp_ext", description="Rotated Tensor Parallelism for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -103,6 +109,17 @@ def _parser() -> argparse.ArgumentParser:
         help="duration of a copy or an addition on one rank in the plot; default: %(default)s",
     )
     show.set_defaults(run=_schedule, parser=show)
+
+    from rtp_ext.planner import cli
+
+    plan = commands.add_parser(
+        "plan",
+        help="estimate the memory of training before it starts",
+        description="Estimate the memory of training on every pipeline stage, and whether it fits. No GPU needed.",
+    )
+    cli.add_arguments(plan)
+    cli.one_line_errors(plan)
+    plan.set_defaults(run=_plan, parser=plan)
 
     check = commands.add_parser(
         "doctor",

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rtp_ext._native import Schedule, Step
 from rtp_ext.schedule import ALL, HALVES, check_rank, lane
 
-__all__ = ["Event", "plot", "timeline"]
+__all__ = ["Event", "Lockstep", "plot", "timeline"]
 
 LANES = ("compute", "side", "weight", "gradient")
 
@@ -207,6 +207,46 @@ def timeline(
             raise ValueError(f"expected a finite {name} >= 0, got {time}")
     events = _Simulator(schedules, compute_time, hop_time, copy_time).run()
     return sorted(events, key=lambda event: (event.start, event.rank, LANES.index(event.lane), event.step))
+
+
+class Lockstep:
+    """`timeline` of a ring whose ranks all take equally long, in one pass over the steps of one rank.
+
+    The schedules of a ring are each other's rotations, so with equal durations every rank reaches step i at the same
+    time, both ends of a hop are ready at once, and any rank stands for all.
+    """
+
+    def __init__(self, schedule: Schedule):
+        lanes = [LANES.index(lane(step)) for step in schedule.steps]
+        waits = [tuple({earlier for earlier, _ in needed}) for needed in _waits(schedule)]
+        kinds = [_look(step) for step in schedule.steps]
+        parts = [
+            float(schedule.ranks) if step.action == "compute" and step.owner == ALL else 0.5 if step.half else 1.0
+            for step in schedule.steps
+        ]
+        self._steps = tuple(zip(kinds, parts, lanes, waits, strict=True))
+
+    def makespan(self, durations: Mapping[str, float]) -> float:
+        """When the last step ends.
+
+        Args:
+            durations: of `forward`, `dgrad` and `wgrad` (computes), `weight` and `gradient` (hops), `copy` and `add`,
+                in any one unit, as far as the schedule has them. Steps on half of the rows take half as long, products
+                with all shards R times as long.
+
+        Raises:
+            KeyError: a duration is missing.
+        """
+        free = [0.0] * len(LANES)
+        ends: list[float] = []
+        for kind, part, which, waits in self._steps:
+            start = free[which]
+            for earlier in waits:
+                if ends[earlier] > start:
+                    start = ends[earlier]
+            free[which] = start + part * durations[kind]
+            ends.append(free[which])
+        return max(ends, default=0.0)
 
 
 # Told apart by lightness and hatching, so that a print in black and white reads as well.
