@@ -91,8 +91,10 @@ def _gradients_s(
 
 
 def _optimizer_s(cluster: Cluster, strategy: Strategy, constants: TimeConstants, values: float) -> float:
-    """Reads the gradient, reads and writes master weight and moments, writes the weight (the states of arXiv 1910.02054,
-    section 3.1): bytes over HBM bandwidth."""
+    """Reads the gradient, reads and writes master weight and moments, writes the weight: bytes over HBM bandwidth.
+
+    Source: the states of arXiv 1910.02054, section 3.1.
+    """
     degree = strategy.rtp if strategy.rtp > 1 else strategy.dp * strategy.cp if strategy.zero else 1
     tensors = OPTIMIZER_MOMENTS[strategy.optimizer] + 1
     return traffic_s(values / degree * (4 + 8 * tensors + strategy.param_bytes), cluster, constants)

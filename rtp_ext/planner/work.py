@@ -110,8 +110,8 @@ def elementwise_bytes(model: ModelSpec, strategy: Strategy, tokens: int, constan
 def layer_seconds(
     model: ModelSpec, strategy: Strategy, cluster: Cluster, constants: TimeConstants, tokens: int
 ) -> Seconds:
-    """One layer, its collectives apart. Elementwise backward moves twice the bytes of forward: it reads what was saved and
-    the gradient, and writes a gradient (arXiv 2205.05198, section 4.1)."""
+    """One layer, its collectives apart. Elementwise backward moves twice the bytes of forward: it reads what was saved
+    and the gradient, and writes a gradient (arXiv 2205.05198, section 4.1)."""
     both = [product_seconds(product, cluster, constants) for product in products(model, strategy, tokens)]
     moved = traffic_s(elementwise_bytes(model, strategy, tokens, constants), cluster, constants)
     kernels = _FUSED_KERNELS * constants.kernel_s
