@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -179,3 +181,16 @@ def test_configurations_without_hidden_size(tmp_path, capsys):
     status, out, err = _run(capsys, "plan", "--hf-config", str(tmp_path / "config.json"))
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "num_attention_heads" in err or "hidden_size" in err
+
+
+def test_no_torch_at_import():
+    """With torch out of reach the planner imports, estimates memory and prints."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory\n"
+        "model, cluster = ModelSpec.preset('llama-3-8b', seq=4096), Cluster.preset('h100-80gb', gpus=8)\n"
+        "print(estimate_memory(model, cluster, Strategy(zero=3, dp=8), global_batch=8).verdict)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("fits", "tight", "out of memory")
