@@ -48,14 +48,14 @@ class NcclTransport : public SupervisedTransport {
  protected:
   void enqueue(const Hop& hop, cudaStream_t stream) override {
     communicators_.call(static_cast<size_t>(hop.channel), hop.describe(), [&](ncclComm_t comm) {
-      RTP_NCCL_CHECK(ncclGroupStart());
+      NcclGroup group;
       for (const Span& span : hop.send) {
         if (span.bytes > 0) RTP_NCCL_CHECK(ncclSend(span.data, span.bytes, ncclInt8, hop.to, comm, stream));
       }
       for (const Span& span : hop.receive) {
         if (span.bytes > 0) RTP_NCCL_CHECK(ncclRecv(span.data, span.bytes, ncclInt8, hop.from, comm, stream));
       }
-      RTP_NCCL_CHECK(ncclGroupEnd());
+      group.end();
     });
   }
 
