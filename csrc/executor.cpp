@@ -40,7 +40,8 @@ void Executor::close() {
   transport_->close();
 }
 
-// Runs `action`; a transport error kills the ring before it goes on to the caller.
+// Runs `action`; an error of the transport, or of torch where others wait, kills the ring before it goes on to the
+// caller.
 template <typename Action>
 auto Execution::guarded(Action&& action) {
   try {
@@ -49,6 +50,13 @@ auto Execution::guarded(Action&& action) {
     executor_.transport().select_compute_lane(0);
     executor_.fail(error.what());
     ended_ = true;
+    throw;
+  } catch (const c10::Error& error) {  // memory ran out, perhaps on this rank alone
+    executor_.transport().select_compute_lane(0);
+    if (!executor_.transport().alone()) {  // what its neighbours have posted would wait for it
+      executor_.fail(concat(operation_, ": ", error.what_without_backtrace()));
+      ended_ = true;
+    }
     throw;
   }
 }

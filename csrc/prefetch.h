@@ -108,6 +108,7 @@ class Prefetcher {
   Hops& hops_;
   int rank_;
   bool enabled_ = false;
+  bool captured_ = false;  // there are graphs: one may run between two passes, on the slots of a hop under way
   Context context_;
   int index_ = 0;
   std::array<History, 2> histories_;

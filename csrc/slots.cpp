@@ -20,22 +20,26 @@ std::shared_ptr<Slot> SlotPool::lease(Channel channel, int64_t bytes) {
                    [](const auto& a, const auto& b) { return a->memory.numel() < b->memory.numel(); });
   auto found =
       std::find_if(free.begin(), free.end(), [bytes](const auto& slot) { return slot->memory.numel() >= bytes; });
-  if (found == free.end() && !free.empty()) {  // all free slots are too small: the largest makes way for a larger one
-    release(channel, free.back());
-    free.pop_back();
-    found = free.end();
+  if (found == free.end()) {  // all free slots are too small: the largest makes way for a larger one
+    const auto small = std::find_if(free.rbegin(), free.rend(), [](const auto& slot) { return !slot->captured; });
+    if (small != free.rend()) {
+      release(channel, *small);
+      free.erase(std::next(small).base());
+      found = free.end();
+    }
   }
   std::shared_ptr<Slot> slot;
   if (found != free.end()) {
     slot = *found;
     free.erase(found);
   } else {
-    slot = std::make_shared<Slot>(Slot{transport_->allocate(channel, bytes), {}});
+    slot = std::make_shared<Slot>(Slot{transport_->allocate(channel, bytes), {}, false});
     count.bytes += slot->memory.numel();
     ++count.slots;
     ++count.allocations;
     count.peak_bytes = std::max(count.peak_bytes, count.bytes);
   }
+  slot->captured = slot->captured || transport_->capture() != 0;
   count.peak_slots = std::max(count.peak_slots, ++leased_[kind]);
   return slot;
 }

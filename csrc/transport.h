@@ -81,6 +81,9 @@ class Transport {
   virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait_received(); }
   virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait_sent(); }
 
+  // Whether every neighbour is this rank itself, so that nobody else waits for it.
+  virtual bool alone() const { return false; }
+
   // What is enqueued next goes to this lane: 0 is the caller's, 1 runs beside it.
   virtual void select_compute_lane(int) {}
   // Of the device that computes; 0 for a CPU.

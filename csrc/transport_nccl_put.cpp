@@ -61,12 +61,13 @@ class NcclPutTransport : public SupervisedTransport {
   // hops.
   at::Tensor allocate(Channel channel, int64_t bytes) override {
     const DeviceScope scope(device_);
+    refuse_capture();
     const at::Tensor slot = allocate_symmetric(bytes, device_);
-    void* window = nullptr;  // set once every rank has come
-    communicators_.call(data(channel), "transport nccl-put: registering a slot", [&](ncclComm_t comm) {
-      RTP_NCCL_CHECK(
-          functions_.register_window(comm, slot.data_ptr(), static_cast<size_t>(slot.numel()), &window, kSymmetric));
-    });
+    void* const window = communicators_.receive(
+        data(channel), "transport nccl-put: registering a slot", [&](ncclComm_t comm, void** found) {
+          RTP_NCCL_CHECK(
+              functions_.register_window(comm, slot.data_ptr(), static_cast<size_t>(slot.numel()), found, kSymmetric));
+        });
     if (window == nullptr) {
       throw NcclError("transport nccl-put: NCCL gave no window: symmetric memory is not supported between these GPUs");
     }
@@ -78,7 +79,8 @@ class NcclPutTransport : public SupervisedTransport {
     const auto found = windows_.find(slot.data_ptr());
     if (found == windows_.end() || !communicators_.open()) return;
     const DeviceScope scope(device_);
-    RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.channel(channel)));
+    refuse_capture();
+    finish_uses(channel);
     void* window = found->second;
     windows_.erase(found);
     communicators_.call(data(channel), "transport nccl-put: deregistering a slot",

@@ -180,6 +180,24 @@ def test_a_failure_reaches_every_rank(sim, mode, fault):
         assert all(re.search(f"linear . .*, (weight|gradient) {first}", text) for text in said), said
 
 
+def test_a_failure_reaches_who_waits_for_a_registration(sim):
+    """Nobody waits for the timeout, which is longer than the test."""
+
+    def work(rank, id_, barrier, news):
+        end = Rank(sim, rank, 2, id_, barrier, "push", timedelta(seconds=100), news=news[rank])
+        barrier.wait(20)
+        if rank == 1:
+            time.sleep(0.2)
+            end.executor.fail("an error")
+            return end
+        start = time.monotonic()
+        with pytest.raises(RingTimeout, match="rank 1 of the ring has failed: an error"):
+            end.both_channels(1, [5, 4], "ring")
+        assert not end.executor.alive and time.monotonic() - start < 10
+
+    values(run_threads(work, 2, sim.unique_id(), threading.Barrier(2), connected_news(2)))
+
+
 def test_passes_can_be_captured_once_their_slots_exist(sim):
     def work(rank, id_, barrier):
         end = Rank(sim, rank, 2, id_, barrier, "mixed", timedelta(milliseconds=300))
