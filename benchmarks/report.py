@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,14 +91,16 @@ def block(rows: list[Row]) -> str:
     cells = {name: column for name, column in cells.items() if any(text is not None for text in column)}
     lines = [list(cells), ["---"] * len(cells), *zip(*cells.values(), strict=True)]
     table = "\n".join("| " + " | ".join(text or "" for text in line) + " |" for line in lines)
-    return f"\n    {first['command']}\n\n{about}\n\n{table.replace('|  |', '| |')}\n\n"
+    command = " \\\n        ".join(textwrap.wrap(first["command"], 108, break_on_hyphens=False, break_long_words=False))
+    about = textwrap.fill(about, 120, break_on_hyphens=False)
+    return f"\n    {command}\n\n{about}\n\n{table.replace('|  |', '| |')}\n\n"
 
 
 def rewrite(text: str, lines: list[Row]) -> str:
     """README with its blocks made anew. Raises ValueError where it has none, or where results are missing."""
     if not BLOCK.search(text):
         raise ValueError("expected a block <!-- report: compare MODEL RANKS --> ... <!-- end -->, found none")
-    return BLOCK.sub(lambda found: found[1] + block(last_run(lines, found[2], int(found[3]))) + found[4], text)
+    return BLOCK.sub(lambda found: found[1] + block(last_run(lines, found[2], int(found[3]))) + found[5], text)
 
 
 def main(argv: list[str] | None = None) -> None:
