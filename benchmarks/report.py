@@ -4,9 +4,9 @@
     python benchmarks/report.py --write          # rewrites the blocks in README.md
     python benchmarks/report.py --check          # exit status 1 where README says anything else
 
-A block of README stands between `<!-- report: compare MODEL RANKS -->` and `<!-- end -->`: the command that made the
-results, what it was measured on, and the table. It shows the last run of that model with so many ranks, since only
-ratios within one run mean anything. Columns of which a run knows nothing are left out.
+A block of README stands between `<!-- report: compare MODEL -->` and `<!-- end -->`: for every number of ranks the
+command that made the results, what it was measured on, and a table. It shows the last run, since only ratios within one
+run mean anything. Columns of which a run knows nothing are left out.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 from card import RESULTS
 
 README = Path(__file__).resolve().parent.parent / "README.md"
-BLOCK = re.compile(r"(<!-- report: compare (\S+) (\d+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- report: compare (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NAMES = {
     "rtp-inplace": "rtp, `in_place=True`",
     "rtp-unbundled": "rtp, `bundle=False`",
@@ -45,12 +45,18 @@ def read_lines(path: Path) -> list[Row]:
     return lines
 
 
-def last_run(lines: list[Row], model: str, ranks: int) -> list[Row]:
-    """The lines of the last run of `model` on `ranks` ranks. Raises ValueError where there is none."""
-    found = [line for line in lines if line["case"].startswith(f"{model}/") and line["ranks"] == ranks]
+def last_runs(lines: list[Row], model: str) -> list[list[Row]]:
+    """The lines of the last run of `model` for every number of ranks. Raises ValueError where there is none."""
+    found: dict[int, list[Row]] = {}
+    for line in lines:
+        if line["case"].startswith(f"{model}/"):
+            run = found.setdefault(line["ranks"], [])
+            if run and (run[0]["date"], run[0]["command"]) != (line["date"], line["command"]):
+                run.clear()
+            run.append(line)
     if not found:
-        raise ValueError(f"expected results of {model} on {ranks} ranks, found none")
-    return [line for line in found if (line["date"], line["command"]) == (found[-1]["date"], found[-1]["command"])]
+        raise ValueError(f"expected results of {model}, found none")
+    return [found[ranks] for ranks in sorted(found)]
 
 
 def _mebibytes(row: Row, *keys: str) -> str | None:
@@ -85,6 +91,7 @@ def block(rows: list[Row]) -> str:
     spread = max(row["loss_spread"] for row in rows)
     shared = f"{first['ranks']} ranks **take turns** on {first['cores']} cores" if first.get("cores_shared") else ""
     measured = f"Measured {first['date'][:10]} at commit {first['commit']} on {first['device']}, {first['cores']} cores"
+    measured += f", {first['ranks']} ranks"
     about = f"{measured}, torch {first['torch']}, {first['dtype']}. {shared + '. ' if shared else ''}"
     about += f"Largest relative difference of losses: {spread:.0e}."
     cells = {name: [cell(row) for row in rows] for name, cell in COLUMNS.items()}
@@ -99,8 +106,8 @@ def block(rows: list[Row]) -> str:
 def rewrite(text: str, lines: list[Row]) -> str:
     """README with its blocks made anew. Raises ValueError where it has none, or where results are missing."""
     if not BLOCK.search(text):
-        raise ValueError("expected a block <!-- report: compare MODEL RANKS --> ... <!-- end -->, found none")
-    return BLOCK.sub(lambda found: found[1] + block(last_run(lines, found[2], int(found[3]))) + found[5], text)
+        raise ValueError("expected a block <!-- report: compare MODEL --> ... <!-- end -->, found none")
+    return BLOCK.sub(lambda found: found[1] + "".join(map(block, last_runs(lines, found[2]))) + found[4], text)
 
 
 def main(argv: list[str] | None = None) -> None:
