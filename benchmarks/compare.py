@@ -362,7 +362,7 @@ def report(rows: list[Result], args: argparse.Namespace) -> None:
             print_table([row for row in rows if (row["ranks"], row["tokens"]) == (ranks, tokens)], args)
     spread = max(row["loss_spread"] for row in rows)
     tolerance = TOLERANCE[args.dtype]
-    agreed = spread <= tolerance  # NaN does not
+    agreed = all(row["loss_spread"] <= tolerance for row in rows)  # NaN does not
     if agreed:
         for row in rows:
             append_line(args.output, row)

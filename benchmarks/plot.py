@@ -108,7 +108,7 @@ def overlap(rows: list[Row], args: argparse.Namespace) -> Any:
     hidden.axhline(0, color="black", linewidth=0.8)
     speed.set_ylim(bottom=0)
     speed.plot([], [], color="black", linestyle="--", linewidth=1, label="ceiling: GEMM or hops alone")
-    speed.legend(fontsize=7, frameon=False)
+    speed.legend(fontsize=7, edgecolor="none", loc="best")
     shape, ranks, direction, dtype = chosen
     stands = ", one process stands for the ring" if all(row["transport"] == "emulated" for row in rows) else ""
     return figure, rows, f"{shape}, {direction}, R = {ranks}, {dtype}{stands}"
@@ -127,7 +127,7 @@ def memory(rows: list[Row], args: argparse.Namespace) -> Any:
     if not last:
         raise CannotPlot(f"no line with memory of model {model!r} with these ranks and tokens")
     rows = list(last.values())
-    figure, (axes,) = canvas(1, 1.4 + 0.45 * len(rows))
+    figure, (axes,) = canvas(1, 1.8 + 0.45 * len(rows))
     names = [NAMES.get(name, name).replace("`", "") for name in last]
     partial = [
         "" if row.get("layers") == row.get("full_layers") else f" ({row['layers']} of {row['full_layers']} layers)"
@@ -144,7 +144,7 @@ def memory(rows: list[Row], args: argparse.Namespace) -> Any:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(left))
     axes.set_xlabel("GiB per rank at the peak of a step", fontsize=9)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7, frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=7, frameon=False)
     return figure, rows, f"{model}: {rows[0]['tokens']} tokens per rank, R = {rows[0]['ranks']}"
 
 
@@ -173,7 +173,7 @@ def scaling(rows: list[Row], args: argparse.Namespace) -> Any:
     axes.set_title("tokens per second, one rank = 1", fontsize=9, loc="left")
     axes.legend(fontsize=7, frameon=False)
     shared = [size for size in sizes if any(row["ranks"] == size and row.get("cores_shared") for row in rows)]
-    note = f"; R = {', '.join(map(str, shared))} take turns on {rows[0]['cores']} cores" if shared else ""
+    note = f"\nR = {', '.join(map(str, shared))} take turns on {rows[0]['cores']} cores" if shared else ""
     return figure, rows, f"{model}: {tokens} tokens per rank{note}"
 
 
@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("a plot needs matplotlib: pip install 'rtp-ext[plot]'")
     except ValueError as problem:
         sys.exit(str(problem))
-    figure.suptitle(title + (" (DRAFT: not committed)" if drafts else ""), fontsize=10, fontweight="bold")
+    figure.suptitle(("DRAFT, not committed: " if drafts else "") + title, fontsize=10, fontweight="bold")
     figure.supxlabel(about(rows), fontsize=6, color="#444444")
     for suffix in (".png", ".svg"):
         path = args.output.with_name(args.output.name + suffix)

@@ -297,7 +297,7 @@ def _train(ring: Ring, mesh: Any, plan: Plan) -> dict[str, dict[str, float]]:
 def check_losses(losses: dict[str, list[float]]) -> None:
     """Raises RotationError where those of two strategies differ at any step."""
     for step, values in enumerate(zip(*losses.values(), strict=True)):
-        if not max(values) - min(values) <= LOSS_TOLERANCE * abs(values[0]):  # NaN is not
+        if not all(abs(value - values[0]) <= LOSS_TOLERANCE * abs(values[0]) for value in values):  # NaN is not
             told = ", ".join(f"{name} {value:.6f}" for name, value in zip(losses, values, strict=True))
             raise RotationError(f"bench: expected equal losses at step {step}, got {told}")
 
