@@ -331,10 +331,10 @@ def print_table(rows: list[Result], args: argparse.Namespace) -> None:
 
 
 def add_scaling(rows: list[Result]) -> None:
-    """Tokens per second / (R times those of the same strategy at R = 1); None where R = 1 was not measured."""
+    """Tokens per second / (R times those of the same strategy at R = 1); None without that, and for one process."""
     one = {(row["strategy"], row["tokens"]): row["tokens_per_s"] for row in rows if row["ranks"] == 1}
     for row in rows:
-        base = one.get((row["strategy"], row["tokens"]))
+        base = None if STRATEGIES[row["strategy"]].one_process else one.get((row["strategy"], row["tokens"]))
         row["scaling_efficiency"] = None if base is None else row["tokens_per_s"] / (row["ranks"] * base)
 
 

@@ -4,9 +4,15 @@
     python benchmarks/report.py --write          # rewrites the blocks in README.md
     python benchmarks/report.py --check          # exit status 1 where README says anything else
 
-A block of README stands between `<!-- report: compare MODEL -->` and `<!-- end -->`: for every number of ranks the
-command that made the results, what it was measured on, and a table. It shows the last run, since only ratios within one
-run mean anything. Columns of which a run knows nothing are left out.
+A block of README stands between `<!-- report: MACHINE TABLE WORDS -->` and `<!-- end -->`, where MACHINE is a folder
+under results/ and TABLE one of:
+
+    compare MODEL   strategies, for every number of ranks; the last run, since only ratios within one run mean anything
+    overlap         cases of overlap.py, of each the last; WORDS choose them: a shape, a direction, a link, R8, T4096
+    memory          strategies of memory_per_rank.py, of each the last
+
+It holds the commands that made the results, what they were measured on, and the table. Columns of which a run knows
+nothing are left out.
 """
 
 import argparse
@@ -21,7 +27,8 @@ from typing import Any
 from card import RESULTS
 
 README = Path(__file__).resolve().parent.parent / "README.md"
-BLOCK = re.compile(r"(<!-- report: compare (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- report: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+FILES = {"compare": "compare.jsonl", "overlap": "overlap.jsonl", "memory": "memory_per_rank.jsonl"}
 NAMES = {
     "rtp-inplace": "rtp, `in_place=True`",
     "rtp-unbundled": "rtp, `bundle=False`",
@@ -69,45 +76,123 @@ def _number(row: Row, key: str, digits: int) -> str | None:
     return None if row.get(key) is None else f"{row[key]:.{digits}f}"
 
 
-COLUMNS: dict[str, Callable[[Row], str | None]] = {
+Columns = dict[str, Callable[[Row], str | None]]
+
+_KEPT: Columns = {
+    "parameters, gradients, optimizer, MiB per rank": lambda row: _mebibytes(
+        row, "parameter_bytes", "gradient_bytes", "optimizer_bytes"
+    ),
+    "transient, MiB": lambda row: _mebibytes(row, "transient_bytes"),
+}
+COMPARE: Columns = {
     "tokens per rank": lambda row: str(row["tokens"]),
     "strategy": lambda row: NAMES.get(row["strategy"], row["strategy"]),
     "step, ms (median, p20-p80)": lambda row: f"{row['step_ms']:.0f} ({row['p20_ms']:.0f}-{row['p80_ms']:.0f})",
     "rtp / this": lambda row: None if row["strategy"] == "rtp" else _number(row, "rtp_ratio", 2),
     "exposed, ms": lambda row: _number(row, "exposed_ms", 0),
-    "parameters, gradients, optimizer, MiB per rank": lambda row: _mebibytes(
-        row, "parameter_bytes", "gradient_bytes", "optimizer_bytes"
-    ),
-    "transient, MiB": lambda row: _mebibytes(row, "transient_bytes"),
+    "scaling": lambda row: _number(row, "scaling_efficiency", 2),
+    **_KEPT,
     "buffers, MiB": lambda row: _mebibytes(row, "buffer_bytes"),
     "memory efficiency, kept": lambda row: _number(row, "kept_efficiency", 2),
     "peak": lambda row: _number(row, "peak_efficiency", 2),
 }
+_TIMES = {
+    "one GEMM": "g1",
+    "shard GEMMs": "gr",
+    "hops": "c",
+    "rotated, us (median, p20-p80)": "ov",
+    "fetch first": "base",
+}
 
 
-def block(rows: list[Row]) -> str:
-    """Command, machine and table of one run, as Markdown."""
+def _microseconds(name: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        spread = f" ({row['t_ov_p20_us']:.0f}-{row['t_ov_p80_us']:.0f})" if name == "ov" else ""
+        return f"{row[f't_{name}_us']:.0f}{spread}"
+
+    return cell
+
+
+OVERLAP: Columns = {
+    "shape": lambda row: row["shape"],
+    "tokens": lambda row: str(row["tokens"]),
+    "R": lambda row: str(row["ranks"]),
+    "pass": lambda row: row["direction"],
+    "link": lambda row: row["link"] or row["transport"],
+    "CTAs": lambda row: _number(row, "max_ctas", 0),
+    **{heading: _microseconds(name) for heading, name in _TIMES.items()},
+    "E_hide": lambda row: _number(row, "e_hide", 2),
+    "roofline": lambda row: _number(row, "roofline", 2),
+    "E_ect": lambda row: _number(row, "e_ect", 2),
+}
+MEMORY: Columns = {
+    "strategy": lambda row: NAMES.get(row["strategy"], row["strategy"]),
+    "layers": lambda row: f"{row['layers']} of {row['full_layers']}",
+    "tokens computed with": lambda row: str(row["computed_tokens"]),
+    **_KEPT,
+    "peak, MiB": lambda row: _mebibytes(row, "peak_bytes"),
+    "reserved, MiB": lambda row: _mebibytes(row, "reserved_bytes"),
+}
+
+
+def table(rows: list[Row], columns: Columns, note: str = "") -> str:
+    """Commands, machine and a Markdown table of `rows`."""
     first = rows[0]
-    spread = max(row["loss_spread"] for row in rows)
-    shared = f"{first['ranks']} ranks **take turns** on {first['cores']} cores" if first.get("cores_shared") else ""
-    measured = f"Measured {first['date'][:10]} at commit {first['commit']} on {first['device']}, {first['cores']} cores"
-    measured += f", {first['ranks']} ranks"
-    about = f"{measured}, torch {first['torch']}, {first['dtype']}. {shared + '. ' if shared else ''}"
-    about += f"Largest relative difference of losses: {spread:.0e}."
-    cells = {name: [cell(row) for row in rows] for name, cell in COLUMNS.items()}
+    dates = sorted({row["date"][:10] for row in rows})
+    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
+    about = f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))} at commit {commits} on {first['device']}, "
+    about += f"{first['cores']} cores, torch {first['torch']}, {first['dtype']}.{note}"
+    cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     cells = {name: column for name, column in cells.items() if any(text is not None for text in column)}
     lines = [list(cells), ["---"] * len(cells), *zip(*cells.values(), strict=True)]
-    table = "\n".join("| " + " | ".join(text or "" for text in line) + " |" for line in lines)
-    command = " \\\n        ".join(textwrap.wrap(first["command"], 108, break_on_hyphens=False, break_long_words=False))
-    about = textwrap.fill(about, 120, break_on_hyphens=False)
-    return f"\n    {command}\n\n{about}\n\n{table.replace('|  |', '| |')}\n\n"
+    text = "\n".join("| " + " | ".join(text or "" for text in line) + " |" for line in lines).replace("|  |", "| |")
+    commands = "\n".join(_wrapped(command) for command in dict.fromkeys(row["command"] for row in rows))
+    return f"\n{commands}\n\n{textwrap.fill(about, 120, break_on_hyphens=False)}\n\n{text}\n\n"
 
 
-def rewrite(text: str, lines: list[Row]) -> str:
+def _wrapped(command: str) -> str:
+    return "    " + " \\\n        ".join(textwrap.wrap(command, 108, break_on_hyphens=False, break_long_words=False))
+
+
+def compare_table(rows: list[Row]) -> str:
+    """Of one run of compare.py."""
+    first = rows[0]
+    shared = f" **{first['ranks']} ranks take turns on {first['cores']} cores.**" if first.get("cores_shared") else ""
+    spread = max(row["loss_spread"] for row in rows)
+    note = f" {first['ranks']} ranks.{shared} Largest relative difference of losses: {spread:.0e}."
+    return table(rows, COMPARE, note)
+
+
+def words_of(row: Row) -> set[Any]:
+    return {row["shape"], row["direction"], row["link"], row["transport"], f"R{row['ranks']}", f"T{row['tokens']}"}
+
+
+def last_cases(lines: list[Row], words: list[str]) -> list[Row]:
+    """Of each case that has all of the `words`, the last line. Raises ValueError where there is none."""
+    keys = ("case", "link", "transport", "route", "dtype", "graph", "max_ctas", "tokens", "slot_cap", "checkpoint")
+    keys += ("parameter_dtype",)
+    found = {tuple(line.get(key) for key in keys): line for line in lines if set(words) <= words_of(line)}
+    if not found:
+        raise ValueError(f"expected results with {' '.join(words) or 'any words'}, found none")
+    return list(found.values())
+
+
+def block(wish: str, results: Path) -> str:
+    """What README says between a marker and its end. `wish`: the words of the marker."""
+    machine, kind, *words = wish.split() if " " in wish else (wish, "")
+    if kind not in FILES or (kind == "compare" and len(words) != 1):
+        raise ValueError(f"expected <!-- report: MACHINE compare MODEL|overlap|memory WORDS -->, got {wish!r}")
+    lines = read_lines(results / machine / FILES[kind])
+    if kind == "compare":
+        return "".join(map(compare_table, last_runs(lines, words[0])))
+    return table(last_cases(lines, words), OVERLAP if kind == "overlap" else MEMORY)
+
+
+def rewrite(text: str, results: Path) -> str:
     """README with its blocks made anew. Raises ValueError where it has none, or where results are missing."""
     if not BLOCK.search(text):
-        raise ValueError("expected a block <!-- report: compare MODEL --> ... <!-- end -->, found none")
-    return BLOCK.sub(lambda found: found[1] + "".join(map(block, last_runs(lines, found[2]))) + found[4], text)
+        raise ValueError("expected a block <!-- report: MACHINE TABLE --> ... <!-- end -->, found none")
+    return BLOCK.sub(lambda found: found[1] + block(found[2], results) + found[4], text)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -116,11 +201,11 @@ def main(argv: list[str] | None = None) -> None:
     wish.add_argument("--write", action="store_true", help="rewrite the blocks in README.md")
     wish.add_argument("--check", action="store_true", help="fail where README differs")
     parser.add_argument("--readme", type=Path, default=README)
-    parser.add_argument("--results", type=Path, default=RESULTS / "cpu-2core" / "compare.jsonl")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the machines")
     args = parser.parse_args(argv)
     before = args.readme.read_text()
     try:
-        after = rewrite(before, read_lines(args.results))
+        after = rewrite(before, args.results)
     except ValueError as problem:
         sys.exit(str(problem))
     if args.write:

@@ -166,7 +166,7 @@ def test_a_results_file_is_tried_before_the_run(tmp_path):
 def test_the_numbers_of_readme_are_those_of_the_results(tmp_path, capsys):
     report.main(["--check"])
     text = (ROOT / "README.md").read_text()
-    model, table = next((found[2], found[3]) for found in report.BLOCK.finditer(text))
+    wish, table = next((found[2], found[3]) for found in report.BLOCK.finditer(text))
     number = re.search(r"\| (\d+) \(", table)[1]
     wrong = tmp_path / "README.md"
     wrong.write_text(text.replace(f"| {number} (", f"| {int(number) - 1} (", 1))
@@ -175,24 +175,48 @@ def test_the_numbers_of_readme_are_those_of_the_results(tmp_path, capsys):
     report.main(["--write", "--readme", str(wrong)])
     assert wrong.read_text() == text
     report.main([])
-    assert f"<!-- report: compare {model} -->" in capsys.readouterr().out
+    assert f"<!-- report: {wish} -->" in capsys.readouterr().out
 
 
-def test_tables_show_the_last_run_and_only_what_is_known(tmp_path):
+def test_tables_show_the_last_run_and_only_what_is_known():
     lines = [line | {"cores_shared": True} for line in report.read_lines(COMPARE) if line["case"] == "mlp/rtp"]
     later = [line | {"date": "2027-01-01", "step_ms": 12.3, "exposed_ms": 4.0} for line in lines[:1]]
     ((shown,),) = [report.last_runs(lines + later, "mlp")]
     assert shown == later
-    text = report.block(shown)
+    text = report.compare_table(shown)
     assert "| 12 (" in text and "exposed, ms" in text and "take turns" in text and "memory efficiency" not in text
-    for wrong, message in (
-        ("", "expected a block"),
-        ("<!-- report: compare gpt9 -->\n<!-- end -->", "results of gpt9"),
+
+
+def test_tables_of_overlap_and_memory(tmp_path):
+    card = {"date": "2026-01-01T00", "commit": "abc", "device": "made up", "cores": 2, "torch": "2", "dtype": "float32"}
+    card |= {"direction": "step", "ranks": 8, "transport": "emulated", "command": "python x"}
+    times = {f"t_{name}_us": 10.0 for name in ("g1", "gr", "c", "ov", "base", "ov_p20", "ov_p80")}
+    overlap = [
+        card | times | {"case": f"s/{tokens}", "shape": "s", "tokens": tokens, "link": link, "e_hide": hidden}
+        for tokens, link, hidden in ((8, "a", 0.1), (8, "a", 0.9), (16, "a", 0.7), (8, "b", 0.3))
+    ]
+    memory = card | {"case": "tiny/tp", "strategy": "tp", "shape": "t", "tokens": 8, "link": None, "layers": 2}
+    memory |= {"full_layers": 4, "computed_tokens": 64, "peak_bytes": 3 << 20}
+    (tmp_path / "here").mkdir()
+    for name, rows in (("overlap", overlap), ("memory_per_rank", [memory])):
+        (tmp_path / "here" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = report.block("here overlap", tmp_path)
+    assert "| 0.90 |" in text and "| 0.70 |" in text and "| 0.30 |" in text and "0.10" not in text
+    assert "CTAs" not in text and "    python x\n" in text
+    assert report.block("here overlap a T8", tmp_path).count("| s |") == 1
+    assert "| 2 of 4 | 64 | 3 |" in report.block("here memory", tmp_path)
+    for wish, message in (
+        ("here overlap c", "expected results with c"),
+        ("here memories", "got 'here memories'"),
+        ("here", "got 'here'"),
+        ("here compare", "got 'here compare'"),
+        ("there overlap", "found none"),
+        ("cpu-2core compare gpt9", "results of gpt9"),
     ):
         with pytest.raises(ValueError, match=message):
-            report.rewrite(wrong, lines)
-    with pytest.raises(ValueError, match="found none"):
-        report.read_lines(tmp_path / "none.jsonl")
+            report.block(wish, RESULTS if "gpt9" in wish else tmp_path)
+    with pytest.raises(ValueError, match="expected a block"):
+        report.rewrite("", tmp_path)
 
 
 def test_figures_come_from_committed_results_alone(tmp_path, monkeypatch, capsys):
