@@ -18,7 +18,7 @@ from card import KEYS, refusal_to_write
 from harness import Cases, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from rtp_ext import RotationError, bench
+from rtp_ext import RotationError, bench, bench_layer
 from rtp_ext.__main__ import main
 from rtp_ext.metrics import Times
 
@@ -284,20 +284,20 @@ def test_bench_of_an_emulated_ring(monkeypatch):
     found = bench.run(plan)
     assert found["training"] is None and found["transport"] == "emulated"
     assert "One cpu stood for the ring" in bench.verdict(plan, found) and "one process stands" in plan.describe()
-    right = bench.rotated_linear
-    monkeypatch.setattr(bench, "rotated_linear", lambda x, *rest, **more: right(x * (1 + 1e-3), *rest, **more))
+    right = bench_layer.rotated_linear
+    monkeypatch.setattr(bench_layer, "rotated_linear", lambda x, *rest, **more: right(x * (1 + 1e-3), *rest, **more))
     with pytest.raises(RotationError, match="nothing is timed"):
         bench.run(plan)
     monkeypatch.setattr(bench, "choose", lambda **_: plan)
     assert main(["bench"]) == 1
-    monkeypatch.setattr(bench, "rotated_linear", right)
+    monkeypatch.setattr(bench_layer, "rotated_linear", right)
     assert main(["bench"]) == 0
 
 
 def test_verdicts():
-    def found(costs):
+    def found(costs, noise=1.0):
         layers = {tokens: Times(100.0, 100.0, 50.0, 100.0 * cost, 150.0, 100.0) for tokens, cost in costs.items()}
-        return {"layers": layers, "training": None, "transport": "shm"}
+        return {"layers": layers, "noise": dict.fromkeys(layers, noise), "training": None, "transport": "shm"}
 
     free = found({8: 1.3, 64: 1.04, 512: 1.01})
     assert bench.free_from(free["layers"]) == 64 and "within 5% of one whole GEMM) from 64 tokens" in bench.verdict(
@@ -307,6 +307,8 @@ def test_verdicts():
     assert bench.free_from(never["layers"]) is None and "not free here up to 512" in bench.verdict(TINY, never)
     harmful = bench.verdict(TINY, found({8: 1.7}))
     assert "no communication is hidden" in harmful
+    assert "100% of what can be hidden" in bench.verdict(TINY, found({8: 0.99}))
+    assert "varied by 0.06 ms: what is hidden cannot be told" in bench.verdict(TINY, found({8: 1.0}, noise=60.0))
     bench.check_losses({"a": [1.0, 2.0], "b": [1.00005, 2.0]})
     for wrong in ([1.0, 2.001], [1.0, float("nan")]):
         with pytest.raises(RotationError, match="equal losses at step 1"):

@@ -24,6 +24,7 @@ PYTHON_LAYERS = [
     {"rewrite"},
     {"convert", "loading", "planner", "doctor"},
     {"__init__"},
+    {"bench_layer"},
     {"bench"},
     {"__main__"},
 ]

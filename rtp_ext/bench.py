@@ -12,8 +12,7 @@ import os
 import pickle
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,20 +27,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from rtp_ext import _native
 from rtp_ext._native import RotationError
+from rtp_ext.bench_layer import Layer, clocked, layer_times
 from rtp_ext.convert import fully_rotate, ring_of
-from rtp_ext.functional import rotated_linear
 from rtp_ext.metrics import Times, metrics
 from rtp_ext.ring import Ring
 
 __all__ = ["Plan", "choose", "run", "verdict"]
 
 FREE = 1.05  # rotation is called free where it takes less than this times one whole GEMM
-TURNS = 3
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}  # of the largest value
 LOSS_TOLERANCE = 1e-4
-GRADIENT = torch.float32
 STRATEGIES = ("rtp", "fully_shard", "DDP")
 TRAIN_STEPS, TRAIN_WARMUP = 5, 2
 WAIT = timedelta(minutes=2)
@@ -106,129 +101,6 @@ def choose(
     return Plan(kind, size, emulated, tuple(sorted(chosen)), least, rows, columns, dtype, width, inner, batch)
 
 
-# -- one layer ---------------------------------------------------------------------------------------------------------
-
-
-class Layer:
-    """One linear layer on one rank: x [T, K], dy [T, N], W [N, K] in shards of N / R rows; the actions to be timed."""
-
-    def __init__(self, ring: Ring, plan: Plan, tokens: int) -> None:
-        self.ring, self.size = ring, plan.rows // ring.size
-
-        def random(seed: int, *shape: int) -> torch.Tensor:
-            generator = torch.Generator(ring.device).manual_seed(seed)
-            return torch.randn(shape, device=ring.device, generator=generator)
-
-        owners = [ring.rank] * ring.size if plan.emulated else range(ring.size)  # alone, every shard is this rank's
-        scale = plan.columns**-0.5
-        self.shards = [(random(1000 + owner, self.size, plan.columns) * scale).to(plan.dtype) for owner in owners]
-        self.whole = torch.cat(self.shards)
-        self.home = self.shards[ring.rank].clone().requires_grad_()
-        self.x = random(2000 + ring.rank, tokens, plan.columns).to(plan.dtype).requires_grad_()
-        self.dy = random(3000 + ring.rank, tokens, plan.rows).to(plan.dtype)
-        self.input = self.x.detach()
-        self.y, self.dx, self.dw = (torch.empty_like(of) for of in (self.dy, self.input, self.whole))
-        self.sum = self.dx.float()
-        self.partials = [torch.zeros_like(shard, dtype=GRADIENT) for shard in self.shards]
-        self.options = _native.RotationOptions(
-            route=ring.hop_route,
-            in_place=False,
-            compute_dtype=plan.dtype,
-            reduce_dtype=GRADIENT,
-            slot_cap=0,
-            halves=False,
-            name="bench",
-        )
-
-    def g1(self) -> None:
-        torch.mm(self.input, self.whole.t(), out=self.y)
-        torch.mm(self.dy, self.whole, out=self.dx)
-        torch.mm(self.dy.t(), self.input, out=self.dw)
-
-    def gr(self) -> None:
-        gemm = _native.kernels.gemm
-        for owner, shard in enumerate(self.shards):
-            gemm(self.y[:, self._columns(owner)], None, self.input, shard.t(), 1.0)
-        for owner, shard in enumerate(self.shards):
-            dy = self.dy[:, self._columns(owner)]
-            gemm(self.sum, self.sum if owner else None, dy, shard, 1.0)
-            gemm(self.partials[owner], self.partials[owner], dy.t(), self.input, 1 / self.ring.size)
-
-    def _columns(self, owner: int) -> slice:
-        return slice(owner * self.size, (owner + 1) * self.size)
-
-    def c(self) -> None:
-        home, shapes = self.home.detach(), [[list(self.home.shape)] * self.ring.size]
-        self._pass(_native.Execution.forward, [home], shapes, self.options)
-        sums = [self.partials[self.ring.rank]]
-        self._pass(_native.Execution.backward, [home], shapes, sums, shapes, self.options, True, False)
-
-    def _pass(self, start: Any, *arguments: Any) -> None:
-        execution = self.ring.run("bench", start, *arguments)
-        while execution.next() is not None:
-            pass
-
-    def ov(self) -> tuple[torch.Tensor, ...]:
-        y = rotated_linear(self.x, self.home, ring=self.ring)
-        return y.detach(), *torch.autograd.grad(y, (self.x, self.home), self.dy)
-
-    def base(self) -> None:
-        self.c()
-        self.g1()
-
-    def check(self) -> None:
-        """Raises RotationError where the results are not those of the plain layer. Collective."""
-        self.g1()
-        parts = self.dw.float().view(self.ring.size, self.size, -1)
-        if self.ring.mesh is None:
-            gradient = parts.mean(0)
-        else:
-            gradient = self.ring.all_reduce(parts)[self.ring.rank] / self.ring.size
-        names = ("output", "input gradient", "weight gradient")
-        for name, found, expected in zip(names, self.ov(), (self.y, self.dx, gradient), strict=True):
-            error, largest = (found - expected).abs().max().item(), expected.abs().max().item()
-            if not error <= TOLERANCE[found.dtype] * largest:  # NaN is not
-                raise RotationError(
-                    f"bench: {name}: expected an error below {TOLERANCE[found.dtype]:.0e} of {largest:.3g}, got "
-                    f"{error:.3g}; nothing is timed"
-                )
-
-
-def _clocked(ring: Ring, action: Callable[[], object]) -> float:
-    """Microseconds of one call on this rank, all ranks starting together."""
-    ring.exchange(None)
-    if ring.device.type == "cpu":
-        start = time.perf_counter()
-        action()
-        return (time.perf_counter() - start) * 1e6
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    action()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3
-
-
-def _layer_times(ring: Ring, plan: Plan, tokens: int) -> Times:
-    """Medians, of the slowest rank. The quantities take turns."""
-    layer = Layer(ring, plan, tokens)
-    layer.check()
-    actions = {name: getattr(layer, name) for name in ("g1", "gr", "c", "ov", "base")}
-    counts, taken = {}, {name: [] for name in actions}  # type: dict[str, int], dict[str, list[float]]
-    for name, action in actions.items():
-        action()
-        estimate = max(ring.exchange(_clocked(ring, action)))
-        counts[name] = max(1, min(200, round(plan.seconds * 1e6 / TURNS / max(estimate, 1.0))))
-    for _ in range(TURNS):
-        for name, action in actions.items():
-            taken[name] += [_clocked(ring, action) for _ in range(counts[name])]
-    medians = {}
-    for name, mine in taken.items():
-        medians[name] = statistics.median(map(max, zip(*ring.exchange(mine), strict=True)))
-    gr = medians["gr"]
-    return Times(medians["g1"], gr, medians["c"], medians["ov"], medians["base"], gr)
-
-
 # -- a model -----------------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +153,7 @@ def _train(ring: Ring, mesh: Any, plan: Plan) -> dict[str, dict[str, float]]:
                 optimizers[name].step()
                 losses[name].append(loss.item())
 
-            microseconds = _clocked(ring, step)
+            microseconds = clocked(ring, step)
             if number >= TRAIN_WARMUP:
                 taken[name].append(microseconds)
     found = {}
@@ -306,15 +178,19 @@ def check_losses(losses: dict[str, list[float]]) -> None:
 
 
 def measure(plan: Plan, mesh: Any) -> dict[str, Any]:
-    """One rank's part; `mesh` is None for an emulated ring. Times by tokens, and the steps of the model."""
+    """One rank's part; `mesh` is None for an emulated ring. See `run`."""
     ring = Ring.emulated(plan.ranks, device=plan.device, prefetch=0) if mesh is None else Ring(mesh, prefetch=0)
     ring.slot_cap = 0
     ring.gate.link = None  # rotation itself is measured, and not what the gate would choose
     try:
-        layers = {tokens: _layer_times(ring, plan, tokens) for tokens in plan.tokens}
+        measured = {
+            tokens: layer_times(Layer(ring, plan.rows, plan.columns, tokens, plan.dtype), plan.seconds)
+            for tokens in plan.tokens
+        }
         return {
             "transport": ring.link or ring.transport,
-            "layers": layers,
+            "layers": {tokens: times for tokens, (times, _) in measured.items()},
+            "noise": {tokens: noise for tokens, (_, noise) in measured.items()},
             "training": None if mesh is None else _train(ring, mesh, plan),
         }
     finally:
@@ -341,7 +217,10 @@ def _rank(rank: int, plan: Plan, folder: str) -> None:
 
 
 def run(plan: Plan) -> dict[str, Any]:
-    """Starts the ranks and returns `transport`, `layers` (Times by tokens) and `training`.
+    """Starts the ranks and returns what was found.
+
+    `transport`; `layers` (Times by tokens); `noise` (microseconds by tokens, between the 20th and 80th percentile);
+    `training` (`step_ms` and `kept_bytes` by strategy, None for an emulated ring).
 
     Raises one of FAILURES for a wrong result, or where a rank failed.
     """
@@ -398,9 +277,15 @@ def verdict(plan: Plan, found: dict[str, Any]) -> str:
     most = max(found["layers"])
     times = found["layers"][most]
     e_hide = metrics(times, one_stream=False)["e_hide"]
+    noise, rotated = found["noise"][most] / 1e3, times.t_ov / 1e3
     text = f"verdict: at {most} tokens "
-    text += f"{'no' if e_hide is None or e_hide <= 0 else f'{e_hide:.0%} of what can be hidden of the'} "
-    text += f"communication is hidden; {max(0.0, _exposed(times)):.2f} ms of {times.t_ov / 1e3:.2f} ms are no GEMM. "
+    if e_hide is None or times.t_c / 1e3 <= noise:
+        text += f"the hops alone take {times.t_c / 1e3:.2f} ms and a rotation {rotated:.2f} ms, but times varied by "
+        text += f"{noise:.2f} ms: what is hidden cannot be told. "
+    else:
+        hidden = f"{min(e_hide, 1.0):.0%} of what can be hidden of the" if e_hide > 0 else "no"
+        exposed = max(0.0, _exposed(times))
+        text += f"{hidden} communication is hidden; {exposed:.2f} ms of {rotated:.2f} ms are exposed. "
     first = free_from(found["layers"])
     if first is None:
         text += (
