@@ -1,7 +1,7 @@
 """One linear layer of the benchmark `python -m rtp_ext bench`: what is timed, and what must come out.
 
-Formulas: `rtp_ext.metrics`. The pieces: g1 (three GEMMs with the whole weight), gr (those of the shards, without hops), c
-(the hops, without GEMMs), ov (the rotated layer), base (the hops, then g1).
+Formulas: `rtp_ext.metrics`. The pieces: g1 (three GEMMs with the whole weight), gr (those of the shards, without hops),
+c (the hops, without GEMMs), ov (the rotated layer), base (the hops, then g1).
 """
 
 from __future__ import annotations
