@@ -83,6 +83,16 @@ def result_line(card: dict[str, Any], **values: Any) -> dict[str, Any]:
     return {**{key: known.get(key) for key in KEYS}, **known}
 
 
+def refusal_to_write(path: Path) -> str | None:
+    """Why lines cannot be appended to `path`, or None. Makes the file and its folder: to be asked before a run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as problem:
+        return f"the results file cannot be written: {problem}"
+    return None
+
+
 def append_line(path: Path, line: dict[str, Any]) -> None:
     """Appends `line` to a file of JSON lines, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

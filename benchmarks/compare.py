@@ -1,21 +1,37 @@
 """Step time and memory of several strategies on one model, in one run.
 
-    python benchmarks/compare.py --model mlp --strategies rtp,fsdp2,ddp,single --ranks 2 --tokens 256,1024
+    python benchmarks/compare.py --model mlp --strategies rtp,fsdp2,ddp,tp,single --ranks 2 --tokens 256,1024
+    python benchmarks/compare.py --model mlp --strategies rtp,fsdp2 --ranks 1,2,4,8 --tokens 256     # scaling
 
 All strategies live in the same processes and take turns, one training step (forward, backward, AdamW) each. The order
 changes from round to round so that each follows every other one equally often: what the machine does meanwhile hits all
 of them alike. A barrier precedes every timed step; a step takes as long as its slowest rank.
 
 Every rank has a batch of its own of `--tokens` tokens. `single` stands for one process: rank 0 alone, with the same
-number of threads, on the batches of all ranks. `fsdp2` wraps every block and then the root.
+number of threads, on the batches of all ranks. With tensor parallelism (`tp`) every rank computes with the batches of
+all ranks and its part of the weights, which makes as many tokens in a step. `fsdp2` and `fsdp2-noreshard` wrap every
+block and then the root. `--dtype bfloat16` leaves parameters in float32: rtp and fsdp2 cast them (gradients are reduced
+in float32), the others run under autocast.
+
+Exposed communication is the time of forward and backward beyond that of a reference which takes its turns too: on
+every rank at once, a plain copy of the model on that rank's own batch, without any communication. So it has the same
+GEMMs and the same load of the cores. What it leaves out of account: GEMMs that take longer when cut, hooks and casts
+count as exposed, hops of the processor's own copies included; the optimizer counts on neither side, since sharded
+strategies have 1/R of it. `single` has no such number, its work being R times as much.
 
 Memory is measured first, in other processes (see memory.py). `buffers` is the transient of forward and backward beyond
 that of the plain model on one local batch: unsharded weights, gradient buckets, send and receive buffers.
+`kept_efficiency` is (parameters, gradients and optimizer of one process / R) / those of a rank; `peak_efficiency` is
+(peak of one process with the batches of all ranks / R) / peak of a rank. 1 is a perfect division.
 
-All strategies take equally many steps; unless their losses agree to 1e-4 (relative) at every step, the run fails and
-nothing is recorded.
+With several numbers of ranks each is a run of its own; `scaling_efficiency` is tokens per second / (R times those of
+the same strategy at R = 1). Where ranks have more threads than there are cores they share them, and the output says
+so: then it is not a statement about processors.
 
-The last line of stdout is JSON. One JSON line per strategy and token count is appended to
+All strategies take equally many steps; unless their losses agree (relative) to 1e-4, in bfloat16 to 2^-6, at every
+step, the run fails and nothing is recorded.
+
+The last line of stdout is JSON. One JSON line per strategy, number of ranks and token count is appended to
 results/<machine>/compare.jsonl.
 """
 
@@ -24,19 +40,21 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from card import RESULTS, append_line, command_line, environment_card, result_line
-from launch import Place, add_launch_options, gather, is_first, launch
+from card import append_line, environment_card, result_line
+from compare_options import describe, parse_arguments
+from launch import Place, cores, gather, is_first, launch
 from memory import PROBED_STEPS, Memory, MemoryProbe
 from models import WORKLOADS
-from strategies import DTYPES, STRATEGIES, Trainer
+from strategies import STRATEGIES, Trainer
+from timing import Stopwatch
 
-TOLERANCE = 1e-4
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2.0**-6}  # of losses; four roundings of bfloat16
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Result = dict[str, Any]
@@ -64,20 +82,24 @@ def seconds(device: torch.device, action: Callable[[], torch.Tensor]) -> tuple[f
 
 
 class Contestant:
-    """One strategy in the run of one rank: its trainer, this rank's batch, losses and step times.
+    """One strategy in the run of one rank: its trainer, this rank's batch, losses and times.
 
-    A strategy of one process has work on rank 0 only.
+    A strategy of one process has work on rank 0 only. The `reference` is the plain model on every rank, each with its
+    own batch, without communication.
     """
 
-    def __init__(self, strategy: str, place: Place, args: argparse.Namespace, tokens: int) -> None:
+    def __init__(
+        self, strategy: str, place: Place, args: argparse.Namespace, tokens: int, *, reference: bool = False
+    ) -> None:
         self.strategy = strategy
         self.losses: list[torch.Tensor] = []
         self.seconds: list[float] = []
+        self.forward_backward: list[float] = []
         self._device = place.device
+        self._watch = Stopwatch(place.device)
         self._trainer: Trainer | None = None
-        one_process = STRATEGIES[strategy].one_process
-        if place.rank == 0 or not one_process:
-            ranks = range(place.ranks) if one_process else (place.rank,)
+        if reference or place.rank == 0 or not STRATEGIES[strategy].one_process:
+            ranks = (place.rank,) if reference else batch_ranks(strategy, place)
             self._batch = make_batch(args, tokens, ranks, place.device)
             self._trainer = make_trainer(strategy, place, args)
 
@@ -86,17 +108,30 @@ class Contestant:
         return None if self._trainer is None or self._trainer.ring is None else self._trainer.ring.transport
 
     def step(self, *, timed: bool) -> None:
-        taken = 0.0
+        taken, parts = 0.0, {"forward_backward": 0.0}
         if self._trainer is not None:
-            trainer = self._trainer
-            taken, loss = seconds(self._device, lambda: trainer.step(*self._batch))
+            trainer, self._watch = self._trainer, Stopwatch(self._device)
+            taken, loss = seconds(self._device, lambda: trainer.step(*self._batch, phase=self._phase))
+            parts = self._watch.totals()
             self.losses.append(loss)
         if timed:
             self.seconds.append(taken)
+            self.forward_backward.append(parts["forward_backward"] / 1e6)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._watch.start(name)
+        yield
+        self._watch.stop()
 
     def close(self) -> None:
         if self._trainer is not None:
             self._trainer.close()
+
+
+def batch_ranks(strategy: str, place: Place) -> Iterable[int]:
+    """Whose batches this rank computes with."""
+    return range(place.ranks) if STRATEGIES[strategy].every_batch else (place.rank,)
 
 
 def make_batch(args: argparse.Namespace, tokens: int, ranks: Iterable[int], device: torch.device) -> Batch:
@@ -112,18 +147,19 @@ def make_trainer(strategy: str, place: Place, args: argparse.Namespace) -> Train
     return Trainer(strategy, build, place.mesh, place.device, dtype=args.dtype, lr=args.lr, seed=args.seed)
 
 
-def measure_memory(place: Place, args: argparse.Namespace) -> dict[tuple[str, int], dict[str, int | None]]:
-    """Bytes per rank (of the rank that holds most) of every strategy at every number of tokens."""
+def measure_memory(place: Place, args: argparse.Namespace) -> dict[tuple[str, int], dict[str, float | None]]:
+    """Bytes per rank (of the rank that holds most) of every strategy at every number of tokens, and efficiencies."""
     measured = {}
+    nothing = Memory(0, 0, 0, 0, 0, 0)
     for tokens in args.tokens:
         plain = _probe("single", (place.rank,), place, args, tokens)
+        dist.barrier()
+        alone = _probe("single", range(place.ranks), place, args, tokens) if place.rank == 0 else nothing
+        ideal = gather([_kept(alone) / place.ranks, alone.peak / place.ranks], place)[0].tolist()
         for strategy in args.strategies:
-            one_process = STRATEGIES[strategy].one_process
             dist.barrier()
-            memory = Memory(0, 0, 0, 0, 0, 0)
-            if place.rank == 0 or not one_process:
-                ranks = range(place.ranks) if one_process else (place.rank,)
-                memory = _probe(strategy, ranks, place, args, tokens)
+            memory = alone if STRATEGIES[strategy].one_process else None
+            memory = memory or _probe(strategy, batch_ranks(strategy, place), place, args, tokens)
             values = {
                 "parameter_bytes": memory.parameters,
                 "gradient_bytes": memory.gradients,
@@ -132,12 +168,20 @@ def measure_memory(place: Place, args: argparse.Namespace) -> dict[tuple[str, in
                 "peak_bytes": memory.peak,
                 "slot_bytes": memory.slots,
                 "buffer_bytes": memory.transient_forward_backward - plain.transient_forward_backward,
+                "kept_bytes": _kept(memory),
             }
             largest = gather(list(values.values()), place).amax(0).long().tolist()
-            measured[strategy, tokens] = dict(zip(values, largest, strict=True))
-            if one_process:
-                measured[strategy, tokens]["buffer_bytes"] = None
+            row: dict[str, float | None] = dict(zip(values, largest, strict=True))
+            row["kept_efficiency"] = ideal[0] / row["kept_bytes"]
+            row["peak_efficiency"] = ideal[1] / row["peak_bytes"]
+            if STRATEGIES[strategy].every_batch:
+                row["buffer_bytes"] = None
+            measured[strategy, tokens] = row
     return measured
+
+
+def _kept(memory: Memory) -> int:
+    return memory.parameters + memory.gradients + memory.optimizer
 
 
 def _probe(strategy: str, ranks: Iterable[int], place: Place, args: argparse.Namespace, tokens: int) -> Memory:
@@ -158,29 +202,41 @@ def measure_time(place: Place, args: argparse.Namespace) -> list[Result]:
 
 
 def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result) -> list[Result]:
+    reference = Contestant("single", place, args, tokens, reference=True)
     contestants = [Contestant(strategy, place, args, tokens) for strategy in args.strategies]
-    orders = balanced_orders(len(contestants))
+    takers = [reference, *contestants]
+    orders = balanced_orders(len(takers))
     rounds = args.warmup + args.steps
     live = place.rank == 0 and sys.stderr.isatty()
     for number in range(rounds):
         for index in orders[number % len(orders)]:
             dist.barrier()
-            contestants[index].step(timed=number >= args.warmup)
+            takers[index].step(timed=number >= args.warmup)
         if live:
             print(f"\r{tokens} tokens: round {number + 1}/{rounds}\x1b[K", end="", file=sys.stderr, flush=True)
     if live:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    rows = [_result(contestant, place, args, tokens, card) for contestant in contestants]
-    for contestant in contestants:
-        contestant.close()
+    local = statistics.median(_slowest(reference.forward_backward, place))
+    rows = [_result(contestant, place, args, tokens, card, local) for contestant in contestants]
+    for taker in takers:
+        taker.close()
     _add_comparisons(rows)
     return rows
 
 
-def _result(contestant: Contestant, place: Place, args: argparse.Namespace, tokens: int, card: Result) -> Result:
+def _slowest(mine: list[float], place: Place) -> list[float]:
+    """Milliseconds of every timed step on its slowest rank, sorted."""
+    return sorted((gather(mine, place).amax(0) * 1e3).tolist())
+
+
+def _result(
+    contestant: Contestant, place: Place, args: argparse.Namespace, tokens: int, card: Result, local: float
+) -> Result:
+    one_process = STRATEGIES[contestant.strategy].one_process
     idle = [0.0] * (args.warmup + args.steps)
     losses = gather([float(loss) for loss in contestant.losses] or idle, place)
-    times = sorted((gather(contestant.seconds, place).amax(0) * 1e3).tolist())
+    times = _slowest(contestant.seconds, place)
+    forward_backward = statistics.median(_slowest(contestant.forward_backward, place))
     median = statistics.median(times)
     return result_line(
         card,
@@ -192,15 +248,20 @@ def _result(contestant: Contestant, place: Place, args: argparse.Namespace, toke
         ranks=place.ranks,
         direction="step",
         transport=contestant.transport,
+        backend=dist.get_backend(),
         dtype=args.dtype,
         step_ms=median,
         p20_ms=percentile(times, 20),
         p80_ms=percentile(times, 80),
+        forward_backward_ms=forward_backward,
+        reference_forward_backward_ms=local,
+        exposed_ms=None if one_process else forward_backward - local,
         tokens_per_s=tokens * place.ranks / median * 1e3,
-        losses=(losses[0] if STRATEGIES[contestant.strategy].one_process else losses.mean(0)).tolist(),
+        losses=(losses[0] if one_process else losses.mean(0)).tolist(),
         steps=args.steps,
         warmup=args.warmup,
         threads=torch.get_num_threads(),
+        cores_shared=place.device.type == "cpu" and place.ranks * torch.get_num_threads() > cores(),
         lr=args.lr,
         seed=args.seed,
         strategies=args.strategies,
@@ -226,80 +287,91 @@ def _add_comparisons(rows: list[Result]) -> None:
         row["loss_spread"] = spread
 
 
-def print_table(rows: list[Result], tokens: int, args: argparse.Namespace) -> None:
+COLUMNS = {  # heading: key, unit, digits
+    "step ms": ("step_ms", 1, 1),
+    "p20": ("p20_ms", 1, 1),
+    "p80": ("p80_ms", 1, 1),
+    "rtp/this": ("rtp_ratio", 1, 2),
+    "exposed": ("exposed_ms", 1, 1),
+    "tokens/s": ("tokens_per_s", 1, 0),
+    "scaling": ("scaling_efficiency", 1, 2),
+    "param": ("parameter_bytes", 2**20, 1),
+    "grad": ("gradient_bytes", 2**20, 1),
+    "optim": ("optimizer_bytes", 2**20, 1),
+    "transient": ("transient_bytes", 2**20, 1),
+    "buffers": ("buffer_bytes", 2**20, 1),
+    "kept eff": ("kept_efficiency", 1, 2),
+    "peak eff": ("peak_efficiency", 1, 2),
+    "loss": ("loss", 1, 6),
+}
+
+
+def print_table(rows: list[Result], args: argparse.Namespace) -> None:
+    """Of one number of ranks and of tokens."""
     first = rows[0]
     threads = f"{first['threads']} CPU thread{'s' * (first['threads'] > 1)} per rank"
     print(
-        f"\n{args.model}: {first['shape']}; AdamW, {args.dtype}, {first['ranks']} ranks on {first['device']}, {threads}"
+        f"\n{args.model}: {first['shape']}; AdamW, {args.dtype}, {first['ranks']} ranks on {first['device']}, "
+        f"{threads}, collectives over {first['backend']}"
     )
-    print(f"{tokens} tokens per rank; {args.steps} interleaved steps after {args.warmup} warm-up steps\n")
-    columns = ("strategy", "step ms", "p20", "p80", "rtp/this", "tokens/s", "param", "grad", "optim", "transient")
-    header = "".join(f"{name:>10}" for name in columns[1:])
-    print(f"{columns[0]:<12}{header}{'buffers':>10}{'loss':>12}")
+    print(f"{first['tokens']} tokens per rank; {args.steps} interleaved steps after {args.warmup} warm-up steps")
+    print(f"reference without communication: forward and backward {first['reference_forward_backward_ms']:.1f} ms")
+    if first["cores_shared"]:
+        print(f"TIME-SHARED: {first['ranks']} ranks take turns on {first['cores']} cores")
+    print(f"\n{'strategy':<16}" + "".join(f"{name:>10}" for name in COLUMNS))
     for row in rows:
-        times = "".join(f"{row[key]:>10.1f}" for key in ("step_ms", "p20_ms", "p80_ms"))
-        ratio = f"{row['rtp_ratio']:>10.2f}" if row["rtp_ratio"] is not None else f"{'-':>10}"
-        keys = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "transient_bytes", "buffer_bytes")
-        sizes = "".join(f"{'-' if row[key] is None else f'{row[key] / 2**20:.1f}':>10}" for key in keys)
-        print(f"{row['strategy']:<12}{times}{ratio}{row['tokens_per_s']:>10,.0f}{sizes}{row['loss']:>12.6f}")
-    print(f"\nMemory in MiB per rank. Largest relative loss difference at any step: {first['loss_spread']:.1e}")
+        cells = (
+            "-" if row[key] is None else f"{row[key] / unit:,.{digits}f}" for key, unit, digits in COLUMNS.values()
+        )
+        print(f"{row['strategy']:<16}" + "".join(f"{cell:>10}" for cell in cells))
+    print(
+        f"\nMemory in MiB per rank. Largest relative loss difference at any step: {first['loss_spread']:.1e}",
+        flush=True,
+    )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compare strategies step by step. See the top of the file.")
-    add = parser.add_argument
-    add("--model", choices=WORKLOADS, default="mlp")
-    add("--strategies", type=lambda text: text.split(","), default=list(STRATEGIES), help="separated by commas")
-    add("--ranks", type=int, default=2)
-    add("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=[1024], help="per rank; a list")
-    add("--steps", type=int, default=20, help="timed steps of each strategy")
-    add("--warmup", type=int, default=3, help="further steps before the timed ones")
-    add("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
-    add("--lr", type=float, default=1e-4)
-    add("--seed", type=int, default=0)
-    add("--machine", help="folder under results/ (default: from the CPU or GPU, such as cpu-2core)")
-    add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead of results/<machine>/")
-    add_launch_options(parser)
-    parser.set_defaults(threads=1)
-    args = parser.parse_args()
-    for strategy in args.strategies:
-        if strategy not in STRATEGIES:
-            parser.error(f"unknown strategy {strategy!r}, expected some of {','.join(STRATEGIES)}")
-    if args.ranks < 1 or args.steps < 1 or args.warmup < 0 or min(args.tokens) < 1:
-        parser.error("--ranks, --steps and --tokens must be at least 1, --warmup at least 0")
-    args.command = command_line()
-    return args
+def add_scaling(rows: list[Result]) -> None:
+    """Tokens per second / (R times those of the same strategy at R = 1); None without that, and for one process."""
+    one = {(row["strategy"], row["tokens"]): row["tokens_per_s"] for row in rows if row["ranks"] == 1}
+    for row in rows:
+        base = None if STRATEGIES[row["strategy"]].one_process else one.get((row["strategy"], row["tokens"]))
+        row["scaling_efficiency"] = None if base is None else row["tokens_per_s"] / (row["ranks"] * base)
 
 
 def main() -> None:
     args = parse_arguments()
-    options = {name: value for name, value in vars(args).items() if name != "command"}
     if is_first():
-        print("options: " + " ".join(f"{name}={value}" for name, value in options.items()), flush=True)
-    # in processes of its own, since watching memory changes how memory is allocated
-    memory = launch(measure_memory, args, args.ranks)
-    rows = launch(measure_time, args, args.ranks)
-    for row in rows:
-        row.update(memory[row["strategy"], row["tokens"]])
+        print(describe(args), flush=True)
+    rows = []
+    for ranks in args.ranks:
+        # in processes of its own, since watching memory changes how memory is allocated
+        memory = launch(measure_memory, args, ranks)
+        part = launch(measure_time, args, ranks)
+        for row in part:
+            row.update(memory[row["strategy"], row["tokens"]])
+        rows += part
     if is_first():
         report(rows, args)
 
 
 def report(rows: list[Result], args: argparse.Namespace) -> None:
     """Prints and records the results. Exits with an error where the losses disagree."""
-    for tokens in args.tokens:
-        print_table([row for row in rows if row["tokens"] == tokens], tokens, args)
+    add_scaling(rows)
+    for ranks in args.ranks:
+        for tokens in args.tokens:
+            print_table([row for row in rows if (row["ranks"], row["tokens"]) == (ranks, tokens)], args)
     spread = max(row["loss_spread"] for row in rows)
-    agreed = spread <= TOLERANCE
+    tolerance = TOLERANCE[args.dtype]
+    agreed = all(row["loss_spread"] <= tolerance for row in rows)  # NaN does not
     if agreed:
-        output = args.output or RESULTS / (args.machine or rows[0]["machine"]) / "compare.jsonl"
         for row in rows:
-            append_line(output, row)
-    keys = ("step_ms", "p20_ms", "p80_ms", "rtp_ratio", "tokens_per_s", "peak_bytes", "buffer_bytes", "loss")
-    cases = {f"{row['strategy']}@{row['tokens']}": {key: row[key] for key in keys} for row in rows}
+            append_line(args.output, row)
+    keys = ("step_ms", "p20_ms", "p80_ms", "rtp_ratio", "exposed_ms", "tokens_per_s", "scaling_efficiency")
+    keys += ("peak_bytes", "buffer_bytes", "kept_efficiency", "peak_efficiency", "loss")
+    cases = {f"{row['strategy']}@R{row['ranks']}T{row['tokens']}": {key: row[key] for key in keys} for row in rows}
     print(json.dumps({"loss_agrees": agreed, "loss_spread": spread, "cases": cases}), flush=True)
     if not agreed:
-        sys.exit(f"the losses of the strategies differ by {spread:.2e} (relative), more than {TOLERANCE:.0e}")
+        sys.exit(f"the losses of the strategies differ by {spread:.2e} (relative), more than {tolerance:.0e}")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ stop() {
 }
 
 export PYTHONPATH="$ROOT:$ROOT/python_tests" PYTHONUNBUFFERED=1 RTP_TEST_RECORD="$RESULTS"
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-32}" # streams that wait must not hold up others
 export RTP_RACE_REPETITIONS="${RTP_RACE_REPETITIONS:-5}"
 PRELOAD=()
 if [[ -n "${NCCL_LIBRARY:-}" ]]; then

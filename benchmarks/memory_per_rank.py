@@ -34,8 +34,7 @@ from strategies import DTYPES, STRATEGIES, Trainer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
 
 import rtp_ext
 
@@ -72,7 +71,7 @@ def build(strategy: str, size: Size, layers: int, args: argparse.Namespace, devi
     policy, autocast = None, None
     if parameters != compute:
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        if strategy not in STRATEGIES or not STRATEGIES[strategy].follows_policy:
+        if not STRATEGIES[strategy].follows_policy:
             policy, autocast = None, compute
     if strategy.startswith("rtp"):
         where: Any = rtp_ext.Ring.emulated(args.ranks, device=device)
@@ -82,7 +81,7 @@ def build(strategy: str, size: Size, layers: int, args: argparse.Namespace, devi
         model = STRATEGIES[strategy].convert(fill(model, device), where, policy)
         model.register_comm_hook(None, leave_bucket)
     elif strategy == TENSOR_PARALLEL:
-        fill(parallelize(model, where), device)
+        fill(STRATEGIES[strategy].convert(model, where, policy), device)
     else:
         model = STRATEGIES[strategy].convert(model, where, policy)
         fill(model, device)
@@ -105,21 +104,6 @@ def leave_bucket(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[
     return done
 
 
-def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
-    """Tensor parallelism: heads and hidden features cut, activations between blocks whole, logits gathered."""
-    block = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-    block |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-    block |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
-    for layer in model.blocks:
-        parallelize_module(layer, mesh, block)
-    ends = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    parallelize_module(model.model, mesh, ends)
-    return model
-
-
 def fill(model: nn.Module, device: torch.device) -> nn.Module:
     """Gives a model of the meta device memory and small random weights."""
     model.to_empty(device=device)
@@ -135,7 +119,7 @@ def measure(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
     """One strategy with `args.layers` layers, in this process."""
     device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
     size = SIZES[args.model]
-    computed = args.tokens * (args.ranks if strategy == TENSOR_PARALLEL else 1)
+    computed = args.tokens * (args.ranks if STRATEGIES[strategy].whole_batch else 1)
     generator = torch.Generator().manual_seed(0)
     batch = random_tokens(computed, generator, seq=min(args.seq, args.tokens), vocabulary=size.vocabulary)
     inputs, targets = (part.to(device) for part in batch)

@@ -7,9 +7,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 BYTES = 256
-TINY_VOCABULARY = 4096
 
 
 class Block(nn.Module):
@@ -36,24 +38,27 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Byte-level language model: learned positions, pre-norm blocks, output weights tied to the token embedding."""
+    """Language model like GPT-2: learned positions, pre-norm blocks, output weights tied to the token embedding.
 
-    def __init__(self, *, seq: int, layers: int, hidden: int, heads: int) -> None:
+    Made of bytes unless there is a `vocabulary`.
+    """
+
+    def __init__(self, *, seq: int, layers: int, hidden: int, heads: int, vocabulary: int = BYTES) -> None:
         super().__init__()
         if hidden % heads:
             raise ValueError(f"hidden size {hidden} is not divisible by {heads} heads")
-        self.tokens = nn.Embedding(BYTES, hidden)
+        self.tokens = nn.Embedding(vocabulary, hidden)
         self.positions = nn.Embedding(seq, hidden)
         self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
-        self.head = nn.Linear(hidden, BYTES, bias=False)
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
         self.head.weight = self.tokens.weight
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """inputs, targets int64 [batch, seq] -> mean cross-entropy in nats per byte, float32 or wider, scalar."""
+        """inputs, targets int64 [batch, seq] -> mean cross-entropy in nats per token, float32 or wider, scalar."""
         x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
         for block in self.blocks:
             x = block(x)
@@ -84,6 +89,11 @@ class MLPStack(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(MLPBlock(width, inner) for _ in range(blocks))
 
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Tensor parallelism: inner features cut, activations between blocks whole."""
+        for block in self.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """inputs, targets [tokens, width] -> mean squared error, scalar."""
         x = inputs
@@ -94,6 +104,8 @@ class MLPStack(nn.Module):
 
 class Llama(nn.Module):
     """A Llama of the transformers package with random weights, as a language model with a loss."""
+
+    causal_head = True
 
     def __init__(self, *, layers: int, hidden: int, heads: int, kv_heads: int, inner: int, vocabulary: int) -> None:
         super().__init__()
@@ -114,14 +126,27 @@ class Llama(nn.Module):
     def blocks(self) -> nn.ModuleList:
         return self.model.model.layers
 
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Tensor parallelism: heads and hidden features cut, activations between blocks whole, logits gathered."""
+        block = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        block |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        block |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
+        for layer in self.blocks:
+            parallelize_module(layer, mesh, block)
+        ends = {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(self.model, mesh, ends)
+
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """inputs, targets int64 [batch, seq] -> mean cross-entropy in nats per token, float32 or wider, scalar."""
         return self.model(input_ids=inputs, labels=targets, shift_labels=targets).loss
 
 
-def random_vectors(tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets for MLPStack, float32 [tokens, 1024] each."""
-    return torch.randn(tokens, 1024, generator=generator), torch.randn(tokens, 1024, generator=generator)
+def random_vectors(tokens: int, generator: torch.Generator, width: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets for MLPStack, float32 [tokens, width] each."""
+    return torch.randn(tokens, width, generator=generator), torch.randn(tokens, width, generator=generator)
 
 
 def random_tokens(
@@ -140,21 +165,79 @@ def random_tokens(
 
 @dataclass(frozen=True)
 class Workload:
-    """A model as `compare.py` runs it: how to build it, and a random local batch of so many tokens."""
+    """A model as `compare.py` runs it.
 
-    build: Callable[[], nn.Module]
-    sample: Callable[[int, torch.Generator], tuple[torch.Tensor, torch.Tensor]]
+    `make(**sizes)` builds it; `sample(tokens, generator)` is a random local batch, of which `seq` tokens belong
+    together. `cut`: numbers that tensor parallelism must be able to divide by the ranks.
+    """
+
+    make: Callable[..., nn.Module]
+    sizes: dict[str, int]
     shape: str
+    sample: Callable[[int, torch.Generator], tuple[torch.Tensor, torch.Tensor]]
+    seq: int = 1
+    cut: tuple[str, ...] = ()
 
+    def build(self) -> nn.Module:
+        return self.make(**self.sizes)
+
+
+def _mlp(blocks: int, width: int, inner: int) -> Workload:
+    return Workload(
+        MLPStack,
+        {"blocks": blocks, "width": width, "inner": inner},
+        f"{blocks} x (LayerNorm, Linear {width}->{inner}, GELU, Linear {inner}->{width})",
+        partial(random_vectors, width=width),
+        cut=("inner",),
+    )
+
+
+def _language(
+    make: Callable[..., nn.Module], shape: str, *, seq: int, cut: tuple[str, ...] = (), **sizes: int
+) -> Workload:
+    sizes = {"vocabulary": BYTES, **sizes}
+    sample = partial(random_tokens, seq=seq, vocabulary=sizes["vocabulary"])
+    return Workload(make, {"seq": seq, **sizes} if make is GPT else sizes, shape, sample, seq, cut)
+
+
+_HEADS = ("kv_heads", "inner", "vocabulary")
 
 WORKLOADS = {
-    "mlp": Workload(MLPStack, random_vectors, "4 x (LayerNorm, Linear 1024->4096, GELU, Linear 4096->1024)"),
-    "gpt": Workload(
-        lambda: GPT(seq=128, layers=6, hidden=384, heads=6), random_tokens, "byte GPT, 6 layers, hidden 384, seq 128"
+    "mlp": _mlp(4, 1024, 4096),
+    "mlp-tiny": _mlp(2, 64, 192),
+    "gpt": _language(GPT, "byte GPT, 6 layers, hidden 384, seq 128", seq=128, layers=6, hidden=384, heads=6),
+    "gpt2-small": _language(
+        GPT,
+        "GPT-2 small: 12 layers, hidden 768, 12 heads, vocabulary 50257, seq 1024",
+        seq=1024,
+        layers=12,
+        hidden=768,
+        heads=12,
+        vocabulary=50257,
     ),
-    "llama-tiny": Workload(
-        lambda: Llama(layers=2, hidden=1024, heads=16, kv_heads=8, inner=2816, vocabulary=TINY_VOCABULARY),
-        partial(random_tokens, vocabulary=TINY_VOCABULARY),
+    "llama-tiny": _language(
+        Llama,
         "Llama, 2 layers, hidden 1024, 16 heads, 8 kv heads, inner 2816, vocabulary 4096, seq 128",
+        seq=128,
+        cut=_HEADS,
+        layers=2,
+        hidden=1024,
+        heads=16,
+        kv_heads=8,
+        inner=2816,
+        vocabulary=4096,
+    ),
+    # the vocabulary of Llama-3 would hide the block
+    "llama-8b-block": _language(
+        Llama,
+        "one block of Llama-3-8B: hidden 4096, 32 heads, 8 kv heads, inner 14336; vocabulary 4096, seq 1024",
+        seq=1024,
+        cut=_HEADS,
+        layers=1,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        inner=14336,
+        vocabulary=4096,
     ),
 }

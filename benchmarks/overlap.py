@@ -6,7 +6,7 @@
     python benchmarks/overlap.py --device cpu --transport c10d --tokens 128
     torchrun --nproc-per-node 8 benchmarks/overlap.py --ring real --ranks 8
 
-What each quantity is: overlap_layer.py; formulas: overlap_metrics.py; shapes and order: overlap_cases.py; options:
+What each quantity is: overlap_layer.py; formulas: rtp_ext/metrics.py; shapes and order: overlap_cases.py; options:
 overlap_options.py.
 
 On one GPU the ring is *emulated*: one process runs one rank's exact timeline with real copies over `--link`, and every
@@ -36,12 +36,12 @@ from card import append_line, environment_card, result_line
 from launch import Place, is_first, launch
 from overlap_cases import PASSES, Case, identity, measured
 from overlap_layer import Layer, make_emulated
-from overlap_metrics import Times, metrics, model
 from overlap_options import parse_arguments
 from strategies import DTYPES
 from timing import Sample, everyones, gpu_state, samples
 
 import rtp_ext
+from rtp_ext.metrics import Times, metrics, model
 
 PLAIN = "sm-local"  # what an emulated ring on a GPU is without a choice
 QUANTITIES = ("g1", "gr", "c", "ov", "base")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from card import RESULTS, command_line, machine_name
+from card import RESULTS, command_line, machine_name, refusal_to_write
 from launch import add_launch_options, cores, under_torchrun
 from overlap_cases import DIRECTIONS, SHAPES, cpu_cases, gpu_cases, grid
 from strategies import DTYPES
@@ -100,11 +100,8 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     args.cores_shared = None if per_rank is None else per_rank == 0
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     args.output = args.output or RESULTS / (args.machine or machine_name(device)) / "overlap.jsonl"
-    try:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.open("a").close()
-    except OSError as problem:
-        error(f"the results file cannot be written: {problem}")
+    if (refusal := refusal_to_write(args.output)) is not None:
+        error(refusal)
     args.device = device.type
     args.command = command_line()
     args.deadline = time.monotonic() + args.budget

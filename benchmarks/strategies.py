@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import rtp_ext
@@ -24,12 +25,30 @@ class Strategy:
 
     `convert(model, mesh, policy)` returns the model to call. `policy` is None in float32. `follows_policy`: 16-bit
     compute comes from the policy (16-bit copies of float32 parameters, gradients reduced in float32) and not from
-    autocast. `one_process`: a single process trains on the batches of all ranks.
+    autocast. `one_process`: a single process trains on the batches of all ranks. `whole_batch`: every rank computes
+    with the batches of all ranks, and with its part of the weights. `model_method`: what a model must have for it.
+    `language`: only for causal language models of the transformers package.
     """
 
     convert: Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]
     follows_policy: bool = False
     one_process: bool = False
+    whole_batch: bool = False
+    model_method: str | None = None
+    language: bool = False
+
+    @property
+    def every_batch(self) -> bool:
+        """Whether one rank computes with the batches of all."""
+        return self.one_process or self.whole_batch
+
+    def refusal(self, model: type[nn.Module]) -> str | None:
+        """Why models of this class cannot be trained so, or None."""
+        if self.model_method is not None and not hasattr(model, self.model_method):
+            return f"{model.__name__} has no {self.model_method}"
+        if self.language and not getattr(model, "causal_head", False):
+            return f"{model.__name__} has no vocabulary head of the transformers package"
+        return None
 
 
 def _rotate(**choices: Any) -> Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]:
@@ -40,11 +59,22 @@ def _rotate(**choices: Any) -> Callable[[nn.Module, DeviceMesh, MixedPrecisionPo
     return convert
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
-    options = {} if policy is None else {"mp_policy": policy}
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+def _shard(*, reshard: bool | None = None) -> Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]:
+    """`reshard`: whether weights are freed after forward; None: torch's default, all blocks but not the root."""
+
+    def convert(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
+        options: dict[str, Any] = {"reshard_after_forward": reshard}
+        options |= {} if policy is None else {"mp_policy": policy}
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh, **options)
+
+    return convert
+
+
+def _parallelize(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
+    model.parallelize(mesh)
+    return model
 
 
 def _replicate(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
@@ -56,11 +86,21 @@ STRATEGIES = {
     "rtp-inplace": Strategy(_rotate(in_place=True), follows_policy=True),
     "rtp-unbundled": Strategy(_rotate(bundle=False), follows_policy=True),
     "rtp-recompute": Strategy(_rotate(bundle="recompute"), follows_policy=True),
-    "rtp-fused": Strategy(_rotate(bundle="recompute", loss_head="fused"), follows_policy=True),
-    "fsdp2": Strategy(_shard, follows_policy=True),
+    "rtp-fused": Strategy(_rotate(bundle="recompute", loss_head="fused"), follows_policy=True, language=True),
+    "fsdp2": Strategy(_shard(), follows_policy=True),
+    "fsdp2-noreshard": Strategy(_shard(reshard=False), follows_policy=True),
     "ddp": Strategy(_replicate),
+    "tp": Strategy(_parallelize, whole_batch=True, model_method="parallelize"),
     "single": Strategy(lambda model, mesh, policy: model, one_process=True),
 }
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters for an optimizer: DTensors and plain tensors apart, since one fused loop cannot take both."""
+    kinds: dict[bool, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return [{"params": parameters} for parameters in kinds.values()]
 
 
 class Trainer:
@@ -100,7 +140,7 @@ class Trainer:
         self.strategy = strategy
         self.device = device
         self.model = kind.convert(build().to(device), mesh, policy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.optimizer = torch.optim.AdamW(parameter_groups(self.model), lr=lr)
         self.ring = rtp_ext.ring_of(self.model) if strategy.startswith("rtp") else None
 
     @classmethod
@@ -110,7 +150,7 @@ class Trainer:
         """A trainer of a model that has been converted already. `autocast`: to this dtype; None: not at all."""
         trainer = cls.__new__(cls)
         trainer.strategy, trainer.model, trainer.device, trainer._autocast = strategy, model, device, autocast
-        trainer.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        trainer.optimizer = torch.optim.AdamW(parameter_groups(model), lr=lr)
         trainer.ring = rtp_ext.ring_of(model) if strategy.startswith("rtp") else None
         return trainer
 

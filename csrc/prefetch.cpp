@@ -86,9 +86,7 @@ std::optional<Ahead> Prefetcher::begin(const Schedule& schedule, const std::opti
 
 const Prefetcher::Record* Prefetcher::upcoming() const {
   const History& history = histories_[context_.backward ? 1 : 0];
-  if (!enabled_ || pending_ || (captured_ && transport_->capture() == 0) || !history.matches ||
-      history.phase != context_.phase)
-    return nullptr;
+  if (!enabled_ || pending_ || captured_ || !history.matches || history.phase != context_.phase) return nullptr;
   const size_t position = history.now.size();
   if (position >= history.last.size()) return nullptr;
   const Record& record = history.last[position];

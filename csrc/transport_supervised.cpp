@@ -41,7 +41,10 @@ void SupervisedTransport::try_out() {
     while (!end.reached()) {
       const auto waited = std::chrono::steady_clock::now() - start;
       if (waited > end_.timeout) {
-        give_up();
+        const auto given_up = std::chrono::steady_clock::now();
+        while (give_up() && !end.reached() && std::chrono::steady_clock::now() - given_up < kGivingUp) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
         throw_timeout(hop, hop.from, waited, "the hop did not end");
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(1));

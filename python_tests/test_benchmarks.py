@@ -20,11 +20,11 @@ from card import KEYS
 from harness import Cases, run_ranks
 from launch import Place
 from live_bytes import LiveBytes
-from overlap_metrics import Times, metrics, model
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
+from rtp_ext.metrics import Times, metrics, model
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"

@@ -17,12 +17,15 @@ PYTHON_LAYERS = [
     {"_connect", "_rotation", "gate"},
     {"ring", "schedule"},
     {"timeline"},
+    {"metrics"},
     {"sharding"},
     {"functional"},
     {"nn"},
     {"rewrite"},
     {"convert", "loading", "planner", "doctor"},
     {"__init__"},
+    {"bench_layer"},
+    {"bench"},
     {"__main__"},
 ]
 PYTHON_MATES = {"functional", "nn", "planner"}

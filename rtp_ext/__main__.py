@@ -1,4 +1,4 @@
-"""The command line: ``python -m rtp_ext schedule``, ``plan`` and ``doctor``."""
+"""The command line: ``python -m rtp_ext schedule``, ``plan``, ``bench`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -61,6 +61,23 @@ def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from rtp_ext.planner import cli
 
     return cli.run(options)
+
+
+def _bench(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from rtp_ext import bench
+
+    wishes = {"ranks": options.ranks, "tokens": options.tokens, "seconds": options.seconds, "device": options.device}
+    try:
+        plan = bench.choose(**wishes)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        found = bench.run(plan)
+    except bench.FAILURES as error:
+        print(f"rtp_ext bench: {error}", file=sys.stderr)
+        return 1
+    print(f"{bench.table(plan, found)}\n\n{bench.verdict(plan, found)}")
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,6 +144,17 @@ def _parser() -> argparse.ArgumentParser:
         description="Report versions, GPUs, links, and which transports work here and why the others do not.",
     )
     check.set_defaults(run=_doctor, parser=check)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure what rotation hides and exposes on this machine, in under three minutes",
+        description="Time one linear layer at several numbers of tokens, and a few training steps. Prints a verdict.",
+    )
+    bench.add_argument("--ranks", type=_at_least_one, metavar="R", help="default: the GPUs; 4 on one GPU; 2 on a CPU")
+    bench.add_argument("--tokens", type=_at_least_one, nargs="+", metavar="T", help="local tokens of the layer")
+    bench.add_argument("--seconds", type=_duration, metavar="S", help="time for each quantity, at least")
+    bench.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs if there are any")
+    bench.set_defaults(run=_bench, parser=bench)
     return parser
 
 

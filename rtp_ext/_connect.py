@@ -18,6 +18,7 @@ from rtp_ext._native import RotationError
 logger = logging.getLogger("rtp_ext")
 
 CE_MODES = ("auto", "push", "pull")
+FEW_CONNECTIONS = 16  # of CUDA's 32 at most; streams share what there is
 REGISTERED_SINCE = 22300  # the NCCL that moves registered memory between GPUs of a host without copies of its own
 
 
@@ -252,6 +253,13 @@ def _make_ce(ring: Any) -> Any:
     hosts = len(set(ring.exchange(_boot_id())))
     if hosts > 1:
         raise RotationError(f"its ranks are on {hosts} hosts")
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # CUDA's default
+    if connections.isdecimal() and int(connections) < FEW_CONNECTIONS:
+        logger.warning(
+            "transport ce: CUDA_DEVICE_MAX_CONNECTIONS is %s: streams that share a connection to the GPU wait for each "
+            "other, GEMMs for neighbours among them. Set it to 32 before the first CUDA call",
+            connections,
+        )
     return _native.ce_transport(_unique_ids(ring, 1)[0], _ring_end(ring))
 
 
@@ -273,12 +281,15 @@ def choose_route(ring: Any, wish: str) -> str:
     """`direct` where any rank reaches any other at the cost of a neighbour, else `ring`. Collective."""
     if wish != "auto":
         return wish
-    if ring.transport == "shm":
+    if ring.transport in ("shm", "ce"):
         return "direct"
-    if ring.transport == "ce" or ring.transport.startswith("nccl"):
+    if ring.transport.startswith("nccl"):
         gpus = range(torch.cuda.device_count())
         one_host = len(set(ring.exchange(_boot_id()))) == 1
-        peers = all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
+        # A rank that sees its own GPU only knows nothing of the others.
+        peers = len(gpus) >= ring.size and all(
+            torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b
+        )
         return "direct" if all(ring.exchange(one_host and peers)) else "ring"
     return "ring"
 

@@ -10,12 +10,16 @@ All times are in microseconds, of the slowest rank:
     t_gemm_ov  what the GEMMs take while hops are under way
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rtp_ext.schedule import schedules
 from rtp_ext.timeline import timeline
+
+__all__ = ["MODEL_GBPS", "Times", "metrics", "model"]
 
 MODEL_GBPS = 370.0  # one way, measured on NVLink 4 by others: NVIDIA/nccl issue 1264 (380 of nominally 450 GB/s)
 

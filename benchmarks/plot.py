@@ -1,0 +1,213 @@
+"""Figures of the committed results: overlap against tokens, memory by component, scaling against the ideal.
+
+    python benchmarks/plot.py overlap benchmarks/results/h200-1gpu/overlap.jsonl --output docs/overlap
+    python benchmarks/plot.py memory benchmarks/results/h200-1gpu/memory_per_rank.jsonl --output docs/memory
+    python benchmarks/plot.py memory benchmarks/results/cpu-2core/compare.jsonl --model mlp --tokens 256 --output FILE
+    python benchmarks/plot.py scaling benchmarks/results/cpu-2core/compare.jsonl --model mlp --output FILE
+
+Writes FILE.png and FILE.svg. The results must be committed as they are, unless --uncommitted says that this is a draft,
+which the figure then says too. Of a case that was measured several times the last line counts. Everything is told apart
+by markers, dashes and hatching, so that a print in black and white reads as well.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from report import NAMES, Row, last_runs, read_lines
+
+MARKERS = "osD^vP*X"
+GREYS = ("#1f4e79", "#f2b366", "#7a7a7a", "#d6e6f5", "#b03a2e", "#117864", "#5b2c6f", "#000000")
+COMPONENTS = {
+    "parameters": ("parameter_bytes", {"facecolor": "#1f4e79"}),
+    "gradients": ("gradient_bytes", {"facecolor": "#ffffff", "hatch": "////"}),
+    "optimizer state": ("optimizer_bytes", {"facecolor": "#f2b366"}),
+    "transient, activations included": ("transient_bytes", {"facecolor": "#d6e6f5", "hatch": ".."}),
+}
+
+
+class CannotPlot(ValueError):
+    """The results do not hold what the figure shows."""
+
+
+def committed(path: Path) -> bool:
+    """Whether git has this file as it lies here."""
+    commands = (["ls-files", "--error-unmatch", path.name], ["diff", "--quiet", "HEAD", "--", path.name])
+    return all(
+        subprocess.run(["git", *command], cwd=path.resolve().parent, capture_output=True).returncode == 0
+        for command in commands
+    )
+
+
+def about(rows: list[Row]) -> str:
+    """What was measured on, for below a figure."""
+    devices = ", ".join(sorted({row["device"] for row in rows}))
+    commits = ", ".join(sorted({str(row["commit"]) for row in rows}))
+    return f"{devices}; {min(row['date'] for row in rows)[:10]}; commit {commits}"
+
+
+def canvas(columns: int, height: float = 3.6) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * columns + 1, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for each in axes:
+        each.spines[["right", "top"]].set_visible(False)
+        each.tick_params(labelsize=8)
+    return figure, axes
+
+
+def style(index: int) -> dict[str, Any]:
+    return {"color": GREYS[index % len(GREYS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
+
+
+def token_axis(axes: Any, tokens: list[int]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [f"{number:g}" for number in tokens])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("tokens per rank", fontsize=9)
+
+
+def overlap(rows: list[Row], args: argparse.Namespace) -> Any:
+    """E_hide, and speed against one whole GEMM with its ceiling, over tokens; a line for each transport and link."""
+
+    def kind(row: Row) -> tuple[Any, ...]:
+        return row["shape"], row["ranks"], row["direction"], row["dtype"]
+
+    wished = (args.shape, args.ranks, args.direction, None)
+    rows = [row for row in rows if all(w in (None, is_) for w, is_ in zip(wished, kind(row), strict=True))]
+    if not rows:
+        raise CannotPlot(f"no case has shape, ranks and direction {wished[:3]}")
+    chosen = Counter(map(kind, rows)).most_common(1)[0][0]
+    rows = [row for row in rows if kind(row) == chosen]
+    lines: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        name = row["link"] or row["transport"]
+        name += "" if row.get("max_ctas") is None else f", {row['max_ctas']} CTAs"
+        lines.setdefault(name + (", graph" if row.get("graph") else ""), {})[row["tokens"]] = row
+    figure, (hidden, speed) = canvas(2)
+    for index, (name, points) in enumerate(sorted(lines.items())):
+        tokens = sorted(points)
+        look = style(index)
+        some = [number for number in tokens if points[number]["e_hide"] is not None]
+        hidden.plot(some, [points[number]["e_hide"] for number in some], label=name, **look)
+        speed.plot(tokens, [points[number]["roofline"] for number in tokens], label=name, **look)
+        most = [points[number]["t_g1_us"] / points[number]["ceiling_us"] for number in tokens]
+        speed.plot(tokens, most, color=look["color"], linestyle=(index, (4, 3)), linewidth=1)
+    for axes, title in ((hidden, "hidden part of the communication"), (speed, "speed, one whole GEMM = 1")):
+        axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+        axes.set_title(title, fontsize=9, loc="left")
+        token_axis(axes, sorted({row["tokens"] for row in rows}))
+    hidden.axhline(0, color="black", linewidth=0.8)
+    speed.set_ylim(bottom=0)
+    speed.plot([], [], color="black", linestyle="--", linewidth=1, label="ceiling: GEMM or hops alone")
+    speed.legend(fontsize=7, edgecolor="none", loc="best")
+    shape, ranks, direction, dtype = chosen
+    stands = ", one process stands for the ring" if all(row["transport"] == "emulated" for row in rows) else ""
+    return figure, rows, f"{shape}, {direction}, R = {ranks}, {dtype}{stands}"
+
+
+def memory(rows: list[Row], args: argparse.Namespace) -> Any:
+    """Bars of a rank's peak, stacked by component."""
+    rows = [row for row in rows if row.get("transient_bytes") is not None]
+    model = args.model or (rows[-1]["case"].split("/")[0] if rows else "")
+    rows = [row for row in rows if row["case"].startswith(f"{model}/")]
+    for key in ("ranks", "tokens"):
+        wish = getattr(args, key)
+        wish = rows[-1][key] if wish is None and rows else wish
+        rows = [row for row in rows if row[key] == wish]
+    last = {row["strategy"]: row for row in rows}
+    if not last:
+        raise CannotPlot(f"no line with memory of model {model!r} with these ranks and tokens")
+    rows = list(last.values())
+    figure, (axes,) = canvas(1, 1.8 + 0.45 * len(rows))
+    names = [NAMES.get(name, name).replace("`", "") for name in last]
+    partial = [
+        "" if row.get("layers") == row.get("full_layers") else f" ({row['layers']} of {row['full_layers']} layers)"
+        for row in rows
+    ]
+    left = [0.0] * len(rows)
+    for label, (key, look) in COMPONENTS.items():
+        sizes = [row[key] / 2**30 for row in rows]
+        axes.barh(range(len(rows)), sizes, left=left, label=label, edgecolor="#222222", linewidth=0.7, **look)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    for place, total in enumerate(left):
+        axes.text(total, place, f" {total:.3g}", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [name + note for name, note in zip(names, partial, strict=True)], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * max(left))
+    axes.set_xlabel("GiB per rank at the peak of a step", fontsize=9)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=7, frameon=False)
+    return figure, rows, f"{model}: {rows[0]['tokens']} tokens per rank, R = {rows[0]['ranks']}"
+
+
+def scaling(rows: list[Row], args: argparse.Namespace) -> Any:
+    """Tokens per second against those of the same strategy at R = 1."""
+    model = args.model or rows[-1]["case"].split("/")[0]
+    rows = [row for run in last_runs(rows, model) for row in run]
+    tokens = args.tokens or rows[-1]["tokens"]
+    rows = [row for row in rows if row["tokens"] == tokens and row["strategy"] != "single"]
+    if {row["ranks"] for row in rows} <= {1} or not any(row["ranks"] == 1 for row in rows):
+        raise CannotPlot(f"expected results of {model} at {tokens} tokens for R = 1 and more, got too few")
+    lines: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        lines.setdefault(row["strategy"], {})[row["ranks"]] = row
+    figure, (axes,) = canvas(1)
+    for index, (name, points) in enumerate(lines.items()):
+        if 1 in points:
+            sizes = sorted(points)
+            ratios = [points[size]["tokens_per_s"] / points[1]["tokens_per_s"] for size in sizes]
+            axes.plot(sizes, ratios, label=NAMES.get(name, name).replace("`", ""), **style(index))
+    sizes = sorted({row["ranks"] for row in rows})
+    axes.plot(sizes, sizes, color="black", linestyle="--", linewidth=1, label="ideal")
+    axes.set_xticks(sizes)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("ranks", fontsize=9)
+    axes.set_title("tokens per second, one rank = 1", fontsize=9, loc="left")
+    axes.legend(fontsize=7, frameon=False)
+    shared = [size for size in sizes if any(row["ranks"] == size and row.get("cores_shared") for row in rows)]
+    note = f"\nR = {', '.join(map(str, shared))} take turns on {rows[0]['cores']} cores" if shared else ""
+    return figure, rows, f"{model}: {tokens} tokens per rank{note}"
+
+
+FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Figures of the committed results. See the top of the file.")
+    parser.add_argument("figure", choices=FIGURES)
+    parser.add_argument("results", type=Path, nargs="+", metavar="FILE.jsonl")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="FILE.png and FILE.svg are written")
+    parser.add_argument("--uncommitted", action="store_true", help="draw a draft from results that are not committed")
+    parser.add_argument("--model", help="of memory and scaling (default: the last measured)")
+    parser.add_argument("--shape", help="of overlap (default: the most measured)")
+    parser.add_argument("--direction", choices=("forward", "backward", "step"))
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--tokens", type=int)
+    args = parser.parse_args(argv)
+    drafts = [path for path in args.results if not committed(path)]
+    if drafts and not args.uncommitted:
+        sys.exit(f"{drafts[0]} is not committed as it lies here (--uncommitted draws a draft)")
+    try:
+        figure, rows, title = FIGURES[args.figure]([row for path in args.results for row in read_lines(path)], args)
+    except ImportError:
+        sys.exit("a plot needs matplotlib: pip install 'rtp-ext[plot]'")
+    except ValueError as problem:
+        sys.exit(str(problem))
+    figure.suptitle(("DRAFT, not committed: " if drafts else "") + title, fontsize=10, fontweight="bold")
+    figure.supxlabel(about(rows), fontsize=6, color="#444444")
+    for suffix in (".png", ".svg"):
+        path = args.output.with_name(args.output.name + suffix)
+        figure.savefig(path)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Prints the tables of README from the committed results, or writes them into it.
+
+    python benchmarks/report.py                  # prints every block of README
+    python benchmarks/report.py --write          # rewrites the blocks in README.md
+    python benchmarks/report.py --check          # exit status 1 where README says anything else
+
+A block of README stands between `<!-- report: MACHINE TABLE WORDS -->` and `<!-- end -->`, where MACHINE is a folder
+under results/ and TABLE one of:
+
+    compare MODEL   strategies, for every number of ranks; the last run, since only ratios within one run mean anything
+    overlap         cases of overlap.py, of each the last; WORDS choose them: a shape, a direction, a link, R8, T4096
+    memory          strategies of memory_per_rank.py, of each the last
+
+It holds the commands that made the results, what they were measured on, and the table. Columns of which a run knows
+nothing are left out.
+"""
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from card import RESULTS
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+BLOCK = re.compile(r"(<!-- report: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+FILES = {"compare": "compare.jsonl", "overlap": "overlap.jsonl", "memory": "memory_per_rank.jsonl"}
+NAMES = {
+    "rtp-inplace": "rtp, `in_place=True`",
+    "rtp-unbundled": "rtp, `bundle=False`",
+    "rtp-recompute": "rtp, recomputing",
+    "rtp-fused": "rtp, recomputing, fused loss",
+    "fsdp2": "`fully_shard` per block",
+    "fsdp2-noreshard": "`fully_shard` per block, `reshard_after_forward=False`",
+    "ddp": "DDP",
+    "tp": "tensor parallelism (DTensor)",
+    "single": "one process, all batches",
+}
+
+Row = dict[str, Any]
+
+
+def read_lines(path: Path) -> list[Row]:
+    """The lines of a results file. Raises ValueError where there are none."""
+    lines = [json.loads(text) for text in path.read_text().splitlines() if text.strip()] if path.exists() else []
+    if not lines:
+        raise ValueError(f"expected results in {path}, found none")
+    return lines
+
+
+def last_runs(lines: list[Row], model: str) -> list[list[Row]]:
+    """The lines of the last run of `model` for every number of ranks. Raises ValueError where there is none."""
+    found: dict[int, list[Row]] = {}
+    for line in lines:
+        if line["case"].startswith(f"{model}/"):
+            run = found.setdefault(line["ranks"], [])
+            if run and (run[0]["date"], run[0]["command"]) != (line["date"], line["command"]):
+                run.clear()
+            run.append(line)
+    if not found:
+        raise ValueError(f"expected results of {model}, found none")
+    return [found[ranks] for ranks in sorted(found)]
+
+
+def _mebibytes(row: Row, *keys: str) -> str | None:
+    if any(row.get(key) is None for key in keys):
+        return None
+    return ", ".join(f"{row[key] / 2**20:.0f}" for key in keys)
+
+
+def _number(row: Row, key: str, digits: int) -> str | None:
+    return None if row.get(key) is None else f"{row[key]:.{digits}f}"
+
+
+Columns = dict[str, Callable[[Row], str | None]]
+
+_KEPT: Columns = {
+    "parameters, gradients, optimizer, MiB per rank": lambda row: _mebibytes(
+        row, "parameter_bytes", "gradient_bytes", "optimizer_bytes"
+    ),
+    "transient, MiB": lambda row: _mebibytes(row, "transient_bytes"),
+}
+COMPARE: Columns = {
+    "tokens per rank": lambda row: str(row["tokens"]),
+    "strategy": lambda row: NAMES.get(row["strategy"], row["strategy"]),
+    "step, ms (median, p20-p80)": lambda row: f"{row['step_ms']:.0f} ({row['p20_ms']:.0f}-{row['p80_ms']:.0f})",
+    "rtp / this": lambda row: None if row["strategy"] == "rtp" else _number(row, "rtp_ratio", 2),
+    "exposed, ms": lambda row: _number(row, "exposed_ms", 0),
+    "scaling": lambda row: _number(row, "scaling_efficiency", 2),
+    **_KEPT,
+    "buffers, MiB": lambda row: _mebibytes(row, "buffer_bytes"),
+    "memory efficiency, kept": lambda row: _number(row, "kept_efficiency", 2),
+    "peak": lambda row: _number(row, "peak_efficiency", 2),
+}
+_TIMES = {
+    "one GEMM": "g1",
+    "shard GEMMs": "gr",
+    "hops": "c",
+    "rotated, us (median, p20-p80)": "ov",
+    "fetch first": "base",
+}
+
+
+def _microseconds(name: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        spread = f" ({row['t_ov_p20_us']:.0f}-{row['t_ov_p80_us']:.0f})" if name == "ov" else ""
+        return f"{row[f't_{name}_us']:.0f}{spread}"
+
+    return cell
+
+
+OVERLAP: Columns = {
+    "shape": lambda row: row["shape"],
+    "tokens": lambda row: str(row["tokens"]),
+    "R": lambda row: str(row["ranks"]),
+    "pass": lambda row: row["direction"],
+    "link": lambda row: row["link"] or row["transport"],
+    "CTAs": lambda row: _number(row, "max_ctas", 0),
+    **{heading: _microseconds(name) for heading, name in _TIMES.items()},
+    "E_hide": lambda row: _number(row, "e_hide", 2),
+    "roofline": lambda row: _number(row, "roofline", 2),
+    "E_ect": lambda row: _number(row, "e_ect", 2),
+}
+MEMORY: Columns = {
+    "strategy": lambda row: NAMES.get(row["strategy"], row["strategy"]),
+    "layers": lambda row: f"{row['layers']} of {row['full_layers']}",
+    "tokens computed with": lambda row: str(row["computed_tokens"]),
+    **_KEPT,
+    "peak, MiB": lambda row: _mebibytes(row, "peak_bytes"),
+    "reserved, MiB": lambda row: _mebibytes(row, "reserved_bytes"),
+}
+
+
+def table(rows: list[Row], columns: Columns, note: str = "") -> str:
+    """Commands, machine and a Markdown table of `rows`."""
+    first = rows[0]
+    dates = sorted({row["date"][:10] for row in rows})
+    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
+    about = f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))} at commit {commits} on {first['device']}, "
+    about += f"{first['cores']} cores, torch {first['torch']}, {first['dtype']}.{note}"
+    cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    cells = {name: column for name, column in cells.items() if any(text is not None for text in column)}
+    lines = [list(cells), ["---"] * len(cells), *zip(*cells.values(), strict=True)]
+    text = "\n".join("| " + " | ".join(text or "" for text in line) + " |" for line in lines).replace("|  |", "| |")
+    commands = "\n".join(_wrapped(command) for command in dict.fromkeys(row["command"] for row in rows))
+    return f"\n{commands}\n\n{textwrap.fill(about, 120, break_on_hyphens=False)}\n\n{text}\n\n"
+
+
+def _wrapped(command: str) -> str:
+    return "    " + " \\\n        ".join(textwrap.wrap(command, 108, break_on_hyphens=False, break_long_words=False))
+
+
+def compare_table(rows: list[Row]) -> str:
+    """Of one run of compare.py."""
+    first = rows[0]
+    shared = f" **{first['ranks']} ranks take turns on {first['cores']} cores.**" if first.get("cores_shared") else ""
+    spread = max(row["loss_spread"] for row in rows)
+    note = f" {first['ranks']} ranks.{shared} Largest relative difference of losses: {spread:.0e}."
+    return table(rows, COMPARE, note)
+
+
+def words_of(row: Row) -> set[Any]:
+    return {row["shape"], row["direction"], row["link"], row["transport"], f"R{row['ranks']}", f"T{row['tokens']}"}
+
+
+def last_cases(lines: list[Row], words: list[str]) -> list[Row]:
+    """Of each case that has all of the `words`, the last line. Raises ValueError where there is none."""
+    keys = ("case", "link", "transport", "route", "dtype", "graph", "max_ctas", "tokens", "slot_cap", "checkpoint")
+    keys += ("parameter_dtype",)
+    found = {tuple(line.get(key) for key in keys): line for line in lines if set(words) <= words_of(line)}
+    if not found:
+        raise ValueError(f"expected results with {' '.join(words) or 'any words'}, found none")
+    return list(found.values())
+
+
+def block(wish: str, results: Path) -> str:
+    """What README says between a marker and its end. `wish`: the words of the marker."""
+    machine, kind, *words = wish.split() if " " in wish else (wish, "")
+    if kind not in FILES or (kind == "compare" and len(words) != 1):
+        raise ValueError(f"expected <!-- report: MACHINE compare MODEL|overlap|memory WORDS -->, got {wish!r}")
+    lines = read_lines(results / machine / FILES[kind])
+    if kind == "compare":
+        return "".join(map(compare_table, last_runs(lines, words[0])))
+    return table(last_cases(lines, words), OVERLAP if kind == "overlap" else MEMORY)
+
+
+def rewrite(text: str, results: Path) -> str:
+    """README with its blocks made anew. Raises ValueError where it has none, or where results are missing."""
+    if not BLOCK.search(text):
+        raise ValueError("expected a block <!-- report: MACHINE TABLE --> ... <!-- end -->, found none")
+    return BLOCK.sub(lambda found: found[1] + block(found[2], results) + found[4], text)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Tables of README from the results. See the top of the file.")
+    wish = parser.add_mutually_exclusive_group()
+    wish.add_argument("--write", action="store_true", help="rewrite the blocks in README.md")
+    wish.add_argument("--check", action="store_true", help="fail where README differs")
+    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the machines")
+    args = parser.parse_args(argv)
+    before = args.readme.read_text()
+    try:
+        after = rewrite(before, args.results)
+    except ValueError as problem:
+        sys.exit(str(problem))
+    if args.write:
+        args.readme.write_text(after)
+    elif args.check:
+        if before != after:
+            sys.exit(f"{args.readme.name} differs from the results: python benchmarks/report.py --write")
+    else:
+        print("\n".join(found[0] for found in BLOCK.finditer(after)))
+
+
+if __name__ == "__main__":
+    main()

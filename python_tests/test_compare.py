@@ -1,0 +1,333 @@
+"""The comparison of strategies with tiny models, the tables of README, the figures, and `python -m rtp_ext bench`."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import plot
+import pytest
+import report
+import torch
+from card import KEYS, refusal_to_write
+from harness import Cases, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from rtp_ext import RotationError, bench, bench_layer
+from rtp_ext.__main__ import main
+from rtp_ext.metrics import Times
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+COMPARE = RESULTS / "cpu-2core" / "compare.jsonl"
+
+# -- compare.py, in processes where `models` is that of the benchmarks -------------------------------------------------
+
+
+def _arguments(compare, file, *options):
+    base = ["--device", "cpu", "--model", "mlp-tiny", "--tokens", "16", "--steps", "2", "--warmup", "1"]
+    return compare.parse_arguments([*base, "--output", file, *options])
+
+
+def _compares(rank, ranks, file):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import compare
+    from launch import Place
+    from models import GPT, WORKLOADS, Llama, Workload, random_tokens
+
+    sizes = {"layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "inner": 48, "vocabulary": 64}
+    sample = partial(random_tokens, seq=8, vocabulary=64)
+    WORKLOADS["llama-mini"] = Workload(Llama, sizes, "a Llama", sample, 8, ("kv_heads", "inner", "vocabulary"))
+    place = Place(rank, ranks, torch.device("cpu"), init_device_mesh("cpu", (ranks,)))
+    compare.launch = lambda worker, args, ranks: worker(place, args)
+    compare.is_first = lambda: rank == 0
+    cases = Cases()
+
+    def run(*options):
+        """Rank 0's output of the whole command."""
+        told = io.StringIO()
+        sys.argv = ["compare.py", *options]
+        compare.parse_arguments = lambda: _arguments(SimpleNamespace(parse_arguments=parse), file, *options)
+        with contextlib.redirect_stdout(told):
+            compare.main()
+        return told.getvalue()
+
+    parse = compare.parse_arguments
+    with cases.case("mlp"):
+        new = "rtp,fsdp2,fsdp2-noreshard,ddp,tp,single"
+        told = run("--strategies", new)
+        if rank == 0:
+            lines = report.read_lines(Path(file))
+            assert [line["strategy"] for line in lines] == new.split(",")
+            _check_lines(lines, ranks)
+            assert json.loads(told.splitlines()[-1])["loss_agrees"] and "exposed" in told and "options: model=" in told
+    with cases.case("llama"):
+        run("--model", "llama-mini", "--strategies", "rtp-fused,tp,single")
+        if rank == 0:
+            assert len(report.read_lines(Path(file))) == 9
+    with cases.case("bfloat16"):
+        told = run("--dtype", "bfloat16", "--strategies", "rtp,tp,fsdp2")
+        assert rank or ("autocast" in told and "rtp by a mixed-precision policy" in told)
+    with cases.case("a disagreeing loss"):
+        right = compare.make_batch
+        for dtype, factor in (("float32", 1 + 1e-3), ("bfloat16", 1.2)):
+            before = Path(file).read_text() if rank == 0 else None  # rank 0 writes
+
+            def wrong(args, tokens, who, device, factor=factor):
+                inputs, targets = right(args, tokens, who, device)
+                return inputs, targets * (factor if len(list(who)) > 1 else 1)  # of `single` alone
+
+            compare.make_batch = wrong
+            with contextlib.redirect_stdout(io.StringIO()):
+                if rank == 0:
+                    with pytest.raises(SystemExit, match="losses of the strategies differ"):
+                        run("--dtype", dtype, "--strategies", "ddp,single")
+                else:
+                    run("--dtype", dtype, "--strategies", "ddp,single")
+            assert rank or Path(file).read_text() == before, "nothing is recorded"
+        compare.make_batch = right
+    if rank == 0:
+        _check_compare(cases, compare, parse, file)
+        with cases.case("gpt2-small"), torch.device("meta"):
+            sizes = sum(p.numel() for p in WORKLOADS["gpt2-small"].build().parameters())
+            assert sizes == 124_439_808 and WORKLOADS["gpt2-small"].make is GPT
+            block = WORKLOADS["llama-8b-block"].build().blocks[0]
+            assert sum(p.numel() for p in block.parameters()) == 218_112_000
+    cases.finish()
+
+
+def _check_lines(lines, ranks):
+    known = {line["strategy"]: line for line in lines}
+    for line in lines:
+        assert set(KEYS) <= set(line) and line["ranks"] == ranks and line["loss_spread"] < 1e-5
+        kept = sum(line[f"{name}_bytes"] for name in ("parameter", "gradient", "optimizer"))
+        assert line["kept_bytes"] == kept and line["forward_backward_ms"] <= line["step_ms"]
+        gap = line["forward_backward_ms"] - line["reference_forward_backward_ms"]
+        assert line["exposed_ms"] == (None if line["strategy"] == "single" else gap)
+    for strategy, least, most in (("rtp", 0.9, 1.0), ("tp", 0.9, 1.0), ("fsdp2", 0.9, 1.0), ("ddp", 0.4, 0.51)):
+        assert least <= known[strategy]["kept_efficiency"] <= most, known[strategy]
+    assert known["single"]["kept_efficiency"] == known["single"]["peak_efficiency"] == 1 / ranks
+    assert known["tp"]["buffer_bytes"] is None
+
+
+def _check_compare(cases, compare, parse, file):
+    with cases.case("scaling"):
+        rows = [{"strategy": "rtp", "tokens": 8, "ranks": r, "tokens_per_s": 10.0 * r**0.5} for r in (1, 4)]
+        rows.append({"strategy": "tp", "tokens": 8, "ranks": 4, "tokens_per_s": 1.0})
+        compare.add_scaling(rows)
+        assert [row["scaling_efficiency"] for row in rows] == [1.0, 0.5, None]
+    for options, message in (
+        (["--steps", "0"], "at least 1"),
+        (["--tokens", "0"], "at least 1"),
+        (["--ranks", "0"], "at least 1"),
+        (["--strategies", "rtp,zero3"], "unknown strategy 'zero3'"),
+        (["--strategies", "rtp,rtp"], "expected each once"),
+        (["--strategies", "rtp-fused"], "no vocabulary head"),
+        (["--model", "gpt", "--tokens", "128", "--strategies", "tp"], "GPT has no parallelize"),
+        (["--model", "llama-tiny", "--tokens", "100"], "not a multiple"),
+        (["--model", "llama-tiny", "--tokens", "128", "--ranks", "3"], "cannot cut kv_heads 8 for 3 ranks"),
+        (["--device", "cuda"], "no GPU is available"),
+        (["--output", "/proc/compare.jsonl"], "cannot be written"),
+        (["--model", "gpt3"], "invalid choice"),
+    ):
+        told = io.StringIO()
+        with cases.case(str(options)), contextlib.redirect_stderr(told):
+            with pytest.raises(SystemExit) as ended:
+                _arguments(SimpleNamespace(parse_arguments=parse), file, *options)
+            assert ended.value.code == 2 and message in told.getvalue(), told.getvalue()
+    with cases.case("more ranks than GPUs"), contextlib.redirect_stderr(io.StringIO()) as told:
+        available, count = torch.cuda.is_available, torch.cuda.device_count
+        torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2
+        with pytest.raises(SystemExit):
+            _arguments(SimpleNamespace(parse_arguments=parse), file, "--device", "cuda", "--ranks", "2,4")
+        assert "4 ranks need as many GPUs, this machine has 2" in told.getvalue()
+        torch.cuda.is_available, torch.cuda.device_count = available, count
+
+
+def test_strategies_agree_and_absurd_wishes_are_refused(tmp_path):
+    pytest.importorskip("transformers")
+    run_ranks(_compares, 2, str(tmp_path / "made" / "compare.jsonl"))
+
+
+def test_a_results_file_is_tried_before_the_run(tmp_path):
+    assert refusal_to_write(tmp_path / "new" / "r.jsonl") is None
+    (tmp_path / "file").touch()
+    assert "cannot be written" in refusal_to_write(tmp_path / "file" / "r.jsonl")
+
+
+# -- README and figures ------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_of_readme_are_those_of_the_results(tmp_path, capsys):
+    report.main(["--check"])
+    text = (ROOT / "README.md").read_text()
+    wish, table = next((found[2], found[3]) for found in report.BLOCK.finditer(text))
+    number = re.search(r"\| (\d+) \(", table)[1]
+    wrong = tmp_path / "README.md"
+    wrong.write_text(text.replace(f"| {number} (", f"| {int(number) - 1} (", 1))
+    with pytest.raises(SystemExit, match="differs from the results"):
+        report.main(["--check", "--readme", str(wrong)])
+    report.main(["--write", "--readme", str(wrong)])
+    assert wrong.read_text() == text
+    report.main([])
+    assert f"<!-- report: {wish} -->" in capsys.readouterr().out
+
+
+def test_tables_show_the_last_run_and_only_what_is_known():
+    lines = [line | {"cores_shared": True} for line in report.read_lines(COMPARE) if line["case"] == "mlp/rtp"]
+    later = [line | {"date": "2027-01-01", "step_ms": 12.3, "exposed_ms": 4.0} for line in lines[:1]]
+    ((shown,),) = [report.last_runs(lines + later, "mlp")]
+    assert shown == later
+    text = report.compare_table(shown)
+    assert "| 12 (" in text and "exposed, ms" in text and "take turns" in text and "memory efficiency" not in text
+
+
+def test_tables_of_overlap_and_memory(tmp_path):
+    card = {"date": "2026-01-01T00", "commit": "abc", "device": "made up", "cores": 2, "torch": "2", "dtype": "float32"}
+    card |= {"direction": "step", "ranks": 8, "transport": "emulated", "command": "python x"}
+    times = {f"t_{name}_us": 10.0 for name in ("g1", "gr", "c", "ov", "base", "ov_p20", "ov_p80")}
+    overlap = [
+        card | times | {"case": f"s/{tokens}", "shape": "s", "tokens": tokens, "link": link, "e_hide": hidden}
+        for tokens, link, hidden in ((8, "a", 0.1), (8, "a", 0.9), (16, "a", 0.7), (8, "b", 0.3))
+    ]
+    memory = card | {"case": "tiny/tp", "strategy": "tp", "shape": "t", "tokens": 8, "link": None, "layers": 2}
+    memory |= {"full_layers": 4, "computed_tokens": 64, "peak_bytes": 3 << 20}
+    (tmp_path / "here").mkdir()
+    for name, rows in (("overlap", overlap), ("memory_per_rank", [memory])):
+        (tmp_path / "here" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = report.block("here overlap", tmp_path)
+    assert "| 0.90 |" in text and "| 0.70 |" in text and "| 0.30 |" in text and "0.10" not in text
+    assert "CTAs" not in text and "    python x\n" in text
+    assert report.block("here overlap a T8", tmp_path).count("| s |") == 1
+    assert "| 2 of 4 | 64 | 3 |" in report.block("here memory", tmp_path)
+    for wish, message in (
+        ("here overlap c", "expected results with c"),
+        ("here memories", "got 'here memories'"),
+        ("here", "got 'here'"),
+        ("here compare", "got 'here compare'"),
+        ("there overlap", "found none"),
+        ("cpu-2core compare gpt9", "results of gpt9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            report.block(wish, RESULTS if "gpt9" in wish else tmp_path)
+    with pytest.raises(ValueError, match="expected a block"):
+        report.rewrite("", tmp_path)
+
+
+def test_figures_come_from_committed_results_alone(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    card = {"device": "made up", "commit": "abc", "date": "2026-01-01", "cores": 2}
+    base = card | {"dtype": "bfloat16", "shape": "s", "ranks": 8, "direction": "step", "transport": "emulated"}
+    times = {"e_hide": 0.5, "roofline": 0.8, "t_g1_us": 9.0, "ceiling_us": 10.0}
+    overlap = [base | times | {"link": link, "tokens": tokens} for link in ("a", "b") for tokens in (1024, 4096)]
+    scaling = [
+        card
+        | {"case": "mlp/rtp", "strategy": "rtp", "tokens": 8, "ranks": r, "command": "c", "tokens_per_s": 1.0 * r}
+        | {"cores_shared": r > 2}
+        for r in (1, 2, 4)
+    ]
+    for name, rows in (("overlap", overlap), ("scaling", scaling)):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        options = [name, str(file), "--output", str(tmp_path / name)]
+        with pytest.raises(SystemExit, match="is not committed"):
+            plot.main(options)
+        plot.main([*options, "--uncommitted"])
+        drawn = (tmp_path / f"{name}.svg").read_text()
+        assert "DRAFT" in drawn and (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "R = 4 take turns on 2 cores" in drawn and "ideal" in drawn
+    monkeypatch.setattr(plot, "committed", lambda path: True)
+    options = ["memory", str(COMPARE), "--model", "mlp", "--tokens", "256", "--output", str(tmp_path / "m.v2")]
+    plot.main(options)
+    drawn = (tmp_path / "m.v2.svg").read_text()
+    assert "DRAFT" not in drawn and all(part in drawn for part in plot.COMPONENTS)
+    for options, message in (
+        (["memory", str(COMPARE), "--model", "gpt9"], "no line with memory"),
+        (["overlap", str(tmp_path / "overlap.jsonl"), "--shape", "other"], "no case has shape"),
+        (["scaling", str(tmp_path / "scaling.jsonl"), "--tokens", "9"], "got too few"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            plot.main([*options, "--output", str(tmp_path / "x")])
+    capsys.readouterr()
+
+
+# -- python -m rtp_ext bench -------------------------------------------------------------------------------------------
+
+
+TINY = dataclasses.replace(
+    bench.choose(device="cpu", tokens=[8, 4], seconds=0), rows=48, columns=16, width=16, inner=32, batch=8
+)
+
+
+def _benches(rank, ranks):
+    return bench.measure(TINY, init_device_mesh("cpu", (ranks,)))
+
+
+def test_bench_on_two_ranks():
+    found = run_ranks(_benches, 2)
+    assert [list(each["layers"]) for each in found] == [[4, 8]] * 2 and found[0]["transport"] == "shm"
+    assert found[0]["layers"] == found[1]["layers"], "the slowest rank's"
+    training = found[0]["training"]
+    assert training["rtp"]["kept_bytes"] == training["fully_shard"]["kept_bytes"] < training["DDP"]["kept_bytes"]
+    said = bench.verdict(TINY, found[0])
+    assert said.startswith("verdict: at 8 tokens") and "of fully_shard's" in said
+    assert len(bench.table(TINY, found[0]).splitlines()) == 11
+
+
+def test_bench_of_an_emulated_ring(monkeypatch):
+    plan = dataclasses.replace(TINY, emulated=True, ranks=4)
+    found = bench.run(plan)
+    assert found["training"] is None and found["transport"] == "emulated"
+    assert "One cpu stood for the ring" in bench.verdict(plan, found) and "one process stands" in plan.describe()
+    right = bench_layer.rotated_linear
+    monkeypatch.setattr(bench_layer, "rotated_linear", lambda x, *rest, **more: right(x * (1 + 1e-3), *rest, **more))
+    with pytest.raises(RotationError, match="nothing is timed"):
+        bench.run(plan)
+    monkeypatch.setattr(bench, "choose", lambda **_: plan)
+    assert main(["bench"]) == 1
+    monkeypatch.setattr(bench_layer, "rotated_linear", right)
+    assert main(["bench"]) == 0
+
+
+def test_verdicts():
+    def found(costs, noise=1.0):
+        layers = {tokens: Times(100.0, 100.0, 50.0, 100.0 * cost, 150.0, 100.0) for tokens, cost in costs.items()}
+        return {"layers": layers, "noise": dict.fromkeys(layers, noise), "training": None, "transport": "shm"}
+
+    free = found({8: 1.3, 64: 1.04, 512: 1.01})
+    assert bench.free_from(free["layers"]) == 64 and "within 5% of one whole GEMM) from 64 tokens" in bench.verdict(
+        TINY, free
+    )
+    never = found({8: 1.0, 512: 1.2})
+    assert bench.free_from(never["layers"]) is None and "not free here up to 512" in bench.verdict(TINY, never)
+    harmful = bench.verdict(TINY, found({8: 1.7}))
+    assert "no communication is hidden" in harmful
+    assert "100% of what can be hidden" in bench.verdict(TINY, found({8: 0.99}))
+    assert "varied by 0.06 ms: what is hidden cannot be told" in bench.verdict(TINY, found({8: 1.0}, noise=60.0))
+    bench.check_losses({"a": [1.0, 2.0], "b": [1.00005, 2.0]})
+    for wrong in ([1.0, 2.001], [1.0, float("nan")]):
+        with pytest.raises(RotationError, match="equal losses at step 1"):
+            bench.check_losses({"a": [1.0, 2.0], "b": wrong})
+
+
+def test_bench_chooses_and_refuses(capsys):
+    assert (bench.choose(gpus=4).ranks, bench.choose(gpus=4).emulated) == (4, False)
+    assert (bench.choose(gpus=1).ranks, bench.choose(gpus=1).emulated) == (4, True)
+    assert bench.choose(gpus=0).device == "cpu" and "TAKE TURNS" in bench.choose(gpus=0, ranks=4096).describe()
+    for wishes, message in (
+        ({"ranks": 8, "gpus": 2}, "8 ranks need as many GPUs, this machine has 2"),
+        ({"ranks": 1, "gpus": 0}, "at least 2 ranks"),
+        ({"ranks": 5, "gpus": 0}, "which divide"),
+        ({"device": "cuda", "gpus": 0}, "found none"),
+        ({"seconds": 11.0, "gpus": 0}, "0 to 10 seconds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench.choose(**wishes)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--device", "cpu", "--ranks", "1"])
+    assert ended.value.code == 2 and "at least 2 ranks" in capsys.readouterr().err
