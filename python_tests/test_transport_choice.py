@@ -133,9 +133,13 @@ def test_routes(gpus):
     for ring.transport in ("ce", "nccl"):
         assert choose_route(ring, "auto") == "direct"
         assert choose_route(ring, "ring") == "ring"
-    gpus.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
-    ring.transport = "ce"
+    gpus.setattr(torch.cuda, "device_count", lambda: 1)  # each rank sees its own, and cannot tell how they are linked
     assert choose_route(ring, "auto") == "ring"
+    gpus.setattr(torch.cuda, "device_count", lambda: 2)
+    gpus.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    assert choose_route(ring, "auto") == "ring"
+    ring.transport = "ce"  # has the address of every rank's slots, or would have been refused
+    assert choose_route(ring, "auto") == "direct"
 
 
 @pytest.mark.parametrize(
