@@ -35,6 +35,7 @@ from launch import Place, add_launch_options, gather, is_first, launch
 from memory import PROBED_STEPS, Memory, MemoryProbe
 from models import WORKLOADS
 from strategies import DTYPES, STRATEGIES, Trainer
+from tracing import add_trace_option, record_steps
 
 TOLERANCE = 1e-4
 
@@ -171,6 +172,7 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result) -> 
     if live:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     rows = [_result(contestant, place, args, tokens, card) for contestant in contestants]
+    record_steps(args.trace, {f"{c.strategy}-{tokens}": (c._trainer, c._batch) for c in contestants if c._trainer})
     for contestant in contestants:
         contestant.close()
     _add_comparisons(rows)
@@ -259,6 +261,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--machine", help="folder under results/ (default: from the CPU or GPU, such as cpu-2core)")
     add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead of results/<machine>/")
+    add_trace_option(parser, "one more step of every rtp strategy")
     add_launch_options(parser)
     parser.set_defaults(threads=1)
     args = parser.parse_args()
