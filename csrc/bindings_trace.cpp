@@ -32,7 +32,7 @@ py::tuple read_trace(Executor& executor) {
   }
   for (const Trace::Event& event : result.events) {
     events.append(py::make_tuple(event.pass, event.operation, event.step, name(event.kind), name(event.lane),
-                                 event.label, event.start, event.end));
+                                 event.label, event.start, event.end, event.posted));
   }
   return py::make_tuple(result.zero, result.captured, passes, events);
 }

@@ -130,14 +130,16 @@ Trace::Result Trace::read() {
   for (const EventHandle& event : events_) {
     if (!event->start || !event->end) continue;
     const int pass = event->pass ? event->pass->number : -1;
-    double start = at(event->start);
+    const double posted = at(event->start);
+    double start = posted;
     const double end = at(event->end);
     if (event->lane == Lane::weight || event->lane == Lane::gradient) {
       double& before = arrived[static_cast<size_t>(event->lane)];
       start = std::min(std::max(start, before), end);
       before = std::max(before, end);
     }
-    result.events.push_back({pass, event->operation, event->step, event->kind, event->lane, event->label, start, end});
+    result.events.push_back(
+        {pass, event->operation, event->step, event->kind, event->lane, event->label, start, end, posted});
   }
   passes_.clear();
   events_.clear();

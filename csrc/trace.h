@@ -85,6 +85,7 @@ class Trace {
     Lane lane;
     std::string label;
     double start, end;
+    double posted;  // a hop's; of anything else the start
   };
   struct Result {
     double zero;  // the start, in seconds of the host's steady clock

@@ -8,6 +8,8 @@ import math
 import re
 import time
 from datetime import timedelta
+from itertools import pairwise
+from types import SimpleNamespace
 
 import overlap
 import overlap_options
@@ -50,9 +52,9 @@ def made_up(ranks, compute, hop, **options):
     traces = []
     for rank in range(ranks):
         own = [e for e in timeline.timeline(schedules, compute_time=compute, hop_time=hop) if e.rank == rank]
-        events = [TraceEvent(rank, e.lane, e.label, e.start, e.end, e.step, 0, "made up", "step") for e in own]
+        events = [TraceEvent(rank, e.lane, e.label, e.start, e.end, e.step, 0, "made up", "step", e.start) for e in own]
         computes = sorted((e for e in events if e.lane == "compute"), key=lambda e: e.start)
-        for before, after in zip(computes, computes[1:], strict=False):
+        for before, after in pairwise(computes):
             if after.start > before.end:
                 wait = dataclasses.replace(after, start=before.end, end=after.start, kind="wait", label="wait")
                 events.append(wait)
@@ -67,9 +69,10 @@ def test_a_prediction_from_times_that_were_predicted_is_the_same(compute, hop):
     for options in ({}, {"pass_": "backward"}, {"pass_": "backward", "halves": True}, {"route": "direct"}):
         schedules, traces = made_up(4, compute, hop, **options)
         predicted = timeline.timeline(schedules, compute_time=compute, hop_time=hop)
-        assert [(e.rank, e.step, e.start, e.end) for e in trace.predict(traces, 0)] == pytest.approx(
-            [(e.rank, e.step, e.start, e.end) for e in predicted]
-        )
+        found = trace.predict(traces, 0)
+        assert [(e.rank, e.step) for e in found] == [(e.rank, e.step) for e in predicted]
+        assert [e.start for e in found] == pytest.approx([e.start for e in predicted])
+        assert [e.end for e in found] == pytest.approx([e.end for e in predicted])
         for each in traces:
             check_trace(each)
         check_arrivals(traces)
@@ -100,14 +103,10 @@ def test_ranks_are_aligned_by_the_clock_of_their_host():
     traces = made_up(2, 1.0, 0.5)[1]
     traces = [dataclasses.replace(each, zero=100.0 + 7 * each.rank) for each in traces]
 
-    class Told:
-        mesh = "any"
-
-        def exchange(self, mine):
-            return [traces[0], other]
-
     for other, moved in ((traces[1], 7.0), (dataclasses.replace(traces[1], host="elsewhere"), 0.0)):
-        first, second = trace.gather(Told(), traces[0])
+        told = [traces[0], other]
+        ring = SimpleNamespace(mesh="of two", exchange=lambda mine, told=told: told)
+        first, second = trace.gather(ring, traces[0])
         assert first == traces[0] and second.passes[0].start == moved
         assert [e.end - moved for e in second.events] == pytest.approx([e.end for e in traces[1].events])
 
@@ -130,9 +129,8 @@ def emulated():
 
 def test_every_step_of_a_model_is_recorded_once(emulated):
     _, _, recorded, ahead = emulated
-    assert [each.operation for each in recorded.passes] == ["rotated_linear forward"] * 3 + [
-        "rotated_linear backward"
-    ] * 3
+    order = ["0 forward", "1 forward", "2 forward", "2 backward", "1 backward", "0 backward"]
+    assert [each.operation for each in recorded.passes] == order
     check_trace(recorded)
     early = [
         each.number
@@ -199,8 +197,8 @@ def test_slow_hops_are_seen_as_waiting(emulated):
 
 def test_casts_and_pieces_and_lanes_of_a_ring_of_two():
     ring = rtp_ext.Ring.emulated(2, gradient_halves=True)
-    ring.slot_cap = 256
-    x = random(3, 8, dtype=torch.float32, seed=1).requires_grad_()
+    ring.slot_cap = 96  # three rows of a gradient
+    x = random(3, 8, dtype=torch.bfloat16, seed=1).requires_grad_()
     weight = random(10, 8, dtype=torch.float32, seed=2).requires_grad_()
     options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     with ring.trace() as recorded:
@@ -297,19 +295,15 @@ def test_plot(emulated, tmp_path):
     trace.plot(tmp_path / "some.svg", [recorded], passes=[1, 3], title="a title")
     found = captions(tmp_path / "some.svg")
     titles = [text for text in found if text.startswith("pass ")]
-    assert [text.split(",")[0] for text in titles] == [
-        "pass 1: rotated_linear forward",
-        "pass 3: rotated_linear backward",
-    ]
+    assert [text.split(",")[0] for text in titles] == ["pass 1: 1 forward", "pass 3: 2 backward"]
     assert {"predicted", "measured", "waiting for a hop", "of another pass", "a title"} <= set(found)
-    # of every operation one
+    assert [trace.kind_of(each) for each in ("a.0.b1 forward", "12 backward")] == ["a.*.b1 forward", "* backward"]
     assert len(trace.most_exposed([recorded], 0)) == 2
     traces = made_up(4, 1.0, 1.5)[1]
     trace.plot(tmp_path / "made.svg", traces, rank=2)
     (title,) = [text for text in captions(tmp_path / "made.svg") if text.startswith("pass ")]
-    assert (
-        title
-        == "pass 0: made up, predicted 5.5e+03 ms, measured 5.5e+03 ms; waiting for hops 1.5e+03 ms; 67% of their time hidden"
+    assert title.startswith(
+        "pass 0: made up, predicted 5.5e+03 ms, measured 5.5e+03 ms; waiting for hops 1.5e+03 ms; 67%"
     )
     with pytest.raises(ValueError, match=r"one of the ranks \[0, 1, 2, 3\], got 4"):
         trace.plot(tmp_path / "no.png", traces, rank=4)

@@ -28,6 +28,7 @@ class TraceEvent:
         step: its position in the schedule; of a wait, that of the step that waited; -1 at either end of a pass.
         pass_: the number of its pass; -1: a hop that was sent ahead for a pass that did not come.
         operation: such as `rotated_linear forward`.
+        posted: when a hop was posted, which starts once those before it on its channel have arrived; else the start.
         kind: `step`; `wait`: the compute lane waits for a hop, and on a CPU also while it posts one; `stage`: home
             shards are copied, or cast, before they travel.
     """
@@ -41,6 +42,7 @@ class TraceEvent:
     pass_: int
     operation: str
     kind: str
+    posted: float
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,8 @@ def record(ring: Any) -> Iterator[Trace]:
             trace.zero, trace.captured, passes, events = ring._executor.read_trace()
             trace.passes = [TracePass(number, *each) for number, each in enumerate(passes)]
             trace.events = [
-                TraceEvent(ring.rank, lane, label, start, end, step, pass_, operation, kind)
-                for pass_, operation, step, kind, lane, label, start, end in events
+                TraceEvent(ring.rank, lane, label, start, end, step, pass_, operation, kind, posted)
+                for pass_, operation, step, kind, lane, label, start, end, posted in events
             ]
     if trace.captured:
         logger.warning("trace: %d passes were captured in a CUDA graph and are not in the trace", trace.captured)

@@ -152,7 +152,7 @@ class _Durations:
             if step.action == "hop" and one_clock:  # it cannot start before its sender is there
                 index = positions[rank][step.channel].index(position)
                 sender = own.get((step.from_, positions[step.from_][step.channel][index]))
-                start = start if sender is None else min(max(start, sender.start), event.end)
+                start = start if sender is None else min(max(start, sender.posted), event.end)
             taken.setdefault(self.key(step), []).append(event.end - start)
         self.medians = {key: statistics.median(each) for key, each in taken.items()}
         for trace in traces:

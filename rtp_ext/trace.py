@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,22 +42,31 @@ def gather(ring: Any, trace: Trace) -> list[Trace]:
 
 
 def _shifted(trace: Trace, seconds: float) -> Trace:
-    def moved(each: Any) -> Any:
-        return dataclasses.replace(each, start=each.start + seconds, end=each.end + seconds)
+    def moved(each: Any, *times: str) -> Any:
+        return dataclasses.replace(each, **{name: getattr(each, name) + seconds for name in times})
 
-    passes, events = [moved(each) for each in trace.passes], [moved(each) for each in trace.events]
+    passes = [moved(each, "start", "end") for each in trace.passes]
+    events = [moved(each, "start", "end", "posted") for each in trace.events]
     return dataclasses.replace(trace, zero=trace.zero - seconds, passes=passes, events=events)
 
 
+def kind_of(operation: str) -> str:
+    """The operation of all layers whose names differ in numbers alone: `blocks.*.mlp forward`."""
+    return re.sub(r"(^|(?<=\.))\d+(?=[. ])", "*", operation)
+
+
 def report(traces: Sequence[Trace]) -> str:
-    """A table of all operations: milliseconds of their passes together, on average over the ranks."""
+    """A table of all operations: milliseconds of their passes together, on average over the ranks.
+
+    Layers whose names differ in numbers alone share a line.
+    """
     found = summaries(traces)
     columns = ("passes", "total", "compute", "waiting", "w hops", "g hops", "hidden")
-    names = list(dict.fromkeys(each.operation for each in found))
+    names = list(dict.fromkeys(kind_of(each.operation) for each in found))
     width = max(map(len, ["operation (ms)", *names]))
     lines = [f"{'operation (ms)':<{width}}" + "".join(f"{column:>10}" for column in columns)]
     for name in names:
-        own = [each for each in found if each.operation == name]
+        own = [each for each in found if kind_of(each.operation) == name]
         hops = [sum(each.hops[channel] for each in own) for channel in HOPS]
         hidden = sum(each.hidden * sum(each.hops.values()) for each in own if each.hidden is not None)
         sums = [sum(each.total for each in own), sum(each.compute for each in own), sum(each.waiting for each in own)]
@@ -100,15 +110,18 @@ def _complete(
     return {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": thread, **times, "args": arguments}
 
 
-def most_exposed(traces: Sequence[Trace], rank: int) -> list[int]:
-    """Of every operation, the pass that waited longest for hops on `rank`."""
+def most_exposed(traces: Sequence[Trace], rank: int, most: int = 6) -> list[int]:
+    """Of the passes of each line of `report` the one that waited longest for hops on `rank`; `most` of these."""
     worst: dict[str, Summary] = {}
     for each in summaries([trace for trace in traces if trace.rank == rank]):
-        if each.operation not in worst or each.waiting > worst[each.operation].waiting:
-            worst[each.operation] = each
-    return sorted(each.pass_ for each in worst.values())
+        kind = kind_of(each.operation)
+        if kind not in worst or each.waiting > worst[kind].waiting:
+            worst[kind] = each
+    longest = sorted(worst.values(), key=lambda each: -each.waiting)[:most]
+    return sorted(each.pass_ for each in longest)
 
 
+MARGIN = 0.15  # of a pass, that is shown before it where a hop was sent ahead
 _WAIT: dict[str, Any] = {"facecolor": "#f6c9c4", "edgecolor": "#a01010", "hatch": "xxxx", "linewidth": 0.7}
 _STAGE: dict[str, Any] = {"facecolor": "#e9e2f2", "edgecolor": "#222222", "linewidth": 0.7}
 _OTHER: dict[str, Any] = {"facecolor": "#dddddd", "edgecolor": "#999999", "linewidth": 0.5}
@@ -125,12 +138,12 @@ def plot(
     """Draws what one rank was measured to do under what `predict` says, pass by pass, into an image file.
 
     Where the compute lane waits for a hop it is hatched in red. Hops and computes of other passes that ran meanwhile
-    are grey; a hop that was sent ahead starts before its pass, at a negative time.
+    are grey. A hop that was sent ahead starts before its pass, at a negative time, which is cut off where it is long.
 
     Args:
         title: of the page.
         rank: the one to draw.
-        passes: their numbers; default: of every operation the pass that waited longest.
+        passes: their numbers; default: of those in each line of `report` the one that waited longest, six of these.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -186,9 +199,9 @@ def _panel(
     predicted = [event for event in predict(traces, number) if event.rank == mine.rank]
     own = [event for event in mine.events if event.pass_ == number]
     expected = max((event.end for event in predicted), default=0.0)
-    begin = min([each.start, *(event.start for event in own)])
-    end = max([each.start + expected, *(event.end for event in own)])
-    end = max(end, begin + 1e-9)
+    end = max([each.start + expected, each.start + 1e-9, *(event.end for event in own)])
+    first = min([each.start, *(event.start for event in own)])
+    begin = max(first, each.start - MARGIN * (end - each.start))
     scale = width / (end - begin) / 1e3  # inches a millisecond
 
     def ms(seconds: float) -> float:
@@ -230,8 +243,11 @@ def _panel(
     if figures is not None:
         text += f", measured {figures.total * 1e3:.3g} ms; waiting for hops {figures.waiting * 1e3:.3g} ms"
         text += "" if figures.hidden is None else f"; {figures.hidden:.0%} of their time hidden"
+    if first < each.start:
+        text += f"; the first sent {(each.start - first) * 1e3:.3g} ms ahead"
     axes.set_title(text, fontsize=8, loc="left", pad=3)
     axes.set(xlim=(ms(begin), ms(end)), ylim=(2 * len(lanes) + 0.6, 0), yticks=[])
     axes.tick_params(labelsize=6, pad=1, length=2)
+    axes.set_xlabel("ms", fontsize=6, loc="right", labelpad=0)
     axes.spines[["left", "right", "top"]].set_visible(False)
     return seen
