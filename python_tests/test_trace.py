@@ -236,10 +236,13 @@ def _ranks(rank, ranks):
 
     ring = rtp_ext.Ring(transport="shm", timeout=60.0)
     shard = torch.ones(64)
+    list(ring.rotate(shard))  # the ranks agree on its shape
     shapes = {"hidden": 0.04, "exposed": 0.0}
     for name, pause in shapes.items():
         ring._executor.set_delay(timedelta(milliseconds=60 if name == "exposed" and rank == 0 else 0))
         with ring.trace() as recorded:
+            if name == "hidden" and rank == 0:
+                time.sleep(0.03)  # its neighbour's first hop is under way that long
             for _ in range(1 if name == "hidden" else 4):
                 for _owner, _view in ring.rotate(shard):
                     time.sleep(pause)
@@ -256,7 +259,8 @@ def _ranks(rank, ranks):
 def test_three_ranks():
     hidden, exposed, traces = run_ranks(_ranks, 3)[0].values()
     for each in hidden:  # 120 ms of pauses
-        assert each.compute > 0.1 and each.hidden > 0.5 and each.waiting < each.compute, each
+        assert each.compute > 0.1 and each.waiting < each.compute, each
+    assert hidden[1].rank == 1 and hidden[1].hidden > 0.5 and hidden[1].hops["weight"] > 0.02, hidden[1]
     waiting = [sum(each.waiting for each in exposed if each.rank == rank) for rank in range(3)]
     # rank 0 holds 8 hops up by 30 ms on average; its neighbour waits for them, and rank 0 itself posts that long
     assert min(waiting) > 60 * MS, waiting
@@ -345,6 +349,7 @@ def _simulated(rank, sim, ids, ranks):
     try:
         for recorded in (False, True):
             if recorded:
+                executor.set_delay(timedelta(milliseconds=60))
                 executor.trace(True)
             for reverse in (False, True):
                 execution = _native.Execution.rotate(executor, [home], shapes, "ring", reverse)
@@ -365,14 +370,14 @@ def test_events_of_cuda_streams():
         pytest.skip("the headers of CUDA and NCCL are not installed")
     sim = simulated_cuda.load()
     sim.reset(3)
-    sim.controls.delay_us = 500
     ids = [sim.unique_id() for _ in range(2)]
     traces = values(run_threads(_simulated, 3, sim, ids, 3))
     for each in traces:
         assert len(each.passes) == 2
-        check_trace(each, tolerance=2e-6)  # of events, which are single precision
+        # Threads stand for streams. By the times at which the host enqueues them, computes would come 30 ms too early.
+        check_trace(each, tolerance=0.02)
         hops = [e for e in each.events if e.lane == "weight"]
         assert len(hops) == 4 and all(e.end > e.start for e in hops)
-        assert any(e.kind == "wait" and e.end - e.start > 50e-6 for e in each.events)
+        assert any(e.kind == "wait" and e.end - e.start > 5e-3 for e in each.events)
         assert not any(math.isnan(each.end) for each in each.passes)
     assert simulated_cuda.settled(sim) and sim.mistakes() == []
