@@ -24,7 +24,7 @@ demo: build
 	$(BIN)/python benchmarks/demo.py
 
 test: build
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: build
 	$(BIN)/ruff check .

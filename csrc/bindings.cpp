@@ -72,7 +72,7 @@ void bind_transports(py::module_& m) {
                        const std::shared_ptr<PeerNews>& news) { return RingEnd{rank, ranks, device, timeout, news}; }),
            py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("timeout"), py::arg("news"));
   py::class_<NcclOptions>(m, "NcclOptions")
-      .def(py::init([](int min_ctas, int max_ctas, const std::optional<PoolId>& registered) {
+      .def(py::init([](int min_ctas, int max_ctas, bool registered) {
              return NcclOptions{{min_ctas, max_ctas}, registered};
            }),
            py::arg("min_ctas"), py::arg("max_ctas"), py::arg("registered"));
@@ -99,11 +99,11 @@ void bind_transports(py::module_& m) {
   m.def("nccl_put_refusal", &nccl_put_refusal);
   m.def(
       "nccl_put_transport",
-      [](const std::vector<std::string>& ids, const RingEnd& end, int min_ctas, int max_ctas, const PoolId& pool) {
+      [](const std::vector<std::string>& ids, const RingEnd& end, int min_ctas, int max_ctas) {
         const NoGil release;
-        return make_nccl_put_transport(end, ids, {min_ctas, max_ctas}, pool);
+        return make_nccl_put_transport(end, ids, {min_ctas, max_ctas});
       },
-      py::arg("ids"), py::arg("end"), py::arg("min_ctas"), py::arg("max_ctas"), py::arg("pool"));
+      py::arg("ids"), py::arg("end"), py::arg("min_ctas"), py::arg("max_ctas"));
 #else
   m.attr("with_cuda") = false;
 #endif

@@ -1,6 +1,8 @@
 #include "cuda_lanes.h"
 
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "kernels/delay.h"
@@ -17,7 +19,7 @@ class StreamTransfer : public Transfer {
 
  private:
   void wait() {
-    CudaLanes::block(lanes_.compute(), done_, lanes_.capture());
+    lanes_.block(lanes_.compute(), done_, lanes_.capture());
     transport_.check();
   }
 
@@ -61,8 +63,9 @@ Moment CudaLanes::moment(cudaStream_t stream) const {
   return event;
 }
 
-void CudaLanes::block(cudaStream_t stream, const Mark& mark, uint64_t within) {
+void CudaLanes::block(cudaStream_t stream, const Mark& mark, uint64_t within) const {
   if (!mark) return;
+  const DeviceScope scope(device_);  // the default stream is that of the current device
   const auto event = std::static_pointer_cast<Event>(mark);
   if (event->capture() == within) event->block(stream);
 }
@@ -98,6 +101,12 @@ double CudaTransport::seconds(const Moment& from, const Moment& to) {
 
 at::Tensor CudaTransport::allocate(Channel, int64_t bytes) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+}
+
+// The allocator may have it for the stream on which it was allocated; its uses are ordered before the current one.
+void CudaTransport::release(Channel, const at::Tensor& slot) {
+  at::Tensor used = slot;
+  if (used.is_cuda()) used.record_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
 void CudaTransport::delay(Channel channel, std::chrono::microseconds time) {

@@ -42,7 +42,7 @@ class CudaLanes {
   // What was enqueued outside a capture has ended before it begins, and what a graph contains is ordered where the
   // graph is launched: across that border no stream may, or need, wait for a mark. `within`: the capture that marks of
   // this pass belong to, also for streams that have not joined it yet.
-  static void block(cudaStream_t stream, const Mark& mark, uint64_t within);
+  void block(cudaStream_t stream, const Mark& mark, uint64_t within) const;
 
   // Lets torch's current stream be that of a lane: 0, the caller's, or 1, one of our own.
   void select(int lane);
@@ -61,9 +61,9 @@ class CudaTransport : public Transport {
   explicit CudaTransport(at::Device device);
 
   Mark mark_compute() override { return lanes_.mark(lanes_.compute()); }
-  void order_compute_after(const Mark& mark) override { CudaLanes::block(lanes_.compute(), mark, capture()); }
+  void order_compute_after(const Mark& mark) override { lanes_.block(lanes_.compute(), mark, capture()); }
   void order_channel_after(Channel channel, const Mark& mark) override {
-    CudaLanes::block(lanes_.channel(channel), mark, capture());
+    lanes_.block(lanes_.channel(channel), mark, capture());
   }
   Moment compute_moment() override { return lanes_.moment(lanes_.compute()); }
   Moment channel_moment(Channel channel) override { return lanes_.moment(lanes_.channel(channel)); }
@@ -76,6 +76,7 @@ class CudaTransport : public Transport {
   void order_channel_after_sent(Channel, Transfer&) override {}
 
   at::Tensor allocate(Channel, int64_t bytes) override;
+  void release(Channel, const at::Tensor& slot) override;
   void delay(Channel channel, std::chrono::microseconds time) override;
 
   // Throws once the transport has failed.

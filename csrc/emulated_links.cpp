@@ -81,12 +81,12 @@ class NcclSelf : public EmulatedLink {
 
   void copy(Channel channel, const std::vector<Copy>& copies, cudaStream_t stream) override {
     communicators_.call(static_cast<size_t>(channel), "link nccl-self: enqueueing a hop", [&](ncclComm_t comm) {
-      RTP_NCCL_CHECK(ncclGroupStart());
+      NcclGroup group;
       for (const Copy& copy : copies) {
         RTP_NCCL_CHECK(ncclSend(copy.from, copy.bytes, ncclInt8, 0, comm, stream));
         RTP_NCCL_CHECK(ncclRecv(copy.to, copy.bytes, ncclInt8, 0, comm, stream));
       }
-      RTP_NCCL_CHECK(ncclGroupEnd());
+      group.end();
     });
   }
 

@@ -42,18 +42,12 @@ void Executor::close() {
 }
 
 void Executor::set_trace(bool on) {
-  if (alive()) {
-    try {
-      prefetcher_.drain();
-    } catch (const RotationError& error) {
-      fail(error.what());
-      throw;
-    }
-  }
+  if (alive()) prefetcher_.drain();
   on ? trace_.start() : trace_.stop();
 }
 
-// Runs `action`; a transport error kills the ring before it goes on to the caller.
+// Runs `action`; an error of the transport, or of torch where others wait, kills the ring before it goes on to the
+// caller.
 template <typename Action>
 auto Execution::guarded(Action&& action) {
   try {
@@ -62,6 +56,13 @@ auto Execution::guarded(Action&& action) {
     executor_.transport().select_compute_lane(0);
     executor_.fail(error.what());
     ended_ = true;
+    throw;
+  } catch (const c10::Error& error) {  // memory ran out, perhaps on this rank alone
+    executor_.transport().select_compute_lane(0);
+    if (!executor_.transport().alone()) {  // what its neighbours have posted would wait for it
+      executor_.fail(concat(operation_, ": ", error.what_without_backtrace()));
+      ended_ = true;
+    }
     throw;
   }
 }
@@ -189,14 +190,10 @@ void Execution::send_ahead() {
     usage_.erase(home);
     give_back(staged_, Channel::weight);
   }
-  const EventHandle posting = trace_posting(schedule_.steps[static_cast<size_t>(position())]);
+  Trace& trace = executor_.trace_;
+  const EventHandle posting = trace.begin_posting(traced_, position(), schedule_.steps[position_ - 1]);
   executor_.prefetcher_.send_ahead();
-  executor_.trace_.end(posting);
-}
-
-// What the caller does about a hop itself, on a CPU.
-EventHandle Execution::trace_posting(const Step& step) {
-  return executor_.trace_.begin_posting(traced_, position(), step);
+  trace.end(posting);
 }
 
 Execution::~Execution() {
@@ -368,7 +365,7 @@ void Execution::hop(const Step& step) {
   }
   push_range(operation_, step);
   Trace& trace = executor_.trace_;
-  const EventHandle posting = trace_posting(step);
+  const EventHandle posting = trace.begin_posting(traced_, position(), step);
   executor_.hops().post(hop, usage(reads(step, executor_.ranks()).front()),
                         usage(writes(step, executor_.ranks()).front()), trace.begin(traced_, position(), step));
   trace.end(posting);

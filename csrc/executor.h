@@ -104,7 +104,6 @@ class Execution {
   std::vector<at::Tensor> views(Buffer buffer, int owner, Half half = Half::whole) const;
 
   int position() const { return static_cast<int>(position_) - 1; }  // of the step that is being run
-  EventHandle trace_posting(const Step& step);
   void before_compute(const Step& step);
   void after_compute(const Step& step);
   void hop(const Step& step);

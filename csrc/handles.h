@@ -14,9 +14,11 @@
 #define RTP_CUDA_CHECK(call)                                                                                   \
   do {                                                                                                         \
     const cudaError_t rtp_status = (call);                                                                     \
-    if (rtp_status != cudaSuccess)                                                                             \
+    if (rtp_status != cudaSuccess) {                                                                           \
+      cudaGetLastError(); /* reported here: torch's next check of a launch must not find it again */           \
       throw ::rtp::CudaError(::rtp::concat(#call, " failed with code ", static_cast<int>(rtp_status), " (",    \
                                            cudaGetErrorString(rtp_status), ") at ", __FILE__, ":", __LINE__)); \
+    }                                                                                                          \
   } while (false)
 
 #define RTP_NCCL_CHECK(call)                                                                                   \
@@ -134,6 +136,25 @@ class Communicator {
 
  private:
   ncclComm_t comm_ = nullptr;
+};
+
+// NCCL calls of this thread that go together. A group that is left by an exception ends too: one that stays open
+// swallows every later NCCL call of the thread, torch's among them.
+class NcclGroup {
+ public:
+  NcclGroup() { RTP_NCCL_CHECK(ncclGroupStart()); }
+  NcclGroup(const NcclGroup&) = delete;
+  NcclGroup& operator=(const NcclGroup&) = delete;
+  ~NcclGroup() {
+    if (open_) ncclGroupEnd();
+  }
+  void end() {
+    open_ = false;
+    RTP_NCCL_CHECK(ncclGroupEnd());
+  }
+
+ private:
+  bool open_ = true;
 };
 
 }  // namespace rtp

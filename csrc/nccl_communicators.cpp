@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <thread>
 
 namespace rtp {
@@ -81,6 +82,7 @@ void NcclCommunicators::settle(std::unique_lock<std::mutex>& lock, size_t index,
     }
     lock.lock();
     check_open(index, what);
+    if (given_up_) throw RotationError(concat(what, ": the ring has failed"));
   }
 }
 
@@ -89,6 +91,18 @@ void NcclCommunicators::call(size_t index, const std::string& what, const std::f
   check_open(index, what);
   enqueue(comms_[index].get());
   settle(lock, index, what);
+}
+
+void* NcclCommunicators::receive(size_t index, const std::string& what,
+                                 const std::function<void(ncclComm_t, void**)>& enqueue) {
+  auto result = std::make_unique<void*>(nullptr);
+  try {
+    call(index, what, [&](ncclComm_t comm) { enqueue(comm, result.get()); });
+  } catch (...) {
+    static_cast<void>(result.release());  // NCCL may write it yet
+    throw;
+  }
+  return *result;
 }
 
 bool NcclCommunicators::open() {

@@ -3,6 +3,7 @@
 
 #ifdef RTP_WITH_CUDA
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <mutex>
@@ -36,6 +37,12 @@ class NcclCommunicators {
   // Calls `enqueue` with a communicator and waits until that has settled. `what` starts messages.
   void call(size_t index, const std::string& what, const std::function<void(ncclComm_t)>& enqueue);
 
+  // The same for a call whose result NCCL writes once every rank has come, on a thread of its own: null until then.
+  void* receive(size_t index, const std::string& what, const std::function<void(ncclComm_t, void**)>& enqueue);
+
+  // Makes whoever waits in a call, and later ones that would wait, throw. What is enqueued goes on. On any thread.
+  void give_up_waiting() noexcept { given_up_ = true; }
+
   // Whether no communicator has been given up or ended.
   bool open();
 
@@ -54,6 +61,7 @@ class NcclCommunicators {
   void check_open(size_t index, const std::string& what) const;
 
   std::chrono::milliseconds timeout_;
+  std::atomic<bool> given_up_ = false;
   std::mutex mutex_;  // NCCL must not be inside a call when a communicator is aborted
   std::vector<Communicator> comms_;
 };

@@ -32,8 +32,8 @@ std::optional<std::string> peer_memory_refusal() {
 PeerRegion PeerMemory::share(const at::Tensor& memory) const {
   const WindowFunctions windows;
   PeerRegion region{memory, nullptr, {}};
-  communicators_.call(0, "the registration of memory", [&](ncclComm_t comm) {
-    RTP_NCCL_CHECK(windows.enter(comm, memory.data_ptr(), memory.nbytes(), &region.window, kSymmetric));
+  region.window = communicators_.receive(0, "the registration of memory", [&](ncclComm_t comm, void** window) {
+    RTP_NCCL_CHECK(windows.enter(comm, memory.data_ptr(), memory.nbytes(), window, kSymmetric));
   });
   // Success without a window is how NCCL says that the ranks cannot address each other's memory.
   if (region.window == nullptr) {

@@ -30,7 +30,7 @@ class PeerMemory {
   PeerMemory(NcclCommunicators& communicators, int rank, int ranks)
       : communicators_(communicators), rank_(rank), ranks_(ranks) {}
 
-  // Makes `memory` (of nccl_memory) addressable by all ranks. Collective, in the same order on every rank. Throws
+  // Makes `memory` (of symmetric_memory) addressable by all ranks. Collective, in the same order on every rank. Throws
   // RotationError where a rank cannot reach another one's memory; then no rank can use regions.
   PeerRegion share(const at::Tensor& memory) const;
   // Ends a region on this rank; the memory may be freed once nobody copies any more.

@@ -62,6 +62,7 @@ Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::op
 
 std::optional<Ahead> Prefetcher::begin(const Schedule& schedule, const std::optional<Cargo>& weight,
                                        const std::string& name) {
+  captured_ = captured_ || transport_->capture() != 0;
   if (!enabled_ && !pending_) return std::nullopt;
   const bool known = enabled_ && context_.phase != 0 && context_.serial != 0;
   Record record = record_of(schedule, weight, name);
@@ -86,7 +87,9 @@ std::optional<Ahead> Prefetcher::begin(const Schedule& schedule, const std::opti
 
 const Prefetcher::Record* Prefetcher::upcoming() const {
   const History& history = histories_[context_.backward ? 1 : 0];
-  if (!enabled_ || pending_ || !history.matches || history.phase != context_.phase) return nullptr;
+  if (!enabled_ || pending_ || (captured_ && transport_->capture() == 0) || !history.matches ||
+      history.phase != context_.phase)
+    return nullptr;
   const size_t position = history.now.size();
   if (position >= history.last.size()) return nullptr;
   const Record& record = history.last[position];

@@ -111,6 +111,7 @@ class Prefetcher {
   Trace& trace_;
   int rank_;
   bool enabled_ = false;
+  bool captured_ = false;  // there are graphs: one may run between two passes, on the slots of a hop under way
   Context context_;
   int index_ = 0;
   std::array<History, 2> histories_;

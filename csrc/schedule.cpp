@@ -17,7 +17,8 @@ class Builder {
     ScheduleOptions& chosen = schedule_.options;
     if (chosen.in_place) chosen.route = Route::ring;                                   // the shard itself is handed on
     if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;  // a bundle works shard by shard
-    chosen.halves = chosen.halves && !chosen.bundle && chosen.route != Route::gather && chosen.wgrad;
+    chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
+                    chosen.wgrad;
     chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.route != Route::gather;
   }
 
@@ -164,7 +165,10 @@ class GradientJourney {
 
  private:
   static Buffer home() { return {Channel::gradient, Buffer::kHome}; }
-  Buffer slot(int index) { return builder_.slot(Channel::gradient, half_ == Half::second ? index + 2 : index); }
+  Buffer slot(int index) {  // the halves take turns, so that those of two ranks name no slot between theirs
+    const int place = half_ == Half::whole ? index : 2 * index + (half_ == Half::second ? 1 : 0);
+    return builder_.slot(Channel::gradient, place);
+  }
 
   Builder& builder_;
   Half half_;
@@ -249,19 +253,19 @@ void build_gather_backward(Builder& builder) {
   const ScheduleOptions& options = builder.options();
   const Buffer weight = options.dgrad ? gather_weights(builder) : kNoBuffer;
   if (!options.wgrad) {
-    builder.compute(Compute::dgrad, kAllOwners, weight);
+    if (options.dgrad) builder.compute(Compute::dgrad, kAllOwners, weight);
     return;
   }
   const Buffer whole = builder.whole(Channel::gradient);
+  const auto arrived = [&](int s) { return builder.slot(Channel::gradient, (s + 1) % 2); };
   const auto post = [&](int s) {
-    builder.hop(Channel::gradient, builder.at(-1), builder.at(1), builder.at(s), builder.at(s + 1), whole,
-                builder.slot(Channel::gradient, s % 2));
+    builder.hop(Channel::gradient, builder.at(-1), builder.at(1), builder.at(s), builder.at(s + 1), whole, arrived(s));
   };
   builder.compute(Compute::wgrad, kAllOwners, kNoBuffer, kNoBuffer, whole);
   if (ranks > 1) post(1);
   if (options.dgrad) builder.compute(Compute::dgrad, kAllOwners, weight);
   for (int s = 1; s < ranks; ++s) {
-    builder.local(Action::add, Channel::gradient, builder.at(s + 1), builder.slot(Channel::gradient, s % 2), whole);
+    builder.local(Action::add, Channel::gradient, builder.at(s + 1), arrived(s), whole);
     if (s + 1 < ranks) post(s + 1);
   }
   builder.local(Action::copy, Channel::gradient, builder.at(0), whole, {Channel::gradient, Buffer::kHome});

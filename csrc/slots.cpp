@@ -20,23 +20,26 @@ std::shared_ptr<Slot> SlotPool::lease(Channel channel, int64_t bytes) {
                    [](const auto& a, const auto& b) { return a->memory.numel() < b->memory.numel(); });
   auto found =
       std::find_if(free.begin(), free.end(), [bytes](const auto& slot) { return slot->memory.numel() >= bytes; });
-  if (found == free.end() && !free.empty()) {  // all free slots are too small: the largest makes way for a larger one
-    const std::shared_ptr<Slot> small = free.back();
-    free.pop_back();
-    release(channel, small);
-    found = free.end();
+  if (found == free.end()) {  // all free slots are too small: the largest makes way for a larger one
+    const auto small = std::find_if(free.rbegin(), free.rend(), [](const auto& slot) { return !slot->captured; });
+    if (small != free.rend()) {
+      release(channel, *small);
+      free.erase(std::next(small).base());
+      found = free.end();
+    }
   }
   std::shared_ptr<Slot> slot;
   if (found != free.end()) {
     slot = *found;
     free.erase(found);
   } else {
-    slot = std::make_shared<Slot>(Slot{transport_->allocate(channel, bytes), {}});
+    slot = std::make_shared<Slot>(Slot{transport_->allocate(channel, bytes), {}, false});
     count.bytes += slot->memory.numel();
     ++count.slots;
     ++count.allocations;
     count.peak_bytes = std::max(count.peak_bytes, count.bytes);
   }
+  slot->captured = slot->captured || transport_->capture() != 0;
   count.peak_slots = std::max(count.peak_slots, ++leased_[kind]);
   return slot;
 }
@@ -47,18 +50,17 @@ void SlotPool::give_back(Channel channel, std::shared_ptr<Slot> slot) {
 }
 
 void SlotPool::release(Channel channel, const std::shared_ptr<Slot>& slot) {
+  slot->usage.settle(*transport_);
+  transport_->release(channel, slot->memory);  // may refuse
   Count& count = counts_[static_cast<size_t>(channel)];
   count.bytes -= slot->memory.numel();
   --count.slots;
-  slot->usage.settle(*transport_);
-  transport_->release(channel, slot->memory);
 }
 
 void SlotPool::clear() {
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     auto& free = free_[static_cast<size_t>(channel)];
-    for (const auto& slot : free) release(channel, slot);
-    free.clear();
+    for (; !free.empty(); free.pop_back()) release(channel, free.back());
   }
 }
 

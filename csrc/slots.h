@@ -26,6 +26,7 @@ struct Usage {
 struct Slot {
   at::Tensor memory;
   Usage usage;
+  bool captured = false;  // a graph knows it: it stays where it is until the pool is cleared
 
   std::byte* data() const { return static_cast<std::byte*>(memory.data_ptr()); }
 };

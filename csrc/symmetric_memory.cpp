@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <memory>
 #include <thread>
+#include <type_traits>
 
 #include "handles.h"
 
@@ -31,7 +32,7 @@ const std::shared_ptr<CudaAllocator>& nccl_allocator() {
           },
           [](void* memory, size_t, int device, cudaStream_t) {
             const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-            RTP_NCCL_CHECK(ncclMemFree(memory));
+            ncclMemFree(memory);  // torch frees in destructors: where the GPU is lost, so is the memory
           }));
   return *allocator;
 }
@@ -41,9 +42,19 @@ const std::shared_ptr<CudaAllocator>& nccl_allocator() {
 constexpr int64_t kSmall = 1 << 20;
 constexpr int64_t kOwnSegment = 10 << 20;
 
+// Some versions of torch share the ownership of an allocator, others take a pointer to what lives on elsewhere.
+template <typename Pool>
+Pool make_pool() {
+  if constexpr (std::is_constructible_v<Pool, const std::shared_ptr<CudaAllocator>&>) {
+    return Pool(nccl_allocator());
+  } else {
+    return Pool(nccl_allocator().get());
+  }
+}
+
 // A pool gives its memory back to the GPU only when it ends, hence one for each allocation.
 struct Allocation {
-  at::cuda::MemPool pool{nccl_allocator()};
+  at::cuda::MemPool pool = make_pool<at::cuda::MemPool>();
   at::Tensor memory;
 
   ~Allocation() { memory.reset(); }  // before the pool

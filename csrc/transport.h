@@ -96,6 +96,9 @@ class Transport {
   virtual Moment channel_moment(Channel) { return nullptr; }
   virtual double seconds(const Moment& from, const Moment& to);
 
+  // Whether every neighbour is this rank itself, so that nobody else waits for it.
+  virtual bool alone() const { return false; }
+
   // What is enqueued next goes to this lane: 0 is the caller's, 1 runs beside it.
   virtual void select_compute_lane(int) {}
   // Of the device that computes; 0 for a CPU.

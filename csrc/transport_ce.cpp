@@ -81,6 +81,7 @@ class CopyEngineTransport : public CeTransport {
       return memory;
     } catch (const RotationError& error) {  // the ranks no longer have the same slots
       abort(error.what());
+      check();  // why the watchdog gave up says more
       throw;
     }
   }
@@ -131,6 +132,7 @@ class CopyEngineTransport : public CeTransport {
 
   // Neither the communicator nor the memory goes: copies that are enqueued need the addresses.
   bool give_up() noexcept override {
+    communicators_.give_up_waiting();
     try {
       flags_->raise_all(side_.get());
       return true;  // one wait of a stream ends at a time
@@ -153,12 +155,6 @@ class CopyEngineTransport : public CeTransport {
     int number;
     PeerRegion region;
   };
-
-  void refuse_capture() const {
-    if (capture() == 0) return;
-    throw RotationError(
-        "transport ce: slots cannot be made or ended while a graph is captured; run the same pass once before");
-  }
 
   const Slot& slot(Channel channel, std::byte* base) const {
     const auto& slots = slots_[static_cast<size_t>(channel)];

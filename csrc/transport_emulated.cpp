@@ -39,6 +39,7 @@ class DoneTransfer : public Transfer {
 class EmulatedHost : public Transport {
  public:
   const char* name() const override { return "emulated"; }
+  bool alone() const override { return true; }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     loop_back(
@@ -59,6 +60,7 @@ class EmulatedDevice : public CudaTransport {
       : CudaTransport(device), link_(make_emulated_link(link, device)) {}
 
   const char* name() const override { return "emulated"; }
+  bool alone() const override { return true; }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     const DeviceScope scope(device_);

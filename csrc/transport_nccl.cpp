@@ -2,6 +2,8 @@
 
 #include <map>
 
+#include "symmetric_memory.h"
+
 namespace rtp {
 namespace {
 
@@ -22,7 +24,8 @@ class NcclTransport : public SupervisedTransport {
   at::Tensor allocate(Channel channel, int64_t bytes) override {
     if (!registered_) return SupervisedTransport::allocate(channel, bytes);
     const DeviceScope scope(device_);
-    const at::Tensor slot = allocate_registrable(bytes, device_, *registered_);
+    refuse_capture();
+    const at::Tensor slot = allocate_symmetric(bytes, device_);
     void* handle = nullptr;
     communicators_.call(static_cast<size_t>(channel), "transport nccl: registering a slot", [&](ncclComm_t comm) {
       RTP_NCCL_CHECK(ncclCommRegister(comm, slot.data_ptr(), static_cast<size_t>(slot.numel()), &handle));
@@ -32,10 +35,12 @@ class NcclTransport : public SupervisedTransport {
   }
 
   void release(Channel channel, const at::Tensor& slot) override {
+    if (!registered_) return SupervisedTransport::release(channel, slot);
     const auto found = handles_.find(slot.data_ptr());
     if (found == handles_.end() || !communicators_.open()) return;
     const DeviceScope scope(device_);
-    RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.channel(channel)));
+    refuse_capture();
+    finish_uses(channel);
     void* handle = found->second;
     handles_.erase(found);
     if (handle == nullptr) return;  // registration is switched off in NCCL's environment
@@ -46,19 +51,19 @@ class NcclTransport : public SupervisedTransport {
  protected:
   void enqueue(const Hop& hop, cudaStream_t stream) override {
     communicators_.call(static_cast<size_t>(hop.channel), hop.describe(), [&](ncclComm_t comm) {
-      RTP_NCCL_CHECK(ncclGroupStart());
+      NcclGroup group;
       for (const Span& span : hop.send) {
         if (span.bytes > 0) RTP_NCCL_CHECK(ncclSend(span.data, span.bytes, ncclInt8, hop.to, comm, stream));
       }
       for (const Span& span : hop.receive) {
         if (span.bytes > 0) RTP_NCCL_CHECK(ncclRecv(span.data, span.bytes, ncclInt8, hop.from, comm, stream));
       }
-      RTP_NCCL_CHECK(ncclGroupEnd());
+      group.end();
     });
   }
 
  private:
-  std::optional<PoolId> registered_;
+  bool registered_;
   std::map<void*, void*> handles_;  // of registered slots
 };
 

@@ -8,16 +8,15 @@
 #include <string>
 #include <vector>
 
-#include "nccl_memory.h"
 #include "transport_supervised.h"
 
 namespace rtp {
 
 struct NcclOptions {
   CommunicatorOptions communicators;
-  // Where given, slots come from this pool and are registered, so that NCCL moves them without copies of its own; hops
-  // then start from and land in slots only. All ranks alike: NCCL leaves a hop with one registered end undefined.
-  std::optional<PoolId> registered;
+  // Slots are registered, so that NCCL moves them without copies of its own; hops then start from and land in slots
+  // only. All ranks alike: NCCL leaves a hop with one registered end undefined.
+  bool registered = false;
 };
 
 // `ids`: a unique id for weights and one for gradients, the same on every rank. Collective. NCCL errors are NcclError.

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "nccl_library.h"
+#include "symmetric_memory.h"
 
 namespace rtp {
 namespace {
@@ -44,9 +45,8 @@ struct Functions {
 
 class NcclPutTransport : public SupervisedTransport {
  public:
-  NcclPutTransport(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options,
-                   PoolId pool)
-      : SupervisedTransport(end, ids, options), pool_(pool) {
+  NcclPutTransport(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options)
+      : SupervisedTransport(end, ids, options) {
     try_out();
     start();
   }
@@ -61,12 +61,13 @@ class NcclPutTransport : public SupervisedTransport {
   // hops.
   at::Tensor allocate(Channel channel, int64_t bytes) override {
     const DeviceScope scope(device_);
-    const at::Tensor slot = allocate_registrable(bytes, device_, pool_);
-    void* window = nullptr;  // set once every rank has come
-    communicators_.call(data(channel), "transport nccl-put: registering a slot", [&](ncclComm_t comm) {
-      RTP_NCCL_CHECK(
-          functions_.register_window(comm, slot.data_ptr(), static_cast<size_t>(slot.numel()), &window, kSymmetric));
-    });
+    refuse_capture();
+    const at::Tensor slot = allocate_symmetric(bytes, device_);
+    void* const window = communicators_.receive(
+        data(channel), "transport nccl-put: registering a slot", [&](ncclComm_t comm, void** found) {
+          RTP_NCCL_CHECK(
+              functions_.register_window(comm, slot.data_ptr(), static_cast<size_t>(slot.numel()), found, kSymmetric));
+        });
     if (window == nullptr) {
       throw NcclError("transport nccl-put: NCCL gave no window: symmetric memory is not supported between these GPUs");
     }
@@ -78,7 +79,8 @@ class NcclPutTransport : public SupervisedTransport {
     const auto found = windows_.find(slot.data_ptr());
     if (found == windows_.end() || !communicators_.open()) return;
     const DeviceScope scope(device_);
-    RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.channel(channel)));
+    refuse_capture();
+    finish_uses(channel);
     void* window = found->second;
     windows_.erase(found);
     communicators_.call(data(channel), "transport nccl-put: deregistering a slot",
@@ -124,7 +126,6 @@ class NcclPutTransport : public SupervisedTransport {
                         [&](ncclComm_t comm) { RTP_NCCL_CHECK(functions_.wait(1, &wanted, comm, stream)); });
   }
 
-  const PoolId pool_;
   const Functions functions_;
   std::map<void*, void*> windows_;  // of every slot
 };
@@ -139,11 +140,11 @@ std::optional<std::string> nccl_put_refusal() {
 }
 
 std::shared_ptr<Transport> make_nccl_put_transport(const RingEnd& end, const std::vector<std::string>& ids,
-                                                   const CommunicatorOptions& options, PoolId pool) {
+                                                   const CommunicatorOptions& options) {
   RTP_CHECK_VALUE(ids.size() == kNcclPutCommunicators, "transport nccl-put: expected ", kNcclPutCommunicators,
                   " unique ids, got ", ids.size());
   if (const auto refusal = nccl_put_refusal()) throw NcclError(concat("transport nccl-put: ", *refusal));
-  return std::make_shared<NcclPutTransport>(end, ids, options, pool);
+  return std::make_shared<NcclPutTransport>(end, ids, options);
 }
 
 }  // namespace rtp

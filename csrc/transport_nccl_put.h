@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "nccl_memory.h"
 #include "transport_supervised.h"
 
 namespace rtp {
@@ -18,12 +17,12 @@ inline constexpr size_t kNcclPutCommunicators = 4;  // weights, gradients, the c
 // Why this process cannot use the transport, as far as it can tell alone.
 std::optional<std::string> nccl_put_refusal();
 
-// Collective. Throws where NCCL gives no windows or refuses a first put. `pool`: where slots come from.
+// Collective. Throws where NCCL gives no windows or refuses a first put.
 //
 // What waits for the signal of a dead rank cannot be ended: NCCL aborts kernels only. The failure is raised all the
 // same, but the stream, and whoever synchronises with it, stays stuck until the process ends.
 std::shared_ptr<Transport> make_nccl_put_transport(const RingEnd& end, const std::vector<std::string>& ids,
-                                                   const CommunicatorOptions& options, PoolId pool);
+                                                   const CommunicatorOptions& options);
 
 }  // namespace rtp
 

@@ -108,13 +108,28 @@ void SupervisedTransport::close() {
 }
 
 void SupervisedTransport::drop() noexcept {
-  watchdog_->drain(end_.timeout);
+  if (watchdog_->drain(end_.timeout)) {
+    const DeviceScope scope(device_);
+    cudaStreamSynchronize(lanes_.compute());  // which may still use the slots
+  }
   watchdog_->stop();
   give_up();
 }
 
 void SupervisedTransport::check() const {
   if (watchdog_) watchdog_->check();
+}
+
+void SupervisedTransport::refuse_capture() const {
+  if (capture() == 0) return;
+  throw RotationError(
+      concat("transport ", name(),
+             ": slots cannot be made or ended while a graph is captured; run the same pass once before"));
+}
+
+void SupervisedTransport::finish_uses(Channel channel) const {
+  RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.channel(channel)));
+  RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.compute()));
 }
 
 void SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_t stream) {

@@ -49,6 +49,11 @@ class SupervisedTransport : public CudaTransport {
   void supervise(const Hop& hop, int peer, cudaStream_t stream);
   // Lets what is enqueued come to an end. True: to be called again until it has. On any thread.
   virtual bool give_up() noexcept;
+  // For slots that NCCL knows: none is made or ended while a graph is captured.
+  void refuse_capture() const;
+  // Before the memory of such a slot goes back to the GPU, which is not ordered after any stream: waits for its hops
+  // and for the computes, which have been ordered after every use.
+  void finish_uses(Channel channel) const;
   // Takes down what lies on the communicators besides the slots, before they end in good order.
   virtual void take_down() {}
 

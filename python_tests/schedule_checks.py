@@ -4,11 +4,16 @@
 
     computed once   every rank computes every wanted product with every owner's shard exactly once
     order           computes and hops in the order of DESIGN.md section 2
+    lanes           with two lanes forwards alternate, dgrads are on lane 0 and wgrads on lane 1; else all are on lane 0
     wgrad inputs    in a bundle wgrad(j) follows dgrad(j) and reads the same buffer; elsewhere it reads no weight
-    hop count       R - 1 hops of each kind that is needed, R weight hops in place, none of the others
-    slots           at most two slots of each kind, one weight slot in place
-    route           hops go to the neighbour, or weights come straight from their owner's home
-    pairing         every send meets its receive at the same position on the peer, and both name the same shard
+    hop count       R - 1 hops of each kind that is needed, R weight hops in place, twice as many of half gradients,
+                    none of the others; R - 1 shards (in place R) in all
+    slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half; where
+                    shards are gathered no weight slot, and one that holds all shards for each kind that is needed
+    parts           a buffer is used as a whole or in halves, and each half has slots of its own
+    route           hops go to the neighbour, or weights come straight from their owner's home (where shards are
+                    gathered, from its place in the whole)
+    pairing         every send meets its receive at the same position on the peer, and both name the same shard or half
     contents        whatever is read is the shard that the step names
     overwritten     nobody overwrites a shard that a later step reads
     gradients       every gradient gets every rank's contribution once and ends at home
@@ -21,12 +26,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from schedule_races import LANES, Ring, Step, deadlocks, races
-
-from rtp_ext.schedule import schedules
+from schedule_cases import Case
+from schedule_races import ALL, HALVES, LANES, Ring, Step, deadlocks, races, waits_of
 
 
 class Violation(NamedTuple):
@@ -34,93 +37,15 @@ class Violation(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class Case:
-    """A ring size and a variant."""
-
-    ranks: int
-    pass_: str
-    route: str = "ring"
-    in_place: bool = False
-    dgrad: bool = True
-    wgrad: bool = True
-    receive_in_slots: bool = False
-    bundle: bool = False
-
-    def schedules(self) -> list:
-        options = {field.name: getattr(self, field.name) for field in fields(self)}
-        return schedules(options.pop("ranks"), op="mlp" if options.pop("bundle") else "linear", **options)
-
-    def ring(self) -> Ring:
-        return [
-            [Step(**{field.name: getattr(step, field.name) for field in fields(Step)}) for step in schedule.steps]
-            for schedule in self.schedules()
-        ]
-
-    @property
-    def products(self) -> list[str]:
-        if self.pass_ == "forward":
-            return ["forward"]
-        return ["dgrad"] * (self.dgrad or self.bundle) + ["wgrad"] * self.wgrad
-
-    @property
-    def hops(self) -> dict[str, int]:
-        weights = self.pass_ == "forward" or "dgrad" in self.products
-        gradients = "wgrad" in self.products
-        most = self.ranks - 1
-        return {
-            "weight": (most + (self.in_place and self.ranks > 1)) * weights,
-            "gradient": most * gradients,
-        }
-
-    def expected_order(self, rank: int) -> list[str]:
-        """DESIGN.md section 2, written down a second time."""
-        if self.bundle and self.pass_ == "backward":
-            return self._bundle_order(rank)
-        ranks, direction = self.ranks, -1 if self.pass_ == "forward" else 1
-        order = []
-        hops = self.hops
-        for s in range(ranks + 1):
-            owner = (rank + direction * s) % ranks
-            if "wgrad" in self.products and s > 0:
-                order.append(f"wgrad {owner}")
-                if s <= hops["gradient"]:
-                    order.append(f"gradient hop {owner} {(owner + 1) % ranks}")
-            if "forward" in self.products or "dgrad" in self.products:
-                if s < hops["weight"]:
-                    order.append(f"weight hop {(owner + direction) % ranks}")
-                if s < ranks:
-                    order.append(f"{'forward' if self.pass_ == 'forward' else 'dgrad'} {owner}")
-        if hops["weight"] % 2 == 1 and self.in_place:
-            order.append(f"copy {rank}")
-        return order
-
-    def _bundle_order(self, rank: int) -> list[str]:
-        """dgrad(r) | dgrad(r+1) wgrad(r+1) | ... | dgrad(r-1) wgrad(r-1) | wgrad(r) from zero, then the sum."""
-        order, hops = [], self.hops
-        for s in range(self.ranks):
-            owner, above = (rank + s) % self.ranks, (rank + s + 1) % self.ranks
-            order += [f"weight hop {above}"] * (s < hops["weight"])
-            order += [f"dgrad {owner}"]
-            order += [f"wgrad {owner}", f"gradient hop {owner} {above}"] * (s > 0 and self.wgrad)
-        order += [f"copy {rank}"] * (hops["weight"] % 2 == 1 and self.in_place)
-        order += [f"wgrad {rank}"] * self.wgrad
-        return order + [f"add {rank}"] * (hops["gradient"] > 0)
-
-
-def case(ranks: int, pass_: str = "forward", **options) -> Case:
-    """A case whose flags may be written 0 and 1."""
-    return Case(ranks, pass_, **{key: bool(value) if value in (0, 1) else value for key, value in options.items()})
-
-
 def violations(case: Case, ring: Ring) -> list[Violation]:
     """Everything that is wrong with the schedules of all ranks."""
     found = [Violation(check.__name__.replace("_", " "), text) for check in _LOCAL for text in check(case, ring)]
     found += simulate(case, ring)
+    waits = [waits_of(steps, len(ring)) for steps in ring]
     if not any(violation.check == "pairing" for violation in found):
-        found += [Violation("race", text) for text in races(ring)]
-    for name, lanes in LANES.items():
-        found += [Violation("deadlock", f"{name}: {text}") for text in deadlocks(ring, lanes)]
+        found += [Violation("race", text) for text in races(ring, waits=waits)]
+    for name, runners in LANES.items():
+        found += [Violation("deadlock", f"{name}: {text}") for text in deadlocks(ring, runners, waits=waits)]
     return found
 
 
@@ -128,22 +53,31 @@ def violations(case: Case, ring: Ring) -> list[Violation]:
 
 
 def computed_once(case: Case, ring: Ring) -> Iterator[str]:
-    wanted = Counter((product, owner) for product in case.products for owner in range(case.ranks))
+    owners = [ALL] if case.gathers else range(case.ranks)
+    wanted = Counter(
+        (product, owner, half)
+        for product in case.products
+        for owner in owners
+        for half in (case.parts if product == "wgrad" else (0,))
+    )
     for rank, steps in enumerate(ring):
-        done = Counter((step.compute, step.owner) for step in steps if step.action == "compute")
+        done = Counter((step.compute, step.owner, step.half) for step in steps if step.action == "compute")
         for key in sorted(wanted | done):
             if wanted[key] != done[key]:
-                yield f"rank {rank}: expected {key[0]} {key[1]} {wanted[key]} times, got {done[key]}"
+                text = f"{key[0]} {key[1]} {HALVES[key[2]]}".strip()
+                yield f"rank {rank}: expected {text} {wanted[key]} times, got {done[key]}"
 
 
 def _in_words(case: Case, step: Step) -> str:
     if step.action == "compute":
-        return f"{step.compute} {step.owner}"
-    if step.action in ("copy", "add"):
-        return f"{step.action} {step.send_owner}"
-    if step.channel == "gradient":
-        return f"gradient hop {step.send_owner} {step.receive_owner}"
-    return f"weight hop {step.receive_owner}"
+        words = f"{step.compute} {step.owner}"
+    elif step.action in ("copy", "add"):
+        words = f"{step.action} {step.channel} {step.send_owner}"
+    elif step.channel == "gradient":
+        words = f"gradient hop {step.send_owner} {step.receive_owner}"
+    else:
+        words = f"weight hop {step.receive_owner}"
+    return f"{words} {HALVES[step.half]}".strip()
 
 
 def order(case: Case, ring: Ring) -> Iterator[str]:
@@ -151,6 +85,19 @@ def order(case: Case, ring: Ring) -> Iterator[str]:
         expected, got = case.expected_order(rank), [_in_words(case, step) for step in steps]
         if expected != got:
             yield f"rank {rank}: expected {expected}, got {got}"
+
+
+def lanes(case: Case, ring: Ring) -> Iterator[str]:
+    two = case.two_lanes and not case.bundle and not case.gathers
+    for rank, steps in enumerate(ring):
+        forwards = 0
+        for position, step in enumerate(steps):
+            expected = 0
+            if two and step.action == "compute":
+                expected = forwards % 2 if step.compute == "forward" else int(step.compute == "wgrad")
+            forwards += step.compute == "forward"
+            if step.lane != expected:
+                yield f"rank {rank}, step {position}: expected lane {expected}, got {step.lane}"
 
 
 def wgrad_inputs(case: Case, ring: Ring) -> Iterator[str]:
@@ -168,20 +115,46 @@ def wgrad_inputs(case: Case, ring: Ring) -> Iterator[str]:
 
 def hop_count(case: Case, ring: Ring) -> Iterator[str]:
     for rank, steps in enumerate(ring):
-        done = Counter(step.channel for step in steps if step.action == "hop")
+        hops = [step for step in steps if step.action == "hop"]
         for channel, count in case.hops.items():
-            if done[channel] != count:
-                yield f"rank {rank}: expected {count} {channel} hops, got {done[channel]}"
+            done = [step for step in hops if step.channel == channel]
+            if len(done) != count:
+                yield f"rank {rank}: expected {count} {channel} hops, got {len(done)}"
+            expected, shards = count / (len(case.parts) if channel == "gradient" else 1), 0.0
+            shards += sum(0.5 if step.half else 1.0 for step in done)
+            if shards != expected:
+                yield f"rank {rank}: expected {expected} {channel} shards to be sent, got {shards}"
 
 
 def slots(case: Case, ring: Ring) -> Iterator[str]:
-    most = {"weight": 1 if case.in_place else 2, "gradient": 2}
+    most = {"weight slot": 1 if case.in_place else 2, "gradient slot": 2 * len(case.parts)}
+    most |= {"weight whole": 0, "gradient whole": 0}
+    if case.gathers:
+        most |= {"weight slot": 0, "weight whole": int(case.multiplies_weights)}
+        most |= {"gradient whole": int("wgrad" in case.products)}
     for rank, steps in enumerate(ring):
-        used = {buffer for step in steps for buffer in step.reads + step.writes if "slot" in buffer}
-        for channel, count in most.items():
-            named = sorted(buffer for buffer in used if buffer.startswith(channel))
+        used = _buffers(steps)
+        for kind, count in most.items():
+            named = sorted(buffer for buffer in used if buffer.startswith(kind))
             if len(named) > count:
-                yield f"rank {rank}: expected at most {count} {channel} slots, got {named}"
+                yield f"rank {rank}: expected at most {count} of {kind}, got {named}"
+
+
+def _buffers(steps: list[Step]) -> set[str]:
+    named = {name for step in steps for name in (step.send, step.receive, step.weight, step.gradient_in)}
+    return {name for name in named | {step.gradient_out for step in steps} if name is not None}
+
+
+def parts(case: Case, ring: Ring) -> Iterator[str]:
+    for rank, steps in enumerate(ring):
+        used: dict[str, int] = {}  # how, by buffer
+        for position, step in enumerate(steps):
+            gradients = [step.gradient_in, step.gradient_out]
+            gradients += [step.send, step.receive] if step.channel == "gradient" else []
+            for name in filter(None, gradients):
+                how = step.half if "slot" in name else min(step.half, 1)
+                if used.setdefault(name, how) != how:
+                    yield f"rank {rank}, step {position}: expected one use of {name}, whole or one half"
 
 
 def route(case: Case, ring: Ring) -> Iterator[str]:
@@ -189,9 +162,10 @@ def route(case: Case, ring: Ring) -> Iterator[str]:
         for position, step in enumerate(steps):
             if step.action != "hop":
                 continue
-            if case.route == "direct" and step.channel == "weight" and not case.in_place:
-                if (step.send_owner, step.send, step.from_) != (rank, "weight home", step.receive_owner):
-                    yield f"rank {rank}, step {position}: expected home to send and the owner to be received from"
+            if case.taken != "ring" and step.channel == "weight":
+                source = "weight whole" if case.gathers else "weight home"
+                if (step.send_owner, step.send, step.from_) != (rank, source, step.receive_owner):
+                    yield f"rank {rank}, step {position}: expected {source} to send and the owner to be received from"
             else:
                 up, down = (rank + 1) % case.ranks, (rank - 1) % case.ranks
                 to, from_ = (up, down) if case.pass_ == "forward" else (down, up)
@@ -214,6 +188,8 @@ def pairing(case: Case, ring: Ring) -> Iterator[str]:
                     yield f"{where}, got {other and other.action}"
                 elif getattr(other, back) != rank:
                     yield f"{where}, which goes {back.strip('_')} {getattr(other, back)}"
+                elif other.half != step.half:
+                    yield f"{where} with one half, got {step.half} and {other.half}"
                 else:
                     owners = [(step.send_owner, step.receive_owner), (other.send_owner, other.receive_owner)]
                     if owners[0][sent] != owners[1][received]:
@@ -221,7 +197,7 @@ def pairing(case: Case, ring: Ring) -> Iterator[str]:
 
 
 Check = Callable[[Case, Ring], Iterator[str]]
-_LOCAL: list[Check] = [computed_once, order, wgrad_inputs, hop_count, slots, route, pairing]
+_LOCAL: list[Check] = [computed_once, order, lanes, wgrad_inputs, hop_count, slots, parts, route, pairing]
 
 
 # -- what each buffer holds ------------------------------------------------------------------------------------------
@@ -230,6 +206,7 @@ _LOCAL: list[Check] = [computed_once, order, wgrad_inputs, hop_count, slots, rou
 class Value(NamedTuple):
     channel: str
     owner: int
+    half: int = 0
     ranks: tuple[int, ...] = ()  # whose contributions a gradient holds
 
 
@@ -241,11 +218,12 @@ class _Memory:
         self.now: dict[str, Value] = {"weight home": Value("weight", rank)}
         self.past: dict[str, list[Value]] = {}
 
-    def read(self, position: int, buffer: str, channel: str, owner: int) -> Value | None:
+    def read(self, position: int, buffer: str, expected: Value) -> Value | None:
+        """What a buffer holds, which is expected to be of the shard, or half, of `expected`."""
         value = self.now.get(buffer)
-        if value is None or value[:2] != (channel, owner):
-            was_there = any(old[:2] == (channel, owner) for old in self.past.get(buffer, []))
-            text = f"rank {self.rank}, step {position}: expected {channel} {owner} in {buffer}, got {value}"
+        if value is None or value[:3] != expected[:3]:
+            was_there = any(old[:3] == expected[:3] for old in self.past.get(buffer, []))
+            text = f"rank {self.rank}, step {position}: expected {expected[:3]} in {buffer}, got {value}"
             self.found.append(Violation("overwritten" if was_there else "contents", text))
         return value
 
@@ -262,48 +240,62 @@ class _Memory:
 def simulate(case: Case, ring: Ring) -> list[Violation]:
     """Runs all ranks with symbols for shards. Messages of a channel between two ranks keep their order."""
     found: list[Violation] = []
-    memory = [_Memory(case, rank, found) for rank in range(len(ring))]
-    positions = [0] * len(ring)
-    waiting = [False] * len(ring)  # has sent the message of its hop and waits for the one it receives
+    ranks = len(ring)
+    memory = [_Memory(case, rank, found) for rank in range(ranks)]
+    positions = [0] * ranks
+    waiting = [False] * ranks  # has sent the message of its hop and waits for the one it receives
     messages: dict[tuple[int, int, str | None], list[Value | None]] = {}
+
+    def compute(own: _Memory, position: int, step: Step) -> None:
+        owners = range(ranks) if step.owner == ALL else [step.owner]
+        if step.weight is not None:
+            for owner, name in zip(owners, step.parts(step.weight, step.owner, ranks), strict=False):
+                own.read(position, name, Value("weight", owner))
+        elif step.compute != "wgrad":
+            found.append(Violation("contents", f"rank {own.rank}, step {position}: {step.compute} reads no weight"))
+        if step.compute != "wgrad":
+            return
+        sums: dict[int, tuple[int, ...]] = {}
+        for owner, name in zip(owners, step.parts(step.gradient_in, step.owner, ranks), strict=False):
+            partial = own.read(position, name, Value("gradient", owner, step.half))
+            sums[owner] = partial.ranks if partial else ()
+        for owner, name in zip(owners, step.parts(step.gradient_out, step.owner, ranks), strict=False):
+            own.write(position, name, Value("gradient", owner, step.half, (*sums.get(owner, ()), own.rank)))
 
     def advance(rank: int) -> bool:
         position, own = positions[rank], memory[rank]
         if position == len(ring[rank]):
             return False
         step = ring[rank][position]
+        if step.action == "compute":
+            compute(own, position, step)
+            positions[rank] += 1
+            return True
+        channel = str(step.channel)
+        sent, received = (
+            step.parts(buffer, owner, ranks)[0]
+            for buffer, owner in ((step.send, step.send_owner), (step.receive, step.receive_owner))
+        )
+        leaving = Value(channel, step.send_owner, step.half)
         if step.action == "hop":
             if not waiting[rank]:
-                value = own.read(position, step.send, step.channel, step.send_owner)
-                messages.setdefault((rank, step.to, step.channel), []).append(value)
+                messages.setdefault((rank, step.to, channel), []).append(own.read(position, sent, leaving))
                 waiting[rank] = True
-            queue = messages.get((step.from_, rank, step.channel))
+            queue = messages.get((step.from_, rank, channel))
             if not queue:
                 return False
-            own.write(position, step.receive, queue.pop(0))
+            own.write(position, received, queue.pop(0))
             waiting[rank] = False
         elif step.action == "copy":
-            own.write(position, step.receive, own.read(position, step.send, step.channel, step.send_owner))
-        elif step.action == "add":
-            arrived = own.read(position, step.send, step.channel, step.send_owner)
-            there = own.read(position, step.receive, step.channel, step.receive_owner)
-            ranks = (arrived.ranks if arrived else ()) + (there.ranks if there else ())
-            own.write(position, step.receive, Value(step.channel, step.receive_owner, ranks))
+            own.write(position, received, own.read(position, sent, leaving))
         else:
-            if step.weight is not None:
-                own.read(position, step.weight, "weight", step.owner)
-            if step.compute == "wgrad":
-                partial = None
-                if step.gradient_in is not None:
-                    partial = own.read(position, step.gradient_in, "gradient", step.owner)
-                ranks = (*(partial.ranks if partial else ()), rank)
-                own.write(position, step.gradient_out, Value("gradient", step.owner, ranks))
-            elif step.weight is None:
-                found.append(Violation("contents", f"rank {rank}, step {position}: {step.compute} reads no weight"))
+            there = Value(channel, step.receive_owner, step.half)
+            added = [own.read(position, sent, leaving), own.read(position, received, there)]
+            own.write(position, received, there._replace(ranks=sum((value.ranks for value in added if value), ())))
         positions[rank] += 1
         return True
 
-    while any([advance(rank) for rank in range(len(ring))]):
+    while any([advance(rank) for rank in range(ranks)]):
         pass
     for rank, position in enumerate(positions):
         if position < len(ring[rank]):
@@ -312,10 +304,10 @@ def simulate(case: Case, ring: Ring) -> list[Violation]:
         home = own.now.get("weight home")
         if home != Value("weight", rank):
             found.append(Violation("homecoming", f"rank {rank}: expected its own weight at home, got {home}"))
-        if "wgrad" in case.products:
-            gradient = own.now.get("gradient home")
-            everyone = list(range(len(ring)))
-            if gradient is None or gradient.owner != rank or sorted(gradient.ranks) != everyone:
+        for half in case.parts if "wgrad" in case.products else ():
+            gradient = own.now.get(f"gradient home {HALVES[half]}".strip())
+            expected = Value("gradient", rank, half, tuple(range(ranks)))
+            if gradient is None or gradient._replace(ranks=tuple(sorted(gradient.ranks))) != expected:
                 found.append(Violation("gradients", f"rank {rank}: expected one part of each rank, got {gradient}"))
     left = {key: len(values) for key, values in messages.items() if values}
     if left:

@@ -1,6 +1,7 @@
 """Who waits for whom when the schedules of a ring run asynchronously: races and deadlocks.
 
-The waits are those of `Execution` in csrc/executor.cpp, written down a second time, one name for each.
+The waits are those of `Execution` in csrc/executor.cpp, written down a second time, one name for each. So is what a
+step reads and writes: see csrc/schedule.h.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+
+ALL = -1  # the owner of a compute with every shard at once
+HALVES = ("", "first", "second")
 
 
 @dataclass
@@ -27,19 +31,31 @@ class Step:
     weight: str | None
     gradient_in: str | None
     gradient_out: str | None
+    lane: int
+    half: int
+    label: str
 
-    @property
-    def reads(self) -> list[str]:
+    def parts(self, buffer: str | None, owner: int, ranks: int) -> list[str]:
+        """What a step about the shard of `owner` uses of a buffer: of the whole, shards; of a home, perhaps a half."""
+        if buffer is None:
+            return []
+        if buffer.endswith(" whole"):
+            return [f"{buffer} {each}" for each in (range(ranks) if owner == ALL else [owner])]
+        return [f"{buffer} {HALVES[self.half]}".strip() if buffer.endswith(" home") else buffer]
+
+    def reads(self, ranks: int) -> list[str]:
         if self.action == "compute":
-            buffers = [self.weight, self.gradient_in]
-        else:
-            buffers = [self.send, self.receive] if self.action == "add" else [self.send]
-        return [buffer for buffer in buffers if buffer is not None]
+            return [
+                *self.parts(self.weight, self.owner, ranks),
+                *self.parts(self.gradient_in, self.owner, ranks),
+            ]
+        added = self.receive if self.action == "add" else None
+        return [*self.parts(self.send, self.send_owner, ranks), *self.parts(added, self.receive_owner, ranks)]
 
-    @property
-    def writes(self) -> list[str]:
-        buffer = self.gradient_out if self.action == "compute" else self.receive
-        return [] if buffer is None else [buffer]
+    def writes(self, ranks: int) -> list[str]:
+        if self.action == "compute":
+            return self.parts(self.gradient_out, self.owner, ranks)
+        return self.parts(self.receive, self.receive_owner, ranks)
 
 
 Ring = list[list[Step]]  # the steps of every rank
@@ -66,6 +82,9 @@ WAITS = (
     "hop for hops that leave its target",
     "compute for arrival in what it uses",
     "compute for hops that leave what it writes",
+    "compute for the compute that wrote what it uses",
+    "compute for computes that read what it writes",
+    "end for what is in flight",
 )
 
 
@@ -77,14 +96,22 @@ class _Buffer:
     read: list[int] = field(default_factory=list)
 
 
-def _waits(steps: list[Step], without: Collection[str]) -> list[list[tuple[int, str]]]:
-    """For each step the (position, happening) pairs that it waits for, without the named waits."""
+Waits = list[list[tuple[int, str]]]
+
+
+def waits_of(steps: list[Step], ranks: int, without: Collection[str] = ()) -> Waits:
+    """For each step, and for the end, the (position, happening) pairs that it waits for, without the named waits."""
     buffers: dict[str, _Buffer] = {}
-    result = []
+    result: Waits = []
+
+    def keep(needed: list[tuple[str, int | None, str]]) -> None:
+        result.append([(at, what) for wait, at, what in needed if at is not None and wait not in without])
+
     for position, step in enumerate(steps):
         needed: list[tuple[str, int | None, str]] = []
-        source = [buffers.setdefault(name, _Buffer()) for name in step.reads]
-        target = [buffers.setdefault(name, _Buffer()) for name in step.writes]
+        reads, writes = step.reads(ranks), step.writes(ranks)
+        source = [buffers.setdefault(name, _Buffer()) for name in reads]
+        target = [buffers.setdefault(name, _Buffer()) for name in writes]
         if step.action == "hop":
             needed += [(WAITS[0], buffer.arrived, "received") for buffer in source]
             needed += [(WAITS[1], buffer.written, "done") for buffer in source]
@@ -95,31 +122,41 @@ def _waits(steps: list[Step], without: Collection[str]) -> list[list[tuple[int, 
         else:
             needed += [(WAITS[6], buffer.arrived, "received") for buffer in source + target]
             needed += [(WAITS[7], hop, "sent") for buffer in target for hop in buffer.departing]
-        result.append([(at, what) for wait, at, what in needed if at is not None and wait not in without])
-        for name in step.reads:
+            needed += [(WAITS[8], buffer.written, "done") for buffer in source + target]
+            needed += [(WAITS[9], reader, "done") for buffer in target for reader in buffer.read]
+        keep(needed)
+        for name in reads:
             (buffers[name].departing if step.action == "hop" else buffers[name].read).append(position)
-        for name in step.writes:
+        for name in writes:
             buffers[name] = _Buffer(arrived=position) if step.action == "hop" else _Buffer(written=position)
+    needed = []
+    for buffer in buffers.values():
+        needed += [(WAITS[10], buffer.arrived, "received"), (WAITS[10], buffer.written, "done")]
+        needed += [(WAITS[10], hop, "sent") for hop in buffer.departing]
+        needed += [(WAITS[10], reader, "done") for reader in buffer.read]
+    keep(needed)
     return result
 
 
-def _happens_before(ring: Ring, without: Collection[str]) -> dict[Node, int]:
+def _happens_before(ring: Ring, waits: list[Waits]) -> dict[Node, int]:
     """For each node the set (bits) of nodes that must have happened before it, itself included.
 
     As little as any transport promises: hops of one channel are posted in order but may overlap; a message arrives
-    after it was sent for and after the receiver has posted; a sent message may still be under way.
+    after it was sent for and after the receiver has posted; a sent message may still be under way. Computes of one lane
+    are in order, those of different lanes run side by side. The end, the step after the last one, is on lane 0.
     """
     before: dict[Node, list[Node]] = {}
     for rank, steps in enumerate(ring):
-        last: dict[str, Node] = {}  # newest compute, newest post on each channel
-        for position, (step, needed) in enumerate(zip(steps, _waits(steps, without), strict=True)):
-            first: Node = (rank, position, "posted" if step.action == "hop" else "done")
-            lane = str(step.channel) if step.action == "hop" else "compute"
+        last: dict[str, Node] = {}  # newest compute of each lane, newest post on each channel
+        for position, (step, needed) in enumerate(zip([*steps, None], waits[rank], strict=True)):
+            hop = step is not None and step.action == "hop"
+            first: Node = (rank, position, "posted" if hop else "done")
+            lane = f"compute {step.lane if step else 0}" if not hop else str(step.channel)
             before[first] = [(rank, at, what) for at, what in needed]
             if lane in last:
                 before[first].append(last[lane])
             last[lane] = first
-            if step.action == "hop":
+            if hop:
                 before[rank, position, "sent"] = [first]
                 before[rank, position, "received"] = [first, (step.from_, position, "posted")]
     after: dict[Node, list[Node]] = {node: [] for node in before}
@@ -141,30 +178,40 @@ def _happens_before(ring: Ring, without: Collection[str]) -> dict[Node, int]:
     return bits
 
 
-def races(ring: Ring, without: Collection[str] = ()) -> Iterator[str]:
-    """Pairs of accesses to one buffer, at least one of them a write, that nothing keeps in order.
+def races(ring: Ring, without: Collection[str] = (), waits: list[Waits] | None = None) -> Iterator[str]:
+    """Pairs of accesses to one buffer, at least one of them a write, that nothing keeps in order; and late accesses.
 
     Args:
         without: names out of WAITS that the executor is supposed to have forgotten.
+        waits: those of every rank, if they are known already.
     """
-    reached = _happens_before(ring, without)
+    ranks = len(ring)
+    reached = _happens_before(ring, waits or [waits_of(steps, ranks, without) for steps in ring])
     own = {node: 1 << (bits.bit_length() - 1) for node, bits in reached.items()}
+
+    def ordered(earlier: Node, later: Node) -> bool:
+        return later in reached and earlier in reached and bool(reached[later] & own[earlier])
+
     for rank, steps in enumerate(ring):
+        end: Node = (rank, len(steps), "done")
         readers: dict[str, list[Node]] = {}
         writer: dict[str, Node] = {}
         for position, step in enumerate(steps):
+            reads, writes = step.reads(ranks), step.writes(ranks)
             reading: Node = (rank, position, "sent" if step.action == "hop" else "done")
             writing: Node = (rank, position, "received" if step.action == "hop" else "done")
-            pairs = [(writer[name], reading, name) for name in step.reads if name in writer]
-            pairs += [(writer[name], writing, name) for name in step.writes if name in writer]
-            pairs += [(reader, writing, name) for name in step.writes for reader in readers.get(name, [])]
+            pairs = [(writer[name], reading, name) for name in reads if name in writer]
+            pairs += [(writer[name], writing, name) for name in writes if name in writer]
+            pairs += [(reader, writing, name) for name in writes for reader in readers.get(name, [])]
             for earlier, later, name in pairs:
-                if later not in reached or earlier not in reached or not reached[later] & own[earlier]:
+                if not ordered(earlier, later):
                     yield f"rank {rank}: steps {earlier[1]} and {later[1]} use {name} at the same time"
-            for name in step.reads:
+            if not all(ordered(node, end) for node in {reading, writing}):
+                yield f"rank {rank}: step {position} may outlast the pass"
+            for name in reads:
                 readers.setdefault(name, []).append(reading)
-            for name in step.writes:
-                if name in step.reads and step.action == "hop":
+            for name in writes:
+                if name in reads and step.action == "hop":
                     yield f"rank {rank}: step {position} sends from and receives in {name}"
                 writer[name], readers[name] = writing, []
 
@@ -172,14 +219,17 @@ def races(ring: Ring, without: Collection[str] = ()) -> Iterator[str]:
 # Who executes the steps, in order. `blocking`: the next step starts after this one has ended, not when it is posted.
 Lane = Callable[[Step], str]
 LANES: dict[str, tuple[Lane, bool]] = {
-    "two communicators": (lambda step: str(step.channel) if step.action == "hop" else "compute", True),
-    "one communicator": (lambda step: "hop" if step.action == "hop" else "compute", True),
+    "two communicators": (lambda step: str(step.channel) if step.action == "hop" else f"compute {step.lane}", True),
+    "one communicator": (lambda step: "hop" if step.action == "hop" else f"compute {step.lane}", True),
     "posting host": (lambda step: "host", False),
 }
 
 
 def deadlocks(
-    ring: Ring, lanes: tuple[Lane, bool], enqueue: Callable[[list[int], list[Step]], list[int]] | None = None
+    ring: Ring,
+    lanes: tuple[Lane, bool],
+    enqueue: Callable[[list[int], list[Step]], list[int]] | None = None,
+    waits: list[Waits] | None = None,
 ) -> Iterator[str]:
     """Runs all ranks until nothing moves, and yields where each lane is stuck.
 
@@ -189,6 +239,7 @@ def deadlocks(
     Args:
         lanes: one of LANES.
         enqueue: reorders the positions of the hops of a lane, given them and all steps of the rank.
+        waits: those of every rank, if they are known already.
     """
     lane_of, blocking = lanes
     queues: dict[tuple[int, str], list[int]] = {}
@@ -197,7 +248,7 @@ def deadlocks(
             queues.setdefault((rank, lane_of(step)), []).append(position)
     if enqueue is not None:
         queues = {key: enqueue(queue, ring[key[0]]) for key, queue in queues.items()}
-    waits = [_waits(steps, ()) for steps in ring]
+    waits = waits or [waits_of(steps, len(ring)) for steps in ring]
     channels: dict[tuple[int, str | None], list[int]] = {}
     index: dict[tuple[int, int], int] = {}  # of a hop on its channel
     for rank, steps in enumerate(ring):

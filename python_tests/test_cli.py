@@ -92,6 +92,19 @@ def test_schedule_options_reach_the_schedule(capsys):
     assert "embedding backward" in text and "0 weight hops, 3 gradient hops" in text and "dgrad" not in text
 
 
+def test_schedule_of_gathered_shards_halves_and_lanes(tmp_path, capsys):
+    path = tmp_path / "timeline.svg"
+    backward = ["schedule", "--ranks", "3", "--pass", "backward", "--plot", str(path)]
+    assert main([*backward, "--route", "gather", "--two-lanes"]) == 0
+    text = capsys.readouterr().out
+    assert "route gather, out of place (two lanes do not apply where shards are gathered)" in text
+    assert "1 whole weight, 1 whole gradient" in text and re.search(r"3 +compute +wgrad G =", text)
+    assert main([*backward, "--halves", "--two-lanes"]) == 0
+    text = capsys.readouterr().out
+    assert "out of place, gradients in halves, two lanes" in text and re.search(r"4 +side +wgrad G1b =", text)
+    assert "<!-- G1b -->" in path.read_text() and "<!-- side -->" in path.read_text()
+
+
 @pytest.mark.parametrize("op", ["mlp", "cross_entropy", "experts"])
 def test_schedule_of_a_bundle(op, tmp_path, capsys):
     assert main(["schedule", "--ranks", "4", "--op", op]) == 0

@@ -2,6 +2,7 @@
 gives, whatever the streams' delays are, and a failure reaches every rank."""
 
 import os
+import threading
 import time
 from datetime import timedelta
 
@@ -58,7 +59,13 @@ def linear(executor, layer, route, rank, ranks, features=(OUT, IN)):
     dys = [random(3, out, dtype=DTYPE, seed=1000 * layer + r) for r in range(ranks)]
     home = chunk(weight, ranks, rank).clone()
     options = _native.RotationOptions(
-        route=route, in_place=False, compute_dtype=DTYPE, reduce_dtype=DTYPE, slot_cap=0, halves=False, name=f"linear {layer}"
+        route=route,
+        in_place=False,
+        compute_dtype=DTYPE,
+        reduce_dtype=DTYPE,
+        slot_cap=0,
+        halves=False,
+        name=f"linear {layer}",
     )
     shape = _native.LinearShape(out, inputs, by_outputs=True, transposed=False)
     bundle = _native.LinearBundle([shape], [False])
@@ -268,3 +275,77 @@ def test_what_nccl_lacks_is_a_refusal_on_every_rank(sim):
     assert "NCCL 2.28.9 has no puts and signals: expected 2.29 or newer" in sim.nccl_put_refusal()
     for text in values(run_threads(work, 2, unique_ids(sim, "nccl-put"))):
         assert "2.28.9" in text
+
+
+def test_memory_that_runs_out_on_one_rank_is_told_to_the_others(sim):
+    """Nobody waits for the timeout, which is longer than the test."""
+    news = connected_news(2)
+
+    def work(rank, ids):
+        executor = connect(sim, "nccl", ids, rank, 2, timeout=timedelta(seconds=100), news=news[rank])
+        linear(executor, 1, "ring", rank, 2)
+        sim.set_compute(True)  # the host does not wait for hops
+        shapes = [[[4], [2**60 if rank == 1 else 4]]]
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as raised:
+            while time.monotonic() < start + 10:
+                execution = _native.Execution.rotate(executor, [torch.ones(4)], shapes, "ring", False)
+                while execution.next() is not None:
+                    time.sleep(0.002)
+        sim.set_compute(False)
+        assert not executor.alive
+        return (raised.value,)
+
+    (told,), (out_of_memory,) = values(run_threads(work, 2, unique_ids(sim, "nccl")))
+    assert not isinstance(out_of_memory, RotationError), "torch's own error"
+    assert isinstance(told, RingTimeout) and "rank 1 of the ring has failed: rotate" in str(told)
+
+
+def test_a_slot_that_a_graph_knows_stays(sim):
+    """A larger slot takes the place of one that no graph knows only."""
+
+    def work(rank, ids):
+        executor = connect(sim, "nccl", ids, rank, 2)
+
+        def pass_of(elements):
+            execution = _native.Execution.rotate(executor, [torch.ones(elements)], [[[elements]] * 2], "ring", False)
+            while execution.next() is not None:
+                pass
+
+        def slots():
+            return executor.slots("weight").slots
+
+        pass_of(10)
+        few = slots()
+        pass_of(20)
+        assert slots() == few, "control: made way"
+        barrier.wait(20)
+        sim.controls.capturing = True
+        barrier.wait(20)
+        pass_of(20)
+        barrier.wait(20)
+        sim.controls.capturing = False
+        barrier.wait(20)
+        pass_of(60)
+        assert slots() == few + 1
+        pass_of(100)
+        assert slots() == few + 1
+        executor.close()
+
+    barrier = threading.Barrier(2)
+    values(run_threads(work, 2, unique_ids(sim, "nccl")))
+
+
+@pytest.mark.parametrize("kind", ["nccl registered", "nccl-put"])
+def test_slots_that_nccl_knows_are_not_made_in_a_capture(sim, kind):
+    def work(rank, ids):
+        executor = connect(sim, kind, ids, rank, 2)
+        barrier.wait(20)
+        sim.controls.capturing = True
+        with pytest.raises(RotationError, match="slots cannot be made or ended while a graph is captured"):
+            _native.Execution.rotate(executor, [torch.ones(4)], [[[4], [4]]], "ring", False)
+        barrier.wait(20)
+        sim.controls.capturing = False
+
+    barrier = threading.Barrier(2)
+    values(run_threads(work, 2, unique_ids(sim, kind)))

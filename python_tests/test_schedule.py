@@ -9,39 +9,83 @@ from itertools import product
 
 import pytest
 import torch
-from schedule_checks import case, violations
+from schedule_cases import case
+from schedule_checks import violations
 from schedule_races import LANES, WAITS, deadlocks, races
 
 from rtp_ext import schedule
 from rtp_ext._native import make_schedule, shard_sizes
 
 RANKS = range(1, 17)
-FORWARD = [
-    {"pass_": "forward", "route": route, "in_place": in_place} for route in ("ring", "direct") for in_place in (0, 1)
-]
-BACKWARD = [
-    {
-        **{"pass_": "backward", "bundle": bundle, "route": route, "in_place": in_place},
-        **{"dgrad": dgrad, "wgrad": wgrad, "receive_in_slots": slots},
-    }
-    for bundle, route, in_place, dgrad, wgrad, slots in product(
-        (0, 1), ("ring", "direct"), (0, 1), (0, 1), (0, 1), (0, 1)
-    )
+NEEDS = [
+    {"dgrad": dgrad, "wgrad": wgrad, "receive_in_slots": slots}
+    for dgrad, wgrad, slots in product((0, 1), (0, 1), (0, 1))
     if wgrad or not slots
 ]
+ROUTES = [{"route": route, "in_place": in_place} for route, in_place in product(("ring", "direct"), (0, 1))]
+VARIANTS = [
+    *({"pass_": "forward", **route, "two_lanes": lanes} for route, lanes in product(ROUTES, (0, 1))),
+    *(
+        {"pass_": "backward", "bundle": bundle, **route, **needs}
+        for bundle, route, needs in product((0, 1), ROUTES, NEEDS)
+    ),
+    *({"pass_": "backward", **route, **needs, "two_lanes": 1} for route, needs in product(ROUTES, NEEDS)),
+    *(
+        {"pass_": "backward", **route, **needs, "halves": 1, "two_lanes": lanes}
+        for lanes, routes in ((0, ROUTES[:1]), (1, ROUTES))
+        for route, needs in product(routes, NEEDS)
+        if needs["wgrad"]
+    ),
+    {"pass_": "forward", "route": "gather"},
+    *({"pass_": "backward", "route": "gather", **needs} for needs in NEEDS),
+]
 
 
-@pytest.mark.parametrize("variant", FORWARD + BACKWARD, ids=lambda variant: "-".join(map(str, variant.values())))
+def identity(variant):
+    return "-".join(f"{key}={value}" if value in (0, 1) else value for key, value in variant.items())
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=identity)
 def test_every_schedule_is_right(variant):
     for ranks in RANKS:
         this = case(ranks, **variant)
         ring = this.ring()
         assert violations(this, ring) == [], this
         for made in this.schedules():
-            buffers = {buffer for step in ring[made.rank] for buffer in step.reads + step.writes}
+            steps = ring[made.rank]
+            buffers = {buffer for step in steps for buffer in step.reads(ranks) + step.writes(ranks)}
             assert made.ranks == ranks
             assert made.weight_slots == sum(buffer.startswith("weight slot") for buffer in buffers)
             assert made.gradient_slots == sum(buffer.startswith("gradient slot") for buffer in buffers)
+            for step, own in zip(made.steps, steps, strict=True):
+                assert (step.reads(ranks), step.writes(ranks)) == (own.reads(ranks), own.writes(ranks))
+
+
+IGNORED = [{"route": "gather"}, {"halves": 1}, {"two_lanes": 1}, {"route": "gather", "halves": 1, "two_lanes": 1}]
+
+
+@pytest.mark.parametrize("options", IGNORED, ids=identity)
+def test_bundles_neither_gather_nor_halve_nor_take_two_lanes(options):
+    direct = {"route": "direct"} if "route" in options else {}
+    for pass_, ranks, needs in product(("forward", "backward"), (1, 2, 5), ({}, {"dgrad": 0}, {"wgrad": 0})):
+        this, plain = (case(ranks, pass_, bundle=1, **needs, **way) for way in (options, direct))
+        assert this.ring() == plain.ring()
+        for made in this.schedules():
+            assert (made.route, made.halves, made.two_lanes) == (plain.schedules()[0].route, False, False)
+
+
+def test_what_else_is_ignored():
+    for ranks in (1, 2, 5):
+        # nothing is gathered in place, nothing goes in halves or lanes where all is gathered, no weight is halved
+        for pass_ in ("forward", "backward"):
+            assert case(ranks, pass_, route="gather", in_place=1).ring() == case(ranks, pass_, in_place=1).ring()
+            ways = ({"halves": 1}, {"two_lanes": 1}, {"receive_in_slots": 1})
+            gathered = case(ranks, pass_, route="gather")
+            for way in ways:
+                assert case(ranks, pass_, route="gather", **way).ring() == gathered.ring()
+        assert case(ranks, halves=1).ring() == case(ranks).ring()
+        assert not case(ranks, halves=1).schedules()[0].halves
+        assert case(ranks, "backward", halves=1, wgrad=0).ring() == case(ranks, "backward", wgrad=0).ring()
 
 
 def gradients_first(queue, steps):
@@ -58,16 +102,19 @@ def test_gradients_first_deadlock_one_communicator(ranks, bundle):
     assert list(deadlocks(ring, LANES["two communicators"], gradients_first)) == []
 
 
-# What the executor waits for is enough (test_every_schedule_is_right). Without one of these waits it is not; the two
-# others, for who wrote the target of a hop, are implied by the wait for who read it since.
+# What the executor waits for is enough (test_every_schedule_is_right). Without one of these waits it is not. Two
+# others, for who wrote the target of a hop, are implied by the wait for who read it since. Those of one compute for
+# another are implied where both are on one lane, and where a hop lies between them.
 IMPLIED = {"hop for arrival in its target", "hop for the compute that wrote its target"}
+LANES_ONLY = {"compute for the compute that wrote what it uses", "compute for computes that read what it writes"}
 
 
-@pytest.mark.parametrize("bundle", [0, 1])
-@pytest.mark.parametrize("wait", [wait for wait in WAITS if wait not in IMPLIED])
-def test_a_wait_that_is_forgotten_is_a_race(wait, bundle):
-    this = case(5, "backward", in_place=1, bundle=bundle)
-    assert list(races(this.ring(), [wait]))
+@pytest.mark.parametrize(
+    "variant", [{"in_place": 1}, {"bundle": 1, "in_place": 1}, {"halves": 1, "in_place": 1}], ids=identity
+)
+@pytest.mark.parametrize("wait", [wait for wait in WAITS if wait not in IMPLIED | LANES_ONLY])
+def test_a_wait_that_is_forgotten_is_a_race(wait, variant):
+    assert list(races(case(5, "backward", **variant).ring(), [wait]))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +135,23 @@ def test_an_addition_takes_part_in_races(wait, send, receive, at, text):
         steps.insert(at, replace(steps[4], send=f"gradient {send}", receive=f"gradient {receive}"))
     assert list(races(ring)) == []
     assert any(text in found for found in races(ring, [wait]))
+
+
+def test_lanes_that_meet_wait_for_each_other():
+    """In no schedule made today do computes of two lanes meet without a hop between them; the executor waits anyway."""
+    moved = case(1, "backward", route="gather").ring()  # what a wgrad wrote, the copy home reads
+    copied = case(5, in_place=1, two_lanes=1).ring()  # what a forward read, the copy home writes
+    for steps in moved:
+        for step in steps:
+            step.lane = int(step.compute == "wgrad")
+    for steps in copied:
+        for step in steps:
+            step.lane = 1 - step.lane if step.action == "compute" else 0
+    reads, writes = "compute for computes that read what it writes", "compute for the compute that wrote what it uses"
+    assert list(races(moved)) == list(races(copied)) == []
+    assert any("gradient whole" in race for race in races(moved, [writes]))
+    assert any("weight home" in race for race in races(copied, [reads]))
+    assert {reads, writes} == LANES_ONLY
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -161,6 +225,61 @@ def test_table():
     assert rows[5][:3] == ["3", "gradient", "G1 -> 3, G2 <- 1"]
     assert rows[-1][2:] == ["wgrad G0 +=", "wgrad G1 +=", "wgrad G2 +=", "wgrad G3 +="]
     assert len(rows) == 2 + len(every[0].steps)
+
+
+def show(**options):
+    """The lines of a table: its title, and its rows from the first step on, without their numbers."""
+    form = {"op": "linear", "pass_": "backward", "route": "ring", "in_place": False, **options}
+    every = schedule.schedules(3, **form)
+    title, what, _, _, _, *rows = schedule.table(every, title=schedule.describe(every, **form), rank=1).splitlines()
+    return title, what, [re.split("  +", row.strip())[1:] for row in rows]
+
+
+def test_table_of_a_gathered_pass():
+    title, what, rows = show(route="gather")
+    assert title == "linear backward, 3 ranks, route gather, out of place"
+    assert what == (
+        "each rank: 1 wgrad, 1 dgrad, 2 weight hops, 2 gradient hops; "
+        "0 weight slots, 2 gradient slots, 1 whole weight, 1 whole gradient"
+    )
+    everything = ", ".join(f"weight whole {owner}" for owner in range(3))
+    assert rows[0] == ["compute", "W1 to whole", "weight home", "weight whole 1"]
+    assert rows[1] == ["weight", "W1 -> 2, W0 <- 0", "weight whole 1", "weight whole 0"]
+    assert rows[5] == ["compute", "dgrad W", everything]
+    assert rows[-1] == ["compute", "G1 to home", "gradient whole 1", "gradient home"]
+    title, what, rows = show(route="gather", pass_="forward")
+    assert what == (
+        "each rank: 1 forward, 2 weight hops, 0 gradient hops; 0 weight slots, 0 gradient slots, 1 whole weight"
+    )
+
+
+def test_table_of_halves_and_lanes():
+    title, what, rows = show(halves=True, two_lanes=True, route="direct")
+    assert title == "linear backward, 3 ranks, route direct, out of place, gradients in halves, two lanes"
+    assert what == "each rank: 3 dgrad, 6 wgrad, 2 weight hops, 4 gradient hops; 2 weight slots, 4 gradient slots"
+    assert rows[2:6] == [
+        ["side", "wgrad G2a =", "gradient slot 0"],
+        ["gradient", "G2a -> 0, G0a <- 2", "gradient slot 0", "gradient slot 2"],
+        ["side", "wgrad G2b =", "gradient slot 1"],
+        ["gradient", "G2b -> 0, G0b <- 2", "gradient slot 1", "gradient slot 3"],
+    ]
+    assert rows[-1] == ["side", "wgrad G1b +=", "gradient home second", "gradient home second"]
+
+
+@pytest.mark.parametrize(
+    ("options", "title"),
+    [
+        ({"op": "mlp", "route": "gather"}, "route direct (gather does not apply to a bundle), out of place"),
+        ({"op": "mlp", "halves": 1}, "out of place (halves do not apply to a bundle)"),
+        ({"op": "mlp", "halves": 1, "two_lanes": 1}, "out of place (halves and two lanes do not apply to a bundle)"),
+        ({"in_place": 1, "route": "gather"}, "route ring (gather does not apply in place), in place"),
+        ({"route": "gather", "two_lanes": 1}, "out of place (two lanes do not apply where shards are gathered)"),
+        ({"pass_": "forward", "halves": 1}, "out of place (halves do not apply to a forward)"),
+        ({"op": "embedding", "two_lanes": 1}, "out of place, two lanes"),
+    ],
+)
+def test_the_title_says_what_is_ignored(options, title):
+    assert show(**options)[0].endswith(title)
 
 
 def test_table_of_a_bundle():

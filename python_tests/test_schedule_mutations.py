@@ -1,20 +1,11 @@
 """Every check of a schedule against a schedule that is wrong."""
 
-from collections.abc import Callable
-
 import pytest
-from schedule_checks import Case, case, violations
-from schedule_races import Ring, computes, hops
-
-MUTATIONS: list[tuple[str, Case, Callable[[Ring], None], set[str]]] = []
-
-
-def mutation(this: Case, *checks: str):
-    def register(change: Callable[[Ring], None]) -> Callable[[Ring], None]:
-        MUTATIONS.append((change.__name__, this, change, set(checks)))
-        return change
-
-    return register
+import schedule_variant_mutations  # noqa: F401  those of gathered shards, halves and lanes
+from schedule_cases import case
+from schedule_checks import violations
+from schedule_mutations import MUTATIONS, mutation, swap
+from schedule_races import computes, hops
 
 
 @mutation(case(4), "hop count", "pairing", "deadlock", "order")
@@ -169,10 +160,6 @@ def one_rank_enqueues_two_hops_the_other_way_round(ring):
 BUNDLE = case(4, "backward", bundle=1)
 
 
-def swap(steps, one, other):
-    steps[one], steps[other] = steps[other], steps[one]
-
-
 @mutation(BUNDLE, "wgrad inputs", "order")
 def a_wgrad_comes_before_its_dgrad(ring):
     swap(ring[2], computes(ring, 2, "dgrad")[2], computes(ring, 2, "wgrad")[1])
@@ -295,6 +282,6 @@ def test_a_broken_schedule_is_caught(name, this, change, checks):
 
 def test_every_check_is_shown_to_fail():
     assert {check for *_, checks in MUTATIONS for check in checks} == {
-        *("computed once", "order", "wgrad inputs", "hop count", "slots", "route", "pairing"),
+        *("computed once", "order", "lanes", "wgrad inputs", "hop count", "slots", "parts", "route", "pairing"),
         *("contents", "overwritten", "gradients", "homecoming", "race", "deadlock"),
     }

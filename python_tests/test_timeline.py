@@ -6,12 +6,13 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from schedule_checks import case
+from schedule_cases import case
 from schedule_races import hops
 
 from rtp_ext import schedule, timeline
 
 RANKS = range(1, 17)
+SOME_RANKS = (1, 2, 3, 5, 8)
 
 
 def duration(made, **times) -> float:
@@ -47,6 +48,70 @@ def test_timeline_of_a_bundle(hop, in_place):
         if not in_place:
             assert duration(backward, hop_time=hop, copy_time=0.25) == pytest.approx(expected + 0.25)
     assert duration(schedule.schedules(1, op="mlp", pass_="backward"), hop_time=hop, copy_time=0.25) == 2.0
+
+
+# Hops of weights and gradients, in dgrads
+HOPS = [(0.0, 0.0), (0.65, 1.3), (1.0, 2.0), (1.5, 3.0), (3.5, 1.0), (2.5, 4.0)]
+
+
+def hops_of(weight, gradient):
+    """Durations of hops, of which half a gradient takes half."""
+    return lambda rank, step: weight if step.channel == "weight" else gradient * (0.5 if step.half else 1.0)
+
+
+@pytest.mark.parametrize(("route", "slots"), [("ring", False), ("direct", False), ("ring", True)])
+@pytest.mark.parametrize(("weight", "gradient"), HOPS)
+def test_timeline_of_halves(weight, gradient, route, slots):
+    # A half's hop has one and a half computes to hide under, and the two halves share a channel: what is seen is what
+    # a hop of the whole outlasts a dgrad and a wgrad by.
+    for ranks in SOME_RANKS:
+        spent = {}
+        for halves in (False, True):
+            options = {"pass_": "backward", "route": route, "receive_in_slots": slots, "halves": halves}
+            spent[halves] = duration(schedule.schedules(ranks, **options), hop_time=hops_of(weight, gradient))
+        assert spent[False] == pytest.approx(2 * ranks + (ranks - 1) * max(0.0, gradient - 1, weight - 2))
+        assert spent[True] == pytest.approx(2 * ranks + (ranks - 1) * max(0.0, gradient - 2, weight - 2))
+
+
+def test_what_halves_save():
+    """A gradient hop of 1.3 dgrads costs a backward of 8 ranks 13 %, as a whole; in halves nothing."""
+    times = {"hop_time": hops_of(0.65, 1.3)}
+    pure = 2 * 8
+    whole, halves = (
+        duration(schedule.schedules(8, pass_="backward", halves=halves), **times) / pure for halves in (False, True)
+    )
+    assert whole == pytest.approx(1 + 7 * 0.3 / 16)  # 1.131; 1.15 with many ranks
+    assert halves == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("copy", [0.0, 0.25, 20.0])
+@pytest.mark.parametrize(("weight", "gradient"), HOPS)
+def test_timeline_of_a_gathered_pass(weight, gradient, copy):
+    for ranks, compute in product(SOME_RANKS, (0.1, 1.0)):
+        times = {"compute_time": compute, "hop_time": hops_of(weight, gradient), "copy_time": copy}
+        whole = ranks * compute
+        forward = schedule.schedules(ranks, route="gather")
+        assert duration(forward, **times) == pytest.approx(copy + (ranks - 1) * weight + whole)
+        start = copy + max(whole, (ranks - 1) * weight)  # of dgrad
+        summed = max(start + whole, copy + whole + gradient) + ranks * copy + (ranks - 2) * gradient
+        backward = schedule.schedules(ranks, pass_="backward", route="gather")
+        assert duration(backward, **times) == pytest.approx(summed if ranks > 1 else 2 * (copy + whole))
+
+
+def test_timeline_of_two_lanes_shows_order():
+    forward = timeline.timeline(schedule.schedules(4, two_lanes=True), hop_time=0.25)
+    computes = [(event.lane, event.label, event.start) for event in forward if "forward" in event.label]
+    assert computes[::4] == [
+        *(("compute", "forward W0", 0.0), ("side", "forward W3", 0.25)),
+        *(("compute", "forward W2", 1.0), ("side", "forward W1", 1.5)),  # W1 lands in the slot that W3 leaves at 1.25
+    ]
+    for options in ({}, {"halves": True}):
+        made = schedule.schedules(4, pass_="backward", two_lanes=True, **options)
+        events = timeline.timeline(made, hop_time=0.25)
+        lanes = {made[0].steps[event.step].compute: event.lane for event in events if event.rank == 0}
+        assert (lanes["dgrad"], lanes["wgrad"]) == ("compute", "side")
+        dgrads = [event.start for event in events if event.rank == 0 and event.lane == "compute"]
+        assert dgrads == [0.0, 1.0, 2.0, 3.0]  # no wgrad between them
 
 
 def test_timeline_of_an_addition():
@@ -145,6 +210,26 @@ def test_plot_of_a_bundle(tmp_path):
     assert captions[1.0] - captions[0.1] >= {"+G0", "+G1", "+G2"}
     assert captions[0.1] >= {"add to home", "copy home"}  # boxes too narrow for a caption of their own
     assert not captions[0.0] & {"add to home", "copy home", "+G0"}
+
+
+def captions_of(path, made, **times):
+    timeline.plot(path, made, **times)
+    return set(re.findall("<!-- (.*?) -->", path.read_text(), re.DOTALL))
+
+
+def test_plot_of_halves_and_lanes(tmp_path):
+    path = tmp_path / "timeline.svg"
+    captions = captions_of(path, schedule.schedules(3, pass_="backward", halves=True, two_lanes=True), hop_time=1.0)
+    assert {"side", "compute", "G0a", "G0b", "W2"} <= captions
+    assert any(caption.endswith("in all, 3 without communication)") for caption in captions)
+    assert "side" not in captions_of(path, schedule.schedules(3, pass_="backward", halves=True))
+
+
+def test_plot_of_a_gathered_pass(tmp_path):
+    path = tmp_path / "timeline.svg"
+    captions = captions_of(path, schedule.schedules(3, pass_="backward", route="gather"), copy_time=1.0)
+    assert {"W", "G", "+G0", "copy to whole and home", "add to whole"} <= captions
+    assert "copy to whole" in captions_of(path, schedule.schedules(3, route="gather"), copy_time=1.0)
 
 
 def test_plot_without_matplotlib(tmp_path, monkeypatch):

@@ -59,7 +59,13 @@ class Rank:
         mine = [part[rank].clone() for part in wholes]
         sums = [torch.empty_like(part) for part in mine]
         options = _native.RotationOptions(
-            route=route, in_place=False, compute_dtype=DTYPE, reduce_dtype=DTYPE, slot_cap=0, halves=False, name=f"layer {layer}"
+            route=route,
+            in_place=False,
+            compute_dtype=DTYPE,
+            reduce_dtype=DTYPE,
+            slot_cap=0,
+            halves=False,
+            name=f"layer {layer}",
         )
         execution = _native.Execution.backward(self.executor, mine, shapes, sums, shapes, options, True, False)
         where = f"layer {layer}, {route}, rank {rank} of {ranks}"
@@ -172,6 +178,24 @@ def test_a_failure_reaches_every_rank(sim, mode, fault):
     else:  # the rank that waited for the silent one names it, and the others pass that on
         first = "hop . of 3: rank 3 of the ring did not answer .waited 0.4"
         assert all(re.search(f"linear . .*, (weight|gradient) {first}", text) for text in said), said
+
+
+def test_a_failure_reaches_who_waits_for_a_registration(sim):
+    """Nobody waits for the timeout, which is longer than the test."""
+
+    def work(rank, id_, barrier, news):
+        end = Rank(sim, rank, 2, id_, barrier, "push", timedelta(seconds=100), news=news[rank])
+        barrier.wait(20)
+        if rank == 1:
+            time.sleep(0.2)
+            end.executor.fail("an error")
+            return end
+        start = time.monotonic()
+        with pytest.raises(RingTimeout, match="rank 1 of the ring has failed: an error"):
+            end.both_channels(1, [5, 4], "ring")
+        assert not end.executor.alive and time.monotonic() - start < 10
+
+    values(run_threads(work, 2, sim.unique_id(), threading.Barrier(2), connected_news(2)))
 
 
 def test_passes_can_be_captured_once_their_slots_exist(sim):

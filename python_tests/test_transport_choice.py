@@ -40,7 +40,6 @@ def gpus(monkeypatch):
     device = SimpleNamespace(name="A GPU", total_memory=2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     monkeypatch.setattr(_connect, "_boot_id", lambda: "this host")
-    monkeypatch.setattr(_connect, "registrable_pool", lambda device: (1, 2))
     monkeypatch.setattr(_native, "nccl_versions", lambda: (23007, 23007))
     monkeypatch.setattr(_native, "nccl_unique_id", lambda: b"id")
     monkeypatch.setattr(_native, "ring_end", lambda *arguments: arguments)
@@ -152,7 +151,7 @@ def test_modes_follow_the_route(gpus, wish, route, weight, gradient):
     told = {}
     gpus.setattr(_native, "set_ce_mode", lambda native, channel, mode: told.update({channel: mode}))
     ring = TwoRanks(ce_mode=wish)
-    ring.route = route
+    ring.hop_route = route
     choose_ce_modes(ring, "native ce")
     assert told == {"weight": weight, "gradient": gradient}
 

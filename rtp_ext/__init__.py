@@ -1,11 +1,17 @@
 """Rotated Tensor Parallelism for PyTorch: 1/R of the memory at data-parallel speed."""
 
-from rtp_ext import functional, nn
-from rtp_ext._native import CudaError, NcclError, RingTimeout, RotationError
-from rtp_ext.convert import fully_rotate, ring_of
-from rtp_ext.loading import load_safetensors
-from rtp_ext.ring import Ring
-from rtp_ext.sharding import init_weights
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rtp_ext import functional, nn
+    from rtp_ext._native import CudaError, NcclError, RingTimeout, RotationError
+    from rtp_ext.convert import fully_rotate, ring_of
+    from rtp_ext.loading import load_safetensors
+    from rtp_ext.ring import Ring
+    from rtp_ext.sharding import init_weights
 
 __version__ = "0.1.0"
 
@@ -22,3 +28,32 @@ __all__ = [
     "nn",
     "ring_of",
 ]
+
+# Found when first asked for: the planner must not wait for torch, nor need it.
+_MODULES = {
+    "CudaError": "_native",
+    "NcclError": "_native",
+    "Ring": "ring",
+    "RingTimeout": "_native",
+    "RotationError": "_native",
+    "fully_rotate": "convert",
+    "init_weights": "sharding",
+    "load_safetensors": "loading",
+    "ring_of": "convert",
+}
+
+
+if not TYPE_CHECKING:  # a checker would take every unknown name for one of these
+
+    def __getattr__(name: str) -> Any:
+        if name in ("functional", "nn"):
+            return importlib.import_module(f"rtp_ext.{name}")
+        if name not in _MODULES:
+            raise AttributeError(f"module 'rtp_ext' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"rtp_ext.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""The command line: ``python -m rtp_ext schedule`` and ``python -m rtp_ext doctor``."""
+"""The command line: ``python -m rtp_ext schedule``, ``plan`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ def _duration(text: str) -> float:
 def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.rank_only is not None and not 0 <= options.rank_only < options.ranks:
         parser.error(f"argument --rank-only: expected 0 to {options.ranks - 1}, got {options.rank_only}")
-    form = {"op": options.op, "pass_": options.pass_, "route": options.route, "in_place": options.in_place}
+    form = {
+        "op": options.op,
+        "pass_": options.pass_,
+        "route": options.route,
+        "in_place": options.in_place,
+        "halves": options.halves,
+        "two_lanes": options.two_lanes,
+    }
     every = schedule.schedules(options.ranks, **form)
     title = schedule.describe(every, **form)
     print(schedule.table(every, title=title, rank=options.rank_only))
@@ -48,6 +55,12 @@ def _doctor(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int
 
     print(doctor.report())
     return 0
+
+
+def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from rtp_ext.planner import cli
+
+    return cli.run(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,11 +84,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.add_argument(
         "--route",
-        choices=("ring", "direct"),
+        choices=("ring", "direct", "gather"),
         default="ring",
-        help="hops to the neighbour, or weights straight from their owner; default: %(default)s",
+        help="hops to the neighbour, weights straight from their owner, or all shards first and then one product; "
+        "default: %(default)s",
     )
     show.add_argument("--in-place", action="store_true", help="the home shard itself travels")
+    show.add_argument("--halves", action="store_true", help="gradients travel in two halves, each a chain of its own")
+    show.add_argument("--two-lanes", action="store_true", help="a second lane computes beside the first")
     show.add_argument("--rank-only", type=int, metavar="N", help="only rank N, with the buffers it reads and writes")
     show.add_argument("--plot", metavar="FILE", help="draw the timeline into FILE, for example a PNG")
     show.add_argument(
@@ -83,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_duration,
         default=0.5,
         metavar="T",
-        help="duration of a hop in the plot, where each compute takes 1; default: %(default)s",
+        help="duration of a shard's hop in the plot, where a product with it takes 1; default: %(default)s",
     )
     show.add_argument(
         "--copy-time",
@@ -93,6 +109,17 @@ def _parser() -> argparse.ArgumentParser:
         help="duration of a copy or an addition on one rank in the plot; default: %(default)s",
     )
     show.set_defaults(run=_schedule, parser=show)
+
+    from rtp_ext.planner import cli
+
+    plan = commands.add_parser(
+        "plan",
+        help="estimate the memory of training before it starts",
+        description="Estimate the memory of training on every pipeline stage, and whether it fits. No GPU needed.",
+    )
+    cli.add_arguments(plan)
+    cli.one_line_errors(plan)
+    plan.set_defaults(run=_plan, parser=plan)
 
     check = commands.add_parser(
         "doctor",

@@ -257,31 +257,13 @@ def _make_ce(ring: Any) -> Any:
 
 def _make_nccl(ring: Any, registered: bool) -> Any:
     options = ring.transport_options
-    pool = registrable_pool(ring.device) if registered else None
-    return _native.nccl_transport(_unique_ids(ring, 2), _ring_end(ring), options.min_ctas, options.max_ctas, pool)
+    return _native.nccl_transport(_unique_ids(ring, 2), _ring_end(ring), options.min_ctas, options.max_ctas, registered)
 
 
 def _make_nccl_put(ring: Any) -> Any:
     options = ring.transport_options
     ids = _unique_ids(ring, _native.nccl_put_communicators())
-    pool = registrable_pool(ring.device)
-    return _native.nccl_put_transport(ids, _ring_end(ring), options.min_ctas, options.max_ctas, pool)
-
-
-# By device index. They live as long as the process: a slot may outlive its ring.
-_pools: dict[int, tuple[Any, Any]] = {}
-
-
-def registrable_pool(device: torch.device) -> tuple[int, int]:
-    """The id of this process's torch.cuda.MemPool over ncclMemAlloc on `device`, which memory statistics count."""
-    index = device.index
-    if index not in _pools:
-        allocator = torch.cuda.memory.CUDAPluggableAllocator(
-            _native.extension_file(), "rtp_nccl_malloc", "rtp_nccl_free"
-        )
-        with torch.cuda.device(device):
-            _pools[index] = (allocator, torch.cuda.MemPool(allocator.allocator()))
-    return _pools[index][1].id
+    return _native.nccl_put_transport(ids, _ring_end(ring), options.min_ctas, options.max_ctas)
 
 
 # -- routes ------------------------------------------------------------------------------------------------------------

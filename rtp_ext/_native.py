@@ -80,18 +80,13 @@ def nccl_unique_id() -> bytes:
     return _C.nccl_unique_id()
 
 
-def extension_file() -> str:
-    """The path of the compiled extension, which exports rtp_nccl_malloc and rtp_nccl_free."""
-    return _C.__file__
-
-
 def ring_end(rank: int, ranks: int, device: torch.device, timeout: Any, news: Any) -> Any:
     """A rank of a ring over CUDA devices. `news`: a connected PeerNews, or None."""
     return _C.RingEnd(rank, ranks, device, timeout, news)
 
 
-def nccl_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int, registered: tuple[int, int] | None) -> Any:
-    """A transport with two NCCL communicators of its own. `registered`: the pool of slots that NCCL registers.
+def nccl_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int, registered: bool) -> Any:
+    """A transport with two NCCL communicators of its own. `registered`: its slots are registered with NCCL.
     Collective over the ranks."""
     return _C.nccl_transport(ids, end, _C.NcclOptions(min_ctas, max_ctas, registered))
 
@@ -121,6 +116,6 @@ def nccl_put_communicators() -> int:
     return _C.nccl_put_communicators
 
 
-def nccl_put_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int, pool: tuple[int, int]) -> Any:
-    """A transport of NCCL's puts and signals, with slots from `pool`. Collective over the ranks."""
-    return _C.nccl_put_transport(ids, end, min_ctas, max_ctas, pool)
+def nccl_put_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int) -> Any:
+    """A transport of NCCL's puts and signals. Collective over the ranks."""
+    return _C.nccl_put_transport(ids, end, min_ctas, max_ctas)

@@ -112,6 +112,7 @@ def record(ring: Any) -> Iterator[Trace]:
 def _switch(ring: Any, on: bool) -> None:
     try:
         ring._executor.trace(on)
-    except RotationError:
+    except RotationError as error:
+        ring._executor.fail(str(error))
         ring.abandon()
         raise

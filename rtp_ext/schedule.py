@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 from rtp_ext._native import Schedule, Step, make_schedule
 
-__all__ = ["BUNDLES", "OPERATIONS", "check_rank", "describe", "lane", "schedules", "table"]
+__all__ = ["ALL", "BUNDLES", "HALVES", "OPERATIONS", "check_rank", "describe", "lane", "schedules", "table"]
 
 BUNDLES = ("mlp", "cross_entropy", "experts")  # whose wgrad needs what dgrad of the same shard computed
 OPERATIONS = ("linear", "embedding", *BUNDLES)
+ALL = -1  # the owner of a product with every shard at once
+HALVES = ("", "a", "b")  # a gradient shard that travels as a whole, and its halves
 
 
 def schedules(
@@ -84,10 +86,34 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def describe(schedules: Sequence[Schedule], *, op: str, pass_: str, route: str, in_place: bool) -> str:
+def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes: bool) -> str:
+    """Which of the wanted ways a pass does not go, and why not."""
+    wanted = {"halves": halves and not schedule.halves, "two lanes": two_lanes and not schedule.two_lanes}
+    if pass_ == "forward" and wanted["halves"]:
+        why = "to a forward"
+    elif op in BUNDLES:
+        why = "to a bundle"
+    else:
+        why = "where shards are gathered" if schedule.route == "gather" else "without a weight gradient"
+    names = " and ".join(name for name, ignored in wanted.items() if ignored)
+    return f" ({names} do not apply {why})" if names else ""
+
+
+def describe(
+    schedules: Sequence[Schedule],
+    *,
+    op: str,
+    pass_: str,
+    route: str,
+    in_place: bool,
+    halves: bool = False,
+    two_lanes: bool = False,
+) -> str:
     """Two lines: which pass this is, and what each rank computes, sends and holds.
 
-    The route is the one taken: in place the shard itself travels, so that each hop goes to the neighbour.
+    The arguments are what `schedules` was asked for. What it does not do where asked, it says: in place the shard
+    itself travels, so that each hop goes to the neighbour; a bundle works shard by shard; where shards are gathered
+    there is one product of each kind.
     """
     first = schedules[0]
     computes: dict[str, int] = {}
@@ -97,17 +123,27 @@ def describe(schedules: Sequence[Schedule], *, op: str, pass_: str, route: str, 
             computes[step.compute] = computes.get(step.compute, 0) + 1
         elif step.action == "hop":
             hops[step.channel] += 1
-    taken = "ring (direct does not apply in place)" if in_place and route == "direct" else route
+    taken = first.route
+    if taken != route:
+        taken += f" ({route} does not apply {'in place' if in_place else 'to a bundle'})"
     variant = "in place" if in_place else "out of place"
     if in_place and first.ranks > 1 and hops["weight"] == 0:
-        variant, taken = "out of place (no weights travel)", route
+        variant, taken = "out of place (no weights travel)", taken if route == "gather" else route
+    variant += ", gradients in halves" * first.halves + ", two lanes" * first.two_lanes
+    variant += _ignored(first, op=op, pass_=pass_, halves=halves, two_lanes=two_lanes)
     what = [f"{number} {kind}" for kind, number in computes.items()]
     what += [_count(hops[channel], f"{channel} hop") for channel in hops]
     slots = [_count(first.weight_slots, "weight slot"), _count(first.gradient_slots, "gradient slot")]
+    wholes = [channel for channel in hops if any(f"{channel} whole" in _named(step) for step in first.steps)]
+    slots += [f"1 whole {channel}" for channel in wholes]
     return (
         f"{op} {pass_}, {_count(first.ranks, 'rank')}, route {taken}, {variant}\n"
         f"each rank: {', '.join(what)}; {', '.join(slots)}"
     )
+
+
+def _named(step: Step) -> tuple[str | None, ...]:
+    return step.send, step.receive, step.weight, step.gradient_in, step.gradient_out
 
 
 def table(schedules: Sequence[Schedule], *, title: str = "", rank: int | None = None) -> str:

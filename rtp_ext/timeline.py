@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rtp_ext._native import Schedule, Step
-from rtp_ext.schedule import check_rank, lane
+from rtp_ext.schedule import ALL, HALVES, check_rank, lane
 
-__all__ = ["Event", "plot", "timeline"]
+__all__ = ["Event", "Lockstep", "plot", "timeline"]
 
 LANES = ("compute", "side", "weight", "gradient")
 
@@ -89,7 +89,11 @@ class _Simulator:
 
     def duration(self, rank: int, step: Step) -> float:
         time = self.times[step.action]
-        return time(rank, step) if callable(time) else time
+        if callable(time):
+            return time(rank, step)
+        if step.action == "compute" and step.owner == ALL:
+            return time * len(self.steps)
+        return time * (0.5 if step.half else 1.0)
 
     def earliest(self, rank: int, name: str, position: int) -> float | None:
         """When a step at the head of its lane may start; None while something it waits for has not been placed."""
@@ -164,19 +168,28 @@ def timeline(
 ) -> list[Event]:
     """When every step of every rank runs, if nothing but the schedule holds it up.
 
-    Each rank has three lanes that work in order and side by side: computes (with copies and adds), weight hops,
-    gradient hops. A hop starts
-    when both ends have reached it and its buffers are free; a compute starts when what it reads has arrived.
+    Each rank has four lanes that work in order and side by side: computes (with copies and adds), weight hops, gradient
+    hops, and, in a schedule of two lanes, computes on the side. A hop starts when both ends have reached it and its
+    buffers are free; a compute starts when what it reads has arrived. Computes side by side share a device, which the
+    simulator does not know: of two lanes a timeline shows the order, not the speed.
 
-    A forward of R ranks takes ``compute + (R - 1) max(compute, hop)``; in place, with the hop that brings the shard
-    home, ``R max(compute, hop)``; a backward with both products ``(R + 1) compute + (R - 1) max(compute, hop)``,
-    and that of a bundle ``R compute + R max(compute, hop) + copy`` for R > 1.
+    With constant durations, where w and g are hops of weights and gradients and R ranks take part:
+
+        forward                 compute + (R - 1) max(compute, w)
+        the same in place       R max(compute, w), with the hop that brings the shard home
+        backward                2 R compute + (R - 1) max(0, g - compute, w - 2 compute)
+        the same in halves      2 R compute + (R - 1) max(0, g - 2 compute, w - 2 compute)
+        backward of a bundle    R compute + R max(compute, hop) + copy, for R > 1 and w = g = hop
+        gathered forward        copy + (R - 1) w + R compute
+        gathered backward       max(start + R compute, copy + R compute + g) + R copy + (R - 2) g, for R > 1, where
+                                start = copy + max(R compute, (R - 1) w)
 
     Args:
         schedules: those of all ranks, in order, as `schedules` returns them.
-        compute_time, hop_time, copy_time: durations in any one unit, or functions ``(rank, step) -> duration``. A hop
-            takes as long as its receiver's duration says. copy_time is that of whatever a rank does to its own
-            buffers, copies and adds.
+        compute_time, hop_time, copy_time: durations in any one unit, or functions ``(rank, step) -> duration``. A
+            constant is that of one shard: a step of half a gradient takes half of it, a product with all shards R times
+            as long. A hop takes as long as its receiver's duration says. copy_time is that of whatever a rank does to
+            its own buffers, copies and adds.
 
     Returns:
         Events ordered by start, rank and lane.
@@ -196,6 +209,46 @@ def timeline(
     return sorted(events, key=lambda event: (event.start, event.rank, LANES.index(event.lane), event.step))
 
 
+class Lockstep:
+    """`timeline` of a ring whose ranks all take equally long, in one pass over the steps of one rank.
+
+    The schedules of a ring are each other's rotations, so with equal durations every rank reaches step i at the same
+    time, both ends of a hop are ready at once, and any rank stands for all.
+    """
+
+    def __init__(self, schedule: Schedule):
+        lanes = [LANES.index(lane(step)) for step in schedule.steps]
+        waits = [tuple({earlier for earlier, _ in needed}) for needed in _waits(schedule)]
+        kinds = [_look(step) for step in schedule.steps]
+        parts = [
+            float(schedule.ranks) if step.action == "compute" and step.owner == ALL else 0.5 if step.half else 1.0
+            for step in schedule.steps
+        ]
+        self._steps = tuple(zip(kinds, parts, lanes, waits, strict=True))
+
+    def makespan(self, durations: Mapping[str, float]) -> float:
+        """When the last step ends.
+
+        Args:
+            durations: of `forward`, `dgrad` and `wgrad` (computes), `weight` and `gradient` (hops), `copy` and `add`,
+                in any one unit, as far as the schedule has them. Steps on half of the rows take half as long, products
+                with all shards R times as long.
+
+        Raises:
+            KeyError: a duration is missing.
+        """
+        free = [0.0] * len(LANES)
+        ends: list[float] = []
+        for kind, part, which, waits in self._steps:
+            start = free[which]
+            for earlier in waits:
+                if ends[earlier] > start:
+                    start = ends[earlier]
+            free[which] = start + part * durations[kind]
+            ends.append(free[which])
+        return max(ends, default=0.0)
+
+
 # Told apart by lightness and hatching, so that a print in black and white reads as well.
 LOOKS: dict[str, dict[str, Any]] = {
     "forward": {"facecolor": "#d6e6f5"},
@@ -213,9 +266,19 @@ def _look(step: Step) -> str:
 
 
 def _caption(step: Step) -> str:
+    half = HALVES[step.half]
     if step.action == "compute":
-        return f"{step.compute}\n{'G' if step.compute == 'wgrad' else 'W'}{step.owner}"
-    return f"{'+' if step.action == 'add' else ''}{'W' if step.channel == 'weight' else 'G'}{step.receive_owner}"
+        letter = "G" if step.compute == "wgrad" else "W"
+        return f"{step.compute}\n{letter}{'' if step.owner == ALL else step.owner}{half}"
+    return f"{'+' if step.action == 'add' else ''}{'W' if step.channel == 'weight' else 'G'}{step.receive_owner}{half}"
+
+
+def _targets(steps: Sequence[Step], action: str) -> str:
+    """Where the copies or additions of a schedule go, for the legend."""
+    buffers = [step.receive or "" for step in steps if step.action == action]
+    places = {"to whole": any("whole" in buffer for buffer in buffers)}
+    places["home" if action == "copy" else "to home"] = any("home" in buffer for buffer in buffers)
+    return f"{action} {' and '.join(place for place, named in places.items() if named)}"
 
 
 def draw_step(axes: Any, step: Step, start: float, end: float, top: float, scale: float) -> str:
@@ -236,12 +299,12 @@ def draw_step(axes: Any, step: Step, start: float, end: float, top: float, scale
     return name
 
 
-def legend(seen: set[str]) -> list[Any]:
-    """Patches that explain the looks in `seen`."""
+def legend(seen: set[str], steps: Sequence[Step]) -> list[Any]:
+    """Patches that explain the looks in `seen`, of `steps`."""
     from matplotlib.patches import Patch
 
     names = {"weight": "weight hop (what arrives)", "gradient": "gradient hop (what arrives)"}
-    names |= {"copy": "copy home", "add": "add to home"}
+    names |= {action: _targets(steps, action) for action in ("copy", "add")}
     return [
         Patch(label=names.get(name, name), edgecolor="#222222", **{k: v for k, v in look.items() if k != "color"})
         for name, look in LOOKS.items()
@@ -282,7 +345,7 @@ def plot(
     end = max(event.end for event in events) or 1.0
     shown = schedules[ranks[0]].steps
     computes = [event for event in events if event.rank == ranks[0] and shown[event.step].action == "compute"]
-    busy = sum(event.end - event.start for event in computes)
+    busy = max(sum(event.end - event.start for event in computes if event.lane == name) for name in LANES)
     width = min(max(7.0, 0.78 * len(computes) * end / (busy or end)), 40.0)
     band = len(lanes) + 0.6  # lanes are one unit high, bands are 0.6 apart
     page, height = width + 1.25, 0.34 * band * len(ranks) + 1.35  # inches; the bands and their margins
@@ -307,8 +370,8 @@ def plot(
     axes.tick_params(labelsize=7)
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.set_xlabel(f"time ({end:g} in all, {busy:g} without communication)", fontsize=8)
-    patches = legend(seen)
-    figure.legend(handles=patches, loc="lower center", ncols=len(patches), fontsize=7, frameon=False)
+    patches = legend(seen, shown)
+    figure.legend(handles=patches, loc="lower center", ncols=len(patches), fontsize=7, frameon=False, columnspacing=1.5)
     first, _, rest = title.partition("\n")
     figure.text(0.15 / page, 1 - 0.12 / height, first, fontsize=10, va="top", weight="bold")
     figure.text(0.15 / page, 1 - 0.32 / height, rest, fontsize=8, va="top", color="#444444")

@@ -175,7 +175,8 @@ def plot(
         bottom = height - 0.4 - panel * (place + 1) + 0.35
         box = (margin / page, bottom / height, width / page, (panel - 0.7) / height)
         seen |= _panel(figure.add_axes(box), traces, mine, number, found.get(number), lanes, width)
-    patches = legend(seen)
+    schedules = [make_schedule(mine.ranks, rank, **mine.passes[number].options) for number in numbers]
+    patches = legend(seen, [step for schedule in schedules for step in schedule.steps])
     extra = {"waiting for a hop": _WAIT, "copy of home, before it travels": _STAGE, "of another pass": _OTHER}
     patches += [Patch(label=name, **look) for name, look in extra.items() if name in seen]
     figure.legend(handles=patches, loc="lower center", ncols=len(patches), fontsize=7, frameon=False)

@@ -62,9 +62,9 @@ def share_gpu(rank: int, ranks: int, log: str) -> None:
     os.environ["NCCL_DEBUG"] = "INFO"
     os.environ["NCCL_DEBUG_SUBSYS"] = "INIT,P2P"
     os.environ["NCCL_DEBUG_FILE"] = f"{log}.rank{rank}.%p"
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # read when the context is made, which set_device does
     if torch.cuda.device_count() < ranks:
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         os.environ["NCCL_MAX_CTAS"] = "4"
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -1,10 +1,9 @@
 """Links of the emulated ring on one GPU, and the slots of the copy-engine transport in torch's memory statistics."""
 
-import os
-
 import pytest
 import torch
 from harness import run_ranks
+from support import several_ranks_problem, share_gpu
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
@@ -28,10 +27,8 @@ def test_unknown_links_are_value_errors():
         rtp_ext.Ring.emulated(2, device="cuda", link="wire")
 
 
-def _counts_slots(rank, ranks):
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    if torch.cuda.device_count() < ranks:
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+def _counts_slots(rank, ranks, log):
+    share_gpu(rank, ranks, log)
     ring = rtp_ext.Ring(init_device_mesh("cuda", (ranks,)), transport="ce", timeout=60.0)
     shard = torch.full((16 << 20,), rank, dtype=torch.uint8, device="cuda")
     before = torch.cuda.memory_allocated()
@@ -47,7 +44,7 @@ def _counts_slots(rank, ranks):
     ring.close()
 
 
-def test_slots_are_counted_and_given_back():
-    if torch.cuda.device_count() < 2 and torch.cuda.nccl.version() < (2, 30):
-        pytest.skip("needs two GPUs, or NCCL 2.30 for two ranks on one")
-    run_ranks(_counts_slots, 2, timeout=300.0)
+def test_slots_are_counted_and_given_back(tmp_path):
+    if (problem := several_ranks_problem(2)) is not None:
+        pytest.skip(problem)
+    run_ranks(_counts_slots, 2, str(tmp_path / "nccl"), timeout=120.0)

@@ -189,7 +189,7 @@ void bind_transports(py::module_& m) {
          bool registered) {
         const NoGil release;
         NcclOptions options;
-        if (registered) options.registered = PoolId{};
+        options.registered = registered;
         return make_nccl_transport(ring_end(rank, ranks, timeout, news), ids, options);
       },
       py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"),
@@ -199,7 +199,7 @@ void bind_transports(py::module_& m) {
       "nccl_put",
       [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout, const News& news) {
         const NoGil release;
-        return make_nccl_put_transport(ring_end(rank, ranks, timeout, news), ids, {}, PoolId{});
+        return make_nccl_put_transport(ring_end(rank, ranks, timeout, news), ids, {});
       },
       py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"));
 }

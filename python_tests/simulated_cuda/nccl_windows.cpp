@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "nccl_library.h"
-#include "nccl_memory.h"
 #include "nccl_operations.h"
 #include "symmetric_memory.h"
 
@@ -192,10 +191,6 @@ void* rtp::find_nccl_function(const char* name) {
 }
 
 at::Tensor rtp::allocate_symmetric(int64_t bytes, at::Device device) {
-  return allocate_registrable(bytes, device, {}).narrow(0, 0, bytes);
-}
-
-at::Tensor rtp::allocate_registrable(int64_t bytes, at::Device device, PoolId) {
   void* memory = nullptr;
   ncclMemAlloc(&memory, static_cast<size_t>(std::max<int64_t>(bytes, 1)));
   return at::from_blob(

@@ -1,0 +1,240 @@
+// A transport that does everything at once and writes down what asynchronous lanes would have been asked to do, and the
+// memory that every operator of torch reads and writes meanwhile.
+#include <ATen/core/function_schema.h>
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <optional>
+#include <set>
+
+#include "transport.h"
+
+namespace {
+
+using namespace rtp;
+
+using Spans = std::vector<std::pair<uintptr_t, size_t>>;  // address, bytes
+
+// One line of the recording. `lane`: of computes 0 or 1; of hops the channel, weight 2 and gradient 3.
+struct Record {
+  std::string kind;  // memory, hop, marked; mark, received, sent: waits for what has this id
+  int lane = 0;
+  int64_t id = -1;  // of a mark or a hop
+  std::string text;
+  Spans reads, writes;
+};
+
+int lane_of(Channel channel) { return 2 + static_cast<int>(channel); }
+
+// The memory behind a tensor, row by row where it has gaps.
+Spans spans_of_view(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return {};
+  std::vector<size_t> order(static_cast<size_t>(tensor.dim()));
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return tensor.stride(a) < tensor.stride(b); });
+  Spans spans{{reinterpret_cast<uintptr_t>(tensor.const_data_ptr()), tensor.element_size()}};
+  for (const size_t dim : order) {
+    const size_t stride = static_cast<size_t>(tensor.stride(dim)) * tensor.element_size();
+    const size_t count = stride == 0 ? 1 : static_cast<size_t>(tensor.size(dim));
+    if (spans.size() == 1 && stride == spans[0].second) {
+      spans[0].second *= count;
+      continue;
+    }
+    const Spans inner = spans;
+    for (size_t index = 1; index < count; ++index) {
+      for (const auto& [address, bytes] : inner) spans.emplace_back(address + index * stride, bytes);
+    }
+  }
+  return spans;
+}
+
+class Recorder {
+ public:
+  void add(Record record) { records.push_back(std::move(record)); }
+
+  // No memory is given to somebody else while the recording lasts.
+  void keep(const at::Tensor& tensor) {
+    if (kept_.insert(tensor.storage().unsafeGetStorageImpl()).second) storages_.push_back(tensor.storage());
+  }
+  void append(Spans& spans, const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage() || tensor.layout() != at::kStrided) return;
+    keep(tensor);
+    const Spans more = spans_of_view(tensor);
+    spans.insert(spans.end(), more.begin(), more.end());
+  }
+  void append(Spans& spans, const c10::IValue& value) {
+    if (value.isTensor()) append(spans, value.toTensor());
+    if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) append(spans, tensor);
+    }
+  }
+
+  std::vector<Record> records;
+  int lane = 0;  // that computes
+  std::optional<at::CallbackHandle> callback;
+  int64_t next = 0;  // id
+
+ private:
+  std::set<const void*> kept_;
+  std::vector<c10::Storage> storages_;
+};
+
+std::unique_ptr<Recorder> recorder = std::make_unique<Recorder>();
+
+// -- what operators read and write ------------------------------------------------------------------------------------
+
+// Operators that look at a tensor's shape alone, or change only that.
+bool touches_no_memory(const std::string& name) {
+  for (const char* start : {"aten::empty", "aten::new_", "aten::set_", "aten::resize", "aten::detach", "aten::size",
+                            "aten::stride", "aten::result_type", "aten::is_", "aten::record_stream"}) {
+    if (name.rfind(start, 0) == 0) return true;
+  }
+  return name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0;
+}
+
+std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
+  const auto schema = function.operator_schema();
+  if (!schema || touches_no_memory(schema->name())) return nullptr;
+  Record record{"memory", recorder->lane, -1, schema->name(), {}, {}};
+  const auto& returns = schema->returns();
+  bool writes = false;
+  const auto inputs = function.inputs();
+  for (size_t index = 0; index < std::min(inputs.size(), schema->arguments().size()); ++index) {
+    const c10::AliasInfo* alias = schema->arguments()[index].alias_info();
+    const bool written = alias != nullptr && alias->isWrite();
+    writes = writes || written;
+    recorder->append(record.reads, inputs[index]);
+    if (written) recorder->append(record.writes, inputs[index]);
+  }
+  const bool view = !writes && !returns.empty() &&
+                    std::all_of(returns.begin(), returns.end(),
+                                [](const auto& returned) { return returned.alias_info() != nullptr; });
+  if (!view && !(record.reads.empty() && record.writes.empty())) recorder->add(std::move(record));
+  return nullptr;
+}
+
+// Memory that an operator has made, and written on its lane.
+void after_operator(const at::RecordFunction& function, at::ObserverContext*) {
+  const auto schema = function.operator_schema();
+  if (!schema) return;
+  Record record{"memory", recorder->lane, -1, schema->name() + " (new)", {}, {}};
+  const auto& returns = schema->returns();
+  for (size_t index = 0; index < std::min(returns.size(), function.outputs().size()); ++index) {
+    if (returns[index].alias_info() == nullptr) recorder->append(record.writes, function.outputs()[index]);
+  }
+  if (!record.writes.empty()) recorder->add(std::move(record));
+}
+
+// -- the transport ----------------------------------------------------------------------------------------------------
+
+class RecordedTransfer : public Transfer {
+ public:
+  explicit RecordedTransfer(int64_t id) : id(id) {}
+  void wait_received() override { recorder->add({"received", recorder->lane, id, "", {}, {}}); }
+  void wait_sent() override { recorder->add({"sent", recorder->lane, id, "", {}, {}}); }
+
+  const int64_t id;
+};
+
+class RecordingTransport : public Transport {
+ public:
+  RecordingTransport(int multiprocessors, bool sends_anywhere, bool receives_anywhere)
+      : multiprocessors_(multiprocessors), sends_anywhere_(sends_anywhere), receives_anywhere_(receives_anywhere) {}
+
+  const char* name() const override { return "recording"; }
+
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    Record record{"hop", lane_of(hop.channel), recorder->next++, hop.describe(), {}, {}};
+    for (size_t part = 0; part < hop.receive.size(); ++part) {
+      const Span& from = hop.send[part];
+      const Span& to = hop.receive[part];
+      const size_t bytes = std::min(to.bytes, from.bytes);
+      if (bytes > 0) std::memcpy(to.data, from.data, bytes);
+      if (to.bytes > bytes) std::memset(to.data + bytes, 0, to.bytes - bytes);
+      if (from.bytes > 0) record.reads.emplace_back(reinterpret_cast<uintptr_t>(from.data), from.bytes);
+      if (to.bytes > 0) record.writes.emplace_back(reinterpret_cast<uintptr_t>(to.data), to.bytes);
+    }
+    const int64_t id = record.id;
+    recorder->add(std::move(record));
+    return std::make_unique<RecordedTransfer>(id);
+  }
+
+  Mark mark_compute() override {
+    auto mark = std::make_shared<int64_t>(recorder->next++);
+    recorder->add({"marked", recorder->lane, *mark, "", {}, {}});
+    return mark;
+  }
+  void order_compute_after(const Mark& mark) override { wait(recorder->lane, mark); }
+  void order_channel_after(Channel channel, const Mark& mark) override { wait(lane_of(channel), mark); }
+  void order_channel_after_received(Channel channel, Transfer& transfer) override {
+    recorder->add({"received", lane_of(channel), static_cast<RecordedTransfer&>(transfer).id, "", {}, {}});
+  }
+  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
+    recorder->add({"sent", lane_of(channel), static_cast<RecordedTransfer&>(transfer).id, "", {}, {}});
+  }
+
+  void select_compute_lane(int lane) override { recorder->lane = lane; }
+  int multiprocessors() const override { return multiprocessors_; }
+
+  // Memory comes from and goes back to the compute lane, as from an allocator that follows it.
+  at::Tensor allocate(Channel, int64_t bytes) override {
+    at::Tensor memory = at::empty({bytes}, at::kByte);
+    record_use("allocate", memory);
+    return memory;
+  }
+  void release(Channel, const at::Tensor& memory) override { record_use("release", memory); }
+  bool sends_anywhere() const override { return sends_anywhere_; }
+  bool receives_anywhere() const override { return receives_anywhere_; }
+
+  void abort(const std::string&) noexcept override {}
+  void close() override {}
+
+ private:
+  static void wait(int lane, const Mark& mark) {
+    if (mark) recorder->add({"mark", lane, *std::static_pointer_cast<int64_t>(mark), "", {}, {}});
+  }
+  static void record_use(const char* text, const at::Tensor& memory) {
+    Record record{"memory", recorder->lane, -1, text, {}, {}};
+    recorder->append(record.writes, memory);
+    recorder->add(std::move(record));
+  }
+
+  int multiprocessors_;
+  bool sends_anywhere_;
+  bool receives_anywhere_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  py::class_<Record>(m, "Record")
+      .def_readonly("kind", &Record::kind)
+      .def_readonly("lane", &Record::lane)
+      .def_readonly("id", &Record::id)
+      .def_readonly("text", &Record::text)
+      .def_readonly("reads", &Record::reads)
+      .def_readonly("writes", &Record::writes);
+  m.def(
+      "transport",
+      [](int multiprocessors, bool sends_anywhere, bool receives_anywhere) -> std::shared_ptr<Transport> {
+        return std::make_shared<RecordingTransport>(multiprocessors, sends_anywhere, receives_anywhere);
+      },
+      py::kw_only(), py::arg("multiprocessors") = 0, py::arg("sends_anywhere") = true,
+      py::arg("receives_anywhere") = true);
+  m.def("start", [] {
+    recorder = std::make_unique<Recorder>();
+    recorder->callback = at::addGlobalCallback(at::RecordFunctionCallback(before_operator, after_operator)
+                                                   .needsInputs(true)
+                                                   .needsOutputs(true)
+                                                   .scopes({at::RecordScope::FUNCTION}));
+  });
+  m.def("records", [] { return recorder->records; });
+  m.def("stop", [] {
+    if (recorder->callback) at::removeCallback(*recorder->callback);
+    recorder = std::make_unique<Recorder>();
+  });
+}

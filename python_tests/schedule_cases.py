@@ -1,0 +1,125 @@
+"""The schedules that are checked: a ring size and a variant, and what is expected of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from schedule_races import ALL, HALVES, Ring, Step
+
+from rtp_ext.schedule import schedules
+
+
+@dataclass(frozen=True)
+class Case:
+    """A ring size and a variant."""
+
+    ranks: int
+    pass_: str
+    route: str = "ring"
+    in_place: bool = False
+    dgrad: bool = True
+    wgrad: bool = True
+    receive_in_slots: bool = False
+    bundle: bool = False
+    halves: bool = False
+    two_lanes: bool = False
+
+    def schedules(self) -> list:
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        return schedules(options.pop("ranks"), op="mlp" if options.pop("bundle") else "linear", **options)
+
+    def ring(self) -> Ring:
+        return [
+            [Step(**{field.name: getattr(step, field.name) for field in fields(Step)}) for step in schedule.steps]
+            for schedule in self.schedules()
+        ]
+
+    @property
+    def taken(self) -> str:
+        """The route that is taken."""
+        if self.in_place:
+            return "ring"
+        return "direct" if self.bundle and self.route == "gather" else self.route
+
+    @property
+    def gathers(self) -> bool:
+        return self.taken == "gather"
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The halves that gradients travel in; 0: as a whole."""
+        return (1, 2) if self.halves and not self.bundle and not self.gathers else (0,)
+
+    @property
+    def products(self) -> list[str]:
+        if self.pass_ == "forward":
+            return ["forward"]
+        return ["dgrad"] * (self.dgrad or self.bundle) + ["wgrad"] * self.wgrad
+
+    @property
+    def multiplies_weights(self) -> bool:
+        return bool({"forward", "dgrad"} & set(self.products))
+
+    @property
+    def hops(self) -> dict[str, int]:
+        weights = self.multiplies_weights
+        gradients = "wgrad" in self.products
+        most = self.ranks - 1
+        return {
+            "weight": (most + (self.in_place and self.ranks > 1)) * weights,
+            "gradient": most * gradients * len(self.parts),
+        }
+
+    def expected_order(self, rank: int) -> list[str]:
+        """DESIGN.md section 2, written down a second time."""
+        if self.gathers:
+            return self._gather_order(rank)
+        if self.bundle and self.pass_ == "backward":
+            return self._bundle_order(rank)
+        ranks, direction = self.ranks, -1 if self.pass_ == "forward" else 1
+        order = []
+        hops = self.hops
+        for s in range(ranks + 1):
+            owner = (rank + direction * s) % ranks
+            for half in self.parts if "wgrad" in self.products and s > 0 else ():
+                order.append(f"wgrad {owner} {HALVES[half]}".strip())
+                if s < ranks:
+                    order.append(f"gradient hop {owner} {(owner + 1) % ranks} {HALVES[half]}".strip())
+            if "forward" in self.products or "dgrad" in self.products:
+                if s < hops["weight"]:
+                    order.append(f"weight hop {(owner + direction) % ranks}")
+                if s < ranks:
+                    order.append(f"{'forward' if self.pass_ == 'forward' else 'dgrad'} {owner}")
+        if hops["weight"] % 2 == 1 and self.in_place:
+            order.append(f"copy weight {rank}")
+        return order
+
+    def _gather_order(self, rank: int) -> list[str]:
+        """All weights, one product of each kind, the gradients' sums on their way home: the first hop under dgrad."""
+        ranks, order = self.ranks, []
+        if self.multiplies_weights:
+            order += [f"copy weight {rank}", *(f"weight hop {(rank - s) % ranks}" for s in range(1, ranks))]
+        if "wgrad" not in self.products:
+            return [*order, *(f"{product} {ALL}" for product in self.products)]
+        hops = [f"gradient hop {(rank + s) % ranks} {(rank + s + 1) % ranks}" for s in range(1, ranks)]
+        order += [f"wgrad {ALL}", *hops[:1], *[f"dgrad {ALL}"] * ("dgrad" in self.products)]
+        for s in range(1, ranks):
+            order += [f"add gradient {(rank + s + 1) % ranks}", *hops[s : s + 1]]
+        return [*order, f"copy gradient {rank}"]
+
+    def _bundle_order(self, rank: int) -> list[str]:
+        """dgrad(r) | dgrad(r+1) wgrad(r+1) | ... | dgrad(r-1) wgrad(r-1) | wgrad(r) from zero, then the sum."""
+        order, hops = [], self.hops
+        for s in range(self.ranks):
+            owner, above = (rank + s) % self.ranks, (rank + s + 1) % self.ranks
+            order += [f"weight hop {above}"] * (s < hops["weight"])
+            order += [f"dgrad {owner}"]
+            order += [f"wgrad {owner}", f"gradient hop {owner} {above}"] * (s > 0 and self.wgrad)
+        order += [f"copy weight {rank}"] * (hops["weight"] % 2 == 1 and self.in_place)
+        order += [f"wgrad {rank}"] * self.wgrad
+        return order + [f"add gradient {rank}"] * (hops["gradient"] > 0)
+
+
+def case(ranks: int, pass_: str = "forward", **options) -> Case:
+    """A case whose flags may be written 0 and 1."""
+    return Case(ranks, pass_, **{key: bool(value) if value in (0, 1) else value for key, value in options.items()})

@@ -1,0 +1,316 @@
+"""Every two conflicting uses of a piece of memory are ordered by what the executor waits for: see recording_transport.
+
+A CPU computes in order, so that its results cannot tell; a recording can. Each control takes one kind of wait away.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import recording_transport
+import torch
+from recording_transport import conflicts
+from reference import assert_same, local, random
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import rtp_ext
+from rtp_ext import _native
+from rtp_ext.functional import (
+    rotated_embedding,
+    rotated_linear,
+    rotated_linear_cross_entropy,
+    rotated_linears,
+    rotated_mlp,
+)
+
+RANKS = 4
+TOKENS = 6
+
+
+def leaf(*shape: int, seed: int = 0, compute_dtype: torch.dtype = torch.float32, **_: Any) -> torch.Tensor:
+    return random(*shape, dtype=compute_dtype, seed=seed).requires_grad_()
+
+
+def linear(ring, **options):
+    weight, bias = leaf(4, 6), leaf(4, seed=1)
+    for step in range(2):
+        x = leaf(TOKENS, 6, seed=step, **options)
+        y = rotated_linear(x, weight, bias, ring=ring, **options)
+        y.sum().backward()
+        yield y, x.grad, weight.grad, bias.grad
+
+
+def frozen(ring):
+    """A backward without wgrad, and one without dgrad."""
+    weight, x = leaf(4, 6), leaf(TOKENS, 6)
+    for weights, inputs in ((False, True), (True, False)):
+        y = rotated_linear(
+            x.detach().requires_grad_(inputs), weight.detach().requires_grad_(weights), ring=ring, name="frozen"
+        )
+        y.sum().backward()
+        yield (y,)
+
+
+def cut_along_inputs(ring):
+    weight, x = leaf(8, 3), leaf(TOKENS, 3 * ring.size)
+    y = rotated_linear(x, weight, leaf(2), ring=ring, shard_dim=1)
+    y.sum().backward()
+    yield y, x.grad, weight.grad
+
+
+def three(ring):
+    weights, x = [leaf(n, 6, seed=n) for n in (3, 1, 2)], leaf(TOKENS, 6)
+    for _ in range(2):
+        y = torch.cat(rotated_linears([x], weights, ring=ring), -1)
+        y.sum().backward()
+        yield (y, x.grad, *(weight.grad for weight in weights))
+
+
+def pieces(ring):
+    ring.slot_cap = 2 * 6 * 4
+    yield from linear(ring)
+
+
+def mlp(ring, **options):
+    up, gate, down, x = leaf(5, 6), leaf(5, 6, seed=1), leaf(6, 5, seed=2), leaf(TOKENS, 6, seed=3, **options)
+    for _ in range(2):
+        y = rotated_mlp(x, up, down, gate, activation="swiglu", ring=ring, **options)
+        y.sum().backward()
+        yield y, x.grad, up.grad, gate.grad, down.grad
+
+
+def vocabulary(ring):
+    table, head = leaf(5, 6), leaf(5, 6, seed=1)
+    ids = torch.arange(TOKENS) % 5
+    x = rotated_embedding(ids, table, ring=ring)
+    loss = rotated_linear_cross_entropy(x, head, ids, ring=ring)
+    loss.backward()
+    yield loss, table.grad, head.grad
+
+
+def primitives(ring):
+    shard, weight, x = (random(*shape, dtype=torch.float32, seed=1) for shape in ((3, 5), (2, 4), (TOKENS, 4)))
+    yield tuple(view * 2 for _, view in ring.rotate(shard))
+    yield (next(view * 2 for _, view in ring.rotate(shard, reverse=True)),)  # the others are not looked at
+    for _, view in ring.rotate(shard):  # one pass within another
+        yield view * 2, rotated_linear(x, weight, ring=ring)
+    yield (ring.collect(lambda owner, partial: partial.add_(shard, alpha=owner), shard),)
+
+    def fail(owner, partial):
+        if owner == (ring.rank - 1) % ring.size:
+            raise ZeroDivisionError
+        partial.add_(shard)
+
+    with pytest.raises(ZeroDivisionError):  # the remaining sums travel all the same
+        ring.collect(fail, shard)
+
+
+class Restless(nn.Sequential):
+    """Writes the weight of its third layer in every forward, when the first hop of that may have left."""
+
+    def forward(self, x):
+        for index, layer in enumerate(self):
+            x = layer(x)
+            if index == 1:
+                with torch.no_grad():
+                    local(self[2].weight).mul_(0.5)
+        return x
+
+
+def restless(ring):
+    yield from layers(ring, kind=Restless)
+
+
+def mixed(ring):
+    """Passes of many kinds after one another: table, attention heads, a bundled MLP, a linear layer."""
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Embedding(12, 8), block, nn.Linear(8, 12))
+    rtp_ext.fully_rotate(model, mesh=ring)
+    for _ in range(3):
+        y = model(torch.arange(TOKENS).view(2, 3))
+        y.square().sum().backward()
+        yield (y,)
+
+
+def layers(ring, kind=nn.Sequential, **options):
+    """Layers of many sizes, three steps: slots go from one pass to the next and make way for larger ones."""
+    torch.manual_seed(0)
+    sizes = [5, 12, 32, 8, 20, 48]  # four ranks divide them
+    model = kind(*(nn.Linear(*pair) for pair in pairwise(sizes)))
+    rtp_ext.fully_rotate(model, mesh=ring, bundle=False, **options)
+    for _ in range(3):
+        x = leaf(TOKENS, 5)
+        y = model(x)
+        y.sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local(parameter).sub_(0.1)
+                parameter.grad = None
+        yield y, x.grad
+
+
+@dataclass(frozen=True)
+class Case:
+    program: Callable[..., Any]
+    transport: dict[str, Any] = field(default_factory=dict)
+    ring: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+LANES = {"multiprocessors": 132}  # on which every product of these sizes wastes a wave
+SLOTS = {"sends_anywhere": False, "receives_anywhere": False}
+CAST = {"compute_dtype": torch.bfloat16}
+CASES = {
+    "linear": Case(linear),
+    "linear, direct": Case(linear, ring={"route": "direct"}),
+    "linear, gather": Case(linear, ring={"route": "gather"}),
+    "linear, in place": Case(linear, options={"in_place": True}),
+    "linear, halves": Case(linear, ring={"gradient_halves": True}),
+    "linear, lanes": Case(linear, LANES),
+    "linear, lanes, in place": Case(linear, LANES, options={"in_place": True}),
+    "linear, lanes, halves": Case(linear, LANES, {"gradient_halves": True}),
+    "linear, lanes, halves, slots": Case(linear, LANES | SLOTS, {"gradient_halves": True, "route": "direct"}),
+    "linear, lanes, cast": Case(linear, LANES, options=CAST),
+    "linear, slots": Case(linear, SLOTS),
+    "linear, slots, gather": Case(linear, SLOTS, {"route": "gather"}),
+    "linear, cast, gather": Case(linear, ring={"route": "gather"}, options=CAST),
+    "frozen": Case(frozen),
+    "frozen, lanes, gather": Case(frozen, LANES, {"route": "gather"}),
+    "cut along inputs": Case(cut_along_inputs, LANES),
+    "three": Case(three),
+    "three, lanes, halves": Case(three, LANES, {"gradient_halves": True}),
+    "three, gather, slots": Case(three, SLOTS, {"route": "gather"}),
+    "pieces, lanes": Case(pieces, LANES),
+    "pieces, slots": Case(pieces, SLOTS),
+    "mlp": Case(mlp, LANES, {"gradient_halves": True}),
+    "mlp, in place": Case(mlp, options={"in_place": True}),
+    "mlp, slots": Case(mlp, SLOTS),
+    "mlp, cast": Case(mlp, ring={"route": "direct"}, options=CAST),
+    "vocabulary": Case(vocabulary),
+    "vocabulary, slots": Case(vocabulary, SLOTS),
+    "primitives": Case(primitives),
+    "primitives, slots": Case(primitives, SLOTS, {"route": "direct"}),
+    "layers": Case(layers),
+    "layers, in place": Case(layers, options={"in_place": True}),
+    "layers, lanes": Case(layers, LANES),
+    "layers, lanes, slots": Case(layers, LANES | SLOTS),
+    "layers, lanes, halves": Case(layers, LANES, {"gradient_halves": True, "route": "direct"}),
+    "layers, slots, halves": Case(layers, SLOTS, {"gradient_halves": True}),
+    "layers, lanes, cast": Case(layers, LANES, options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+    "layers, gather": Case(layers, ring={"route": "gather"}),
+    "mixed, lanes": Case(mixed, LANES),
+    "mixed, slots": Case(mixed, SLOTS),
+}
+
+
+def run(case, size=RANKS, recorded=True):
+    """What the program yields; the records, if it is recorded; the ring."""
+    ring = rtp_ext.Ring.emulated(size, rank=size // 2, **{"route": "ring", **case.ring})
+    if not recorded:
+        return list(case.program(ring, **case.options)), [], ring
+    module = recording_transport.load()
+    ring._executor = _native.Executor(module.transport(**case.transport), ring.rank, size, ring.device)
+    ring._executor.prefetch(True)
+    module.start()
+    try:
+        results = list(case.program(ring, **case.options))
+        ring.clear_slots()
+        return results, module.records(), ring
+    finally:
+        module.stop()
+
+
+@pytest.fixture(scope="module")
+def recordings():
+    return {name: run(case) for name, case in CASES.items()}
+
+
+def test_every_conflict_is_ordered(recordings):
+    for name, (_, records, _) in recordings.items():
+        assert conflicts(records) == [], name
+
+
+def test_what_is_recorded_is_what_is_run(recordings):
+    """The recording transport moves what the emulated one moves; the cases make the passes that they are meant to."""
+    for name, case in CASES.items():
+        results, records, ring = recordings[name]
+        expected, _, plain = run(case, recorded=False)
+        for step, (got, wanted) in enumerate(zip(results, expected, strict=True)):
+            for index, pair in enumerate(zip(got, wanted, strict=True)):
+                assert_same(*pair, 1e-6, f"{name}, step {step}, result {index}")
+        seen = [record for record in records if record.kind == "hop"]
+        for lane, channel in ((2, "weight"), (3, "gradient")):
+            assert ring.hops(channel) == sum(record.lane == lane for record in seen)
+        if "pieces" not in name and "layers" not in name:  # which send hops ahead, or not, alike
+            assert ring.hops("gradient") == plain.hops("gradient")
+        computes = {record.lane for record in records if record.kind == "memory"}
+        beside = case.transport.get("multiprocessors") and case.program in (
+            linear,
+            frozen,
+            three,
+            pieces,
+            layers,
+            mixed,
+        )
+        assert (1 in computes) == bool(beside and case.ring.get("route") != "gather"), name
+        if case.program is layers:
+            ahead = case.ring.get("route") != "gather" and not case.options.get("in_place")
+            assert ring.prefetched() == ((16, 16) if ahead else (0, 0)), name  # 4 layers of 5, 2 steps of 3, 2 phases
+
+
+SIZED = (linear, frozen, three, mlp, vocabulary, primitives)  # programs for any number of ranks
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_conflict_is_ordered_in_rings_of_other_sizes(size):
+    for name, case in CASES.items():
+        if case.program in SIZED:
+            assert conflicts(run(case, size)[1]) == [], name
+
+
+def test_a_kind_of_wait_less_is_a_conflict(recordings):
+    """Control: the check needs every kind of wait, those for marks and for what arrives in every case that has them."""
+    needed = {
+        wait: {name for name, (_, records, _) in recordings.items() if conflicts(records, [wait])}
+        for wait in recording_transport.WAITS
+    }
+    assert all(needed.values()), needed
+    assert needed["channel after mark"] == needed["compute after received"] == set(CASES)
+    lanes = {name for name, (_, records, _) in recordings.items() if any(record.lane == 1 for record in records)}
+    assert needed["compute after mark"] == needed["side after mark"] == lanes
+    rotating = {name for name, case in CASES.items() if case.ring.get("route") != "gather"}
+    assert needed["compute after sent"] > rotating
+
+
+@pytest.mark.parametrize("name", ["linear, lanes, halves", "three", "mlp, slots", "linear, cast, gather"])
+def test_what_waits_for_a_hop_is_needed(recordings, name):
+    """Control, one by one: of every hop somebody must wait for what arrives, and for what leaves a slot or home."""
+    _, records, _ = recordings[name]
+    hops = [record for record in records if record.kind == "hop" and record.writes]
+    for hop in hops:
+        waits = [record for record in records if record.kind == "received" and record.id == hop.id]
+        assert waits, hop.text
+        assert conflicts([record for record in records if record not in waits]), f"{hop.text} of {len(hops)}"
+
+
+def test_the_waits_of_streams_are_enough(recordings):
+    """CUDA transports wait for no hop on behalf of the next one of its channel: that is on the same stream."""
+    for name, (_, records, _) in recordings.items():
+        assert conflicts(records, streams=True) == [], name
+        assert conflicts(records, ["compute after received"], streams=True), name
+
+
+def test_parameters_written_between_a_hop_sent_ahead_and_its_pass(recordings):
+    """The one conflict that is there: such a hop carries anything, and nobody uses it."""
+    _, records, ring = run(Case(restless))
+    sent, used = ring.prefetched()
+    found = conflicts(records)
+    assert len(found) == sent - used == 2
+    assert all(re.search(r"weight hop 1 of 3, sent \| \d+ aten::mul_ on lane 0$", text) for text in found)
+    _, records, ring = run(Case(restless, SLOTS))  # what leaves from a copy is not even torn
+    assert conflicts(records) == [] and ring.prefetched() == (sent, used)

@@ -1,0 +1,164 @@
+"""What one layer keeps for its backward: a list of saved tensors for every module and stack.
+
+Sources. Megatron: Korthikanti et al., arXiv 2205.05198, section 4.1, tensor by tensor, with FlashAttention, grouped
+queries and a fused SwiGLU added. Torch: the storages that autograd saves in a Llama block with hand-written RMSNorm
+(52 bytes for each token and feature at k/a = 1/4, f/h = 3.5), counted on the meta device; selective recomputation as in
+torchtitan (every second matrix product and attention are kept). rtp_ext's own operations: what csrc/ops keep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rtp_ext.planner.model import ModelSpec
+from rtp_ext.planner.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor kept from forward to backward.
+
+    Attributes:
+        features: values for each token.
+        bytes_per_value: of its dtype; fractions where tensors of several dtypes are counted together.
+        split: what divides it: `tp` (always), `sp` (tensor-parallel ranks where sequence parallelism is on), `no`.
+    """
+
+    module: str
+    tensor: str
+    features: int
+    bytes_per_value: float = 2
+    split: str = "sp"
+
+    def divisor(self, strategy: Strategy) -> int:
+        if self.split == "tp" or (self.split == "sp" and strategy.sequence_parallel):
+            return strategy.tp
+        return 1
+
+    def bytes_per_token(self, strategy: Strategy) -> float:
+        return self.features * self.bytes_per_value / self.divisor(strategy)
+
+
+def layer_tensors(model: ModelSpec, strategy: Strategy, recompute: str | None = None) -> list[Saved]:
+    """What one layer keeps under `recompute` (default: the strategy's)."""
+    recompute = strategy.recompute if recompute is None else recompute
+    compute = strategy.param_bytes
+    if recompute == "full":
+        return [Saved("layer", "input", model.hidden, compute)]
+    if recompute == "selective" and strategy.effective_stack == "torch":
+        return _every_second_product(model, compute)
+    return [
+        *_norm(model, strategy, "attention norm"),
+        *_attention(model, strategy, recompute),
+        *_norm(model, strategy, "MLP norm"),
+        *(_experts(model, strategy) if model.experts else _mlp(model, strategy)),
+    ]
+
+
+def working_tensors(model: ModelSpec, strategy: Strategy) -> float:
+    """Bytes for each token that one layer makes again in backward, beyond what it has kept."""
+    whole = sum(saved.bytes_per_token(strategy) for saved in layer_tensors(model, strategy, "none"))
+    kept = sum(saved.bytes_per_token(strategy) for saved in layer_tensors(model, strategy))
+    return max(whole - kept, 0.0)
+
+
+def final_tensors(model: ModelSpec, strategy: Strategy) -> list[Saved]:
+    """What the final norm and the vocabulary head keep, logits apart."""
+    norm = _norm(model, strategy, "final norm")
+    return [*norm, Saved("vocabulary head", "input", model.hidden, strategy.param_bytes, _input_split(strategy))]
+
+
+def embedding_tensors(model: ModelSpec) -> list[Saved]:
+    tensors = [Saved("embedding", "token ids, int64", 1, 8, "no")]
+    if model.dropout:
+        tensors.append(Saved("embedding", "dropout mask", model.hidden, 1))
+    return tensors
+
+
+def _input_split(strategy: Strategy) -> str:
+    """DTensor keeps the gathered input of a column-parallel layer; Megatron keeps its part and gathers it again."""
+    return "no" if strategy.effective_stack == "torch" else "sp"
+
+
+def _norm(model: ModelSpec, strategy: Strategy, name: str) -> list[Saved]:
+    """Without its output, which is the input of what follows."""
+    h, compute = model.hidden, strategy.param_bytes
+    if strategy.effective_stack == "torch" and model.family == "llama" and compute < 4:
+        return [Saved(name, "input, float32", h, 4), Saved(name, "normalized", h, compute)]
+    return [Saved(name, "input", h, compute)]
+
+
+def _attention(model: ModelSpec, strategy: Strategy, recompute: str) -> list[Saved]:
+    q, kv, compute = model.query_features, model.kv_features, strategy.param_bytes
+    repeats = strategy.effective_stack == "torch"  # keys and values repeated for every head
+    tensors = [
+        Saved("attention", "input", model.hidden, compute, _input_split(strategy)),
+        Saved("attention", "queries", q, compute, "tp"),
+        Saved("attention", "keys", q if repeats else kv, compute, "tp"),
+        Saved("attention", "values", q if repeats else kv, compute, "tp"),
+        Saved("attention", "output", q, compute, "tp"),
+    ]
+    if strategy.flash_attention:
+        tensors.append(Saved("attention", "log-sum-exp, float32", model.heads, 4, "tp"))
+    elif recompute != "selective":
+        scores = model.heads * model.seq
+        tensors.append(Saved("attention", "softmax", scores, compute, "tp"))
+        if model.dropout:
+            tensors.append(Saved("attention", "dropout mask", scores, 1, "tp"))
+            tensors.append(Saved("attention", "dropped out", scores, compute, "tp"))
+    if model.dropout:
+        tensors.append(Saved("attention", "residual dropout mask", model.hidden, 1))
+    return tensors
+
+
+def _mlp(model: ModelSpec, strategy: Strategy) -> list[Saved]:
+    f, compute = model.ffn, strategy.param_bytes
+    tensors = [Saved("MLP", "input", model.hidden, compute, _input_split(strategy))]
+    bundled = strategy.rtp > 1 and bool(strategy.bundle)
+    if not (bundled and strategy.bundle == "recompute"):
+        tensors.append(Saved("MLP", "up", f, compute, "tp"))
+        if model.gated:
+            tensors.append(Saved("MLP", "gate", f, compute, "tp"))
+            if strategy.effective_stack == "torch" and not bundled:
+                tensors.append(Saved("MLP", "activated gate", f, compute, "tp"))
+        if not bundled:
+            tensors.append(Saved("MLP", "product" if model.gated else "activated", f, compute, "tp"))
+    if model.dropout:
+        tensors.append(Saved("MLP", "residual dropout mask", model.hidden, 1))
+    return tensors
+
+
+def _experts(model: ModelSpec, strategy: Strategy) -> list[Saved]:
+    """Of a mixture with tokens spread evenly over its experts. Every token meets `experts_per_token` of them."""
+    k, compute = model.experts_per_token, strategy.param_bytes
+    tensors = [
+        Saved("router", "input", model.hidden, compute),
+        Saved("experts", "tokens by expert", k * model.hidden, compute, "no"),
+    ]
+    if not (strategy.rtp > 1 and strategy.bundle == "recompute"):
+        tensors.append(Saved("experts", "up and gate", k * model.ffn * (2 if model.gated else 1), compute, "tp"))
+        tensors.append(Saved("experts", "product", k * model.ffn, compute, "tp"))
+    return [*tensors, Saved("experts", "outputs by expert", k * model.hidden, compute)]
+
+
+def _every_second_product(model: ModelSpec, compute: int) -> list[Saved]:
+    """Products are counted in order of forward; the first, third, ... are kept, and so is what attention returns."""
+    tensors = [
+        Saved("layer", "input", model.hidden, compute),
+        Saved("attention", "output", model.query_features, compute, "tp"),
+        Saved("attention", "log-sum-exp, float32", model.heads, 4, "tp"),
+    ]
+    if model.gated:  # q, k, v, output, gate, up, down
+        tensors += [
+            Saved("attention", "queries", model.query_features, compute, "tp"),
+            Saved("attention", "values", model.kv_features, compute, "tp"),
+            Saved("MLP", "gate", model.ffn * max(1, model.experts_per_token), compute, "tp"),
+            Saved("MLP", "output", model.hidden, compute, "no"),
+        ]
+    else:  # queries, keys and values as one, output, up, down
+        fused = model.query_features + 2 * model.kv_features
+        tensors += [
+            Saved("attention", "queries, keys, values", fused, compute, "tp"),
+            Saved("MLP", "up", model.ffn, compute, "tp"),
+        ]
+    return tensors

@@ -1,0 +1,347 @@
+"""The command `python -m rtp_ext plan`: its arguments, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any, NoReturn
+
+from rtp_ext.planner import text, when
+from rtp_ext.planner.calibrate import calibrate, errors_of
+from rtp_ext.planner.cluster import Cluster
+from rtp_ext.planner.constants import constants
+from rtp_ext.planner.explain_time import explain_time
+from rtp_ext.planner.measurements import read_measurements
+from rtp_ext.planner.memory import estimate_memory
+from rtp_ext.planner.model import FAMILIES, ModelSpec
+from rtp_ext.planner.search import search, smallest_cluster
+from rtp_ext.planner.strategy import DTYPE_BYTES, LOSSES, OPTIMIZER_MOMENTS, RECOMPUTE, SCHEDULES, STACKS, Strategy
+from rtp_ext.planner.timing import estimate_time
+
+PROGRAM = "rtp_ext plan"
+_BUNDLE = {"yes": True, "no": False, "recompute": "recompute"}
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token")
+_DEGREES = {
+    "dp": "data-parallel replicas; default: what is left of the GPUs",
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+    "cp": "context-parallel ranks",
+    "ep": "ranks that share the experts",
+    "rtp": "ranks of a rotation ring",
+    "micro_batch": "samples of one forward",
+    "interleave": "model chunks of a stage",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command to its parser."""
+    model = parser.add_argument_group("model: a preset, a Hugging Face configuration, or sizes")
+    model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(constants()['models'])}")
+    model.add_argument("--hf-config", metavar="PATH", help="a config.json, or the directory that holds it")
+    model.add_argument("--family", choices=FAMILIES, default="llama", help="of a model given by its sizes")
+    for size in _SIZES:
+        model.add_argument(f"--{size.replace('_', '-')}", type=int, metavar="N")
+    model.add_argument("--seq", type=int, metavar="N", help="tokens of a sample; default: the model's own")
+
+    cluster = parser.add_argument_group("cluster")
+    cluster.add_argument("--gpu", default=None, metavar="NAME", help=f"one of {', '.join(constants()['gpus'])}")
+    cluster.add_argument("--cluster", metavar="FILE", help="a JSON file with the fields of rtp_ext.planner.Cluster")
+    cluster.add_argument("--gpus", type=int, metavar="N", help="default: 8, or what the file says")
+    cluster.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8, or what the file says")
+
+    plan = parser.add_argument_group("plan")
+    plan.add_argument(
+        "--global-batch", type=int, metavar="N", help="samples of a step; default: one micro-batch a stage"
+    )
+    for degree, what in _DEGREES.items():
+        plan.add_argument(f"--{degree.replace('_', '-')}", type=int, metavar="N", help=what)
+    plan.add_argument("--zero", type=int, metavar="STAGE", help="0 to 3; 3 is fully_shard")
+    plan.add_argument("--schedule", choices=SCHEDULES)
+    plan.add_argument("--recompute", choices=RECOMPUTE)
+    plan.add_argument("--bundle", choices=tuple(_BUNDLE))
+    plan.add_argument("--param-dtype", choices=tuple(DTYPE_BYTES))
+    plan.add_argument("--reduce-dtype", choices=tuple(DTYPE_BYTES))
+    plan.add_argument("--optimizer", choices=tuple(OPTIMIZER_MOMENTS))
+    plan.add_argument("--stack", choices=STACKS, help="whose allocations")
+    plan.add_argument("--loss", choices=LOSSES)
+    for flag in ("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"):
+        plan.add_argument(f"--{flag.replace('_', '-')}", action=argparse.BooleanOptionalAction, default=None)
+    plan.add_argument(
+        "--plan",
+        action="append",
+        metavar="KEY=VALUE,...",
+        help="fields that differ in one of several plans, such as zero=3,recompute=full; give it several times",
+    )
+    plan.add_argument(
+        "--trace-module",
+        metavar="MODULE:FUNCTION",
+        help="replace the activations of a layer by those of the meta module and inputs that FUNCTION returns",
+    )
+
+    asked = parser.add_argument_group("questions; without a plan the fastest plans that fit are searched for")
+    asked.add_argument("--top", type=int, default=10, metavar="N", help="plans to show of a search; default: 10")
+    asked.add_argument("--min-gpus", action="store_true", help="the fewest GPUs on which some plan fits")
+    asked.add_argument("--when", action="store_true", help="when rotation wins: model size, tokens of a GPU, link")
+    asked.add_argument("--calibrate", metavar="FILE", help="fit the time model to a CSV or JSON lines of timed steps")
+
+    output = parser.add_argument_group("output")
+    form = output.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--csv", action="store_true", help="print a line for each stage")
+    form.add_argument("--explain", action="store_true", help="print every formula with its numbers filled in")
+    output.add_argument(
+        "--plot", metavar="FILE", help="draw memory and time of all plans as bars, for example into a PNG"
+    )
+
+
+def one_line_errors(parser: argparse.ArgumentParser) -> None:
+    """Has a parser report wrong arguments in one line, without its usage."""
+
+    def error(message: str) -> NoReturn:
+        print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Estimates and prints. Returns 0, 1 where no plan fits or a file could not be written, or 2 for nonsense."""
+    try:
+        _check_form(options)
+        if options.calibrate is not None:
+            return _calibrate(options)
+        if options.when:
+            return _when(options)
+        model, cluster = model_of(options), cluster_of(options)
+        if options.min_gpus:
+            return _fewest(options, model, cluster)
+        if not planned(options):
+            return _search(options, model, cluster)
+        return _estimate(options, model, cluster)
+    except (ValueError, TypeError) as error:
+        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _check_form(options: argparse.Namespace) -> None:
+    """Raises ValueError for a form of output that the answer to a question does not have."""
+    forms = ("json", "csv", "explain", "plot")
+    had = {"calibrate": ("json",), "when": ("plot",), "min_gpus": ("json",)}
+    asked = [question for question in had if getattr(options, question)]
+    if len(asked) > 1:
+        raise ValueError(f"expected one of {', '.join('--' + name.replace('_', '-') for name in asked)}, got several")
+    for question in asked:
+        wrong = [form for form in forms if getattr(options, form) and form not in had[question]]
+        if wrong:
+            raise ValueError(f"--{question.replace('_', '-')} has no --{wrong[0]}")
+
+
+def planned(options: argparse.Namespace) -> bool:
+    """Whether the arguments say how to train, so that there is nothing to search."""
+    fields = [field.name for field in dataclasses.fields(Strategy)]
+    return bool(options.plan or options.trace_module) or any(getattr(options, name) is not None for name in fields)
+
+
+def _estimate(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> int:
+    strategies = strategies_of(options, cluster)
+    traced = None
+    if options.trace_module:
+        from rtp_ext.planner.trace import load_and_trace
+
+        traced = load_and_trace(options.trace_module)
+    batch = options.global_batch
+    reports = [estimate_memory(model, cluster, plan, batch, layer_activation_bytes=traced) for plan in strategies]
+    times = [estimate_time(model, cluster, plan, batch) for plan in strategies]
+    names = [name_of(strategy) for strategy in strategies]
+    if options.json:
+        plans = [
+            {"plan": name, **report.to_dict(), "time": time.to_dict()}
+            for name, report, time in zip(names, reports, times, strict=True)
+        ]
+        print(_json(model, cluster, plans))
+    elif options.csv:
+        print(text.csv_text(names, reports, times).rstrip("\n"))
+    elif options.explain:
+        told = zip(names, reports, strategies, times, strict=True)
+        print(
+            "\n\n".join(
+                f"{text.explain(name, report)}\n\n{explain_time(model, cluster, plan, time)}"
+                for name, report, plan, time in told
+            )
+        )
+    else:
+        print(text.table(names, reports, model.parameters, times))
+    return _plot(options.plot, "plot_plans", names, reports, times)
+
+
+def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> int:
+    if options.top < 1:
+        raise ValueError(f"expected --top of at least 1, got {options.top}")
+    batch = cluster.gpus if options.global_batch is None else options.global_batch
+    plans = search(model, cluster, global_batch=batch, top=options.top)
+    if not plans:
+        print(
+            f"{PROGRAM}: no plan for {model.name} with a global batch of {batch} fits below the memory line of "
+            f"{cluster.gpus} x {cluster.name}; --min-gpus says how many GPUs it takes",
+            file=sys.stderr,
+        )
+        return 1
+    names = [name_of(plan.strategy) for plan in plans]
+    memory, times = [plan.memory for plan in plans], [plan.time for plan in plans]
+    title = (
+        f"{model.name}, {model.parameters / text.GB:.2f}e9 parameters, {model.seq} tokens a sample; {cluster.gpus} x "
+        f"{cluster.name}; global batch {batch} samples; predicted"
+    )
+    if options.json:
+        print(_json(model, cluster, [{"plan": n, **p.to_dict()} for n, p in zip(names, plans, strict=True)]))
+    elif options.csv:
+        print(text.csv_text(names, memory, times).rstrip("\n"))
+    else:
+        print(text.search_table(names, plans, title))
+        if options.explain:
+            first = plans[0]
+            told = explain_time(model, cluster, first.strategy, first.time)
+            print(f"\n{text.explain(names[0], first.memory)}\n\n{told}")
+    return _plot(options.plot, "plot_plans", names, memory, times)
+
+
+def _fewest(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> int:
+    sized, strategy = smallest_cluster(model, cluster)
+    report = estimate_memory(model, sized, strategy)
+    name = name_of(strategy)
+    if options.json:
+        print(_json(model, sized, [{"plan": name, **report.to_dict()}]))
+    else:
+        print(f"{model.name}: {sized.gpus} x {sized.name}, with {name}\n{text.verdict_line(report)}")
+    return 0
+
+
+def _when(options: argparse.Namespace) -> int:
+    cells = when.grid()
+    print(when.when_table(cells))
+    return _plot(options.plot, "plot_when", cells)
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    """Fits to every second measurement and shows the errors on the others beside."""
+    measured = read_measurements(options.calibrate)
+    fitted, kept = measured[::2], measured[1::2]
+    found = calibrate(fitted)
+    told = {
+        "fitted": found.to_dict(),
+        "kept_back": errors_of(kept, found.constants).to_dict() if kept else None,
+        "before": errors_of(measured).to_dict(),
+    }
+    print(json.dumps(told, indent=2))
+    return 0
+
+
+def _json(model: ModelSpec, cluster: Cluster, plans: list[dict[str, Any]]) -> str:
+    return json.dumps({"model": model.to_dict(), "cluster": cluster.to_dict(), "plans": plans}, indent=2)
+
+
+def _plot(file: str | None, kind: str, *shown: Any) -> int:
+    if file is None:
+        return 0
+    from rtp_ext.planner import plot
+
+    try:
+        getattr(plot, kind)(file, *shown)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"{PROGRAM}: cannot draw {file}: {error}", file=sys.stderr)
+        return 1
+    print(f"plot: {file}", file=sys.stderr)
+    return 0
+
+
+def model_of(options: argparse.Namespace) -> ModelSpec:
+    """The model that the arguments name. Raises ValueError where they name none, or more than one."""
+    sizes = {size: getattr(options, size) for size in _SIZES if getattr(options, size) is not None}
+    ways = [options.model is not None, options.hf_config is not None, bool(sizes)]
+    if sum(ways) != 1:
+        raise ValueError("expected one of --model, --hf-config, or the sizes --layers, --hidden and --heads")
+    if options.model is not None:
+        return ModelSpec.preset(options.model, seq=options.seq)
+    if options.hf_config is not None:
+        return ModelSpec.from_hf_config(options.hf_config, seq=options.seq)
+    missing = [f"--{size}" for size in ("layers", "hidden", "heads") if size not in sizes]
+    if missing:
+        raise ValueError(f"a model given by its sizes also needs {', '.join(missing)}")
+    if options.seq is not None:
+        sizes["seq"] = options.seq
+    return ModelSpec.gpt(**sizes) if options.family == "gpt" else ModelSpec.llama(**sizes)
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """The cluster that the arguments name; H100 of 80 GB if none."""
+    if options.gpu is not None and options.cluster is not None:
+        raise ValueError("expected --gpu or --cluster, not both")
+    if options.cluster is not None:
+        cluster = Cluster.from_json(options.cluster, gpus=options.gpus)
+    else:
+        cluster = Cluster.preset(options.gpu or "h100-80gb", gpus=8 if options.gpus is None else options.gpus)
+    if options.gpus_per_node is not None:
+        cluster = dataclasses.replace(cluster, gpus_per_node=options.gpus_per_node)
+    return cluster
+
+
+def strategies_of(options: argparse.Namespace, cluster: Cluster) -> list[Strategy]:
+    """One plan of the arguments alone, or one for every --plan on top of them."""
+    fields = [field.name for field in dataclasses.fields(Strategy)]
+    given = {name: getattr(options, name) for name in fields if getattr(options, name) is not None}
+    if "bundle" in given:
+        given["bundle"] = _BUNDLE[given["bundle"]]
+    return [_strategy({**given, **_changes(plan)}, cluster) for plan in options.plan or [""]]
+
+
+def _strategy(given: dict[str, Any], cluster: Cluster) -> Strategy:
+    if "dp" not in given:
+        rest = Strategy(**{**given, "dp": given.get("ep", 1)}).gpus // given.get("ep", 1)
+        if cluster.gpus % rest:
+            raise ValueError(
+                f"strategy: expected a number of GPUs divisible by tp * pp * cp * rtp = {rest}, got {cluster.gpus}"
+            )
+        given = {**given, "dp": cluster.gpus // rest}
+    return Strategy(**given)
+
+
+def _changes(plan: str) -> dict[str, Any]:
+    """The fields of one --plan, each read as the default of its field is."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Strategy)}
+    changes: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in plan.split(","))):
+        key, equals, value = item.partition("=")
+        key = key.strip().replace("-", "_")
+        if key not in defaults:
+            raise ValueError(f"--plan: unknown field {key!r}: expected one of {', '.join(defaults)}")
+        changes[key] = _value(key, value.strip() if equals else "yes", defaults[key])
+    return changes
+
+
+def _value(key: str, value: str, default: Any) -> Any:
+    words = {"yes": True, "true": True, "no": False, "false": False}
+    if key == "bundle" and value == "recompute":
+        return value
+    if isinstance(default, bool):
+        if value.lower() not in words:
+            raise ValueError(f"--plan: expected {key} to be yes or no, got {value!r}")
+        return words[value.lower()]
+    if isinstance(default, int):
+        try:
+            return int(value)
+        except ValueError:
+            raise ValueError(f"--plan: expected {key} to be a whole number, got {value!r}") from None
+    return value
+
+
+def name_of(strategy: Strategy) -> str:
+    """What differs from the defaults, such as `dp=2 tp=4 zero=1`."""
+    shown = []
+    for field in dataclasses.fields(strategy):
+        value = getattr(strategy, field.name)
+        if value == field.default:
+            continue
+        shown.append(f"{field.name}={'yes' if value is True else 'no' if value is False else value}")
+    return " ".join(shown) or "one GPU"

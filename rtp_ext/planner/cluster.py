@@ -1,0 +1,104 @@
+"""GPUs, nodes and links."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rtp_ext.planner.constants import check_at_least, check_known, constants
+from rtp_ext.planner.model import read_json
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`gpus` equal GPUs in nodes of `gpus_per_node`. Rates are bytes or operations per second.
+
+    Attributes:
+        memory_bytes: nominal capacity of one GPU in decimal bytes: an 80 GB GPU has 80e9.
+        bf16_flops_per_s: dense peak.
+        bf16_achievable_flops_per_s: the most that a matrix product reaches in practice.
+        hbm_bytes_per_s: peak bandwidth of the GPU's own memory.
+        nvlink_bytes_per_s: one direction, nominal, per GPU.
+        nccl_ring_bytes_per_s: what NCCL's ring gets out of the links inside a node, per GPU (bus bandwidth).
+        nic_bytes_per_s: of the network, per GPU and direction.
+        exponentials_per_s: of the special function units; fused attention takes one for every score. 0: not modelled.
+        fp8_achievable_flops_per_s: as bf16_achievable_flops_per_s, in eight bits; 0: it has none, or nobody knows.
+
+    Raises:
+        ValueError: no GPUs, or rates and sizes that are not positive.
+    """
+
+    name: str
+    gpus: int
+    memory_bytes: float
+    bf16_flops_per_s: float
+    bf16_achievable_flops_per_s: float
+    hbm_bytes_per_s: float
+    nvlink_bytes_per_s: float
+    nccl_ring_bytes_per_s: float
+    nic_bytes_per_s: float
+    streaming_multiprocessors: int
+    gpus_per_node: int = 8
+    fp8_achievable_flops_per_s: float = 0.0
+    exponentials_per_s: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        owner = f"cluster {self.name}"
+        sizes = ("gpus", "gpus_per_node", "streaming_multiprocessors")
+        check_at_least(owner, 1, **{size: getattr(self, size) for size in sizes})
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.default == 0.0 else 1e-300
+            if field.type == "float" and not (isinstance(value, int | float) and least <= value < float("inf")):
+                raise ValueError(f"{owner}: expected a positive {field.name}, got {value!r}")
+
+    @classmethod
+    def preset(cls, name: str, *, gpus: int = 8, gpus_per_node: int | None = None) -> Cluster:
+        """Nodes of `a100-80gb`, `h100-80gb`, `h200-141gb`, `b200-180gb`, `gb200-186gb`, ... (sources: constants.json).
+
+        gpus_per_node: what NVLink joins; default: the preset's own, 8 or 72.
+        """
+        known = constants()["gpus"]
+        check_known("GPU", name, known)
+        own = {"gpus_per_node": 8, **known[name]}
+        if gpus_per_node is not None:
+            own["gpus_per_node"] = gpus_per_node
+        return cls(name=name, gpus=gpus, **own)
+
+    @classmethod
+    def from_json(cls, told: str | Path | Mapping[str, Any], *, gpus: int | None = None) -> Cluster:
+        """From a JSON file or a dictionary with the fields of the class.
+
+        With `base` it names a preset, and only the fields that differ are needed:
+        `{"base": "h100-80gb", "name": "h100-96gb", "gpus": 128, "memory_bytes": 96e9}`.
+
+        Raises:
+            ValueError: an unreadable file; unknown or missing fields.
+        """
+        given = dict(told) if isinstance(told, Mapping) else read_json(told, "cluster")
+        label = given.get("name", "given" if isinstance(told, Mapping) else str(told))
+        base = given.pop("base", None)
+        if base is not None:
+            check_known("GPU", base, constants()["gpus"])
+            given = {"name": base, "gpus": 8, **constants()["gpus"][base], **given}
+        if gpus is not None:
+            given["gpus"] = gpus
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        unknown = sorted(set(given) - set(fields))
+        missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given]
+        if unknown or missing:
+            what = [f"unknown fields {', '.join(unknown)}"] if unknown else []
+            what += [f"missing fields {', '.join(missing)}"] if missing else []
+            raise ValueError(f"cluster {label}: {'; '.join(what)}")
+        return cls(**given)
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)

@@ -1,0 +1,140 @@
+"""The time of a plan as formulas with their numbers filled in, each of which can be checked by hand."""
+
+from __future__ import annotations
+
+import math
+
+from rtp_ext.planner.cluster import Cluster
+from rtp_ext.planner.constants import TimeConstants
+from rtp_ext.planner.gemm import TILES, Product, flops_per_s, product_s
+from rtp_ext.planner.links import Group, ring_bytes_per_s
+from rtp_ext.planner.model import ModelSpec
+from rtp_ext.planner.report import number_text
+from rtp_ext.planner.rotation_time import RotationTime
+from rtp_ext.planner.stage_time import StageClock
+from rtp_ext.planner.states import stage_layers
+from rtp_ext.planner.strategy import Strategy
+from rtp_ext.planner.time_report import TIME_COMPONENTS, TimeReport
+from rtp_ext.planner.work import elementwise_bytes, head_product, products
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{seconds:.6g}"
+
+
+def explain_time(
+    model: ModelSpec,
+    cluster: Cluster,
+    strategy: Strategy,
+    report: TimeReport,
+    constants: TimeConstants | None = None,
+) -> str:
+    """Durations of one layer and one micro-batch, then how they make up the step. `report`: of the same plan."""
+    constants = TimeConstants.default() if constants is None else constants
+    clock = StageClock(model, cluster, strategy, constants)
+    stages = [clock.stage(index) for index in range(strategy.pp)]
+    slowest = max(range(strategy.pp), key=lambda index: stages[index].total)
+    lines = [
+        f"time of a step: {report.step_seconds:.4g} s; stage {slowest} of {strategy.pp} is the slowest, "
+        f"{stage_layers(model, strategy, slowest)} layers, {report.micro_batches} micro-batch"
+        f"{'es' if report.micro_batches > 1 else ''} of {clock.tokens} tokens on a GPU",
+        "",
+        "one layer, one micro-batch   [constants.json, time; planner/gemm.py, planner/links.py]",
+    ]
+    for product in [*products(model, strategy, clock.tokens), head_product(model, strategy, clock.tokens)]:
+        for part in (product, *product.backward()):
+            lines += _product(part, cluster, constants)
+    moved = elementwise_bytes(model, strategy, clock.tokens, constants)
+    filled = f"{number_text(moved)} / ({number_text(cluster.hbm_bytes_per_s)} * {constants.hbm_fraction})"
+    value = moved / (cluster.hbm_bytes_per_s * constants.hbm_fraction)
+    lines += ["  elementwise, forward, without launches   bytes / (HBM bytes per s * fraction)", _filled(filled, value)]
+    hidden = clock.tokens * model.hidden * strategy.param_bytes
+    for name, group, size in (
+        ("ring among tensor-parallel ranks, hidden states", clock.groups.tp, hidden),
+        ("ring among data-parallel ranks, 1 GB", clock.groups.dp, 1e9),
+    ):
+        lines += _wire(name, group, size, constants)
+    for time in clock.rotated:
+        lines += _rotation(time)
+    lines += ["", "the step: micro-batches * seconds of the slowest stage, by component"]
+    parts = stages[slowest].components
+    for name in TIME_COMPONENTS:
+        seconds = report.components[name]
+        if not seconds:
+            continue
+        lines.append(f"  {name}")
+        of_stage = report.micro_batches * parts.get(name, 0.0)
+        if name == "bubble":
+            total = math.fsum(stage.total for stage in stages)
+            lines[-1] += "   (all stages - slowest) / chunks   [arXiv 1811.06965, 2104.04473]"
+            filled = f"({total!r} - {stages[slowest].total!r}) / {strategy.interleave}"
+        else:
+            filled = f"{report.micro_batches} * {parts.get(name, 0.0)!r}"
+            if seconds - of_stage > 1e-12:
+                lines[-1] += "   and once a step"
+                filled += f" + {seconds - of_stage!r}"
+        lines.append(_filled(filled, seconds))
+    lines.append("  all of them")
+    lines.append(_filled(" + ".join(repr(s) for s in report.components.values() if s), report.step_seconds))
+    lines.append("  FLOPs / (seconds * GPUs * 1e12) = TFLOP/s per GPU")
+    filled = f"{number_text(report.flops)} / ({report.step_seconds!r} * {report.gpus} * 1e12)"
+    lines.append(f"    = {filled} = {report.tflops_per_gpu:.6g} TFLOP/s")
+    return "\n".join(lines)
+
+
+def _filled(filled: str, seconds: float) -> str:
+    return f"    = {filled} = {seconds_text(seconds)} s"
+
+
+def _product(product: Product, cluster: Cluster, constants: TimeConstants) -> list[str]:
+    m, n, k, batch = product.rows, product.columns, product.depth, product.batch
+    sms = cluster.streaming_multiprocessors
+    tiles = {tile: batch * math.ceil(m / tile[0]) * math.ceil(n / tile[1]) for tile in TILES}
+    tile = min(TILES, key=lambda t: math.ceil(tiles[t] / sms) * t[0] * t[1])
+    waves = math.ceil(tiles[tile] / sms)
+    rate = number_text(flops_per_s(cluster, product.element_bytes))
+    seconds = product_s(product, cluster, constants)
+    by_tiles = (
+        f"{waves} * {sms} * 2 * {tile[0]} * {tile[1]} * ({k} + {constants.gemm_ramp_depth:g}) / "
+        f"({rate} * {constants.gemm_fraction}) + {constants.kernel_s!r}"
+    )
+    head = f"  {product.what}: [{m}, {k}] x [{k}, {n}]" + (f", {batch} of them" if batch > 1 else "")
+    if abs(_by_tiles(waves, sms, tile, k, rate, constants) - seconds) < 1e-9:
+        what = "waves * multiprocessors * 2 * tile * (depth + ramp) / (FLOP/s * fraction) + launch"
+        return [f"{head}   {what}", _filled(by_tiles, seconds)]
+    moved = batch * (product.element_bytes * (m * k + k * n) + max(2, product.element_bytes) * m * n)
+    bandwidth = f"({number_text(cluster.hbm_bytes_per_s)} * {constants.hbm_fraction})"
+    filled = f"{moved} / {bandwidth} + {constants.kernel_s!r}"
+    return [f"{head}   bytes / (HBM bytes per s * fraction) + launch", _filled(filled, seconds)]
+
+
+def _by_tiles(waves: int, sms: int, tile: tuple[int, int], depth: int, rate: str, constants: TimeConstants) -> float:
+    """Seconds of a product that its tiles decide."""
+    busy = waves * sms * 2.0 * tile[0] * tile[1] * (depth + constants.gemm_ramp_depth)
+    return busy / (float(rate) * constants.gemm_fraction) + constants.kernel_s
+
+
+def _wire(name: str, group: Group, size: float, constants: TimeConstants) -> list[str]:
+    if group.ranks == 1:
+        return []
+    rate = ring_bytes_per_s(group, constants)
+    seconds = (group.ranks - 1) / group.ranks * size / rate
+    filled = f"({group.ranks} - 1) / {group.ranks} * {number_text(size)} / {number_text(rate)}"
+    what = f"  {name}, on {group.nodes} node{'s' if group.nodes > 1 else ''}   (n - 1) / n * bytes / bytes per s"
+    return [what, _filled(filled, seconds)]
+
+
+def _rotation(time: RotationTime) -> list[str]:
+    kinds = ", ".join(f"{name} {seconds_text(seconds)} s" for name, seconds in time.durations.items())
+    variant = [f"{time.pieces} pieces"] if time.pieces > 1 else []
+    variant += ["gradients in halves"] if time.halves else []
+    variant += ["in place"] if time.in_place else []
+    lines = [
+        f"  rotation of {time.ranks} ranks, {time.operation}{', ' if variant else ''}{', '.join(variant)}: {kinds}"
+    ]
+    for index, name in enumerate(("forward", "backward")):
+        lines.append(
+            f"    {name}: whole {seconds_text(time.unsplit_s[index])} s, in {time.ranks} shards "
+            f"{seconds_text(time.computes_s[index])} s, timeline {seconds_text(time.makespan_s[index])} s"
+        )
+    return lines

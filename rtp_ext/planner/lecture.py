@@ -1,0 +1,85 @@
+"""The formulas of Kun Yuan's lecture "Optimization for Deep Learning (Part II)", Peking University, 8 June 2024.
+
+They are rules of thumb for GPTs in one precision. The lecture prints a utilization of about 0.3 for LLaMA-65B (2048
+A100, 1.4e12 tokens, 21 days); its own formula gives 0.63. Everything else it prints follows from what is here.
+"""
+
+from __future__ import annotations
+
+
+def parameters(layers: int, hidden: int, vocab: int) -> int:
+    """12 l h^2 + 2 v h: attention and MLP blocks, embedding and prediction (part 01, "Total parameters")."""
+    return 12 * layers * hidden**2 + 2 * vocab * hidden
+
+
+def memory_bytes(
+    layers: int, hidden: int, heads: int, batch: int, seq: int, bytes_per_value: float = 4
+) -> dict[str, float]:
+    """Bytes of training with Adam, (48 l h^2 + b l (2 s^2 a + 14 s h)) values (part 01).
+
+    Model 12 l h^2, gradients as many, optimizer state twice as many, activations b l (2 s^2 a + 14 s h). Embeddings are
+    left out, as in the lecture.
+
+    Returns:
+        bytes under `model`, `gradients`, `optimizer` and `activations`.
+    """
+    model = 12 * layers * hidden**2 * bytes_per_value
+    activations = batch * layers * (2 * seq**2 * heads + 14 * seq * hidden) * bytes_per_value
+    return {"model": model, "gradients": model, "optimizer": 2 * model, "activations": activations}
+
+
+def data_parallel_memory_bytes(
+    parameters: float, activations_per_sample: float, batch: int, gpus: int, bytes_per_value: float = 2
+) -> float:
+    """Bytes on each of N GPUs, 2 (4 Phi + b/N Theta) in 16 bits (part 03).
+
+    Args:
+        parameters: Phi. Model, gradients and optimizer state are 4 Phi values on every GPU.
+        activations_per_sample: Theta, values of one sample. Each GPU holds those of b / N samples.
+    """
+    return bytes_per_value * (4 * parameters + batch / gpus * activations_per_sample)
+
+
+def data_parallel_communication_bytes(parameters: float, bytes_per_value: float = 2) -> float:
+    """2 Phi bytes in 16 bits: the gradient that every GPU communicates in a step (part 03)."""
+    return bytes_per_value * parameters
+
+
+def ring_allreduce_steps(gpus: int) -> int:
+    """2 (N - 1) messages one after the other: the O(N) latency of a ring all-reduce (part 04).
+
+    The lecture gives the order; the constant is that of a reduce-scatter and an all-gather around the ring.
+    """
+    return 2 * (gpus - 1)
+
+
+def ring_allreduce_seconds(bytes_: float, gpus: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """2 (N - 1) latencies, and 2 (N - 1) / N of the bytes over every link: O(N) latency (part 04).
+
+    The bandwidth term is that of nccl-tests' PERFORMANCE.md.
+    """
+    return ring_allreduce_steps(gpus) * (latency_s + bytes_ / gpus / bytes_per_s)
+
+
+def parameter_server_bytes(bytes_: float, gpus: int) -> float:
+    """N messages into the server and N out of it: O(N) communication (part 04)."""
+    return 2 * gpus * bytes_
+
+
+def pipeline_idle_fraction(stages: int, micro_batches: int) -> float:
+    """(N - 1) / m: idle time relative to the time of the computation, for equal stages (part 05)."""
+    return (stages - 1) / micro_batches
+
+
+def training_seconds(tokens: float, parameters: float, gpus: int, peak_flops: float, utilization: float) -> float:
+    """8 T P / (N F U): forward 2 T P, backward 4 T P, recomputation 2 T P (part 02; arXiv 2104.04473)."""
+    return 8 * tokens * parameters / (gpus * peak_flops * utilization)
+
+
+def utilization(tokens: float, parameters: float, gpus: int, peak_flops: float, seconds: float) -> float:
+    """8 T P / (N F t): the fraction of the peak that a training run of `seconds` reached (part 02).
+
+    Args:
+        peak_flops: operations per second of one GPU.
+    """
+    return 8 * tokens * parameters / (gpus * peak_flops * seconds)

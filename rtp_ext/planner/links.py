@@ -1,0 +1,92 @@
+"""Collectives and messages over the links of a cluster: latency and bytes over bandwidth.
+
+Steps and latencies are those of NCCL's own cost model (NVIDIA/nccl@5067397, src/graph/tuning.cc, Simple protocol);
+bytes on the wire those of rings (nccl-tests, doc/PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rtp_ext.planner.cluster import Cluster
+from rtp_ext.planner.constants import TimeConstants
+
+
+@dataclass(frozen=True)
+class Group:
+    """`ranks` GPUs of one collective, `stride` apart in the order of ranks."""
+
+    cluster: Cluster
+    ranks: int
+    stride: int = 1
+
+    @property
+    def local(self) -> int:
+        """Members on one node."""
+        return max(1, min(self.ranks, self.cluster.gpus_per_node // self.stride))
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.local)
+
+
+def ring_bytes_per_s(group: Group, constants: TimeConstants) -> float:
+    """Bus bandwidth of a ring: its slowest link. Across nodes every member brings its own network port.
+
+    Source: NVIDIA/nccl@5067397, src/graph (a ring for each port; a node's rings add up).
+    """
+    inside = group.cluster.nccl_ring_bytes_per_s
+    if group.nodes == 1:
+        return inside
+    across = group.local * group.cluster.nic_bytes_per_s * constants.network_fraction
+    return min(inside, across) if group.local > 1 else across
+
+
+def hop_bytes_per_s(group: Group, constants: TimeConstants) -> float:
+    """Bandwidth of a message from a member to the next: between nodes, of one network port."""
+    if group.nodes == 1:
+        return group.cluster.nccl_ring_bytes_per_s
+    return group.cluster.nic_bytes_per_s * constants.network_fraction
+
+
+def ring_latency_s(group: Group, constants: TimeConstants, rounds: int) -> float:
+    """Of `rounds` trips around a ring (2 for an all-reduce). Source: tuning.cc, lat of NCCL_ALGO_RING."""
+    steps = rounds * (group.ranks - 1)
+    across = rounds * (group.nodes - 1)
+    return constants.nccl_base_s + (steps - across) * constants.nccl_intra_step_s + across * constants.nccl_inter_step_s
+
+
+def tree_latency_s(group: Group, constants: TimeConstants) -> float:
+    """Of a tree all-reduce: chains inside nodes, a binary tree of nodes. Source: tuning.cc, lat of NCCL_ALGO_TREE."""
+    inside = (group.local - 1) * constants.nccl_intra_step_s
+    across = math.ceil(math.log2(group.nodes)) * constants.nccl_inter_step_s if group.nodes > 1 else 0.0
+    return constants.nccl_base_s + 2 * (inside + across)
+
+
+def all_reduce_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
+    """2 (n - 1) / n bytes on the wire of each rank; a tree where its latency pays (nccl-tests, PERFORMANCE.md)."""
+    if group.ranks == 1 or not size_bytes:
+        return 0.0
+    wire = 2 * (group.ranks - 1) / group.ranks * size_bytes / ring_bytes_per_s(group, constants)
+    latency = ring_latency_s(group, constants, 2)
+    if group.nodes > 1:
+        latency = min(latency, tree_latency_s(group, constants))
+    return latency + wire
+
+
+def gather_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
+    """An all-gather or reduce-scatter: (n - 1) / n of the whole size (nccl-tests, PERFORMANCE.md)."""
+    if group.ranks == 1 or not size_bytes:
+        return 0.0
+    wire = (group.ranks - 1) / group.ranks * size_bytes / ring_bytes_per_s(group, constants)
+    return ring_latency_s(group, constants, 1) + wire
+
+
+def send_s(cluster: Cluster, size_bytes: float, constants: TimeConstants, *, across_nodes: bool) -> float:
+    """One message: latency and bytes over one link (nccl-tests, PERFORMANCE.md)."""
+    if across_nodes:
+        rate, step = cluster.nic_bytes_per_s * constants.network_fraction, constants.nccl_inter_step_s
+    else:
+        rate, step = cluster.nccl_ring_bytes_per_s, constants.nccl_intra_step_s
+    return constants.nccl_base_s + step + size_bytes / rate

@@ -1,0 +1,210 @@
+"""Memory of one GPU of every pipeline stage at the peak of a training step."""
+
+from __future__ import annotations
+
+from rtp_ext.planner.activations import Saved, embedding_tensors, final_tensors, layer_tensors, working_tensors
+from rtp_ext.planner.cluster import Cluster
+from rtp_ext.planner.constants import constants, memory_constant
+from rtp_ext.planner.model import ModelSpec
+from rtp_ext.planner.report import MemoryReport, StageMemory, Term, term
+from rtp_ext.planner.rotation import SLOT_CAP, shard_sizes
+from rtp_ext.planner.states import buffer_terms, padded_vocab, parameter_counts, stage_layers, state_terms
+from rtp_ext.planner.strategy import Strategy
+
+_LOGIT_CHUNK_BYTES, _LOGIT_LEAST_ROWS, _LOGIT_LEAST_CHUNKS = 64 << 20, 128, 4  # csrc/ops/cross_entropy.cpp
+
+
+def estimate_memory(
+    model: ModelSpec,
+    cluster: Cluster,
+    strategy: Strategy,
+    global_batch: int | None = None,
+    *,
+    layer_activation_bytes: float | None = None,
+) -> MemoryReport:
+    """Memory of one GPU of every stage of a plan.
+
+    Args:
+        global_batch: samples of a step; default: one micro-batch for every pipeline stage of every replica.
+        layer_activation_bytes: what one layer keeps for one micro-batch on one GPU, to replace the list of saved
+            tensors; `trace.saved_bytes` measures it on a real module.
+
+    Raises:
+        ValueError: a plan that this model or cluster cannot run.
+    """
+    strategy.check(model, cluster, global_batch)
+    micro_batches = strategy.micro_batches(global_batch)
+    stages = tuple(
+        stage_memory(model, strategy, stage, micro_batches, layer_activation_bytes) for stage in range(strategy.pp)
+    )
+    return MemoryReport(
+        model=model.name,
+        cluster=cluster.name,
+        strategy=strategy.to_dict(),
+        global_batch=micro_batches * strategy.micro_batch * strategy.replicas,
+        micro_batches=micro_batches,
+        memory_bytes=cluster.memory_bytes,
+        safe_fraction=memory_constant("safe_fraction"),
+        reserved_per_allocated=memory_constant("reserved_per_allocated"),
+        stages=stages,
+    )
+
+
+def chunks_in_flight(strategy: Strategy, stage: int, micro_batches: int) -> int:
+    """Forwards of a chunk of a stage's layers that wait for their backward at the peak of a stage.
+
+    GPipe (arXiv 1811.06965): all m micro-batches. 1F1B: min(m, p - i). Interleaved (arXiv 2104.04473; Megatron-LM's
+    warm-up): min(m v, 2 (p - i - 1) + (v - 1) p + 1) chunks, of which a stage has v.
+    """
+    pp, v = strategy.pp, strategy.interleave
+    if pp == 1:
+        return 1
+    if strategy.schedule == "gpipe":
+        return micro_batches
+    if strategy.schedule == "1f1b":
+        return min(micro_batches, pp - stage)
+    return min(micro_batches * v, 2 * (pp - stage - 1) + (v - 1) * pp + 1)
+
+
+def stage_memory(
+    model: ModelSpec, strategy: Strategy, stage: int, micro_batches: int, traced: float | None = None
+) -> StageMemory:
+    """One GPU of one stage; `traced` as layer_activation_bytes of `estimate_memory`."""
+    counts = parameter_counts(model, strategy, stage)
+    chunks = chunks_in_flight(strategy, stage, micro_batches)
+    tokens = strategy.micro_batch * model.seq // strategy.cp
+    layers = stage_layers(model, strategy, stage)
+    terms = [
+        *state_terms(model, strategy, stage, counts),
+        *_activation_terms(model, strategy, stage, chunks, tokens, traced),
+        *_moment_terms(model, strategy, stage, micro_batches, tokens, traced),
+        *buffer_terms(model, strategy, stage, counts),
+        term("workspaces", "of GEMM libraries", "constants.json", bytes=memory_constant("workspace_bytes")),
+        *_outside_terms(strategy),
+    ]
+    between: list[Term] = []
+    if strategy.pp > 1:
+        boundary = Saved("pipeline", "hidden states", model.hidden, strategy.param_bytes)
+        over = [("tp", boundary.divisor(strategy))]
+        size = {"bytes_per_value": boundary.bytes_per_value, "features": model.hidden, "tokens": tokens}
+        what = "a tensor on its way in and one on its way out"
+        terms.append(term("pipeline_buffers", what, "Megatron-LM, torch pipelining", over, tensors=2, **size))
+        inputs = strategy.interleave - (stage == 0)
+        if inputs and strategy.effective_stack == "megatron":
+            what = "every chunk's last input and its gradient"
+            source = "Megatron-LM: set_input_tensor keeps them until the next step"
+            between.append(term("pipeline_buffers", what, source, over, tensors=2, chunks=inputs, **size))
+    return StageMemory(stage, layers, chunks / strategy.interleave, tuple(counts), tuple(terms), tuple(between))
+
+
+def _saved_term(saved: Saved, strategy: Strategy, source: str, **times: float) -> Term:
+    over = [("tp", saved.divisor(strategy))]
+    factors = {"bytes_per_value": saved.bytes_per_value, "features": saved.features, **times}
+    return term("activations", f"{saved.module}: {saved.tensor}", source, over, **factors)
+
+
+def _activation_terms(
+    model: ModelSpec, strategy: Strategy, stage: int, chunks: int, tokens: int, traced: float | None
+) -> list[Term]:
+    chunk_layers = stage_layers(model, strategy, stage) / strategy.interleave
+    times = {"tokens": tokens, "layers_of_a_chunk": chunk_layers, "chunks_in_flight": chunks}
+    source = f"saved tensors, {strategy.effective_stack}, recomputation {strategy.recompute}"
+    if traced is not None:
+        own = {"bytes_of_a_layer": traced, **{name: times[name] for name in ("layers_of_a_chunk", "chunks_in_flight")}}
+        terms = [term("activations", "traced layers", "saved tensors of the traced module", **own)]
+    else:
+        terms = [_saved_term(saved, strategy, source, **times) for saved in layer_tensors(model, strategy)]
+    if stage == 0:
+        waiting = -(-chunks // strategy.interleave)
+        for saved in embedding_tensors(model):
+            terms.append(_saved_term(saved, strategy, source, tokens=tokens, in_flight=waiting))
+    if stage == strategy.pp - 1:
+        waiting = chunks if strategy.schedule == "gpipe" else 1
+        for saved in final_tensors(model, strategy):
+            terms.append(_saved_term(saved, strategy, source, tokens=tokens, in_flight=waiting))
+    return terms
+
+
+def _moment_terms(
+    model: ModelSpec, strategy: Strategy, stage: int, micro_batches: int, tokens: int, traced: float | None
+) -> list[Term]:
+    """What exists for a moment only: logits around the loss, or a layer made again in its backward; the larger."""
+    layer = _layer_moment(model, strategy, tokens, traced)
+    if stage < strategy.pp - 1:
+        return layer
+    loss, kept = _loss_moment(model, strategy, micro_batches, tokens)
+    bigger = loss if sum(t.value for t in loss) >= sum(t.value for t in layer) else layer
+    return [*bigger, *kept]
+
+
+def _layer_moment(model: ModelSpec, strategy: Strategy, tokens: int, traced: float | None) -> list[Term]:
+    terms = []
+    again = working_tensors(model, strategy)
+    if again and traced is None:
+        what, source = (
+            "the layer that is made again in backward",
+            "saved tensors without recomputation, less those kept",
+        )
+        terms.append(term("activations", what, source, bytes_per_token=again, tokens=tokens))
+    if strategy.rtp > 1 and strategy.param_bytes < 4:
+        what, source = "float32 sum of partial products", "csrc/ops/gemm.h: ProductSum"
+        terms.append(term("activations", what, source, bytes_per_value=4, features=model.hidden, tokens=tokens))
+    return terms
+
+
+def _loss_moment(
+    model: ModelSpec, strategy: Strategy, micro_batches: int, tokens: int
+) -> tuple[list[Term], list[Term]]:
+    """Around the loss of one micro-batch, and what GPipe keeps of those of the others."""
+    name, loss = "logits_and_loss", strategy.effective_loss
+    if strategy.rtp > 1 and loss == "fused":
+        return _rotated_loss_terms(model, strategy, tokens), []
+    vocab = padded_vocab(model, strategy)
+    known = constants()["logits"][loss]
+    over = [("tp", strategy.tp)]
+    size = {"tokens": tokens, "vocabulary": vocab}
+    terms, kept = [], []
+    if known["peak_bytes"]:
+        source = f"constants.json, logits, {loss}"
+        terms.append(term(name, f"{loss} loss", source, over, bytes_per_logit=known["peak_bytes"], **size))
+        others = micro_batches - 1 if strategy.schedule == "gpipe" and strategy.pp > 1 else 0
+        if others:
+            what = "logits of the other micro-batches"
+            kept.append(
+                term(name, what, source, over, bytes_per_logit=known["kept_bytes"], micro_batches=others, **size)
+            )
+    return terms, kept
+
+
+def _rotated_loss_terms(model: ModelSpec, strategy: Strategy, tokens: int) -> list[Term]:
+    """Logits of one shard (or piece of one) for a part of the tokens, and the head's input gradient.
+
+    Source: csrc/ops/cross_entropy.cpp.
+    """
+    source, widest = "csrc/ops/cross_entropy.cpp", max(strategy.param_bytes, strategy.reduce_bytes)
+    shard = shard_sizes(padded_vocab(model, strategy) // strategy.tp, strategy.rtp)[0]
+    rows = min(max(SLOT_CAP // (model.hidden * widest), 1), shard)
+    chunk = max(min(_LOGIT_CHUNK_BYTES // (4 * rows), -(-tokens // _LOGIT_LEAST_CHUNKS)), _LOGIT_LEAST_ROWS)
+    size = {"bytes_per_value": 4, "tokens_at_once": min(chunk, tokens), "vocabulary_at_once": rows}
+    return [
+        term("logits_and_loss", "logits of one piece", source, **size),
+        term(
+            "logits_and_loss",
+            "input gradient, float32",
+            source,
+            bytes_per_value=4,
+            tokens=tokens,
+            features=model.hidden,
+        ),
+    ]
+
+
+def _outside_terms(strategy: Strategy) -> list[Term]:
+    name = "context_and_communicators"
+    degrees = (strategy.dp, strategy.tp, strategy.pp, strategy.cp, strategy.ep)
+    communicators = sum(degree > 1 for degree in degrees) + 2 * (strategy.rtp > 1)
+    terms = [term(name, "CUDA context", "constants.json", bytes=memory_constant("cuda_context_bytes"))]
+    if communicators:
+        size = memory_constant("communicator_bytes")
+        terms.append(term(name, "NCCL", "constants.json", communicators=communicators, bytes=size))
+    return terms

@@ -1,0 +1,321 @@
+"""Transformers as the planner sees them: sizes, and the parameters that follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rtp_ext.planner.constants import check_at_least, check_known, constants
+
+FAMILIES = ("gpt", "llama")
+_GPT_VOCAB, _LLAMA_VOCAB, _SEQ = 50257, 32000, 2048
+# model_type of a Hugging Face configuration -> what its layers have beyond its family's
+_LLAMA_TYPES: dict[str, dict[str, bool]] = {
+    "llama": {},
+    "mistral": {},
+    "mixtral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder-only transformer. Sizes are numbers of elements, `seq` is the number of tokens of one sample.
+
+    `gpt`: LayerNorm, GELU, biases, learned positions, dropout, tied embedding and head.
+    `llama`: RMSNorm, SwiGLU, rotary positions, no biases, separate head; with experts, a mixture.
+    Make one with `gpt`, `llama`, `preset` or `from_hf_config`.
+
+    Raises:
+        ValueError: sizes that are not positive whole numbers, or that do not divide.
+    """
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    seq: int
+    positions: int = 0  # rows of the learned position embedding; 0: rotary
+    gated: bool = False
+    tied: bool = False
+    norm_bias: bool = False
+    qkv_bias: bool = False
+    projection_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    dropout: bool = False
+    experts: int = 0  # of each layer; 0: one dense MLP
+    experts_per_token: int = 0
+
+    def __post_init__(self) -> None:
+        owner = f"model {self.name}"
+        check_known("model family", self.family, FAMILIES)
+        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq")
+        check_at_least(owner, 1, **{size: getattr(self, size) for size in sizes})
+        check_at_least(owner, 0, positions=self.positions, experts=self.experts)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{owner}: expected heads divisible by kv_heads, got {self.heads} and {self.kv_heads}")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"{owner}: expected 1 <= experts_per_token <= {self.experts}, got {self.experts_per_token}"
+            )
+
+    # -- making one ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def gpt(
+        cls,
+        *,
+        layers: int,
+        hidden: int,
+        heads: int,
+        vocab: int = _GPT_VOCAB,
+        seq: int = _SEQ,
+        ffn: int | None = None,
+        kv_heads: int | None = None,
+        name: str = "gpt",
+        **options: Any,
+    ) -> ModelSpec:
+        """A GPT: an inner size of 4 hidden, learned positions, biases. `options`: further fields of the class."""
+        check_at_least(f"model {name}", 1, hidden=hidden, heads=heads, seq=seq)
+        given = {
+            "positions": seq,
+            "tied": True,
+            "norm_bias": True,
+            "qkv_bias": True,
+            "projection_bias": True,
+            "mlp_bias": True,
+            "dropout": True,
+        }
+        return cls._make(
+            {**given, **options}, name, "gpt", layers, hidden, heads, kv_heads, ffn or 4 * hidden, vocab, seq
+        )
+
+    @classmethod
+    def llama(
+        cls,
+        *,
+        layers: int,
+        hidden: int,
+        heads: int,
+        vocab: int = _LLAMA_VOCAB,
+        seq: int = _SEQ,
+        ffn: int | None = None,
+        kv_heads: int | None = None,
+        name: str = "llama",
+        **options: Any,
+    ) -> ModelSpec:
+        """A Llama: SwiGLU with an inner size of 8/3 hidden, rounded up to a multiple of 256 (arXiv 2302.13971).
+
+        `options`: further fields of the class, such as `experts` and `experts_per_token`.
+        """
+        check_at_least(f"model {name}", 1, hidden=hidden, heads=heads)
+        inner = ffn or -(-8 * hidden // 3 // 256) * 256
+        return cls._make({"gated": True, **options}, name, "llama", layers, hidden, heads, kv_heads, inner, vocab, seq)
+
+    @classmethod
+    def _make(
+        cls,
+        options: dict[str, Any],
+        name: str,
+        family: str,
+        layers: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int | None,
+        ffn: int,
+        vocab: int,
+        seq: int,
+    ) -> ModelSpec:
+        unknown = set(options) - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise TypeError(f"model {name}: unknown fields {', '.join(sorted(unknown))}")
+        head_dim = options.pop("head_dim", None)
+        if head_dim is None:
+            if hidden % heads:
+                raise ValueError(f"model {name}: expected hidden divisible by heads, got {hidden} and {heads}")
+            head_dim = hidden // heads
+        return cls(
+            name=name,
+            family=family,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=head_dim,
+            ffn=ffn,
+            vocab=vocab,
+            seq=seq,
+            **options,
+        )
+
+    @classmethod
+    def preset(cls, name: str, *, seq: int | None = None, **changes: Any) -> ModelSpec:
+        """A published model: `gpt-3-175b`, `llama-65b`, `llama-3-8b`, `mixtral-8x7b`, ... (sources: constants.json).
+
+        `seq`: tokens of a sample, if not the published ones. `changes`: other fields to replace.
+        """
+        known = constants()["models"]
+        check_known("model", name, known)
+        sizes = dict(known[name])
+        make = {"gpt": cls.gpt, "llama": cls.llama}[sizes.pop("family")]
+        if seq is not None:
+            sizes["seq"] = seq
+        return make(name=name, **{**sizes, **changes})
+
+    @classmethod
+    def from_hf_config(cls, config: str | Path | Mapping[str, Any], *, seq: int | None = None) -> ModelSpec:
+        """From a Hugging Face configuration: a dictionary, a config.json, or the directory that holds it.
+
+        Understands the model types gpt2, llama, mistral, mixtral, qwen2 and qwen3. `seq`: tokens of a sample; default:
+        the configuration's longest.
+
+        Raises:
+            ValueError: another model type, a missing size, or a file that is not a configuration.
+        """
+        told, name = _read_config(config)
+        kind = told.get("model_type", "gpt2" if "n_embd" in told else "llama")
+        owner = f"configuration {name}"
+
+        def need(key: str) -> Any:
+            if told.get(key) is None:
+                raise ValueError(f"{owner}: expected {key}, which a configuration of type {kind} has; it is missing")
+            return told[key]
+
+        if kind == "gpt2":
+            return cls.gpt(
+                name=name,
+                layers=need("n_layer"),
+                hidden=need("n_embd"),
+                heads=need("n_head"),
+                vocab=need("vocab_size"),
+                seq=seq or need("n_positions"),
+                positions=need("n_positions"),
+                ffn=told.get("n_inner"),
+                tied=told.get("tie_word_embeddings", True),
+            )
+        check_known(f"model_type of {owner}", kind, ("gpt2", *_LLAMA_TYPES))
+        options: dict[str, Any] = dict(_LLAMA_TYPES[kind])
+        if told.get("attention_bias"):
+            options |= {"qkv_bias": True, "projection_bias": True}
+        if told.get("mlp_bias"):
+            options["mlp_bias"] = True
+        if kind == "mixtral":
+            options |= {"experts": need("num_local_experts"), "experts_per_token": need("num_experts_per_tok")}
+        return cls.llama(
+            name=name,
+            layers=need("num_hidden_layers"),
+            hidden=need("hidden_size"),
+            heads=need("num_attention_heads"),
+            kv_heads=told.get("num_key_value_heads"),
+            head_dim=told.get("head_dim"),
+            ffn=need("intermediate_size"),
+            vocab=need("vocab_size"),
+            seq=seq or need("max_position_embeddings"),
+            tied=told.get("tie_word_embeddings", False),
+            **options,
+        )
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    @property
+    def query_features(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_features(self) -> int:
+        """Of the keys; the values have as many."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer: query, key, value and output projections; norms apart."""
+        rows = self.query_features + 2 * self.kv_features
+        weights = self.hidden * rows + self.query_features * self.hidden
+        return weights + rows * self.qkv_bias + self.hidden * self.projection_bias
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of one layer: the MLP, or all experts."""
+        inner = (3 if self.gated else 2) * self.hidden * self.ffn
+        inner += (self.ffn * (2 if self.gated else 1) + self.hidden) * self.mlp_bias
+        return inner * max(1, self.experts)
+
+    @property
+    def router_parameters(self) -> int:
+        return self.hidden * self.experts
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of one layer: two norms over the hidden size, and those of queries and keys where there are."""
+        return 2 * self.hidden * (2 if self.norm_bias else 1) + 2 * self.head_dim * self.qk_norm
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.attention_parameters + self.mlp_parameters + self.router_parameters + self.norm_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Token and position embeddings."""
+        return (self.vocab + self.positions) * self.hidden
+
+    @property
+    def final_norm_parameters(self) -> int:
+        return self.hidden * (2 if self.norm_bias else 1)
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the vocabulary head; 0 where it shares the embedding's."""
+        return 0 if self.tied else self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of them, each once."""
+        return (
+            self.layers * self.layer_parameters
+            + self.embedding_parameters
+            + self.final_norm_parameters
+            + self.head_parameters
+        )
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token meets: of the experts, as many as it is routed to."""
+        if not self.experts:
+            return self.parameters
+        idle = self.mlp_parameters // self.experts * (self.experts - self.experts_per_token)
+        return self.parameters - self.layers * idle
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "parameters": self.parameters}
+
+
+def _read_config(config: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    if isinstance(config, Mapping):
+        return config, str(config.get("_name_or_path") or config.get("model_type", "given"))
+    path = Path(config)
+    if path.is_dir():
+        path = path / "config.json"
+    told = read_json(path, "configuration")
+    return told, path.parent.name or path.name
+
+
+def read_json(path: str | Path, what: str) -> dict[str, Any]:
+    """A JSON object from a file. Raises ValueError for one that cannot be read or is no object."""
+    try:
+        told = json.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{what} {path}: {error}") from error
+    if not isinstance(told, dict):
+        raise ValueError(f"{what} {path}: expected a JSON object, got {type(told).__name__}")
+    return told

@@ -1,0 +1,203 @@
+"""How long rotated operations take: durations of their computes and hops, and the simulator on the executor's schedule.
+
+Source: RTP, arXiv 2311.01635; csrc/schedule.cpp through rtp_ext.timeline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rtp_ext.planner.cluster import Cluster
+from rtp_ext.planner.constants import TimeConstants
+from rtp_ext.planner.gemm import TILES, Product, product_s, traffic_s
+from rtp_ext.planner.links import Group, hop_bytes_per_s
+from rtp_ext.planner.rotation import SLOT_CAP, Rotation, Weight, pieces_of
+
+if TYPE_CHECKING:
+    from rtp_ext.timeline import Lockstep
+
+_ENOUGH = 0.93  # of the last wave: csrc/ops/common.cpp
+_OPERATIONS = {"linear": "linear", "embedding": "embedding", "bundle": "mlp", "head": "cross_entropy"}
+
+
+@functools.cache
+def lockstep(ranks: int, op: str, pass_: str, in_place: bool, halves: bool, dgrad: bool, two_lanes: bool) -> Lockstep:
+    """The simulator of the schedule that the executor runs (rtp_ext.schedule)."""
+    from rtp_ext.schedule import schedules  # it loads the extension, and torch with it
+    from rtp_ext.timeline import Lockstep
+
+    if pass_ == "forward":
+        return Lockstep(schedules(ranks, op=op, in_place=in_place, two_lanes=two_lanes)[0])
+    made = schedules(ranks, op=op, pass_=pass_, in_place=in_place, dgrad=dgrad, halves=halves, two_lanes=two_lanes)
+    return Lockstep(made[0])
+
+
+@dataclass(frozen=True)
+class RotationTime:
+    """One rotated operation, forward and backward. Seconds of one micro-batch on one rank.
+
+    Attributes:
+        unsplit_s: of the same products with the whole weight at hand.
+        computes_s: of the R products with one shard each.
+        timeline_s: of the simulator on the executor's schedule.
+        makespan_s: the same, but no less than what two products beside each other or two hops on one link take.
+        durations: of every kind of step, as `Lockstep.makespan` takes them; of one of `pieces`.
+        halves: whether gradients travel in two halves.
+        two_lanes: whether two products run beside each other, so that waves fill up.
+    """
+
+    operation: str
+    ranks: int
+    pieces: int
+    in_place: bool
+    halves: bool
+    dgrad: bool
+    two_lanes: tuple[bool, bool]
+    durations: Mapping[str, float]
+    unsplit_s: tuple[float, float]
+    computes_s: tuple[float, float]
+    timeline_s: tuple[float, float]
+    makespan_s: tuple[float, float]
+
+
+def hop_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
+    """One hop: the latency of a message, and its bytes over the slowest link of the ring.
+
+    Source: nccl-tests, doc/PERFORMANCE.md (send and receive); latency: NVIDIA/nccl@5067397, src/graph/tuning.cc.
+    """
+    step = constants.nccl_intra_step_s if group.nodes == 1 else constants.nccl_inter_step_s
+    return constants.nccl_base_s + step + size_bytes / hop_bytes_per_s(group, constants)
+
+
+def rotation_seconds(
+    rotation: Rotation,
+    tokens: int,
+    group: Group,
+    constants: TimeConstants,
+    *,
+    compute_bytes: int = 2,
+    product_bytes: int = 2,
+    reduce_bytes: int = 4,
+    in_place: bool = False,
+    recompute: bool = False,
+    experts_per_token: int = 0,
+) -> RotationTime:
+    """A rotation of `group.ranks` ranks with `tokens` tokens on each.
+
+    compute_bytes, reduce_bytes: of a value of a weight and of a gradient that travels. product_bytes: of what GEMMs
+    read. recompute: of a bundle, its first half is computed again in backward.
+
+    Durations come from the largest shard. The first launch of a pass takes `kernel_s`, the engine's own less. A linear
+    layer's gradients travel in halves where their hop outlasts a dgrad (rtp_ext.gate), and its products run in two
+    lanes where one leaves multiprocessors idle (csrc/ops/linear.cpp). Operations above the slot cap run piece by piece.
+    Both kinds of hop share one link: a backward takes no less than the bytes of both. Source: rtp_ext.timeline, arXiv
+    2311.01635.
+    """
+    ranks, op = group.ranks, _OPERATIONS[rotation.kind]
+    pieces = len(pieces_of(rotation, ranks, SLOT_CAP, max(compute_bytes, reduce_bytes)))
+    cluster = group.cluster
+    width = (product_bytes, experts_per_token)
+    whole = _computes(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
+    engine = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
+    one = _computes(rotation, tokens, ranks, pieces, cluster, engine, recompute, *width)
+    sent = {
+        "weight": _shard_values(rotation.weights, ranks) / pieces * compute_bytes,
+        "gradient": _shard_values(rotation.weights, ranks) / pieces * reduce_bytes,
+    }
+    back = _shard_values(rotation.backward_weights, ranks) / pieces * compute_bytes
+    hops = {kind: hop_s(group, size, constants) for kind, size in sent.items()}
+    copy = traffic_s(3 * sent["gradient"], cluster, constants)
+    durations = {**one, **hops, "add": copy, "copy": traffic_s(2 * sent["weight"], cluster, constants)}
+    backward_durations = {**durations, "weight": hop_s(group, back, constants)}
+    dgrad = rotation.input_gradient and rotation.kind != "embedding"
+    halves = op == "linear" and hops["gradient"] > one["dgrad"]
+    moves = in_place and pieces == 1 and ranks > 1
+    lanes = (False, False)
+    if op == "linear" and ranks > 1:
+        lanes = _two_lanes(rotation, tokens, ranks * pieces, cluster)
+    filled = _computes(rotation, tokens, ranks, pieces, cluster, engine, recompute, *width, whole_waves=False)
+    kinds = (("forward",), ("dgrad", "wgrad") if dgrad or rotation.bundle else ("wgrad",))
+    # beside each other, products take turns on the multiprocessors: no less than the work of their tiles
+    work = [
+        ranks * sum((filled if two else one)[kind] for kind in kind_s) for kind_s, two in zip(kinds, lanes, strict=True)
+    ]
+    forward = lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0]).makespan(durations)
+    backward = lockstep(ranks, op, "backward", moves, halves, dgrad, lanes[1]).makespan(backward_durations)
+    both = (ranks - 1) * (back + sent["gradient"]) / hop_bytes_per_s(group, constants) if ranks > 1 else 0.0
+    spans = (max(forward, work[0]), max(backward, work[1], both))
+    first = constants.kernel_s - constants.engine_launch_s
+    return RotationTime(
+        op,
+        ranks,
+        pieces,
+        moves,
+        halves,
+        dgrad,
+        lanes,
+        backward_durations,
+        (sum(whole[kind] for kind in kinds[0]), sum(whole[kind] for kind in kinds[1])),
+        (first + pieces * work[0], first + pieces * work[1]),
+        (pieces * forward, pieces * backward),
+        (first + pieces * spans[0], first + pieces * spans[1]),
+    )
+
+
+def _two_lanes(rotation: Rotation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:
+    """Forward and backward: whether a product leaves much of its last wave idle (csrc/ops/common.cpp, linear.cpp)."""
+
+    def wastes(rows: int, columns: int) -> bool:
+        waves = math.ceil(rows / TILES[0][0]) * math.ceil(columns / TILES[0][1]) / cluster.streaming_multiprocessors
+        return waves / math.ceil(waves) < _ENOUGH
+
+    matrices = [weight for weight in rotation.weights if not weight.is_bias]
+    outputs, inputs = sum(-(-weight.shape[0] // parts) for weight in matrices), matrices[0].shape[1]
+    return wastes(tokens, outputs), wastes(tokens, inputs) or wastes(outputs, inputs)
+
+
+def _shard_values(weights: tuple[Weight, ...], ranks: int) -> float:
+    return float(sum(weight.shard_elements(ranks) for weight in weights))
+
+
+def _computes(
+    rotation: Rotation,
+    tokens: int,
+    ranks: int,
+    pieces: int,
+    cluster: Cluster,
+    constants: TimeConstants,
+    recompute: bool,
+    element_bytes: int,
+    experts_per_token: int,
+    *,
+    whole_waves: bool = True,
+) -> dict[str, float]:
+    """Seconds of one step with one shard (or piece of one) of the largest size."""
+    matrices = [weight for weight in rotation.weights if not weight.is_bias]
+    if rotation.kind == "embedding":  # rows are copied out and added in
+        values = sum(tokens * weight.shape[1] for weight in matrices) / (ranks * pieces)
+        moved = traffic_s(4 * values, cluster, constants) + constants.kernel_s
+        return {"forward": moved, "dgrad": 0.0, "wgrad": 2 * moved}
+    seconds = {"forward": 0.0, "dgrad": 0.0, "wgrad": 0.0}
+    for index, weight in enumerate(matrices):
+        shape, experts = weight.shape, 1
+        if len(shape) == 3:
+            experts, shape = -(-shape[0] // ranks), shape[1:]
+            rows, cut = -(-tokens * experts_per_token // (ranks * experts)), 1
+        else:
+            rows, cut = tokens, ranks * pieces
+        outputs, inputs = (shape[0], -(-shape[1] // cut)) if weight.dim == 1 else (-(-shape[0] // cut), shape[1])
+        product = Product("shard", rows, outputs, inputs, experts, element_bytes)
+        dgrad, wgrad = product.backward()
+        forward = product_s(product, cluster, constants, whole_waves=whole_waves)
+        seconds["forward"] += forward
+        seconds["dgrad"] += product_s(dgrad, cluster, constants, whole_waves=whole_waves)
+        seconds["wgrad"] += product_s(wgrad, cluster, constants, whole_waves=whole_waves)
+        again = rotation.kind == "head" or (rotation.kind == "bundle" and recompute and index < len(matrices) - 1)
+        if again:  # logits or hidden slices are made once more before their gradients
+            seconds["dgrad"] += forward
+    return seconds

@@ -1,0 +1,228 @@
+"""Looks for the fastest plans that fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rtp_ext.planner.cluster import Cluster
+from rtp_ext.planner.constants import check_at_least, constants
+from rtp_ext.planner.memory import estimate_memory, stage_memory
+from rtp_ext.planner.model import ModelSpec
+from rtp_ext.planner.report import MemoryReport
+from rtp_ext.planner.states import parameter_counts
+from rtp_ext.planner.strategy import Strategy
+from rtp_ext.planner.time_report import TimeReport
+from rtp_ext.planner.timing import estimate_time
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_CHUNKS = (1, 2, 4)
+_LONG_SEQ = 16384  # tokens: from here on samples are shared among context-parallel ranks
+_LARGEST_RING = 64
+_SPARE = 4  # layouts examined in full beyond those asked for
+Layout = tuple[int, int, int, int, int, int]  # tp, pp, cp, rtp, dp, zero
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train, with its memory and time.
+
+    Attributes:
+        rank: 1 for the fastest and for all that the model cannot tell from it; then the number of faster plans + 1.
+        tied: whether other plans of the list have this rank.
+        binding: what keeps it from being faster: memory, or the largest part of the step that is not the model's
+            arithmetic.
+    """
+
+    strategy: Strategy
+    memory: MemoryReport
+    time: TimeReport
+    rank: int
+    tied: bool
+    binding: str
+
+    @property
+    def step_seconds(self) -> float:
+        return self.time.step_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        told = {"rank": self.rank, "tied": self.tied, "binding": self.binding}
+        return {**told, **self.memory.to_dict(), "time": self.time.to_dict()}
+
+
+def search(
+    model: ModelSpec, cluster: Cluster, *, global_batch: int, seq: int | None = None, top: int = 10
+) -> list[Plan]:
+    """The fastest plans on all GPUs that stay below the memory line (`safe_fraction`), one for each layout.
+
+    A layout is tp, pp, cp, rtp, dp and zero; of each, the fastest micro-batch, recomputation and interleaving. Tensor
+    parallelism stays inside a node; rings may leave it. Plans whose predicted times lie within the model's own error
+    (constants.json, `search`) have the same rank.
+
+    Args:
+        global_batch: samples of a step.
+        seq: tokens of a sample; default: the model's own.
+        top: plans to return; fewer where fewer fit, none where none fits.
+
+    Raises:
+        ValueError: sizes that are not positive whole numbers.
+    """
+    check_at_least("search", 1, global_batch=global_batch, top=top)
+    if seq is not None:
+        model = dataclasses.replace(model, seq=seq)
+    found = []
+    for layout in layouts(model, cluster, global_batch):
+        best = _fastest(model, cluster, layout, global_batch)
+        if best is not None:
+            found.append(best)
+    found.sort(key=lambda pair: pair[0])
+    kept = []
+    for _, strategy in found[: top + _SPARE]:
+        memory = estimate_memory(model, cluster, strategy, global_batch)
+        if memory.verdict == "fits":
+            kept.append((strategy, memory, estimate_time(model, cluster, strategy, global_batch)))
+    return _ranked(model, cluster, global_batch, kept[:top])
+
+
+def layouts(model: ModelSpec, cluster: Cluster, global_batch: int | None) -> Iterator[Layout]:
+    """All that divide the model, the cluster and the batch, and whose states alone stay below the line."""
+    gpus = cluster.gpus
+    for tp in _divisors(gpus, min(cluster.gpus_per_node, model.kv_heads)):
+        for pp in _divisors(gpus // tp, model.layers):
+            for cp in _divisors(gpus // (tp * pp), model.seq // _LONG_SEQ * 2 if model.seq >= _LONG_SEQ else 1):
+                for rtp in _divisors(gpus // (tp * pp * cp), _LARGEST_RING):
+                    dp = gpus // (tp * pp * cp * rtp)
+                    if global_batch is not None and (global_batch < dp * rtp or global_batch % (dp * rtp)):
+                        continue
+                    for zero in (0,) if rtp > 1 or dp * cp == 1 else (1, 3):
+                        layout = (tp, pp, cp, rtp, dp, zero)
+                        if _states_fit(model, cluster, layout):
+                            yield layout
+
+
+def _divisors(number: int, largest: int) -> list[int]:
+    return [divisor for divisor in range(1, min(number, largest) + 1) if number % divisor == 0]
+
+
+def _base(layout: Layout, **changes: Any) -> Strategy:
+    tp, pp, cp, rtp, dp, zero = layout
+    own = {"fused_loss": True} if rtp > 1 else {}
+    fields = {"tp": tp, "pp": pp, "cp": cp, "rtp": rtp, "dp": dp, "zero": zero, "sequence_parallel": tp > 1}
+    return Strategy(**{**fields, **own, **changes})
+
+
+def _states_fit(model: ModelSpec, cluster: Cluster, layout: Layout) -> bool:
+    """A lower bound: two bytes for each weight and what is sharded as far as it goes."""
+    try:
+        strategy = _base(layout)
+        strategy.check(model, cluster)
+    except ValueError:
+        return False
+    values = sum(count.value for count in parameter_counts(model, strategy, 0))
+    shards = strategy.rtp if strategy.rtp > 1 else strategy.dp * strategy.cp
+    least = values * (16 / shards if strategy.rtp > 1 or strategy.zero == 3 else 6 + 12 / shards)
+    return least <= limit_bytes(cluster)
+
+
+def limit_bytes(cluster: Cluster) -> float:
+    return constants()["memory"]["safe_fraction"]["value"] * cluster.memory_bytes
+
+
+def allocated_bytes(model: ModelSpec, strategy: Strategy, global_batch: int | None) -> float:
+    """Of the first and the last stage; no stage between them holds more."""
+    micro_batches = strategy.micro_batches(global_batch)
+    ends = {0, strategy.pp - 1}
+    return max(stage_memory(model, strategy, stage, micro_batches).allocated_bytes for stage in ends)
+
+
+def _variants(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: int | None) -> Iterator[list[Strategy]]:
+    """Strategies of a layout, as lists of which each next member recomputes more and keeps less."""
+    rtp = layout[3]
+    modes: list[dict[str, Any]] = [{"recompute": "none"}, {"recompute": "selective"}, {"recompute": "full"}]
+    if rtp > 1:
+        modes.insert(1, {"bundle": "recompute"})
+    for micro_batch in _MICRO_BATCHES:
+        for chunks in _CHUNKS if layout[1] > 1 else (1,):
+            more = {"schedule": "interleaved", "interleave": chunks} if chunks > 1 else {}
+            strategies = [_base(layout, micro_batch=micro_batch, **more, **mode) for mode in modes]
+            try:
+                strategies[0].check(model, cluster, global_batch)
+            except ValueError:
+                continue
+            yield strategies
+
+
+def _fastest(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: int) -> tuple[float, Strategy] | None:
+    best: tuple[float, Strategy] | None = None
+    for strategies in _variants(model, cluster, layout, global_batch):
+        for strategy in strategies:
+            if allocated_bytes(model, strategy, global_batch) <= limit_bytes(cluster):
+                seconds = estimate_time(model, cluster, strategy, global_batch).step_seconds
+                if best is None or seconds < best[0]:
+                    best = seconds, strategy
+                break  # what recomputes more takes longer
+    return best
+
+
+def _ranked(
+    model: ModelSpec, cluster: Cluster, global_batch: int, kept: list[tuple[Strategy, MemoryReport, TimeReport]]
+) -> list[Plan]:
+    margin = 1 + constants()["search"]["tie_fraction"]["value"]
+    ranks: list[int] = []
+    for index, (_, _, time) in enumerate(kept):
+        leader = kept[ranks[-1] - 1][2].step_seconds if ranks else 0.0
+        ranks.append(ranks[-1] if ranks and time.step_seconds <= leader * margin else index + 1)
+    return [
+        Plan(
+            strategy, memory, time, rank, ranks.count(rank) > 1, _binding(model, cluster, global_batch, strategy, time)
+        )
+        for (strategy, memory, time), rank in zip(kept, ranks, strict=True)
+    ]
+
+
+def _binding(model: ModelSpec, cluster: Cluster, global_batch: int, strategy: Strategy, time: TimeReport) -> str:
+    """Memory, if a larger micro-batch or less recomputation would be faster but does not fit; else the costliest of
+    what is not arithmetic."""
+    changes: list[tuple[str, dict[str, Any]]] = [
+        (f"micro_batch={2 * strategy.micro_batch}", {"micro_batch": 2 * strategy.micro_batch})
+    ]
+    if strategy.recompute != "none":
+        changes.append(("recompute=none", {"recompute": "none"}))
+    if strategy.bundle == "recompute":
+        changes.append(("bundle=yes", {"bundle": True}))
+    for what, change in changes:
+        other = dataclasses.replace(strategy, **change)
+        try:
+            faster = estimate_time(model, cluster, other, global_batch).step_seconds < time.step_seconds
+        except ValueError:
+            continue
+        needed = allocated_bytes(model, other, global_batch)
+        if faster and needed > limit_bytes(cluster):
+            return f"memory: {what} would be faster and needs {needed / 1e9:.0f} GB"
+    rest = {name: seconds for name, seconds in time.components.items() if name not in ("gemm", "attention")}
+    name = max(rest, key=lambda component: rest[component])
+    return f"{name.replace('_', ' ')}: {rest[name] / time.step_seconds:.0%} of the step"
+
+
+def smallest_cluster(model: ModelSpec, cluster: Cluster, *, largest: int = 16384) -> tuple[Cluster, Strategy]:
+    """The fewest GPUs on which some plan stays below the memory line with one sample at a time, and such a plan.
+
+    Tries 1, 2, 4, ... GPUs of one node, then whole nodes.
+
+    Raises:
+        ValueError: none up to `largest` GPUs.
+    """
+    gpus, node = 1, cluster.gpus_per_node
+    while gpus <= largest:
+        sized = dataclasses.replace(cluster, gpus=gpus)
+        for layout in layouts(model, sized, None):
+            for strategies in _variants(model, sized, layout, None):
+                strategy = strategies[-1]
+                if allocated_bytes(model, strategy, None) <= limit_bytes(cluster):
+                    fits = next(s for s in strategies if allocated_bytes(model, s, None) <= limit_bytes(cluster))
+                    return sized, fits
+                break  # larger micro-batches and more chunks hold more
+        gpus = min(2 * gpus, node) if gpus < node else gpus + node
+    raise ValueError(f"model {model.name}: no plan fits into up to {largest} GPUs of {cluster.name}")

@@ -1,0 +1,257 @@
+"""One micro-batch on one GPU of a pipeline stage: computes, and the communication that nothing hides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rtp_ext.planner.cluster import Cluster
+from rtp_ext.planner.constants import TimeConstants
+from rtp_ext.planner.links import Group, all_reduce_s, gather_s, send_s
+from rtp_ext.planner.model import ModelSpec
+from rtp_ext.planner.rotation import Rotation, rotations_of
+from rtp_ext.planner.rotation_time import RotationTime, rotation_seconds
+from rtp_ext.planner.states import layer_count, stage_layers
+from rtp_ext.planner.strategy import Strategy
+from rtp_ext.planner.work import Seconds, head_seconds, layer_seconds
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The collectives of a plan. Ranks are numbered tp fastest, then cp, rtp, dp, pp (Megatron-LM's order)."""
+
+    tp: Group
+    cp: Group
+    rtp: Group
+    dp: Group
+    pp_across_nodes: bool
+
+    @classmethod
+    def of(cls, cluster: Cluster, strategy: Strategy) -> Groups:
+        inner = strategy.tp * strategy.cp
+        ring = inner * strategy.rtp
+        return cls(
+            Group(cluster, strategy.tp),
+            Group(cluster, strategy.cp, strategy.tp),
+            Group(cluster, strategy.rtp, inner),
+            # without a ring, context-parallel ranks share gradients and shards with the data-parallel ones
+            Group(cluster, strategy.dp * strategy.cp, strategy.tp)
+            if strategy.rtp == 1
+            else Group(cluster, strategy.dp, ring),
+            ring * strategy.dp >= cluster.gpus_per_node,
+        )
+
+
+@dataclass
+class StageTime:
+    """Seconds of one micro-batch, by component; `forward` and `backward` are the computes among them."""
+
+    components: dict[str, float]
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.components.values())
+
+
+class StageClock:
+    """Times of the parts of a plan that all stages share, and of each stage."""
+
+    def __init__(self, model: ModelSpec, cluster: Cluster, strategy: Strategy, constants: TimeConstants):
+        self.model, self.cluster, self.strategy, self.constants = model, cluster, strategy, constants
+        self.groups = Groups.of(cluster, strategy)
+        self.tokens = strategy.micro_batch * model.seq // strategy.cp
+        self.layer = layer_seconds(model, strategy, cluster, constants, self.tokens)
+        self.head = head_seconds(model, strategy, cluster, constants, self.tokens)
+        self.per_layer = {**self._compute(), **self._collectives()}
+        self._stages: dict[tuple[int, bool, bool], StageTime] = {}
+        self.rotated: list[RotationTime] = []
+        self.ends: dict[str, list[RotationTime]] = {}
+        if strategy.rtp > 1:
+            self._rotate()
+        elif strategy.zero == 3 and strategy.pp == 1:
+            self._unshard()
+
+    # -- one layer ----------------------------------------------------------------------------------------------------
+
+    def _compute(self) -> dict[str, float]:
+        """Full recomputation is one more forward; selective: of unfused attention (Megatron-LM, arXiv 2205.05198), of
+        half the products and of what is elementwise (torchtitan)."""
+        layer, strategy = self.layer, self.strategy
+        again = 0.0
+        if strategy.recompute == "full":
+            again = layer.forward
+        elif strategy.recompute == "selective":
+            if strategy.effective_stack == "torch":
+                again = layer.gemm[0] / 2 + layer.elementwise[0]
+            elif not strategy.flash_attention:
+                again = layer.attention[0]
+        return {
+            "gemm": sum(layer.gemm),
+            "attention": sum(layer.attention),
+            "elementwise": sum(layer.elementwise),
+            "recomputation": again,
+        }
+
+    def _collectives(self) -> dict[str, float]:
+        """Tensor parallelism: two all-reduces forward, two backward, or as many gathers and scatters with sequence
+        parallelism (arXiv 1909.08053, 2205.05198); recomputation repeats the forward's. Context parallelism gathers
+        keys and values, and scatters their gradients (arXiv 2407.21783). Experts exchange tokens twice each way."""
+        model, strategy, constants = self.model, self.strategy, self.constants
+        passes = 2 + (strategy.recompute == "full")
+        hidden = self.tokens * model.hidden * strategy.param_bytes
+        if strategy.sequence_parallel:
+            one = 2 * gather_s(self.groups.tp, hidden, constants)
+        else:
+            one = all_reduce_s(self.groups.tp, hidden, constants)
+        keys = self.tokens * strategy.cp * 2 * model.kv_features // strategy.tp * strategy.param_bytes
+        exchanged = 0.0
+        if strategy.ep > 1:
+            group = Group(self.cluster, strategy.ep, strategy.tp * strategy.cp)
+            exchanged = 2 * passes * gather_s(group, hidden * model.experts_per_token, constants)
+        return {
+            "tensor_parallel": 2 * passes * one,
+            "context_parallel": (passes + 1) * gather_s(self.groups.cp, keys, constants),
+            "expert_parallel": exchanged,
+        }
+
+    # -- weights that travel ------------------------------------------------------------------------------------------
+
+    def overlapped(self, group: Group, communication: float, window: float) -> tuple[float, float]:
+        """What a window of computing does not hide, and what the computing loses to the multiprocessors that NCCL
+        takes meanwhile (share: Calculon's system files)."""
+        share = self.constants.nvlink_sm_share if group.nodes == 1 else self.constants.network_sm_share
+        return max(0.0, communication - window), share / (1 - share) * min(communication, window)
+
+    def _unshard(self) -> None:
+        """fully_shard: the next layer is gathered while one computes; backward gathers again and scatters the
+        gradients of the layer before (arXiv 2304.11277). The root's embedding and head are gathered in the open."""
+        strategy, constants, group = self.strategy, self.constants, self.groups.dp
+        layer = layer_count(self.model, strategy)
+        gather = gather_s(group, layer * strategy.param_bytes, constants)
+        scatter = gather_s(group, layer * strategy.reduce_bytes, constants)
+        passes = 1 + (strategy.recompute == "full")
+        seen, lost = self.overlapped(group, gather, self.layer.forward)
+        seen_back, lost_back = self.overlapped(
+            group, gather + scatter, self.layer.backward + (passes - 1) * self.layer.forward
+        )
+        self.per_layer["unsharding"] = seen + seen_back
+        self.per_layer["interference"] = lost + lost_back
+        root = (self.model.embedding_parameters + self.model.head_parameters) / strategy.tp
+        self.root_s = (
+            gather_s(group, root * strategy.param_bytes, constants)
+            + gather_s(group, root * strategy.reduce_bytes, constants)
+            + gather
+            + scatter
+        )
+
+    def _rotate(self) -> None:
+        """Rotated products replace whole ones: the difference is `split`, what hops add is `rotation`."""
+        strategy = self.strategy
+        times = [self._rotation(rotation) for rotation in self._rotations(1, False, False)]
+        self.rotated += times
+        passes = 1 + (strategy.recompute == "full")
+        split, shown, lost = self._summed(times, passes)
+        self.per_layer |= {"split": split, "rotation": shown, "interference": lost}
+        self.ends = {
+            "embedding": [self._rotation(rotation) for rotation in self._rotations(0, True, False)],
+            "head": [self._rotation(rotation) for rotation in self._rotations(0, False, True)],
+        }
+
+    def _rotations(self, layers: int, embedding: bool, head: bool) -> list[Rotation]:
+        strategy = self.strategy
+        made, _ = rotations_of(
+            self.model,
+            bundle=strategy.bundle,
+            fused_loss=strategy.fused_loss,
+            tp=strategy.tp,
+            layers=layers,
+            embedding=embedding,
+            head=head,
+            own_head=True,
+        )
+        return made
+
+    def _rotation(self, rotation: Rotation) -> RotationTime:
+        strategy = self.strategy
+        size = 1 if strategy.fp8 and rotation.kind in ("linear", "bundle") else strategy.param_bytes
+        return rotation_seconds(
+            rotation,
+            self.tokens,
+            self.groups.rtp,
+            self.constants,
+            compute_bytes=strategy.param_bytes,
+            product_bytes=size,
+            reduce_bytes=strategy.reduce_bytes,
+            in_place=strategy.in_place,
+            recompute=strategy.bundle == "recompute",
+            experts_per_token=self.model.experts_per_token,
+        )
+
+    def _summed(self, times: list[RotationTime], forwards: int) -> tuple[float, float, float]:
+        split = shown = lost = 0.0
+        share = self.constants.nvlink_sm_share if self.groups.rtp.nodes == 1 else self.constants.network_sm_share
+        for time in times:
+            for index, count in ((0, forwards), (1, 1)):
+                split += count * (time.computes_s[index] - time.unsplit_s[index])
+                shown += count * (time.makespan_s[index] - time.computes_s[index])
+                hops = time.pieces * (time.ranks - 1) * time.durations["weight"]
+                hops += index * time.pieces * (time.ranks - 1) * time.durations["gradient"]
+                hidden = max(0.0, hops - (time.makespan_s[index] - time.computes_s[index]))
+                lost += count * share / (1 - share) * min(hidden, time.computes_s[index])
+        return split, shown, lost
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+
+    def stage(self, index: int) -> StageTime:
+        """One micro-batch: the layers of a stage, and the embedding or the head where it has one."""
+        layers, last = stage_layers(self.model, self.strategy, index), index == self.strategy.pp - 1
+        kind = (layers, index == 0, last)
+        if kind not in self._stages:
+            self._stages[kind] = self._stage(*kind)
+        return self._stages[kind]
+
+    def _stage(self, layers: int, first: bool, last: bool) -> StageTime:
+        strategy = self.strategy
+        parts = {name: layers * seconds for name, seconds in self.per_layer.items()}
+        forward, backward = layers * self.layer.forward, layers * self.layer.backward
+        backward += parts["recomputation"]
+        if last:
+            self._add(parts, self.head)
+            forward, backward = forward + self.head.forward, backward + self.head.backward
+        if strategy.rtp > 1:
+            for name, there in (("embedding", first), ("head", last)):
+                if there:
+                    for part, seconds in zip(("split", "rotation", "interference"), self._end(name), strict=True):
+                        parts[part] += seconds
+        elif strategy.zero == 3 and strategy.pp == 1:
+            parts["unsharding"] += self.root_s
+        if strategy.pp > 1:
+            parts["pipeline_messages"] = self._messages(forward + backward)
+        return StageTime(parts, forward, backward)
+
+    def _end(self, name: str) -> tuple[float, float, float]:
+        split, shown, lost = self._summed(self.ends[name], 1)
+        if name == "embedding":  # its rows are no part of the whole products' time
+            split += sum(sum(time.unsplit_s) for time in self.ends[name])
+        return split, shown, lost
+
+    @staticmethod
+    def _add(parts: dict[str, float], seconds: Seconds) -> None:
+        parts["gemm"] += sum(seconds.gemm)
+        parts["elementwise"] += sum(seconds.elementwise)
+
+    def _messages(self, computes: float) -> float:
+        """Hidden states to the next stage and their gradients back, for each chunk. Megatron-LM sends each
+        tensor-parallel rank's part and gathers it there (arXiv 2104.04473, section 4.1); the interleaved schedule
+        sends beside the computing of another chunk (overlap-p2p-communication)."""
+        strategy = self.strategy
+        parted = strategy.sequence_parallel or strategy.effective_stack == "megatron"
+        size = self.tokens * self.model.hidden * strategy.param_bytes
+        shared = strategy.tp if parted else 1
+        one = send_s(self.cluster, size / shared, self.constants, across_nodes=self.groups.pp_across_nodes)
+        if parted and not strategy.sequence_parallel:
+            one += gather_s(self.groups.tp, size, self.constants)
+        if strategy.interleave == 1:
+            return 2 * one
+        return strategy.interleave * max(0.0, 2 * one - computes / strategy.interleave)

@@ -1,0 +1,224 @@
+"""Parameters of one pipeline stage, and what training keeps of them: weights, gradients, optimizer state, buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+
+from rtp_ext.planner.model import ModelSpec
+from rtp_ext.planner.report import Term, term
+from rtp_ext.planner.rotation import RotationBytes, rotations_of, rtp_bytes
+from rtp_ext.planner.strategy import OPTIMIZER_MOMENTS, Strategy
+
+_MEGATRON = "Megatron-LM@d98e8a64: 18 bytes per parameter, or 6 + 12/d with the distributed optimizer"
+_FSDP = "fully_shard: float32 shards of weights, gradients and optimizer state"
+_VOCAB_MULTIPLE = 128
+_FEW_LAYERS = 3
+
+
+def padded_vocab(model: ModelSpec, strategy: Strategy) -> int:
+    """Rows of embedding and head together on all tensor-parallel ranks. Megatron-LM pads to a multiple of 128 tp."""
+    multiple = strategy.tp * (_VOCAB_MULTIPLE if strategy.effective_stack == "megatron" else 1)
+    return -(-model.vocab // multiple) * multiple
+
+
+def stage_layers(model: ModelSpec, strategy: Strategy, stage: int) -> int:
+    """Layers of a stage: equally many, the first stages take what is left over."""
+    return model.layers // strategy.pp + (stage < model.layers % strategy.pp)
+
+
+def parameter_counts(model: ModelSpec, strategy: Strategy, stage: int) -> list[Term]:
+    """Parameters of one GPU of a stage. Experts come last and are named so."""
+    layers, h, tp = stage_layers(model, strategy, stage), model.hidden, ("tp", strategy.tp)
+    by_rows = h * (model.projection_bias + (model.mlp_bias and not model.experts))  # biases added after the sum over tp
+    dense = model.attention_parameters + (0 if model.experts else model.mlp_parameters) - by_rows
+    replicated = model.norm_parameters + model.router_parameters + by_rows
+    vocab = padded_vocab(model, strategy)
+    counts = [
+        term("count", "projections and MLPs", "", [tp], layers=layers, parameters_of_a_layer=dense),
+        term(
+            "count", "norms, routers, biases that are added once", "", layers=layers, parameters_of_a_layer=replicated
+        ),
+    ]
+    if stage == 0:
+        counts.append(term("count", "token embedding", "", [tp], vocabulary=vocab, hidden=h))
+        if model.positions:
+            counts.append(term("count", "position embedding", "", positions=model.positions, hidden=h))
+    if stage == strategy.pp - 1:
+        counts.append(term("count", "final norm", "", parameters=model.final_norm_parameters))
+        if not model.tied or strategy.pp > 1:
+            counts.append(term("count", "vocabulary head", "", [tp], vocabulary=vocab, hidden=h))
+    if model.experts:
+        over = [tp, ("ep", strategy.ep)]
+        counts.append(term("count", "experts", "", over, layers=layers, parameters_of_a_layer=model.mlp_parameters))
+    return counts
+
+
+def layer_count(model: ModelSpec, strategy: Strategy) -> float:
+    """Parameters of one layer on one GPU, unsharded by data parallelism."""
+    mlp = model.mlp_parameters / (strategy.ep if model.experts else 1)
+    sharded = (model.attention_parameters + mlp) / strategy.tp
+    return sharded + model.norm_parameters + model.router_parameters
+
+
+def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int) -> RotationBytes:
+    """Slots and states of rank 0 of the ring of a stage: the rank with the largest shards."""
+    moments = OPTIMIZER_MOMENTS[strategy.optimizer]
+    sizes = (strategy.rtp, strategy.tp, strategy.param_bytes, strategy.reduce_bytes, moments)
+    layers, ends = stage_layers(model, strategy, stage), (stage == 0, stage == strategy.pp - 1, strategy.pp > 1)
+    return _rotation_bytes(model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rotation_bytes(
+    model: ModelSpec,
+    sizes: tuple[int, int, int, int, int],
+    bundle: bool | str,
+    fused_loss: bool,
+    in_place: bool,
+    layers: int,
+    ends: tuple[bool, bool, bool],
+) -> RotationBytes:
+    """`rtp_bytes` of a few layers; those beyond add their shards and need no further slots."""
+    ranks, tp, param_bytes, reduce_bytes, moments = sizes
+
+    def held(count: int) -> RotationBytes:
+        rotations, others = rotations_of(
+            model,
+            bundle=bundle,
+            fused_loss=fused_loss,
+            tp=tp,
+            layers=count,
+            embedding=ends[0],
+            head=ends[1],
+            own_head=ends[2],
+        )
+        return rtp_bytes(
+            rotations,
+            ranks,
+            others=others,
+            param_bytes=4,
+            compute_bytes=param_bytes,
+            reduce_bytes=reduce_bytes,
+            optimizer_moments=moments,
+            in_place=in_place,
+        )
+
+    if layers <= _FEW_LAYERS:
+        return held(layers)
+    few, fewer = held(_FEW_LAYERS), held(_FEW_LAYERS - 1)
+    names = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "optimizer_steps_bytes")
+    more = layers - _FEW_LAYERS
+    grown = {name: getattr(few, name) + more * (getattr(few, name) - getattr(fewer, name)) for name in names}
+    return dataclasses.replace(few, **grown)
+
+
+def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term]) -> list[Term]:
+    """Parameters, gradients and optimizer state of one GPU.
+
+    Megatron: 2 + 4 + 12 bytes for each parameter (Megatron-LM@d98e8a64), sharded as ZeRO's stages say (arXiv
+    1910.02054). Torch: 4 + 4 + 8 (`fully_shard`). Rotation: `rtp_bytes`.
+    """
+    moments = OPTIMIZER_MOMENTS[strategy.optimizer]
+    if strategy.rtp > 1:
+        source = "csrc/executor.cpp, DTensor's Shard: shards of rank 0"
+        held = rotation_bytes(model, strategy, stage)
+        own = held.gradients_bytes // 4
+        shards = [
+            term("parameters", "home shards, float32", source, bytes_per_value=4, values=held.parameters_bytes // 4),
+            term("gradients", "gradient shards, float32", source, bytes_per_value=4, values=own),
+        ]
+        if moments:
+            shards.append(term("optimizer", strategy.optimizer, source, moments=moments, bytes_per_value=4, values=own))
+        return shards
+    torch = strategy.effective_stack == "torch"
+    source = _FSDP if torch and strategy.zero >= 2 else "torch: float32" if torch else _MEGATRON
+    weight = 4 if torch else strategy.param_bytes
+    gradient = 4 if torch else strategy.reduce_bytes
+    master = 1 if weight < 4 else 0
+    degrees = strategy.dp * strategy.cp
+    by_kind: dict[str, tuple[float, int]] = {
+        "": (sum(count.value for count in counts if count.what != "experts"), degrees),
+        "experts: ": (sum(count.value for count in counts if count.what == "experts"), degrees // strategy.ep),
+    }
+    # fully_shard without resharding (zero=2) still keeps sharded weights; what is gathered is a buffer
+    first = {"parameters": 2 if torch else 3, "gradients": 2, "optimizer": 1}
+    terms = []
+    for prefix, (values, degree) in by_kind.items():
+        if not values:
+            continue
+        over = {name: [("shards", degree if strategy.zero >= stage_ else 1)] for name, stage_ in first.items()}
+        terms += [
+            term("parameters", f"{prefix}weights", source, over["parameters"], bytes_per_value=weight, values=values),
+            term("gradients", f"{prefix}gradients", source, over["gradients"], bytes_per_value=gradient, values=values),
+        ]
+        if master + moments:
+            terms.append(
+                term(
+                    "optimizer",
+                    f"{prefix}{strategy.optimizer}{', with master weights' if master else ''}",
+                    source,
+                    over["optimizer"],
+                    tensors=master + moments,
+                    bytes_per_value=4,
+                    values=values,
+                )
+            )
+    return terms
+
+
+def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term]) -> list[Term]:
+    """Slots of rotation, or weights and gradients that exist unsharded for a while.
+
+    Sources: csrc/executor.cpp; torch's `fully_shard`, DistributedDataParallel and autocast; torchtitan's settings under
+    pipelines.
+    """
+    if strategy.rtp > 1:
+        return _slot_terms(strategy, rotation_bytes(model, strategy, stage))
+    name, values = "unsharded_buffers", sum(count.value for count in counts)
+    compute, reduce = strategy.param_bytes, strategy.reduce_bytes
+    layer = layer_count(model, strategy)
+    torch = strategy.effective_stack == "torch"
+    if strategy.zero < 2 or (strategy.zero == 2 and not torch):
+        terms = []
+        if torch and compute < 4:
+            what = "weights cast by autocast"
+            terms.append(term(name, what, "torch.autocast's cache", bytes_per_value=compute, values=values))
+        if torch and strategy.dp * strategy.cp > 1:
+            what = "gradient buckets, float32"
+            terms.append(term(name, what, "DistributedDataParallel", bytes_per_value=4, values=values))
+        return terms
+    if strategy.pp > 1 or strategy.zero == 2:
+        source = "torchtitan under pipelines: reshard_after_forward=False, gradients accumulate unsharded"
+        grown = values if strategy.pp > 1 else layer
+        return [
+            term(name, "weights gathered for the step", source, bytes_per_value=compute, values=values),
+            term(name, "unsharded gradients", source, bytes_per_value=reduce, values=grown),
+        ]
+    source = "fully_shard: the layer in use and the prefetched one; the root's group stays gathered"
+    root = values - layer * model.layers
+    return [
+        term(name, "gathered layers", source, layers=min(2, model.layers), bytes_per_value=compute, values=layer),
+        term(name, "gathered embedding, norm and head", source, bytes_per_value=compute, values=root),
+        term(name, "input of a layer's reduce-scatter", source, bytes_per_value=reduce, values=layer),
+    ]
+
+
+def _slot_terms(strategy: Strategy, held: RotationBytes) -> list[Term]:
+    name, source = "rotation_slots", "csrc/executor.cpp: SlotPool; csrc/schedule.cpp: slots of a pass"
+    kinds = (
+        ("weight", held.weight_slot_sizes, held.weight_slots_bytes, strategy.param_bytes),
+        ("gradient", held.gradient_slot_sizes, held.gradient_slots_bytes, strategy.reduce_bytes),
+    )
+    terms = []
+    for kind, sizes, peak, element in kinds:
+        if sum(sizes) != peak:  # slots came and went
+            terms.append(term(name, f"{kind} slots at the peak of the pool", source, bytes=peak))
+            continue
+        for size, count in sorted(Counter(sizes).items()):
+            what = f"{kind} slots, each for the largest shard, parts aligned to 64 bytes"
+            terms.append(
+                term(name, what, source, slots=count, bytes_per_value=element, values_of_a_shard=size / element)
+            )
+    return terms

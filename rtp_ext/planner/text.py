@@ -1,0 +1,157 @@
+"""Memory reports as tables, CSV and formulas with their numbers filled in; tables of times."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from rtp_ext.planner.report import COMPONENTS, MemoryReport, StageMemory, number_text
+from rtp_ext.planner.search import Plan
+from rtp_ext.planner.time_report import TIME_COMPONENTS, TimeReport
+
+GB = 1e9
+_SHORT = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "logits_and_loss": "loss",
+    "rotation_slots": "slots",
+    "unsharded_buffers": "unsharded",
+    "pipeline_buffers": "pipeline",
+    "workspaces": "workspace",
+    "context_and_communicators": "outside",
+}
+
+
+def gb(bytes_: float) -> str:
+    return f"{bytes_ / GB:.2f}"
+
+
+def table(names: Sequence[str], reports: Sequence[MemoryReport], parameters: int, times: Sequence[TimeReport]) -> str:
+    """One block for each plan: a line for each stage, the verdict, the time. Sizes in GB of 1e9 bytes."""
+    plans = zip(names, reports, times, strict=True)
+    return "\n\n".join(f"{_block(name, report, parameters)}\n{time_line(time)}" for name, report, time in plans)
+
+
+def time_line(time: TimeReport) -> str:
+    parts = [(name.replace("_", " "), seconds) for name, seconds in time.components.items()]
+    shown = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in parts if seconds >= 1e-4 * time.step_seconds)
+    return (
+        f"step: {time.step_seconds:.4g} s predicted, {time.tflops_per_gpu:.0f} TFLOP/s and "
+        f"{time.tokens_per_second_per_gpu:.0f} tokens/s per GPU: {shown}"
+    )
+
+
+def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str:
+    """A line for each plan of a search; times in seconds, sizes in GB of 1e9 bytes."""
+    groups = list(plans[0].time.groups)
+    rows = [["rank", "step s", "TFLOP/s/GPU", *(f"{group} s" for group in groups), "memory GB", "% of line"]]
+    for plan in plans:
+        held = plan.memory
+        rows.append(
+            [
+                f"{plan.rank}{'=' if plan.tied else ' '}",
+                f"{plan.step_seconds:.4g}",
+                f"{plan.time.tflops_per_gpu:.0f}",
+                *(f"{seconds:.3g}" for seconds in plan.time.groups.values()),
+                gb(held.peak_allocated_bytes),
+                f"{100 * held.peak_allocated_bytes / held.limit_bytes:.0f}",
+            ]
+        )
+    lines = _aligned(rows)
+    ends = ["plan; what binds it", *(f"{name}; {plan.binding}" for name, plan in zip(names, plans, strict=True))]
+    told = [f"{line}  {end}" for line, end in zip(lines, ends, strict=True)]
+    tie = "= : too close to tell apart from others of that rank"
+    return "\n".join([title, *told, *([tie] if any(plan.tied for plan in plans) else [])])
+
+
+def _block(name: str, report: MemoryReport, parameters: int) -> str:
+    used = [component for component in COMPONENTS if any(stage.components[component] for stage in report.stages)]
+    rows = [["stage", "layers", "in flight", *(f"{_SHORT[c]} GB" for c in used), "allocated GB"]]
+    for stage in report.stages:
+        rows.append(
+            [
+                str(stage.stage),
+                str(stage.layers),
+                f"{stage.in_flight:g}",
+                *(gb(stage.components[component]) for component in used),
+                gb(stage.allocated_bytes),
+            ]
+        )
+    title = (
+        f"{name}\n{report.model}, {parameters / GB:.2f}e9 parameters; {report.cluster}, "
+        f"{gb(report.memory_bytes)} GB each; global batch {report.global_batch} samples in "
+        f"{report.micro_batches} micro-batch{'es' if report.micro_batches > 1 else ''}"
+    )
+    return "\n".join([title, *_aligned(rows), verdict_line(report)])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def verdict_line(report: MemoryReport) -> str:
+    side = "below" if report.margin_bytes >= 0 else "above"
+    return (
+        f"{report.verdict}: {gb(report.peak_allocated_bytes)} GB allocated on stage {report.worst.stage}, "
+        f"{gb(abs(report.margin_bytes))} GB {side} {report.safe_fraction:.0%} of {gb(report.memory_bytes)} GB; about "
+        f"{gb(report.peak_reserved_bytes)} GB reserved, {gb(report.device_bytes)} GB of the device in all"
+    )
+
+
+def csv_text(names: Sequence[str], reports: Sequence[MemoryReport], times: Sequence[TimeReport]) -> str:
+    """A line for each stage of each plan; sizes in bytes, times of the whole step in seconds."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    columns = [f"{component}_bytes" for component in COMPONENTS]
+    seconds = ["step_seconds", *(f"{component}_seconds" for component in TIME_COMPONENTS), "tflops_per_gpu"]
+    ends = ["allocated_bytes", "limit_bytes", "verdict"]
+    writer.writerow(["plan", "stage", "layers", "in_flight", *columns, *ends, *seconds])
+    for name, report, time in zip(names, reports, times, strict=True):
+        timed = [f"{value:.6g}" for value in (time.step_seconds, *time.components.values(), time.tflops_per_gpu)]
+        for stage in report.stages:
+            sizes = [number_text(round(stage.components[component])) for component in COMPONENTS]
+            sums = [round(stage.allocated_bytes), round(report.limit_bytes), report.verdict]
+            writer.writerow([name, stage.stage, stage.layers, f"{stage.in_flight:g}", *sizes, *sums, *timed])
+    return out.getvalue()
+
+
+def explain(name: str, report: MemoryReport) -> str:
+    """Every number of the stage that allocates most, as a formula in words, then in numbers, with its source."""
+    stage = report.worst
+    lines = [
+        f"{name}: stage {stage.stage} of {len(report.stages)}, {stage.layers} layers, {stage.in_flight:g} forwards in "
+        f"flight",
+        "",
+        f"parameters of this GPU: {number_text(stage.parameters)}",
+    ]
+    for count in stage.counts:
+        lines += [f"  {count.what}", f"    {count.formula}", f"    = {count.filled} = {number_text(count.value)}"]
+    for component in COMPONENTS:
+        lines += _component(stage, component)
+    capacity, share = number_text(report.memory_bytes), report.safe_fraction
+    lines += [
+        "",
+        f"allocated: all but context_and_communicators = {gb(stage.allocated_bytes)} GB",
+        f"reserved: allocated * {report.reserved_per_allocated} = {gb(report.peak_reserved_bytes)} GB",
+        f"limit: {share} * {capacity} bytes = {gb(report.limit_bytes)} GB",
+        verdict_line(report),
+    ]
+    return "\n".join(lines)
+
+
+def _component(stage: StageMemory, component: str) -> list[str]:
+    terms = [term for term in stage.terms if term.component == component and term.value]
+    if not terms:
+        return []
+    lines = ["", f"{component}: {gb(stage.components[component])} GB"]
+    for term in terms:
+        lines += [
+            f"  {term.what}   [{term.source}]",
+            f"    {term.formula}",
+            f"    = {term.filled} = {gb(term.value)} GB",
+        ]
+    return lines

@@ -1,0 +1,120 @@
+"""Time of one training step of a plan."""
+
+from __future__ import annotations
+
+from rtp_ext.planner.cluster import Cluster
+from rtp_ext.planner.constants import TimeConstants
+from rtp_ext.planner.gemm import traffic_s
+from rtp_ext.planner.links import all_reduce_s, gather_s
+from rtp_ext.planner.model import ModelSpec
+from rtp_ext.planner.stage_time import StageClock
+from rtp_ext.planner.states import padded_vocab, parameter_counts
+from rtp_ext.planner.strategy import OPTIMIZER_MOMENTS, Strategy
+from rtp_ext.planner.time_report import TIME_COMPONENTS, TimeReport
+
+
+def estimate_time(
+    model: ModelSpec,
+    cluster: Cluster,
+    strategy: Strategy,
+    global_batch: int | None = None,
+    *,
+    constants: TimeConstants | None = None,
+) -> TimeReport:
+    """Time of one step.
+
+    A pipeline of stages that take t_i for a micro-batch takes (m - 1) max t_i + sum t_i, of which (sum t_i - max t_i)
+    is the bubble, divided by the chunks of a stage (arXiv 1811.06965, 2104.04473).
+
+    Args:
+        global_batch: samples of a step; default: one micro-batch for every pipeline stage of every replica.
+        constants: default: those of constants.json.
+
+    Raises:
+        ValueError: a plan that this model or cluster cannot run.
+    """
+    strategy.check(model, cluster, global_batch)
+    constants = TimeConstants.default() if constants is None else constants
+    micro_batches = strategy.micro_batches(global_batch)
+    clock = StageClock(model, cluster, strategy, constants)
+    stages = [clock.stage(index) for index in range(strategy.pp)]
+    slowest = max(stages, key=lambda stage: stage.total)
+    components = dict.fromkeys(TIME_COMPONENTS, 0.0)
+    for name, seconds in slowest.components.items():
+        components[name] += micro_batches * seconds
+    components["bubble"] = (sum(stage.total for stage in stages) - slowest.total) / strategy.interleave
+    values = max(
+        sum(count.value for count in parameter_counts(model, strategy, index)) for index in {0, strategy.pp - 1}
+    )
+    seen, lost = _gradients_s(clock, values, slowest.forward, slowest.backward, slowest.total)
+    components["gradients"] += seen
+    components["interference"] += lost
+    components["optimizer"] = _optimizer_s(cluster, strategy, constants, values)
+    samples = micro_batches * strategy.micro_batch * strategy.replicas
+    flops = step_flops(model, strategy, samples)
+    again = step_flops(model, strategy, samples, recomputed=True)
+    return TimeReport(
+        model.name,
+        cluster.name,
+        strategy.to_dict(),
+        strategy.gpus,
+        samples,
+        micro_batches,
+        samples * model.seq,
+        flops + again,
+        flops,
+        components,
+    )
+
+
+def _gradients_s(
+    clock: StageClock, values: float, forward: float, backward: float, total: float
+) -> tuple[float, float]:
+    """Sum of the gradients over replicas, once a step: what is seen of it, and what computing loses to it.
+
+    Plain data parallelism of Megatron-LM (zero=0) waits for one all-reduce (arXiv 2104.04473). DistributedDataParallel,
+    the distributed optimizer, `fully_shard` under a pipeline and rings with replicas work beside the last backward;
+    what is gathered, beside the first forward.
+    """
+    strategy, constants, group = clock.strategy, clock.constants, clock.groups.dp
+    if group.ranks == 1 or (strategy.zero == 3 and strategy.pp == 1):
+        return 0.0, 0.0
+    summed, gathered = values * strategy.reduce_bytes, values * strategy.param_bytes
+    if strategy.rtp > 1:
+        return clock.overlapped(group, all_reduce_s(group, summed / strategy.rtp, constants), backward)
+    if strategy.zero == 0:
+        seconds = all_reduce_s(group, summed, constants)
+        return (seconds, 0.0) if strategy.effective_stack == "megatron" else clock.overlapped(group, seconds, backward)
+    seen, lost = clock.overlapped(group, gather_s(group, summed, constants), backward)
+    seen_first, lost_first = clock.overlapped(group, gather_s(group, gathered, constants), forward)
+    return seen + seen_first, lost + lost_first
+
+
+def _optimizer_s(cluster: Cluster, strategy: Strategy, constants: TimeConstants, values: float) -> float:
+    """Reads the gradient, reads and writes master weight and moments, writes the weight: bytes over HBM bandwidth.
+
+    Source: the states of arXiv 1910.02054, section 3.1.
+    """
+    degree = strategy.rtp if strategy.rtp > 1 else strategy.dp * strategy.cp if strategy.zero else 1
+    tensors = OPTIMIZER_MOMENTS[strategy.optimizer] + 1
+    return traffic_s(values / degree * (4 + 8 * tensors + strategy.param_bytes), cluster, constants)
+
+
+def step_flops(model: ModelSpec, strategy: Strategy, samples: int, *, recomputed: bool = False) -> float:
+    """Of all GPUs for `samples` samples, or of their recomputation alone.
+
+    A forward takes 2 FLOPs for each weight of a product and token, and 4 s features for attention, half of it where
+    attention is fused; a backward twice as many (arXiv 2104.04473, appendix; 2205.05198).
+    """
+    tokens = samples * model.seq
+    per_token = model.hidden * (model.query_features + 2 * model.kv_features) + model.query_features * model.hidden
+    per_token += (3 if model.gated else 2) * model.hidden * model.ffn * max(1, model.experts_per_token)
+    attention = 4 * model.seq * model.query_features / (2 if strategy.flash_attention else 1)
+    forward = model.layers * tokens * (2 * per_token + attention)
+    if recomputed:
+        torch = strategy.effective_stack == "torch"
+        selective = 2 * per_token / 2 if torch else 0.0 if strategy.flash_attention else attention
+        share = {"none": 0.0, "full": forward, "selective": model.layers * tokens * selective}
+        return share[strategy.recompute]
+    head = 2 * tokens * model.hidden * padded_vocab(model, strategy)
+    return 3 * (forward + head)

@@ -1,0 +1,161 @@
+"""When rotation wins: predicted step times of RTP, fully_shard, tensor parallelism and hybrids over a grid."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rtp_ext.planner.cluster import Cluster
+from rtp_ext.planner.constants import constants
+from rtp_ext.planner.model import ModelSpec
+from rtp_ext.planner.search import allocated_bytes, limit_bytes
+from rtp_ext.planner.strategy import Strategy
+from rtp_ext.planner.timing import estimate_time
+
+MODELS = (("gpt-3-xl", 8), ("llama-3-8b", 8), ("llama-3-70b", 64), ("llama-3-405b", 512))  # and their GPUs
+TOKENS = (1024, 2048, 4096, 8192, 16384)  # of each GPU
+LINKS = ("NVLink", "PCIe", "400 Gb/s")
+FAMILIES = ("rtp", "fsdp", "tp", "rtp hybrid", "other hybrid")
+_PCIE_BYTES_PER_S = 25e9  # 4.0 x16, as rtp_ext.gate; all GPUs of a node at once
+_RINGS = (4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """The fastest plan of a family that fits."""
+
+    strategy: Strategy
+    step_seconds: float
+    allocated_bytes: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the grid. `plans`: by family; None where no plan of it fits."""
+
+    model: str
+    gpus: int
+    link: str
+    tokens: int
+    plans: dict[str, Contender | None]
+
+    @property
+    def advantage(self) -> float:
+        """Step time of the best plan without rotation over that of the best with it: above 1, RTP wins.
+
+        Infinity where only RTP fits, 0 where it does not, nan where nothing fits.
+        """
+        ours, others = self._best(True), self._best(False)
+        if ours is None:
+            return 0.0 if others else float("nan")
+        return others.step_seconds / ours.step_seconds if others else float("inf")
+
+    def _best(self, rotates: bool) -> Contender | None:
+        fitting = [plan for name, plan in self.plans.items() if plan and name.startswith("rtp") == rotates]
+        return min(fitting, key=lambda plan: plan.step_seconds, default=None)
+
+    @property
+    def winner(self) -> str:
+        """The fastest family; `tie` where rotation and the rest are too close for the model to tell apart."""
+        fitting = {name: plan.step_seconds for name, plan in self.plans.items() if plan}
+        if not fitting:
+            return "nothing fits"
+        margin = 1 + constants()["search"]["tie_fraction"]["value"]
+        if 1 / margin <= self.advantage <= margin:
+            return "tie"
+        return min(fitting, key=lambda name: fitting[name])
+
+
+def cluster_of(link: str, gpus: int, base: str = "h100-80gb") -> Cluster:
+    """GPUs behind one kind of link: NVLink inside nodes of 8, PCIe inside nodes of 8, or a network port each."""
+    cluster = Cluster.preset(base, gpus=gpus)
+    if link == "PCIe":
+        return dataclasses.replace(cluster, name=f"{base}, PCIe", nccl_ring_bytes_per_s=_PCIE_BYTES_PER_S)
+    if link == "400 Gb/s":
+        return dataclasses.replace(cluster, name=f"{base}, 400 Gb/s", gpus_per_node=1)
+    return cluster
+
+
+def contenders(gpus: int) -> Iterator[tuple[str, Strategy]]:
+    """Plans by family, all on the torch stack with a fused loss, so that only the way to share work differs."""
+    fused: dict[str, Any] = {"fused_loss": True, "stack": "torch"}
+    for tp in (1, 2, 4, 8):
+        for pp in (1, 2, 4, 8, 16):
+            rest, left = divmod(gpus, tp * pp)
+            if left or not rest:
+                continue
+            shared = {"tp": tp, "pp": pp, "sequence_parallel": tp > 1, **fused}
+            for ring in _RINGS:
+                if rest % ring == 0 and tp <= 2:
+                    for bundle in (True, "recompute"):
+                        name = "rtp" if tp == pp == 1 else "rtp hybrid"
+                        yield name, Strategy(rtp=ring, dp=rest // ring, bundle=bundle, **shared)
+            if tp == pp == 1:
+                yield "fsdp", Strategy(dp=rest, zero=3, **shared)
+                continue
+            if pp == 1 and tp == 8:
+                yield "tp", Strategy(dp=rest, zero=1 if rest > 1 else 0, **shared)
+            if rest > 1:
+                yield "other hybrid", Strategy(dp=rest, zero=3, **shared)
+            if pp > 1:
+                yield "other hybrid", Strategy(dp=rest, zero=1 if rest > 1 else 0, **shared)
+
+
+def compare(name: str, gpus: int, link: str, tokens: int) -> Cell:
+    """One sample of `tokens` tokens for every GPU; each plan with the recomputation and micro-batch that suit it."""
+    model, cluster = ModelSpec.preset(name, seq=tokens), cluster_of(link, gpus)
+    best: dict[str, Contender | None] = dict.fromkeys(FAMILIES)
+    for family, plan in contenders(gpus):
+        for micro_batch in (1, 2, 4, 8):
+            for recompute in ("none", "full"):
+                strategy = dataclasses.replace(plan, micro_batch=micro_batch, recompute=recompute)
+                try:
+                    strategy.check(model, cluster, gpus)
+                except ValueError:
+                    continue
+                held = allocated_bytes(model, strategy, gpus)
+                if held > limit_bytes(cluster):
+                    continue
+                seconds = estimate_time(model, cluster, strategy, gpus).step_seconds
+                before = best[family]
+                if before is None or seconds < before.step_seconds:
+                    best[family] = Contender(strategy, seconds, held)
+                break
+    return Cell(name, gpus, link, tokens, best)
+
+
+def grid(
+    models: Sequence[tuple[str, int]] = MODELS, tokens: Sequence[int] = TOKENS, links: Sequence[str] = LINKS
+) -> list[Cell]:
+    """All cells, model by model."""
+    return [compare(name, gpus, link, size) for name, gpus in models for link in links for size in tokens]
+
+
+def when_table(cells: Sequence[Cell]) -> str:
+    """A Markdown table: predicted seconds of a step by family, and who wins by how much."""
+    lines = [
+        "| model, GPUs | link | tokens per GPU | " + " | ".join(f"{name} s" for name in FAMILIES) + " | RTP GB | "
+        "fsdp GB | fastest | others / RTP |",
+        "|" + "---|" * (len(FAMILIES) + 7),
+    ]
+    for cell in cells:
+        seconds = [f"{plan.step_seconds:.4g}" if plan else "-" for plan in cell.plans.values()]
+        held = [
+            f"{plan.allocated_bytes / 1e9:.0f}" if plan else "-" for plan in (cell.plans["rtp"], cell.plans["fsdp"])
+        ]
+        row = [f"{cell.model}, {cell.gpus}", cell.link, str(cell.tokens), *seconds, *held, cell.winner, _ratio(cell)]
+        lines.append("| " + " | ".join(row) + " |")
+    lines.append("")
+    lines.append(
+        "Predictions of rtp_ext.planner for H100 of 80 GB; -: no plan of the family fits below the memory line."
+    )
+    return "\n".join(lines)
+
+
+def _ratio(cell: Cell) -> str:
+    advantage = cell.advantage
+    if advantage != advantage:
+        return "-"
+    return "only RTP fits" if advantage == float("inf") else "RTP does not fit" if not advantage else f"{advantage:.2f}"

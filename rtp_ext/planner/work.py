@@ -1,0 +1,134 @@
+"""What one GPU computes for one micro-batch: matrix products, attention and elementwise traffic of a layer and a head.
+
+Shapes: the modules of Megatron-LM (arXiv 1909.08053, 2205.05198) and of Llama (arXiv 2302.13971).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rtp_ext.planner.cluster import Cluster
+from rtp_ext.planner.constants import TimeConstants
+from rtp_ext.planner.gemm import Product, flash_s, product_s, traffic_s
+from rtp_ext.planner.model import ModelSpec
+from rtp_ext.planner.states import padded_vocab
+from rtp_ext.planner.strategy import Strategy
+
+_FLASH_BACKWARD = 2.5  # five products instead of two: arXiv 2307.08691
+_UNFUSED_KERNELS, _FUSED_KERNELS = 3, 8  # softmax and dropout of scores; norms, activation, residuals, transposes
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one forward and one backward, by kind. A backward does not contain recomputation."""
+
+    gemm: tuple[float, float] = (0.0, 0.0)
+    attention: tuple[float, float] = (0.0, 0.0)
+    elementwise: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def forward(self) -> float:
+        return self.gemm[0] + self.attention[0] + self.elementwise[0]
+
+    @property
+    def backward(self) -> float:
+        return self.gemm[1] + self.attention[1] + self.elementwise[1]
+
+
+def products(model: ModelSpec, strategy: Strategy, tokens: int) -> list[Product]:
+    """Those of the weights of one layer, in the order of its forward."""
+    h, q, kv, t = model.hidden, model.query_features, model.kv_features, strategy.tp
+    size = 1 if strategy.fp8 else strategy.param_bytes
+    active = tokens * max(1, model.experts_per_token)
+    experts = max(1, model.experts // strategy.ep)
+    rows = -(-active // experts)
+    up = (2 if model.gated else 1) * model.ffn // t
+    return [
+        Product("query, key, value", tokens, (q + 2 * kv) // t, h, element_bytes=size),
+        Product("attention output", tokens, h, q // t, element_bytes=size),
+        Product("MLP up", rows, up, h, experts, size),
+        Product("MLP down", rows, h, model.ffn // t, experts, size),
+    ]
+
+
+def head_product(model: ModelSpec, strategy: Strategy, tokens: int) -> Product:
+    vocab = padded_vocab(model, strategy) // strategy.tp
+    return Product("vocabulary head", tokens, vocab, model.hidden, element_bytes=strategy.param_bytes)
+
+
+def product_seconds(product: Product, cluster: Cluster, constants: TimeConstants) -> tuple[float, float]:
+    """Forward and backward."""
+    forward = product_s(product, cluster, constants)
+    return forward, sum(product_s(part, cluster, constants) for part in product.backward())
+
+
+def attention_seconds(
+    model: ModelSpec, strategy: Strategy, cluster: Cluster, constants: TimeConstants
+) -> tuple[float, float]:
+    """Scores, softmax and weighted sum. Context parallelism shares them evenly.
+
+    Fused: 2 * 2 * b a s^2 d_h / 2 FLOPs (arXiv 2307.08691). Unfused: two batched products, and softmax, mask and
+    dropout that read and write the scores (arXiv 2205.05198, section 4.1): 4 + 5 bytes a score.
+    """
+    b, s, t, c = strategy.micro_batch, model.seq, strategy.tp, strategy.cp
+    if strategy.flash_attention:
+        forward = 2.0 * b * model.heads * s * s * model.head_dim / (t * c)
+        torch = strategy.effective_stack == "torch"
+        backward = flash_s(_FLASH_BACKWARD * forward, model.head_dim, cluster, constants, torch=torch)
+        return flash_s(forward, model.head_dim, cluster, constants, torch=torch), backward
+    heads = b * model.heads // t
+    scores = Product("scores", s // c, s, model.head_dim, heads)
+    mixed = Product("weighted values", s // c, model.head_dim, s, heads)
+    traffic = (9 if model.dropout else 4) * heads * s * s / c
+    kernels = _UNFUSED_KERNELS * constants.kernel_s
+    forward = product_s(scores, cluster, constants) + product_s(mixed, cluster, constants)
+    backward = sum(product_s(part, cluster, constants) for p in (scores, mixed) for part in p.backward())
+    moved = traffic_s(traffic, cluster, constants)
+    return forward + moved + kernels, backward + 2 * moved + kernels
+
+
+def elementwise_bytes(model: ModelSpec, strategy: Strategy, tokens: int, constants: TimeConstants) -> float:
+    """Read and written by one layer's forward outside of products and attention, with fused kernels (the tensors of
+    arXiv 2205.05198, section 4.1, each read and written once).
+
+    Norms 4h, residual additions 6h (7h with dropout), transposes and rotary positions 4 for each projected feature,
+    activation 4 or (gated) 6 for each inner one; `eager_traffic` times as many on the torch stack. Eight-bit products
+    also read 4 and write 2 bytes for each input (its largest value first; then the value and its transpose).
+    """
+    h, q, kv, f, t = model.hidden, model.query_features, model.kv_features, model.ffn, strategy.tp
+    shared = t if strategy.sequence_parallel else 1
+    hidden = 2 * (4 + (7 if model.dropout else 6)) * h / shared
+    inner = max(1, model.experts_per_token) * (6 if model.gated else 4) * f / t
+    moved = hidden + 4 * (q + 2 * kv) / t + inner
+    if strategy.effective_stack == "torch":
+        moved *= constants.eager_traffic
+    if strategy.fp8:
+        moved += 6 * (2 * h + q / t + f / t)
+    return moved * tokens * strategy.param_bytes / 2
+
+
+def layer_seconds(
+    model: ModelSpec, strategy: Strategy, cluster: Cluster, constants: TimeConstants, tokens: int
+) -> Seconds:
+    """One layer, its collectives apart. Elementwise backward moves twice the bytes of forward: it reads what was saved
+    and the gradient, and writes a gradient (arXiv 2205.05198, section 4.1)."""
+    both = [product_seconds(product, cluster, constants) for product in products(model, strategy, tokens)]
+    moved = traffic_s(elementwise_bytes(model, strategy, tokens, constants), cluster, constants)
+    kernels = _FUSED_KERNELS * constants.kernel_s
+    return Seconds(
+        (sum(pair[0] for pair in both), sum(pair[1] for pair in both)),
+        attention_seconds(model, strategy, cluster, constants),
+        (moved + kernels, 2 * moved + kernels),
+    )
+
+
+def head_seconds(
+    model: ModelSpec, strategy: Strategy, cluster: Cluster, constants: TimeConstants, tokens: int
+) -> Seconds:
+    """Vocabulary head and loss: the product, and float32 logits that the loss reads and writes (12 bytes and 6).
+
+    Source: Megatron-LM's vocabulary-parallel cross entropy (arXiv 1909.08053, section 3).
+    """
+    logits = tokens * padded_vocab(model, strategy) / strategy.tp
+    loss = (traffic_s(12 * logits, cluster, constants), traffic_s(6 * logits, cluster, constants))
+    return Seconds(gemm=product_seconds(head_product(model, strategy, tokens), cluster, constants), elementwise=loss)
