@@ -53,6 +53,7 @@ from memory import PROBED_STEPS, Memory, MemoryProbe
 from models import WORKLOADS
 from strategies import STRATEGIES, Trainer
 from timing import Stopwatch
+from tracing import record_steps
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2.0**-6}  # of losses; four roundings of bfloat16
 
@@ -218,6 +219,9 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result) -> 
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     local = statistics.median(_slowest(reference.forward_backward, place))
     rows = [_result(contestant, place, args, tokens, card, local) for contestant in contestants]
+    record_steps(
+        args.trace, {f"{c.strategy}-{place.ranks}-{tokens}": (c._trainer, c._batch) for c in contestants if c._trainer}
+    )
     for taker in takers:
         taker.close()
     _add_comparisons(rows)

@@ -11,6 +11,7 @@ from card import RESULTS, command_line, machine_name, refusal_to_write
 from launch import add_launch_options, under_torchrun
 from models import WORKLOADS
 from strategies import DTYPES, STRATEGIES
+from tracing import add_trace_option
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -28,6 +29,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--machine", help="folder under results/ (default: from the CPU or GPU, such as cpu-2core)")
     add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead of results/<machine>/")
+    add_trace_option(parser, "one more step of every rtp strategy")
     add_launch_options(parser)
     parser.set_defaults(threads=1)
     args = parser.parse_args(argv)

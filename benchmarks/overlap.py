@@ -39,6 +39,7 @@ from overlap_layer import Layer, make_emulated
 from overlap_options import parse_arguments
 from strategies import DTYPES
 from timing import Sample, everyones, gpu_state, samples
+from tracing import record
 
 import rtp_ext
 from rtp_ext.metrics import Times, metrics, model
@@ -91,6 +92,8 @@ class Bench:
             if self.first:
                 append_line(self.args.output, row)
                 print_row(row)
+            if self.args.trace:
+                self.trace(case, ring, row)
             longest = max(longest, time.monotonic() - started)
 
     def say(self, text: str) -> None:
@@ -182,6 +185,15 @@ class Bench:
         if self.place.device.type == "cuda":
             row |= model(case.ranks, self.products(layer, passes), times.t_g1, *bytes_)
         return row
+
+    def trace(self, case: Case, ring: rtp_ext.Ring, row: dict[str, Any]) -> None:
+        layer = self.layer(case, ring)
+        action = self.action("ov", case.direction, layer)
+        action()
+        several = len(self.args.all_cases) * len(self.args.links or self.args.max_ctas or [None]) > 1
+        variant = self.link if self.max_ctas is None else f"{self.max_ctas} CTAs"
+        name = f"{case.name} {variant or ''}" if several else ""
+        record(ring, action, self.args.trace, name, f"{case.name}, {ring.transport} {row['link'] or ''}")
 
     @staticmethod
     def tflops(case: Case, t_g1: float) -> float:
@@ -311,9 +323,8 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
         results = run_cases(Place(0, 1, device, None), args)
     else:
-        all_cases = args.cases
-        for ranks in sorted({case.ranks for case in all_cases}, reverse=True):
-            args.cases = [case for case in all_cases if case.ranks == ranks]
+        for ranks in sorted({case.ranks for case in args.all_cases}, reverse=True):
+            args.cases = [case for case in args.all_cases if case.ranks == ranks]
             part = launch(run_cases, args, ranks)
             results = {key: results[key] + part[key] for key in results}
     if is_first():

@@ -14,6 +14,7 @@ from card import RESULTS, command_line, machine_name, refusal_to_write
 from launch import add_launch_options, cores, under_torchrun
 from overlap_cases import DIRECTIONS, SHAPES, cpu_cases, gpu_cases, grid
 from strategies import DTYPES
+from tracing import add_trace_option
 
 LINKS = r"ce-local(:[124])?|sm-local|nccl-self(:[1-9]\d*)?|pcie"  # a number: of streams, of CTAs
 
@@ -42,6 +43,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--share-cores", action="store_true", help="allow more CPU ranks than cores")
     add("--machine", help="folder under results/ (default: from the CPU or GPU)")
     add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead")
+    add_trace_option(parser, "one more forward, backward or step of every case")
     add_launch_options(parser)
     args = parser.parse_args(argv)
     complete(args, parser.error)
@@ -73,6 +75,8 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         error("--max-ctas is of a real ring of GPUs; an emulated one has links such as nccl-self:4")
     if args.graph and not on_gpu:
         error("--graph needs a GPU")
+    if args.graph and args.trace:
+        error("--trace cannot look into the graphs of --graph")
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     world = [int(os.environ["WORLD_SIZE"])] if under_torchrun() else None
     if args.shapes or args.tokens or args.ranks:
@@ -86,6 +90,7 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         args.cases = [case for case in args.cases if world is None or case.ranks in world]
     if not args.cases:
         error(f"no standard case has {world[0]} ranks: choose with --shapes, --tokens")
+    args.all_cases = args.cases
     ranks = max(case.ranks for case in args.cases)
     for case in args.cases:
         if case.n % case.ranks:

@@ -29,6 +29,7 @@ from launch import Place, add_launch_options, gather, launch
 from memory import PROBED_STEPS, Memory, MemoryProbe
 from models import GPT
 from strategies import DTYPES, STRATEGIES, Trainer
+from tracing import add_trace_option, record_steps
 
 
 class Progress:
@@ -70,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
     add("--output", type=Path, metavar="FILE.jsonl", help="append the result to this file, too")
+    add_trace_option(parser, "one step more than --steps, of an rtp strategy")
     add_launch_options(parser)
     args = parser.parse_args()
     for name in ("ranks", "steps", "batch", "seq", "layers", "hidden", "heads"):
@@ -77,6 +79,8 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} is not divisible by --heads {args.heads}")
+    if args.trace and not args.strategy.startswith("rtp"):
+        parser.error(f"--trace records rings, and the strategy {args.strategy} has none")
     args.command = command_line()
     return args
 
@@ -131,6 +135,8 @@ def train(place: Place, args: argparse.Namespace) -> None:
             progress.show(step + 1, losses[-1], tokens_per_s, memory.peak)
     bytes_per_rank = memory_of_all_ranks(memory, place)
     transport = None if trainer.ring is None else trainer.ring.transport
+    if args.trace:
+        record_steps(args.trace, {"": (trainer, batch(args.steps))})
     trainer.close()
     if place.rank > 0:
         return

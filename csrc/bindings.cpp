@@ -4,6 +4,7 @@
 
 #include "bindings_kernels.h"
 #include "bindings_schedule.h"
+#include "bindings_trace.h"
 #include "checks.h"
 #include "executor.h"
 #include "ops/cross_entropy.h"
@@ -130,7 +131,8 @@ void bind_executor(py::module_& m) {
       .def_readonly("peak_slots", &SlotPool::Count::peak_slots)
       .def_readonly("peak_bytes", &SlotPool::Count::peak_bytes)
       .def_readonly("allocations", &SlotPool::Count::allocations);
-  py::class_<Executor, std::shared_ptr<Executor>>(m, "Executor", "The transport and the slots of one ring.")
+  py::class_<Executor, std::shared_ptr<Executor>> executor(m, "Executor", "The transport and the slots of one ring.");
+  executor
       .def(py::init<std::shared_ptr<Transport>, int, int, at::Device>(), py::arg("transport"), py::arg("rank"),
            py::arg("ranks"), py::arg("device"))
       .def_property_readonly("alive", &Executor::alive)
@@ -164,6 +166,7 @@ void bind_executor(py::module_& m) {
       .def("hops", [](Executor& e, const std::string& channel) { return e.hops().count(parse_channel(channel)); })
       .def("bytes_sent",
            [](Executor& e, const std::string& channel) { return e.hops().bytes_sent(parse_channel(channel)); });
+  bind_trace(executor);
   py::class_<Execution>(m, "Execution", "One pass driven from Python: rotate and collect.")
       .def_static(
           "rotate",

@@ -56,6 +56,13 @@ Mark CudaLanes::mark(cudaStream_t stream) const {
   return event;
 }
 
+Moment CudaLanes::moment(cudaStream_t stream) const {
+  const DeviceScope scope(device_);
+  auto event = std::make_shared<Event>(Event::timing());
+  event->record(stream);
+  return event;
+}
+
 void CudaLanes::block(cudaStream_t stream, const Mark& mark, uint64_t within) const {
   if (!mark) return;
   const DeviceScope scope(device_);  // the default stream is that of the current device
@@ -85,6 +92,11 @@ CudaTransport::CudaTransport(at::Device device) : device_(device), lanes_(device
 
 std::unique_ptr<Transfer> CudaTransport::transfer(Mark done) {
   return std::make_unique<StreamTransfer>(*this, lanes_, std::move(done));
+}
+
+double CudaTransport::seconds(const Moment& from, const Moment& to) {
+  const DeviceScope scope(device_);
+  return std::static_pointer_cast<Event>(to)->since(*std::static_pointer_cast<Event>(from));
 }
 
 at::Tensor CudaTransport::allocate(Channel, int64_t bytes) {

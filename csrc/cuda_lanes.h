@@ -38,6 +38,7 @@ class CudaLanes {
   uint64_t capture() const { return capture_of(restore_ ? main_ : compute()); }
 
   Mark mark(cudaStream_t stream) const;
+  Moment moment(cudaStream_t stream) const;
   // What was enqueued outside a capture has ended before it begins, and what a graph contains is ordered where the
   // graph is launched: across that border no stream may, or need, wait for a mark. `within`: the capture that marks of
   // this pass belong to, also for streams that have not joined it yet.
@@ -64,6 +65,9 @@ class CudaTransport : public Transport {
   void order_channel_after(Channel channel, const Mark& mark) override {
     lanes_.block(lanes_.channel(channel), mark, capture());
   }
+  Moment compute_moment() override { return lanes_.moment(lanes_.compute()); }
+  Moment channel_moment(Channel channel) override { return lanes_.moment(lanes_.channel(channel)); }
+  double seconds(const Moment& from, const Moment& to) override;
   void select_compute_lane(int lane) override { lanes_.select(lane); }
   int multiprocessors() const override { return multiprocessors_; }
   uint64_t capture() const override { return lanes_.capture(); }

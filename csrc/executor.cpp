@@ -14,8 +14,9 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
       ranks_(ranks),
       device_(device),
       pool_(transport_),
-      hops_(transport_),
-      prefetcher_(transport_, pool_, hops_, rank) {}
+      trace_(transport_),
+      hops_(transport_, trace_),
+      prefetcher_(transport_, pool_, hops_, trace_, rank) {}
 
 Executor::~Executor() {
   if (alive()) transport_->drop();
@@ -38,6 +39,11 @@ void Executor::close() {
   end_ = "it was closed";
   pool_.clear();
   transport_->close();
+}
+
+void Executor::set_trace(bool on) {
+  if (alive()) prefetcher_.drain();
+  on ? trace_.start() : trace_.stop();
 }
 
 // Runs `action`; an error of the transport, or of torch where others wait, kills the ring before it goes on to the
@@ -83,10 +89,14 @@ Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo>
   Transport& transport = executor_.transport();
   guarded([&] {
     transport.order_compute_after(executor_.last_);
+    Trace& trace = executor_.trace_;
+    if (trace.on()) traced_ = trace.begin_pass(operation_, schedule_);
+    const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
     std::optional<Ahead> ahead = executor_.prefetcher_.begin(schedule_, weight_, operation_);
     if (ahead) adopt(std::move(*ahead));
     try {
       lease_slots();
+      trace.end(waiting);
       stage_home();
     } catch (...) {
       return_slots();
@@ -105,6 +115,9 @@ void Execution::adopt(Ahead ahead) {
   slots_[0].push_back(std::move(ahead.landing));  // the first hop lands in slot 0
   staged_ = std::move(ahead.staged);
   weight_->home = std::move(ahead.home);
+  for (const EventHandle& event : ahead.traced) {
+    if (event) event->pass = traced_;
+  }
   usage_[{Channel::weight, Buffer::kHome, Access::kAll}] = std::move(ahead.home_usage);
 }
 
@@ -149,7 +162,10 @@ void Execution::stage_home() {
   RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
   staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
   staged_->usage.settle(executor_.transport());
+  Trace& trace = executor_.trace_;
+  const EventHandle staging = trace.begin(traced_, TraceKind::stage, TraceEvent::kNoStep, Lane::compute, "home");
   weight_->stage(staged_->memory, executor_.rank());
+  trace.end(staging);
 }
 
 // Sends the first shard of the next pass on its way as soon as this pass is down to its last slot. Those that the rest
@@ -174,7 +190,10 @@ void Execution::send_ahead() {
     usage_.erase(home);
     give_back(staged_, Channel::weight);
   }
+  Trace& trace = executor_.trace_;
+  const EventHandle posting = trace.begin_posting(traced_, position(), schedule_.steps[position_ - 1]);
   executor_.prefetcher_.send_ahead();
+  trace.end(posting);
 }
 
 Execution::~Execution() {
@@ -276,26 +295,41 @@ void Execution::before_compute(const Step& step) {
   Transport& transport = executor_.transport();
   transport.select_compute_lane(step.lane);
   if (step.lane > 0) transport.order_compute_after(start_);
-  const auto after = [&](const Mark& mark) {  // computes of one lane are in order
-    if (schedule_.options.two_lanes) transport.order_compute_after(mark);
+  const auto read = reads(step, executor_.ranks()), written = writes(step, executor_.ranks());
+  if (schedule_.options.two_lanes) {  // computes of one lane are in order
+    for (const Access& access : read) transport.order_compute_after(usage(access).written);
+    for (const Access& access : written) {
+      transport.order_compute_after(usage(access).written);
+      for (const Mark& mark : usage(access).read) transport.order_compute_after(mark);
+    }
+  }
+  Trace& trace = executor_.trace_;
+  const Lane lane = step.lane > 0 ? Lane::side : Lane::compute;
+  EventHandle waiting;
+  const auto waits = [&] {
+    if (traced_ && !waiting) waiting = trace.begin(traced_, TraceKind::wait, position(), lane, "wait: " + label(step));
   };
-  for (const Access& access : reads(step, executor_.ranks())) {
-    const Usage& read = usage(access);
-    if (read.arrived) read.arrived->wait_received();
-    after(read.written);
+  for (const auto* accesses : {&read, &written}) {
+    for (const Access& access : *accesses) {
+      if (!usage(access).arrived) continue;
+      waits();
+      usage(access).arrived->wait_received();
+    }
   }
-  for (const Access& access : writes(step, executor_.ranks())) {
-    const Usage& written = usage(access);
-    if (written.arrived) written.arrived->wait_received();
-    after(written.written);
-    for (const auto& departing : written.departing) departing->wait_sent();
-    for (const Mark& mark : written.read) after(mark);
+  for (const Access& access : written) {
+    for (const auto& departing : usage(access).departing) {
+      waits();
+      departing->wait_sent();
+    }
   }
+  trace.end(waiting);
+  computing_ = trace.begin(traced_, position(), step);
   push_range(operation_, step);
 }
 
 void Execution::after_compute(const Step& step) {
   pop_range();
+  executor_.trace_.end(std::exchange(computing_, nullptr));
   Transport& transport = executor_.transport();
   const Mark mark = transport.mark_compute();
   for (const Access& access : reads(step, executor_.ranks())) usage(access).read.push_back(mark);
@@ -330,8 +364,11 @@ void Execution::hop(const Step& step) {
     hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, part));
   }
   push_range(operation_, step);
+  Trace& trace = executor_.trace_;
+  const EventHandle posting = trace.begin_posting(traced_, position(), step);
   executor_.hops().post(hop, usage(reads(step, executor_.ranks()).front()),
-                        usage(writes(step, executor_.ranks()).front()));
+                        usage(writes(step, executor_.ranks()).front()), trace.begin(traced_, position(), step));
+  trace.end(posting);
   pop_range();
 }
 
@@ -354,13 +391,17 @@ void Execution::copy_or_add(const Step& step) {
 void Execution::end() {
   ended_ = true;
   Transport& transport = executor_.transport();
+  Trace& trace = executor_.trace_;
+  const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "end");
   for (auto& [key, usage] : usage_) usage.settle(transport);
   for (const auto& slots : slots_) {
     for (const auto& slot : slots) {
       if (slot) slot->usage.settle(transport);
     }
   }
+  trace.end(waiting);
   transport.order_compute_after(side_);
+  trace.end_pass(traced_);
   executor_.last_ = transport.mark_compute();
   return_slots();
 }

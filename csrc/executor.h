@@ -16,6 +16,7 @@
 #include "hops.h"
 #include "prefetch.h"
 #include "slots.h"
+#include "trace.h"
 
 namespace rtp {
 
@@ -32,6 +33,9 @@ class Executor {
   SlotPool& pool() { return pool_; }
   Hops& hops() { return hops_; }
   Prefetcher& prefetcher() { return prefetcher_; }
+  Trace& trace() { return trace_; }
+  // Starts or stops the recorder. A hop that was sent ahead is waited for first, so that passes are recorded whole.
+  void set_trace(bool on);
 
   // Throws RotationError when the ring was closed or has failed.
   void check_alive(const std::string& operation) const;
@@ -48,6 +52,7 @@ class Executor {
   int ranks_;
   at::Device device_;
   SlotPool pool_;
+  Trace trace_;
   Hops hops_;
   Prefetcher prefetcher_;
   std::string end_;  // why the ring is no longer usable; empty while it is
@@ -98,6 +103,7 @@ class Execution {
   size_t offset(Buffer buffer, Half half, int owner, size_t part) const;
   std::vector<at::Tensor> views(Buffer buffer, int owner, Half half = Half::whole) const;
 
+  int position() const { return static_cast<int>(position_) - 1; }  // of the step that is being run
   void before_compute(const Step& step);
   void after_compute(const Step& step);
   void hop(const Step& step);
@@ -123,6 +129,8 @@ class Execution {
   const Step* current_ = nullptr;  // the compute that the caller is at
   bool ended_ = false;
   std::array<int, 2> hop_index_{};
+  PassHandle traced_;  // null: nobody records this pass
+  EventHandle computing_;
 };
 
 }  // namespace rtp

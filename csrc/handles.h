@@ -42,7 +42,9 @@ inline uint64_t capture_of(cudaStream_t stream) {
 // A point in a stream.
 class Event {
  public:
-  Event() { RTP_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
+  Event() : Event(cudaEventDisableTiming) {}
+  // One that knows when it was reached.
+  static Event timing() { return Event(cudaEventDefault); }
   Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)), capture_(other.capture_) {}
   Event& operator=(Event&& other) noexcept {
     std::swap(event_, other.event_);
@@ -63,8 +65,18 @@ class Event {
   // Whether the point has been reached; an error of the stream counts as its end.
   bool reached() const { return cudaEventQuery(event_) != cudaErrorNotReady; }
   void block(cudaStream_t stream) const { RTP_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
+  // Seconds from a timing event to this one. The host waits until both have been reached.
+  double since(const Event& before) const {
+    RTP_CUDA_CHECK(cudaEventSynchronize(before.event_));
+    RTP_CUDA_CHECK(cudaEventSynchronize(event_));
+    float milliseconds = 0;
+    RTP_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, before.event_, event_));
+    return milliseconds / 1e3;
+  }
 
  private:
+  explicit Event(unsigned int flags) { RTP_CUDA_CHECK(cudaEventCreateWithFlags(&event_, flags)); }
+
   cudaEvent_t event_ = nullptr;
   uint64_t capture_ = 0;
 };

@@ -7,16 +7,18 @@
 #include <random>
 
 #include "slots.h"
+#include "trace.h"
 #include "transport.h"
 
 namespace rtp {
 
 class Hops {
  public:
-  explicit Hops(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {}
+  Hops(std::shared_ptr<Transport> transport, Trace& trace) : transport_(std::move(transport)), trace_(trace) {}
 
-  // Posts a hop after whoever wrote its source, and whoever uses its target, and enters it in both.
-  std::shared_ptr<Transfer> post(const Hop& hop, Usage& source, Usage& target);
+  // Posts a hop after whoever wrote its source, and whoever uses its target, and enters it in both. `traced`: the event
+  // to time.
+  std::shared_ptr<Transfer> post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced);
 
   // For race tests: holds up every hop by a random time of at most this.
   void set_delay(std::chrono::microseconds most) { delay_ = most; }
@@ -26,6 +28,7 @@ class Hops {
 
  private:
   std::shared_ptr<Transport> transport_;
+  Trace& trace_;
   std::chrono::microseconds delay_{0};
   std::minstd_rand random_{std::random_device{}()};
   std::array<int64_t, 2> counts_{};

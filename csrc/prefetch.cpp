@@ -31,8 +31,8 @@ bool Prefetcher::Record::same(const Record& other) const {
          options == other.options;
 }
 
-Prefetcher::Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, int rank)
-    : transport_(std::move(transport)), pool_(pool), hops_(hops), rank_(rank) {}
+Prefetcher::Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Trace& trace, int rank)
+    : transport_(std::move(transport)), pool_(pool), hops_(hops), trace_(trace), rank_(rank) {}
 
 void Prefetcher::enter(Context context) {
   context_ = std::move(context);
@@ -47,13 +47,14 @@ void Prefetcher::enter(Context context) {
 
 Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::optional<Cargo>& weight,
                                          const std::string& name) {
-  Record record{context_.serial, index_++, schedule.options, name, Step{}, schedule.hops(Channel::weight), {}, {},
+  Record record{context_.serial, index_++, schedule.options, name, Step{}, 0, schedule.hops(Channel::weight), {}, {},
                 context_.watched};
   const auto first = std::find_if(schedule.steps.begin(), schedule.steps.end(), [](const Step& step) {
     return step.action == Action::hop && step.channel == Channel::weight;
   });
   if (!weight || first == schedule.steps.end() || schedule.options.in_place || first->receive.is_whole()) return record;
   record.first_hop = *first;
+  record.position = static_cast<int>(first - schedule.steps.begin());
   record.parts = weight->parts;
   for (const at::Tensor& home : weight->home) record.home.emplace_back(home);
   return record;
@@ -115,7 +116,9 @@ void Prefetcher::send_ahead() {
   if (stage) {
     ahead.staged = pool_.lease(Channel::weight, cargo.slot_bytes());
     ahead.staged->usage.settle(transport);
+    ahead.traced.push_back(trace_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
     cargo.stage(ahead.staged->memory, rank_);
+    trace_.end(ahead.traced.back());
   }
   ahead.home = cargo.home;
   transport.order_channel_after(Channel::weight, transport.mark_compute());
@@ -131,7 +134,8 @@ void Prefetcher::send_ahead() {
   hop.receive = spans_of(landing);
   hop.send_slot = ahead.staged ? ahead.staged->data() : nullptr;
   hop.receive_slot = ahead.landing->data();
-  hops_.post(hop, ahead.home_usage, ahead.landing->usage);
+  ahead.traced.push_back(trace_.announce(record.name, TraceKind::step, record.position, step));
+  hops_.post(hop, ahead.home_usage, ahead.landing->usage, ahead.traced.back());
   pending_ = std::move(pending);
   ++sent_;
 }

@@ -34,11 +34,12 @@ struct Ahead {
   std::shared_ptr<Slot> staged;  // null: it left from the home tensors
   std::vector<at::Tensor> home;  // that it left from, staged or not
   Usage home_usage;
+  std::vector<EventHandle> traced;  // what a trace holds of it
 };
 
 class Prefetcher {
  public:
-  Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, int rank);
+  Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Trace& trace, int rank);
 
   void enable(bool on) { enabled_ = on; }
   void enter(Context context);
@@ -77,6 +78,7 @@ class Prefetcher {
     ScheduleOptions options;
     std::string name;
     Step first_hop;  // kNoBuffer: this pass has none that could be sent ahead
+    int position;    // of it in the schedule
     int hops;
     std::vector<Part> parts;
     std::vector<Place> home;
@@ -106,6 +108,7 @@ class Prefetcher {
   std::shared_ptr<Transport> transport_;
   SlotPool& pool_;
   Hops& hops_;
+  Trace& trace_;
   int rank_;
   bool enabled_ = false;
   bool captured_ = false;  // there are graphs: one may run between two passes, on the slots of a hop under way

@@ -54,12 +54,20 @@ struct Block {
 // hop come to the same blocks.
 std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there);
 
+// A point of a lane in time: a time of the host's steady clock on CPU, a timing event of the lane's stream on CUDA.
+using Moment = std::shared_ptr<void>;
+
+using HostClock = std::chrono::steady_clock;  // that of all processes of a host
+Moment host_moment(HostClock::time_point time = HostClock::now());
+
 // A hop in flight. Waiting orders the compute lane (the host on CPU, the current stream on CUDA) after it.
 class Transfer {
  public:
   virtual ~Transfer() = default;
   virtual void wait_received() = 0;  // what arrived may be read, and the memory may be written
   virtual void wait_sent() = 0;      // what left may be overwritten
+  // When it arrived, where a transport of the host can tell. Null before it has, and where nobody knows.
+  virtual Moment arrived() const { return nullptr; }
 };
 
 // A point of the compute lane that a communication lane can wait for. Null on CPU, where computes are synchronous.
@@ -80,6 +88,13 @@ class Transport {
   virtual void order_channel_after(Channel, const Mark&) {}
   virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait_received(); }
   virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait_sent(); }
+
+  // For traces: where the compute lane has got to, where that of a channel has (null on CPU, where hops have no lane of
+  // the device and a Transfer tells when it arrived), and the seconds between two moments, which may have to be waited
+  // for.
+  virtual Moment compute_moment() { return host_moment(); }
+  virtual Moment channel_moment(Channel) { return nullptr; }
+  virtual double seconds(const Moment& from, const Moment& to);
 
   // Whether every neighbour is this rank itself, so that nobody else waits for it.
   virtual bool alone() const { return false; }

@@ -128,6 +128,14 @@ class C10dTransport : public Transport {
     return std::make_unique<TransferHandle>(std::move(transfer));
   }
 
+  Moment compute_moment() override {
+    if (device_.is_cuda()) {
+      throw RotationError(
+          "transport c10d: hops between GPUs run on streams of the process group, which nobody can time");
+    }
+    return Transport::compute_moment();
+  }
+
   at::Tensor allocate(Channel, int64_t bytes) override {
     return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
   }

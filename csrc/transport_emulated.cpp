@@ -30,6 +30,10 @@ class DoneTransfer : public Transfer {
  public:
   void wait_received() override {}
   void wait_sent() override {}
+  Moment arrived() const override { return host_moment(arrived_); }
+
+ private:
+  HostClock::time_point arrived_ = HostClock::now();
 };
 
 class EmulatedHost : public Transport {

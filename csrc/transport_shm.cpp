@@ -21,7 +21,7 @@
 namespace rtp {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = HostClock;
 
 constexpr size_t kMaxParts = 8;
 constexpr uint32_t kDepth = 8;                            // receives that may be posted to one peer and channel at once
@@ -42,11 +42,13 @@ struct Landing {
   std::array<uint64_t, kMaxParts> bytes;
 };
 
-// Receives of this rank from one peer on one channel. `posted` is raised by the owner, `done` by the peer.
+// Receives of this rank from one peer on one channel. `posted` is raised by the owner, `done` by the peer, which says
+// when it delivered: steady_clock is one for all processes of a host.
 struct Mailbox {
   std::atomic<uint32_t> posted;
   std::atomic<uint32_t> done;
   std::array<Landing, kDepth> landing;
+  std::array<std::atomic<Clock::rep>, kDepth> arrived;
 };
 
 struct Control {
@@ -220,6 +222,7 @@ class HostTransfer : public Transfer {
       : transport_(std::move(transport)), hop_(hop) {}
 
   void expect(uint32_t sequence) { receive_ = sequence; }
+  void expect_nothing() { arrived_ = Clock::now().time_since_epoch().count(); }
   void sends(uint64_t job) { send_ = job; }
 
   void wait_received() override {
@@ -228,7 +231,15 @@ class HostTransfer : public Transfer {
     transport_->wait_until(hop_, hop_.from, [&] {
       return static_cast<int32_t>(inbox.done.load(std::memory_order_acquire) - *receive_) >= 0;
     });
+    // Unless the place has been used again since.
+    if (transport_->received_[transport_->lane(hop_.channel, hop_.from)] - *receive_ < kDepth) {
+      arrived_ = inbox.arrived[*receive_ % kDepth].load(std::memory_order_relaxed);
+    }
     receive_.reset();
+  }
+
+  Moment arrived() const override {
+    return arrived_ ? host_moment(Clock::time_point(Clock::duration(*arrived_))) : nullptr;
   }
 
   void wait_sent() override {
@@ -243,6 +254,7 @@ class HostTransfer : public Transfer {
   Hop hop_;
   std::optional<uint32_t> receive_;
   std::optional<uint64_t> send_;
+  std::optional<Clock::rep> arrived_;
 };
 
 size_t total(const std::vector<Span>& spans) {
@@ -277,6 +289,8 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
     inbox.posted.store(sequence, std::memory_order_release);
     control(hop.from).bell.ring();
     transfer->expect(sequence);
+  } else {
+    transfer->expect_nothing();
   }
   if (total(hop.send) > 0) {
     if (control().life != Life::alive) throw_end(hop);
@@ -357,6 +371,7 @@ void HostTransport::deliver(const Job& job) {
   }
   // Ours first: once the peer knows, it may finish and close before this thread runs on.
   ++delivered_[static_cast<size_t>(hop.channel)];
+  outbox.arrived[job.sequence % kDepth].store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
   outbox.done.store(job.sequence, std::memory_order_release);
   control(hop.to).bell.ring();
 }

@@ -14,10 +14,11 @@ LINES = 420
 # files of a package among the MATES import each other too.
 PYTHON_LAYERS = [
     {"_native"},
-    {"_connect", "_rotation", "gate"},
+    {"_connect", "_rotation", "_trace", "gate"},
     {"ring", "schedule"},
     {"timeline"},
-    {"metrics"},
+    {"metrics", "_trace_figures"},
+    {"trace"},
     {"sharding"},
     {"functional"},
     {"nn"},
@@ -43,12 +44,12 @@ C_LAYERS = [
         "symmetric_memory",
     },
     {"transport", "cuda_lanes", "watchdog", "peer_memory", "peer_flags", "emulated_links", "pack"},
-    {"cargo", "slots", "ranges"},
+    {"cargo", "slots", "ranges", "trace"},
     {"hops"},
     {"prefetch"},
     {"executor"},
     {"ops"},
-    {"bindings_kernels", "bindings_schedule"},
+    {"bindings_kernels", "bindings_schedule", "bindings_trace"},
     {"bindings"},
 ]
 C_MATES = {

@@ -6,6 +6,7 @@ import datetime
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from rtp_ext._connect import (
 )
 from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext._rotation import Rotation
+from rtp_ext._trace import Trace, record
 from rtp_ext.gate import Gate, Link, measure
 
 logger = logging.getLogger("rtp_ext")
@@ -347,6 +349,19 @@ class Ring(Rotation):
             return values.mul_(self.size)
         self._collectively("all_reduce", lambda: dist.all_reduce(values, group=self._collective))
         return values
+
+    def trace(self) -> AbstractContextManager[Trace]:
+        """Records what every lane does when: `with ring.trace() as trace: ...`, and then `trace.events`.
+
+        By timing events on CUDA streams, which are read when the block ends; by the host's clock on a CPU, where a
+        compute lasts until the next step is asked for, and a hop from its posting until it arrives (over `c10d`: until
+        the wait that found it there). Collective, at either end; a hop that was sent ahead is waited for there. What
+        to do with a trace: rtp_ext.trace.
+
+        Raises ValueError where the ring is being recorded already, RotationError for `c10d` between GPUs, whose
+        streams nobody can time.
+        """
+        return record(self)
 
     # -- counters ----------------------------------------------------------------------------------------------------
 

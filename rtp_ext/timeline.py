@@ -250,7 +250,7 @@ class Lockstep:
 
 
 # Told apart by lightness and hatching, so that a print in black and white reads as well.
-_LOOKS: dict[str, dict[str, Any]] = {
+LOOKS: dict[str, dict[str, Any]] = {
     "forward": {"facecolor": "#d6e6f5"},
     "dgrad": {"facecolor": "#d6e6f5"},
     "wgrad": {"facecolor": "#f2b366"},
@@ -281,6 +281,37 @@ def _targets(steps: Sequence[Step], action: str) -> str:
     return f"{action} {' and '.join(place for place, named in places.items() if named)}"
 
 
+def draw_step(axes: Any, step: Step, start: float, end: float, top: float, scale: float) -> str:
+    """Draws a step as a box on the lane at `top`, with a caption where it fits; returns the name of its look.
+
+    `scale`: inches of the page that a unit of time takes.
+    """
+    name = _look(step)
+    look = dict(LOOKS[name])
+    ink = look.pop("color", "black")
+    axes.broken_barh([(start, end - start)], (top + 0.06, 0.88), edgecolor="#222222", linewidth=0.7, zorder=2, **look)
+    caption = _caption(step)
+    size = min(7.0, 72 * (end - start) * scale / (0.68 * max(map(len, caption.split("\n"))) + 0.4))
+    if size >= 4:
+        backing = {"facecolor": "white", "edgecolor": "none", "pad": 0.6} if "hatch" in look else None
+        style = {"ha": "center", "va": "center", "linespacing": 0.95, "fontsize": size, "color": ink}
+        axes.text((start + end) / 2, top + 0.5, caption, bbox=backing, zorder=3, **style)
+    return name
+
+
+def legend(seen: set[str], steps: Sequence[Step]) -> list[Any]:
+    """Patches that explain the looks in `seen`, of `steps`."""
+    from matplotlib.patches import Patch
+
+    names = {"weight": "weight hop (what arrives)", "gradient": "gradient hop (what arrives)"}
+    names |= {action: _targets(steps, action) for action in ("copy", "add")}
+    return [
+        Patch(label=names.get(name, name), edgecolor="#222222", **{k: v for k, v in look.items() if k != "color"})
+        for name, look in LOOKS.items()
+        if name in seen
+    ]
+
+
 def plot(
     path: str | os.PathLike[str],
     schedules: Sequence[Schedule],
@@ -304,7 +335,6 @@ def plot(
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError("a plot needs matplotlib: pip install 'rtp-ext[plot]'") from error
 
@@ -335,31 +365,12 @@ def plot(
         if event.rank not in ranks or event.end == event.start:
             continue
         step = schedules[event.rank].steps[event.step]
-        look, top = dict(_LOOKS[_look(step)]), rows[event.rank, event.lane]
-        seen.add(_look(step))
-        ink = look.pop("color", "black")
-        area = (event.start, event.end - event.start)
-        axes.broken_barh([area], (top + 0.06, 0.88), edgecolor="#222222", linewidth=0.7, zorder=2, **look)
-        caption = _caption(step)
-        inches = area[1] * width / end
-        size = min(7.0, 72 * inches / (0.68 * max(map(len, caption.split("\n"))) + 0.4))
-        if size >= 4:
-            backing = {"facecolor": "white", "edgecolor": "none", "pad": 0.6} if "hatch" in look else None
-            style = {"ha": "center", "va": "center", "linespacing": 0.95, "fontsize": size, "color": ink}
-            axes.text(event.start + area[1] / 2, top + 0.5, caption, bbox=backing, zorder=3, **style)
-    names = {"weight": "weight hop (what arrives)", "gradient": "gradient hop (what arrives)"}
-    names |= {action: _targets(shown, action) for action in ("copy", "add")}
-    patches = [
-        Patch(
-            label=names.get(look, look), edgecolor="#222222", **{k: v for k, v in _LOOKS[look].items() if k != "color"}
-        )
-        for look in _LOOKS
-        if look in seen
-    ]
+        seen.add(draw_step(axes, step, event.start, event.end, rows[event.rank, event.lane], width / end))
     axes.set(xlim=(0, 1.002 * end), ylim=(len(ranks) * band - 0.6, 0), yticks=[])
     axes.tick_params(labelsize=7)
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.set_xlabel(f"time ({end:g} in all, {busy:g} without communication)", fontsize=8)
+    patches = legend(seen, shown)
     figure.legend(handles=patches, loc="lower center", ncols=len(patches), fontsize=7, frameon=False, columnspacing=1.5)
     first, _, rest = title.partition("\n")
     figure.text(0.15 / page, 1 - 0.12 / height, first, fontsize=10, va="top", weight="bold")

@@ -89,6 +89,7 @@ std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work) {
   if (stream->host) {
     work();
     point->reached = true;
+    point->time = std::chrono::steady_clock::now();
     return point;
   }
   const std::lock_guard lock(world().mutex);
@@ -96,6 +97,7 @@ std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work) {
     work();
     const std::lock_guard lock(world().mutex);
     point->reached = true;
+    point->time = std::chrono::steady_clock::now();
   });
   world().changed.notify_all();
   return point;
@@ -257,8 +259,8 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* mode
   return cudaSuccess;
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
-  *event = new CUevent_st;
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
+  *event = new CUevent_st{{}, (flags & cudaEventDisableTiming) == 0};
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
@@ -278,6 +280,14 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   std::unique_lock lock(world().mutex);
   wait_until(lock, [point = event->point] { return point == nullptr || point->reached; });
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
+  const std::lock_guard lock(world().mutex);
+  if (!from->timing || !to->timing || from->point == nullptr || to->point == nullptr)
+    return cudaErrorInvalidResourceHandle;
+  if (!from->point->reached || !to->point->reached) return cudaErrorNotReady;
+  *milliseconds = std::chrono::duration<float, std::milli>(to->point->time - from->point->time).count();
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {

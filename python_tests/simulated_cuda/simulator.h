@@ -24,6 +24,7 @@ namespace simulated {
 // A point in a stream. The state of an event changes with every record; who waits keeps the state it found.
 struct Point {
   bool reached = false;
+  std::chrono::steady_clock::time_point time;
 };
 
 // Work of a stream, run on its thread without the mutex.
@@ -86,4 +87,5 @@ struct CUstream_st {
 };
 struct CUevent_st {
   std::shared_ptr<simulated::Point> point;  // of the last record; none before the first
+  bool timing = false;
 };

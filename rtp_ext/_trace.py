@@ -1,0 +1,118 @@
+"""Records what the lanes of one rank did when: `Ring.trace`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rtp_ext._native import RotationError
+
+logger = logging.getLogger("rtp_ext")
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """What one lane did from `start` to `end`, in seconds.
+
+    Attributes:
+        rank: of the ring.
+        lane: `compute`, `side` (a second lane of computes), `weight` or `gradient` (hops).
+        label: of the step, as in the table of the schedule.
+        step: its position in the schedule; of a wait, that of the step that waited; -1 at either end of a pass.
+        pass_: the number of its pass; -1: a hop that was sent ahead for a pass that did not come.
+        operation: such as `rotated_linear forward`.
+        posted: when a hop was posted, which starts once those before it on its channel have arrived; else the start.
+        kind: `step`; `wait`: the compute lane waits for a hop, and on a CPU also while it posts one; `stage`: home
+            shards are copied, or cast, before they travel.
+    """
+
+    rank: int
+    lane: str
+    label: str
+    start: float
+    end: float
+    step: int
+    pass_: int
+    operation: str
+    kind: str
+    posted: float
+
+
+@dataclass(frozen=True)
+class TracePass:
+    """One pass of one operation. `options`: keywords of `make_schedule`; `end` is NaN where it has not ended."""
+
+    number: int
+    operation: str
+    options: dict[str, Any]
+    start: float
+    end: float
+
+
+@dataclass
+class Trace:
+    """What one rank recorded; empty until the recording has ended.
+
+    Attributes:
+        passes, events: in the order in which the rank began them, in seconds from the start of the recording.
+        zero: that start, in seconds of the clock of `host`.
+        captured: passes that were captured in a CUDA graph. They are not recorded, nor are replays.
+    """
+
+    rank: int
+    ranks: int
+    device: str
+    transport: str
+    host: str
+    zero: float = 0.0
+    captured: int = 0
+    passes: list[TracePass] = field(default_factory=list)
+    events: list[TraceEvent] = field(default_factory=list)
+
+
+def _host() -> str:
+    """The same for all processes that share a steady clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+@contextlib.contextmanager
+def record(ring: Any) -> Iterator[Trace]:
+    """Records `ring` while the block runs. Collective."""
+    ring.check_alive("trace")
+    if ring.device.type == "cuda":
+        torch.cuda.synchronize(ring.device)
+    ring.exchange(None)  # the ranks start together
+    trace = Trace(ring.rank, ring.size, str(ring.device), ring.transport, _host())
+    _switch(ring, True)
+    try:
+        yield trace
+    finally:
+        _switch(ring, False)
+        if ring.alive:
+            trace.zero, trace.captured, passes, events = ring._executor.read_trace()
+            trace.passes = [TracePass(number, *each) for number, each in enumerate(passes)]
+            trace.events = [
+                TraceEvent(ring.rank, lane, label, start, end, step, pass_, operation, kind, posted)
+                for pass_, operation, step, kind, lane, label, start, end, posted in events
+            ]
+    if trace.captured:
+        logger.warning("trace: %d passes were captured in a CUDA graph and are not in the trace", trace.captured)
+
+
+def _switch(ring: Any, on: bool) -> None:
+    try:
+        ring._executor.trace(on)
+    except RotationError as error:
+        ring._executor.fail(str(error))
+        ring.abandon()
+        raise
