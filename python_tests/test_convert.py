@@ -167,7 +167,8 @@ def test_transient_slots(ranks, transport):
         assert forward == (weights, 0)
         assert backward == (weights, gradients)
         most = largest_shard_bytes(ranks)
-        assert bytes_[0] <= weights * most and bytes_[1] <= gradients * most
+        ahead = 2 if ranks > 1 else 0  # once the order is known, the next layer's first shard takes the second slot
+        assert bytes_[0] <= ahead * most and bytes_[1] <= gradients * most
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -46,10 +46,11 @@ _MODULES = {
 if not TYPE_CHECKING:  # a checker would take every unknown name for one of these
 
     def __getattr__(name: str) -> Any:
-        if name in ("functional", "nn"):
-            return importlib.import_module(f"rtp_ext.{name}")
         if name not in _MODULES:
-            raise AttributeError(f"module 'rtp_ext' has no attribute {name!r}")
+            try:
+                return importlib.import_module(f"rtp_ext.{name}")
+            except ModuleNotFoundError:
+                raise AttributeError(f"module 'rtp_ext' has no attribute {name!r}") from None
         value = getattr(importlib.import_module(f"rtp_ext.{_MODULES[name]}"), name)
         globals()[name] = value
         return value
