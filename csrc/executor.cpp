@@ -75,7 +75,7 @@ Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo>
       gradient_{std::move(gradient), std::nullopt, std::nullopt},
       operation_(std::move(operation)) {
   executor_.check_alive(operation_);
-  weight_hops_ = schedule_.hops(Channel::weight);
+  hops_ = {schedule_.hops(Channel::weight), schedule_.hops(Channel::gradient)};
   for (auto* cargo : {&weight_, &gradient_[0]}) {
     if (!*cargo) continue;
     // Aliases outside autograd: what travels in place is back before anybody looks, so no version changes.
@@ -105,7 +105,7 @@ Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo>
     // Home tensors were written, and slots last used, by computes enqueued before this point.
     start_ = transport.mark_compute();
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
-      if (schedule_.hops(channel) > 0) transport.order_channel_after(channel, start_);
+      if (hops_[static_cast<size_t>(channel)] > 0) transport.order_channel_after(channel, start_);
     }
   });
 }
@@ -154,7 +154,7 @@ void Execution::return_slots() {
 void Execution::stage_home() {
   // Where all shards are gathered, this rank's is copied into its place among them anyway.
   if (!weight_ || ahead_ || schedule_.whole_weight) return;
-  bool as_wanted = schedule_.hops(Channel::weight) == 0 || executor_.transport().sends_anywhere();
+  bool as_wanted = hops_[0] == 0 || executor_.transport().sends_anywhere();
   for (size_t part = 0; part < weight_->parts.size(); ++part) {
     as_wanted = as_wanted && weight_->home[part].scalar_type() == weight_->parts[part].dtype;
   }
@@ -171,7 +171,7 @@ void Execution::stage_home() {
 // Sends the first shard of the next pass on its way as soon as this pass is down to its last slot. Those that the rest
 // of it does not name are free for the next.
 void Execution::send_ahead() {
-  if (hop_index_[0] < weight_hops_ || !executor_.prefetcher_.expects()) return;
+  if (hop_index_[0] < hops_[0] || !executor_.prefetcher_.expects()) return;
   const auto named = [&](Buffer buffer) {
     return std::any_of(
         schedule_.steps.begin() + static_cast<int64_t>(position_) - 1, schedule_.steps.end(),
@@ -358,7 +358,7 @@ void Execution::hop(const Step& step) {
           {},
           operation_,
           index - 1,
-          schedule_.hops(step.channel)};
+          hops_[static_cast<size_t>(step.channel)]};
   for (size_t part = 0; part < send.size(); ++part) {
     hop.lands_at.push_back(offset(step.receive, step.half, step.send_owner, part));
     hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, part));

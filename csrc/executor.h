@@ -121,10 +121,10 @@ class Execution {
   std::array<std::shared_ptr<Slot>, 2> whole_;  // of each channel, the slot that holds every shard
   std::shared_ptr<Slot> staged_;                // holds a copy of the home tensors, where one travels
   std::map<Key, Usage> usage_;
-  Mark start_;          // of this pass on the caller's lane
-  Mark side_;           // the newest compute on lane 1
-  bool ahead_ = false;  // the first hop was sent before this pass began
-  int weight_hops_ = 0;
+  Mark start_;                 // of this pass on the caller's lane
+  Mark side_;                  // the newest compute on lane 1
+  bool ahead_ = false;         // the first hop was sent before this pass began
+  std::array<int, 2> hops_{};  // of each channel
   size_t position_ = 0;
   const Step* current_ = nullptr;  // the compute that the caller is at
   bool ended_ = false;

@@ -38,6 +38,11 @@ int nccl_loaded_version() {
   return version;
 }
 
+std::string nccl_loaded_version_name() {
+  const int version = nccl_loaded_version();
+  return concat(version / 10000, ".", version / 100 % 100, ".", version % 100);
+}
+
 int nccl_compiled_version() { return NCCL_VERSION_CODE; }
 
 NcclCommunicators::NcclCommunicators(const std::vector<std::string>& ids, int rank, int ranks,

@@ -20,6 +20,7 @@ std::string nccl_unique_id();
 
 // The version of the NCCL that torch loaded, and the one whose header was compiled against, as NCCL_VERSION codes.
 int nccl_loaded_version();
+std::string nccl_loaded_version_name();  // "2.30.7"
 int nccl_compiled_version();
 
 struct CommunicatorOptions {

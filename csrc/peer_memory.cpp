@@ -1,39 +1,30 @@
 #include "peer_memory.h"
 
-#include "nccl_library.h"
+#include "nccl_windows.h"
 
 namespace rtp {
 namespace {
 
-// Newer than the oldest NCCL that is supported. ncclCommWindowRegister came with 2.27, ncclGetPeerDevicePointer with
-// 2.29.2; nccl.h lacks the latter, which nccl_device/core.h declares.
-struct WindowFunctions {
-  using Register = ncclResult_t (*)(ncclComm_t, void* memory, size_t bytes, void** window, int flags);
-  using Deregister = ncclResult_t (*)(ncclComm_t, void* window);
+// nccl.h lacks ncclGetPeerDevicePointer, which came with 2.29.2 and which nccl_device/core.h declares.
+struct WindowFunctions : NcclWindows {
   using PeerPointer = ncclResult_t (*)(void* window, size_t offset, int peer, void** address);
 
-  Register enter = nccl_function<Register>("ncclCommWindowRegister");
-  Deregister leave = nccl_function<Deregister>("ncclCommWindowDeregister");
   PeerPointer address = nccl_function<PeerPointer>("ncclGetPeerDevicePointer");
 };
-
-constexpr int kSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
 
 }  // namespace
 
 std::optional<std::string> peer_memory_refusal() {
   const WindowFunctions windows;
-  if (windows.enter != nullptr && windows.leave != nullptr && windows.address != nullptr) return std::nullopt;
-  const int loaded = nccl_loaded_version();
-  return concat("it needs ncclGetPeerDevicePointer of NCCL 2.29.2, but torch loaded NCCL ", loaded / 10000, ".",
-                loaded / 100 % 100, ".", loaded % 100);
+  if (windows.complete() && windows.address != nullptr) return std::nullopt;
+  return concat("it needs ncclGetPeerDevicePointer of NCCL 2.29.2, but torch loaded NCCL ", nccl_loaded_version_name());
 }
 
 PeerRegion PeerMemory::share(const at::Tensor& memory) const {
   const WindowFunctions windows;
   PeerRegion region{memory, nullptr, {}};
   region.window = communicators_.receive(0, "the registration of memory", [&](ncclComm_t comm, void** window) {
-    RTP_NCCL_CHECK(windows.enter(comm, memory.data_ptr(), memory.nbytes(), window, kSymmetric));
+    RTP_NCCL_CHECK(windows.enter(comm, memory.data_ptr(), memory.nbytes(), window, NcclWindows::kSymmetric));
   });
   // Success without a window is how NCCL says that the ranks cannot address each other's memory.
   if (region.window == nullptr) {

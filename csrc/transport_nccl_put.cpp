@@ -3,22 +3,21 @@
 #include <cstddef>
 #include <map>
 
-#include "nccl_library.h"
+#include "nccl_windows.h"
 #include "symmetric_memory.h"
 
 namespace rtp {
 namespace {
 
-// What older headers lack: ncclCommWindowRegister since 2.27, puts and signals since 2.29. Windows are opaque pointers.
-constexpr int kSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
-struct WaitDescription {       // ncclWaitSignalDesc_t
+// What older headers lack: puts and signals came with 2.29.
+struct WaitDescription {  // ncclWaitSignalDesc_t
   int count;
   int peer;
   int signal;
   int context;
 };
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 0)
-static_assert(kSymmetric == NCCL_WIN_COLL_SYMMETRIC);
+static_assert(NcclWindows::kSymmetric == NCCL_WIN_COLL_SYMMETRIC);
 static_assert(sizeof(WaitDescription) == sizeof(ncclWaitSignalDesc_t));
 static_assert(offsetof(WaitDescription, count) == offsetof(ncclWaitSignalDesc_t, opCnt));
 static_assert(offsetof(WaitDescription, peer) == offsetof(ncclWaitSignalDesc_t, peer));
@@ -26,21 +25,17 @@ static_assert(offsetof(WaitDescription, signal) == offsetof(ncclWaitSignalDesc_t
 static_assert(offsetof(WaitDescription, context) == offsetof(ncclWaitSignalDesc_t, ctx));
 #endif
 
-struct Functions {
-  using Register = ncclResult_t (*)(ncclComm_t, void*, size_t, void** window, int flags);
-  using Deregister = ncclResult_t (*)(ncclComm_t, void* window);
+struct Functions : NcclWindows {
   using Put = ncclResult_t (*)(const void*, size_t, ncclDataType_t, int peer, void* window, size_t offset, int signal,
                                int context, unsigned int flags, ncclComm_t, cudaStream_t);
   using Signal = ncclResult_t (*)(int peer, int signal, int context, unsigned int flags, ncclComm_t, cudaStream_t);
   using Wait = ncclResult_t (*)(int, WaitDescription*, ncclComm_t, cudaStream_t);
 
-  Register register_window = nccl_function<Register>("ncclCommWindowRegister");
-  Deregister deregister_window = nccl_function<Deregister>("ncclCommWindowDeregister");
   Put put = nccl_function<Put>("ncclPutSignal");
   Signal signal = nccl_function<Signal>("ncclSignal");
   Wait wait = nccl_function<Wait>("ncclWaitSignal");
 
-  bool complete() const { return register_window && deregister_window && put && signal && wait; }
+  bool complete() const { return NcclWindows::complete() && put && signal && wait; }
 };
 
 class NcclPutTransport : public SupervisedTransport {
@@ -65,8 +60,8 @@ class NcclPutTransport : public SupervisedTransport {
     const at::Tensor slot = allocate_symmetric(bytes, device_);
     void* const window = communicators_.receive(
         data(channel), "transport nccl-put: registering a slot", [&](ncclComm_t comm, void** found) {
-          RTP_NCCL_CHECK(
-              functions_.register_window(comm, slot.data_ptr(), static_cast<size_t>(slot.numel()), found, kSymmetric));
+          RTP_NCCL_CHECK(functions_.enter(comm, slot.data_ptr(), static_cast<size_t>(slot.numel()), found,
+                                          NcclWindows::kSymmetric));
         });
     if (window == nullptr) {
       throw NcclError("transport nccl-put: NCCL gave no window: symmetric memory is not supported between these GPUs");
@@ -84,7 +79,7 @@ class NcclPutTransport : public SupervisedTransport {
     void* window = found->second;
     windows_.erase(found);
     communicators_.call(data(channel), "transport nccl-put: deregistering a slot",
-                        [&](ncclComm_t comm) { RTP_NCCL_CHECK(functions_.deregister_window(comm, window)); });
+                        [&](ncclComm_t comm) { RTP_NCCL_CHECK(functions_.leave(comm, window)); });
   }
 
  protected:
@@ -134,9 +129,7 @@ class NcclPutTransport : public SupervisedTransport {
 
 std::optional<std::string> nccl_put_refusal() {
   if (Functions().complete()) return std::nullopt;
-  const int version = nccl_loaded_version();
-  return concat("NCCL ", version / 10000, ".", version / 100 % 100, ".", version % 100,
-                " has no puts and signals: expected 2.29 or newer");
+  return concat("NCCL ", nccl_loaded_version_name(), " has no puts and signals: expected 2.29 or newer");
 }
 
 std::shared_ptr<Transport> make_nccl_put_transport(const RingEnd& end, const std::vector<std::string>& ids,

@@ -4,5 +4,20 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))  # last: its models.py is not the tests'
+
+
+@pytest.fixture
+def sim():
+    """The simulated CUDA runtime and NCCL, anew; at the end its streams have ended and nobody has misused it."""
+    import simulated_cuda  # here: its place on the import path is known when tests run
+
+    module = simulated_cuda.load()
+    module.reset(1)
+    yield module
+    module.controls.released = True
+    assert simulated_cuda.settled(module), "streams did not end"
+    assert module.mistakes() == []

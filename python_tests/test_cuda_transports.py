@@ -29,16 +29,6 @@ TRANSPORTS = {
 OUT, IN = 10, 6
 
 
-@pytest.fixture
-def sim():
-    module = simulated_cuda.load()
-    module.reset(1)
-    yield module
-    module.controls.released = True
-    assert simulated_cuda.settled(module), "streams did not end"
-    assert module.mistakes() == []
-
-
 def connect(sim, kind, ids, rank, ranks, timeout=TIMEOUT, plant="", news=None):
     function, _, options = TRANSPORTS[kind]
     transport = getattr(sim, function)(ids, rank, ranks, timeout, news, **options)

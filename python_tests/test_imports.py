@@ -43,6 +43,7 @@ C_LAYERS = [
         "copy_engine",
         "symmetric_memory",
     },
+    {"nccl_windows"},
     {"transport", "cuda_lanes", "watchdog", "peer_memory", "peer_flags", "emulated_links", "pack"},
     {"cargo", "slots", "ranges", "trace"},
     {"hops"},

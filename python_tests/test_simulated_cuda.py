@@ -16,16 +16,6 @@ if simulated_cuda.include_folders() is None:
 TIMEOUT = timedelta(seconds=10)
 
 
-@pytest.fixture
-def sim():
-    module = simulated_cuda.load()
-    module.reset(1)
-    yield module
-    module.controls.released = True
-    assert simulated_cuda.settled(module), "streams did not end"
-    assert module.mistakes() == []
-
-
 def number(value: float) -> torch.Tensor:
     return torch.full((64,), float(value))
 

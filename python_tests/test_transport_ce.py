@@ -25,16 +25,6 @@ DTYPE = torch.float64
 MODES = {"push": (False, False), "pull": (True, True), "mixed": (True, False)}
 
 
-@pytest.fixture
-def sim():
-    module = simulated_cuda.load()
-    module.reset(1)
-    yield module
-    module.controls.released = True
-    assert simulated_cuda.settled(module), "streams did not end"
-    assert module.mistakes() == []
-
-
 class Rank:
     """One rank of a ring over `ce`, with what its checks need."""
 
