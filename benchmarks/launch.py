@@ -3,6 +3,7 @@
 import argparse
 import os
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,6 +74,10 @@ def _run_spawned(rank: int, worker: Worker, args: argparse.Namespace, ranks: int
     returned = _run(rank, rank, worker, args, ranks, f"file://{folder}/rendezvous")
     if rank == 0:
         (folder / "returned").write_bytes(pickle.dumps(returned))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Gloo's threads may still drop tensors, for which they need an interpreter: its end would abort the process.
+    os._exit(0)
 
 
 def _run(rank: int, local_rank: int, worker: Worker, args: argparse.Namespace, ranks: int, rendezvous: str) -> Any:

@@ -214,6 +214,7 @@ def _rank(rank: int, plan: Plan, folder: str) -> None:
             Path(folder, "found").write_bytes(pickle.dumps(found))
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # Gloo's threads may still drop tensors, for which they need an interpreter: its end would abort
 
 
 def run(plan: Plan) -> dict[str, Any]:
