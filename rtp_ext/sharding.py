@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -124,7 +125,26 @@ def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Paramet
 
 def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter, differentiable; a plain tensor is its own part."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.is_grad_enabled() and parameter.requires_grad:
+        return _LocalShard.apply(parameter)
+    return held(parameter)
+
+
+class _LocalShard(torch.autograd.Function):
+    """`to_local`, whose backward takes 0.1 ms per parameter to find out what the parameter's own spec says."""
+
+    @staticmethod
+    def forward(ctx, parameter: DTensor) -> torch.Tensor:
+        ctx.spec = parameter._spec
+        home = held(parameter)
+        return home.view_as(home)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def shard_dim_of(parameter: torch.Tensor) -> int | None:
