@@ -4,14 +4,17 @@
     python benchmarks/compare.py --model mlp --strategies rtp,fsdp2 --ranks 1,2,4,8 --tokens 256     # scaling
 
 All strategies live in the same processes and take turns, one training step (forward, backward, AdamW) each. The order
-changes from round to round so that each follows every other one equally often: what the machine does meanwhile hits all
-of them alike. A barrier precedes every timed step; a step takes as long as its slowest rank.
+changes from round to round so that after a number of rounds, which the table names, each has followed every other one
+equally often: what the machine does meanwhile hits all of them alike. A barrier precedes every timed step; a step takes
+as long as its slowest rank.
 
 Every rank has a batch of its own of `--tokens` tokens. `single` stands for one process: rank 0 alone, with the same
 number of threads, on the batches of all ranks. With tensor parallelism (`tp`) every rank computes with the batches of
 all ranks and its part of the weights, which makes as many tokens in a step. `fsdp2` and `fsdp2-noreshard` wrap every
-block and then the root. `--dtype bfloat16` leaves parameters in float32: rtp and fsdp2 cast them (gradients are reduced
-in float32), the others run under autocast.
+block and then the root; `rtp-c10d` is rtp over the torch.distributed backend that the others use. Gloo has no
+reduce-scatter of its own, torch makes one of an all-reduce, so that on CPUs fully_shard sends more than it would
+between GPUs. `tp` leaves norms whole and gathers the logits. `--dtype bfloat16` leaves parameters in float32: rtp and
+fsdp2 cast them (gradients are reduced in float32), the others run under autocast.
 
 Exposed communication is the time of forward and backward beyond that of a reference which takes its turns too: on
 every rank at once, a plain copy of the model on that rank's own batch, without any communication. So it has the same
@@ -19,8 +22,9 @@ GEMMs and the same load of the cores. What it leaves out of account: GEMMs that 
 count as exposed, hops of the processor's own copies included; the optimizer counts on neither side, since sharded
 strategies have 1/R of it. `single` has no such number, its work being R times as much.
 
-Memory is measured first, in other processes (see memory.py). `buffers` is the transient of forward and backward beyond
-that of the plain model on one local batch: unsharded weights, gradient buckets, send and receive buffers.
+Memory is measured first (see memory.py), in other processes except under torchrun. `buffers` is the transient of
+forward and backward beyond that of the plain model on one local batch: unsharded weights, gradient buckets, send and
+receive buffers.
 `kept_efficiency` is (parameters, gradients and optimizer of one process / R) / those of a rank; `peak_efficiency` is
 (peak of one process with the batches of all ranks / R) / peak of a rank. 1 is a perfect division.
 
@@ -29,7 +33,8 @@ the same strategy at R = 1). Where ranks have more threads than there are cores 
 so: then it is not a statement about processors.
 
 All strategies take equally many steps; unless their losses agree (relative) to 1e-4, in bfloat16 to 2^-6, at every
-step, the run fails and nothing is recorded.
+step, and the norms of their last gradients ten times as roughly, the run fails and nothing is recorded. (AdamW alone
+would not tell a sum of gradients from their mean.)
 
 The last line of stdout is JSON. One JSON line per strategy, number of ranks and token count is appended to
 results/<machine>/compare.jsonl.
@@ -53,6 +58,7 @@ from memory import PROBED_STEPS, Memory, MemoryProbe
 from models import WORKLOADS
 from strategies import STRATEGIES, Trainer
 from timing import Stopwatch
+from torch.distributed.tensor import DTensor
 from tracing import record_steps
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2.0**-6}  # of losses; four roundings of bfloat16
@@ -118,6 +124,15 @@ class Contestant:
         if timed:
             self.seconds.append(taken)
             self.forward_backward.append(parts["forward_backward"] / 1e6)
+
+    def gradient_norm(self) -> float:
+        """Of the last step, over all parameters. Collective for sharded ones; 0 where this rank has no trainer."""
+        squares = [0.0]
+        for parameter in self._trainer.model.parameters() if self._trainer is not None else ():
+            if parameter.grad is not None:
+                norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+                squares.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2)
+        return sum(squares) ** 0.5
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -218,7 +233,7 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result) -> 
     if live:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     local = statistics.median(_slowest(reference.forward_backward, place))
-    rows = [_result(contestant, place, args, tokens, card, local) for contestant in contestants]
+    rows = [_result(contestant, place, args, tokens, card, local, len(orders)) for contestant in contestants]
     record_steps(
         args.trace, {f"{c.strategy}-{place.ranks}-{tokens}": (c._trainer, c._batch) for c in contestants if c._trainer}
     )
@@ -234,11 +249,18 @@ def _slowest(mine: list[float], place: Place) -> list[float]:
 
 
 def _result(
-    contestant: Contestant, place: Place, args: argparse.Namespace, tokens: int, card: Result, local: float
+    contestant: Contestant,
+    place: Place,
+    args: argparse.Namespace,
+    tokens: int,
+    card: Result,
+    local: float,
+    rounds_of_balance: int,
 ) -> Result:
     one_process = STRATEGIES[contestant.strategy].one_process
     idle = [0.0] * (args.warmup + args.steps)
     losses = gather([float(loss) for loss in contestant.losses] or idle, place)
+    norm = contestant.gradient_norm()
     times = _slowest(contestant.seconds, place)
     forward_backward = statistics.median(_slowest(contestant.forward_backward, place))
     median = statistics.median(times)
@@ -262,6 +284,8 @@ def _result(
         exposed_ms=None if one_process else forward_backward - local,
         tokens_per_s=tokens * place.ranks / median * 1e3,
         losses=(losses[0] if one_process else losses.mean(0)).tolist(),
+        gradient_norm=gather(norm, place)[0].item(),
+        balanced_over=rounds_of_balance,
         steps=args.steps,
         warmup=args.warmup,
         threads=torch.get_num_threads(),
@@ -281,14 +305,19 @@ def percentile(ordered: list[float], percent: int) -> float:
 
 
 def _add_comparisons(rows: list[Result]) -> None:
-    """Adds rtp's step time relative to each, and the largest relative loss difference between any two at any step."""
+    """Adds rtp's step time relative to each, and the largest relative differences between any two.
+
+    Of losses at any step, and of norms of the last gradients.
+    """
     rtp = next((row["step_ms"] for row in rows if row["strategy"] == "rtp"), None)
     losses = torch.tensor([row.pop("losses") for row in rows], dtype=torch.float64)
     spread = ((losses.amax(0) - losses.amin(0)) / losses.mean(0).abs()).max().item()
+    norms = [row["gradient_norm"] for row in rows]
+    norm_spread = (max(norms) - min(norms)) / max(min(norms), torch.finfo(torch.float64).tiny)
     for row, loss in zip(rows, losses[:, -1].tolist(), strict=True):
         row["rtp_ratio"] = None if rtp is None else rtp / row["step_ms"]
         row["loss"] = loss
-        row["loss_spread"] = spread
+        row["loss_spread"], row["gradient_norm_spread"] = spread, norm_spread
 
 
 COLUMNS = {  # heading: key, unit, digits
@@ -319,6 +348,7 @@ def print_table(rows: list[Result], args: argparse.Namespace) -> None:
         f"{threads}, collectives over {first['backend']}"
     )
     print(f"{first['tokens']} tokens per rank; {args.steps} interleaved steps after {args.warmup} warm-up steps")
+    print(f"each strategy follows every other one equally often in {first['balanced_over']} steps")
     print(f"reference without communication: forward and backward {first['reference_forward_backward_ms']:.1f} ms")
     if first["cores_shared"]:
         print(f"TIME-SHARED: {first['ranks']} ranks take turns on {first['cores']} cores")
@@ -329,7 +359,8 @@ def print_table(rows: list[Result], args: argparse.Namespace) -> None:
         )
         print(f"{row['strategy']:<16}" + "".join(f"{cell:>10}" for cell in cells))
     print(
-        f"\nMemory in MiB per rank. Largest relative loss difference at any step: {first['loss_spread']:.1e}",
+        f"\nMemory in MiB per rank. Largest relative loss difference at any step: {first['loss_spread']:.1e}; of norms "
+        f"of gradients: {first['gradient_norm_spread']:.1e}",
         flush=True,
     )
 
@@ -348,7 +379,7 @@ def main() -> None:
         print(describe(args), flush=True)
     rows = []
     for ranks in args.ranks:
-        # in processes of its own, since watching memory changes how memory is allocated
+        # before and, where launch starts processes, apart: watching memory changes how memory is allocated
         memory = launch(measure_memory, args, ranks)
         part = launch(measure_time, args, ranks)
         for row in part:
@@ -366,7 +397,9 @@ def report(rows: list[Result], args: argparse.Namespace) -> None:
             print_table([row for row in rows if (row["ranks"], row["tokens"]) == (ranks, tokens)], args)
     spread = max(row["loss_spread"] for row in rows)
     tolerance = TOLERANCE[args.dtype]
-    agreed = all(row["loss_spread"] <= tolerance for row in rows)  # NaN does not
+    norms = max(row["gradient_norm_spread"] for row in rows)
+    # NaN does not
+    agreed = all(row["loss_spread"] <= tolerance and row["gradient_norm_spread"] <= 10 * tolerance for row in rows)
     if agreed:
         for row in rows:
             append_line(args.output, row)
@@ -375,7 +408,10 @@ def report(rows: list[Result], args: argparse.Namespace) -> None:
     cases = {f"{row['strategy']}@R{row['ranks']}T{row['tokens']}": {key: row[key] for key in keys} for row in rows}
     print(json.dumps({"loss_agrees": agreed, "loss_spread": spread, "cases": cases}), flush=True)
     if not agreed:
-        sys.exit(f"the losses of the strategies differ by {spread:.2e} (relative), more than {tolerance:.0e}")
+        sys.exit(
+            f"the strategies differ: losses by {spread:.2e} (relative; at most {tolerance:.0e} are expected), norms of "
+            f"gradients by {norms:.2e} (at most {10 * tolerance:.0e})"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The options of the comparison of strategies. What cannot be run is refused here, before anything starts."""
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,12 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
             error(f"--{name}: expected each once, got {getattr(args, name)}")
     if min(*args.ranks, *args.tokens, args.steps) < 1 or args.warmup < 0 or args.threads < 0:
         error("--ranks, --steps and --tokens must be at least 1, --warmup and --threads at least 0")
+    if args.steps + args.warmup < 2:
+        error("--steps and --warmup: expected at least 2 steps together: the first loss says nothing of gradients")
+    if not 0 < args.lr < math.inf:
+        error(f"--lr must be positive and finite, got {args.lr}")
+    if not 0 <= args.seed < 2**31:
+        error(f"--seed must be in [0, 2^31), got {args.seed}")
     for tokens in args.tokens:
         if tokens % workload.seq:
             error(f"--tokens {tokens} is not a multiple of the sequences of {workload.seq} of {args.model}")

@@ -1,8 +1,11 @@
 """Starts the ranks of a benchmark: under torchrun, or as plain `python`, which then starts the local ranks itself."""
 
 import argparse
+import atexit
+import ctypes
 import os
 import pickle
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,7 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-TIMEOUT = timedelta(minutes=5)
+TIMEOUT = timedelta(minutes=30)  # one rank may train a model alone while the others wait
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ def is_first() -> bool:
 def launch(worker: Worker, args: argparse.Namespace, ranks: int) -> Any:
     """Runs `worker(place, args)` on every rank and returns what rank 0 returned (under torchrun, what this rank did).
 
+    Each call starts processes of its own, except under torchrun, whose processes and process group serve all calls.
+
     Args:
         worker: a function at module level, since local ranks are started by spawning.
         args: reads `device` (auto, cpu, cuda) and `threads` (per rank, on CPU; 0 divides the cores among the ranks).
@@ -71,7 +78,9 @@ def launch(worker: Worker, args: argparse.Namespace, ranks: int) -> Any:
 
 
 def _run_spawned(rank: int, worker: Worker, args: argparse.Namespace, ranks: int, folder: Path) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives whoever started it
     returned = _run(rank, rank, worker, args, ranks, f"file://{folder}/rendezvous")
+    dist.destroy_process_group()
     if rank == 0:
         (folder / "returned").write_bytes(pickle.dumps(returned))
     sys.stdout.flush()
@@ -87,12 +96,11 @@ def _run(rank: int, local_rank: int, worker: Worker, args: argparse.Namespace, r
     else:
         torch.set_num_threads(args.threads or max(1, cores() // ranks))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks, timeout=TIMEOUT)
-    try:
-        mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("rtp",))
-        return worker(Place(rank, ranks, device, mesh), args)
-    finally:
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks, timeout=TIMEOUT)
+        atexit.register(dist.destroy_process_group)
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("rtp",))
+    return worker(Place(rank, ranks, device, mesh), args)
 
 
 def _device(kind: str, local_rank: int) -> torch.device:

@@ -123,6 +123,7 @@ def memory(rows: list[Row], args: argparse.Namespace) -> Any:
         wish = getattr(args, key)
         wish = rows[-1][key] if wish is None and rows else wish
         rows = [row for row in rows if row[key] == wish]
+    rows = [row for row in rows if (row["dtype"], row["device"]) == (rows[-1]["dtype"], rows[-1]["device"])]
     last = {row["strategy"]: row for row in rows}
     if not last:
         raise CannotPlot(f"no line with memory of model {model!r} with these ranks and tokens")
@@ -152,6 +153,7 @@ def scaling(rows: list[Row], args: argparse.Namespace) -> Any:
     """Tokens per second against those of the same strategy at R = 1."""
     model = args.model or rows[-1]["case"].split("/")[0]
     rows = [row for run in last_runs(rows, model) for row in run]
+    rows = [row for row in rows if (row["command"], row["device"]) == (rows[-1]["command"], rows[-1]["device"])]
     tokens = args.tokens or rows[-1]["tokens"]
     rows = [row for row in rows if row["tokens"] == tokens and row["strategy"] != "single"]
     if {row["ranks"] for row in rows} <= {1} or not any(row["ranks"] == 1 for row in rows):

@@ -7,7 +7,8 @@
 A block of README stands between `<!-- report: MACHINE TABLE WORDS -->` and `<!-- end -->`, where MACHINE is a folder
 under results/ and TABLE one of:
 
-    compare MODEL   strategies, for every number of ranks; the last run, since only ratios within one run mean anything
+    compare MODEL   strategies, for every number of ranks; the last run, since only ratios within one run mean anything,
+                    and how far the ratios of all recorded runs of a case lie apart
     overlap         cases of overlap.py, of each the last; WORDS choose them: a shape, a direction, a link, R8, T4096
     memory          strategies of memory_per_rank.py, of each the last
 
@@ -17,6 +18,7 @@ nothing are left out.
 
 import argparse
 import json
+import math
 import re
 import sys
 import textwrap
@@ -76,6 +78,12 @@ def _number(row: Row, key: str, digits: int) -> str | None:
     return None if row.get(key) is None else f"{row[key]:.{digits}f}"
 
 
+def _ratio(row: Row) -> str | None:
+    """With the range of those of all runs, where there are more."""
+    ratio, known = _number(row, "rtp_ratio", 2), row.get("rtp_ratios", ())
+    return ratio if len(known) < 2 else f"{ratio} ({min(known):.2f}-{max(known):.2f} in {len(known)})"
+
+
 Columns = dict[str, Callable[[Row], str | None]]
 
 _KEPT: Columns = {
@@ -88,7 +96,7 @@ COMPARE: Columns = {
     "tokens per rank": lambda row: str(row["tokens"]),
     "strategy": lambda row: NAMES.get(row["strategy"], row["strategy"]),
     "step, ms (median, p20-p80)": lambda row: f"{row['step_ms']:.0f} ({row['p20_ms']:.0f}-{row['p80_ms']:.0f})",
-    "rtp / this": lambda row: None if row["strategy"] == "rtp" else _number(row, "rtp_ratio", 2),
+    "rtp / this (all runs)": lambda row: None if row["strategy"] == "rtp" else _ratio(row),
     "exposed, ms": lambda row: _number(row, "exposed_ms", 0),
     "scaling": lambda row: _number(row, "scaling_efficiency", 2),
     **_KEPT,
@@ -103,6 +111,16 @@ _TIMES = {
     "rotated, us (median, p20-p80)": "ov",
     "fetch first": "base",
 }
+
+
+def e_hide_with_error(row: Row) -> str | None:
+    """With its standard error, from the spread of the medians that it is made of; of normal times."""
+    if row.get("e_hide") is None or any(row.get(f"t_{name}_p80_us") is None for name in ("gr", "c", "ov")):
+        return _number(row, "e_hide", 2)
+    # p80 - p20 of a normal variable is 1.68 sigma, the standard error of a median 1.25 sigma / sqrt(n)
+    spreads = [(row[f"t_{name}_p80_us"] - row[f"t_{name}_p20_us"]) / 1.68 for name in ("gr", "c", "ov")]
+    error = 1.25 * math.hypot(*spreads) / math.sqrt(row["iterations"]) / min(row["t_gr_us"], row["t_c_us"])
+    return f"{row['e_hide']:.1f} ± {error:.1f}"
 
 
 def _microseconds(name: str) -> Callable[[Row], str]:
@@ -121,9 +139,10 @@ OVERLAP: Columns = {
     "link": lambda row: row["link"] or row["transport"],
     "CTAs": lambda row: _number(row, "max_ctas", 0),
     **{heading: _microseconds(name) for heading, name in _TIMES.items()},
-    "E_hide": lambda row: _number(row, "e_hide", 2),
+    "E_hide": lambda row: e_hide_with_error(row),
     "roofline": lambda row: _number(row, "roofline", 2),
     "E_ect": lambda row: _number(row, "e_ect", 2),
+    "largest p80 / p20": lambda row: _number(row, "spread", 1),
 }
 MEMORY: Columns = {
     "strategy": lambda row: NAMES.get(row["strategy"], row["strategy"]),
@@ -136,8 +155,11 @@ MEMORY: Columns = {
 
 
 def table(rows: list[Row], columns: Columns, note: str = "") -> str:
-    """Commands, machine and a Markdown table of `rows`."""
+    """Commands, machine and a Markdown table of `rows`. Raises ValueError where they are not of one kind."""
     first = rows[0]
+    for key in ("device", "cores", "torch", "dtype", "cores_shared"):
+        if len(kinds := {row.get(key) for row in rows}) > 1:
+            raise ValueError(f"expected rows of one {key} in a table, got {sorted(map(str, kinds))}")
     dates = sorted({row["date"][:10] for row in rows})
     commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
     about = f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))} at commit {commits} on {first['device']}, "
@@ -159,12 +181,19 @@ def compare_table(rows: list[Row]) -> str:
     first = rows[0]
     shared = f" **{first['ranks']} ranks take turns on {first['cores']} cores.**" if first.get("cores_shared") else ""
     spread = max(row["loss_spread"] for row in rows)
-    note = f" {first['ranks']} ranks.{shared} Largest relative difference of losses: {spread:.0e}."
+    note = f" {first['ranks']} ranks.{shared} Largest relative difference of losses: {spread:.0e}"
+    norms = first.get("gradient_norm_spread")
+    note += "." if norms is None else f", of norms of gradients: {norms:.0e}."
     return table(rows, COMPARE, note)
 
 
 def words_of(row: Row) -> set[Any]:
     return {row["shape"], row["direction"], row["link"], row["transport"], f"R{row['ranks']}", f"T{row['tokens']}"}
+
+
+def _comparable(line: Row, row: Row) -> bool:
+    keys = ("case", "ranks", "tokens", "dtype", "device", "cores")
+    return line.get("rtp_ratio") is not None and all(line.get(key) == row.get(key) for key in keys)
 
 
 def last_cases(lines: list[Row], words: list[str]) -> list[Row]:
@@ -184,7 +213,10 @@ def block(wish: str, results: Path) -> str:
         raise ValueError(f"expected <!-- report: MACHINE compare MODEL|overlap|memory WORDS -->, got {wish!r}")
     lines = read_lines(results / machine / FILES[kind])
     if kind == "compare":
-        return "".join(map(compare_table, last_runs(lines, words[0])))
+        runs = last_runs(lines, words[0])
+        for row in (row for run in runs for row in run):
+            row["rtp_ratios"] = [line["rtp_ratio"] for line in lines if _comparable(line, row)]
+        return "".join(map(compare_table, runs))
     return table(last_cases(lines, words), OVERLAP if kind == "overlap" else MEMORY)
 
 

@@ -78,11 +78,12 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolic
 
 
 def _replicate(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
-    return DistributedDataParallel(model, process_group=mesh.get_group())
+    return DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
 
 
 STRATEGIES = {
     "rtp": Strategy(_rotate(), follows_policy=True),
+    "rtp-c10d": Strategy(_rotate(transport="c10d"), follows_policy=True),
     "rtp-inplace": Strategy(_rotate(in_place=True), follows_policy=True),
     "rtp-unbundled": Strategy(_rotate(bundle=False), follows_policy=True),
     "rtp-recompute": Strategy(_rotate(bundle="recompute"), follows_policy=True),

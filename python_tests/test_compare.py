@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import re
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -85,12 +86,29 @@ def _compares(rank, ranks, file):
             compare.make_batch = wrong
             with contextlib.redirect_stdout(io.StringIO()):
                 if rank == 0:
-                    with pytest.raises(SystemExit, match="losses of the strategies differ"):
+                    with pytest.raises(SystemExit, match="the strategies differ: losses"):
                         run("--dtype", dtype, "--strategies", "ddp,single")
                 else:
                     run("--dtype", dtype, "--strategies", "ddp,single")
             assert rank or Path(file).read_text() == before, "nothing is recorded"
         compare.make_batch = right
+    with cases.case("a sum of gradients, which AdamW does not tell from their mean"):
+        make = compare.make_trainer
+
+        def summed(strategy, *others):
+            trainer = make(strategy, *others)
+            for parameter in trainer.model.parameters() if strategy == "ddp" else ():
+                parameter.register_hook(lambda gradient: 2 * gradient)
+            return trainer
+
+        compare.make_trainer = summed
+        with contextlib.redirect_stdout(io.StringIO()):
+            if rank == 0:
+                with pytest.raises(SystemExit, match=r"norms of gradients by 1\.00e"):
+                    run("--strategies", "ddp,single")
+            else:
+                run("--strategies", "ddp,single")
+        compare.make_trainer = make
     if rank == 0:
         _check_compare(cases, compare, parse, file)
         with cases.case("gpt2-small"), torch.device("meta"):
@@ -123,6 +141,10 @@ def _check_compare(cases, compare, parse, file):
         assert [row["scaling_efficiency"] for row in rows] == [1.0, 0.5, None]
     for options, message in (
         (["--steps", "0"], "at least 1"),
+        (["--steps", "1", "--warmup", "0"], "at least 2 steps together"),
+        (["--lr", "nan"], "positive and finite"),
+        (["--lr", "inf"], "positive and finite"),
+        (["--seed", "-1"], "--seed must be"),
         (["--tokens", "0"], "at least 1"),
         (["--ranks", "0"], "at least 1"),
         (["--strategies", "rtp,zero3"], "unknown strategy 'zero3'"),
@@ -160,6 +182,28 @@ def test_a_results_file_is_tried_before_the_run(tmp_path):
     assert "cannot be written" in refusal_to_write(tmp_path / "file" / "r.jsonl")
 
 
+LAUNCHED_TWICE = """
+import argparse, sys
+sys.path.insert(0, {benchmarks!r})
+from launch import gather, launch
+
+def worker(place, args):
+    return gather(float(place.rank + args.add), place).tolist()
+
+for add in (0, 10):
+    assert launch(worker, argparse.Namespace(device="cpu", threads=1, add=add), 2) == [add, add + 1]
+print("twice")
+"""
+
+
+def test_torchrun_serves_several_launches(tmp_path):
+    script = tmp_path / "twice.py"
+    script.write_text(LAUNCHED_TWICE.format(benchmarks=str(ROOT / "benchmarks")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0 and told.stdout.count("twice") == 2, told.stderr
+
+
 # -- README and figures ------------------------------------------------------------------------------------------------
 
 
@@ -179,12 +223,34 @@ def test_the_numbers_of_readme_are_those_of_the_results(tmp_path, capsys):
 
 
 def test_tables_show_the_last_run_and_only_what_is_known():
+    unknown = {"kept_efficiency": None, "peak_efficiency": None}
     lines = [line | {"cores_shared": True} for line in report.read_lines(COMPARE) if line["case"] == "mlp/rtp"]
+    lines = [line | unknown for line in lines if line["ranks"] == 2]
     later = [line | {"date": "2027-01-01", "step_ms": 12.3, "exposed_ms": 4.0} for line in lines[:1]]
     ((shown,),) = [report.last_runs(lines + later, "mlp")]
     assert shown == later
     text = report.compare_table(shown)
     assert "| 12 (" in text and "exposed, ms" in text and "take turns" in text and "memory efficiency" not in text
+
+
+def test_tables_show_how_far_runs_lie_apart(tmp_path):
+    lines = [line for line in report.read_lines(COMPARE) if line["tokens"] == 256 and line["case"] == "mlp/fsdp2"][:1]
+    lines += [line | {"date": f"2027-01-0{day}", "rtp_ratio": day / 4} for line in lines for day in (1, 3)]
+    lines += [lines[0] | {"date": "2026-01-01", "rtp_ratio": 9.0, "dtype": "bfloat16"}]
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "compare.jsonl").write_text("\n".join(map(json.dumps, [*lines[::-1], lines[2]])))
+    few, most = sorted([lines[0]["rtp_ratio"], 0.25])[0], max(lines[0]["rtp_ratio"], 0.75)
+    assert f"| 0.75 ({few:.2f}-{most:.2f} in 4) |" in report.block("m compare mlp", tmp_path)
+    with pytest.raises(ValueError, match="rows of one dtype"):
+        report.table([lines[0], lines[-1]], report.COMPARE)
+
+
+def test_e_hide_has_the_error_of_its_medians():
+    row = {"e_hide": 0.5, "t_gr_us": 100.0, "t_c_us": 50.0, "iterations": 25}
+    row |= {f"t_{name}_{end}_us": value for name in ("gr", "c", "ov") for end, value in (("p20", 0.0), ("p80", 16.8))}
+    error = 1.25 * 10 * 3**0.5 / 5 / 50
+    assert report.e_hide_with_error(row) == f"0.5 ± {error:.1f}" and error > 0.05
+    assert report.e_hide_with_error({"e_hide": 0.5}) == "0.50" and report.e_hide_with_error({"e_hide": None}) is None
 
 
 def test_tables_of_overlap_and_memory(tmp_path):
@@ -308,7 +374,9 @@ def test_verdicts():
     harmful = bench.verdict(TINY, found({8: 1.7}))
     assert "no communication is hidden" in harmful
     assert "100% of what can be hidden" in bench.verdict(TINY, found({8: 0.99}))
-    assert "varied by 0.06 ms: what is hidden cannot be told" in bench.verdict(TINY, found({8: 1.0}, noise=60.0))
+    for noise, free in ((60.0, False), (20.0, False), (4.0, True)):
+        said = bench.verdict(TINY, found({8: 1.0}, noise=noise))
+        assert ("cannot be told" in said) == (not free) and ("Rotation is free" in said) == free, said
     bench.check_losses({"a": [1.0, 2.0], "b": [1.00005, 2.0]})
     for wrong in ([1.0, 2.001], [1.0, float("nan")]):
         with pytest.raises(RotationError, match="equal losses at step 1"):
@@ -318,6 +386,7 @@ def test_verdicts():
 def test_bench_chooses_and_refuses(capsys):
     assert (bench.choose(gpus=4).ranks, bench.choose(gpus=4).emulated) == (4, False)
     assert (bench.choose(gpus=1).ranks, bench.choose(gpus=1).emulated) == (4, True)
+    assert bench.choose(gpus=6).ranks == 4, "what divides the rows"
     assert bench.choose(gpus=0).device == "cpu" and "TAKE TURNS" in bench.choose(gpus=0, ranks=4096).describe()
     for wishes, message in (
         ({"ranks": 8, "gpus": 2}, "8 ranks need as many GPUs, this machine has 2"),

@@ -8,6 +8,7 @@ Every result is compared with the plain layer before it is timed, and the losses
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import statistics
@@ -36,9 +37,10 @@ from rtp_ext.ring import Ring
 __all__ = ["Plan", "choose", "run", "verdict"]
 
 FREE = 1.05  # rotation is called free where it takes less than this times one whole GEMM
+NOISE = 3  # hops that take less than this times what times varied by say nothing of what is hidden
 LOSS_TOLERANCE = 1e-4
 STRATEGIES = ("rtp", "fully_shard", "DDP")
-TRAIN_STEPS, TRAIN_WARMUP = 5, 2
+TRAIN_STEPS, TRAIN_WARMUP = 6, 2
 WAIT = timedelta(minutes=2)
 FAILURES = (RotationError, mp.ProcessRaisedException, mp.ProcessExitedException)
 
@@ -86,8 +88,9 @@ def choose(
     if kind == "cuda" and not found:
         raise ValueError("bench: expected a GPU for device cuda, found none")
     emulated = kind == "cuda" and found == 1
-    size = ranks if ranks is not None else 4 if emulated else found if kind == "cuda" else 2
     rows, columns = (14336, 4096) if kind == "cuda" else (4096, 1024)
+    most = next(size for size in range(found, 0, -1) if rows % size == 0) if kind == "cuda" else 2
+    size = ranks if ranks is not None else 4 if emulated else most
     chosen = tuple(tokens or ((512, 1024, 2048, 4096, 8192) if kind == "cuda" else (32, 256, 1024)))
     least = seconds if seconds is not None else 1.0 if kind == "cpu" else 0.2
     if size < 2 or rows % size:
@@ -142,9 +145,9 @@ def _train(ring: Ring, mesh: Any, plan: Plan) -> dict[str, dict[str, float]]:
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
     taken: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     losses: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    orders = list(itertools.permutations(STRATEGIES))  # in all of them each follows every other one equally often
     for number in range(TRAIN_WARMUP + TRAIN_STEPS):
-        shift = number % len(STRATEGIES)
-        for name in STRATEGIES[shift:] + STRATEGIES[:shift]:
+        for name in orders[number % len(orders)]:
 
             def step(name: str = name) -> None:
                 optimizers[name].zero_grad()
@@ -189,6 +192,7 @@ def measure(plan: Plan, mesh: Any) -> dict[str, Any]:
         }
         return {
             "transport": ring.link or ring.transport,
+            "backend": None if mesh is None else dist.get_backend(),
             "layers": {tokens: times for tokens, (times, _) in measured.items()},
             "noise": {tokens: noise for tokens, (_, noise) in measured.items()},
             "training": None if mesh is None else _train(ring, mesh, plan),
@@ -250,6 +254,7 @@ def table(plan: Plan, found: dict[str, Any]) -> str:
             "",
             f"training 2 blocks of {plan.width} -> {plan.inner} -> {plan.width}, {plan.batch} tokens per rank",
         ]
+        lines[-1] += f"; rtp over {found['transport']}, the others over {found['backend']}"
         for name, told in found["training"].items():
             lines.append(f"{name:>13}{told['step_ms']:>10.1f} ms a step{told['kept_bytes'] / 2**20:>10.1f} MiB kept")
     return "\n".join(lines)
@@ -280,7 +285,7 @@ def verdict(plan: Plan, found: dict[str, Any]) -> str:
     e_hide = metrics(times, one_stream=False)["e_hide"]
     noise, rotated = found["noise"][most] / 1e3, times.t_ov / 1e3
     text = f"verdict: at {most} tokens "
-    if e_hide is None or times.t_c / 1e3 <= noise:
+    if e_hide is None or times.t_c / 1e3 <= NOISE * noise:
         text += f"the hops alone take {times.t_c / 1e3:.2f} ms and a rotation {rotated:.2f} ms, but times varied by "
         text += f"{noise:.2f} ms: what is hidden cannot be told. "
     else:
@@ -288,7 +293,10 @@ def verdict(plan: Plan, found: dict[str, Any]) -> str:
         exposed = max(0.0, _exposed(times))
         text += f"{hidden} communication is hidden; {exposed:.2f} ms of {rotated:.2f} ms are exposed. "
     first = free_from(found["layers"])
-    if first is None:
+    if noise > (FREE - 1) * times.t_g1 / 1e3:
+        text += f"Nor can it be told whether rotation is free: {FREE - 1:.0%} of one whole GEMM are less than that. "
+        text += f"It took {_cost(times):.2f} times one."
+    elif first is None:
         text += (
             f"Rotation is not free here up to {most} tokens: it takes {_cost(times):.2f} times one whole GEMM there."
         )
@@ -298,4 +306,5 @@ def verdict(plan: Plan, found: dict[str, Any]) -> str:
         return f"{text} One {plan.device} stood for the ring: nothing crossed a link, and nothing was trained."
     steps = {name: told["step_ms"] for name, told in found["training"].items()}
     ratios = " and ".join(f"{steps['rtp'] / steps[name]:.2f} of {name}'s" for name in ("fully_shard", "DDP"))
-    return f"{text} A training step takes {ratios}."
+    others = "" if found["backend"] == found["transport"] else f", which go over {found['backend']}"
+    return f"{text} A training step over {found['transport']} takes {ratios}{others}."

@@ -138,12 +138,15 @@ class _LocalShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parameter: DTensor) -> torch.Tensor:
         ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
         home = held(parameter)
         return home.view_as(home)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:
+            return None
         return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg]
 
 
