@@ -123,6 +123,8 @@ def memory(rows: list[Row], args: argparse.Namespace) -> Any:
         wish = getattr(args, key)
         wish = rows[-1][key] if wish is None and rows else wish
         rows = [row for row in rows if row[key] == wish]
+    if all(row["benchmark"] == "compare" for row in rows):  # a run; memory_per_rank has one for each strategy
+        rows = [row for row in rows if (row["command"], row["date"]) == (rows[-1]["command"], rows[-1]["date"])]
     rows = [row for row in rows if (row["dtype"], row["device"]) == (rows[-1]["dtype"], rows[-1]["device"])]
     last = {row["strategy"]: row for row in rows}
     if not last:

@@ -32,6 +32,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 BLOCK = re.compile(r"(<!-- report: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 FILES = {"compare": "compare.jsonl", "overlap": "overlap.jsonl", "memory": "memory_per_rank.jsonl"}
 NAMES = {
+    "rtp-c10d": 'rtp, `transport="c10d"`',
     "rtp-inplace": "rtp, `in_place=True`",
     "rtp-unbundled": "rtp, `bundle=False`",
     "rtp-recompute": "rtp, recomputing",
