@@ -233,7 +233,7 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result) -> 
     if live:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     local = statistics.median(_slowest(reference.forward_backward, place))
-    rows = [_result(contestant, place, args, tokens, card, local, len(orders)) for contestant in contestants]
+    rows = [_result(contestant, place, args, tokens, card, local) for contestant in contestants]
     record_steps(
         args.trace, {f"{c.strategy}-{place.ranks}-{tokens}": (c._trainer, c._batch) for c in contestants if c._trainer}
     )
@@ -249,18 +249,11 @@ def _slowest(mine: list[float], place: Place) -> list[float]:
 
 
 def _result(
-    contestant: Contestant,
-    place: Place,
-    args: argparse.Namespace,
-    tokens: int,
-    card: Result,
-    local: float,
-    rounds_of_balance: int,
+    contestant: Contestant, place: Place, args: argparse.Namespace, tokens: int, card: Result, local: float
 ) -> Result:
     one_process = STRATEGIES[contestant.strategy].one_process
     idle = [0.0] * (args.warmup + args.steps)
     losses = gather([float(loss) for loss in contestant.losses] or idle, place)
-    norm = contestant.gradient_norm()
     times = _slowest(contestant.seconds, place)
     forward_backward = statistics.median(_slowest(contestant.forward_backward, place))
     median = statistics.median(times)
@@ -284,8 +277,8 @@ def _result(
         exposed_ms=None if one_process else forward_backward - local,
         tokens_per_s=tokens * place.ranks / median * 1e3,
         losses=(losses[0] if one_process else losses.mean(0)).tolist(),
-        gradient_norm=gather(norm, place)[0].item(),
-        balanced_over=rounds_of_balance,
+        gradient_norm=gather(contestant.gradient_norm(), place)[0].item(),
+        balanced_over=len(balanced_orders(len(args.strategies) + 1)),  # the reference takes turns too
         steps=args.steps,
         warmup=args.warmup,
         threads=torch.get_num_threads(),

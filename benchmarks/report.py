@@ -140,7 +140,7 @@ OVERLAP: Columns = {
     "link": lambda row: row["link"] or row["transport"],
     "CTAs": lambda row: _number(row, "max_ctas", 0),
     **{heading: _microseconds(name) for heading, name in _TIMES.items()},
-    "E_hide": lambda row: e_hide_with_error(row),
+    "E_hide": e_hide_with_error,
     "roofline": lambda row: _number(row, "roofline", 2),
     "E_ect": lambda row: _number(row, "e_ect", 2),
     "largest p80 / p20": lambda row: _number(row, "spread", 1),

@@ -252,9 +252,9 @@ def table(plan: Plan, found: dict[str, Any]) -> str:
     if found["training"] is not None:
         lines += [
             "",
-            f"training 2 blocks of {plan.width} -> {plan.inner} -> {plan.width}, {plan.batch} tokens per rank",
+            f"training 2 blocks of {plan.width} -> {plan.inner} -> {plan.width}, {plan.batch} tokens per rank; "
+            f"rtp over {found['transport']}, the others over {found['backend']}",
         ]
-        lines[-1] += f"; rtp over {found['transport']}, the others over {found['backend']}"
         for name, told in found["training"].items():
             lines.append(f"{name:>13}{told['step_ms']:>10.1f} ms a step{told['kept_bytes'] / 2**20:>10.1f} MiB kept")
     return "\n".join(lines)

@@ -163,7 +163,7 @@ _BLOCK = 1 << 20  # bytes that `gather_full` sends at once
 def gather_full(parameter: torch.Tensor) -> torch.Tensor:
     """The whole parameter on every rank, on the CPU, with no second copy of it on the way. Collective."""
     with torch.no_grad():
-        home = local_shard(parameter).detach()
+        home = held(parameter).detach()
         dim = shard_dim_of(parameter)
         if not isinstance(parameter, DTensor) or dim is None:
             return home.to("cpu", copy=True)
