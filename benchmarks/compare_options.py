@@ -51,8 +51,8 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     for name in ("strategies", "ranks", "tokens"):
         if len(set(getattr(args, name))) < len(getattr(args, name)):
             error(f"--{name}: expected each once, got {getattr(args, name)}")
-    if min(*args.ranks, *args.tokens, args.steps) < 1 or args.warmup < 0 or args.threads < 0:
-        error("--ranks, --steps and --tokens must be at least 1, --warmup and --threads at least 0")
+    if min(*args.ranks, *args.tokens, args.steps) < 1 or args.warmup < 0:
+        error("--ranks, --steps and --tokens must be at least 1, --warmup at least 0")
     if args.steps + args.warmup < 2:
         error("--steps and --warmup: expected at least 2 steps together: the first loss says nothing of gradients")
     if not 0 < args.lr < math.inf:

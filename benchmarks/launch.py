@@ -115,8 +115,15 @@ def _device(kind: str, local_rank: int) -> torch.device:
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
     parser.add_argument(
-        "--threads", type=int, default=0, help="CPU threads per rank (0: the cores divided among the ranks)"
+        "--threads", type=thread_count, default=0, help="CPU threads per rank (0: the cores divided among the ranks)"
     )
+
+
+def thread_count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected at least 0, got {number}")
+    return number
 
 
 def gather(value: float | list[float] | list[int], place: Place) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,21 @@ HEAD_START = 10_000_000  # cycles of a GPU, some 5 ms: its host is ahead then, a
 def add_trace_option(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--trace",
-        type=Path,
+        type=_trace_path,
         metavar="FILE",
         help=f"record {what}: FILE.json for chrome://tracing or Perfetto and FILE.png, or what FILE's suffix says",
     )
+
+
+def _trace_path(text: str) -> Path:
+    """Refused here, before the run, if no file can be made in its folder."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as problem:
+        raise argparse.ArgumentTypeError(f"no file can be made in {path.parent}: {problem}") from problem
 
 
 def files(path: Path, name: str = "") -> list[Path]:

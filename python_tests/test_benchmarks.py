@@ -214,6 +214,8 @@ def test_shards_that_travel_in_pieces(tmp_path):
         (["--max-ctas", "4"], "real ring of GPUs"),
         (["--budget", "0"], "--budget above 0"),
         (["--output", "/proc/overlap.jsonl"], "cannot be written"),
+        (["--trace", "/proc/none/trace"], "no file can be made in /proc/none"),
+        (["--threads", "-1"], "expected at least 0, got -1"),
     ],
 )
 def test_absurd_wishes_are_refused(options, message, capsys, tmp_path):

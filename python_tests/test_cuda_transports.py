@@ -148,14 +148,15 @@ def test_a_missing_wait_is_caught(sim, kind, plant):
     assert any(isinstance(result, AssertionError) for result in results), results
 
 
-def until_failure(rank, sim, kind, ids, ranks, timeout, fault, news=None):
-    """Runs passes until one raises; the last rank does what `fault` says after its first. Returns the error, how long
-    after the fault it came, and whether the executor is still alive.
+def until_failure(rank, sim, kind, ids, ranks, timeout, fault, barrier, news=None):
+    """Runs passes until one raises; the last rank does what `fault` says when all have done the first. Returns the
+    error, how long after the fault it came, and whether the executor is still alive.
 
     The computes run later than the host, as on a GPU: the host does not wait for what may never come.
     """
     executor = connect(sim, kind, ids, rank, ranks, timeout=timeout, news=news and news[rank])
     linear(executor, 1, "ring", rank, ranks)
+    barrier.wait(20)
     start = time.monotonic()
     if rank == ranks - 1:
         if fault == "leaves":
@@ -182,9 +183,8 @@ def until_failure(rank, sim, kind, ids, ranks, timeout, fault, news=None):
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_failure_reaches_every_rank(sim, kind, fault):
     timeout = 0.4
-    results = values(
-        run_threads(until_failure, 3, sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=timeout), fault)
-    )
+    arguments = (sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=timeout), fault, threading.Barrier(3))
+    results = values(run_threads(until_failure, 3, *arguments))
     survivors = results if fault == "asynchronous error" else results[:-1]
     for _, waited, alive in survivors:
         assert not alive and waited < timeout + 5
@@ -206,8 +206,8 @@ def connected_news(ranks):
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_failure_is_told_to_the_ranks_of_the_host(sim, kind):
     """Nobody waits for the timeout, which is longer than the test."""
-    ids, news = unique_ids(sim, kind), connected_news(3)
-    results = values(run_threads(until_failure, 3, sim, kind, ids, 3, timedelta(seconds=100), "fails", news))
+    arguments = (sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=100), "fails", threading.Barrier(3))
+    results = values(run_threads(until_failure, 3, *arguments, connected_news(3)))
     for error, waited, alive in results[:-1]:
         assert isinstance(error, RingTimeout) and not alive and waited < 10
         assert "rank 2 of the ring has failed: an error of its own" in str(error)
@@ -226,11 +226,9 @@ def test_a_process_that_ends_is_noticed(sim):
         os._exit(0)
     news = _native.PeerNews(0, 2)
     assert news.connect([news.address(), os.read(address, 200).decode()]) == 1
-    os.close(told_to_leave)  # it ends
-    ids = unique_ids(sim, "nccl")
-    (error, waited, _), _ = values(
-        run_threads(until_failure, 2, sim, "nccl", ids, 2, timedelta(seconds=100), "leaves", [news, None])
-    )
+    it_ends = threading.Barrier(2, action=lambda: os.close(told_to_leave))
+    arguments = (sim, "nccl", unique_ids(sim, "nccl"), 2, timedelta(seconds=100), "leaves", it_ends)
+    (error, waited, _), _ = values(run_threads(until_failure, 2, *arguments, [news, None]))
     os.waitpid(child, 0)
     assert isinstance(error, RingTimeout) and waited < 10
     assert "hop" in str(error) and "rank 1 of the ring did not answer: its process has ended" in str(error)
@@ -269,11 +267,12 @@ def test_what_nccl_lacks_is_a_refusal_on_every_rank(sim):
 
 def test_memory_that_runs_out_on_one_rank_is_told_to_the_others(sim):
     """Nobody waits for the timeout, which is longer than the test."""
-    news = connected_news(2)
+    news, barrier = connected_news(2), threading.Barrier(2)
 
     def work(rank, ids):
         executor = connect(sim, "nccl", ids, rank, 2, timeout=timedelta(seconds=100), news=news[rank])
         linear(executor, 1, "ring", rank, 2)
+        barrier.wait(20)
         sim.set_compute(True)  # the host does not wait for hops
         shapes = [[[4], [2**60 if rank == 1 else 4]]]
         start = time.monotonic()

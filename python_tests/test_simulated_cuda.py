@@ -118,7 +118,7 @@ def test_a_communicator_that_a_rank_never_joins_times_out(sim):
 
 
 def test_a_compute_stream_of_its_own_is_not_the_hosts(sim):
-    sim.controls.delay_us = 20000
+    sim.controls.delay_us = 100000
     a, b = torch.ones(8, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)
     sim.launch_copy(b, a)
     assert b.eq(1).all(), "computes of the host run at once"
