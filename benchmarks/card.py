@@ -63,10 +63,17 @@ def environment_card(device: torch.device, command: str) -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "nccl_settings": {key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")},
         "python": platform.python_version(),
-        "commit": output_of("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
     }
+
+
+def _commit() -> str | None:
+    """With `-dirty` where tracked files differ from it, other than results."""
+    commit = output_of("git", "rev-parse", "--short=12", "HEAD")
+    changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", ":/", f":!{RESULTS.name}")
+    return commit if changed is None else f"{commit}-dirty"
 
 
 def machine_name(device: torch.device) -> str:

@@ -61,8 +61,17 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         for name in given or ():
             if name not in known:
                 error(f"unknown {what} {name!r}, expected some of {', '.join(known)}")
-    if args.iterations < 1 or not args.seconds >= 0 or not args.budget > 0:
-        error("--iterations must be at least 1, --seconds at least 0 and --budget above 0")
+    if args.iterations < 1 or not 0 <= args.seconds < math.inf or not args.budget > 0:
+        error("--iterations must be at least 1, --seconds at least 0 and finite, --budget above 0")
+    if args.slot_cap is not None and args.slot_cap < 0:
+        error(f"--slot-cap must be at least 0, got {args.slot_cap}")
+    for name in ("shapes", "tokens", "ranks", "directions", "links", "max_ctas"):
+        given = getattr(args, name) or []
+        if len(set(given)) < len(given):
+            error(f"--{name.replace('_', '-').replace('links', 'link')}: expected each once, got {given}")
+    for name in ("transport", "route", "threads") if args.ring == "emulated" else ():
+        if (given := getattr(args, name)) not in ("auto", 0):
+            error(f"--{name} {given} is of a real ring (--ring real)")
     for name, least in (("tokens", 1), ("ranks", 2), ("max_ctas", 1)):
         if getattr(args, name) is not None and min(getattr(args, name)) < least:
             error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")

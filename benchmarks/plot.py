@@ -17,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from report import NAMES, Row, last_runs, read_lines
 
 MARKERS = "osD^vP*X"
@@ -100,18 +101,20 @@ def overlap(rows: list[Row], args: argparse.Namespace) -> Any:
         hidden.plot(some, [points[number]["e_hide"] for number in some], label=name, **look)
         speed.plot(tokens, [points[number]["roofline"] for number in tokens], label=name, **look)
         most = [points[number]["t_g1_us"] / points[number]["ceiling_us"] for number in tokens]
-        speed.plot(tokens, most, color=look["color"], linestyle=(index, (4, 3)), linewidth=1)
+        hollow = {**look, "markerfacecolor": "white", "markersize": 9, "zorder": 1}
+        speed.plot(tokens, most, linestyle=(4 * index, (4, 3)), linewidth=1, **hollow)
     for axes, title in ((hidden, "hidden part of the communication"), (speed, "speed, one whole GEMM = 1")):
         axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
         axes.set_title(title, fontsize=9, loc="left")
         token_axis(axes, sorted({row["tokens"] for row in rows}))
     hidden.axhline(0, color="black", linewidth=0.8)
     speed.set_ylim(bottom=0)
-    speed.plot([], [], color="black", linestyle="--", linewidth=1, label="ceiling: GEMM or hops alone")
+    speed.plot([], [], color="black", linestyle="--", linewidth=1, label="hollow: ceiling, GEMM or hops alone")
     speed.legend(fontsize=7, edgecolor="none", loc="best")
     shape, ranks, direction, dtype = chosen
     stands = ", one process stands for the ring" if all(row["transport"] == "emulated" for row in rows) else ""
-    return figure, rows, f"{shape}, {direction}, R = {ranks}, {dtype}{stands}"
+    shown = [row for points in lines.values() for row in points.values()]
+    return figure, shown, f"{shape}, {direction}, R = {ranks}, {dtype}{stands}"
 
 
 def memory(rows: list[Row], args: argparse.Namespace) -> Any:
@@ -131,7 +134,7 @@ def memory(rows: list[Row], args: argparse.Namespace) -> Any:
         raise CannotPlot(f"no line with memory of model {model!r} with these ranks and tokens")
     rows = list(last.values())
     figure, (axes,) = canvas(1, 1.8 + 0.45 * len(rows))
-    names = [NAMES.get(name, name).replace("`", "") for name in last]
+    names = [NAMES.get(name, name).replace("`", "").replace(", ", ",\n") for name in last]
     partial = [
         "" if row.get("layers") == row.get("full_layers") else f" ({row['layers']} of {row['full_layers']} layers)"
         for row in rows
@@ -152,7 +155,7 @@ def memory(rows: list[Row], args: argparse.Namespace) -> Any:
 
 
 def scaling(rows: list[Row], args: argparse.Namespace) -> Any:
-    """Tokens per second against those of the same strategy at R = 1."""
+    """Tokens per second of all ranks against the most that any strategy has at R = 1."""
     model = args.model or rows[-1]["case"].split("/")[0]
     rows = [row for run in last_runs(rows, model) for row in run]
     rows = [row for row in rows if (row["command"], row["device"]) == (rows[-1]["command"], rows[-1]["device"])]
@@ -164,19 +167,23 @@ def scaling(rows: list[Row], args: argparse.Namespace) -> Any:
     for row in rows:
         lines.setdefault(row["strategy"], {})[row["ranks"]] = row
     figure, (axes,) = canvas(1)
+    one = max(row["tokens_per_s"] for row in rows if row["ranks"] == 1)
     for index, (name, points) in enumerate(lines.items()):
-        if 1 in points:
-            sizes = sorted(points)
-            ratios = [points[size]["tokens_per_s"] / points[1]["tokens_per_s"] for size in sizes]
-            axes.plot(sizes, ratios, label=NAMES.get(name, name).replace("`", ""), **style(index))
+        sizes = sorted(points)
+        ratios = np.array([points[size]["tokens_per_s"] / one for size in sizes])
+        steps = np.array([[points[size][f"{key}_ms"] for size in sizes] for key in ("step", "p20", "p80")])
+        errors = ratios * np.abs(steps[0] / steps[[2, 1]] - 1)  # a slow step is few tokens per second
+        label = NAMES.get(name, name).replace("`", "")
+        axes.errorbar(sizes, ratios, errors, label=label, capsize=2, linewidth=1.2, **style(index))
     sizes = sorted({row["ranks"] for row in rows})
-    axes.plot(sizes, sizes, color="black", linestyle="--", linewidth=1, label="ideal")
+    shared = [size for size in sizes if any(row["ranks"] == size and row.get("cores_shared") for row in rows)]
+    ideal = [min(size, rows[0]["cores"]) if size in shared else size for size in sizes]
+    axes.plot(sizes, ideal, color="black", linestyle="--", linewidth=1, label="ideal")
     axes.set_xticks(sizes)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("ranks", fontsize=9)
-    axes.set_title("tokens per second, one rank = 1", fontsize=9, loc="left")
+    axes.set_title("tokens per second, the fastest of one rank = 1", fontsize=9, loc="left")
     axes.legend(fontsize=7, frameon=False)
-    shared = [size for size in sizes if any(row["ranks"] == size and row.get("cores_shared") for row in rows)]
     note = f"\nR = {', '.join(map(str, shared))} take turns on {rows[0]['cores']} cores" if shared else ""
     return figure, rows, f"{model}: {tokens} tokens per rank{note}"
 

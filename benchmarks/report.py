@@ -9,6 +9,7 @@ under results/ and TABLE one of:
 
     compare MODEL   strategies, for every number of ranks; the last run, since only ratios within one run mean anything,
                     and how far the ratios of all recorded runs of a case lie apart
+    scaling MODEL   the same over numbers of ranks, of scaling.jsonl
     overlap         cases of overlap.py, of each the last; WORDS choose them: a shape, a direction, a link, R8, T4096
     memory          strategies of memory_per_rank.py, of each the last
 
@@ -22,7 +23,7 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,12 @@ from card import RESULTS
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BLOCK = re.compile(r"(<!-- report: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-FILES = {"compare": "compare.jsonl", "overlap": "overlap.jsonl", "memory": "memory_per_rank.jsonl"}
+FILES = {
+    "compare": "compare.jsonl",
+    "scaling": "scaling.jsonl",
+    "overlap": "overlap.jsonl",
+    "memory": "memory_per_rank.jsonl",
+}
 NAMES = {
     "rtp-c10d": 'rtp, `transport="c10d"`',
     "rtp-inplace": "rtp, `in_place=True`",
@@ -72,17 +78,22 @@ def last_runs(lines: list[Row], model: str) -> list[list[Row]]:
 def _mebibytes(row: Row, *keys: str) -> str | None:
     if any(row.get(key) is None for key in keys):
         return None
-    return ", ".join(f"{row[key] / 2**20:.0f}" for key in keys)
+    return ", ".join(str(round(row[key] / 2**20)) for key in keys)
 
 
 def _number(row: Row, key: str, digits: int) -> str | None:
     return None if row.get(key) is None else f"{row[key]:.{digits}f}"
 
 
+def _with_range(text: str | None, known: Sequence[float], digits: int) -> str | None:
+    """`text` with the range of what all runs gave, where there are more than one."""
+    if text is None or len(known) < 2:
+        return text
+    return f"{text} ({min(known):.{digits}f} to {max(known):.{digits}f} in {len(known)})"
+
+
 def _ratio(row: Row) -> str | None:
-    """With the range of those of all runs, where there are more."""
-    ratio, known = _number(row, "rtp_ratio", 2), row.get("rtp_ratios", ())
-    return ratio if len(known) < 2 else f"{ratio} ({min(known):.2f}-{max(known):.2f} in {len(known)})"
+    return _with_range(_number(row, "rtp_ratio", 2), row.get("rtp_ratios", ()), 2)
 
 
 Columns = dict[str, Callable[[Row], str | None]]
@@ -99,26 +110,38 @@ COMPARE: Columns = {
     "step, ms (median, p20-p80)": lambda row: f"{row['step_ms']:.0f} ({row['p20_ms']:.0f}-{row['p80_ms']:.0f})",
     "rtp / this (all runs)": lambda row: None if row["strategy"] == "rtp" else _ratio(row),
     "exposed, ms": lambda row: _number(row, "exposed_ms", 0),
-    "scaling": lambda row: _number(row, "scaling_efficiency", 2),
     **_KEPT,
     "buffers, MiB": lambda row: _mebibytes(row, "buffer_bytes"),
     "memory efficiency, kept": lambda row: _number(row, "kept_efficiency", 2),
     "peak": lambda row: _number(row, "peak_efficiency", 2),
+}
+SCALING: Columns = {
+    "ranks": lambda row: str(row["ranks"]) + (" on fewer cores" if row["cores_shared"] else ""),
+    "strategy": COMPARE["strategy"],
+    "step, ms (median, p20-p80)": COMPARE["step, ms (median, p20-p80)"],
+    "tokens/s": lambda row: _number(row, "tokens_per_s", 0),
+    "tokens/s per rank, R = 1 of the strategy = 1": lambda row: _number(row, "scaling_efficiency", 2),
+    "parameters, gradients, optimizer, MiB per rank": _KEPT["parameters, gradients, optimizer, MiB per rank"],
+    "memory efficiency, kept": COMPARE["memory efficiency, kept"],
+    "peak": COMPARE["peak"],
 }
 _TIMES = {
     "one GEMM": "g1",
     "shard GEMMs": "gr",
     "hops": "c",
     "rotated, us (median, p20-p80)": "ov",
-    "fetch first": "base",
+    "fetch first (how)": "base",
 }
 
 
-def e_hide_with_error(row: Row) -> str | None:
-    """With its standard error, from the spread of the medians that it is made of; of normal times."""
-    if row.get("e_hide") is None or any(row.get(f"t_{name}_p80_us") is None for name in ("gr", "c", "ov")):
-        return _number(row, "e_hide", 2)
-    # p80 - p20 of a normal variable is 1.68 sigma, the standard error of a median 1.25 sigma / sqrt(n)
+def e_hide(row: Row) -> str | None:
+    """With the range of all runs; of one run, with the standard error of the medians that it is made of."""
+    runs = row.get("e_hides", ())
+    if len(runs) > 1 or any(row.get(f"t_{name}_p80_us") is None for name in ("gr", "c", "ov")):
+        return _with_range(_number(row, "e_hide", 2), runs, 1)
+    if row.get("e_hide") is None:
+        return None
+    # of normal times: p80 - p20 of a normal variable is 1.68 sigma, the standard error of a median 1.25 sigma / sqrt(n)
     spreads = [(row[f"t_{name}_p80_us"] - row[f"t_{name}_p20_us"]) / 1.68 for name in ("gr", "c", "ov")]
     error = 1.25 * math.hypot(*spreads) / math.sqrt(row["iterations"]) / min(row["t_gr_us"], row["t_c_us"])
     return f"{row['e_hide']:.1f} ± {error:.1f}"
@@ -126,10 +149,15 @@ def e_hide_with_error(row: Row) -> str | None:
 
 def _microseconds(name: str) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
-        spread = f" ({row['t_ov_p20_us']:.0f}-{row['t_ov_p80_us']:.0f})" if name == "ov" else ""
-        return f"{row[f't_{name}_us']:.0f}{spread}"
+        note = {"ov": f" ({row['t_ov_p20_us']:.0f}-{row['t_ov_p80_us']:.0f})", "base": f" ({row.get('base')})"}
+        return f"{row[f't_{name}_us']:.0f}{note.get(name, '')}"
 
     return cell
+
+
+def _losses(row: Row) -> str | None:
+    values = [row.get(f"loss_{name}_us") for name in ("split", "interference", "exposed")]
+    return None if values[0] is None else ", ".join("-" if value is None else f"{value:.0f}" for value in values)
 
 
 OVERLAP: Columns = {
@@ -140,9 +168,11 @@ OVERLAP: Columns = {
     "link": lambda row: row["link"] or row["transport"],
     "CTAs": lambda row: _number(row, "max_ctas", 0),
     **{heading: _microseconds(name) for heading, name in _TIMES.items()},
-    "E_hide": e_hide_with_error,
+    "E_hide": e_hide,
     "roofline": lambda row: _number(row, "roofline", 2),
+    "% of ceiling": lambda row: _number(row, "ceiling_percent", 0),
     "E_ect": lambda row: _number(row, "e_ect", 2),
+    "lost to split, interference, exposed, us": _losses,
     "largest p80 / p20": lambda row: _number(row, "spread", 1),
 }
 MEMORY: Columns = {
@@ -158,7 +188,7 @@ MEMORY: Columns = {
 def table(rows: list[Row], columns: Columns, note: str = "") -> str:
     """Commands, machine and a Markdown table of `rows`. Raises ValueError where they are not of one kind."""
     first = rows[0]
-    for key in ("device", "cores", "torch", "dtype", "cores_shared"):
+    for key in ("device", "cores", "torch", "dtype"):
         if len(kinds := {row.get(key) for row in rows}) > 1:
             raise ValueError(f"expected rows of one {key} in a table, got {sorted(map(str, kinds))}")
     dates = sorted({row["date"][:10] for row in rows})
@@ -177,15 +207,16 @@ def _wrapped(command: str) -> str:
     return "    " + " \\\n        ".join(textwrap.wrap(command, 108, break_on_hyphens=False, break_long_words=False))
 
 
-def compare_table(rows: list[Row]) -> str:
+def compare_table(rows: list[Row], columns: Columns = COMPARE) -> str:
     """Of one run of compare.py."""
-    first = rows[0]
-    shared = f" **{first['ranks']} ranks take turns on {first['cores']} cores.**" if first.get("cores_shared") else ""
-    spread = max(row["loss_spread"] for row in rows)
-    note = f" {first['ranks']} ranks.{shared} Largest relative difference of losses: {spread:.0e}"
-    norms = first.get("gradient_norm_spread")
-    note += "." if norms is None else f", of norms of gradients: {norms:.0e}."
-    return table(rows, COMPARE, note)
+    first, shared = rows[0], any(row.get("cores_shared") for row in rows)
+    ranks = sorted({row["ranks"] for row in rows})
+    note = f" {', '.join(map(str, ranks))} rank{'s' * (ranks != [1])}."
+    note += f" **Ranks take turns on {first['cores']} cores where there are more.**" if shared else ""
+    note += f" Largest relative difference of losses: {max(row['loss_spread'] for row in rows):.0e}"
+    gradients = [row.get("gradient_spread") for row in rows]
+    note += "." if None in gradients else f", of norms of a parameter's gradient: {max(gradients):.0e}."
+    return table(rows, columns, note)
 
 
 def words_of(row: Row) -> set[Any]:
@@ -201,22 +232,31 @@ def last_cases(lines: list[Row], words: list[str]) -> list[Row]:
     """Of each case that has all of the `words`, the last line. Raises ValueError where there is none."""
     keys = ("case", "link", "transport", "route", "dtype", "graph", "max_ctas", "tokens", "slot_cap", "checkpoint")
     keys += ("parameter_dtype",)
-    found = {tuple(line.get(key) for key in keys): line for line in lines if set(words) <= words_of(line)}
+    same = [(tuple(line.get(key) for key in keys), line) for line in lines if set(words) <= words_of(line)]
+    found = dict(same)
     if not found:
         raise ValueError(f"expected results with {' '.join(words) or 'any words'}, found none")
+    for case, row in found.items():
+        row["e_hides"] = [line["e_hide"] for key, line in same if key == case and line.get("e_hide") is not None]
     return list(found.values())
 
 
 def block(wish: str, results: Path) -> str:
     """What README says between a marker and its end. `wish`: the words of the marker."""
     machine, kind, *words = wish.split() if " " in wish else (wish, "")
-    if kind not in FILES or (kind == "compare" and len(words) != 1):
-        raise ValueError(f"expected <!-- report: MACHINE compare MODEL|overlap|memory WORDS -->, got {wish!r}")
+    if kind not in FILES or (kind in ("compare", "scaling") and len(words) != 1):
+        expected = "<!-- report: MACHINE compare MODEL|scaling MODEL|overlap|memory WORDS -->"
+        raise ValueError(f"expected {expected}, got {wish!r}")
     lines = read_lines(results / machine / FILES[kind])
+    if kind == "scaling":
+        return compare_table([row for run in last_runs(lines, words[0]) for row in run], SCALING)
     if kind == "compare":
         runs = last_runs(lines, words[0])
+        everything = lines
+        if (scaling := results / machine / FILES["scaling"]).exists():
+            everything = lines + read_lines(scaling)
         for row in (row for run in runs for row in run):
-            row["rtp_ratios"] = [line["rtp_ratio"] for line in lines if _comparable(line, row)]
+            row["rtp_ratios"] = [line["rtp_ratio"] for line in everything if _comparable(line, row)]
         return "".join(map(compare_table, runs))
     return table(last_cases(lines, words), OVERLAP if kind == "overlap" else MEMORY)
 

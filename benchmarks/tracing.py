@@ -5,6 +5,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ def add_trace_option(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def _trace_path(text: str) -> Path:
-    """Refused here, before the run, if no file can be made in its folder."""
+    """Refused here, before the run, if no file can be made in its folder, or no figure drawn."""
     path = Path(text)
+    if any(file.suffix != ".json" for file in files(path)) and find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(f"a figure needs matplotlib (rtp-ext[plot]); {path}.json does without")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):

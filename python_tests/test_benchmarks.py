@@ -216,6 +216,11 @@ def test_shards_that_travel_in_pieces(tmp_path):
         (["--output", "/proc/overlap.jsonl"], "cannot be written"),
         (["--trace", "/proc/none/trace"], "no file can be made in /proc/none"),
         (["--threads", "-1"], "expected at least 0, got -1"),
+        (["--slot-cap", "-1"], "--slot-cap must be at least 0, got -1"),
+        (["--seconds", "inf"], "at least 0 and finite"),
+        (["--tokens", "4,4"], "--tokens: expected each once"),
+        (["--ring", "emulated", "--transport", "nccl"], "--transport nccl is of a real ring"),
+        (["--ring", "emulated", "--threads", "7"], "--threads 7 is of a real ring"),
     ],
 )
 def test_absurd_wishes_are_refused(options, message, capsys, tmp_path):

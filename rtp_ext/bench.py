@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import platform
 import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from rtp_ext.ring import Ring
 __all__ = ["Plan", "choose", "run", "verdict"]
 
 FREE = 1.05  # rotation is called free where it takes less than this times one whole GEMM
+MOST_RANKS_PER_CORE = 16
 NOISE = 3  # hops that take less than this times what times varied by say nothing of what is hidden
 LOSS_TOLERANCE = 1e-4
 STRATEGIES = ("rtp", "fully_shard", "DDP")
@@ -99,6 +101,9 @@ def choose(
         raise ValueError(f"bench: {size} ranks need as many GPUs, this machine has {found}")
     if min(chosen) < 1 or not 0 <= least <= 10:
         raise ValueError(f"bench: expected tokens of at least 1 and 0 to 10 seconds, got {chosen}, {least}")
+    cores = len(os.sched_getaffinity(0))
+    if kind == "cpu" and size > MOST_RANKS_PER_CORE * cores:
+        raise ValueError(f"bench: expected at most {MOST_RANKS_PER_CORE} ranks for each of {cores} cores, got {size}")
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     width, inner, batch = (4096, 14336, 2048) if kind == "cuda" else (512, 2048, 256)
     return Plan(kind, size, emulated, tuple(sorted(chosen)), least, rows, columns, dtype, width, inner, batch)
@@ -239,9 +244,24 @@ def run(plan: Plan) -> dict[str, Any]:
 # -- what it says ------------------------------------------------------------------------------------------------------
 
 
+def machine(device: str) -> str:
+    """What this process runs on, with versions and the date."""
+    name = platform.processor() or platform.machine()
+    if device == "cuda":
+        name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    elif (info := Path("/proc/cpuinfo")).exists():
+        name = next((line.split(": ")[1] for line in info.read_text().splitlines() if "model name" in line), name)
+    return f"{name}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}, {datetime.now():%Y-%m-%d}"
+
+
 def table(plan: Plan, found: dict[str, Any]) -> str:
     names = ("tokens", "one GEMM", "shard GEMMs", "hops", "rotated", "fetch first", "hidden", "exposed", "of one GEMM")
-    lines = [plan.describe(), f"over {found['transport']}; milliseconds, medians of the slowest rank", ""]
+    lines = [
+        machine(plan.device),
+        plan.describe(),
+        f"over {found['transport']}; milliseconds, medians of the slowest rank",
+        "",
+    ]
     lines.append("".join(f"{name:>13}" for name in names))
     for tokens, times in found["layers"].items():
         said = metrics(times, one_stream=False)
@@ -252,8 +272,8 @@ def table(plan: Plan, found: dict[str, Any]) -> str:
     if found["training"] is not None:
         lines += [
             "",
-            f"training 2 blocks of {plan.width} -> {plan.inner} -> {plan.width}, {plan.batch} tokens per rank; "
-            f"rtp over {found['transport']}, the others over {found['backend']}",
+            f"training 2 blocks of {plan.width} -> {plan.inner} -> {plan.width}, {plan.batch} tokens per rank, "
+            f"float32; rtp over {found['transport']}, the others over {found['backend']}",
         ]
         for name, told in found["training"].items():
             lines.append(f"{name:>13}{told['step_ms']:>10.1f} ms a step{told['kept_bytes'] / 2**20:>10.1f} MiB kept")
@@ -293,9 +313,9 @@ def verdict(plan: Plan, found: dict[str, Any]) -> str:
         exposed = max(0.0, _exposed(times))
         text += f"{hidden} communication is hidden; {exposed:.2f} ms of {rotated:.2f} ms are exposed. "
     first = free_from(found["layers"])
-    if noise > (FREE - 1) * times.t_g1 / 1e3:
-        text += f"Nor can it be told whether rotation is free: {FREE - 1:.0%} of one whole GEMM are less than that. "
-        text += f"It took {_cost(times):.2f} times one."
+    if noise > abs(rotated - FREE * times.t_g1 / 1e3):
+        text += f"Whether rotation is free (within {FREE - 1:.0%} of one whole GEMM) cannot be told: it took "
+        text += f"{_cost(times):.2f} times one, and times varied by {noise:.2f} ms."
     elif first is None:
         text += (
             f"Rotation is not free here up to {most} tokens: it takes {_cost(times):.2f} times one whole GEMM there."
