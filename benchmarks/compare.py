@@ -33,8 +33,9 @@ the same strategy at R = 1). Where ranks have more threads than there are cores 
 so: then it is not a statement about processors.
 
 All strategies take equally many steps. Unless their losses agree at every step, the first also with that of the
-reference, and unless the norm of every parameter's first gradient agrees, the run fails and nothing is recorded: see
-TOLERANCES. (AdamW does not tell a sum of gradients from their mean, and losses hardly tell a bias that is not trained.)
+reference, and unless every parameter's first gradient agrees on every rank in its norm and in a sum of its elements
+with changing weights, the run fails and nothing is recorded: see TOLERANCES. (AdamW does not tell a sum of gradients
+from their mean, and losses hardly tell a bias that is not trained.)
 
 The last line of stdout is JSON. One JSON line per strategy, number of ranks and token count is appended to
 results/<machine>/compare.jsonl.
@@ -51,6 +52,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from agreement import TOLERANCES, gradient_spread, loss_spread, signature
 from card import append_line, environment_card, result_line
 from compare_options import describe, parse_arguments
 from launch import Place, cores, gather, is_first, launch
@@ -58,12 +60,7 @@ from memory import PROBED_STEPS, Memory, MemoryProbe
 from models import WORKLOADS
 from strategies import STRATEGIES, Trainer
 from timing import Sample, Stopwatch
-from torch.distributed.tensor import DTensor
 from tracing import record_steps
-
-# Relative, of losses and of norms of gradients; in bfloat16 four roundings, and those of a backward through all layers.
-TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (2.0**-6, 10 * 2.0**-6)}
-NEGLIGIBLE = 1e-3  # of the norm of all gradients: what a parameter's norm is at least compared with
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Result = dict[str, Any]
@@ -102,7 +99,7 @@ class Contestant:
     ) -> None:
         self.strategy = strategy
         self.losses: list[torch.Tensor] = []
-        self.gradient_norms: list[float] = []  # of the first step, by parameter
+        self.gradients: list[list[float]] = []  # of the first step: signatures by parameter
         self.seconds: list[float] = []
         self.forward_backward: list[float] = []
         self._device = place.device
@@ -124,7 +121,7 @@ class Contestant:
             taken, loss = seconds(self._device, lambda: trainer.step(*self._batch, phase=self._phase))
             parts = self._watch.totals()
             self.losses.append(loss)
-            self.gradient_norms = self.gradient_norms or list(map(_gradient_norm, trainer.model.parameters()))
+            self.gradients = self.gradients or list(map(signature, trainer.model.parameters()))
         if timed:
             self.seconds.append(taken)
             self.forward_backward.append(parts["forward_backward"] / 1e6)
@@ -138,14 +135,6 @@ class Contestant:
     def close(self) -> None:
         if self._trainer is not None:
             self._trainer.close()
-
-
-def _gradient_norm(parameter: torch.Tensor) -> float:
-    """0 without a gradient. Collective for a sharded parameter."""
-    if parameter.grad is None:
-        return 0.0
-    norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def batch_ranks(strategy: str, place: Place) -> Iterable[int]:
@@ -235,8 +224,7 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result) -> 
             print(f"\r{tokens} tokens: round {number + 1}/{rounds}\x1b[K", end="", file=sys.stderr, flush=True)
     if live:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    local_ms = _slowest(reference.forward_backward, place).median / 1e3
-    rows = [_result(contestant, place, args, tokens, card, local_ms) for contestant in contestants]
+    rows = [_result(contestant, place, args, tokens, card, reference) for contestant in contestants]
     record_steps(
         args.trace, {f"{c.strategy}-{place.ranks}-{tokens}": (c._trainer, c._batch) for c in contestants if c._trainer}
     )
@@ -254,11 +242,13 @@ def _slowest(mine: list[float], place: Place) -> Sample:
 
 
 def _result(
-    contestant: Contestant, place: Place, args: argparse.Namespace, tokens: int, card: Result, local_ms: float
+    contestant: Contestant, place: Place, args: argparse.Namespace, tokens: int, card: Result, reference: Contestant
 ) -> Result:
     one_process = STRATEGIES[contestant.strategy].one_process
     idle = [0.0] * (args.warmup + args.steps)
     losses = gather([float(loss) for loss in contestant.losses] or idle, place)
+    gradients = gather(contestant.gradients or [[0.0, 0.0]] * len(reference.gradients), place)
+    local_ms = _slowest(reference.forward_backward, place).median / 1e3
     times = _slowest(contestant.seconds, place)
     forward_backward_ms = _slowest(contestant.forward_backward, place).median / 1e3
     return result_line(
@@ -281,7 +271,7 @@ def _result(
         exposed_ms=None if one_process else forward_backward_ms - local_ms,
         tokens_per_s=tokens * place.ranks / times.median * 1e6,
         losses=(losses[0] if one_process else losses.mean(0)).tolist(),
-        gradient_norms=contestant.gradient_norms,
+        gradients=(gradients[:1] if one_process else gradients).tolist(),
         balanced_over=len(balanced_orders(len(args.strategies) + 1)),  # the reference takes turns too
         steps=args.steps,
         warmup=args.warmup,
@@ -296,20 +286,15 @@ def _result(
 def _add_comparisons(rows: list[Result], first_loss: float) -> None:
     """Adds rtp's step time relative to each, and the largest relative differences between any two.
 
-    Of losses at any step, the first also from `first_loss`; and of norms of a parameter's first gradient.
+    Of losses at any step, the first also from `first_loss`; and of signatures of a parameter's gradient on any rank.
     """
     rtp = next((row["step_ms"] for row in rows if row["strategy"] == "rtp"), None)
-    losses = torch.tensor([row.pop("losses") for row in rows], dtype=torch.float64)
-    losses = torch.cat([losses[:1].index_fill(1, torch.tensor([0]), first_loss), losses])
-    spread = ((losses.amax(0) - losses.amin(0)) / losses.mean(0).abs()).max().item()
-    norms = torch.tensor([row.pop("gradient_norms") for row in rows], dtype=torch.float64)
-    most = norms.amax(0)
-    scale = most.clamp_min(NEGLIGIBLE * most.norm()).clamp_min(torch.finfo(torch.float64).tiny)
-    gradient_spread = ((most - norms.amin(0)) / scale).max().item()
-    for row, loss in zip(rows, losses[1:, -1].tolist(), strict=True):
+    losses = [row.pop("losses") for row in rows]
+    spreads = loss_spread(losses, first_loss), gradient_spread([mine for row in rows for mine in row.pop("gradients")])
+    for row, mine in zip(rows, losses, strict=True):
         row["rtp_ratio"] = None if rtp is None else rtp / row["step_ms"]
-        row["loss"] = loss
-        row["loss_spread"], row["gradient_spread"] = spread, gradient_spread
+        row["loss"] = mine[-1]
+        row["loss_spread"], row["gradient_spread"] = spreads
 
 
 COLUMNS = {  # heading: key, unit, digits
@@ -352,7 +337,7 @@ def print_table(rows: list[Result], args: argparse.Namespace) -> None:
         print(f"{row['strategy']:<16}" + "".join(f"{cell:>10}" for cell in cells))
     print(
         f"\nMemory in MiB per rank. Largest relative loss difference at any step: {first['loss_spread']:.1e}; of a "
-        f"parameter's norm of gradients: {first['gradient_spread']:.1e}",
+        f"parameter's gradient: {first['gradient_spread']:.1e}",
         flush=True,
     )
 
@@ -402,7 +387,7 @@ def report(rows: list[Result], args: argparse.Namespace) -> None:
         worst = [torch.tensor([row[key] for row in rows]).amax().item() for key in allowed]
         sys.exit(
             f"the strategies differ: losses by {worst[0]:.2e} (relative; at most {allowed['loss_spread']:.0e} are "
-            f"expected), a parameter's norm of gradients by {worst[1]:.2e} (at most {allowed['gradient_spread']:.0e})"
+            f"expected), a parameter's gradient by {worst[1]:.2e} (at most {allowed['gradient_spread']:.0e})"
         )
 
 

@@ -72,6 +72,8 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     for name in ("transport", "route", "threads") if args.ring == "emulated" else ():
         if (given := getattr(args, name)) not in ("auto", 0):
             error(f"--{name} {given} is of a real ring (--ring real)")
+    if args.ring == "emulated" and args.share_cores:
+        error("--share-cores is of a real ring (--ring real)")
     for name, least in (("tokens", 1), ("ranks", 2), ("max_ctas", 1)):
         if getattr(args, name) is not None and min(getattr(args, name)) < least:
             error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")

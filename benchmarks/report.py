@@ -92,6 +92,10 @@ def _with_range(text: str | None, known: Sequence[float], digits: int) -> str | 
     return f"{text} ({min(known):.{digits}f} to {max(known):.{digits}f} in {len(known)})"
 
 
+def _ranks(row: Row) -> str:
+    return f"{row['ranks']} on fewer cores" if row.get("cores_shared") else str(row["ranks"])
+
+
 def _ratio(row: Row) -> str | None:
     return _with_range(_number(row, "rtp_ratio", 2), row.get("rtp_ratios", ()), 2)
 
@@ -116,7 +120,8 @@ COMPARE: Columns = {
     "peak": lambda row: _number(row, "peak_efficiency", 2),
 }
 SCALING: Columns = {
-    "ranks": lambda row: str(row["ranks"]) + (" on fewer cores" if row["cores_shared"] else ""),
+    "ranks": _ranks,
+    "tokens per rank": COMPARE["tokens per rank"],
     "strategy": COMPARE["strategy"],
     "step, ms (median, p20-p80)": COMPARE["step, ms (median, p20-p80)"],
     "tokens/s": lambda row: _number(row, "tokens_per_s", 0),
@@ -138,7 +143,7 @@ def e_hide(row: Row) -> str | None:
     """With the range of all runs; of one run, with the standard error of the medians that it is made of."""
     runs = row.get("e_hides", ())
     if len(runs) > 1 or any(row.get(f"t_{name}_p80_us") is None for name in ("gr", "c", "ov")):
-        return _with_range(_number(row, "e_hide", 2), runs, 1)
+        return _with_range(_number(row, "e_hide", 1), runs, 1)
     if row.get("e_hide") is None:
         return None
     # of normal times: p80 - p20 of a normal variable is 1.68 sigma, the standard error of a median 1.25 sigma / sqrt(n)
@@ -163,7 +168,7 @@ def _losses(row: Row) -> str | None:
 OVERLAP: Columns = {
     "shape": lambda row: row["shape"],
     "tokens": lambda row: str(row["tokens"]),
-    "R": lambda row: str(row["ranks"]),
+    "R": _ranks,
     "pass": lambda row: row["direction"],
     "link": lambda row: row["link"] or row["transport"],
     "CTAs": lambda row: _number(row, "max_ctas", 0),
@@ -215,7 +220,7 @@ def compare_table(rows: list[Row], columns: Columns = COMPARE) -> str:
     note += f" **Ranks take turns on {first['cores']} cores where there are more.**" if shared else ""
     note += f" Largest relative difference of losses: {max(row['loss_spread'] for row in rows):.0e}"
     gradients = [row.get("gradient_spread") for row in rows]
-    note += "." if None in gradients else f", of norms of a parameter's gradient: {max(gradients):.0e}."
+    note += "." if None in gradients else f", of a parameter's gradient: {max(gradients):.0e}."
     return table(rows, columns, note)
 
 
@@ -224,14 +229,14 @@ def words_of(row: Row) -> set[Any]:
 
 
 def _comparable(line: Row, row: Row) -> bool:
-    keys = ("case", "ranks", "tokens", "dtype", "device", "cores")
+    keys = ("case", "ranks", "tokens", "dtype", "device", "cores", "threads")
     return line.get("rtp_ratio") is not None and all(line.get(key) == row.get(key) for key in keys)
 
 
 def last_cases(lines: list[Row], words: list[str]) -> list[Row]:
     """Of each case that has all of the `words`, the last line. Raises ValueError where there is none."""
     keys = ("case", "link", "transport", "route", "dtype", "graph", "max_ctas", "tokens", "slot_cap", "checkpoint")
-    keys += ("parameter_dtype",)
+    keys += ("parameter_dtype", "device", "cores", "threads", "cores_per_rank")
     same = [(tuple(line.get(key) for key in keys), line) for line in lines if set(words) <= words_of(line)]
     found = dict(same)
     if not found:

@@ -220,6 +220,7 @@ def test_shards_that_travel_in_pieces(tmp_path):
         (["--seconds", "inf"], "at least 0 and finite"),
         (["--tokens", "4,4"], "--tokens: expected each once"),
         (["--ring", "emulated", "--transport", "nccl"], "--transport nccl is of a real ring"),
+        (["--ring", "emulated", "--share-cores"], "--share-cores is of a real ring"),
         (["--ring", "emulated", "--threads", "7"], "--threads 7 is of a real ring"),
     ],
 )

@@ -2,6 +2,7 @@
 gives, whatever the streams' delays are, and a failure reaches every rank."""
 
 import os
+import re
 import threading
 import time
 from datetime import timedelta
@@ -182,7 +183,7 @@ def until_failure(rank, sim, kind, ids, ranks, timeout, fault, barrier, news=Non
 @pytest.mark.parametrize("fault", ["leaves", "fails", "asynchronous error"])
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_failure_reaches_every_rank(sim, kind, fault):
-    timeout = 0.4
+    timeout = 2.0
     arguments = (sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=timeout), fault, threading.Barrier(3))
     results = values(run_threads(until_failure, 3, *arguments))
     survivors = results if fault == "asynchronous error" else results[:-1]
@@ -193,7 +194,8 @@ def test_a_failure_reaches_every_rank(sim, kind, fault):
         survivors = results[:-1]
     first = next(error for error, *_ in survivors if "did not answer" in str(error))
     assert isinstance(first, RingTimeout)
-    assert "rotate" in str(first) and "hop" in str(first) and "waited 0.4" in str(first), first
+    assert "rotate" in str(first) and "hop" in str(first), first
+    assert timeout <= float(re.search(r"waited ([\d.]+) s", str(first))[1]) < timeout + 5, first
 
 
 def connected_news(ranks):
@@ -238,14 +240,16 @@ def test_a_process_that_ends_is_noticed(sim):
 
 def test_hops_of_a_capture_are_not_supervised(sim):
     def work(rank, ids):
-        executor = connect(sim, "nccl", ids, rank, 2, timeout=timedelta(milliseconds=100))
+        executor = connect(sim, "nccl", ids, rank, 2, timeout=timedelta(seconds=1))
         sim.controls.capturing = True
         if rank == 1:
-            time.sleep(0.4)  # longer than the timeout
+            time.sleep(1.5)  # longer than the timeout
         linear(executor, 1, "ring", rank, 2)
+        barrier.wait(20)
         sim.controls.capturing = False
         executor.close()
 
+    barrier = threading.Barrier(2)
     values(run_threads(work, 2, unique_ids(sim, "nccl")))
 
 

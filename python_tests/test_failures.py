@@ -20,7 +20,8 @@ import rtp_ext
 from rtp_ext.functional import rotated_embedding, rotated_linear
 from rtp_ext.nn import RotatedEmbedding, RotatedLinear
 
-TIMEOUT = 4.0  # of rings whose ranks die; the others must know within it, and a second for the scheduler
+TIMEOUT = 4.0  # of rings whose ranks die; the others must know within it, and as much again for the scheduler
+PATIENT = 30.0  # of rings whose ranks live
 TRANSPORTS = ["shm", "c10d"]
 
 
@@ -46,7 +47,7 @@ class raises:
 
 def _bad_inputs(rank, ranks):
     """All ranks make the same mistake; all get the same kind of error, and the ring still works."""
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
+    with rtp_ext.Ring(timeout=PATIENT) as ring:
         linear = RotatedLinear(10, 7, ring=ring)
         table = RotatedEmbedding(10, 7, ring=ring)
         x = random(3, 10, dtype=torch.float32, seed=1)
@@ -83,7 +84,7 @@ def test_bad_inputs(ranks):
 def _bad_shards(rank, ranks):
     """Shards that do not belong together, or not to this ring."""
     mesh = init_device_mesh("cpu", (ranks,))
-    with rtp_ext.Ring(mesh, timeout=TIMEOUT) as ring:
+    with rtp_ext.Ring(mesh, timeout=PATIENT) as ring:
         x = random(3, 6, dtype=torch.float32, seed=1)
         # Rows that the chunk rule would not give: 4 + 2 + 3 instead of 3 + 3 + 3.
         rows = [4, 2, 3][rank]
@@ -112,7 +113,7 @@ def _bad_shards(rank, ranks):
         # All ranks make the group, two use it.
         pair = dist.new_group([0, 1])
         if rank < 2:
-            with rtp_ext.Ring(pair, timeout=TIMEOUT) as small, raises(ValueError, "rotated_linear", "2 ranks", "3"):
+            with rtp_ext.Ring(pair, timeout=PATIENT) as small, raises(ValueError, "rotated_linear", "2 ranks", "3"):
                 shard = DTensor.from_local(chunk(whole, ranks, rank), mesh, [Shard(0)])
                 rotated_linear(x, shard, ring=small)
         for shape, parts in (((3,), ("2 dimensions", r"\(3,\)")), ((1, 3, 6), ("2 dimensions", r"\(1, 3, 6\)"))):
@@ -140,7 +141,7 @@ def _short_lived_rings(rank, ranks):
     weight = torch.nn.Parameter(torch.ones(2, 6))
     kept = []
     for number in range(6):
-        ring = rtp_ext.Ring(timeout=TIMEOUT)
+        ring = rtp_ext.Ring(timeout=PATIENT)
         assert rotated_linear(torch.ones(1, 6), weight, ring=ring).tolist() == [[6.0] * 2 * ranks]
         ring.close()
         if rank == number % 2:
@@ -153,7 +154,7 @@ def test_short_lived_rings():
 
 
 def _closed(rank, ranks, transport):
-    ring = rtp_ext.Ring(transport=transport, timeout=TIMEOUT)
+    ring = rtp_ext.Ring(transport=transport, timeout=PATIENT)
     module = RotatedLinear(10, 7, ring=ring)
     model = rtp_ext.fully_rotate(make_model(), transport=transport)
     y = module(torch.zeros(3, 10))
@@ -265,7 +266,7 @@ def _lose_a_rank(rank, ranks, transport, how, where):
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     kind, text, seconds = _steps_until_error(layer, x)
     assert kind is rtp_ext.RingTimeout, f"{kind}: {text}"
-    assert seconds < TIMEOUT + 2.0, f"took {seconds} s"
+    assert seconds < 2 * TIMEOUT, f"took {seconds} s"
     assert re.search(r"RotatedLinear (forward|backward), (weight|gradient) hop \d of \d", text), text
     assert re.search(r"rank \d", text) and re.search(r"\d s\b", text), text
     if how == "stopped":
@@ -275,7 +276,7 @@ def _lose_a_rank(rank, ranks, transport, how, where):
     with raises(rtp_ext.RotationError, "RotatedLinear", "cannot be used any more"):
         layer(x)
     ring.close()
-    assert time.monotonic() - start < 1.0, "a dead ring answers at once"
+    assert time.monotonic() - start < TIMEOUT, "a dead ring answers at once"
     return seconds
 
 
@@ -303,7 +304,7 @@ def _lose_a_rank_in_a_model(rank, ranks, transport):
         for step in range(1000):
             last = time.monotonic()
             batch_loss(model, rank, step).backward()
-    assert time.monotonic() - last < TIMEOUT + 2.0
+    assert time.monotonic() - last < 2 * TIMEOUT
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -313,11 +314,11 @@ def test_lost_rank_of_a_model(transport):
 
 def _late(rank, ranks, transport):
     """A rank that is late, but not by more than the timeout, disturbs nobody."""
-    with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
+    with rtp_ext.Ring(transport=transport, timeout=2 * TIMEOUT) as ring:
         layer = RotatedLinear(64, 64, ring=ring)
         for step in range(ranks):
             if rank == step:
-                time.sleep(TIMEOUT / 2)
+                time.sleep(TIMEOUT)
             layer(torch.ones(4, 64)).sum().backward()
         assert ring.alive
 

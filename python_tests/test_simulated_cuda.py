@@ -1,5 +1,6 @@
 """The simulated CUDA runtime and NCCL keep the orders that the real ones keep, and no others."""
 
+import threading
 import time
 from datetime import timedelta
 
@@ -61,7 +62,7 @@ def test_a_stream_waits_for_a_value_in_memory(sim):
 
 
 def test_sends_meet_receives_and_a_communicator_keeps_its_order(sim):
-    ids = [sim.unique_id()]
+    ids, looked = [sim.unique_id()], threading.Event()
 
     def work(rank):
         comms = sim.Communicators(ids, rank, 2, TIMEOUT)
@@ -72,8 +73,9 @@ def test_sends_meet_receives_and_a_communicator_keeps_its_order(sim):
                 comms.send(0, stream, tensor, 1)
             time.sleep(0.05)
             idle = streams[0].idle()
+            looked.set()
         else:
-            time.sleep(0.1)
+            looked.wait(20)
             idle = None
             for stream, tensor in zip(reversed(streams), data, strict=True):
                 comms.receive(0, stream, tensor, 0)

@@ -237,12 +237,12 @@ def _ranks(rank, ranks):
     ring = rtp_ext.Ring(transport="shm", timeout=60.0)
     shard = torch.ones(64)
     list(ring.rotate(shard))  # the ranks agree on its shape
-    shapes = {"hidden": 0.04, "exposed": 0.0}
+    shapes = {"hidden": 0.2, "exposed": 0.0}
     for name, pause in shapes.items():
         ring._executor.set_delay(timedelta(milliseconds=60 if name == "exposed" and rank == 0 else 0))
         with ring.trace() as recorded:
             if name == "hidden" and rank == 0:
-                time.sleep(0.03)  # its neighbour's first hop is under way that long
+                time.sleep(0.15)  # its neighbour's first hop is under way that long
             for _ in range(1 if name == "hidden" else 4):
                 for _owner, _view in ring.rotate(shard):
                     time.sleep(pause)
@@ -258,12 +258,12 @@ def _ranks(rank, ranks):
 
 def test_three_ranks():
     hidden, exposed, traces = run_ranks(_ranks, 3)[0].values()
-    for each in hidden:  # 120 ms of pauses
-        assert each.compute > 0.1 and each.waiting < each.compute, each
-    assert hidden[1].rank == 1 and hidden[1].hidden > 0.5 and hidden[1].hops["weight"] > 0.02, hidden[1]
+    for each in hidden:  # 600 ms of pauses
+        assert each.compute > 0.5 and each.waiting < each.compute, each
+    assert hidden[1].rank == 1 and hidden[1].hidden > 0.5 and hidden[1].hops["weight"] > 0.05, hidden[1]
     waiting = [sum(each.waiting for each in exposed if each.rank == rank) for rank in range(3)]
     # rank 0 holds 8 hops up by 30 ms on average; its neighbour waits for them, and rank 0 itself posts that long
-    assert min(waiting) > 60 * MS, waiting
+    assert min(waiting) > 30 * MS, waiting
     longest = max(event.end - event.start for event in traces[1].events if event.lane == "weight")
     predicted = trace.predict(traces, 0)
     assert {event.rank for event in predicted} == {0, 1, 2} and longest > 10 * MS
@@ -349,7 +349,7 @@ def _simulated(rank, sim, ids, ranks):
     try:
         for recorded in (False, True):
             if recorded:
-                executor.set_delay(timedelta(milliseconds=60))
+                executor.set_delay(timedelta(milliseconds=300))
                 executor.trace(True)
             for reverse in (False, True):
                 execution = _native.Execution.rotate(executor, [home], shapes, "ring", reverse)
@@ -374,8 +374,8 @@ def test_events_of_cuda_streams():
     traces = values(run_threads(_simulated, 3, sim, ids, 3))
     for each in traces:
         assert len(each.passes) == 2
-        # Threads stand for streams. By the times at which the host enqueues them, computes would come 30 ms too early.
-        check_trace(each, tolerance=0.02)
+        # Threads stand for streams. By the times at which the host enqueues them, computes would come 150 ms too early.
+        check_trace(each, tolerance=0.1)
         hops = [e for e in each.events if e.lane == "weight"]
         assert len(hops) == 4 and all(e.end > e.start for e in hops)
         assert any(e.kind == "wait" and e.end - e.start > 5e-3 for e in each.events)

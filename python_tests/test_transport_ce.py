@@ -157,7 +157,7 @@ def until_failure(rank, sim, ranks, id_, barrier, mode, timeout, fault, news):
 @pytest.mark.parametrize("fault", ["is silent", "fails"])
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_a_failure_reaches_every_rank(sim, mode, fault):
-    ranks, timeout = 4, 0.4
+    ranks, timeout = 4, 2.0
     arguments = (sim, ranks, sim.unique_id(), threading.Barrier(ranks), mode, timedelta(seconds=timeout), fault)
     survivors = values(run_threads(until_failure, ranks, *arguments, connected_news(ranks)))[:-1]
     for error, waited in survivors:
@@ -166,7 +166,7 @@ def test_a_failure_reaches_every_rank(sim, mode, fault):
     if fault == "fails":
         assert any("rank 3 of the ring has failed: an error of its own" in text for text in said), said
     else:  # the rank that waited for the silent one names it, and the others pass that on
-        first = "hop . of 3: rank 3 of the ring did not answer .waited 0.4"
+        first = "hop . of 3: rank 3 of the ring did not answer .waited [23]"
         assert all(re.search(f"linear . .*, (weight|gradient) {first}", text) for text in said), said
 
 
@@ -190,12 +190,12 @@ def test_a_failure_reaches_who_waits_for_a_registration(sim):
 
 def test_passes_can_be_captured_once_their_slots_exist(sim):
     def work(rank, id_, barrier):
-        end = Rank(sim, rank, 2, id_, barrier, "mixed", timedelta(milliseconds=300))
+        end = Rank(sim, rank, 2, id_, barrier, "mixed", timedelta(seconds=1))
         end.both_channels(1, [5, 4], "ring")
         barrier.wait(20)
         sim.controls.capturing = True
         if rank == 1:
-            time.sleep(0.5)  # longer than the timeout: hops of a capture run when the graph does
+            time.sleep(1.5)  # longer than the timeout: hops of a capture run when the graph does
         end.both_channels(2, [5, 4], "direct")
         end.check_rest()
         with pytest.raises(RotationError, match="cannot be made or ended while a graph is captured"):

@@ -288,11 +288,16 @@ def _cost(times: Times) -> float:
     return times.t_ov / times.t_g1
 
 
-def free_from(layers: dict[int, Times]) -> int | None:
+def _told(times: Times, noise: float) -> bool:
+    """Whether times that varied by `noise` microseconds tell that rotation is free, or that it is not."""
+    return noise <= abs(times.t_ov - FREE * times.t_g1)
+
+
+def free_from(layers: dict[int, Times], noise: dict[int, float]) -> int | None:
     """The least number of tokens from which on every one that was measured is free; None if the largest is not."""
     first = None
     for tokens in sorted(layers, reverse=True):
-        if _cost(layers[tokens]) > FREE:
+        if _cost(layers[tokens]) > FREE or not _told(layers[tokens], noise[tokens]):
             break
         first = tokens
     return first
@@ -312,8 +317,8 @@ def verdict(plan: Plan, found: dict[str, Any]) -> str:
         hidden = f"{min(e_hide, 1.0):.0%} of what can be hidden of the" if e_hide > 0 else "no"
         exposed = max(0.0, _exposed(times))
         text += f"{hidden} communication is hidden; {exposed:.2f} ms of {rotated:.2f} ms are exposed. "
-    first = free_from(found["layers"])
-    if noise > abs(rotated - FREE * times.t_g1 / 1e3):
+    first = free_from(found["layers"], found["noise"])
+    if not _told(times, found["noise"][most]):
         text += f"Whether rotation is free (within {FREE - 1:.0%} of one whole GEMM) cannot be told: it took "
         text += f"{_cost(times):.2f} times one, and times varied by {noise:.2f} ms."
     elif first is None:

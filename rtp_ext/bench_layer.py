@@ -127,7 +127,7 @@ def clocked(ring: Ring, action: Callable[[], object]) -> float:
 
 
 def layer_times(layer: Layer, seconds: float) -> tuple[Times, float]:
-    """Medians of the slowest rank, and how far apart the 20th and 80th percentile are of the GEMMs or of the rotation.
+    """Medians of the slowest rank, and how far apart the 20th and 80th percentile of GEMMs or of the rotation are.
 
     The quantities take turns, each for at least `seconds` in all. Raises RotationError for a wrong result. Collective.
     """
@@ -147,5 +147,5 @@ def layer_times(layer: Layer, seconds: float) -> tuple[Times, float]:
         slowest = [max(times) for times in zip(*ring.exchange(mine), strict=True)]
         percentiles[name] = [float(value) for value in np.percentile(slowest, [20, 50, 80])]
     g1, gr, c, ov, base = (percentiles[name][1] for name in actions)
-    noise = max(percentiles[name][2] - percentiles[name][0] for name in ("gr", "ov"))
+    noise = max(percentiles[name][2] - percentiles[name][0] for name in ("g1", "gr", "ov"))
     return Times(g1, gr, c, ov, base, gr), noise

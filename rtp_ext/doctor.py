@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rtp_ext import _native, ring
 from rtp_ext._native import version_name
 
-_PROBE_SECONDS = 5
+_PROBE_SECONDS = 30
 
 
 def _package_version() -> str:

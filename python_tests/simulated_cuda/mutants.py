@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 # name -> what stands in transport_ce.cpp, and what stands in its place
@@ -75,4 +76,6 @@ def write_ce_mutants(source: Path, folder: Path) -> None:
     )
     file = folder / "mutated_transport_ce.h"
     if not file.exists() or file.read_text() != "".join(parts):
-        file.write_text("".join(parts))
+        made = folder / f"{file.name}.{os.getpid()}"  # another process may be compiling
+        made.write_text("".join(parts))
+        made.replace(file)
