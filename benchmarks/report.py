@@ -50,6 +50,8 @@ NAMES = {
     "single": "one process, all batches",
 }
 
+IMPOSSIBLE = 105  # % of the ceiling
+
 Row = dict[str, Any]
 
 
@@ -140,16 +142,22 @@ _TIMES = {
 
 
 def e_hide(row: Row) -> str | None:
-    """With the range of all runs; of one run, with the standard error of the medians that it is made of."""
+    """With the range of all runs; of one run, with the standard error of the medians that it is made of.
+
+    A dash where the operation took clearly less than its hops alone: times varied more than they differ.
+    """
     runs = row.get("e_hides", ())
+    if (row.get("ceiling_percent") or 0) > IMPOSSIBLE:
+        return "-"
     if len(runs) > 1 or any(row.get(f"t_{name}_p80_us") is None for name in ("gr", "c", "ov")):
-        return _with_range(_number(row, "e_hide", 1), runs, 1)
+        return _with_range(_number(row, "e_hide", 2), runs, 2)
     if row.get("e_hide") is None:
         return None
     # of normal times: p80 - p20 of a normal variable is 1.68 sigma, the standard error of a median 1.25 sigma / sqrt(n)
     spreads = [(row[f"t_{name}_p80_us"] - row[f"t_{name}_p20_us"]) / 1.68 for name in ("gr", "c", "ov")]
     error = 1.25 * math.hypot(*spreads) / math.sqrt(row["iterations"]) / min(row["t_gr_us"], row["t_c_us"])
-    return f"{row['e_hide']:.1f} ± {error:.1f}"
+    digits = 1 if error >= 0.05 else 2
+    return f"{row['e_hide']:.{digits}f} ± {error:.{digits}f}"
 
 
 def _microseconds(name: str) -> Callable[[Row], str]:

@@ -56,7 +56,9 @@ def test_e_hide_has_the_range_of_all_runs_or_the_error_of_its_medians():
     row |= {f"t_{name}_{end}_us": value for name in ("gr", "c", "ov") for end, value in (("p20", 0.0), ("p80", 16.8))}
     error = 1.25 * 10 * 3**0.5 / 5 / 50
     assert report.e_hide(row) == f"0.5 ± {error:.1f}" and error > 0.05
-    assert report.e_hide(row | {"e_hides": [0.5, -1.5]}) == "0.5 (-1.5 to 0.5 in 2)"
+    assert report.e_hide(row | {"e_hides": [0.5, -1.5]}) == "0.50 (-1.50 to 0.50 in 2)"
+    assert report.e_hide(row | {"iterations": 2500}) == f"0.50 ± {error / 10:.2f}"
+    assert report.e_hide(row | {"ceiling_percent": 106.0}) == "-" != report.e_hide(row | {"ceiling_percent": 104.0})
     assert report.e_hide({"e_hide": 0.5}) == "0.50" and report.e_hide({"e_hide": None}) is None
 
 
@@ -75,7 +77,7 @@ def test_tables_of_overlap_and_memory(tmp_path):
     for name, rows in (("overlap", overlap), ("memory_per_rank", [memory])):
         (tmp_path / "here" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     text = report.block("here overlap", tmp_path)
-    assert "| 0.9 (0.1 to 0.9 in 2) |" in text and "| 0.70 |" in text and "| 0.30 |" in text and "0.10" not in text
+    assert "| 0.90 (0.10 to 0.90 in 2) |" in text and "| 0.70 |" in text and "| 0.30 |" in text and "| 0.10" not in text
     assert "10 (hops)" in text and "| 1, 2, - |" in text
     assert "CTAs" not in text and "    python x\n" in text
     assert report.block("here overlap a T8", tmp_path).count("| s |") == 1
