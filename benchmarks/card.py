@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch import cores
+
+from rtp_ext.host import cores, cpu_name
 
 RESULTS = Path(__file__).parent / "results"
 # fmt: off
@@ -37,12 +38,6 @@ def output_of(*command: str) -> str | None:
     return done.stdout.strip().partition("\n")[0] or None
 
 
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def command_line() -> str:
     """The command of this process as it was typed. To be asked before ranks are spawned, which have another one."""
     return shlex.join(["python", *sys.orig_argv[1:]])
@@ -53,9 +48,9 @@ def environment_card(device: torch.device, command: str) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return {
         "machine": machine_name(device),
-        "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "gpus": torch.cuda.device_count(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": cores(),
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "cuda": torch.version.cuda if on_gpu else None,

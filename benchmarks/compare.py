@@ -55,12 +55,14 @@ import torch.distributed as dist
 from agreement import TOLERANCES, gradient_spread, loss_spread, signature
 from card import append_line, environment_card, result_line
 from compare_options import describe, parse_arguments
-from launch import Place, cores, gather, is_first, launch
+from launch import Place, gather, is_first, launch
 from memory import PROBED_STEPS, Memory, MemoryProbe
 from models import WORKLOADS
 from strategies import STRATEGIES, Trainer
 from timing import Sample, Stopwatch
 from tracing import record_steps
+
+from rtp_ext.host import cores
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Result = dict[str, Any]
@@ -224,7 +226,8 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result) -> 
             print(f"\r{tokens} tokens: round {number + 1}/{rounds}\x1b[K", end="", file=sys.stderr, flush=True)
     if live:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    rows = [_result(contestant, place, args, tokens, card, reference) for contestant in contestants]
+    local_ms = _slowest(reference.forward_backward, place).median / 1e3
+    rows = [_result(contestant, place, args, tokens, card, local_ms) for contestant in contestants]
     record_steps(
         args.trace, {f"{c.strategy}-{place.ranks}-{tokens}": (c._trainer, c._batch) for c in contestants if c._trainer}
     )
@@ -242,13 +245,11 @@ def _slowest(mine: list[float], place: Place) -> Sample:
 
 
 def _result(
-    contestant: Contestant, place: Place, args: argparse.Namespace, tokens: int, card: Result, reference: Contestant
+    contestant: Contestant, place: Place, args: argparse.Namespace, tokens: int, card: Result, local_ms: float
 ) -> Result:
     one_process = STRATEGIES[contestant.strategy].one_process
     idle = [0.0] * (args.warmup + args.steps)
     losses = gather([float(loss) for loss in contestant.losses] or idle, place)
-    gradients = gather(contestant.gradients or [[0.0, 0.0]] * len(reference.gradients), place)
-    local_ms = _slowest(reference.forward_backward, place).median / 1e3
     times = _slowest(contestant.seconds, place)
     forward_backward_ms = _slowest(contestant.forward_backward, place).median / 1e3
     return result_line(
@@ -271,7 +272,7 @@ def _result(
         exposed_ms=None if one_process else forward_backward_ms - local_ms,
         tokens_per_s=tokens * place.ranks / times.median * 1e6,
         losses=(losses[0] if one_process else losses.mean(0)).tolist(),
-        gradients=(gradients[:1] if one_process else gradients).tolist(),
+        gradients=[contestant.gradients] if one_process else gather(contestant.gradients, place).tolist(),
         balanced_over=len(balanced_orders(len(args.strategies) + 1)),  # the reference takes turns too
         steps=args.steps,
         warmup=args.warmup,

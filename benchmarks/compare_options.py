@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from card import RESULTS, command_line, machine_name, refusal_to_write
-from launch import add_launch_options, under_torchrun
+from launch import add_launch_options, repetition, under_torchrun
 from models import WORKLOADS
 from strategies import DTYPES, STRATEGIES
 from tracing import add_trace_option
@@ -48,9 +48,9 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
             error(f"unknown strategy {strategy!r}, expected some of {','.join(STRATEGIES)}")
         if (refusal := STRATEGIES[strategy].refusal(workload.make)) is not None:
             error(f"--model {args.model} cannot be trained with {strategy}: {refusal}")
-    for name in ("strategies", "ranks", "tokens"):
-        if len(set(getattr(args, name))) < len(getattr(args, name)):
-            error(f"--{name}: expected each once, got {getattr(args, name)}")
+    lists = {"--strategies": args.strategies, "--ranks": args.ranks, "--tokens": args.tokens}
+    if (refusal := repetition(lists)) is not None:
+        error(refusal)
     if min(*args.ranks, *args.tokens, args.steps) < 1 or args.warmup < 0:
         error("--ranks, --steps and --tokens must be at least 1, --warmup at least 0")
     if args.steps + args.warmup < 2:

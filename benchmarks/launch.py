@@ -8,7 +8,7 @@ import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rtp_ext.host import cores
 
 TIMEOUT = timedelta(minutes=30)  # one rank may train a model alone while the others wait
 
@@ -35,11 +37,6 @@ class Place:
 
 
 Worker = Callable[[Place, argparse.Namespace], Any]
-
-
-def cores() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def under_torchrun() -> bool:
@@ -115,18 +112,26 @@ def _device(kind: str, local_rank: int) -> torch.device:
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
     parser.add_argument(
-        "--threads", type=thread_count, default=0, help="CPU threads per rank (0: the cores divided among the ranks)"
+        "--threads", type=_thread_count, default=0, help="CPU threads per rank (0: the cores divided among the ranks)"
     )
 
 
-def thread_count(text: str) -> int:
+def _thread_count(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"expected at least 0, got {number}")
     return number
 
 
-def gather(value: float | list[float] | list[int], place: Place) -> torch.Tensor:
+def repetition(options: Mapping[str, Sequence[Any] | None]) -> str | None:
+    """What is wrong where a list, by the name of its option, names something twice; None where no list does."""
+    for option, values in options.items():
+        if values is not None and len(set(values)) < len(values):
+            return f"{option}: expected each once, got {values}"
+    return None
+
+
+def gather(value: float | list[float] | list[int] | list[list[float]], place: Place) -> torch.Tensor:
     """Values of all ranks, float64, [ranks, *shape of value], on the CPU."""
     mine = torch.tensor(value, dtype=torch.float64, device=place.device)
     everyone = [torch.empty_like(mine) for _ in range(place.ranks)]

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from card import RESULTS, command_line, machine_name, refusal_to_write
-from launch import add_launch_options, cores, under_torchrun
+from launch import add_launch_options, repetition, under_torchrun
 from overlap_cases import DIRECTIONS, SHAPES, cpu_cases, gpu_cases, grid
 from strategies import DTYPES
 from tracing import add_trace_option
+
+from rtp_ext.host import cores
 
 LINKS = r"ce-local(:[124])?|sm-local|nccl-self(:[1-9]\d*)?|pcie"  # a number: of streams, of CTAs
 
@@ -65,10 +67,9 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         error("--iterations must be at least 1, --seconds at least 0 and finite, --budget above 0")
     if args.slot_cap is not None and args.slot_cap < 0:
         error(f"--slot-cap must be at least 0, got {args.slot_cap}")
-    for name in ("shapes", "tokens", "ranks", "directions", "links", "max_ctas"):
-        given = getattr(args, name) or []
-        if len(set(given)) < len(given):
-            error(f"--{name.replace('_', '-').replace('links', 'link')}: expected each once, got {given}")
+    lists = {"--shapes": args.shapes, "--tokens": args.tokens, "--ranks": args.ranks, "--directions": args.directions}
+    if (refusal := repetition(lists | {"--link": args.links, "--max-ctas": args.max_ctas})) is not None:
+        error(refusal)
     for name in ("transport", "route", "threads") if args.ring == "emulated" else ():
         if (given := getattr(args, name)) not in ("auto", 0):
             error(f"--{name} {given} is of a real ring (--ring real)")

@@ -24,8 +24,6 @@ from rtp_ext.__main__ import main
 from rtp_ext.metrics import Times
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-COMPARE = RESULTS / "cpu-2core" / "compare.jsonl"
 
 # -- compare.py, in processes where `models` is that of the benchmarks -------------------------------------------------
 

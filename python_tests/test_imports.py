@@ -13,7 +13,7 @@ LINES = 420
 # From the bottom up. A unit (a module, or a package with all its files) imports only from layers below its own; the
 # files of a package among the MATES import each other too.
 PYTHON_LAYERS = [
-    {"_native"},
+    {"_native", "host"},
     {"_connect", "_rotation", "_trace", "gate"},
     {"ring", "schedule"},
     {"timeline"},

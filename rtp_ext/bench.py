@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-import platform
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rtp_ext._native import RotationError
 from rtp_ext.bench_layer import Layer, clocked, layer_times
 from rtp_ext.convert import fully_rotate, ring_of
+from rtp_ext.host import cores, cpu_name
 from rtp_ext.metrics import Times, metrics
 from rtp_ext.ring import Ring
 
@@ -67,9 +67,8 @@ class Plan:
         what = f"{self.ranks} ranks on {'GPUs' if self.device == 'cuda' else 'CPU'}"
         if self.emulated:
             what = f"one {'GPU' if self.device == 'cuda' else 'process'} stands for a ring of {self.ranks}"
-        cores = len(os.sched_getaffinity(0))
-        if self.device == "cpu" and not self.emulated and self.ranks > cores:
-            what += f", which TAKE TURNS on {cores} cores"
+        if self.device == "cpu" and not self.emulated and self.ranks > cores():
+            what += f", which TAKE TURNS on {cores()} cores"
         return f"{what}; linear layer {self.columns} -> {self.rows}, {str(self.dtype)[6:]}, forward and backward"
 
 
@@ -101,9 +100,8 @@ def choose(
         raise ValueError(f"bench: {size} ranks need as many GPUs, this machine has {found}")
     if min(chosen) < 1 or not 0 <= least <= 10:
         raise ValueError(f"bench: expected tokens of at least 1 and 0 to 10 seconds, got {chosen}, {least}")
-    cores = len(os.sched_getaffinity(0))
-    if kind == "cpu" and size > MOST_RANKS_PER_CORE * cores:
-        raise ValueError(f"bench: expected at most {MOST_RANKS_PER_CORE} ranks for each of {cores} cores, got {size}")
+    if kind == "cpu" and size > MOST_RANKS_PER_CORE * cores():
+        raise ValueError(f"bench: expected at most {MOST_RANKS_PER_CORE} ranks for each of {cores()} cores, got {size}")
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     width, inner, batch = (4096, 14336, 2048) if kind == "cuda" else (512, 2048, 256)
     return Plan(kind, size, emulated, tuple(sorted(chosen)), least, rows, columns, dtype, width, inner, batch)
@@ -210,9 +208,9 @@ def _rank(rank: int, plan: Plan, folder: str) -> None:
     if plan.device == "cuda":
         torch.cuda.set_device(rank)
     else:
-        cores = sorted(os.sched_getaffinity(0))
-        each = max(1, len(cores) // plan.ranks)
-        os.sched_setaffinity(0, [cores[(rank * each + core) % len(cores)] for core in range(each)])
+        available = sorted(os.sched_getaffinity(0))
+        each = max(1, len(available) // plan.ranks)
+        os.sched_setaffinity(0, [available[(rank * each + core) % len(available)] for core in range(each)])
         torch.set_num_threads(each)
     backend = "nccl" if plan.device == "cuda" else "gloo"
     rendezvous = f"file://{folder}/rendezvous"
@@ -246,12 +244,8 @@ def run(plan: Plan) -> dict[str, Any]:
 
 def machine(device: str) -> str:
     """What this process runs on, with versions and the date."""
-    name = platform.processor() or platform.machine()
-    if device == "cuda":
-        name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-    elif (info := Path("/proc/cpuinfo")).exists():
-        name = next((line.split(": ")[1] for line in info.read_text().splitlines() if "model name" in line), name)
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}, {datetime.now():%Y-%m-%d}"
+    name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if device == "cuda" else cpu_name()
+    return f"{name}, {cores()} cores, torch {torch.__version__}, {datetime.now():%Y-%m-%d}"
 
 
 def table(plan: Plan, found: dict[str, Any]) -> str:

@@ -1,0 +1,22 @@
+"""The processors of this host."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+__all__ = ["cores", "cpu_name"]
+
+
+def cores() -> int:
+    """Number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_name() -> str:
+    """As the kernel knows it, or else Python."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
