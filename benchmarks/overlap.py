@@ -42,7 +42,7 @@ from timing import Sample, everyones, gpu_state, samples
 from tracing import record
 
 import rtp_ext
-from rtp_ext.metrics import Times, metrics, model
+from rtp_ext.measure.metrics import Times, metrics, model
 
 PLAIN = "sm-local"  # what an emulated ring on a GPU is without a choice
 QUANTITIES = ("g1", "gr", "c", "ov", "base")

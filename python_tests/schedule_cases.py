@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from schedule_races import ALL, HALVES, Ring, Step
 
-from rtp_ext.schedule import schedules
+from rtp_ext.observe.schedule import schedules
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
-from rtp_ext.metrics import Times, metrics, model
+from rtp_ext.measure.metrics import Times, metrics, model
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"

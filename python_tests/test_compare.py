@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rtp_ext import RotationError, bench, bench_layer
 from rtp_ext.__main__ import main
-from rtp_ext.metrics import Times
+from rtp_ext.measure.metrics import Times
 
 ROOT = Path(__file__).resolve().parent.parent
 

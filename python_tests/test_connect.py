@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rtp_ext import RotationError, _connect, _native
-from rtp_ext._connect import Candidate, TransportOptions
+from rtp_ext.ring.connect import Candidate, TransportOptions
 
 
 class StandIn:

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear_cross_entropy
-from rtp_ext.sharding import shard_parameter
+from rtp_ext.parameters.sharding import shard_parameter
 
 TIMEOUT = 30.0
 SIZES = [(11, 5), (3, 6), (17, 16)]  # vocabulary, features; the second has fewer rows than ranks

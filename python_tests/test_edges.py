@@ -9,7 +9,7 @@ from torch.nn.utils import prune
 import rtp_ext
 from rtp_ext.functional import rotated_linear
 from rtp_ext.nn import RotatedLinear
-from rtp_ext.sharding import take_shard
+from rtp_ext.parameters.sharding import take_shard
 
 TIMEOUT = 20.0
 

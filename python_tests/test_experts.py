@@ -35,7 +35,7 @@ from torch.nn import functional as F
 import rtp_ext
 from rtp_ext.functional import rotated_experts
 from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.sharding import shard_parameter
+from rtp_ext.parameters.sharding import shard_parameter
 
 TIMEOUT = 30.0
 SIZES = [

@@ -193,7 +193,7 @@ def test_includes_run_downward():
         ("rtp_ext.nn.linear", "from ..convert import fully_rotate", "convert"),
         ("rtp_ext.ring", "import rtp_ext", "__init__"),
         ("rtp_ext.ring", "from rtp_ext import _C", "only _native"),
-        ("rtp_ext.schedule", "from rtp_ext.ring import Ring", "ring"),
+        ("rtp_ext.schedule", "from rtp_ext.ring.ring import Ring", "ring"),
     ],
 )
 def test_python_violations_are_found(module, text, found):
@@ -206,14 +206,14 @@ def test_python_violations_are_found(module, text, found):
     ("path", "text", "found"),
     [
         ("executor.h", '#include "ops/linear.h"', "ops/linear.h"),
-        ("transport_shm.cpp", '#include "executor.h"', "executor.h"),
+        ("transport_shm.cpp", '#include "engine/executor.h"', "executor.h"),
         ("schedule.cpp", "#include <ATen/core/Tensor.h>", "neither torch"),
         ("schedule.h", "#  include <cuda_runtime.h>", "neither torch"),
-        ("schedule.h", '#include "transport.h"', "transport.h"),
+        ("schedule.h", '#include "transport/transport.h"', "transport.h"),
         ("ops/linear.cpp", "#include <torch/extension.h>", "only bindings"),
         ("executor.cpp", "#include <torch/csrc/utils/pybind.h>", "only bindings"),
         ("kernels/embedding.cu", "#include <ATen/ATen.h>", "plain pointers"),
-        ("checks.h", '#include "handles.h"', "handles.h"),
+        ("checks.h", '#include "base/handles.h"', "handles.h"),
     ],
 )
 def test_include_violations_are_found(path, text, found):
@@ -223,7 +223,7 @@ def test_include_violations_are_found(path, text, found):
 
 def test_what_is_allowed_is_not_reported():
     assert python_violations({"rtp_ext.nn.linear": "from rtp_ext.nn._base import RotatedModule\nimport torch"}) == []
-    assert c_violations({"ops/linear.cpp": '#include "ops/gemm.h"\n#include <torch/csrc/Exceptions.h>'}) == []
+    assert c_violations({"ops/linear.cpp": '#include "compute/gemm.h"\n#include <torch/csrc/Exceptions.h>'}) == []
 
 
 def long_files(lengths: dict[str, int]) -> list[str]:

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 import rtp_ext
 from rtp_ext.functional import rotated_mlp
 from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.sharding import shard_parameter
+from rtp_ext.parameters.sharding import shard_parameter
 
 TIMEOUT = 30.0
 SIZES = [(5, 7, 6), (16, 17, 9), (6, 3, 2)]  # in, hidden, out features; the last has fewer of some than ranks

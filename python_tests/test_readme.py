@@ -28,6 +28,6 @@ def test_quickstart(tmp_path):
 def test_files_named_in_readme_exist():
     named = set(re.findall(r"`((?:csrc|rtp_ext|benchmarks|python_tests|docs)/[\w/.-]+)`", README))
     named |= set(re.findall(r"\]\(((?!http)[\w/.-]+)\)", README))
-    assert {"csrc/executor.h", "rtp_ext/convert.py", "docs/backward.png"} <= named
+    assert {"csrc/engine/executor.h", "rtp_ext/convert.py", "docs/backward.png"} <= named
     missing = sorted(name for name in named if not (ROOT / name).exists())
     assert not missing

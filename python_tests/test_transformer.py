@@ -14,7 +14,7 @@ from torch import nn
 
 import rtp_ext
 from rtp_ext.nn import RotatedLinear, RotatedMultiheadAttention
-from rtp_ext.nn.transformer import keep_from_fast_path
+from rtp_ext.convert.fast_path import keep_from_fast_path
 
 TIMEOUT = 30.0
 WIDTH, HEADS, HIDDEN = 10, 2, 13  # an even number of heads, as the fast path wants it

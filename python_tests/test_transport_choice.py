@@ -10,7 +10,7 @@ import torch
 
 import rtp_ext
 from rtp_ext import RotationError, _connect, _native, doctor
-from rtp_ext._connect import TransportOptions, choose_ce_modes, choose_route, connect
+from rtp_ext.ring.connect import TransportOptions, choose_ce_modes, choose_route, connect
 
 
 class TwoRanks:

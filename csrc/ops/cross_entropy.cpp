@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "checks.h"
-#include "ops/gemm.h"
-#include "ops/logits.h"
+#include "base/checks.h"
+#include "compute/gemm.h"
+#include "compute/logits.h"
 
 namespace rtp {
 namespace {

@@ -9,10 +9,10 @@
 
 #include <cstring>
 
-#include "checks.h"
-#include "kernel_tensors.h"
+#include "base/checks.h"
+#include "compute/kernel_tensors.h"
 #include "kernels/embedding.h"
-#include "ops/gemm.h"
+#include "compute/gemm.h"
 
 namespace rtp {
 namespace {

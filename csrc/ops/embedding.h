@@ -1,7 +1,7 @@
 // Embedding tables whose shards visit every rank.
 #pragma once
 
-#include "ops/common.h"
+#include "ops/rotation.h"
 
 namespace rtp {
 

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "ops/activation.h"
-#include "ops/common.h"
+#include "compute/activation.h"
+#include "ops/rotation.h"
 
 namespace rtp {
 

@@ -5,7 +5,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ops/common.h"
+#include "ops/rotation.h"
 
 namespace rtp {
 

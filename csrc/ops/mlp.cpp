@@ -4,8 +4,8 @@
 
 #include <map>
 
-#include "checks.h"
-#include "ops/gemm.h"
+#include "base/checks.h"
+#include "compute/gemm.h"
 
 namespace rtp {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "ops/activation.h"
+#include "compute/activation.h"
 #include "ops/linear.h"
 
 namespace rtp {

@@ -6,7 +6,7 @@
 #include "kernels/embedding.h"
 #include "kernels/logits.h"
 #include "kernels/pack.h"
-#include "ops/gemm_layout.h"
+#include "compute/gemm_layout.h"
 
 extern "C" {
 

@@ -11,7 +11,7 @@
 #include <optional>
 #include <set>
 
-#include "transport.h"
+#include "transport/transport.h"
 
 namespace {
 

@@ -4,8 +4,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "simulated_nccl.h"
-#include "transport_nccl.h"
-#include "transport_nccl_put.h"
+#include "transport/nccl/nccl.h"
+#include "transport/nccl/put.h"
 
 void bind_ce(pybind11::module_& m);  // ce.cpp
 

@@ -3,11 +3,11 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "../../csrc/copy_engine.cpp"
-#include "../../csrc/emulated_links.cpp"
-#include "../../csrc/peer_flags.cpp"
-#include "../../csrc/peer_memory.cpp"
-#include "../../csrc/transport_ce.cpp"
+#include "../../csrc/device/copy_engine.cpp"
+#include "../../csrc/transport/emulated_links.cpp"
+#include "../../csrc/transport/ce/peer_flags.cpp"
+#include "../../csrc/transport/ce/peer_memory.cpp"
+#include "../../csrc/transport/ce/ce.cpp"
 #include "mutated_transport_ce.h"
 
 void bind_ce(pybind11::module_& m);

@@ -2,7 +2,7 @@
 #include <cstring>
 #include <set>
 
-#include "nccl_library.h"
+#include "transport/nccl/library.h"
 #include "nccl_operations.h"
 #include "simulated_nccl.h"
 

@@ -3,9 +3,9 @@
 
 #include <cstring>
 
-#include "nccl_library.h"
+#include "transport/nccl/library.h"
 #include "nccl_operations.h"
-#include "symmetric_memory.h"
+#include "transport/nccl/symmetric_memory.h"
 
 namespace simulated {
 namespace {

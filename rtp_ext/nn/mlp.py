@@ -9,10 +9,10 @@ from torch import nn
 
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.nn._base import LiveModule
-from rtp_ext.nn.bundled import BundledForward, MLPSpec, bundled_mlp
-from rtp_ext.nn.families import mlp_block
+from rtp_ext.convert.bundled import BundledForward, MLPSpec, bundled_mlp
+from rtp_ext.families.blocks import mlp_block
 from rtp_ext.nn.linear import RotatedLinear
-from rtp_ext.ring import Ring
+from rtp_ext.ring.ring import Ring
 
 
 class RotatedMLP(LiveModule, nn.Module):

@@ -1,7 +1,7 @@
 """What rotation holds: the slots and sharded states of the engine, byte for byte.
 
-The rules are those of csrc/schedule.cpp (slots of a pass), csrc/executor.cpp (layout of a slot, the pool, staging) and
-csrc/ops/common.cpp (pieces).
+The rules are those of csrc/schedule/schedule.cpp (slots of a pass), csrc/engine/executor.cpp (layout of a slot, the pool, staging) and
+csrc/ops/rotation.cpp (pieces).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class RotationBytes:
 
 
 class _Pool:
-    """SlotPool of csrc/executor.cpp, one channel: bytes of what is free and leased, and the peak."""
+    """SlotPool of csrc/engine/executor.cpp, one channel: bytes of what is free and leased, and the peak."""
 
     def __init__(self) -> None:
         self.free: list[int] = []
@@ -135,7 +135,7 @@ class _Pass:
 
 def _lease(phase: Sequence[_Pass], weights: _Pool, gradients: _Pool, stages: bool, *, prefetch: bool) -> None:
     """All forwards or all backwards of a step. With prefetching a pass that is down to its last slot returns the others
-    and leases what the next one's first hop lands in (csrc/executor.cpp: send_ahead; csrc/prefetch.cpp)."""
+    and leases what the next one's first hop lands in (csrc/engine/executor.cpp: send_ahead; csrc/engine/prefetch.cpp)."""
     ahead: list[int] = []
     for index, now in enumerate(phase):
         leased, ahead = ahead, []
@@ -219,7 +219,7 @@ def rtp_bytes(
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
     parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. The pool keeps
-    them; a slot that is too small makes way. Sources: csrc/schedule.cpp, csrc/executor.cpp.
+    them; a slot that is too small makes way. Sources: csrc/schedule/schedule.cpp, csrc/engine/executor.cpp.
     """
     check_at_least("rtp_bytes", 1, ranks=ranks, param_bytes=param_bytes, reduce_bytes=reduce_bytes)
     if not 0 <= rank < ranks:

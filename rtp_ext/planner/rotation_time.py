@@ -1,6 +1,6 @@
 """How long rotated operations take: durations of their computes and hops, and the simulator on the executor's schedule.
 
-Source: RTP, arXiv 2311.01635; csrc/schedule.cpp through rtp_ext.timeline.
+Source: RTP, arXiv 2311.01635; csrc/schedule/schedule.cpp through rtp_ext.timeline.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rtp_ext.planner.links import Group, hop_bytes_per_s
 from rtp_ext.planner.rotation import SLOT_CAP, Rotation, Weight, pieces_of
 
 if TYPE_CHECKING:
-    from rtp_ext.timeline import Lockstep
+    from rtp_ext.observe.timeline import Lockstep
 
-_ENOUGH = 0.93  # of the last wave: csrc/ops/common.cpp
+_ENOUGH = 0.93  # of the last wave: csrc/ops/rotation.cpp
 _OPERATIONS = {"linear": "linear", "embedding": "embedding", "bundle": "mlp", "head": "cross_entropy"}
 
 
 @functools.cache
 def lockstep(ranks: int, op: str, pass_: str, in_place: bool, halves: bool, dgrad: bool, two_lanes: bool) -> Lockstep:
     """The simulator of the schedule that the executor runs (rtp_ext.schedule)."""
-    from rtp_ext.schedule import schedules  # it loads the extension, and torch with it
-    from rtp_ext.timeline import Lockstep
+    from rtp_ext.observe.schedule import schedules  # it loads the extension, and torch with it
+    from rtp_ext.observe.timeline import Lockstep
 
     if pass_ == "forward":
         return Lockstep(schedules(ranks, op=op, in_place=in_place, two_lanes=two_lanes)[0])
@@ -148,7 +148,7 @@ def rotation_seconds(
 
 
 def _two_lanes(rotation: Rotation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:
-    """Forward and backward: whether a product leaves much of its last wave idle (csrc/ops/common.cpp, linear.cpp)."""
+    """Forward and backward: whether a product leaves much of its last wave idle (csrc/ops/rotation.cpp, linear.cpp)."""
 
     def wastes(rows: int, columns: int) -> bool:
         waves = math.ceil(rows / TILES[0][0]) * math.ceil(columns / TILES[0][1]) / cluster.streaming_multiprocessors

@@ -122,7 +122,7 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
     """
     moments = OPTIMIZER_MOMENTS[strategy.optimizer]
     if strategy.rtp > 1:
-        source = "csrc/executor.cpp, DTensor's Shard: shards of rank 0"
+        source = "csrc/engine/executor.cpp, DTensor's Shard: shards of rank 0"
         held = rotation_bytes(model, strategy, stage)
         own = held.gradients_bytes // 4
         shards = [
@@ -171,7 +171,7 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
 def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term]) -> list[Term]:
     """Slots of rotation, or weights and gradients that exist unsharded for a while.
 
-    Sources: csrc/executor.cpp; torch's `fully_shard`, DistributedDataParallel and autocast; torchtitan's settings under
+    Sources: csrc/engine/executor.cpp; torch's `fully_shard`, DistributedDataParallel and autocast; torchtitan's settings under
     pipelines.
     """
     if strategy.rtp > 1:
@@ -206,7 +206,7 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
 
 
 def _slot_terms(strategy: Strategy, held: RotationBytes) -> list[Term]:
-    name, source = "rotation_slots", "csrc/executor.cpp: SlotPool; csrc/schedule.cpp: slots of a pass"
+    name, source = "rotation_slots", "csrc/engine/executor.cpp: SlotPool; csrc/schedule/schedule.cpp: slots of a pass"
     kinds = (
         ("weight", held.weight_slot_sizes, held.weight_slots_bytes, strategy.param_bytes),
         ("gradient", held.gradient_slot_sizes, held.gradient_slots_bytes, strategy.reduce_bytes),

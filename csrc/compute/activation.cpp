@@ -1,0 +1,170 @@
+#include "compute/activation.h"
+
+#include <ATen/ops/clamp_min.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
+#include <ATen/ops/threshold_backward.h>
+
+#include <algorithm>
+
+#include "base/checks.h"
+#include "compute/kernel_tensors.h"
+
+namespace rtp {
+
+Activation parse_activation(const std::string& name) {
+  if (name == "relu") return Activation::relu;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  RTP_CHECK_VALUE(name == "silu", "expected an activation of relu, gelu, gelu_tanh or silu, got ", name);
+  return Activation::silu;
+}
+
+void activate(Activation activation, const at::Tensor& out, const at::Tensor& x) {
+  at::Tensor result = out;  // ATen's out arguments are non-const handles
+  switch (activation) {
+    case Activation::relu:
+      at::clamp_min_out(result, x, 0);
+      return;
+    case Activation::gelu:
+      at::gelu_out(result, x, "none");
+      return;
+    case Activation::gelu_tanh:
+      at::gelu_out(result, x, "tanh");
+      return;
+    case Activation::silu:
+      at::silu_out(result, x);
+      return;
+  }
+  RTP_ASSERT(false, "unknown activation");
+}
+
+void activate_backward(Activation activation, const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x) {
+  at::Tensor result = out;
+  switch (activation) {
+    case Activation::relu:
+      at::threshold_backward_out(result, dy, x, 0);
+      return;
+    case Activation::gelu:
+      at::gelu_backward_out(result, dy, x, "none");
+      return;
+    case Activation::gelu_tanh:
+      at::gelu_backward_out(result, dy, x, "tanh");
+      return;
+    case Activation::silu:
+      at::silu_backward_out(result, dy, x);
+      return;
+  }
+  RTP_ASSERT(false, "unknown activation");
+}
+
+namespace {
+
+// Calls body with views of a few rows of every tensor. On a CPU several elementwise operations in a row then find their
+// operands in the cache; elsewhere all rows go at once.
+template <typename Body, typename... Tensors>
+void by_rows(Body&& body, const at::Tensor& first, const Tensors&... others) {
+  constexpr int64_t kBytes = 128 << 10;
+  const int64_t rows = first.size(0);
+  const int64_t row_bytes = std::max<int64_t>(first.size(1) * static_cast<int64_t>(first.element_size()), 1);
+  const int64_t block = first.is_cpu() ? std::max<int64_t>(kBytes / row_bytes, 1) : std::max<int64_t>(rows, 1);
+  for (int64_t begin = 0; begin < rows; begin += block) {
+    const int64_t count = std::min(block, rows - begin);
+    const auto of = [&](const at::Tensor& tensor) {
+      return tensor.defined() ? tensor.narrow(0, begin, count) : tensor;
+    };
+    body(of(first), of(others)...);
+  }
+}
+
+// Whether one kernel makes the whole of it.
+template <typename... Tensors>
+bool is_fused(const at::Tensor& pre, const Tensors&... others) {
+  const auto alike = [&](const at::Tensor& other) {
+    return !other.defined() || other.scalar_type() == pre.scalar_type();
+  };
+  return kernels_take(pre, others...) && (alike(others) && ...);
+}
+
+}  // namespace
+
+at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at::Tensor& gate) {
+  const at::Tensor value = at::empty(pre.sizes(), pre.options());
+  if (is_fused(pre, gate)) {
+    const HiddenForward hidden{*element_of(pre.scalar_type()),
+                               activation,
+                               pre.size(0),
+                               pre.size(1),
+                               pre.const_data_ptr(),
+                               gate.defined() ? gate.const_data_ptr() : nullptr,
+                               value.data_ptr(),
+                               pre.stride(0),
+                               gate.defined() ? gate.stride(0) : 0,
+                               value.stride(0),
+                               /*windows=*/0};
+    launch_beside(pre, [&](void* stream) { return launch_hidden_forward(hidden, stream); });
+    return value;
+  }
+  by_rows(
+      [&](const at::Tensor& out, const at::Tensor& up, const at::Tensor& through) {
+        activate(activation, out, through.defined() ? through : up);
+        if (through.defined()) out.mul_(up);
+      },
+      value, pre, gate);
+  return value;
+}
+
+Hidden hidden_backward(Activation activation, const at::Tensor& d_value, const at::Tensor& pre,
+                       const at::Tensor& gate) {
+  const at::Tensor value = at::empty(pre.sizes(), pre.options());
+  if (is_fused(pre, d_value, gate)) {
+    const at::Tensor d_pre = gate.defined() ? at::empty(pre.sizes(), pre.options()) : d_value;
+    const HiddenBackward hidden{*element_of(pre.scalar_type()),
+                                activation,
+                                pre.size(0),
+                                pre.size(1),
+                                d_value.const_data_ptr(),
+                                pre.const_data_ptr(),
+                                gate.defined() ? gate.const_data_ptr() : nullptr,
+                                value.data_ptr(),
+                                d_pre.data_ptr(),
+                                gate.defined() ? d_value.data_ptr() : nullptr,
+                                d_value.stride(0),
+                                pre.stride(0),
+                                gate.defined() ? gate.stride(0) : 0,
+                                value.stride(0),
+                                d_pre.stride(0),
+                                d_value.stride(0),
+                                /*windows=*/0};
+    launch_beside(pre, [&](void* stream) { return launch_hidden_backward(hidden, stream); });
+    return {value, d_pre, gate.defined() ? d_value : at::Tensor()};
+  }
+  if (!gate.defined()) {
+    by_rows(
+        [&](const at::Tensor& out, const at::Tensor& d, const at::Tensor& up) {
+          activate(activation, out, up);
+          activate_backward(activation, d, d, up);
+        },
+        value, d_value, pre);
+    return {value, d_value, at::Tensor()};
+  }
+  const at::Tensor d_pre = at::empty(pre.sizes(), pre.options());
+  by_rows(
+      [&](const at::Tensor& out, const at::Tensor& d, const at::Tensor& d_up, const at::Tensor& up,
+          const at::Tensor& through) {
+        activate(activation, out, through);
+        at::Tensor product = d_up;
+        at::mul_out(product, d, out);
+        d.mul_(up);
+        activate_backward(activation, d, d, through);
+        out.mul_(up);
+      },
+      value, d_value, d_pre, pre, gate);
+  return {value, d_pre, d_value};
+}
+
+}  // namespace rtp

@@ -1,0 +1,117 @@
+#include "device/cuda_lanes.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "kernels/delay.h"
+
+namespace rtp {
+namespace {
+
+class StreamTransfer : public Transfer {
+ public:
+  StreamTransfer(const CudaTransport& transport, const CudaLanes& lanes, Mark done)
+      : transport_(transport), lanes_(lanes), done_(std::move(done)) {}
+  void wait_received() override { wait(); }
+  void wait_sent() override { wait(); }
+
+ private:
+  void wait() {
+    lanes_.block(lanes_.compute(), done_, lanes_.capture());
+    transport_.check();
+  }
+
+  const CudaTransport& transport_;
+  const CudaLanes& lanes_;
+  Mark done_;
+};
+
+}  // namespace
+
+cudaStream_t current_stream(at::Device device) { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); }
+
+DeviceScope::DeviceScope(at::Device device) {
+  if (!device.has_index()) return;
+  RTP_CUDA_CHECK(cudaGetDevice(&before_));
+  changed_ = before_ != device.index();
+  if (changed_) RTP_CUDA_CHECK(cudaSetDevice(device.index()));
+}
+
+DeviceScope::~DeviceScope() {
+  if (changed_) cudaSetDevice(before_);
+}
+
+CudaLanes::CudaLanes(at::Device device) : device_(device) {
+  const DeviceScope scope(device);
+  for (Stream& stream : streams_) stream = Stream::highest_priority();
+  side_ = Stream::with_priority(0);
+}
+
+Mark CudaLanes::mark(cudaStream_t stream) const {
+  const DeviceScope scope(device_);
+  auto event = std::make_shared<Event>();
+  event->record(stream);
+  return event;
+}
+
+Moment CudaLanes::moment(cudaStream_t stream) const {
+  const DeviceScope scope(device_);
+  auto event = std::make_shared<Event>(Event::timing());
+  event->record(stream);
+  return event;
+}
+
+void CudaLanes::block(cudaStream_t stream, const Mark& mark, uint64_t within) const {
+  if (!mark) return;
+  const DeviceScope scope(device_);  // the default stream is that of the current device
+  const auto event = std::static_pointer_cast<Event>(mark);
+  if (event->capture() == within) event->block(stream);
+}
+
+void CudaLanes::select(int lane) {
+  if ((lane == 1) == (restore_ != nullptr)) return;
+  if (lane == 1) {
+    const auto before = c10::cuda::getCurrentCUDAStream(device_.index());
+    main_ = before.stream();
+    restore_ = std::make_shared<c10::cuda::CUDAStream>(before);
+    c10::cuda::setCurrentCUDAStream(c10::cuda::getStreamFromExternal(side_.get(), device_.index()));
+  } else {
+    c10::cuda::setCurrentCUDAStream(*std::static_pointer_cast<c10::cuda::CUDAStream>(restore_));
+    restore_ = nullptr;
+  }
+}
+
+CudaTransport::CudaTransport(at::Device device) : device_(device), lanes_(device) {
+  const DeviceScope scope(device);
+  int current = 0;
+  RTP_CUDA_CHECK(cudaGetDevice(&current));
+  RTP_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, current));
+}
+
+std::unique_ptr<Transfer> CudaTransport::transfer(Mark done) {
+  return std::make_unique<StreamTransfer>(*this, lanes_, std::move(done));
+}
+
+double CudaTransport::seconds(const Moment& from, const Moment& to) {
+  const DeviceScope scope(device_);
+  return std::static_pointer_cast<Event>(to)->since(*std::static_pointer_cast<Event>(from));
+}
+
+at::Tensor CudaTransport::allocate(Channel, int64_t bytes) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+}
+
+// The allocator may have it for the stream on which it was allocated; its uses are ordered before the current one.
+void CudaTransport::release(Channel, const at::Tensor& slot) {
+  at::Tensor used = slot;
+  if (used.is_cuda()) used.record_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+}
+
+void CudaTransport::delay(Channel channel, std::chrono::microseconds time) {
+  const DeviceScope scope(device_);
+  RTP_CUDA_CHECK(static_cast<cudaError_t>(launch_delay(time.count(), lanes_.channel(channel))));
+}
+
+}  // namespace rtp

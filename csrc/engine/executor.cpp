@@ -1,0 +1,409 @@
+#include "engine/executor.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/checks.h"
+#include "base/ranges.h"
+
+namespace rtp {
+
+Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at::Device device)
+    : transport_(std::move(transport)),
+      rank_(rank),
+      ranks_(ranks),
+      device_(device),
+      pool_(transport_),
+      trace_(transport_),
+      hops_(transport_, trace_),
+      prefetcher_(transport_, pool_, hops_, trace_, rank) {}
+
+Executor::~Executor() {
+  if (alive()) transport_->drop();
+}
+
+void Executor::check_alive(const std::string& operation) const {
+  if (!alive()) throw RotationError(concat(operation, ": the ring cannot be used any more: ", end_));
+}
+
+void Executor::fail(const std::string& reason) noexcept {
+  if (!alive()) return;
+  end_ = reason.empty() ? "unknown failure" : reason;
+  prefetcher_.forget();
+  transport_->abort(end_);
+}
+
+void Executor::close() {
+  if (!alive()) return;
+  prefetcher_.drain();
+  end_ = "it was closed";
+  pool_.clear();
+  transport_->close();
+}
+
+void Executor::set_trace(bool on) {
+  if (alive()) prefetcher_.drain();
+  on ? trace_.start() : trace_.stop();
+}
+
+// Runs `action`; an error of the transport, or of torch where others wait, kills the ring before it goes on to the
+// caller.
+template <typename Action>
+auto Execution::guarded(Action&& action) {
+  try {
+    return action();
+  } catch (const RotationError& error) {
+    executor_.transport().select_compute_lane(0);
+    executor_.fail(error.what());
+    ended_ = true;
+    throw;
+  } catch (const c10::Error& error) {  // memory ran out, perhaps on this rank alone
+    executor_.transport().select_compute_lane(0);
+    if (!executor_.transport().alone()) {  // what its neighbours have posted would wait for it
+      executor_.fail(concat(operation_, ": ", error.what_without_backtrace()));
+      ended_ = true;
+    }
+    throw;
+  }
+}
+
+Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo> weight, std::optional<Cargo> gradient,
+                     std::string operation)
+    : executor_(executor),
+      schedule_(std::move(schedule)),
+      weight_(std::move(weight)),
+      gradient_{std::move(gradient), std::nullopt, std::nullopt},
+      operation_(std::move(operation)) {
+  executor_.check_alive(operation_);
+  hops_ = {schedule_.hops(Channel::weight), schedule_.hops(Channel::gradient)};
+  for (auto* cargo : {&weight_, &gradient_[0]}) {
+    if (!*cargo) continue;
+    // Aliases outside autograd: what travels in place is back before anybody looks, so no version changes.
+    for (at::Tensor& home : (*cargo)->home) home = home.variable_data();
+  }
+  if (schedule_.options.halves) {
+    for (const Half half : {Half::first, Half::second}) {
+      gradient_[static_cast<size_t>(half)] = cargo(Channel::gradient).rows(half, executor_.rank());
+    }
+  }
+  Transport& transport = executor_.transport();
+  guarded([&] {
+    transport.order_compute_after(executor_.last_);
+    Trace& trace = executor_.trace_;
+    if (trace.on()) traced_ = trace.begin_pass(operation_, schedule_);
+    const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
+    std::optional<Ahead> ahead = executor_.prefetcher_.begin(schedule_, weight_, operation_);
+    if (ahead) adopt(std::move(*ahead));
+    try {
+      lease_slots();
+      trace.end(waiting);
+      stage_home();
+    } catch (...) {
+      return_slots();
+      throw;
+    }
+    // Home tensors were written, and slots last used, by computes enqueued before this point.
+    start_ = transport.mark_compute();
+    for (const Channel channel : {Channel::weight, Channel::gradient}) {
+      if (hops_[static_cast<size_t>(channel)] > 0) transport.order_channel_after(channel, start_);
+    }
+  });
+}
+
+void Execution::adopt(Ahead ahead) {
+  ahead_ = true;
+  slots_[0].push_back(std::move(ahead.landing));  // the first hop lands in slot 0
+  staged_ = std::move(ahead.staged);
+  weight_->home = std::move(ahead.home);
+  for (const EventHandle& event : ahead.traced) {
+    if (event) event->pass = traced_;
+  }
+  usage_[{Channel::weight, Buffer::kHome, Access::kAll}] = std::move(ahead.home_usage);
+}
+
+void Execution::lease_slots() {
+  SlotPool& pool = executor_.pool();
+  for (const Channel channel : {Channel::weight, Channel::gradient}) {
+    auto& slots = slots_[static_cast<size_t>(channel)];
+    for (int slot = static_cast<int>(slots.size()); slot < schedule_.slots(channel); ++slot) {
+      const bool half = channel == Channel::gradient && schedule_.options.halves;
+      slots.push_back(pool.lease(channel, cargo(channel, half ? Half::first : Half::whole).slot_bytes()));
+    }
+  }
+  if (schedule_.whole_weight) whole_[0] = pool.lease(Channel::weight, cargo(Channel::weight).whole_bytes());
+  if (schedule_.whole_gradient) whole_[1] = pool.lease(Channel::gradient, cargo(Channel::gradient).whole_bytes());
+  for (const auto& whole : whole_) {
+    if (whole) whole->usage.settle(executor_.transport());
+  }
+}
+
+void Execution::give_back(std::shared_ptr<Slot>& slot, Channel channel) {
+  if (slot) executor_.pool().give_back(channel, std::exchange(slot, nullptr));
+}
+
+void Execution::return_slots() {
+  give_back(staged_, Channel::weight);
+  for (const Channel channel : {Channel::weight, Channel::gradient}) {
+    give_back(whole_[static_cast<size_t>(channel)], channel);
+    auto& slots = slots_[static_cast<size_t>(channel)];
+    for (auto& slot : slots) give_back(slot, channel);
+    slots.clear();
+  }
+}
+
+void Execution::stage_home() {
+  // Where all shards are gathered, this rank's is copied into its place among them anyway.
+  if (!weight_ || ahead_ || schedule_.whole_weight) return;
+  bool as_wanted = hops_[0] == 0 || executor_.transport().sends_anywhere();
+  for (size_t part = 0; part < weight_->parts.size(); ++part) {
+    as_wanted = as_wanted && weight_->home[part].scalar_type() == weight_->parts[part].dtype;
+  }
+  if (as_wanted) return;
+  RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
+  staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
+  staged_->usage.settle(executor_.transport());
+  Trace& trace = executor_.trace_;
+  const EventHandle staging = trace.begin(traced_, TraceKind::stage, TraceEvent::kNoStep, Lane::compute, "home");
+  weight_->stage(staged_->memory, executor_.rank());
+  trace.end(staging);
+}
+
+// Sends the first shard of the next pass on its way as soon as this pass is down to its last slot. Those that the rest
+// of it does not name are free for the next.
+void Execution::send_ahead() {
+  if (hop_index_[0] < hops_[0] || !executor_.prefetcher_.expects()) return;
+  const auto named = [&](Buffer buffer) {
+    return std::any_of(
+        schedule_.steps.begin() + static_cast<int64_t>(position_) - 1, schedule_.steps.end(),
+        [&](const Step& step) { return step.send == buffer || step.receive == buffer || step.weight == buffer; });
+  };
+  const bool home_named = staged_ && named({Channel::weight, Buffer::kHome});
+  int in_use = home_named ? 1 : 0;
+  for (int index = 0; index < schedule_.weight_slots; ++index) in_use += named({Channel::weight, index}) ? 1 : 0;
+  if (in_use > 1) return;
+  for (int index = 0; index < schedule_.weight_slots; ++index) {
+    if (!named({Channel::weight, index})) give_back(slots_[0][static_cast<size_t>(index)], Channel::weight);
+  }
+  const Key home{Channel::weight, Buffer::kHome, Access::kAll};
+  if (staged_ && !home_named) {
+    staged_->usage = std::move(usage_[home]);
+    usage_.erase(home);
+    give_back(staged_, Channel::weight);
+  }
+  Trace& trace = executor_.trace_;
+  const EventHandle posting = trace.begin_posting(traced_, position(), schedule_.steps[position_ - 1]);
+  executor_.prefetcher_.send_ahead();
+  trace.end(posting);
+}
+
+Execution::~Execution() {
+  try {
+    finish();
+  } catch (...) {  // the ring is marked dead, and the error that led here is already on its way
+  }
+}
+
+const Cargo& Execution::cargo(Channel channel, Half half) const {
+  const auto& cargo = channel == Channel::weight ? weight_ : gradient_[static_cast<size_t>(half)];
+  RTP_ASSERT(cargo.has_value(), operation_, " moves a ", rtp::name(channel), " that it was not given");
+  return *cargo;
+}
+
+const std::shared_ptr<Slot>& Execution::slot(Buffer buffer) const {
+  const size_t kind = static_cast<size_t>(buffer.channel);
+  return buffer.is_whole() ? whole_[kind] : slots_[kind][static_cast<size_t>(buffer.slot)];
+}
+
+Usage& Execution::usage(const Access& access) {
+  const Buffer& buffer = access.buffer;
+  if (!buffer.is_home() && !buffer.is_whole()) return slot(buffer)->usage;
+  return usage_[{buffer.channel, buffer.slot, access.part}];
+}
+
+std::byte* Execution::slot_start(Buffer buffer) const {
+  if (!buffer.is_home()) return slot(buffer)->data();
+  return buffer.channel == Channel::weight && staged_ ? staged_->data() : nullptr;
+}
+
+size_t Execution::offset(Buffer buffer, Half half, int owner, size_t part) const {
+  const Cargo& cargo = this->cargo(buffer.channel, half);
+  return static_cast<size_t>(buffer.is_whole() ? cargo.whole_offset(owner, part) : cargo.offset(owner, part));
+}
+
+std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half) const {
+  std::vector<at::Tensor> views;
+  if (!buffer.exists()) return views;
+  const Cargo& cargo = this->cargo(buffer.channel, half);
+  for (size_t part = 0; part < cargo.parts.size(); ++part) {
+    if (buffer.is_home()) {
+      views.push_back(cargo.at_home(owner, executor_.rank(), part));
+    } else if (buffer.is_whole()) {
+      views.push_back(cargo.in_whole(slot(buffer)->memory, owner, part));
+    } else {
+      views.push_back(cargo.in_slot(slot(buffer)->memory, owner, part));
+    }
+  }
+  return views;
+}
+
+std::vector<at::Tensor> Execution::weight() const { return views(current_->weight, current_->owner); }
+std::vector<at::Tensor> Execution::gradient_in() const {
+  return views(current_->gradient_in, current_->owner, current_->half);
+}
+std::vector<at::Tensor> Execution::gradient_out() const {
+  return views(current_->gradient_out, current_->owner, current_->half);
+}
+
+const Step* Execution::next() {
+  return guarded([this]() -> const Step* {
+    if (ended_) return nullptr;
+    executor_.check_alive(operation_);
+    if (current_ != nullptr) after_compute(*current_);
+    current_ = nullptr;
+    while (position_ < schedule_.steps.size()) {
+      const Step& step = schedule_.steps[position_++];
+      if (step.action == Action::hop) {
+        hop(step);
+      } else if (step.action == Action::copy || step.action == Action::add) {
+        copy_or_add(step);
+      } else {
+        send_ahead();
+        before_compute(step);
+        current_ = &step;
+        return current_;
+      }
+    }
+    end();
+    return nullptr;
+  });
+}
+
+void Execution::finish() {
+  const Step* step = current_;
+  while (!ended_) {
+    // A sum that lacks this rank's part must not pass for a result at its owner.
+    if (step != nullptr && step->gradient_out.exists()) {
+      for (at::Tensor& sum : gradient_out()) {
+        if (sum.is_floating_point()) sum.fill_(std::numeric_limits<double>::quiet_NaN());
+      }
+    }
+    step = next();
+  }
+}
+
+void Execution::before_compute(const Step& step) {
+  Transport& transport = executor_.transport();
+  transport.select_compute_lane(step.lane);
+  if (step.lane > 0) transport.order_compute_after(start_);
+  const auto read = reads(step, executor_.ranks()), written = writes(step, executor_.ranks());
+  if (schedule_.options.two_lanes) {  // computes of one lane are in order
+    for (const Access& access : read) transport.order_compute_after(usage(access).written);
+    for (const Access& access : written) {
+      transport.order_compute_after(usage(access).written);
+      for (const Mark& mark : usage(access).read) transport.order_compute_after(mark);
+    }
+  }
+  Trace& trace = executor_.trace_;
+  const Lane lane = step.lane > 0 ? Lane::side : Lane::compute;
+  EventHandle waiting;
+  const auto waits = [&] {
+    if (traced_ && !waiting) waiting = trace.begin(traced_, TraceKind::wait, position(), lane, "wait: " + label(step));
+  };
+  for (const auto* accesses : {&read, &written}) {
+    for (const Access& access : *accesses) {
+      if (!usage(access).arrived) continue;
+      waits();
+      usage(access).arrived->wait_received();
+    }
+  }
+  for (const Access& access : written) {
+    for (const auto& departing : usage(access).departing) {
+      waits();
+      departing->wait_sent();
+    }
+  }
+  trace.end(waiting);
+  computing_ = trace.begin(traced_, position(), step);
+  push_range(operation_, step);
+}
+
+void Execution::after_compute(const Step& step) {
+  pop_range();
+  executor_.trace_.end(std::exchange(computing_, nullptr));
+  Transport& transport = executor_.transport();
+  const Mark mark = transport.mark_compute();
+  for (const Access& access : reads(step, executor_.ranks())) usage(access).read.push_back(mark);
+  for (const Access& access : writes(step, executor_.ranks())) {
+    Usage& written = usage(access);
+    written = Usage{};
+    written.written = mark;
+  }
+  if (step.lane > 0) side_ = mark;
+  transport.select_compute_lane(0);
+}
+
+void Execution::hop(const Step& step) {
+  int& index = hop_index_[static_cast<size_t>(step.channel)];
+  if (index++ == 0 && step.channel == Channel::weight && ahead_) return;
+  const auto send = views(step.send, step.send_owner, step.half);
+  const auto receive = views(step.receive, step.receive_owner, step.half);
+  Hop hop{step.channel,
+          step.to,
+          step.from,
+          spans_of(send),
+          spans_of(receive),
+          slot_start(step.send),
+          slot_start(step.receive),
+          {},
+          {},
+          operation_,
+          index - 1,
+          hops_[static_cast<size_t>(step.channel)]};
+  for (size_t part = 0; part < send.size(); ++part) {
+    hop.lands_at.push_back(offset(step.receive, step.half, step.send_owner, part));
+    hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, part));
+  }
+  push_range(operation_, step);
+  Trace& trace = executor_.trace_;
+  const EventHandle posting = trace.begin_posting(traced_, position(), step);
+  executor_.hops().post(hop, usage(reads(step, executor_.ranks()).front()),
+                        usage(writes(step, executor_.ranks()).front()), trace.begin(traced_, position(), step));
+  trace.end(posting);
+  pop_range();
+}
+
+void Execution::copy_or_add(const Step& step) {
+  before_compute(step);
+  const auto from = views(step.send, step.send_owner, step.half);
+  const auto to = views(step.receive, step.receive_owner, step.half);
+  for (size_t part = 0; part < from.size(); ++part) {
+    if (step.action == Action::copy) {
+      to[part].copy_(from[part]);
+    } else {
+      to[part].add_(from[part]);
+    }
+  }
+  after_compute(step);
+}
+
+// Orders the compute lane after every hop, so that home tensors, outputs and slots are free for whoever comes next on
+// it. This is the one place where the lifetime of tensors across lanes is settled.
+void Execution::end() {
+  ended_ = true;
+  Transport& transport = executor_.transport();
+  Trace& trace = executor_.trace_;
+  const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "end");
+  for (auto& [key, usage] : usage_) usage.settle(transport);
+  for (const auto& slots : slots_) {
+    for (const auto& slot : slots) {
+      if (slot) slot->usage.settle(transport);
+    }
+  }
+  trace.end(waiting);
+  transport.order_compute_after(side_);
+  trace.end_pass(traced_);
+  executor_.last_ = transport.mark_compute();
+  return_slots();
+}
+
+}  // namespace rtp

@@ -1,0 +1,136 @@
+// Runs any schedule. Every event and wait is derived here from who last read and wrote each buffer; operations never
+// synchronise by hand.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "engine/cargo.h"
+#include "engine/hops.h"
+#include "engine/prefetch.h"
+#include "engine/slots.h"
+#include "engine/trace.h"
+
+namespace rtp {
+
+// What one ring needs to run schedules: the transport, the slots, and whether it is still alive.
+class Executor {
+ public:
+  Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at::Device device);
+  ~Executor();
+
+  int rank() const { return rank_; }
+  int ranks() const { return ranks_; }
+  at::Device device() const { return device_; }
+  Transport& transport() { return *transport_; }
+  SlotPool& pool() { return pool_; }
+  Hops& hops() { return hops_; }
+  Prefetcher& prefetcher() { return prefetcher_; }
+  Trace& trace() { return trace_; }
+  // Starts or stops the recorder. A hop that was sent ahead is waited for first, so that passes are recorded whole.
+  void set_trace(bool on);
+
+  // Throws RotationError when the ring was closed or has failed.
+  void check_alive(const std::string& operation) const;
+  bool alive() const { return end_.empty(); }
+  // Marks the ring dead and aborts its transport.
+  void fail(const std::string& reason) noexcept;
+  void close();
+
+ private:
+  friend class Execution;
+
+  std::shared_ptr<Transport> transport_;
+  int rank_;
+  int ranks_;
+  at::Device device_;
+  SlotPool pool_;
+  Trace trace_;
+  Hops hops_;
+  Prefetcher prefetcher_;
+  std::string end_;  // why the ring is no longer usable; empty while it is
+  Mark last_;        // the end of the newest execution on the compute lane
+};
+
+// One pass of one operation.
+//
+//   Execution pass(executor, schedule, weight, gradient, "linear forward");
+//   while (const Step* step = pass.next()) { ... compute with pass.weight(), pass.gradient_out() ... }
+//
+// The views are valid until the next call of next(). Whatever happens, the remaining hops run, so that neighbours are
+// served and weights that travel in place come home.
+class Execution {
+ public:
+  // Weights whose home dtype differs from their part's, or that the transport cannot send from where they are, are
+  // copied once, into one more slot, before they travel.
+  Execution(Executor& executor, Schedule schedule, std::optional<Cargo> weight, std::optional<Cargo> gradient,
+            std::string operation);
+  Execution(const Execution&) = delete;
+  Execution& operator=(const Execution&) = delete;
+  ~Execution();
+
+  // Runs up to the next compute and orders it after what it reads and overwrites. Null at the end.
+  const Step* next();
+  // Runs the remaining hops without computing; gradients that lack this rank's part become NaN on their way home.
+  // Does nothing after the end.
+  void finish();
+
+  std::vector<at::Tensor> weight() const;
+  std::vector<at::Tensor> gradient_in() const;  // empty where the sum starts from zero
+  std::vector<at::Tensor> gradient_out() const;
+
+ private:
+  using Key = std::tuple<Channel, int, int>;  // of a home tensor, or of the slot that holds every shard: see Access
+
+  const Cargo& cargo(Channel channel, Half half = Half::whole) const;
+  Usage& usage(const Access& access);
+  void lease_slots();
+  void give_back(std::shared_ptr<Slot>& slot, Channel channel);
+  void return_slots();
+  void stage_home();
+  void adopt(Ahead ahead);
+  void send_ahead();
+
+  const std::shared_ptr<Slot>& slot(Buffer buffer) const;
+  std::byte* slot_start(Buffer buffer) const;  // null for a home tensor that stayed where it is
+  size_t offset(Buffer buffer, Half half, int owner, size_t part) const;
+  std::vector<at::Tensor> views(Buffer buffer, int owner, Half half = Half::whole) const;
+
+  int position() const { return static_cast<int>(position_) - 1; }  // of the step that is being run
+  void before_compute(const Step& step);
+  void after_compute(const Step& step);
+  void hop(const Step& step);
+  void copy_or_add(const Step& step);
+  void end();
+  template <typename Action>
+  auto guarded(Action&& action);
+
+  Executor& executor_;
+  Schedule schedule_;
+  std::optional<Cargo> weight_;
+  std::array<std::optional<Cargo>, 3> gradient_;  // all rows, and its halves where it travels so
+  std::string operation_;
+  std::array<std::vector<std::shared_ptr<Slot>>, 2> slots_;
+  std::array<std::shared_ptr<Slot>, 2> whole_;  // of each channel, the slot that holds every shard
+  std::shared_ptr<Slot> staged_;                // holds a copy of the home tensors, where one travels
+  std::map<Key, Usage> usage_;
+  Mark start_;                 // of this pass on the caller's lane
+  Mark side_;                  // the newest compute on lane 1
+  bool ahead_ = false;         // the first hop was sent before this pass began
+  std::array<int, 2> hops_{};  // of each channel
+  size_t position_ = 0;
+  const Step* current_ = nullptr;  // the compute that the caller is at
+  bool ended_ = false;
+  std::array<int, 2> hop_index_{};
+  PassHandle traced_;  // null: nobody records this pass
+  EventHandle computing_;
+};
+
+}  // namespace rtp

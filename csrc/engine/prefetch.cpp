@@ -1,0 +1,174 @@
+#include "engine/prefetch.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+namespace rtp {
+
+Prefetcher::Place::Place(const at::Tensor& tensor)
+    : storage(tensor.storage().getWeakStorageImpl()),
+      sizes(tensor.sizes().vec()),
+      strides(tensor.strides().vec()),
+      offset(tensor.storage_offset()),
+      dtype(tensor.scalar_type()) {}
+
+at::Tensor Prefetcher::Place::lock() const {
+  const c10::intrusive_ptr<c10::StorageImpl> alive = storage.lock();
+  if (!alive) return {};
+  const at::TensorOptions options = at::TensorOptions().dtype(dtype).device(alive->device());
+  return at::empty({0}, options).set_(c10::Storage(alive), offset, sizes, strides);
+}
+
+bool Prefetcher::Place::is(const at::Tensor& tensor) const {
+  return storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl() && !storage.expired() &&
+         offset == tensor.storage_offset() && dtype == tensor.scalar_type() &&
+         tensor.sizes() == at::IntArrayRef(sizes) && tensor.strides() == at::IntArrayRef(strides);
+}
+
+bool Prefetcher::Record::same(const Record& other) const {
+  return serial != 0 && serial == other.serial && index == other.index && name == other.name &&
+         options == other.options;
+}
+
+Prefetcher::Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Trace& trace, int rank)
+    : transport_(std::move(transport)), pool_(pool), hops_(hops), trace_(trace), rank_(rank) {}
+
+void Prefetcher::enter(Context context) {
+  context_ = std::move(context);
+  index_ = 0;
+  if (context_.phase == 0) return;
+  History& history = this->history();
+  if (history.phase == context_.phase) return;
+  history.phase = context_.phase;
+  history.last = std::exchange(history.now, {});
+  history.matches = true;
+}
+
+Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::optional<Cargo>& weight,
+                                         const std::string& name) {
+  Record record{context_.serial, index_++, schedule.options, name, Step{}, 0, schedule.hops(Channel::weight), {}, {},
+                context_.watched};
+  const auto first = std::find_if(schedule.steps.begin(), schedule.steps.end(), [](const Step& step) {
+    return step.action == Action::hop && step.channel == Channel::weight;
+  });
+  if (!weight || first == schedule.steps.end() || schedule.options.in_place || first->receive.is_whole()) return record;
+  record.first_hop = *first;
+  record.position = static_cast<int>(first - schedule.steps.begin());
+  record.parts = weight->parts;
+  for (const at::Tensor& home : weight->home) record.home.emplace_back(home);
+  return record;
+}
+
+std::optional<Ahead> Prefetcher::begin(const Schedule& schedule, const std::optional<Cargo>& weight,
+                                       const std::string& name) {
+  captured_ = captured_ || transport_->capture() != 0;
+  if (!enabled_ && !pending_) return std::nullopt;
+  const bool known = enabled_ && context_.phase != 0 && context_.serial != 0;
+  Record record = record_of(schedule, weight, name);
+  std::optional<Ahead> ahead;
+  if (pending_ && known && valid(*pending_, record)) {
+    ahead = std::move(pending_->ahead);
+    pending_.reset();
+    ++used_;
+  } else {
+    drain();
+  }
+  History& history = this->history();
+  if (!known) {
+    history.matches = false;
+    return ahead;
+  }
+  const size_t position = history.now.size();
+  history.matches = history.matches && position < history.last.size() && history.last[position].same(record);
+  history.now.push_back(std::move(record));
+  return ahead;
+}
+
+const Prefetcher::Record* Prefetcher::upcoming() const {
+  const History& history = histories_[context_.backward ? 1 : 0];
+  if (!enabled_ || pending_ || captured_ || !history.matches || history.phase != context_.phase) return nullptr;
+  const size_t position = history.now.size();
+  if (position >= history.last.size()) return nullptr;
+  const Record& record = history.last[position];
+  return record.first_hop.receive.exists() ? &record : nullptr;
+}
+
+bool Prefetcher::expects() const { return upcoming() != nullptr; }
+
+void Prefetcher::send_ahead() {
+  Record record = *upcoming();
+  Transport& transport = *transport_;
+  Cargo cargo{record.parts, {}};
+  bool stage = !transport.sends_anywhere();
+  bool alive = true;
+  for (size_t part = 0; part < record.home.size(); ++part) {
+    cargo.home.push_back(record.home[part].lock());
+    alive = alive && cargo.home.back().defined();
+    stage = stage || record.home[part].dtype != record.parts[part].dtype;
+  }
+  // Memory that is gone is never asked for again, but its hop is due on every rank: any bytes will do.
+  stage = stage || !alive;
+
+  Pending pending{{}, record, context_.phase, versions(record), transport.capture()};
+  Ahead& ahead = pending.ahead;
+  ahead.landing = pool_.lease(Channel::weight, cargo.slot_bytes());
+  if (stage) {
+    ahead.staged = pool_.lease(Channel::weight, cargo.slot_bytes());
+    ahead.staged->usage.settle(transport);
+    ahead.traced.push_back(trace_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
+    cargo.stage(ahead.staged->memory, rank_);
+    trace_.end(ahead.traced.back());
+  }
+  ahead.home = cargo.home;
+  transport.order_channel_after(Channel::weight, transport.mark_compute());
+  const Step& step = record.first_hop;
+  Hop hop{Channel::weight, step.to, step.from, spans_of(cargo.home), {}, nullptr,
+          nullptr,         {},      {},        record.name,          0,  record.hops};
+  std::vector<at::Tensor> landing;
+  for (size_t part = 0; part < cargo.parts.size(); ++part) {
+    landing.push_back(cargo.in_slot(ahead.landing->memory, step.receive_owner, part));
+    hop.lands_at.push_back(static_cast<size_t>(cargo.offset(step.send_owner, part)));
+    hop.leaves_from.push_back(static_cast<size_t>(cargo.offset(step.receive_owner, part)));
+  }
+  hop.receive = spans_of(landing);
+  hop.send_slot = ahead.staged ? ahead.staged->data() : nullptr;
+  hop.receive_slot = ahead.landing->data();
+  ahead.traced.push_back(trace_.announce(record.name, TraceKind::step, record.position, step));
+  hops_.post(hop, ahead.home_usage, ahead.landing->usage, ahead.traced.back());
+  pending_ = std::move(pending);
+  ++sent_;
+}
+
+std::vector<int64_t> Prefetcher::versions(const Record& record) {
+  std::vector<int64_t> versions;
+  for (const c10::VariableVersion& watched : record.watched) versions.push_back(watched.current_version());
+  return versions;
+}
+
+bool Prefetcher::valid(const Pending& pending, const Record& record) const {
+  if (pending.phase != context_.phase || pending.capture != transport_->capture()) return false;
+  if (!pending.record.same(record)) return false;
+  if (pending.record.home.size() != record.home.size()) return false;
+  for (size_t part = 0; part < record.home.size(); ++part) {
+    const at::Tensor home = record.home[part].lock();
+    if (!home.defined() || !pending.record.home[part].is(home)) return false;
+  }
+  return versions(record) == pending.versions;
+}
+
+void Prefetcher::drain() {
+  if (!pending_) return;
+  Ahead ahead = std::move(pending_->ahead);
+  pending_.reset();
+  ahead.home_usage.settle(*transport_);
+  for (const auto& slot : {ahead.landing, ahead.staged}) {
+    if (!slot) continue;
+    slot->usage.settle(*transport_);
+    pool_.give_back(Channel::weight, slot);
+  }
+}
+
+void Prefetcher::forget() { pending_.reset(); }
+
+}  // namespace rtp

@@ -1,0 +1,374 @@
+// The engine's face in Python. Only the bindings include pybind11.
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "python/kernels.h"
+#include "python/schedule.h"
+#include "python/trace.h"
+#include "base/checks.h"
+#include "engine/executor.h"
+#include "ops/cross_entropy.h"
+#include "ops/embedding.h"
+#include "ops/experts.h"
+#include "ops/linear.h"
+#include "ops/mlp.h"
+#include "transport/supervised/peer_news.h"
+#include "schedule/schedule.h"
+#include "transport/c10d.h"
+#include "transport/ce/ce.h"
+#include "transport/emulated.h"
+#include "transport/nccl/nccl.h"
+#include "transport/nccl/put.h"
+#include "transport/shm/shm.h"
+
+namespace {
+
+using namespace rtp;
+using NoGil = py::gil_scoped_release;
+
+void bind_errors(py::module_& m) {
+  static py::handle base = py::register_exception<RotationError>(m, "RotationError", PyExc_RuntimeError);
+  py::register_exception<RingTimeout>(m, "RingTimeout", base);
+  py::register_exception<CudaError>(m, "CudaError", base);
+  py::register_exception<NcclError>(m, "NcclError", base);
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const TypeMismatch& mismatch) {
+      PyErr_SetString(PyExc_TypeError, mismatch.what());
+    } catch (const c10::IndexError& outside) {
+      PyErr_SetString(PyExc_IndexError, outside.what_without_backtrace());
+    }
+  });
+}
+
+#ifdef RTP_WITH_CUDA
+void set_ce_mode(Transport& transport, const std::string& channel, const std::string& mode) {
+  auto* ce = dynamic_cast<CeTransport*>(&transport);
+  RTP_CHECK_VALUE(ce != nullptr, "expected the transport ce, got ", transport.name());
+  RTP_CHECK_VALUE(mode == "push" || mode == "pull", "expected a mode of push or pull, got ", mode);
+  ce->set_mode(parse_channel(channel), mode == "push" ? CeMode::push : CeMode::pull);
+}
+#endif
+
+void bind_transports(py::module_& m) {
+  py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport")
+      .def_property_readonly("name", [](const Transport& t) { return t.name(); });
+  py::class_<ShmTransport, Transport, std::shared_ptr<ShmTransport>>(m, "ShmTransport")
+      .def(py::init(&make_shm_transport), py::arg("rank"), py::arg("ranks"), py::arg("timeout"))
+      .def("address", &ShmTransport::address)
+      .def("connect", &ShmTransport::connect, py::arg("addresses"));
+  m.def("c10d_transport", &make_c10d_transport, py::arg("weight_group"), py::arg("gradient_group"), py::arg("device"),
+        py::arg("timeout"));
+  m.def("emulated_transport", &make_emulated_transport, py::arg("device"), py::arg("link") = py::none());
+  py::class_<PeerNews, std::shared_ptr<PeerNews>>(m, "PeerNews", "Failures that ranks of one host tell each other.")
+      .def(py::init<int, int>(), py::arg("rank"), py::arg("ranks"))
+      .def("address", &PeerNews::address)
+      .def("connect", &PeerNews::connect, py::arg("addresses"));
+#ifdef RTP_WITH_CUDA
+  m.attr("with_cuda") = true;
+  py::class_<RingEnd>(m, "RingEnd", "A rank of a ring over CUDA devices.")
+      .def(py::init([](int rank, int ranks, at::Device device, std::chrono::milliseconds timeout,
+                       const std::shared_ptr<PeerNews>& news) { return RingEnd{rank, ranks, device, timeout, news}; }),
+           py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("timeout"), py::arg("news"));
+  py::class_<NcclOptions>(m, "NcclOptions")
+      .def(py::init([](int min_ctas, int max_ctas, bool registered) {
+             return NcclOptions{{min_ctas, max_ctas}, registered};
+           }),
+           py::arg("min_ctas"), py::arg("max_ctas"), py::arg("registered"));
+  m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
+  m.def("nccl_loaded_version", &nccl_loaded_version);
+  m.def("nccl_compiled_version", &nccl_compiled_version);
+  m.def(
+      "nccl_transport",
+      [](const std::vector<std::string>& ids, const RingEnd& end, const NcclOptions& options) {
+        const NoGil release;
+        return make_nccl_transport(end, ids, options);
+      },
+      py::arg("ids"), py::arg("end"), py::arg("options"));
+  m.def("ce_refusal", &ce_refusal);
+  m.def(
+      "ce_transport",
+      [](const std::string& id, const RingEnd& end) -> std::shared_ptr<Transport> {
+        const NoGil release;
+        return make_ce_transport(end, id);
+      },
+      py::arg("id"), py::arg("end"));
+  m.def("set_ce_mode", &set_ce_mode, py::arg("transport"), py::arg("channel"), py::arg("mode"));
+  m.attr("nccl_put_communicators") = kNcclPutCommunicators;
+  m.def("nccl_put_refusal", &nccl_put_refusal);
+  m.def(
+      "nccl_put_transport",
+      [](const std::vector<std::string>& ids, const RingEnd& end, int min_ctas, int max_ctas) {
+        const NoGil release;
+        return make_nccl_put_transport(end, ids, {min_ctas, max_ctas});
+      },
+      py::arg("ids"), py::arg("end"), py::arg("min_ctas"), py::arg("max_ctas"));
+#else
+  m.attr("with_cuda") = false;
+#endif
+}
+
+// The shape of every owner's shard, of every tensor that travels.
+using Shapes = std::vector<std::vector<std::vector<int64_t>>>;
+
+Cargo make_cargo(const std::vector<at::Tensor>& home, const Shapes& shapes,
+                 std::optional<at::ScalarType> dtype = std::nullopt) {
+  RTP_CHECK_VALUE(!home.empty() && home.size() == shapes.size(), "expected shapes for ", home.size(), " tensors, got ",
+                  shapes.size());
+  Cargo cargo;
+  for (size_t part = 0; part < home.size(); ++part) {
+    cargo.parts.push_back({dtype.value_or(home[part].scalar_type()), shapes[part]});
+    cargo.home.push_back(home[part]);
+  }
+  return cargo;
+}
+
+void bind_executor(py::module_& m) {
+  py::class_<SlotPool::Count>(m, "SlotCount")
+      .def_readonly("slots", &SlotPool::Count::slots)
+      .def_readonly("bytes", &SlotPool::Count::bytes)
+      .def_readonly("peak_slots", &SlotPool::Count::peak_slots)
+      .def_readonly("peak_bytes", &SlotPool::Count::peak_bytes)
+      .def_readonly("allocations", &SlotPool::Count::allocations);
+  py::class_<Executor, std::shared_ptr<Executor>> executor(m, "Executor", "The transport and the slots of one ring.");
+  executor
+      .def(py::init<std::shared_ptr<Transport>, int, int, at::Device>(), py::arg("transport"), py::arg("rank"),
+           py::arg("ranks"), py::arg("device"))
+      .def_property_readonly("alive", &Executor::alive)
+      .def("check_alive", &Executor::check_alive, py::arg("operation"))
+      .def("fail", &Executor::fail, py::arg("reason"), py::call_guard<NoGil>())
+      .def("close", &Executor::close, py::call_guard<NoGil>())
+      .def("slots", [](Executor& e, const std::string& channel) { return e.pool().count(parse_channel(channel)); })
+      .def(
+          "enter",
+          [](Executor& e, int64_t phase, bool backward, int64_t serial, const std::vector<at::Tensor>& watched) {
+            Context context{phase, backward, serial, {}};
+            for (const at::Tensor& tensor : watched) {
+              if (!tensor.is_inference()) context.watched.push_back(tensor.unsafeGetTensorImpl()->version_counter());
+            }
+            e.prefetcher().enter(std::move(context));
+          },
+          py::arg("phase"), py::arg("backward"), py::arg("serial"), py::arg("watched"))
+      .def(
+          "prefetch", [](Executor& e, bool on) { e.prefetcher().enable(on); }, py::arg("on"))
+      .def("prefetched", [](Executor& e) { return std::pair(e.prefetcher().sent(), e.prefetcher().used()); })
+      .def(
+          "set_delay", [](Executor& e, std::chrono::microseconds most) { e.hops().set_delay(most); }, py::arg("most"))
+      .def("reset_peak", [](Executor& e) { e.pool().reset_peak(); })
+      .def(
+          "clear_slots",
+          [](Executor& e) {
+            e.prefetcher().drain();
+            e.pool().clear();
+          },
+          py::call_guard<NoGil>())
+      .def("hops", [](Executor& e, const std::string& channel) { return e.hops().count(parse_channel(channel)); })
+      .def("bytes_sent",
+           [](Executor& e, const std::string& channel) { return e.hops().bytes_sent(parse_channel(channel)); });
+  bind_trace(executor);
+  py::class_<Execution>(m, "Execution", "One pass driven from Python: rotate and collect.")
+      .def_static(
+          "rotate",
+          [](Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes, const std::string& route,
+             bool reverse) {
+            ScheduleOptions options;
+            options.pass = reverse ? Pass::backward : Pass::forward;
+            options.wgrad = false;
+            options.route = parse_route(route);
+            return std::make_unique<Execution>(executor, make_schedule(executor.ranks(), executor.rank(), options),
+                                               make_cargo(home, shapes), std::nullopt, "rotate");
+          },
+          py::arg("executor"), py::arg("home"), py::arg("shapes"), py::arg("route"), py::arg("reverse"),
+          py::keep_alive<0, 1>(), py::call_guard<NoGil>())
+      .def_static(
+          "collect",
+          [](Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes) {
+            ScheduleOptions options;
+            options.pass = Pass::backward;
+            options.dgrad = false;
+            options.receive_in_slots = !executor.transport().receives_anywhere();
+            return std::make_unique<Execution>(executor, make_schedule(executor.ranks(), executor.rank(), options),
+                                               std::nullopt, make_cargo(home, shapes), "collect");
+          },
+          py::arg("executor"), py::arg("home"), py::arg("shapes"), py::keep_alive<0, 1>(), py::call_guard<NoGil>())
+      .def_static(
+          "forward",
+          [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
+             const RotationOptions& options) {
+            Cargo cargo = make_cargo(weights, shapes, options.compute_dtype);
+            const Schedule schedule = forward_schedule(executor, options, cargo);
+            return std::make_unique<Execution>(executor, schedule, std::move(cargo), std::nullopt,
+                                               options.name + " forward");
+          },
+          py::arg("executor"), py::arg("weights"), py::arg("shapes"), py::arg("options"), py::keep_alive<0, 1>(),
+          py::call_guard<NoGil>())
+      .def_static(
+          "backward",
+          [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
+             const std::vector<at::Tensor>& gradients, const Shapes& gradient_shapes, const RotationOptions& options,
+             bool dgrad, bool bundle) {
+            std::optional<Cargo> weight, gradient;
+            if (!weights.empty()) weight = make_cargo(weights, shapes, options.compute_dtype);
+            if (!gradients.empty()) gradient = make_cargo(gradients, gradient_shapes, options.reduce_dtype);
+            const Schedule schedule = backward_schedule(
+                executor, options, weight, {dgrad, gradient.has_value(), bundle, options.halves && !bundle});
+            return std::make_unique<Execution>(executor, schedule, std::move(weight), std::move(gradient),
+                                               options.name + " backward");
+          },
+          py::arg("executor"), py::arg("weights"), py::arg("shapes"), py::arg("gradients"), py::arg("gradient_shapes"),
+          py::arg("options"), py::arg("dgrad"), py::arg("bundle"), py::keep_alive<0, 1>(), py::call_guard<NoGil>())
+      .def(
+          "next",
+          [](Execution& pass) -> std::optional<Step> {
+            const Step* step = pass.next();
+            return step == nullptr ? std::nullopt : std::optional<Step>(*step);
+          },
+          py::call_guard<NoGil>())
+      .def("finish", &Execution::finish, py::call_guard<NoGil>())
+      .def("weight", &Execution::weight)
+      .def("gradient_in", &Execution::gradient_in)
+      .def("gradient_out", &Execution::gradient_out);
+}
+
+void bind_operations(py::module_& m) {
+  py::class_<RotationOptions>(m, "RotationOptions")
+      .def(py::init([](const std::string& route, bool in_place, at::ScalarType compute, at::ScalarType reduce,
+                       int64_t slot_cap, bool halves, const std::string& name) {
+             return RotationOptions{parse_route(route), in_place, compute, reduce, slot_cap, halves, name};
+           }),
+           py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
+           py::arg("slot_cap"), py::arg("halves"), py::arg("name"));
+  m.def("wastes_last_wave", &wastes_last_wave, py::arg("rows"), py::arg("columns"), py::arg("multiprocessors"));
+  py::class_<LinearShape>(m, "LinearShape")
+      .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed) {
+             return LinearShape{out_features, in_features, by_outputs, transposed};
+           }),
+           py::arg("out_features"), py::arg("in_features"), py::arg("by_outputs"), py::arg("transposed"));
+  py::class_<LinearBundle>(m, "LinearBundle")
+      .def(py::init([](const std::vector<LinearShape>& shapes, const std::vector<bool>& biased) {
+             return LinearBundle{shapes, biased};
+           }),
+           py::arg("shapes"), py::arg("biased"));
+  py::class_<Projection>(m, "Projection")
+      .def(py::init([](int64_t input, int64_t layer, int64_t begin, int64_t end) {
+             return Projection{input, layer, begin, end};
+           }),
+           py::arg("input"), py::arg("layer"), py::arg("begin"), py::arg("end"));
+  m.def("linear_forward", &linear_forward, py::arg("executor"), py::arg("inputs"), py::arg("parameters"),
+        py::arg("bundle"), py::arg("projections"), py::arg("options"), py::call_guard<NoGil>());
+  m.def(
+      "linear_backward",
+      [](Executor& executor, const std::vector<std::optional<at::Tensor>>& dys, const std::vector<at::Tensor>& inputs,
+         const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,
+         const std::vector<Projection>& projections, const std::vector<bool>& needs_input,
+         const std::vector<bool>& needs_parameter, const RotationOptions& options) {
+        std::vector<at::Tensor> defined;
+        for (const auto& dy : dys) defined.push_back(dy.value_or(at::Tensor()));
+        return linear_backward(executor, defined, inputs, parameters, bundle, projections, needs_input, needs_parameter,
+                               options);
+      },
+      py::arg("executor"), py::arg("dys"), py::arg("inputs"), py::arg("parameters"), py::arg("bundle"),
+      py::arg("projections"), py::arg("needs_input"), py::arg("needs_parameter"), py::arg("options"),
+      py::call_guard<NoGil>());
+  m.def("partial_linear_forward", &partial_linear_forward, py::arg("executor"), py::arg("x"), py::arg("weight"),
+        py::arg("bias"), py::arg("shape"), py::arg("options"), py::call_guard<NoGil>());
+  m.def(
+      "partial_linear_backward",
+      [](Executor& executor, const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight,
+         const LinearShape& shape, std::tuple<bool, bool, bool> needs, const RotationOptions& options) {
+        return partial_linear_backward(executor, dy, x, weight, shape,
+                                       {std::get<0>(needs), std::get<1>(needs), std::get<2>(needs)}, options);
+      },
+      py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("weight"), py::arg("shape"), py::arg("needs"),
+      py::arg("options"), py::call_guard<NoGil>());
+  m.def(
+      "embedding_forward",
+      [](Executor& executor, const at::Tensor& ids, const at::Tensor& weight, std::tuple<int64_t, int64_t> shape,
+         int64_t shard_dim, const RotationOptions& options) {
+        return embedding_forward(executor, ids, weight, {std::get<0>(shape), std::get<1>(shape), shard_dim, -1},
+                                 options);
+      },
+      py::arg("executor"), py::arg("ids"), py::arg("weight"), py::arg("shape"), py::arg("shard_dim"),
+      py::arg("options"), py::call_guard<NoGil>());
+  m.def(
+      "embedding_backward",
+      [](Executor& executor, const at::Tensor& dy, const at::Tensor& ids, std::tuple<int64_t, int64_t> shape,
+         int64_t shard_dim, int64_t padding_idx, const RotationOptions& options) {
+        return embedding_backward(executor, dy, ids, {std::get<0>(shape), std::get<1>(shape), shard_dim, padding_idx},
+                                  options);
+      },
+      py::arg("executor"), py::arg("dy"), py::arg("ids"), py::arg("shape"), py::arg("shard_dim"),
+      py::arg("padding_idx"), py::arg("options"), py::call_guard<NoGil>());
+}
+
+void bind_bundles(py::module_& m) {
+  py::class_<MlpShape>(m, "MlpShape")
+      .def(py::init([](int64_t in_features, int64_t hidden_features, int64_t out_features, bool gated, bool transposed,
+                       bool up_bias, bool down_bias, const std::string& activation) {
+             return MlpShape{in_features, hidden_features, out_features, gated,
+                             transposed,  up_bias,         down_bias,    parse_activation(activation)};
+           }),
+           py::kw_only(), py::arg("in_features"), py::arg("hidden_features"), py::arg("out_features"), py::arg("gated"),
+           py::arg("transposed"), py::arg("up_bias"), py::arg("down_bias"), py::arg("activation"));
+  py::class_<MlpResult>(m, "MlpResult").def_readonly("y", &MlpResult::y).def_readonly("kept", &MlpResult::kept);
+  m.def("mlp_forward", &mlp_forward, py::arg("executor"), py::arg("x"), py::arg("parameters"), py::arg("shape"),
+        py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
+  m.def("mlp_backward", &mlp_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("kept"),
+        py::arg("parameters"), py::arg("shape"), py::arg("needs_x"), py::arg("needs_parameter"), py::arg("options"),
+        py::call_guard<NoGil>());
+
+  py::class_<CrossEntropyShape>(m, "CrossEntropyShape")
+      .def(py::init([](int64_t vocabulary, int64_t features, bool transposed, bool bias, int64_t ignore_index,
+                       double label_smoothing, double soft_cap, double z_loss) {
+             return CrossEntropyShape{vocabulary,   features,        transposed, bias,
+                                      ignore_index, label_smoothing, soft_cap,   z_loss};
+           }),
+           py::kw_only(), py::arg("vocabulary"), py::arg("features"), py::arg("transposed"), py::arg("bias"),
+           py::arg("ignore_index"), py::arg("label_smoothing"), py::arg("soft_cap"), py::arg("z_loss"));
+  py::class_<CrossEntropyResult>(m, "CrossEntropyResult")
+      .def_readonly("loss", &CrossEntropyResult::loss)
+      .def_readonly("lse", &CrossEntropyResult::lse);
+  m.def("cross_entropy_forward", &cross_entropy_forward, py::arg("executor"), py::arg("x"), py::arg("targets"),
+        py::arg("parameters"), py::arg("shape"), py::arg("options"), py::call_guard<NoGil>());
+  m.def("cross_entropy_backward", &cross_entropy_backward, py::arg("executor"), py::arg("dloss"), py::arg("x"),
+        py::arg("targets"), py::arg("lse"), py::arg("parameters"), py::arg("shape"), py::arg("needs_x"),
+        py::arg("needs_parameter"), py::arg("options"), py::call_guard<NoGil>());
+
+  py::class_<ExpertsShape>(m, "ExpertsShape")
+      .def(py::init([](int64_t experts, int64_t features, int64_t hidden_features, bool gated,
+                       const std::string& activation) {
+             return ExpertsShape{experts, features, hidden_features, gated, parse_activation(activation)};
+           }),
+           py::kw_only(), py::arg("experts"), py::arg("features"), py::arg("hidden_features"), py::arg("gated"),
+           py::arg("activation"));
+  py::class_<ExpertsResult>(m, "ExpertsResult")
+      .def(py::init(
+               [](const std::optional<at::Tensor>& kept, const at::Tensor& order, const std::vector<int64_t>& starts) {
+                 return ExpertsResult{{}, kept.value_or(at::Tensor()), order, starts};
+               }),
+           py::arg("kept"), py::arg("order"), py::arg("starts"))
+      .def_readonly("y", &ExpertsResult::y)
+      .def_readonly("kept", &ExpertsResult::kept)
+      .def_readonly("order", &ExpertsResult::order)
+      .def_readonly("starts", &ExpertsResult::starts);
+  m.def("experts_forward", &experts_forward, py::arg("executor"), py::arg("x"), py::arg("weights"), py::arg("index"),
+        py::arg("up"), py::arg("down"), py::arg("shape"), py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
+  m.def("experts_backward", &experts_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("weights"),
+        py::arg("routed"), py::arg("up"), py::arg("down"), py::arg("shape"), py::arg("needs"), py::arg("options"),
+        py::call_guard<NoGil>());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The rotation engine of rtp_ext.";
+  m.attr("compiled_torch") = RTP_TORCH_VERSION;
+  bind_errors(m);
+  bind_schedule(m);
+  bind_transports(m);
+  bind_executor(m);
+  bind_operations(m);
+  bind_bundles(m);
+  bind_kernels(m);
+}

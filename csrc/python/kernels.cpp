@@ -1,0 +1,77 @@
+#include "python/kernels.h"
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "base/checks.h"
+#include "compute/activation.h"
+#include "ops/embedding.h"
+#include "compute/gemm.h"
+#include "compute/logits.h"
+#include "compute/pack.h"
+
+namespace rtp {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+at::Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(at::Tensor()); }
+
+}  // namespace
+
+void bind_kernels(py::module_& parent) {
+  py::module_ m = parent.def_submodule("kernels", "Steps of operations: kernels of ours on a GPU, ATen on a CPU.");
+  m.def(
+      "hidden_forward",
+      [](const std::string& activation, const at::Tensor& pre, const OptionalTensor& gate) {
+        return hidden_forward(parse_activation(activation), pre, or_undefined(gate));
+      },
+      py::arg("activation"), py::arg("pre"), py::arg("gate") = py::none());
+  m.def(
+      "hidden_backward",
+      [](const std::string& activation, const at::Tensor& d_value, const at::Tensor& pre, const OptionalTensor& gate) {
+        const Hidden hidden = hidden_backward(parse_activation(activation), d_value, pre, or_undefined(gate));
+        return std::tuple(hidden.value, hidden.d_pre,
+                          hidden.d_gate.defined() ? OptionalTensor(hidden.d_gate) : std::nullopt);
+      },
+      py::arg("activation"), py::arg("d_value"), py::arg("pre"), py::arg("gate") = py::none());
+  py::class_<LogitChunk>(m, "LogitChunk")
+      .def(py::init([](const at::Tensor& logits, const at::Tensor& targets, int64_t first_column, int64_t ignore_index,
+                       double soft_cap) { return LogitChunk{logits, targets, first_column, ignore_index, soft_cap}; }),
+           py::arg("logits"), py::arg("targets"), py::kw_only(), py::arg("first_column") = 0,
+           py::arg("ignore_index") = -100, py::arg("soft_cap") = 0.0);
+  m.def(
+      "add_logits",
+      [](const LogitChunk& chunk, const at::Tensor& most, const at::Tensor& scaled, const at::Tensor& hit,
+         const OptionalTensor& total) { add_logits(chunk, {most, scaled, hit, or_undefined(total)}); },
+      py::arg("chunk"), py::arg("most"), py::arg("scaled"), py::arg("hit"), py::arg("total") = py::none());
+  m.def(
+      "logit_gradient",
+      [](const LogitChunk& chunk, const at::Tensor& most, const at::Tensor& factor, const at::Tensor& upstream,
+         double label_smoothing, double everywhere, at::ScalarType dtype) {
+        return logit_gradient(chunk, {most, factor, upstream, label_smoothing, everywhere}, dtype);
+      },
+      py::arg("chunk"), py::arg("most"), py::arg("factor"), py::arg("upstream"), py::kw_only(),
+      py::arg("label_smoothing"), py::arg("everywhere"), py::arg("dtype"));
+  m.def("gather_rows", &gather_rows, py::arg("ids"), py::arg("table"), py::arg("first_row"), py::arg("out"));
+  m.def("add_rows", &add_rows, py::arg("out"), py::arg("ids"), py::arg("values"), py::arg("first_row"),
+        py::arg("padding_idx"), py::arg("alpha"));
+  m.def(
+      "pack",
+      [](const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to) {
+        RTP_CHECK_VALUE(from.size() == to.size(), "expected ", from.size(), " places, got ", to.size());
+        std::vector<PackItem> items;
+        for (size_t i = 0; i < from.size(); ++i) items.push_back({from[i], to[i]});
+        pack(items);
+      },
+      py::arg("from_"), py::arg("to"));
+  m.def(
+      "gemm",
+      [](const at::Tensor& out, const OptionalTensor& in, const at::Tensor& a, const at::Tensor& b, double alpha) {
+        gemm(out, or_undefined(in), a, b, alpha);
+      },
+      py::arg("out"), py::arg("in_"), py::arg("a"), py::arg("b"), py::arg("alpha") = 1.0);
+}
+
+}  // namespace rtp

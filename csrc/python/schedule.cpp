@@ -1,0 +1,108 @@
+#include "python/schedule.h"
+
+#include <optional>
+#include <vector>
+
+#include "base/checks.h"
+
+namespace rtp {
+namespace {
+
+// A buffer as Python sees it: None, "weight home", "gradient slot 1", "weight whole", ...
+py::object buffer_name(const Buffer& buffer) {
+  if (!buffer.exists()) return py::none();
+  if (buffer.is_home()) return py::str(concat(name(buffer.channel), " home"));
+  if (buffer.is_whole()) return py::str(concat(name(buffer.channel), " whole"));
+  return py::str(concat(name(buffer.channel), " slot ", buffer.slot));
+}
+
+// With the part where only one is meant: "weight whole 2", "gradient home first".
+std::vector<std::string> access_names(const std::vector<Access>& accesses) {
+  std::vector<std::string> names;
+  for (const Access& access : accesses) {
+    std::string text = py::cast<std::string>(buffer_name(access.buffer));
+    if (access.buffer.is_whole()) text += concat(" ", access.part);
+    if (access.buffer.is_home() && access.part != Access::kAll) text += access.part == 1 ? " first" : " second";
+    names.push_back(text);
+  }
+  return names;
+}
+
+}  // namespace
+
+Pass parse_pass(const std::string& text) {
+  RTP_CHECK_VALUE(text == "forward" || text == "backward", "expected a pass of forward or backward, got ", text);
+  return text == "forward" ? Pass::forward : Pass::backward;
+}
+
+Route parse_route(const std::string& text) {
+  for (const Route route : {Route::ring, Route::direct, Route::gather}) {
+    if (text == name(route)) return route;
+  }
+  RTP_CHECK_VALUE(false, "expected a route of ring, direct or gather, got ", text);
+  return Route::ring;
+}
+
+Channel parse_channel(const std::string& text) {
+  RTP_CHECK_VALUE(text == "weight" || text == "gradient", "expected a channel of weight or gradient, got ", text);
+  return text == "weight" ? Channel::weight : Channel::gradient;
+}
+
+void bind_schedule(py::module_& m) {
+  py::class_<Step>(m, "Step",
+                   "One hop, compute, copy or add of a schedule; fields that its action does not use are None or -1.")
+      .def_property_readonly("action", [](const Step& step) { return name(step.action); })
+      .def_property_readonly("channel",
+                             [](const Step& step) -> std::optional<std::string> {
+                               if (step.action == Action::compute) return std::nullopt;
+                               return name(step.channel);
+                             })
+      .def_readonly("to", &Step::to)
+      .def_readonly("from_", &Step::from)
+      .def_readonly("send_owner", &Step::send_owner)
+      .def_readonly("receive_owner", &Step::receive_owner)
+      .def_property_readonly("send", [](const Step& step) { return buffer_name(step.send); })
+      .def_property_readonly("receive", [](const Step& step) { return buffer_name(step.receive); })
+      .def_property_readonly("compute",
+                             [](const Step& step) -> std::optional<std::string> {
+                               if (step.action != Action::compute) return std::nullopt;
+                               return name(step.compute);
+                             })
+      .def_readonly("owner", &Step::owner)
+      .def_readonly("lane", &Step::lane)
+      .def_property_readonly("half", [](const Step& step) { return static_cast<int>(step.half); })
+      .def_property_readonly("label", [](const Step& step) { return label(step); })
+      .def(
+          "reads", [](const Step& step, int ranks) { return access_names(reads(step, ranks)); }, py::arg("ranks"))
+      .def(
+          "writes", [](const Step& step, int ranks) { return access_names(writes(step, ranks)); }, py::arg("ranks"))
+      .def_property_readonly("weight", [](const Step& step) { return buffer_name(step.weight); })
+      .def_property_readonly("gradient_in", [](const Step& step) { return buffer_name(step.gradient_in); })
+      .def_property_readonly("gradient_out", [](const Step& step) { return buffer_name(step.gradient_out); });
+  py::class_<Schedule>(m, "Schedule", "The ordered hops and computes of one pass on one rank.")
+      .def_readonly("ranks", &Schedule::ranks)
+      .def_readonly("rank", &Schedule::rank)
+      .def_property_readonly("pass_", [](const Schedule& schedule) { return name(schedule.options.pass); })
+      .def_property_readonly("route", [](const Schedule& schedule) { return name(schedule.options.route); })
+      .def_property_readonly("in_place", [](const Schedule& schedule) { return schedule.options.in_place; })
+      .def_property_readonly("halves", [](const Schedule& schedule) { return schedule.options.halves; })
+      .def_property_readonly("two_lanes", [](const Schedule& schedule) { return schedule.options.two_lanes; })
+      .def_readonly("steps", &Schedule::steps)
+      .def_readonly("weight_slots", &Schedule::weight_slots)
+      .def_readonly("gradient_slots", &Schedule::gradient_slots);
+  m.def(
+      "make_schedule",
+      [](int ranks, int rank, const std::string& pass, const std::string& route, bool in_place, bool dgrad, bool wgrad,
+         bool receive_in_slots, bool bundle, bool halves, bool two_lanes) {
+        return make_schedule(ranks, rank,
+                             {parse_pass(pass), parse_route(route), in_place, dgrad, wgrad, receive_in_slots, bundle,
+                              halves, two_lanes});
+      },
+      py::arg("ranks"), py::arg("rank"), py::kw_only(), py::arg("pass_"), py::arg("route") = "ring",
+      py::arg("in_place") = false, py::arg("dgrad") = true, py::arg("wgrad") = true,
+      py::arg("receive_in_slots") = false, py::arg("bundle") = false, py::arg("halves") = false,
+      py::arg("two_lanes") = false);
+  m.def("shard_sizes", &shard_sizes, py::arg("extent"), py::arg("ranks"));
+}
+
+}  // namespace rtp

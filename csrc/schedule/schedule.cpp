@@ -1,0 +1,403 @@
+#include "schedule/schedule.h"
+
+#include <algorithm>
+
+#include "base/checks.h"
+
+namespace rtp {
+namespace {
+
+// Appends steps to a schedule and hands out the slots that they alternate between.
+class Builder {
+ public:
+  Builder(int ranks, int rank, const ScheduleOptions& options) {
+    schedule_.ranks = ranks;
+    schedule_.rank = rank;
+    schedule_.options = options;
+    ScheduleOptions& chosen = schedule_.options;
+    if (chosen.in_place) chosen.route = Route::ring;                                   // the shard itself is handed on
+    if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;  // a bundle works shard by shard
+    chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
+                    chosen.wgrad;
+    chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.route != Route::gather;
+  }
+
+  int ranks() const { return schedule_.ranks; }
+  const ScheduleOptions& options() const { return schedule_.options; }
+
+  // The rank, or owner, `distance` places up the ring (down it when negative).
+  int at(int distance) const {
+    const int ranks = schedule_.ranks;
+    return ((schedule_.rank + distance) % ranks + ranks) % ranks;
+  }
+
+  Buffer whole(Channel channel) {
+    (channel == Channel::weight ? schedule_.whole_weight : schedule_.whole_gradient) = true;
+    return {channel, Buffer::kWhole};
+  }
+
+  Buffer slot(Channel channel, int index) {
+    int& used = channel == Channel::weight ? schedule_.weight_slots : schedule_.gradient_slots;
+    used = std::max(used, index + 1);
+    return {channel, index};
+  }
+
+  void hop(Channel channel, int to, int from, int send_owner, int receive_owner, Buffer send, Buffer receive,
+           Half half = Half::whole) {
+    Step step;
+    step.action = Action::hop;
+    step.channel = channel;
+    step.to = to;
+    step.from = from;
+    step.send_owner = send_owner;
+    step.receive_owner = receive_owner;
+    step.send = send;
+    step.receive = receive;
+    step.half = half;
+    schedule_.steps.push_back(step);
+  }
+
+  // Copies `from` to `to` on this rank, or adds it.
+  void local(Action action, Channel channel, int owner, Buffer from, Buffer to) {
+    Step step;
+    step.action = action;
+    step.channel = channel;
+    step.send_owner = step.receive_owner = owner;
+    step.send = from;
+    step.receive = to;
+    schedule_.steps.push_back(step);
+  }
+
+  void compute(Compute kind, int owner, Buffer weight, Buffer gradient_in = kNoBuffer, Buffer gradient_out = kNoBuffer,
+               Half half = Half::whole) {
+    Step step;
+    step.compute = kind;
+    step.owner = owner;
+    step.weight = weight;
+    step.gradient_in = gradient_in;
+    step.gradient_out = gradient_out;
+    step.half = half;
+    if (options().two_lanes) {
+      step.lane = kind == Compute::forward ? forwards_++ % 2 : (kind == Compute::wgrad ? 1 : 0);
+    }
+    schedule_.steps.push_back(step);
+  }
+
+  Schedule finish() { return std::move(schedule_); }
+
+ private:
+  Schedule schedule_;
+  int forwards_ = 0;
+};
+
+// The journey of the weights through one rank. `direction` is -1 when the shard in hand goes r, r-1, ... (forward)
+// and +1 when it goes r, r+1, ... (backward).
+class WeightJourney {
+ public:
+  WeightJourney(Builder& builder, int direction) : builder_(builder), direction_(direction) {}
+
+  // The buffer that holds the shard of step `s`, and its owner.
+  Buffer buffer(int s) const {
+    if (s == 0) return home();
+    if (builder_.options().in_place) return s % 2 == 0 ? home() : builder_.slot(Channel::weight, 0);
+    return builder_.slot(Channel::weight, (s - 1) % 2);
+  }
+  int owner(int s) const { return builder_.at(direction_ * s); }
+
+  // Posts the hop that brings the shard of step s + 1. In place there is one hop more, which brings the shard home.
+  void post(int s) {
+    const bool in_place = builder_.options().in_place;
+    const int hops = builder_.ranks() == 1 ? 0 : (in_place ? builder_.ranks() : builder_.ranks() - 1);
+    if (s >= hops) return;
+    if (builder_.options().route == Route::direct) {
+      const int distance = direction_ * (s + 1);
+      builder_.hop(Channel::weight, builder_.at(-distance), builder_.at(distance), owner(0), owner(s + 1), home(),
+                   buffer(s + 1));
+    } else {
+      builder_.hop(Channel::weight, builder_.at(-direction_), builder_.at(direction_), owner(s), owner(s + 1),
+                   buffer(s), buffer(s + 1));
+    }
+  }
+
+  // After an odd number of hops in place the home shard has come back into the slot.
+  void settle() {
+    const int ranks = builder_.ranks();
+    if (builder_.options().in_place && ranks > 1 && ranks % 2 == 1) {
+      builder_.local(Action::copy, Channel::weight, builder_.at(0), buffer(ranks), home());
+    }
+  }
+
+ private:
+  static Buffer home() { return {Channel::weight, Buffer::kHome}; }
+
+  Builder& builder_;
+  int direction_;
+};
+
+void build_forward(Builder& builder) {
+  WeightJourney weights(builder, -1);
+  for (int s = 0; s < builder.ranks(); ++s) {
+    weights.post(s);
+    builder.compute(Compute::forward, weights.owner(s), weights.buffer(s));
+  }
+  weights.settle();
+}
+
+// The journey of the partial gradients, or of one half of them: wgrad(r+1), ..., wgrad(r+R-1), wgrad(r), each added to
+// what has just arrived, and sent on but for the last, which ends at home.
+class GradientJourney {
+ public:
+  GradientJourney(Builder& builder, Half half) : builder_(builder), half_(half) {}
+
+  // Adds this rank's part to the gradient of shard r + s, 1 <= s <= R.
+  void compute(int s) {
+    out_ = s == builder_.ranks() ? home() : (partial_.exists() ? partial_ : slot(0));
+    builder_.compute(Compute::wgrad, builder_.at(s), kNoBuffer, partial_, out_, half_);
+  }
+  void post(int s) {
+    const int ranks = builder_.ranks();
+    if (s == ranks) return;
+    const bool lands_home = s == ranks - 1 && !builder_.options().receive_in_slots;
+    partial_ = lands_home ? home() : slot(s % 2);
+    builder_.hop(Channel::gradient, builder_.at(-1), builder_.at(1), builder_.at(s), builder_.at(s + 1), out_, partial_,
+                 half_);
+  }
+
+ private:
+  static Buffer home() { return {Channel::gradient, Buffer::kHome}; }
+  Buffer slot(int index) {  // the halves take turns, so that those of two ranks name no slot between theirs
+    const int place = half_ == Half::whole ? index : 2 * index + (half_ == Half::second ? 1 : 0);
+    return builder_.slot(Channel::gradient, place);
+  }
+
+  Builder& builder_;
+  Half half_;
+  Buffer out_ = kNoBuffer;
+  Buffer partial_ = kNoBuffer;  // what has arrived for the next wgrad to add to
+};
+
+// dgrad(r) | wgrad(r+1) dgrad(r+1) | ... | wgrad(r): a gradient hop hides under a dgrad, a weight hop under a
+// wgrad and a dgrad. Hops are enqueued w1, g1, w2, g2, ...: gradients first would deadlock a single communicator.
+// In halves, that of the first half hides under the wgrad of the second as well.
+void build_backward(Builder& builder) {
+  const int ranks = builder.ranks();
+  const ScheduleOptions& options = builder.options();
+  WeightJourney weights(builder, +1);
+  std::vector<GradientJourney> gradients;
+  if (options.wgrad && !options.halves) gradients.emplace_back(builder, Half::whole);
+  if (options.wgrad && options.halves) {
+    gradients.emplace_back(builder, Half::first);
+    gradients.emplace_back(builder, Half::second);
+  }
+
+  if (options.dgrad) {
+    weights.post(0);
+    builder.compute(Compute::dgrad, weights.owner(0), weights.buffer(0));
+  }
+  for (int s = 1; s <= ranks; ++s) {
+    for (GradientJourney& gradient : gradients) {
+      gradient.compute(s);
+      gradient.post(s);
+    }
+    if (options.dgrad && s < ranks) {
+      weights.post(s);
+      builder.compute(Compute::dgrad, weights.owner(s), weights.buffer(s));
+    }
+  }
+  if (options.dgrad) weights.settle();
+}
+
+// dgrad(r) | dgrad(r+1) wgrad(r+1) | ... | dgrad(r-1) wgrad(r-1) | wgrad(r): as for a single weight, but wgrad(j) can
+// only follow dgrad(j). A gradient hop hides under the next dgrad, and the last one under wgrad(r), which starts from
+// zero so that it need not wait for it; what has arrived is added afterwards.
+void build_bundle_backward(Builder& builder) {
+  const int ranks = builder.ranks();
+  const Buffer home{Channel::gradient, Buffer::kHome};
+  const bool wgrad = builder.options().wgrad;
+  WeightJourney weights(builder, +1);
+
+  weights.post(0);
+  builder.compute(Compute::dgrad, weights.owner(0), weights.buffer(0));
+  Buffer partial = kNoBuffer;
+  for (int s = 1; s < ranks; ++s) {
+    weights.post(s);
+    builder.compute(Compute::dgrad, weights.owner(s), weights.buffer(s));
+    if (!wgrad) continue;
+    const Buffer out = partial.exists() ? partial : builder.slot(Channel::gradient, 0);
+    builder.compute(Compute::wgrad, builder.at(s), weights.buffer(s), partial, out);
+    partial = builder.slot(Channel::gradient, s % 2);
+    builder.hop(Channel::gradient, builder.at(-1), builder.at(1), builder.at(s), builder.at(s + 1), out, partial);
+  }
+  weights.settle();
+  if (!wgrad) return;
+  builder.compute(Compute::wgrad, builder.at(0), weights.buffer(0), kNoBuffer, home);
+  if (partial.exists()) builder.local(Action::add, Channel::gradient, builder.at(0), partial, home);
+}
+
+// Every shard to every rank, each straight from its owner.
+Buffer gather_weights(Builder& builder) {
+  const Buffer home{Channel::weight, Buffer::kHome};
+  const Buffer whole = builder.whole(Channel::weight);
+  builder.local(Action::copy, Channel::weight, builder.at(0), home, whole);
+  for (int s = 1; s < builder.ranks(); ++s) {
+    builder.hop(Channel::weight, builder.at(s), builder.at(-s), builder.at(0), builder.at(-s), whole, whole);
+  }
+  return whole;
+}
+
+void build_gather_forward(Builder& builder) { builder.compute(Compute::forward, kAllOwners, gather_weights(builder)); }
+
+// One wgrad of the whole, whose parts then travel the ring and are added up on the way: a reduce-scatter.
+void build_gather_backward(Builder& builder) {
+  const int ranks = builder.ranks();
+  const ScheduleOptions& options = builder.options();
+  const Buffer weight = options.dgrad ? gather_weights(builder) : kNoBuffer;
+  if (!options.wgrad) {
+    if (options.dgrad) builder.compute(Compute::dgrad, kAllOwners, weight);
+    return;
+  }
+  const Buffer whole = builder.whole(Channel::gradient);
+  const auto arrived = [&](int s) { return builder.slot(Channel::gradient, (s + 1) % 2); };
+  const auto post = [&](int s) {
+    builder.hop(Channel::gradient, builder.at(-1), builder.at(1), builder.at(s), builder.at(s + 1), whole, arrived(s));
+  };
+  builder.compute(Compute::wgrad, kAllOwners, kNoBuffer, kNoBuffer, whole);
+  if (ranks > 1) post(1);
+  if (options.dgrad) builder.compute(Compute::dgrad, kAllOwners, weight);
+  for (int s = 1; s < ranks; ++s) {
+    builder.local(Action::add, Channel::gradient, builder.at(s + 1), arrived(s), whole);
+    if (s + 1 < ranks) post(s + 1);
+  }
+  builder.local(Action::copy, Channel::gradient, builder.at(0), whole, {Channel::gradient, Buffer::kHome});
+}
+
+// The accesses of a buffer by a step that is about the shard of `owner`.
+void add_access(std::vector<Access>& accesses, const Step& step, Buffer buffer, int owner, int ranks) {
+  if (!buffer.exists()) return;
+  if (buffer.is_whole() && owner == kAllOwners) {
+    for (int each = 0; each < ranks; ++each) accesses.push_back({buffer, each});
+  } else if (buffer.is_whole()) {
+    accesses.push_back({buffer, owner});
+  } else {
+    const bool part_of_home = buffer.is_home() && step.half != Half::whole;
+    accesses.push_back({buffer, part_of_home ? static_cast<int>(step.half) : Access::kAll});
+  }
+}
+
+std::string shard_name(const Step& step, char letter, int owner) {
+  const char* half = step.half == Half::whole ? "" : (step.half == Half::first ? "a" : "b");
+  return owner == kAllOwners ? concat(letter) : concat(letter, owner, half);
+}
+
+}  // namespace
+
+std::vector<Access> reads(const Step& step, int ranks) {
+  std::vector<Access> accesses;
+  if (step.action == Action::compute) {
+    add_access(accesses, step, step.weight, step.owner, ranks);
+    add_access(accesses, step, step.gradient_in, step.owner, ranks);
+  } else {
+    add_access(accesses, step, step.send, step.send_owner, ranks);
+    if (step.action == Action::add) add_access(accesses, step, step.receive, step.receive_owner, ranks);
+  }
+  return accesses;
+}
+
+std::vector<Access> writes(const Step& step, int ranks) {
+  std::vector<Access> accesses;
+  if (step.action == Action::compute) {
+    add_access(accesses, step, step.gradient_out, step.owner, ranks);
+  } else {
+    add_access(accesses, step, step.receive, step.receive_owner, ranks);
+  }
+  return accesses;
+}
+
+std::string label(const Step& step) {
+  if (step.action == Action::compute) {
+    const char letter = step.compute == Compute::wgrad ? 'G' : 'W';
+    const char* sum = step.compute != Compute::wgrad ? "" : (step.gradient_in.exists() ? " +=" : " =");
+    return concat(name(step.compute), ' ', shard_name(step, letter, step.owner), sum);
+  }
+  const char letter = step.channel == Channel::weight ? 'W' : 'G';
+  if (step.action != Action::hop) {
+    return concat(step.action == Action::add ? "add " : "", shard_name(step, letter, step.send_owner), " to ",
+                  step.receive.is_whole() ? "whole" : "home");
+  }
+  return concat(shard_name(step, letter, step.send_owner), " -> ", step.to, ", ",
+                shard_name(step, letter, step.receive_owner), " <- ", step.from);
+}
+
+int Schedule::hops(Channel channel) const {
+  return static_cast<int>(std::count_if(steps.begin(), steps.end(), [channel](const Step& step) {
+    return step.action == Action::hop && step.channel == channel;
+  }));
+}
+
+Schedule make_schedule(int ranks, int rank, const ScheduleOptions& options) {
+  RTP_CHECK_VALUE(ranks >= 1, "schedule: expected ranks >= 1, got ", ranks);
+  RTP_CHECK_VALUE(rank >= 0 && rank < ranks, "schedule: expected 0 <= rank < ", ranks, ", got ", rank);
+  Builder builder(ranks, rank, options);
+  const bool gathers = builder.options().route == Route::gather;
+  if (options.pass == Pass::forward) {
+    gathers ? build_gather_forward(builder) : build_forward(builder);
+  } else if (gathers) {
+    build_gather_backward(builder);
+  } else if (options.bundle) {
+    build_bundle_backward(builder);
+  } else {
+    build_backward(builder);
+  }
+  return builder.finish();
+}
+
+std::vector<int64_t> shard_sizes(int64_t extent, int ranks) {
+  RTP_CHECK_VALUE(extent >= 0 && ranks >= 1, "shard_sizes: expected extent >= 0 and ranks >= 1, got ", extent, " and ",
+                  ranks);
+  const int64_t chunk = (extent + ranks - 1) / ranks;
+  std::vector<int64_t> sizes(ranks);
+  for (int owner = 0; owner < ranks; ++owner) {
+    sizes[owner] = std::clamp<int64_t>(extent - owner * chunk, 0, chunk);
+  }
+  return sizes;
+}
+
+const char* name(Channel channel) { return channel == Channel::weight ? "weight" : "gradient"; }
+const char* name(Pass pass) { return pass == Pass::forward ? "forward" : "backward"; }
+const char* name(Route route) {
+  switch (route) {
+    case Route::ring:
+      return "ring";
+    case Route::direct:
+      return "direct";
+    case Route::gather:
+      return "gather";
+  }
+  return "?";
+}
+const char* name(Compute compute) {
+  switch (compute) {
+    case Compute::forward:
+      return "forward";
+    case Compute::dgrad:
+      return "dgrad";
+    case Compute::wgrad:
+      return "wgrad";
+  }
+  return "?";
+}
+const char* name(Action action) {
+  switch (action) {
+    case Action::hop:
+      return "hop";
+    case Action::compute:
+      return "compute";
+    case Action::copy:
+      return "copy";
+    case Action::add:
+      return "add";
+  }
+  return "?";
+}
+
+}  // namespace rtp

@@ -1,0 +1,181 @@
+#include "transport/c10d.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <array>
+#include <list>
+#include <mutex>
+
+#include "base/checks.h"
+
+namespace rtp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Work = c10::intrusive_ptr<c10d::Work>;
+
+constexpr int kMaxParts = 8;  // of a hop
+
+at::Tensor as_tensor(const Span& span, at::Device device) {
+  return at::from_blob(span.data, {static_cast<int64_t>(span.bytes)},
+                       at::TensorOptions().dtype(at::kByte).device(device));
+}
+
+// The works of one hop. `outstanding` is shared with the transport so that an abort reaches them.
+class C10dTransfer : public Transfer {
+ public:
+  C10dTransfer(Hop hop, std::chrono::milliseconds timeout, bool on_host)
+      : hop_(std::move(hop)), timeout_(timeout), on_host_(on_host) {}
+
+  void add_send(Work work) { sent_.push_back(std::move(work)); }
+  void add_receive(Work work) { received_.push_back(std::move(work)); }
+
+  void wait_received() override { wait(received_, hop_.from); }
+  void wait_sent() override { wait(sent_, hop_.to); }
+
+  void abort() noexcept {
+    for (auto* works : {&received_, &sent_}) {
+      for (const Work& work : *works) {
+        try {
+          work->abort();
+        } catch (...) {  // a backend without abort: dropping the group is what remains
+        }
+      }
+    }
+  }
+
+ private:
+  // One wait with the whole timeout: a Gloo wait that times out closes all pairs of its group for good.
+  void wait(std::vector<Work>& works, int peer) {
+    const auto start = Clock::now();
+    for (const Work& work : works) {
+      try {
+        // On CUDA a wait with a timeout would block the host; there the group's own watchdog keeps the time.
+        on_host_ ? work->wait(timeout_) : work->wait();
+      } catch (const std::exception& error) {
+        throw_timeout(hop_, peer, Clock::now() - start, error.what());
+      }
+    }
+    works.clear();
+  }
+
+  Hop hop_;
+  std::chrono::milliseconds timeout_;
+  bool on_host_;
+  std::vector<Work> received_;
+  std::vector<Work> sent_;
+};
+
+// What the executor holds: forwards to the shared transfer, so that abort never races with its end.
+class TransferHandle : public Transfer {
+ public:
+  explicit TransferHandle(std::shared_ptr<C10dTransfer> transfer) : transfer_(std::move(transfer)) {}
+  void wait_received() override { transfer_->wait_received(); }
+  void wait_sent() override { transfer_->wait_sent(); }
+
+ private:
+  std::shared_ptr<C10dTransfer> transfer_;
+};
+
+class C10dTransport : public Transport {
+ public:
+  C10dTransport(Group weight, Group gradient, at::Device device, std::chrono::milliseconds timeout)
+      : groups_{std::move(weight), std::move(gradient)}, device_(device), timeout_(timeout) {
+    RTP_CHECK_VALUE(groups_[0]->getSize() == groups_[1]->getSize() && groups_[0]->getRank() == groups_[1]->getRank(),
+                    "transport c10d: expected two groups of the same ranks, got sizes ", groups_[0]->getSize(), " and ",
+                    groups_[1]->getSize());
+  }
+
+  const char* name() const override { return "c10d"; }
+
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    auto transfer = std::make_shared<C10dTransfer>(hop, timeout_, device_.is_cpu());
+    const Group group = this->group(hop.channel);
+    // Ranks that are out of step must not take each other's messages: they time out instead.
+    const int tag = static_cast<int>(hop.identity() & 0x1ffffff) * kMaxParts;
+    RTP_ASSERT(hop.send.size() <= kMaxParts && hop.receive.size() <= kMaxParts, hop.describe(), " has too many parts");
+    const auto filled = [](const std::vector<Span>& spans) {
+      return std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.bytes > 0; });
+    };
+    const bool coalesced = device_.is_cuda() && (filled(hop.send) || filled(hop.receive));
+    try {
+      if (coalesced) group->startCoalescing(device_.type());
+      for (size_t part = 0; part < hop.receive.size(); ++part) {
+        if (hop.receive[part].bytes == 0) continue;
+        std::vector<at::Tensor> tensors{as_tensor(hop.receive[part], device_)};
+        transfer->add_receive(group->recv(tensors, hop.from, tag + static_cast<int>(part)));
+      }
+      for (size_t part = 0; part < hop.send.size(); ++part) {
+        if (hop.send[part].bytes == 0) continue;
+        std::vector<at::Tensor> tensors{as_tensor(hop.send[part], device_)};
+        transfer->add_send(group->send(tensors, hop.to, tag + static_cast<int>(part)));
+      }
+      if (coalesced) {
+        transfer = std::make_shared<C10dTransfer>(hop, timeout_, device_.is_cpu());
+        transfer->add_receive(group->endCoalescing(device_.type()));
+      }
+    } catch (const std::exception& error) {
+      transfer->abort();
+      throw_timeout(hop, hop.to, std::chrono::seconds(0), error.what());
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      in_flight_.remove_if([](const auto& known) { return known.expired(); });
+      in_flight_.push_back(transfer);
+    }
+    return std::make_unique<TransferHandle>(std::move(transfer));
+  }
+
+  Moment compute_moment() override {
+    if (device_.is_cuda()) {
+      throw RotationError(
+          "transport c10d: hops between GPUs run on streams of the process group, which nobody can time");
+    }
+    return Transport::compute_moment();
+  }
+
+  at::Tensor allocate(Channel, int64_t bytes) override {
+    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+  }
+
+  // Aborts the works, then drops the groups: closing their sockets is what tells the next neighbour.
+  void abort(const std::string&) noexcept override {
+    const std::lock_guard lock(mutex_);
+    for (const auto& known : in_flight_) {
+      if (const auto transfer = known.lock()) transfer->abort();
+    }
+    in_flight_.clear();
+    for (Group& group : groups_) group.reset();
+  }
+
+  void close() override {
+    const std::lock_guard lock(mutex_);
+    in_flight_.clear();
+    for (Group& group : groups_) group.reset();
+  }
+
+ private:
+  Group group(Channel channel) {
+    const std::lock_guard lock(mutex_);
+    const Group& group = groups_[static_cast<size_t>(channel)];
+    if (!group) throw RotationError("transport c10d: the ring is closed");
+    return group;
+  }
+
+  std::array<Group, 2> groups_;
+  at::Device device_;
+  std::chrono::milliseconds timeout_;
+  std::mutex mutex_;
+  std::list<std::weak_ptr<C10dTransfer>> in_flight_;
+};
+
+}  // namespace
+
+std::shared_ptr<Transport> make_c10d_transport(Group weight, Group gradient, at::Device device,
+                                               std::chrono::milliseconds timeout) {
+  return std::make_shared<C10dTransport>(std::move(weight), std::move(gradient), device, timeout);
+}
+
+}  // namespace rtp

@@ -1,0 +1,203 @@
+#include "transport/ce/ce.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+
+#include "transport/ce/peer_flags.h"
+#include "transport/nccl/symmetric_memory.h"
+
+namespace rtp {
+namespace {
+
+using Kind = PeerFlags::Kind;
+
+bool any_bytes(const std::vector<Span>& spans) {
+  return std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.bytes > 0; });
+}
+
+// How a hop travels. All of it is enqueued on the stream of its channel, on both ends in the order of the hops.
+//
+// Push:  receiver                             sender
+//        raise credit at the sender    ->     await credit
+//        await data                    <-     copy into the receiver's slot, raise data at the receiver
+// Pull:  await data                    <-     raise data at the receiver
+//        copy from the sender's slot
+//        raise credit at the sender    ->     await credit
+//
+// A flag is 0 or 1, so one that is raised twice before it is awaited would be lost. That cannot be. The two flags of a
+// conversation (channel, slot, sender, receiver) take turns: whoever raises its flag for the next time has awaited the
+// other one's since, in the same stream; the other side had raised that one after it had awaited, and so reset, the
+// first. Between passes every flag is 0, so that a captured pass can be replayed, and captured and other passes mixed.
+// Nor do the ranks wait in a circle: what a hop raises first depends on nothing but the hop before it.
+class CopyEngineTransport : public CeTransport {
+ public:
+  CopyEngineTransport(const RingEnd& end, const std::string& id)
+      : CeTransport(end, {id}, CommunicatorOptions{}), peers_(communicators_, end.rank, end.ranks) {
+    const DeviceScope scope(device_);
+    side_ = Stream::highest_priority();
+    const at::Tensor memory = allocate_symmetric(PeerFlags::bytes(end.ranks), device_);
+    try {
+      flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks);
+      try_out();
+      start();
+    } catch (...) {
+      communicators_.abort();
+      throw;
+    }
+  }
+
+  ~CopyEngineTransport() override {
+    stop();
+    communicators_.abort();  // its windows end before the memory that they are over
+  }
+
+  const char* name() const override { return "ce"; }
+  bool sends_anywhere() const override { return false; }
+  bool receives_anywhere() const override { return false; }
+  void set_mode(Channel channel, CeMode mode) override { modes_[static_cast<size_t>(channel)] = mode; }
+
+  bool at_rest() const override {
+    const DeviceScope scope(device_);
+    for (const Channel channel : {Channel::weight, Channel::gradient}) {
+      RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.channel(channel)));
+    }
+    return flags_->at_rest();
+  }
+
+  at::Tensor allocate(Channel channel, int64_t bytes) override {
+    const DeviceScope scope(device_);
+    check();
+    refuse_capture();
+    auto& slots = slots_[static_cast<size_t>(channel)];
+    int number = 0;  // the lowest that is free, so that it is the same on every rank
+    while (std::any_of(slots.begin(), slots.end(), [&](const auto& slot) { return slot.second.number == number; })) {
+      ++number;
+    }
+    RTP_ASSERT(number < PeerFlags::kSlots, "more slots than flags");
+    try {
+      const at::Tensor memory = allocate_symmetric(std::max<int64_t>(bytes, 1), device_);
+      slots[static_cast<std::byte*>(memory.data_ptr())] = {number, peers_.share(memory)};
+      return memory;
+    } catch (const RotationError& error) {  // the ranks no longer have the same slots
+      abort(error.what());
+      check();  // why the watchdog gave up says more
+      throw;
+    }
+  }
+
+  void release(Channel channel, const at::Tensor& slot) override {
+    const DeviceScope scope(device_);
+    auto& slots = slots_[static_cast<size_t>(channel)];
+    const auto found = slots.find(static_cast<std::byte*>(slot.data_ptr()));
+    if (found == slots.end()) return;
+    refuse_capture();
+    RTP_CUDA_CHECK(cudaDeviceSynchronize());  // freeing is not ordered after streams
+    peers_.withdraw(found->second.region);
+    slots.erase(found);
+  }
+
+ protected:
+  void enqueue(const Hop& hop, cudaStream_t stream) override {
+    const bool sends = any_bytes(hop.send);
+    const bool receives = any_bytes(hop.receive);
+    if (!sends && !receives) return;
+    // Slots have the same number on every rank: where I receive is where my peer receives, of this hop and its own.
+    const int number = slot(hop.channel, hop.receive_slot).number;
+    const auto raise = [&](Kind kind, int peer) { flags_->raise(hop.channel, kind, number, peer, engine_, stream); };
+    const auto await = [&](Kind kind, int peer) { flags_->await(hop.channel, kind, number, peer, stream); };
+    if (modes_[static_cast<size_t>(hop.channel)] == CeMode::push) {
+      if (receives) raise(Kind::credit, hop.from);
+      if (sends) {
+        await(Kind::credit, hop.to);
+        push(hop, stream);
+        raise(Kind::data, hop.to);
+        supervise(hop, hop.to, stream);
+      }
+      if (receives) await(Kind::data, hop.from);
+    } else {
+      if (sends) raise(Kind::data, hop.to);
+      if (receives) {
+        await(Kind::data, hop.from);
+        pull(hop, stream);
+        raise(Kind::credit, hop.from);
+        supervise(hop, hop.from, stream);
+      }
+      if (sends) {
+        await(Kind::credit, hop.to);
+        supervise(hop, hop.to, stream);
+      }
+    }
+  }
+
+  // Neither the communicator nor the memory goes: copies that are enqueued need the addresses.
+  bool give_up() noexcept override {
+    communicators_.give_up_waiting();
+    try {
+      flags_->raise_all(side_.get());
+      return true;  // one wait of a stream ends at a time
+    } catch (...) {
+      return false;
+    }
+  }
+
+  void take_down() override {
+    for (auto& slots : slots_) {
+      for (auto& [base, slot] : slots) peers_.withdraw(slot.region);
+      slots.clear();
+    }
+    RTP_CUDA_CHECK(cudaStreamSynchronize(side_.get()));
+    peers_.withdraw(flags_->region());
+  }
+
+ private:
+  struct Slot {
+    int number;
+    PeerRegion region;
+  };
+
+  const Slot& slot(Channel channel, std::byte* base) const {
+    const auto& slots = slots_[static_cast<size_t>(channel)];
+    const auto found = slots.find(base);
+    RTP_ASSERT(found != slots.end(), "a ", rtp::name(channel), " hop outside the slots");
+    return found->second;
+  }
+
+  void push(const Hop& hop, cudaStream_t stream) const {
+    std::byte* landing = slot(hop.channel, hop.receive_slot).region.bases[hop.to];
+    std::vector<Copy> copies;
+    for (const Block& block : blocks_of(hop.send, hop.lands_at)) {
+      copies.push_back({landing + block.there, block.data, block.bytes});
+    }
+    engine_.copy(copies, stream);
+  }
+
+  void pull(const Hop& hop, cudaStream_t stream) const {
+    const std::byte* source = slot(hop.channel, hop.send_slot).region.bases[hop.from];
+    std::vector<Copy> copies;
+    for (const Block& block : blocks_of(hop.receive, hop.leaves_from)) {
+      copies.push_back({block.data, source + block.there, block.bytes});
+    }
+    engine_.copy(copies, stream);
+  }
+
+  std::array<CeMode, 2> modes_{CeMode::push, CeMode::push};
+  CopyEngine engine_;
+  Stream side_;  // of the watchdog, never behind a wait for a peer
+  PeerMemory peers_;
+  std::unique_ptr<PeerFlags> flags_;
+  std::array<std::map<std::byte*, Slot>, 2> slots_;  // by where they start
+};
+
+}  // namespace
+
+std::optional<std::string> ce_refusal() {
+  if (auto reason = peer_memory_refusal()) return reason;
+  return stream_wait_refusal();
+}
+
+std::shared_ptr<CeTransport> make_ce_transport(const RingEnd& end, const std::string& id) {
+  return std::make_shared<CopyEngineTransport>(end, id);
+}
+
+}  // namespace rtp

@@ -1,0 +1,99 @@
+#include "transport/ce/peer_flags.h"
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <array>
+
+namespace rtp {
+namespace {
+
+using BatchMemOp = CUresult (*)(CUstream, unsigned int count, CUstreamBatchMemOpParams*, unsigned int flags);
+
+// By way of the runtime: the driver's library is not linked. Version 11.7 of the function needs no driver option.
+BatchMemOp find_batch_mem_op() {
+#if CUDART_VERSION >= 12050
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &found, 11070, cudaEnableDefault, &result);
+  if (status == cudaSuccess && result == cudaDriverEntryPointSuccess) return reinterpret_cast<BatchMemOp>(found);
+#endif
+  return nullptr;
+}
+
+// Waits for `word` to be 1 and makes it 0. One call for both: a graph captures it as one node.
+CUresult wait_and_reset(BatchMemOp batch_mem_op, uint64_t* word, cudaStream_t stream) {
+  std::array<CUstreamBatchMemOpParams, 2> operations{};
+  const auto address = reinterpret_cast<CUdeviceptr>(word);
+  operations[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
+  operations[0].waitValue.address = address;
+  operations[0].waitValue.value64 = 1;
+  operations[0].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
+  operations[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+  operations[1].writeValue.address = address;
+  operations[1].writeValue.value64 = 0;
+  operations[1].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+  return batch_mem_op(stream, operations.size(), operations.data(), 0);
+}
+
+void check_driver(CUresult status) {
+  if (status != CUDA_SUCCESS) {
+    throw CudaError(concat("cuStreamBatchMemOp failed with code ", static_cast<int>(status)));
+  }
+}
+
+}  // namespace
+
+std::optional<std::string> stream_wait_refusal() {
+  if (find_batch_mem_op() != nullptr) return std::nullopt;
+  return "the CUDA driver lacks cuStreamBatchMemOp, or rtp_ext was built with CUDA before 12.5";
+}
+
+int64_t PeerFlags::bytes(int ranks) {
+  const int64_t flags = int64_t{2} * 2 * kSlots * ranks;
+  return 2 * flags * static_cast<int64_t>(sizeof(uint64_t));
+}
+
+PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks)
+    : batch_mem_op_(reinterpret_cast<void*>(find_batch_mem_op())),
+      rank_(rank),
+      ranks_(ranks),
+      flags_(int64_t{2} * 2 * kSlots * ranks) {
+  RTP_ASSERT(batch_mem_op_ != nullptr, *stream_wait_refusal());
+  // Before the registration: no peer knows the address yet.
+  std::vector<uint64_t> words(static_cast<size_t>(memory.nbytes()) / sizeof(uint64_t), 0);
+  std::fill(words.end() - flags_, words.end(), 1);
+  RTP_CUDA_CHECK(cudaMemcpy(memory.data_ptr(), words.data(), memory.nbytes(), cudaMemcpyHostToDevice));
+  RTP_CUDA_CHECK(cudaDeviceSynchronize());
+  region_ = peers.share(memory);
+}
+
+int64_t PeerFlags::flag(Channel channel, Kind kind, int slot, int raiser) const {
+  const int64_t conversation = static_cast<int64_t>(channel) * 2 + static_cast<int64_t>(kind);
+  return (conversation * kSlots + slot) * ranks_ + raiser;
+}
+
+void PeerFlags::raise(Channel channel, Kind kind, int slot, int peer, const CopyEngine& engine,
+                      cudaStream_t stream) const {
+  const uint64_t* one = word(rank_, flags_);
+  engine.copy({{word(peer, flag(channel, kind, slot, rank_)), one, sizeof(uint64_t)}}, stream);
+}
+
+void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream) const {
+  check_driver(wait_and_reset(reinterpret_cast<BatchMemOp>(batch_mem_op_), word(rank_, flag(channel, kind, slot, peer)),
+                              stream));
+}
+
+void PeerFlags::raise_all(cudaStream_t stream) const {
+  RTP_CUDA_CHECK(cudaMemcpyAsync(word(rank_, 0), word(rank_, flags_), flags_ * sizeof(uint64_t),
+                                 cudaMemcpyDeviceToDevice, stream));
+}
+
+bool PeerFlags::at_rest() const {
+  std::vector<uint64_t> words(flags_);
+  RTP_CUDA_CHECK(cudaMemcpy(words.data(), word(rank_, 0), flags_ * sizeof(uint64_t), cudaMemcpyDeviceToHost));
+  return std::all_of(words.begin(), words.end(), [](uint64_t value) { return value == 0; });
+}
+
+}  // namespace rtp

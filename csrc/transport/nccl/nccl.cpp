@@ -1,0 +1,78 @@
+#include "transport/nccl/nccl.h"
+
+#include <map>
+
+#include "transport/nccl/symmetric_memory.h"
+
+namespace rtp {
+namespace {
+
+class NcclTransport : public SupervisedTransport {
+ public:
+  NcclTransport(const RingEnd& end, const std::vector<std::string>& ids, const NcclOptions& options)
+      : SupervisedTransport(end, ids, options.communicators), registered_(options.registered) {
+    try_out();
+    start();
+  }
+
+  ~NcclTransport() override { stop(); }
+
+  const char* name() const override { return "nccl"; }
+  bool sends_anywhere() const override { return !registered_; }
+  bool receives_anywhere() const override { return !registered_; }
+
+  at::Tensor allocate(Channel channel, int64_t bytes) override {
+    if (!registered_) return SupervisedTransport::allocate(channel, bytes);
+    const DeviceScope scope(device_);
+    refuse_capture();
+    const at::Tensor slot = allocate_symmetric(bytes, device_);
+    void* handle = nullptr;
+    communicators_.call(static_cast<size_t>(channel), "transport nccl: registering a slot", [&](ncclComm_t comm) {
+      RTP_NCCL_CHECK(ncclCommRegister(comm, slot.data_ptr(), static_cast<size_t>(slot.numel()), &handle));
+    });
+    handles_[slot.data_ptr()] = handle;
+    return slot;
+  }
+
+  void release(Channel channel, const at::Tensor& slot) override {
+    if (!registered_) return SupervisedTransport::release(channel, slot);
+    const auto found = handles_.find(slot.data_ptr());
+    if (found == handles_.end() || !communicators_.open()) return;
+    const DeviceScope scope(device_);
+    refuse_capture();
+    finish_uses(channel);
+    void* handle = found->second;
+    handles_.erase(found);
+    if (handle == nullptr) return;  // registration is switched off in NCCL's environment
+    communicators_.call(static_cast<size_t>(channel), "transport nccl: deregistering a slot",
+                        [&](ncclComm_t comm) { RTP_NCCL_CHECK(ncclCommDeregister(comm, handle)); });
+  }
+
+ protected:
+  void enqueue(const Hop& hop, cudaStream_t stream) override {
+    communicators_.call(static_cast<size_t>(hop.channel), hop.describe(), [&](ncclComm_t comm) {
+      NcclGroup group;
+      for (const Span& span : hop.send) {
+        if (span.bytes > 0) RTP_NCCL_CHECK(ncclSend(span.data, span.bytes, ncclInt8, hop.to, comm, stream));
+      }
+      for (const Span& span : hop.receive) {
+        if (span.bytes > 0) RTP_NCCL_CHECK(ncclRecv(span.data, span.bytes, ncclInt8, hop.from, comm, stream));
+      }
+      group.end();
+    });
+  }
+
+ private:
+  bool registered_;
+  std::map<void*, void*> handles_;  // of registered slots
+};
+
+}  // namespace
+
+std::shared_ptr<Transport> make_nccl_transport(const RingEnd& end, const std::vector<std::string>& ids,
+                                               const NcclOptions& options) {
+  RTP_CHECK_VALUE(ids.size() == 2, "transport nccl: expected 2 unique ids, got ", ids.size());
+  return std::make_shared<NcclTransport>(end, ids, options);
+}
+
+}  // namespace rtp

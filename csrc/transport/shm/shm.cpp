@@ -1,0 +1,416 @@
+#include "transport/shm/shm.h"
+
+#include <ATen/ops/from_blob.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <list>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <thread>
+
+#include "base/checks.h"
+#include "transport/shm/shared_memory.h"
+
+namespace rtp {
+namespace {
+
+using Clock = HostClock;
+
+constexpr size_t kMaxParts = 8;
+constexpr uint32_t kDepth = 8;                            // receives that may be posted to one peer and channel at once
+constexpr int kSpins = 2000;                              // looks at a flag before sleeping: a few microseconds
+constexpr size_t kMappingsPerPeer = 6;                    // of a peer's slots that are kept mapped per channel
+constexpr auto kGlance = std::chrono::milliseconds(100);  // how often a sleeper looks whether its peers still live
+
+enum class Life : uint32_t { starting, alive, closed, failed };
+
+// Where a receiver wants a message: offsets into one of its segments.
+struct Landing {
+  int32_t fd;
+  uint32_t parts;
+  uint64_t segment;
+  uint64_t segment_bytes;
+  uint64_t identity;  // of the hop, so that ranks that are out of step notice
+  std::array<uint64_t, kMaxParts> offset;
+  std::array<uint64_t, kMaxParts> bytes;
+};
+
+// Receives of this rank from one peer on one channel. `posted` is raised by the owner, `done` by the peer, which says
+// when it delivered: steady_clock is one for all processes of a host.
+struct Mailbox {
+  std::atomic<uint32_t> posted;
+  std::atomic<uint32_t> done;
+  std::array<Landing, kDepth> landing;
+  std::array<std::atomic<Clock::rep>, kDepth> arrived;
+};
+
+struct Control {
+  uint64_t nonce;
+  std::atomic<Life> life;
+  Bell bell;  // rung by anybody who changes something that this rank may be waiting for
+
+  // followed by 2 * ranks mailboxes
+  Mailbox& mailbox(Channel channel, int peer, int ranks) {
+    auto* first = reinterpret_cast<Mailbox*>(this + 1);
+    return first[static_cast<int>(channel) * ranks + peer];
+  }
+  static size_t bytes(int ranks) { return sizeof(Control) + 2 * static_cast<size_t>(ranks) * sizeof(Mailbox); }
+};
+
+// A slot of this rank, as its peers name it.
+struct Segment {
+  uint64_t id;
+  SharedMemory memory;
+};
+
+class HostTransport : public ShmTransport, public std::enable_shared_from_this<HostTransport> {
+ public:
+  HostTransport(int rank, int ranks, std::chrono::milliseconds timeout)
+      : rank_(rank),
+        ranks_(ranks),
+        timeout_(timeout),
+        own_(Control::bytes(ranks)),
+        received_(2 * ranks),
+        sent_(2 * ranks) {
+    std::random_device random;
+    control().nonce = (static_cast<uint64_t>(random()) << 32) | random();
+  }
+
+  ~HostTransport() override { abort("dropped"); }
+
+  const char* name() const override { return "shm"; }
+  bool receives_anywhere() const override { return false; }
+
+  std::string address() const override {
+    return concat(host_id(), " ", getpid(), " ", own_.fd(), " ", reinterpret_cast<Control*>(own_.data())->nonce);
+  }
+
+  void connect(const std::vector<std::string>& addresses) override {
+    RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "transport shm: expected ", ranks_,
+                    " addresses, got ", addresses.size());
+    for (int peer = 0; peer < ranks_; ++peer) {
+      std::istringstream text(addresses[peer]);
+      std::string host;
+      int pid = 0;
+      int fd = 0;
+      uint64_t nonce = 0;
+      text >> host >> pid >> fd >> nonce;
+      if (host != host_id()) throw RotationError(concat("transport shm: rank ", peer, " is on another host"));
+      peers_.push_back(Peer{SharedMemory(pid, fd, Control::bytes(ranks_)), ProcessWatch(pid), pid, {}});
+      if (control(peer).nonce != nonce) {
+        throw RotationError(concat("transport shm: process ", pid, " is not rank ", peer));
+      }
+    }
+    control().life = Life::alive;
+    for (const Channel channel : {Channel::weight, Channel::gradient}) {
+      senders_[static_cast<size_t>(channel)] = std::thread([this, channel] { serve(channel); });
+    }
+  }
+
+  std::unique_ptr<Transfer> post(const Hop& hop) override;
+  at::Tensor allocate(Channel, int64_t bytes) override;
+
+  void abort(const std::string& reason) noexcept override { end(Life::failed, reason); }
+  void close() override { end(Life::closed, "it was closed"); }
+
+ private:
+  friend class HostTransfer;
+
+  struct Peer {
+    SharedMemory control;
+    ProcessWatch watch;
+    int pid;
+    std::array<std::list<Segment>, 2> mapped;  // newest first
+  };
+  struct Job {
+    Hop hop;
+    uint32_t sequence;
+  };
+
+  Control& control() { return *reinterpret_cast<Control*>(own_.data()); }
+  Control& control(int peer) { return *reinterpret_cast<Control*>(peers_[peer].control.data()); }
+  Mailbox& inbox(Channel channel, int from) { return control().mailbox(channel, from, ranks_); }
+  Mailbox& outbox(Channel channel, int to) { return control(to).mailbox(channel, rank_, ranks_); }
+  size_t lane(Channel channel, int peer) const { return static_cast<size_t>(channel) * ranks_ + peer; }
+
+  // Waits until `ready`, or throws RingTimeout when the timeout passes or a rank of the ring is gone.
+  template <typename Ready>
+  void wait_until(const Hop& hop, int peer, Ready ready) {
+    for (int spin = 0; spin < kSpins; ++spin) {
+      if (ready()) return;
+    }
+    const auto start = Clock::now();
+    while (true) {
+      const uint32_t seen = control().bell.value();
+      if (ready()) return;
+      const auto waited = Clock::now() - start;
+      if (control().life != Life::alive) throw_end(hop);
+      if (const auto lost = lost_rank(peer); lost && !ready()) throw_timeout(hop, lost->rank, waited, lost->reason);
+      if (waited > timeout_) throw_timeout(hop, peer, waited, "timeout");
+      control().bell.sleep(seen, std::min<std::chrono::nanoseconds>(kGlance, timeout_ - waited));
+    }
+  }
+
+  struct Lost {
+    int rank;
+    const char* reason;
+  };
+
+  // A rank without which the ring cannot go on: one that failed, or the awaited one if it is gone. Others may have
+  // finished and left in good order; if they died instead, whoever waits for them fails and tells us.
+  std::optional<Lost> lost_rank(int awaited) {
+    for (int peer = 0; peer < ranks_; ++peer) {
+      if (control(peer).life == Life::failed) return Lost{peer, "its ring failed"};
+    }
+    if (control(awaited).life == Life::closed) return Lost{awaited, "it closed its ring"};
+    if (awaited != rank_ && peers_[awaited].watch.ended()) return Lost{awaited, "its process has ended"};
+    return std::nullopt;
+  }
+
+  // Throws why this rank's ring has ended: what its sender met, or that it was closed or given up.
+  [[noreturn]] void throw_end(const Hop& hop) {
+    const std::lock_guard lock(mutex_);
+    if (failure_) std::rethrow_exception(failure_);
+    throw RotationError(concat(hop.describe(), ": the ring cannot be used any more: ", reason_));
+  }
+
+  std::shared_ptr<Segment> find_segment(const std::byte* address) {
+    const std::lock_guard lock(segments_mutex_);
+    for (const auto& [base, segment] : segments_) {
+      if (segment->memory.contains(address)) return segment;
+    }
+    return nullptr;
+  }
+
+  void serve(Channel channel);
+  void deliver(const Job& job);
+  const SharedMemory& map_landing(int peer, Channel channel, const Landing& landing);
+  void end(Life life, const std::string& reason) noexcept;
+
+  const int rank_;
+  const int ranks_;
+  const std::chrono::milliseconds timeout_;
+  SharedMemory own_;
+  std::vector<Peer> peers_;
+  std::vector<uint32_t> received_;  // messages posted per channel and peer
+  std::vector<uint32_t> sent_;
+  uint64_t next_segment_ = 1;
+  std::mutex segments_mutex_;
+  std::map<std::byte*, std::shared_ptr<Segment>> segments_;
+
+  std::mutex mutex_;  // of the queues, their progress, and the end
+  std::condition_variable wake_;
+  std::array<std::deque<Job>, 2> queue_;
+  std::array<std::atomic<uint64_t>, 2> queued_{};
+  std::array<std::atomic<uint64_t>, 2> delivered_{};
+  bool stopping_ = false;
+  std::string reason_;
+  std::exception_ptr failure_;  // what a sender met
+  std::array<std::thread, 2> senders_;
+};
+
+class HostTransfer : public Transfer {
+ public:
+  HostTransfer(std::shared_ptr<HostTransport> transport, const Hop& hop)
+      : transport_(std::move(transport)), hop_(hop) {}
+
+  void expect(uint32_t sequence) { receive_ = sequence; }
+  void expect_nothing() { arrived_ = Clock::now().time_since_epoch().count(); }
+  void sends(uint64_t job) { send_ = job; }
+
+  void wait_received() override {
+    if (!receive_) return;
+    Mailbox& inbox = transport_->inbox(hop_.channel, hop_.from);
+    transport_->wait_until(hop_, hop_.from, [&] {
+      return static_cast<int32_t>(inbox.done.load(std::memory_order_acquire) - *receive_) >= 0;
+    });
+    // Unless the place has been used again since.
+    if (transport_->received_[transport_->lane(hop_.channel, hop_.from)] - *receive_ < kDepth) {
+      arrived_ = inbox.arrived[*receive_ % kDepth].load(std::memory_order_relaxed);
+    }
+    receive_.reset();
+  }
+
+  Moment arrived() const override {
+    return arrived_ ? host_moment(Clock::time_point(Clock::duration(*arrived_))) : nullptr;
+  }
+
+  void wait_sent() override {
+    if (!send_) return;
+    const auto& delivered = transport_->delivered_[static_cast<size_t>(hop_.channel)];
+    transport_->wait_until(hop_, hop_.to, [&] { return delivered.load(std::memory_order_acquire) >= *send_; });
+    send_.reset();
+  }
+
+ private:
+  std::shared_ptr<HostTransport> transport_;
+  Hop hop_;
+  std::optional<uint32_t> receive_;
+  std::optional<uint64_t> send_;
+  std::optional<Clock::rep> arrived_;
+};
+
+size_t total(const std::vector<Span>& spans) {
+  size_t bytes = 0;
+  for (const Span& span : spans) bytes += span.bytes;
+  return bytes;
+}
+
+std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
+  const size_t channel = static_cast<size_t>(hop.channel);
+  RTP_ASSERT(hop.receive.size() <= kMaxParts && hop.send.size() <= kMaxParts, hop.describe(), " has too many parts");
+  auto transfer = std::make_unique<HostTransfer>(shared_from_this(), hop);
+  if (const size_t bytes = total(hop.receive); bytes > 0) {
+    Mailbox& inbox = this->inbox(hop.channel, hop.from);
+    const uint32_t sequence = ++received_[lane(hop.channel, hop.from)];
+    RTP_ASSERT(sequence - inbox.done.load() <= kDepth, hop.describe(), " outruns its mailbox");
+    Landing& landing = inbox.landing[sequence % kDepth];
+    const auto filled =
+        std::find_if(hop.receive.begin(), hop.receive.end(), [](const Span& part) { return part.bytes > 0; });
+    const auto segment = find_segment(filled->data);
+    RTP_ASSERT(segment != nullptr, hop.describe(), " must land in a slot");
+    landing.fd = segment->memory.fd();
+    landing.segment = segment->id;
+    landing.identity = hop.identity();
+    landing.segment_bytes = segment->memory.bytes();
+    landing.parts = static_cast<uint32_t>(hop.receive.size());
+    for (size_t part = 0; part < hop.receive.size(); ++part) {
+      const Span& span = hop.receive[part];
+      landing.offset[part] = span.bytes == 0 ? 0 : static_cast<uint64_t>(span.data - segment->memory.data());
+      landing.bytes[part] = span.bytes;
+    }
+    inbox.posted.store(sequence, std::memory_order_release);
+    control(hop.from).bell.ring();
+    transfer->expect(sequence);
+  } else {
+    transfer->expect_nothing();
+  }
+  if (total(hop.send) > 0) {
+    if (control().life != Life::alive) throw_end(hop);
+    {
+      const std::lock_guard lock(mutex_);
+      queue_[channel].push_back({hop, ++sent_[lane(hop.channel, hop.to)]});
+      transfer->sends(++queued_[channel]);
+    }
+    wake_.notify_all();
+  }
+  return transfer;
+}
+
+at::Tensor HostTransport::allocate(Channel, int64_t bytes) {
+  const auto segment = std::make_shared<Segment>(
+      Segment{next_segment_++, SharedMemory(std::max<size_t>(static_cast<size_t>(bytes), 1))});
+  std::byte* data = segment->memory.data();
+  {
+    const std::lock_guard lock(segments_mutex_);
+    segments_[data] = segment;
+  }
+  const auto release = [transport = weak_from_this(), segment, data](void*) {
+    if (const auto self = transport.lock()) {
+      const std::lock_guard lock(self->segments_mutex_);
+      self->segments_.erase(data);
+    }
+  };
+  return at::from_blob(data, {bytes}, release, at::kByte);
+}
+
+// The sender of one channel: delivers in the order of posting.
+void HostTransport::serve(Channel channel) {
+  auto& queue = queue_[static_cast<size_t>(channel)];
+  while (true) {
+    Job job;
+    {
+      std::unique_lock lock(mutex_);
+      wake_.wait(lock, [&] { return stopping_ || !queue.empty(); });
+      if (stopping_) return;
+      job = std::move(queue.front());
+      queue.pop_front();
+    }
+    try {
+      deliver(job);
+    } catch (...) {
+      const std::lock_guard lock(mutex_);
+      failure_ = std::current_exception();
+      control().life = Life::failed;
+      for (int peer = 0; peer < ranks_; ++peer) control(peer).bell.ring();
+      return;
+    }
+    control().bell.ring();
+  }
+}
+
+void HostTransport::deliver(const Job& job) {
+  const Hop& hop = job.hop;
+  Mailbox& outbox = this->outbox(hop.channel, hop.to);
+  wait_until(hop, hop.to,
+             [&] { return static_cast<int32_t>(outbox.posted.load(std::memory_order_acquire) - job.sequence) >= 0; });
+  const Landing& landing = outbox.landing[job.sequence % kDepth];
+  if (landing.identity != hop.identity()) {
+    throw RotationError(concat(hop.describe(), ": the ranks of the ring are out of step: rank ", hop.to,
+                               " expects another operation or hop"));
+  }
+  const SharedMemory& target = map_landing(hop.to, hop.channel, landing);
+  if (landing.parts != hop.send.size()) {
+    throw RotationError(concat(hop.describe(), ": rank ", hop.to, " of the ring expects ", landing.parts,
+                               " tensors, got ", hop.send.size()));
+  }
+  for (size_t part = 0; part < hop.send.size(); ++part) {
+    if (landing.bytes[part] != hop.send[part].bytes) {
+      throw RotationError(concat(hop.describe(), ": rank ", hop.to, " of the ring expects ", landing.bytes[part],
+                                 " bytes, got ", hop.send[part].bytes));
+    }
+    if (hop.send[part].bytes == 0) continue;
+    std::memcpy(target.data() + landing.offset[part], hop.send[part].data, hop.send[part].bytes);
+  }
+  // Ours first: once the peer knows, it may finish and close before this thread runs on.
+  ++delivered_[static_cast<size_t>(hop.channel)];
+  outbox.arrived[job.sequence % kDepth].store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+  outbox.done.store(job.sequence, std::memory_order_release);
+  control(hop.to).bell.ring();
+}
+
+const SharedMemory& HostTransport::map_landing(int peer, Channel channel, const Landing& landing) {
+  auto& mapped = peers_[peer].mapped[static_cast<size_t>(channel)];
+  const auto known =
+      std::find_if(mapped.begin(), mapped.end(), [&](const Segment& s) { return s.id == landing.segment; });
+  if (known != mapped.end()) {
+    mapped.splice(mapped.begin(), mapped, known);
+  } else {
+    mapped.push_front({landing.segment, SharedMemory(peers_[peer].pid, landing.fd, landing.segment_bytes)});
+    if (mapped.size() > kMappingsPerPeer) mapped.pop_back();
+  }
+  return mapped.front().memory;
+}
+
+void HostTransport::end(Life life, const std::string& reason) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopping_) return;
+    stopping_ = true;
+    reason_ = reason;
+  }
+  Life alive = Life::alive;
+  control().life.compare_exchange_strong(alive, life);
+  if (alive == Life::starting) control().life = life;
+  wake_.notify_all();
+  for (size_t peer = 0; peer < peers_.size(); ++peer) control(static_cast<int>(peer)).bell.ring();
+  control().bell.ring();
+  for (std::thread& sender : senders_) {
+    if (sender.joinable()) sender.join();
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<ShmTransport> make_shm_transport(int rank, int ranks, std::chrono::milliseconds timeout) {
+  return std::make_shared<HostTransport>(rank, ranks, timeout);
+}
+
+}  // namespace rtp

@@ -1,0 +1,49 @@
+#include "transport/transport.h"
+
+#include <functional>
+
+#include "base/checks.h"
+
+namespace rtp {
+
+std::string Hop::describe() const {
+  return concat(operation, ", ", rtp::name(channel), " hop ", index + 1, " of ", count);
+}
+
+uint64_t Hop::identity() const {
+  return std::hash<std::string>{}(operation) * 1024 + static_cast<uint64_t>(index) * 2 + static_cast<uint64_t>(channel);
+}
+
+std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there) {
+  constexpr size_t kPadding = 64;  // less than this lies between the parts of a slot
+  std::vector<Block> blocks;
+  for (size_t part = 0; part < parts.size(); ++part) {
+    const Span& span = parts[part];
+    if (span.bytes == 0) continue;
+    if (!blocks.empty()) {
+      Block& last = blocks.back();
+      const auto ahead = static_cast<size_t>(span.data - last.data);
+      const bool alike = span.data > last.data && there[part] > last.there && there[part] - last.there == ahead;
+      if (alike && ahead >= last.bytes && ahead - last.bytes < kPadding) {
+        last.bytes = ahead + span.bytes;
+        continue;
+      }
+    }
+    blocks.push_back({span.data, span.bytes, there[part]});
+  }
+  return blocks;
+}
+
+Moment host_moment(HostClock::time_point time) { return std::make_shared<HostClock::time_point>(time); }
+
+double Transport::seconds(const Moment& from, const Moment& to) {
+  const auto time = [](const Moment& moment) { return *std::static_pointer_cast<HostClock::time_point>(moment); };
+  return std::chrono::duration<double>(time(to) - time(from)).count();
+}
+
+void throw_timeout(const Hop& hop, int peer, std::chrono::duration<double> waited, const std::string& cause) {
+  throw RingTimeout(
+      concat(hop.describe(), ": rank ", peer, " of the ring did not answer (waited ", waited.count(), " s): ", cause));
+}
+
+}  // namespace rtp

@@ -1,0 +1,137 @@
+// How bytes reach a neighbour. The executor knows only this interface.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "schedule/schedule.h"
+
+namespace rtp {
+
+// One contiguous piece of a message. Both ends know the sizes; a piece of no bytes is not sent.
+struct Span {
+  std::byte* data = nullptr;
+  size_t bytes = 0;
+};
+
+// One hop of this rank: `send` leaves for `to` while `receive` is filled from `from`.
+struct Hop {
+  Channel channel = Channel::weight;
+  int to = 0;
+  int from = 0;
+  std::vector<Span> send;
+  std::vector<Span> receive;
+  std::byte* send_slot = nullptr;     // the slot that `send` lies in, at its start; null: it lies in a home tensor
+  std::byte* receive_slot = nullptr;  // the same of `receive`
+  // In bytes, part by part: where `send` lands in the receiving slot of `to`, and where `receive` lies in the sending
+  // slot of `from`. The ranks of a ring use their slots alike.
+  std::vector<size_t> lands_at;
+  std::vector<size_t> leaves_from;
+  // for messages
+  std::string operation;
+  int index = 0;
+  int count = 0;
+
+  std::string describe() const;
+  // The same on both ends of a hop, and for no other one near it.
+  uint64_t identity() const;
+};
+
+// Parts of a hop that go in one transfer: `bytes` at `data` here, and at an offset in a slot of the neighbour.
+struct Block {
+  std::byte* data = nullptr;
+  size_t bytes = 0;
+  size_t there = 0;
+};
+
+// What one side of a hop moves. Parts that follow each other at both ends, but for padding, go together; both ends of a
+// hop come to the same blocks.
+std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there);
+
+// A point of a lane in time: a time of the host's steady clock on CPU, a timing event of the lane's stream on CUDA.
+using Moment = std::shared_ptr<void>;
+
+using HostClock = std::chrono::steady_clock;  // that of all processes of a host
+Moment host_moment(HostClock::time_point time = HostClock::now());
+
+// A hop in flight. Waiting orders the compute lane (the host on CPU, the current stream on CUDA) after it.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+  virtual void wait_received() = 0;  // what arrived may be read, and the memory may be written
+  virtual void wait_sent() = 0;      // what left may be overwritten
+  // When it arrived, where a transport of the host can tell. Null before it has, and where nobody knows.
+  virtual Moment arrived() const { return nullptr; }
+};
+
+// A point of the compute lane that a communication lane can wait for. Null on CPU, where computes are synchronous.
+using Mark = std::shared_ptr<void>;
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual const char* name() const = 0;
+
+  // Starts a hop. Every rank posts the same hops of a channel in the same order.
+  virtual std::unique_ptr<Transfer> post(const Hop& hop) = 0;
+
+  // Ordering of lanes. The defaults are those of a CPU: computes are synchronous, and the host waits for hops.
+  virtual Mark mark_compute() { return nullptr; }
+  virtual void order_compute_after(const Mark&) {}
+  virtual void order_channel_after(Channel, const Mark&) {}
+  virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait_received(); }
+  virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait_sent(); }
+
+  // For traces: where the compute lane has got to, where that of a channel has (null on CPU, where hops have no lane of
+  // the device and a Transfer tells when it arrived), and the seconds between two moments, which may have to be waited
+  // for.
+  virtual Moment compute_moment() { return host_moment(); }
+  virtual Moment channel_moment(Channel) { return nullptr; }
+  virtual double seconds(const Moment& from, const Moment& to);
+
+  // Whether every neighbour is this rank itself, so that nobody else waits for it.
+  virtual bool alone() const { return false; }
+
+  // What is enqueued next goes to this lane: 0 is the caller's, 1 runs beside it.
+  virtual void select_compute_lane(int) {}
+  // Of the device that computes; 0 for a CPU.
+  virtual int multiprocessors() const { return 0; }
+  // Tells captures of a CUDA graph apart; 0 outside. Marks of one mean nothing in another.
+  virtual uint64_t capture() const { return 0; }
+
+  // Memory of a slot, and whether hops can start from and land in other memory too. Every rank allocates and releases
+  // the same slots in the same order; nothing is in flight in a slot that is released.
+  virtual at::Tensor allocate(Channel channel, int64_t bytes) = 0;
+  virtual void release(Channel, const at::Tensor&) {}
+  virtual bool sends_anywhere() const { return true; }
+  virtual bool receives_anywhere() const { return true; }
+
+  // For race tests: holds up a channel before its next hop.
+  virtual void delay(Channel, std::chrono::microseconds time) { std::this_thread::sleep_for(time); }
+
+  // Gives up: wakes whoever waits here or at a neighbour, and drops the connections. Idempotent.
+  virtual void abort(const std::string& reason) noexcept = 0;
+  // The orderly end, with nothing in flight. Idempotent.
+  virtual void close() = 0;
+  // The end of a ring that nobody closed, with nothing in flight here. Neighbours may still be at work.
+  virtual void drop() noexcept {
+    try {
+      close();
+    } catch (...) {
+      abort("dropped");
+    }
+  }
+};
+
+// The error for a neighbour that does not answer.
+[[noreturn]] void throw_timeout(const Hop& hop, int peer, std::chrono::duration<double> waited,
+                                const std::string& cause);
+
+}  // namespace rtp

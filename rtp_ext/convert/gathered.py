@@ -1,0 +1,274 @@
+"""Modules whose parameters are too small or too special to rotate: norms, stray parameters, unknown modules.
+
+The registered Parameter is a DTensor shard and stays registered. While a forward of the converted model runs, the
+module sees the gathered parameter instead, through a property of its subclass; autograd's backward of the gather
+averages the gradient over the ring. Outside, the module shows the Parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from rtp_ext._native import shard_sizes
+from rtp_ext.nn._base import LiveModule
+from rtp_ext.ring.ring import Ring
+from rtp_ext.parameters.sharding import held, local_shard, shard_dim_of, shard_parameter
+
+# Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
+# once in a forward. Autograd keeps them for backward in any case; larger ones are gathered when they are used.
+_SMALL = 1 << 20
+_ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
+
+
+class ForwardScope:
+    """How deep one converted model is inside forwards, and what was gathered for the outermost one."""
+
+    def __init__(self, ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
+        self.ring = ring
+        self.mp_policy = mp_policy
+        self.depth = 0
+        self.root_depth = 0  # of forwards of the whole model
+        self.small: list[GatheredModule] = []  # gathered all at once in a forward of the whole model
+        self.gathered: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}  # by id of the owner
+
+    def enter(self) -> None:
+        self.depth += 1
+
+    def leave(self) -> None:
+        self.depth = max(self.depth - 1, 0)
+        if self.depth == 0:
+            self.gathered.clear()
+
+    def __deepcopy__(self, memo: dict) -> ForwardScope:
+        twin = type(self)(self.ring, self.mp_policy)
+        memo[id(self)] = twin
+        twin.small = copy.deepcopy(self.small, memo)
+        return twin
+
+    def parameter(self, owner: GatheredModule, name: str) -> Any:
+        """The parameter `name` of `owner`: gathered inside a forward, the registered one outside."""
+        registered = owner._parameters[name]
+        if registered is None or name not in owner.gathered_names:
+            return registered
+        # In a backward, activation checkpointing may recompute a function that is no module's forward.
+        recomputing = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        if self.depth == 0:
+            return self._gather([owner])[0][name] if recomputing else registered
+        known = self.gathered.get(id(owner))
+        if known is None or known[0] != _version(owner):
+            together = self.small if self.root_depth > 0 and not recomputing and owner in self.small else [owner]
+            for each, whole in zip(together, self._gather(together), strict=True):
+                self.gathered[id(each)] = (_version(each), whole)
+        return self.gathered[id(owner)][1][name]
+
+    def _gather(self, owners: list[GatheredModule]) -> list[dict[str, torch.Tensor]]:
+        """The whole parameters of each owner, by one collective."""
+        own = [owner.sharded() for owner in owners]
+        whole = iter(gather([p for parameters in own for p in parameters.values()], self.ring, self.mp_policy))
+        return [{name: next(whole) for name in parameters} for parameters in own]
+
+
+def _version(owner: GatheredModule) -> Any:
+    """Changes whenever what was gathered of an owner is out of date."""
+    state = tuple((held(p).data_ptr(), p._version, p.dtype, p.requires_grad) for p in owner.sharded().values())
+    return torch.is_grad_enabled(), state
+
+
+class GatheredModule(LiveModule):
+    """Mixin of modules whose own parameters are gathered. Made by `make_gathered`."""
+
+    _parameters: dict[str, Any]
+    scope: ForwardScope
+    gathered_names: tuple[str, ...]
+
+    def sharded(self) -> dict[str, torch.Tensor]:
+        """The registered parameters that are gathered, by name."""
+        return {name: self._parameters[name] for name in self.gathered_names}
+
+
+_CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
+
+
+def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict[int, nn.Parameter]) -> None:
+    """Shards the module's own parameters along their first dimension and shows them gathered in forwards."""
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    for name, parameter in own.items():
+        if id(parameter) not in memo:
+            memo[id(parameter)] = shard_parameter(parameter, ring, 0)
+        module._parameters[name] = memo[id(parameter)]
+    names = tuple(own)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in own.values())
+    base = type(module)
+    if (base, names) not in _CLASSES:
+        members = {name: _gathered_property(name) for name in names}
+        _CLASSES[base, names] = type(f"Gathered{base.__name__}", (GatheredModule, base), members)
+    module.__class__ = _CLASSES[base, names]
+    module.__dict__["scope"] = scope
+    module.__dict__["gathered_names"] = names
+    if size <= _SMALL:
+        scope.small.append(module)  # type: ignore[arg-type]
+
+
+def _gathered_property(name: str) -> property:
+    return property(lambda self: self.scope.parameter(self, name))
+
+
+_WATCHED = "_rtp_averaged"  # attribute of a whole parameter: the serial of the ring that averages its gradient
+
+
+def average_gradient(parameter: torch.Tensor, ring: Ring) -> bool:
+    """Averages the gradient of a whole parameter over the ring as it accumulates. Returns whether it did not yet."""
+    if parameter.__dict__.get(_WATCHED) == ring.serial:
+        return False
+
+    def average(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        # what was averaged before is equal on all ranks, and stays as it is
+        dense = ring.all_reduce(gradient.to_dense().clone()).div_(ring.size)
+        parameter.grad = dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
+
+    parameter.register_post_accumulate_grad_hook(average)
+    parameter.__dict__[_WATCHED] = ring.serial
+    return True
+
+
+class AveragedModule(LiveModule):
+    """Mixin of modules whose parameters stay whole on every rank, because they do more with them than read them.
+
+    Gradients are averaged over the ring as they accumulate. Made by `make_averaged`.
+    """
+
+    ring: Ring
+
+    def watch(self) -> None:
+        for parameter in self._parameters.values():  # type: ignore[attr-defined]
+            if parameter is not None and parameter.requires_grad:
+                average_gradient(parameter, self.ring)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        twin = super().__deepcopy__(memo)
+        twin.watch()
+        return twin
+
+
+def make_averaged(module: nn.Module, ring: Ring) -> None:
+    """Leaves the module's own parameters whole and averages their gradients."""
+    base = type(module)
+    if (base, ()) not in _CLASSES:
+        _CLASSES[base, ()] = type(f"Averaged{base.__name__}", (AveragedModule, base), {})
+    module.__class__ = _CLASSES[base, ()]
+    module.__dict__["ring"] = ring
+    module.watch()  # type: ignore[operator]
+
+
+def gather(parameters: list[torch.Tensor], ring: Ring, mp_policy: MixedPrecisionPolicy) -> list[torch.Tensor]:
+    """Whole parameters from their shards, differentiable. Collective.
+
+    One flat all-gather; in backward one flat reduction, which averages over the ring.
+    """
+    shards = []
+    for parameter in parameters:
+        shard = local_shard(parameter)
+        if mp_policy.param_dtype is not None and shard.is_floating_point():
+            shard = shard.to(mp_policy.param_dtype)
+        shards.append(shard)
+    layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, shards, strict=True)]
+    return list(_Gather.apply(ring, layouts, mp_policy.reduce_dtype, *shards))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How one parameter is cut, and what it takes in the flat buffer."""
+
+    shape: tuple[int, ...]
+    dim: int | None  # None: replicated, whole already
+    sizes: tuple[int, ...]  # of the owners' shards along dim
+    flat_bytes: int  # of the largest shard, aligned
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, shard: torch.Tensor, ring: Ring) -> _Layout:
+        shape, dim = tuple(parameter.shape), shard_dim_of(parameter)
+        if dim is None:
+            return cls(shape, None, (), 0)
+        sizes = tuple(shard_sizes(shape[dim], ring.size))
+        largest = math.prod((*shape[:dim], sizes[0], *shape[dim + 1 :])) * shard.element_size()
+        return cls(shape, dim, sizes, -(-largest // _ALIGNMENT) * _ALIGNMENT)
+
+    def shard_shape(self, owner: int) -> tuple[int, ...]:
+        assert self.dim is not None
+        return (*self.shape[: self.dim], self.sizes[owner], *self.shape[self.dim + 1 :])
+
+    def take(self, whole: torch.Tensor, owner: int) -> torch.Tensor:
+        """The shard of `owner` out of the whole parameter."""
+        if self.dim is None:
+            return whole
+        return whole.narrow(self.dim, sum(self.sizes[:owner]), self.sizes[owner])
+
+
+class _Gather(torch.autograd.Function):
+    """Shards travel as bytes, so that parameters of several dtypes share one collective."""
+
+    @staticmethod
+    def forward(ctx, ring: Ring, layouts: list[_Layout], reduce_dtype: torch.dtype | None, *shards: torch.Tensor):
+        ctx.ring, ctx.layouts, ctx.reduce_dtype = ring, layouts, reduce_dtype
+        ctx.dtypes = [shard.dtype for shard in shards]
+        ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
+        sections = [layout.flat_bytes for layout in layouts]
+        flat = torch.zeros(sum(sections), dtype=torch.uint8, device=ring.device)
+        for shard, layout, section in zip(shards, layouts, flat.split(sections), strict=True):
+            if layout.dim is not None:
+                section[: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
+        # [R, bytes] cut into one [R, bytes of a parameter] for each
+        every = ring.all_gather(flat).split(sections, dim=1) if flat.numel() else sections
+        return tuple(
+            shard.clone() if layout.dim is None else _assemble(layout, part, shard.dtype)
+            for shard, layout, part in zip(shards, layouts, every, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: torch.Tensor | None):
+        ring, layouts = ctx.ring, ctx.layouts
+        # All ranks reduce the same parameters, whether they used them or not; behind the values, who did.
+        wanted = [i for i in range(len(layouts)) if ctx.needs_input_grad[3 + i]]
+        result: list[torch.Tensor | None] = [None] * len(layouts)
+        if wanted:
+            double = any(ctx.dtypes[i] == torch.float64 for i in wanted)
+            dtype = ctx.reduce_dtype or (torch.float64 if double else torch.float32)
+            counts = [math.prod(layouts[i].shape) for i in wanted]
+            flat = torch.zeros(sum(counts) + len(wanted), dtype=dtype, device=ring.device)
+            *values, used = flat.split([*counts, len(wanted)])
+            for position, i in enumerate(wanted):
+                gradient = gradients[i]
+                if gradient is not None:
+                    values[position].copy_(gradient.reshape(-1))
+                    used[position] = 1
+            ring.all_reduce(flat).div_(ring.size)
+            # On CUDA nobody waits to learn who used what: a parameter that no rank used gets zeros there.
+            everywhere_unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(wanted)
+            for position, i in enumerate(wanted):
+                if everywhere_unused[position]:
+                    continue
+                mine = layouts[i].take(values[position].view(layouts[i].shape), ring.rank)
+                # a copy: the gradient must not keep the whole buffer alive
+                result[i] = mine.to(ctx.dtypes[i], copy=True, memory_format=torch.contiguous_format)
+        return None, None, None, *result
+
+
+def _assemble(layout: _Layout, every: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole parameter from every owner's bytes [R, flat_bytes]."""
+    assert layout.dim is not None
+    pieces = []
+    for owner, row in enumerate(every):
+        shape = layout.shard_shape(owner)
+        pieces.append(row[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+    return torch.cat(pieces, layout.dim)

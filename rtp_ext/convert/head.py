@@ -1,0 +1,103 @@
+"""The vocabulary head and the loss of a causal language model as one operation: logits never exist."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtp_ext.functional import rotated_linear_cross_entropy
+from rtp_ext.nn._base import LiveModule
+from rtp_ext.convert.bundled import unhooked
+from rtp_ext.nn.linear import RotatedLinear
+
+logger = logging.getLogger("rtp_ext")
+
+
+class FusedHead(RotatedLinear):
+    """A vocabulary head that hands its input on while its model computes head and loss as one."""
+
+    fusing = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input if self.fusing else super().forward(input)
+
+
+def has_usual_loss(model: Any) -> bool:
+    """Whether the loss of a model of the transformers package is the one of next tokens."""
+    package = sys.modules.get("transformers.loss.loss_utils")
+    return package is not None and getattr(model, "loss_function", None) is package.ForCausalLMLoss
+
+
+class FusedLossModel(LiveModule):
+    """Mixin of causal language models of the transformers package; the model's own class comes second.
+
+    Where labels are given, the loss comes from `rotated_linear_cross_entropy` and the output has no logits. Without
+    labels, and where the head has been replaced (by an adapter) or hooked, or the loss function changed, the model's
+    own forward runs.
+    """
+
+    NAME_PREFIX = ""  # transformers writes the name of the class into the model's configuration
+
+    lm_head: nn.Module
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        plain = super().forward  # type: ignore[misc]
+        labels = inspect.signature(plain).bind(*arguments, **keywords).arguments.get("labels")
+        head = self.lm_head
+        if labels is None or type(head) is not FusedHead or not unhooked(head) or not has_usual_loss(self):
+            return plain(*arguments, **keywords)
+        by_name = keywords.get("return_dict")
+        if by_name is None:
+            by_name = self.config.return_dict  # type: ignore[attr-defined]
+        head.fusing = True
+        try:
+            output = plain(*arguments, **{**keywords, "return_dict": True})
+        finally:
+            head.fusing = False
+        output = type(output)(**{key: value for key, value in output.items() if key != "logits"})
+        return output if by_name else output.to_tuple()
+
+    @property
+    def loss_function(self) -> Any:
+        head = self._modules["lm_head"]  # type: ignore[attr-defined]
+        if type(head) is FusedHead and head.fusing:
+            return self._fused_loss
+        return super().loss_function  # type: ignore[misc]
+
+    @loss_function.setter
+    def loss_function(self, value: Any) -> None:
+        self._loss_function = value
+
+    def _fused_loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """The loss of next tokens from what the head was given, [..., T, D]; as transformers' ForCausalLMLoss."""
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        head: Any = self.lm_head
+        loss = rotated_linear_cross_entropy(
+            head._cast(logits),
+            head.weight,
+            shift_labels.to(logits.device),
+            head.bias,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            **head._rotation(),
+        )
+        if num_items_in_batch is None:
+            return loss
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss / num_items_in_batch

@@ -1,0 +1,240 @@
+"""Which module of a model becomes what: the walk of `fully_rotate`."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rtp_ext.nn import (
+    Flyweight,
+    RotatedConv1d,
+    RotatedConv2d,
+    RotatedConv3d,
+    RotatedEmbedding,
+    RotatedExperts,
+    RotatedLinear,
+    RotatedMultiheadAttention,
+    families,
+)
+from rtp_ext.nn._base import RotatedModule, mixed_class
+from rtp_ext.convert.gathered import ForwardScope, make_averaged, make_gathered
+from rtp_ext.convert.head import FusedHead, FusedLossModel
+from rtp_ext.nn.linear import RotatedTransposedLinear
+from rtp_ext.convert.together import join
+from rtp_ext.convert.fast_path import keep_from_fast_path
+from rtp_ext.ring.ring import Ring
+
+logger = logging.getLogger("rtp_ext")
+
+# exact class: what it becomes
+_DROP_INS: dict[type[nn.Module], type] = {
+    nn.Linear: RotatedLinear,
+    nn.Embedding: RotatedEmbedding,
+    nn.Conv1d: RotatedConv1d,
+    nn.Conv2d: RotatedConv2d,
+    nn.Conv3d: RotatedConv3d,
+    nn.MultiheadAttention: RotatedMultiheadAttention,
+}
+
+
+class Rewriter:
+    """Converts the modules of one model in place."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        ring: Ring,
+        scope: ForwardScope,
+        *,
+        ignored: set[int],
+        in_place: bool,
+        bundle: bool | str,
+        loss_head: str | None,
+    ) -> None:
+        self.root, self.ring, self.scope = root, ring, scope
+        self.ignored = ignored
+        self.bundle, self.loss_head = bundle, loss_head
+        self.options: dict[str, Any] = {"in_place": in_place, "mp_policy": scope.mp_policy}
+        self.memo: dict[int, nn.Parameter] = {}
+        self.counts: Counter[str] = Counter()
+        self.modules = list(root.named_modules())
+        self.tied = _tied_parameters(self.modules)
+        # on an emulated ring their shards are plain parameters
+        self.inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}
+        self.leftovers: list[nn.Module] = []
+
+    def run(self) -> None:
+        _check_ties(self.modules, self.ignored)
+        fused = self._fused_heads()
+        bundles, shared = self._bundles() if self.bundle else ({}, {})
+        by_inputs = {id(part.get_submodule(block.spec.down)) for part, block, _ in bundles.values()}
+        heads = {id(part.lm_head) for part, _ in fused}
+        for name, part in self.modules:
+            if id(part) in heads:
+                self._rotate(part, FusedHead, name)
+                self.counts["vocabulary head: fused with the loss"] += 1
+            else:
+                self._convert(name, part, by_inputs)
+        for part, block, label in bundles.values():
+            kind = type(part).__name__
+            part.__class__ = mixed_class(block.mixin, type(part))
+            part.bundle(block.spec, recompute=self.bundle == "recompute", name=label)  # type: ignore[operator]
+            self.counts[f"{kind}: MLP bundled"] += 1
+        for part, names, label in shared.values():
+            join(part, names, label)
+            self.counts[f"{type(part).__name__}: {', '.join(names)} travel together"] += 1
+        for part, kind in fused:
+            part.__class__ = mixed_class(FusedLossModel, type(part))
+            self.counts[f"{kind}: no logits where labels are given"] += 1
+        self._gather_leftovers()
+        for line, count in self.counts.items():
+            logger.info("fully_rotate: %d x %s", count, line)
+
+    # -- what is recognised ------------------------------------------------------------------------------------------
+
+    def _own(self, part: nn.Module) -> list[nn.Parameter]:
+        """The parameters that are converted along with a module."""
+        parts = part.modules() if type(part) is nn.MultiheadAttention else [part]
+        return [p for each in parts for p in each._parameters.values() if p is not None]
+
+    def _free(self, layers: list[nn.Module]) -> bool:
+        """Whether layers may be cut as their block likes: nobody ignores their parameters or shares them."""
+        own = [id(parameter) for layer in layers for parameter in layer.parameters()]
+        return not self.ignored.intersection(own) and not self.tied.intersection(own)
+
+    def _bundles(self) -> tuple[dict, dict]:
+        """MLP blocks, and attention blocks with a shared input, by id."""
+        bundles, shared = {}, {}
+        for name, part in self.modules:
+            label = name or type(part).__name__
+            block = families.mlp_block(part)
+            if block is not None and self._free([part.get_submodule(path) for path in block.spec.paths]):
+                bundles[id(part)] = (part, block, label)
+            names = families.shared_inputs(part)
+            if names is not None and self._free([part.get_submodule(path) for path in names]):
+                shared[id(part)] = (part, names, label)
+        return bundles, shared
+
+    def _fused_heads(self) -> list[tuple[Any, str]]:
+        if self.loss_head is None:
+            return []
+        found: list[tuple[Any, str]] = []
+        for _, part in self.modules:
+            if not families.causal_model(part):
+                continue
+            head: Any = part.lm_head
+            if self.ignored.intersection(map(id, head.parameters())):
+                raise ValueError(
+                    f"fully_rotate: loss_head='fused' expected the parameters of {type(part).__name__}.lm_head to "
+                    "rotate, got some of them in ignored_params"
+                )
+            found.append((part, type(part).__name__))
+        if not found:
+            raise ValueError(
+                f"fully_rotate: loss_head='fused' expected one of {', '.join(families.CAUSAL_MODELS)} of the "
+                f"transformers package with its own loss, got a {type(self.root).__name__}; other models can use "
+                "nn.RotatedLinearCrossEntropy"
+            )
+        return found
+
+    # -- one module --------------------------------------------------------------------------------------------------
+
+    def _rotate(self, part: nn.Module, cls: type, name: str, **options: Any) -> None:
+        part.__class__ = cls
+        self._adopt(part, name, **options)
+
+    def _adopt(self, part: Any, name: str, **options: Any) -> None:
+        part._rotate(self.ring, name=name or type(part).__name__, memo=self.memo, **options, **self.options)
+
+    def _convert(self, name: str, part: nn.Module, by_inputs: set[int]) -> None:
+        if id(part) in self.inside:
+            return
+        keep_from_fast_path(part)
+        own = self._own(part)
+        kind = type(part).__name__
+        if not own:
+            return
+        if isinstance(part, RotatedModule) and part.ring is self.ring:
+            return  # converted along with the module around it
+        if isinstance(part, RotatedModule) or all(isinstance(parameter, DTensor) for parameter in own):
+            self.counts[f"{kind}: already sharded, left alone"] += 1
+        elif any(id(parameter) in self.ignored for parameter in own):
+            self.counts[f"{kind}: ignored"] += 1
+        elif type(part) in _DROP_INS or families.is_transposed_linear(part) or families.is_experts(part):
+            self._replace(name, part, by_inputs)
+        else:
+            self.leftovers.append(part)
+
+    def _replace(self, name: str, part: nn.Module, by_inputs: set[int]) -> None:
+        kind = type(part).__name__
+        cls: Any = RotatedExperts if families.is_experts(part) else _DROP_INS.get(type(part))
+        refusal: Callable[[Any], str | None] = getattr(cls, "refusal", _stray_parameters)
+        problem = refusal(part)
+        options: dict[str, Any] = {}
+        if problem is not None and cls is RotatedEmbedding:
+            make_averaged(part, self.ring)
+            logger.warning("fully_rotate: %s stays whole on every rank: %s; its gradient is averaged", name, problem)
+            return
+        if problem is not None:
+            logger.warning("fully_rotate: %s is gathered while in use: %s", name, problem)
+            self.leftovers.append(part)
+            return
+        if cls is RotatedEmbedding:
+            # a tied table is also somebody's weight [vocabulary, features], cut along its outputs
+            options["shard_dim"] = 0 if id(part.weight) in self.tied else 1
+        if id(part) in by_inputs:
+            options["shard_dim"] = 1
+        if cls is None:
+            part.__class__ = mixed_class(RotatedTransposedLinear, type(part))
+            self._adopt(part, name, **options)
+        elif families.is_experts(part):
+            part.__class__ = mixed_class(RotatedExperts, type(part))
+            if self.bundle == "recompute":
+                options["recompute"] = True
+            self._adopt(part, name, **options)
+        else:
+            self._rotate(part, cls, name, **options)
+        self.counts[f"{kind}: rotated"] += 1
+
+    def _gather_leftovers(self) -> None:
+        for part in self.leftovers:
+            kind = type(part).__name__
+            if self.ring.mesh is None:
+                self.counts[f"{kind}: left whole (emulated ring)"] += 1
+            else:
+                make_gathered(part, self.ring, self.scope, self.memo)
+                self.counts[f"{kind}: sharded, gathered while in use"] += 1
+
+
+def _stray_parameters(layer: nn.Module) -> str | None:
+    """Why a layer of weight and bias cannot rotate, such as one with weight_norm or pruning; None if it can."""
+    stray = layer._parameters.keys() - {"weight", "bias"}
+    return f"it has parameters of its own: {', '.join(sorted(stray))}" if stray else None
+
+
+def _tied_parameters(modules: list[tuple[str, nn.Module]]) -> set[int]:
+    """Ids of parameters that more than one module owns."""
+    owners = Counter(
+        id(parameter) for _, part in modules for parameter in part._parameters.values() if parameter is not None
+    )
+    return {parameter for parameter, count in owners.items() if count > 1}
+
+
+def _check_ties(modules: list[tuple[str, nn.Module]], ignored: set[int]) -> None:
+    """A parameter cannot stay whole for one of its owners and be sharded for another."""
+    whole: dict[int, str] = {}
+    sharded: dict[int, str] = {}
+    for name, part in modules:
+        own = [id(parameter) for parameter in part._parameters.values() if parameter is not None]
+        refused = type(part) is nn.Embedding and RotatedEmbedding.refusal(part) is not None
+        (whole if refused or ignored.intersection(own) else sharded).update(dict.fromkeys(own, name))
+    for parameter in whole.keys() & sharded.keys():
+        raise ValueError(
+            f"fully_rotate: {sharded[parameter]} shares a parameter with {whole[parameter]}, whose parameters stay "
+            "whole: expected all modules that share it to be rotated, or the parameter in ignored_params"
+        )

@@ -1,0 +1,149 @@
+"""What is known of other people's models: which of their modules are linear layers, MLPs, experts, or share an input.
+
+Recognised by exact class; everything else is converted layer by layer. The transformers package is never imported:
+where a model comes from it, it has been imported already.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from rtp_ext.families.activations import activation_of
+from rtp_ext.convert.bundled import (
+    BundledBertLayer,
+    BundledDropoutForward,
+    BundledForward,
+    BundledMLP,
+    BundledTransformerLayer,
+    MLPSpec,
+)
+from rtp_ext.convert.head import has_usual_loss
+
+_PACKAGE = "transformers.models."
+
+# class name: (mixin, up, down, gate, activation)
+_GATED = (BundledForward, "up_proj", "down_proj", "gate_proj", "act_fn")
+_MLP_BLOCKS: dict[str, tuple[type[BundledMLP], str, str, str | None, str]] = {
+    "LlamaMLP": _GATED,
+    "MistralMLP": _GATED,
+    "Qwen2MLP": _GATED,
+    "Qwen3MLP": _GATED,
+    "GPT2MLP": (BundledDropoutForward, "c_fc", "c_proj", None, "act"),
+    "ViTMLP": (BundledForward, "fc1", "fc2", None, "activation_fn"),
+    "BertLayer": (
+        BundledBertLayer,
+        "intermediate.dense",
+        "output.dense",
+        None,
+        "intermediate.intermediate_act_fn",
+    ),
+}
+_TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_SHARED_INPUTS = {
+    "LlamaAttention": _QKV,
+    "MistralAttention": _QKV,
+    "MixtralAttention": _QKV,
+    "Qwen2Attention": _QKV,
+    "Qwen3Attention": _QKV,
+    "ViTAttention": _QKV,
+    "BertSelfAttention": ("query", "key", "value"),
+}
+
+_EXPERTS = ("MixtralExperts", "Qwen2MoeExperts", "Qwen3MoeExperts")
+
+# models whose forward computes `lm_head` and then `loss_function`, with nothing in between
+CAUSAL_MODELS = (
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+
+def _class_name(module: nn.Module) -> str | None:
+    """The name of a class of the transformers package; None for any other."""
+    cls = type(module)
+    return cls.__name__ if cls.__module__.startswith(_PACKAGE) else None
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D: a linear layer with a weight of [in_features, out_features]."""
+    package = sys.modules.get("transformers.pytorch_utils")
+    return package is not None and type(module) is package.Conv1D
+
+
+def _is_linear(module: Any) -> bool:
+    """Whether a module is a linear layer that computes with its weight and bias and nothing else."""
+    known = type(module) is nn.Linear or (isinstance(module, nn.Module) and is_transposed_linear(module))
+    return known and module._parameters.keys() <= {"weight", "bias"}
+
+
+@dataclass(frozen=True)
+class MLPBlock:
+    """How a block becomes a bundle: the mixin that overrides its computation, and where its layers are."""
+
+    mixin: type[BundledMLP]
+    spec: MLPSpec
+
+
+def mlp_block(module: nn.Module) -> MLPBlock | None:
+    """The MLP in a block, if its class is known and it is made of plain linear layers and a known activation."""
+    if type(module) is nn.Sequential:
+        found: Any = _sequential(module)
+    elif type(module) in _TORCH_LAYERS:
+        found = (BundledTransformerLayer, "linear1", "linear2", None, "activation")
+    else:
+        found = _MLP_BLOCKS.get(_class_name(module) or "")
+    if found is None:
+        return None
+    mixin, up, down, gate, activation_path = found
+    try:
+        layers = [module.get_submodule(path) for path in (up, down, gate) if path is not None]
+    except AttributeError:
+        return None
+    function: Any = module
+    for name in activation_path.split("."):
+        function = getattr(function, name, None)
+    activation = activation_of(function, gate is not None)
+    if activation is None or not all(_is_linear(layer) for layer in layers):
+        return None
+    if len({type(layer) for layer in layers}) > 1 or len({id(layer) for layer in layers}) < len(layers):
+        return None
+    if gate is not None and (layers[2].bias is None) != (layers[0].bias is None):
+        return None
+    between = (activation_path, "dropout") if mixin is BundledTransformerLayer else (activation_path,)
+    return MLPBlock(mixin, MLPSpec(up, down, activation, gate, between))
+
+
+def _sequential(module: nn.Sequential) -> tuple | None:
+    """nn.Sequential(linear, activation, linear)"""
+    if len(module) != 3 or len(module._modules) != 3:
+        return None
+    first, middle, last = module._modules
+    return BundledForward, first, last, None, middle
+
+
+def shared_inputs(module: nn.Module) -> tuple[str, ...] | None:
+    """The linear layers of an attention block that are called with the same input."""
+    names = _SHARED_INPUTS.get(_class_name(module) or "")
+    if names is None or not all(_is_linear(getattr(module, name, None)) for name in names):
+        return None
+    return names
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is a stack of experts as transformers' MixtralExperts is."""
+    return _class_name(module) in _EXPERTS
+
+
+def causal_model(module: nn.Module) -> bool:
+    """Whether a module is a causal language model whose head and loss can be one operation."""
+    return _class_name(module) in CAUSAL_MODELS and has_usual_loss(module)

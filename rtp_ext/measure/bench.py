@@ -1,0 +1,329 @@
+"""A short benchmark of this machine: what of the communication is hidden, what is exposed, what a step costs.
+
+One linear layer, forward and backward, at several numbers of tokens; times as in `rtp_ext.metrics`. Then, where there
+are real ranks, a small MLP trained by rotation, `fully_shard` and DDP, which take turns. Ranks are GPUs where there are
+two or more; one GPU stands for a ring of four, whose hops are copies within it; else two processes over shared memory.
+Every result is compared with the plain layer before it is timed, and the losses of all strategies with each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from rtp_ext._native import RotationError
+from rtp_ext.measure.layer import Layer, clocked, layer_times
+from rtp_ext.convert.convert import fully_rotate, ring_of
+from rtp_ext.host import cores, cpu_name
+from rtp_ext.measure.metrics import Times, metrics
+from rtp_ext.ring.ring import Ring
+
+__all__ = ["Plan", "choose", "run", "verdict"]
+
+FREE = 1.05  # rotation is called free where it takes less than this times one whole GEMM
+MOST_RANKS_PER_CORE = 16
+NOISE = 3  # hops that take less than this times what times varied by say nothing of what is hidden
+LOSS_TOLERANCE = 1e-4
+STRATEGIES = ("rtp", "fully_shard", "DDP")
+TRAIN_STEPS, TRAIN_WARMUP = 6, 2
+WAIT = timedelta(minutes=2)
+FAILURES = (RotationError, mp.ProcessRaisedException, mp.ProcessExitedException)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. `rows` and `columns` are those of the weight; `width`, `inner`, `batch` those of the MLP."""
+
+    device: str
+    ranks: int
+    emulated: bool
+    tokens: tuple[int, ...]
+    seconds: float  # of each quantity, at least
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    width: int
+    inner: int
+    batch: int
+
+    def describe(self) -> str:
+        what = f"{self.ranks} ranks on {'GPUs' if self.device == 'cuda' else 'CPU'}"
+        if self.emulated:
+            what = f"one {'GPU' if self.device == 'cuda' else 'process'} stands for a ring of {self.ranks}"
+        if self.device == "cpu" and not self.emulated and self.ranks > cores():
+            what += f", which TAKE TURNS on {cores()} cores"
+        return f"{what}; linear layer {self.columns} -> {self.rows}, {str(self.dtype)[6:]}, forward and backward"
+
+
+def choose(
+    *,
+    ranks: int | None = None,
+    tokens: Sequence[int] | None = None,
+    seconds: float | None = None,
+    device: str | None = None,
+    gpus: int | None = None,
+) -> Plan:
+    """The plan for this machine; `gpus`: how many it has (default: as torch says).
+
+    Raises ValueError for what cannot be measured here.
+    """
+    found = gpus if gpus is not None else torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind = device or ("cuda" if found else "cpu")
+    if kind == "cuda" and not found:
+        raise ValueError("bench: expected a GPU for device cuda, found none")
+    emulated = kind == "cuda" and found == 1
+    rows, columns = (14336, 4096) if kind == "cuda" else (4096, 1024)
+    most = next(size for size in range(found, 0, -1) if rows % size == 0) if kind == "cuda" else 2
+    size = ranks if ranks is not None else 4 if emulated else most
+    chosen = tuple(tokens or ((512, 1024, 2048, 4096, 8192) if kind == "cuda" else (32, 256, 1024)))
+    least = seconds if seconds is not None else 1.0 if kind == "cpu" else 0.2
+    if size < 2 or rows % size:
+        raise ValueError(f"bench: expected at least 2 ranks, which divide {rows} rows, got {size}")
+    if kind == "cuda" and not emulated and size > found:
+        raise ValueError(f"bench: {size} ranks need as many GPUs, this machine has {found}")
+    if min(chosen) < 1 or not 0 <= least <= 10:
+        raise ValueError(f"bench: expected tokens of at least 1 and 0 to 10 seconds, got {chosen}, {least}")
+    if kind == "cpu" and size > MOST_RANKS_PER_CORE * cores():
+        raise ValueError(f"bench: expected at most {MOST_RANKS_PER_CORE} ranks for each of {cores()} cores, got {size}")
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    width, inner, batch = (4096, 14336, 2048) if kind == "cuda" else (512, 2048, 256)
+    return Plan(kind, size, emulated, tuple(sorted(chosen)), least, rows, columns, dtype, width, inner, batch)
+
+
+# -- a model -----------------------------------------------------------------------------------------------------------
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inside(x)
+
+
+def _converted(strategy: str, mesh: Any, plan: Plan) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(_Block(plan.width, plan.inner) for _ in range(2))).to(plan.device)
+    if strategy == "rtp":
+        return fully_rotate(model, mesh=mesh)
+    if strategy == "DDP":
+        return DistributedDataParallel(model, process_group=mesh.get_group())
+    for block in model.children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _kept_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of parameters, gradients and optimizer state on this rank."""
+    tensors = [tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None]
+    tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def _train(ring: Ring, mesh: Any, plan: Plan) -> dict[str, dict[str, float]]:
+    """Median milliseconds of a step and kept bytes by strategy. Raises RotationError where losses disagree."""
+    generator = torch.Generator().manual_seed(ring.rank)
+    x, target = (torch.randn(plan.batch, plan.width, generator=generator).to(plan.device) for _ in range(2))
+    models = {name: _converted(name, mesh, plan) for name in STRATEGIES}
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
+    taken: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    losses: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    orders = list(itertools.permutations(STRATEGIES))  # in all of them each follows every other one equally often
+    for number in range(TRAIN_WARMUP + TRAIN_STEPS):
+        for name in orders[number % len(orders)]:
+
+            def step(name: str = name) -> None:
+                optimizers[name].zero_grad()
+                loss = mse_loss(models[name](x), target)
+                loss.backward()
+                optimizers[name].step()
+                losses[name].append(loss.item())
+
+            microseconds = clocked(ring, step)
+            if number >= TRAIN_WARMUP:
+                taken[name].append(microseconds)
+    found = {}
+    for name in STRATEGIES:
+        slowest = map(max, zip(*ring.exchange(taken[name]), strict=True))
+        kept = max(ring.exchange(_kept_bytes(models[name], optimizers[name])))
+        found[name] = {"step_ms": statistics.median(slowest) / 1e3, "kept_bytes": kept}
+    check_losses(losses)
+    ring_of(models["rtp"]).close()
+    return found
+
+
+def check_losses(losses: dict[str, list[float]]) -> None:
+    """Raises RotationError where those of two strategies differ at any step."""
+    for step, values in enumerate(zip(*losses.values(), strict=True)):
+        if not all(abs(value - values[0]) <= LOSS_TOLERANCE * abs(values[0]) for value in values):  # NaN is not
+            told = ", ".join(f"{name} {value:.6f}" for name, value in zip(losses, values, strict=True))
+            raise RotationError(f"bench: expected equal losses at step {step}, got {told}")
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def measure(plan: Plan, mesh: Any) -> dict[str, Any]:
+    """One rank's part; `mesh` is None for an emulated ring. See `run`."""
+    ring = Ring.emulated(plan.ranks, device=plan.device, prefetch=0) if mesh is None else Ring(mesh, prefetch=0)
+    ring.slot_cap = 0
+    ring.gate.link = None  # rotation itself is measured, and not what the gate would choose
+    try:
+        measured = {
+            tokens: layer_times(Layer(ring, plan.rows, plan.columns, tokens, plan.dtype), plan.seconds)
+            for tokens in plan.tokens
+        }
+        return {
+            "transport": ring.link or ring.transport,
+            "backend": None if mesh is None else dist.get_backend(),
+            "layers": {tokens: times for tokens, (times, _) in measured.items()},
+            "noise": {tokens: noise for tokens, (_, noise) in measured.items()},
+            "training": None if mesh is None else _train(ring, mesh, plan),
+        }
+    finally:
+        ring.close()
+
+
+def _rank(rank: int, plan: Plan, folder: str) -> None:
+    if plan.device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        available = sorted(os.sched_getaffinity(0))
+        each = max(1, len(available) // plan.ranks)
+        os.sched_setaffinity(0, [available[(rank * each + core) % len(available)] for core in range(each)])
+        torch.set_num_threads(each)
+    backend = "nccl" if plan.device == "cuda" else "gloo"
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=plan.ranks, timeout=WAIT)
+    try:
+        found = measure(plan, init_device_mesh(plan.device, (plan.ranks,)))
+        if rank == 0:
+            Path(folder, "found").write_bytes(pickle.dumps(found))
+    finally:
+        dist.destroy_process_group()
+    os._exit(0)  # Gloo's threads may still drop tensors, for which they need an interpreter: its end would abort
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """Starts the ranks and returns what was found.
+
+    `transport`; `layers` (Times by tokens); `noise` (microseconds by tokens, between the 20th and 80th percentile);
+    `training` (`step_ms` and `kept_bytes` by strategy, None for an emulated ring).
+
+    Raises one of FAILURES for a wrong result, or where a rank failed.
+    """
+    if plan.emulated:
+        return measure(plan, None)
+    with tempfile.TemporaryDirectory(prefix="rtp_bench_") as folder:
+        mp.spawn(_rank, (plan, folder), nprocs=plan.ranks)
+        return pickle.loads(Path(folder, "found").read_bytes())
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def machine(device: str) -> str:
+    """What this process runs on, with versions and the date."""
+    name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if device == "cuda" else cpu_name()
+    return f"{name}, {cores()} cores, torch {torch.__version__}, {datetime.now():%Y-%m-%d}"
+
+
+def table(plan: Plan, found: dict[str, Any]) -> str:
+    names = ("tokens", "one GEMM", "shard GEMMs", "hops", "rotated", "fetch first", "hidden", "exposed", "of one GEMM")
+    lines = [
+        machine(plan.device),
+        plan.describe(),
+        f"over {found['transport']}; milliseconds, medians of the slowest rank",
+        "",
+    ]
+    lines.append("".join(f"{name:>13}" for name in names))
+    for tokens, times in found["layers"].items():
+        said = metrics(times, one_stream=False)
+        hidden = "-" if said["e_hide"] is None else f"{said['e_hide']:.0%}"
+        microseconds = (times.t_g1, times.t_gr, times.t_c, times.t_ov, times.t_base)
+        cells = [str(tokens), *(f"{value / 1e3:.3f}" for value in microseconds), hidden]
+        lines.append("".join(f"{cell:>13}" for cell in [*cells, f"{_exposed(times):.3f}", f"{_cost(times):.2f}"]))
+    if found["training"] is not None:
+        lines += [
+            "",
+            f"training 2 blocks of {plan.width} -> {plan.inner} -> {plan.width}, {plan.batch} tokens per rank, "
+            f"float32; rtp over {found['transport']}, the others over {found['backend']}",
+        ]
+        for name, told in found["training"].items():
+            lines.append(f"{name:>13}{told['step_ms']:>10.1f} ms a step{told['kept_bytes'] / 2**20:>10.1f} MiB kept")
+    return "\n".join(lines)
+
+
+def _exposed(times: Times) -> float:
+    return (times.t_ov - times.t_gr) / 1e3
+
+
+def _cost(times: Times) -> float:
+    return times.t_ov / times.t_g1
+
+
+def _told(times: Times, noise: float) -> bool:
+    """Whether times that varied by `noise` microseconds tell that rotation is free, or that it is not."""
+    return noise <= abs(times.t_ov - FREE * times.t_g1)
+
+
+def free_from(layers: dict[int, Times], noise: dict[int, float]) -> int | None:
+    """The least number of tokens from which on every one that was measured is free; None if the largest is not."""
+    first = None
+    for tokens in sorted(layers, reverse=True):
+        if _cost(layers[tokens]) > FREE or not _told(layers[tokens], noise[tokens]):
+            break
+        first = tokens
+    return first
+
+
+def verdict(plan: Plan, found: dict[str, Any]) -> str:
+    """One paragraph: what is hidden, what is exposed, from how many tokens on rotation is free here."""
+    most = max(found["layers"])
+    times = found["layers"][most]
+    e_hide = metrics(times, one_stream=False)["e_hide"]
+    noise, rotated = found["noise"][most] / 1e3, times.t_ov / 1e3
+    text = f"verdict: at {most} tokens "
+    if e_hide is None or times.t_c / 1e3 <= NOISE * noise:
+        text += f"the hops alone take {times.t_c / 1e3:.2f} ms and a rotation {rotated:.2f} ms, but times varied by "
+        text += f"{noise:.2f} ms: what is hidden cannot be told. "
+    else:
+        hidden = f"{min(e_hide, 1.0):.0%} of what can be hidden of the" if e_hide > 0 else "no"
+        exposed = max(0.0, _exposed(times))
+        text += f"{hidden} communication is hidden; {exposed:.2f} ms of {rotated:.2f} ms are exposed. "
+    first = free_from(found["layers"], found["noise"])
+    if not _told(times, found["noise"][most]):
+        text += f"Whether rotation is free (within {FREE - 1:.0%} of one whole GEMM) cannot be told: it took "
+        text += f"{_cost(times):.2f} times one, and times varied by {noise:.2f} ms."
+    elif first is None:
+        text += (
+            f"Rotation is not free here up to {most} tokens: it takes {_cost(times):.2f} times one whole GEMM there."
+        )
+    else:
+        text += f"Rotation is free here (within {FREE - 1:.0%} of one whole GEMM) from {first} tokens on."
+    if found["training"] is None:
+        return f"{text} One {plan.device} stood for the ring: nothing crossed a link, and nothing was trained."
+    steps = {name: told["step_ms"] for name, told in found["training"].items()}
+    ratios = " and ".join(f"{steps['rtp'] / steps[name]:.2f} of {name}'s" for name in ("fully_shard", "DDP"))
+    others = "" if found["backend"] == found["transport"] else f", which go over {found['backend']}"
+    return f"{text} A training step over {found['transport']} takes {ratios}{others}."

@@ -1,0 +1,194 @@
+"""The figures of a trace: what was busy and what waited, and what the schedule would have predicted."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rtp_ext._native import Schedule, Step, make_schedule
+from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
+from rtp_ext.observe.timeline import Event, timeline
+
+HOPS = ("weight", "gradient")
+COMPUTES = ("compute", "side")
+
+Interval = tuple[float, float]
+
+# -- intervals: sorted and disjoint ------------------------------------------------------------------------------------
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _common(first: list[Interval], second: list[Interval]) -> list[Interval]:
+    both: list[Interval] = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < end:
+            both.append((start, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return both
+
+
+def _length(intervals: list[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _of(events: Iterable[TraceEvent]) -> list[Interval]:
+    return _union((event.start, event.end) for event in events)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One pass on one rank, in seconds.
+
+    Attributes:
+        total: from the beginning of the pass to its end.
+        compute: when a compute lane was at work on it.
+        waiting: when a compute lane waited for a hop, or on a CPU posted one, and no other computed: what
+            communication cost.
+        hops: of weights and of gradients, when they were under way, from posting to arrival.
+        hidden: the share of that time in which nothing waited; None where nothing travelled.
+    """
+
+    rank: int
+    pass_: int
+    operation: str
+    total: float
+    compute: float
+    waiting: float
+    hops: dict[str, float]
+    hidden: float | None
+
+
+def summaries(traces: Sequence[Trace]) -> list[Summary]:
+    """The figures of every pass that has ended, rank by rank."""
+    made = []
+    for trace in traces:
+        busy = _of(event for event in trace.events if event.lane in COMPUTES and event.kind != "wait")
+        waits = {
+            each.number: [e for e in trace.events if e.pass_ == each.number and e.kind == "wait"]
+            for each in trace.passes
+        }
+        waiting = {number: _of(events) for number, events in waits.items()}
+        exposed = {number: _without(found, busy) for number, found in waiting.items()}
+        everywhere = _union(interval for found in exposed.values() for interval in found)
+        for each in trace.passes:
+            if each.end != each.end:
+                continue
+            own = [event for event in trace.events if event.pass_ == each.number and event.kind != "wait"]
+            hops = {name: _of(event for event in own if event.lane == name) for name in HOPS}
+            travelling = _union(interval for found in hops.values() for interval in found)
+            under_way = _length(travelling)
+            made.append(
+                Summary(
+                    trace.rank,
+                    each.number,
+                    each.operation,
+                    each.end - each.start,
+                    _length(_of(event for event in own if event.lane in COMPUTES)),
+                    _length(exposed[each.number]),
+                    {name: _length(found) for name, found in hops.items()},
+                    1 - _length(_common(travelling, everywhere)) / under_way if under_way > 0 else None,
+                )
+            )
+    return made
+
+
+def _without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
+    edge = [(-float("inf"), -float("inf")), *others, (float("inf"), float("inf"))]
+    gaps = [(before[1], after[0]) for before, after in itertools.pairwise(edge)]
+    return _common(intervals, gaps)
+
+
+# -- the prediction ----------------------------------------------------------------------------------------------------
+
+
+def _schedules(trace: Trace, each: TracePass) -> list[Schedule]:
+    return [make_schedule(trace.ranks, rank, **each.options) for rank in range(trace.ranks)]
+
+
+def _hop_positions(schedule: Schedule) -> dict[str, list[int]]:
+    positions: dict[str, list[int]] = {name: [] for name in HOPS}
+    for position, step in enumerate(schedule.steps):
+        if step.action == "hop":
+            positions[step.channel].append(position)
+    return positions
+
+
+class _Durations:
+    """The medians of one pass over all ranks, by product, by channel, and by what else a rank does."""
+
+    def __init__(self, traces: Sequence[Trace], number: int, schedules: Sequence[Schedule]) -> None:
+        self.left: dict[tuple[int, str], float] = {}  # rank, first hop: seconds of it that fell into the pass
+        steps = [schedule.steps for schedule in schedules]
+        positions = [_hop_positions(schedule) for schedule in schedules]
+        own = {
+            (trace.rank, event.step): event
+            for trace in traces
+            for event in trace.events
+            if event.pass_ == number and event.kind == "step"
+        }
+        one_clock = len({trace.host for trace in traces}) == 1
+        taken: dict[str, list[float]] = {}
+        for (rank, position), event in own.items():
+            step, start = steps[rank][position], event.start
+            if step.action == "hop" and one_clock:  # it cannot start before its sender is there
+                index = positions[rank][step.channel].index(position)
+                sender = own.get((step.from_, positions[step.from_][step.channel][index]))
+                start = start if sender is None else min(max(start, sender.posted), event.end)
+            taken.setdefault(self.key(step), []).append(event.end - start)
+        self.medians = {key: statistics.median(each) for key, each in taken.items()}
+        for trace in traces:
+            first = positions[trace.rank]["weight"][:1]
+            ahead = own.get((trace.rank, first[0])) if first else None
+            begun = trace.passes[number].start
+            if ahead is not None and ahead.start < begun:
+                self.left[trace.rank, ahead.label] = max(0.0, ahead.end - begun)
+
+    @staticmethod
+    def key(step: Step) -> str:
+        return {"compute": step.compute, "hop": step.channel}.get(step.action, step.action)
+
+    def __call__(self, rank: int, step: Step) -> float:
+        median = self.medians.get(self.key(step), 0.0)
+        if step.action == "hop":
+            return min(median, self.left.get((rank, step.label), median))
+        return median
+
+
+def predict(traces: Sequence[Trace], number: int) -> list[Event]:
+    """The timeline of the schedule of pass `number` on all ranks, in seconds from its start.
+
+    A product, a hop of a channel, a copy takes the median of those that were measured in this pass on all ranks; a hop
+    from when both its ends were posted, if the ranks share a clock. Of a first hop that was sent ahead, what was left
+    of it when the pass began. A rank that was not recorded counts like the others.
+
+    Raises ValueError for a pass that not all ranks recorded.
+    """
+    check_number(traces, number)
+    schedules = _schedules(traces[0], traces[0].passes[number])
+    durations = _Durations(traces, number, schedules)
+    return timeline(schedules, compute_time=durations, hop_time=durations, copy_time=durations)
+
+
+def check_number(traces: Sequence[Trace], number: int) -> None:
+    if not traces or any(not 0 <= number < len(trace.passes) for trace in traces):
+        counts = [len(trace.passes) for trace in traces]
+        raise ValueError(f"expected the number of a pass that all ranks recorded, got {number} of {counts}")

@@ -1,0 +1,180 @@
+"""The schedule of a rotation, to read: all ranks side by side as a table.
+
+csrc/schedule/schedule.cpp decides what happens in which order, and the executor runs the same object; nothing here does.
+Source: RTP, arXiv 2311.01635.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rtp_ext._native import Schedule, Step, make_schedule
+
+__all__ = ["ALL", "BUNDLES", "HALVES", "OPERATIONS", "check_rank", "describe", "lane", "schedules", "table"]
+
+BUNDLES = ("mlp", "cross_entropy", "experts")  # whose wgrad needs what dgrad of the same shard computed
+OPERATIONS = ("linear", "embedding", *BUNDLES)
+ALL = -1  # the owner of a product with every shard at once
+HALVES = ("", "a", "b")  # a gradient shard that travels as a whole, and its halves
+
+
+def schedules(
+    ranks: int,
+    *,
+    op: str = "linear",
+    pass_: str = "forward",
+    route: str = "ring",
+    in_place: bool = False,
+    dgrad: bool | None = None,
+    wgrad: bool = True,
+    receive_in_slots: bool = False,
+    halves: bool = False,
+    two_lanes: bool = False,
+) -> list[Schedule]:
+    """The schedules of one pass of one operation, one for each rank.
+
+    Args:
+        ranks: the size of the ring, at least 1.
+        op: ``"linear"``, ``"embedding"``, or one of the bundles ``"mlp"``, ``"cross_entropy"`` and ``"experts"``.
+        pass_: ``"forward"`` or ``"backward"``.
+        route: ``"ring"`` (every hop goes to the neighbour), ``"direct"`` (weights come straight from their owner), or
+            ``"gather"`` (all shards first, then one product with the whole; bundles go the direct route instead).
+        in_place: the home shard itself travels; one weight slot less, one hop more.
+        dgrad: whether the backward computes the input's gradient; by default where the operation has one. The
+            backward of a bundle has its dgrad steps either way, because wgrad needs what they compute.
+        wgrad: whether the backward computes the weight's gradient.
+        receive_in_slots: gradients arrive in slots only, as shared memory needs it.
+        halves: the gradients of a backward travel in two halves of their rows, each a chain of its own.
+        two_lanes: forwards alternate between two lanes, dgrads and wgrads have one each.
+
+    Raises:
+        ValueError: an unknown name, fewer than one rank, or an input gradient wanted from an embedding.
+    """
+    if op not in OPERATIONS:
+        raise ValueError(f"expected an operation of {', '.join(OPERATIONS[:-1])} or {OPERATIONS[-1]}, got {op}")
+    if op == "embedding" and dgrad:
+        raise ValueError("expected dgrad=False for an embedding, whose input has no gradient, got dgrad=True")
+    return [
+        make_schedule(
+            ranks,
+            rank,
+            pass_=pass_,
+            route=route,
+            in_place=in_place,
+            dgrad=op != "embedding" if dgrad is None else dgrad,
+            wgrad=wgrad,
+            receive_in_slots=receive_in_slots,
+            bundle=op in BUNDLES,
+            halves=halves,
+            two_lanes=two_lanes,
+        )
+        for rank in range(max(ranks, 1))
+    ]
+
+
+def lane(step: Step) -> str:
+    """Where a step runs: ``"weight"``, ``"gradient"`` (hops), ``"compute"`` or ``"side"`` (computes, copies, adds).
+
+    The side lane computes beside the other where a single GEMM leaves much of a GPU idle.
+    """
+    if step.action == "hop":
+        return step.channel
+    return "side" if step.lane else "compute"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes: bool) -> str:
+    """Which of the wanted ways a pass does not go, and why not."""
+    wanted = {"halves": halves and not schedule.halves, "two lanes": two_lanes and not schedule.two_lanes}
+    if pass_ == "forward" and wanted["halves"]:
+        why = "to a forward"
+    elif op in BUNDLES:
+        why = "to a bundle"
+    else:
+        why = "where shards are gathered" if schedule.route == "gather" else "without a weight gradient"
+    names = " and ".join(name for name, ignored in wanted.items() if ignored)
+    return f" ({names} do not apply {why})" if names else ""
+
+
+def describe(
+    schedules: Sequence[Schedule],
+    *,
+    op: str,
+    pass_: str,
+    route: str,
+    in_place: bool,
+    halves: bool = False,
+    two_lanes: bool = False,
+) -> str:
+    """Two lines: which pass this is, and what each rank computes, sends and holds.
+
+    The arguments are what `schedules` was asked for. What it does not do where asked, it says: in place the shard
+    itself travels, so that each hop goes to the neighbour; a bundle works shard by shard; where shards are gathered
+    there is one product of each kind.
+    """
+    first = schedules[0]
+    computes: dict[str, int] = {}
+    hops = {"weight": 0, "gradient": 0}
+    for step in first.steps:
+        if step.action == "compute":
+            computes[step.compute] = computes.get(step.compute, 0) + 1
+        elif step.action == "hop":
+            hops[step.channel] += 1
+    taken = first.route
+    if taken != route:
+        taken += f" ({route} does not apply {'in place' if in_place else 'to a bundle'})"
+    variant = "in place" if in_place else "out of place"
+    if in_place and first.ranks > 1 and hops["weight"] == 0:
+        variant, taken = "out of place (no weights travel)", taken if route == "gather" else route
+    variant += ", gradients in halves" * first.halves + ", two lanes" * first.two_lanes
+    variant += _ignored(first, op=op, pass_=pass_, halves=halves, two_lanes=two_lanes)
+    what = [f"{number} {kind}" for kind, number in computes.items()]
+    what += [_count(hops[channel], f"{channel} hop") for channel in hops]
+    slots = [_count(first.weight_slots, "weight slot"), _count(first.gradient_slots, "gradient slot")]
+    wholes = [channel for channel in hops if any(f"{channel} whole" in _named(step) for step in first.steps)]
+    slots += [f"1 whole {channel}" for channel in wholes]
+    return (
+        f"{op} {pass_}, {_count(first.ranks, 'rank')}, route {taken}, {variant}\n"
+        f"each rank: {', '.join(what)}; {', '.join(slots)}"
+    )
+
+
+def _named(step: Step) -> tuple[str | None, ...]:
+    return step.send, step.receive, step.weight, step.gradient_in, step.gradient_out
+
+
+def table(schedules: Sequence[Schedule], *, title: str = "", rank: int | None = None) -> str:
+    """What every rank computes, sends and receives, in order: a column for each rank, a line for each step.
+
+    Args:
+        schedules: those of all ranks, in order, as `schedules` returns them.
+        title: lines to print above, usually those of `describe`.
+        rank: show this rank alone, with the buffers that each step reads and writes.
+
+    Raises:
+        ValueError: a rank outside the ring.
+    """
+    check_rank(schedules, rank)
+    shown = schedules if rank is None else [schedules[rank]]
+    rows = [["step", "lane", *(f"rank {schedule.rank}" for schedule in shown)]]
+    if rank is not None:
+        rows[0] += ["reads", "writes"]
+    for position, step in enumerate(shown[0].steps):
+        row = [f"{position:4}", lane(step), *(schedule.steps[position].label for schedule in shown)]
+        if rank is not None:
+            ranks = shown[0].ranks
+            row += [", ".join(step.reads(ranks)), ", ".join(step.writes(ranks))]
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([title, "", *lines] if title else lines)
+
+
+def check_rank(schedules: Sequence[Schedule], rank: int | None) -> None:
+    """Raises ValueError for a rank outside the ring."""
+    if rank is not None and not 0 <= rank < len(schedules):
+        raise ValueError(f"expected 0 <= rank < {len(schedules)}, got {rank}")

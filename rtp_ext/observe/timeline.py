@@ -1,0 +1,378 @@
+"""When every step of a rotation runs: a simulator of the schedule's lanes, and the picture of what it finds.
+
+Source: RTP, arXiv 2311.01635.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rtp_ext._native import Schedule, Step
+from rtp_ext.observe.schedule import ALL, HALVES, check_rank, lane
+
+__all__ = ["Event", "Lockstep", "plot", "timeline"]
+
+LANES = ("compute", "side", "weight", "gradient")
+
+Duration = float | Callable[[int, Step], float]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One step as it runs: on which rank and lane, and from when to when, in the unit of the durations given."""
+
+    rank: int
+    lane: str
+    label: str
+    start: float
+    end: float
+    step: int
+
+
+@dataclass
+class _Buffer:
+    """Who has touched a buffer since it was last overwritten: positions of steps."""
+
+    arrived: int | None = None
+    departing: list[int] = field(default_factory=list)
+    written: int | None = None
+    read: list[int] = field(default_factory=list)
+
+
+def _waits(schedule: Schedule) -> list[list[tuple[int, str]]]:
+    """For each step, the earlier steps it waits for and which end of them: ``received``, ``sent`` or ``done``.
+
+    The rules of the executor: a step waits for who wrote what it reads and for who last used what it overwrites.
+    """
+    buffers: dict[str, _Buffer] = {}
+    waits: list[list[tuple[int, str]]] = []
+    for position, step in enumerate(schedule.steps):
+        needed: list[tuple[int, str]] = []
+        reads, writes = step.reads(schedule.ranks), step.writes(schedule.ranks)
+        for name in [*reads, *writes]:
+            buffer = buffers.setdefault(name, _Buffer())
+            if buffer.arrived is not None:
+                needed.append((buffer.arrived, "received"))
+            if buffer.written is not None:
+                needed.append((buffer.written, "done"))
+        for name in writes:
+            needed += [(hop, "sent") for hop in buffers[name].departing]
+            needed += [(reader, "done") for reader in buffers[name].read]
+        waits.append(needed)
+        for name in reads:
+            (buffers[name].departing if step.action == "hop" else buffers[name].read).append(position)
+        for name in writes:
+            buffers[name] = _Buffer(arrived=position) if step.action == "hop" else _Buffer(written=position)
+    return waits
+
+
+class _Simulator:
+    """Runs the schedules of all ranks against the clock. Lanes run in order; hops are rendezvous."""
+
+    def __init__(self, schedules: Sequence[Schedule], compute_time: Duration, hop_time: Duration, copy_time: Duration):
+        self.steps = [list(schedule.steps) for schedule in schedules]
+        self.times = {"compute": compute_time, "hop": hop_time, "copy": copy_time, "add": copy_time}
+        self.waits = [_waits(schedule) for schedule in schedules]
+        self.queues: dict[tuple[int, str], list[int]] = {
+            (rank, name): [position for position, step in enumerate(steps) if lane(step) == name]
+            for rank, steps in enumerate(self.steps)
+            for name in LANES
+        }
+        self.heads = dict.fromkeys(self.queues, 0)
+        self.free = dict.fromkeys(self.queues, 0.0)
+        self.ready: dict[tuple[int, str, int], float] = {}  # rank, channel, index of the hop on that channel
+        self.ends: dict[tuple[int, int, str], float] = {}  # rank, position, which end
+
+    def duration(self, rank: int, step: Step) -> float:
+        time = self.times[step.action]
+        if callable(time):
+            return time(rank, step)
+        if step.action == "compute" and step.owner == ALL:
+            return time * len(self.steps)
+        return time * (0.5 if step.half else 1.0)
+
+    def earliest(self, rank: int, name: str, position: int) -> float | None:
+        """When a step at the head of its lane may start; None while something it waits for has not been placed."""
+        earliest = self.free[rank, name]
+        for earlier, which in self.waits[rank][position]:
+            end = self.ends.get((rank, earlier, which))
+            if end is None:
+                return None
+            earliest = max(earliest, end)
+        return earliest
+
+    def partner(self, step: Step, rank: int, index: int, *, sends: bool) -> tuple[Step, float] | None:
+        """The step that a hop meets at its other end and when that end is ready; None while it is not there."""
+        peer = step.to if sends else step.from_
+        ready = self.ready.get((peer, step.channel, index))
+        if ready is None:
+            return None
+        other = self.steps[peer][self.queues[peer, step.channel][index]]
+        return (other, ready) if rank == (other.from_ if sends else other.to) else None
+
+    def place(self, rank: int, name: str) -> Event | None:
+        """Places the head of a lane on the clock if everything it waits for is known."""
+        index = self.heads[rank, name]
+        if index == len(self.queues[rank, name]):
+            return None
+        position = self.queues[rank, name][index]
+        step = self.steps[rank][position]
+        start = self.earliest(rank, name, position)
+        if start is None:
+            return None
+        if step.action == "hop":
+            self.ready[rank, name, index] = start
+            source = self.partner(step, rank, index, sends=False)
+            target = self.partner(step, rank, index, sends=True)
+            if source is None or target is None:
+                return None
+            received = max(start, source[1]) + self.duration(rank, step)
+            sent = max(start, target[1]) + self.duration(step.to, target[0])
+            self.ends[rank, position, "received"] = received
+            self.ends[rank, position, "sent"] = sent
+            start, end = max(start, min(source[1], target[1])), max(received, sent)
+        else:
+            end = start + self.duration(rank, step)
+            self.ends[rank, position, "done"] = end
+        self.heads[rank, name] += 1
+        self.free[rank, name] = end
+        return Event(rank, name, step.label, start, end, position)
+
+    def run(self) -> Iterator[Event]:
+        placed = True
+        while placed:
+            placed = False
+            for rank, name in self.queues:
+                while (event := self.place(rank, name)) is not None:
+                    placed = True
+                    yield event
+        stuck = [
+            f"rank {rank} at step {queue[self.heads[rank, name]]}"
+            for (rank, name), queue in self.queues.items()
+            if self.heads[rank, name] < len(queue)
+        ]
+        if stuck:
+            raise ValueError(f"expected schedules that come to an end, got a deadlock: {', '.join(stuck)}")
+
+
+def timeline(
+    schedules: Sequence[Schedule],
+    *,
+    compute_time: Duration = 1.0,
+    hop_time: Duration = 0.5,
+    copy_time: Duration = 0.0,
+) -> list[Event]:
+    """When every step of every rank runs, if nothing but the schedule holds it up.
+
+    Each rank has four lanes that work in order and side by side: computes (with copies and adds), weight hops, gradient
+    hops, and, in a schedule of two lanes, computes on the side. A hop starts when both ends have reached it and its
+    buffers are free; a compute starts when what it reads has arrived. Computes side by side share a device, which the
+    simulator does not know: of two lanes a timeline shows the order, not the speed.
+
+    With constant durations, where w and g are hops of weights and gradients and R ranks take part:
+
+        forward                 compute + (R - 1) max(compute, w)
+        the same in place       R max(compute, w), with the hop that brings the shard home
+        backward                2 R compute + (R - 1) max(0, g - compute, w - 2 compute)
+        the same in halves      2 R compute + (R - 1) max(0, g - 2 compute, w - 2 compute)
+        backward of a bundle    R compute + R max(compute, hop) + copy, for R > 1 and w = g = hop
+        gathered forward        copy + (R - 1) w + R compute
+        gathered backward       max(start + R compute, copy + R compute + g) + R copy + (R - 2) g, for R > 1, where
+                                start = copy + max(R compute, (R - 1) w)
+
+    Args:
+        schedules: those of all ranks, in order, as `schedules` returns them.
+        compute_time, hop_time, copy_time: durations in any one unit, or functions ``(rank, step) -> duration``. A
+            constant is that of one shard: a step of half a gradient takes half of it, a product with all shards R times
+            as long. A hop takes as long as its receiver's duration says. copy_time is that of whatever a rank does to
+            its own buffers, copies and adds.
+
+    Returns:
+        Events ordered by start, rank and lane.
+
+    Raises:
+        ValueError: a negative duration, schedules that are not those of one whole ring, or schedules that deadlock.
+    """
+    if [schedule.rank for schedule in schedules] != list(range(len(schedules))) or any(
+        schedule.ranks != len(schedules) for schedule in schedules
+    ):
+        got = [f"{schedule.rank} of {schedule.ranks}" for schedule in schedules]
+        raise ValueError(f"expected the schedules of all ranks of one ring in order, got ranks {', '.join(got)}")
+    for name, time in {"compute_time": compute_time, "hop_time": hop_time, "copy_time": copy_time}.items():
+        if not callable(time) and not 0 <= time < math.inf:
+            raise ValueError(f"expected a finite {name} >= 0, got {time}")
+    events = _Simulator(schedules, compute_time, hop_time, copy_time).run()
+    return sorted(events, key=lambda event: (event.start, event.rank, LANES.index(event.lane), event.step))
+
+
+class Lockstep:
+    """`timeline` of a ring whose ranks all take equally long, in one pass over the steps of one rank.
+
+    The schedules of a ring are each other's rotations, so with equal durations every rank reaches step i at the same
+    time, both ends of a hop are ready at once, and any rank stands for all.
+    """
+
+    def __init__(self, schedule: Schedule):
+        lanes = [LANES.index(lane(step)) for step in schedule.steps]
+        waits = [tuple({earlier for earlier, _ in needed}) for needed in _waits(schedule)]
+        kinds = [_look(step) for step in schedule.steps]
+        parts = [
+            float(schedule.ranks) if step.action == "compute" and step.owner == ALL else 0.5 if step.half else 1.0
+            for step in schedule.steps
+        ]
+        self._steps = tuple(zip(kinds, parts, lanes, waits, strict=True))
+
+    def makespan(self, durations: Mapping[str, float]) -> float:
+        """When the last step ends.
+
+        Args:
+            durations: of `forward`, `dgrad` and `wgrad` (computes), `weight` and `gradient` (hops), `copy` and `add`,
+                in any one unit, as far as the schedule has them. Steps on half of the rows take half as long, products
+                with all shards R times as long.
+
+        Raises:
+            KeyError: a duration is missing.
+        """
+        free = [0.0] * len(LANES)
+        ends: list[float] = []
+        for kind, part, which, waits in self._steps:
+            start = free[which]
+            for earlier in waits:
+                if ends[earlier] > start:
+                    start = ends[earlier]
+            free[which] = start + part * durations[kind]
+            ends.append(free[which])
+        return max(ends, default=0.0)
+
+
+# Told apart by lightness and hatching, so that a print in black and white reads as well.
+LOOKS: dict[str, dict[str, Any]] = {
+    "forward": {"facecolor": "#d6e6f5"},
+    "dgrad": {"facecolor": "#d6e6f5"},
+    "wgrad": {"facecolor": "#f2b366"},
+    "copy": {"facecolor": "#ffffff"},
+    "add": {"facecolor": "#7a7a7a", "color": "white"},
+    "weight": {"facecolor": "#1f4e79", "color": "white"},
+    "gradient": {"facecolor": "#ffffff", "hatch": "////"},
+}
+
+
+def _look(step: Step) -> str:
+    return {"compute": step.compute, "hop": step.channel}.get(step.action, step.action)
+
+
+def _caption(step: Step) -> str:
+    half = HALVES[step.half]
+    if step.action == "compute":
+        letter = "G" if step.compute == "wgrad" else "W"
+        return f"{step.compute}\n{letter}{'' if step.owner == ALL else step.owner}{half}"
+    return f"{'+' if step.action == 'add' else ''}{'W' if step.channel == 'weight' else 'G'}{step.receive_owner}{half}"
+
+
+def _targets(steps: Sequence[Step], action: str) -> str:
+    """Where the copies or additions of a schedule go, for the legend."""
+    buffers = [step.receive or "" for step in steps if step.action == action]
+    places = {"to whole": any("whole" in buffer for buffer in buffers)}
+    places["home" if action == "copy" else "to home"] = any("home" in buffer for buffer in buffers)
+    return f"{action} {' and '.join(place for place, named in places.items() if named)}"
+
+
+def draw_step(axes: Any, step: Step, start: float, end: float, top: float, scale: float) -> str:
+    """Draws a step as a box on the lane at `top`, with a caption where it fits; returns the name of its look.
+
+    `scale`: inches of the page that a unit of time takes.
+    """
+    name = _look(step)
+    look = dict(LOOKS[name])
+    ink = look.pop("color", "black")
+    axes.broken_barh([(start, end - start)], (top + 0.06, 0.88), edgecolor="#222222", linewidth=0.7, zorder=2, **look)
+    caption = _caption(step)
+    size = min(7.0, 72 * (end - start) * scale / (0.68 * max(map(len, caption.split("\n"))) + 0.4))
+    if size >= 4:
+        backing = {"facecolor": "white", "edgecolor": "none", "pad": 0.6} if "hatch" in look else None
+        style = {"ha": "center", "va": "center", "linespacing": 0.95, "fontsize": size, "color": ink}
+        axes.text((start + end) / 2, top + 0.5, caption, bbox=backing, zorder=3, **style)
+    return name
+
+
+def legend(seen: set[str], steps: Sequence[Step]) -> list[Any]:
+    """Patches that explain the looks in `seen`, of `steps`."""
+    from matplotlib.patches import Patch
+
+    names = {"weight": "weight hop (what arrives)", "gradient": "gradient hop (what arrives)"}
+    names |= {action: _targets(steps, action) for action in ("copy", "add")}
+    return [
+        Patch(label=names.get(name, name), edgecolor="#222222", **{k: v for k, v in look.items() if k != "color"})
+        for name, look in LOOKS.items()
+        if name in seen
+    ]
+
+
+def plot(
+    path: str | os.PathLike[str],
+    schedules: Sequence[Schedule],
+    *,
+    title: str = "",
+    compute_time: Duration = 1.0,
+    hop_time: Duration = 0.5,
+    copy_time: Duration = 0.0,
+    rank: int | None = None,
+) -> None:
+    """Draws `timeline` into an image file: a band for each rank with its lanes, a box for each step.
+
+    A hop is drawn where it arrives and named after the shard that it brings. Arguments beyond the file, the title and
+    the one `rank` to draw (default: all) are those of `timeline`.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: as `timeline`, or a rank outside the ring.
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib: pip install 'rtp-ext[plot]'") from error
+
+    events = timeline(schedules, compute_time=compute_time, hop_time=hop_time, copy_time=copy_time)
+    check_rank(schedules, rank)
+    ranks = [rank] if rank is not None else list(range(len(schedules)))
+    lanes = [name for name in LANES if any(event.lane == name for event in events)]
+    end = max(event.end for event in events) or 1.0
+    shown = schedules[ranks[0]].steps
+    computes = [event for event in events if event.rank == ranks[0] and shown[event.step].action == "compute"]
+    busy = max(sum(event.end - event.start for event in computes if event.lane == name) for name in LANES)
+    width = min(max(7.0, 0.78 * len(computes) * end / (busy or end)), 40.0)
+    band = len(lanes) + 0.6  # lanes are one unit high, bands are 0.6 apart
+    page, height = width + 1.25, 0.34 * band * len(ranks) + 1.35  # inches; the bands and their margins
+    figure = Figure(figsize=(page, height), dpi=150)
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((1.1 / page, 0.75 / height, width / page, (height - 1.35) / height))
+
+    rows = {(which, name): ranks.index(which) * band + lanes.index(name) for which in ranks for name in lanes}
+    for (which, name), top in rows.items():
+        axes.broken_barh([(0, end)], (top, 1), facecolor="#f1f1f1", edgecolor="none", zorder=0)
+        axes.text(-0.06 * end / width, top + 0.5, name, ha="right", va="center", fontsize=7, color="#444444")
+        if name == lanes[0]:
+            middle = top + len(lanes) / 2
+            axes.text(-0.85 * end / width, middle, f"rank {which}", ha="center", va="center", rotation=90, fontsize=9)
+    seen: set[str] = set()
+    for event in events:
+        if event.rank not in ranks or event.end == event.start:
+            continue
+        step = schedules[event.rank].steps[event.step]
+        seen.add(draw_step(axes, step, event.start, event.end, rows[event.rank, event.lane], width / end))
+    axes.set(xlim=(0, 1.002 * end), ylim=(len(ranks) * band - 0.6, 0), yticks=[])
+    axes.tick_params(labelsize=7)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.set_xlabel(f"time ({end:g} in all, {busy:g} without communication)", fontsize=8)
+    patches = legend(seen, shown)
+    figure.legend(handles=patches, loc="lower center", ncols=len(patches), fontsize=7, frameon=False, columnspacing=1.5)
+    first, _, rest = title.partition("\n")
+    figure.text(0.15 / page, 1 - 0.12 / height, first, fontsize=10, va="top", weight="bold")
+    figure.text(0.15 / page, 1 - 0.32 / height, rest, fontsize=8, va="top", color="#444444")
+    figure.savefig(path)

@@ -1,0 +1,254 @@
+"""Parameters sharded over a ring: DTensors of which every rank holds its home shard."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from rtp_ext._native import shard_sizes
+from rtp_ext.ring.ring import Ring
+
+logger = logging.getLogger("rtp_ext")
+
+
+def shard_bounds(extent: int, ring: Ring) -> tuple[int, int]:
+    """The start and the size of this rank's shard of a dimension of `extent`, by the chunk rule of DTensor's Shard."""
+    sizes = shard_sizes(extent, ring.size)
+    return sum(sizes[: ring.rank]), sizes[ring.rank]
+
+
+def take_shard(full: torch.Tensor, ring: Ring, dim: int) -> torch.Tensor:
+    """This rank's own, contiguous copy of its shard of `full` [...], cut along `dim`."""
+    start, size = shard_bounds(full.shape[dim], ring)
+    return full.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+
+
+def held(shard: torch.Tensor) -> torch.Tensor:
+    """The tensor that a DTensor holds, itself and outside autograd; to_local() makes an alias and a graph node."""
+    return shard._local_tensor if isinstance(shard, DTensor) else shard
+
+
+_ROOM = "_rtp_room"  # attribute of a home shard: the memory that `reserve` gave it
+
+
+def reserve(shard: torch.Tensor, full_shape: torch.Size | tuple[int, ...], dim: int, ring: Ring, name: str) -> None:
+    """Gives a home shard storage for the largest shard of its parameter, in place, keeping its values.
+
+    Raises ValueError for a plain shard that is a view of a larger tensor, whose other elements would be overwritten.
+    """
+    home = held(shard)  # an alias would be given the storage alone
+    if home.device.type == "meta" or getattr(home, _ROOM, None) == (home.data_ptr(), home.dtype):
+        return
+    if not isinstance(shard, DTensor) and home.untyped_storage().nbytes() != home.nbytes:
+        raise ValueError(
+            f"{name}: in_place moves the home shard itself: expected one with storage of its own ({home.nbytes} "
+            f"bytes), got a view of {home.untyped_storage().nbytes()} bytes"
+        )
+    largest = _slice_elements(full_shape, dim) * shard_sizes(full_shape[dim], ring.size)[0]
+    # A first forward may run in inference mode; the shard's memory outlives it.
+    with torch.inference_mode(False), torch.no_grad():
+        storage = torch.empty(largest, dtype=home.dtype, device=home.device)
+        roomy = storage[: home.numel()].view(home.shape)
+        roomy.copy_(home)
+        home.data = roomy
+    setattr(home, _ROOM, (home.data_ptr(), home.dtype))
+
+
+def _slice_elements(shape: torch.Size | tuple[int, ...], dim: int) -> int:
+    elements = 1
+    for index, extent in enumerate(shape):
+        elements *= 1 if index == dim else extent
+    return elements
+
+
+def as_sharded(home: torch.Tensor, full_shape: torch.Size, ring: Ring, dim: int) -> torch.Tensor:
+    """The DTensor whose shard on this rank is `home`; `home` itself on an emulated ring."""
+    if ring.mesh is None:
+        return home
+    stride = torch.empty(full_shape, device="meta").stride()
+    return DTensor.from_local(home, ring.mesh, [Shard(dim)], run_check=False, shape=full_shape, stride=stride)
+
+
+def _let_grad_scaler_see_shards() -> None:
+    """Has GradScaler look at sharded gradients before replicated ones.
+
+    torch decides by the first gradient of a group whether ranks have to tell each other of infinities; where that is a
+    scalar's, which every rank holds whole, an overflow in another rank's shard would go unnoticed, and the ranks would
+    no longer take the same steps.
+    """
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    try:
+        handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
+        stock = handlers[operator]
+    except (AttributeError, KeyError):
+        logger.warning(
+            "this torch (%s) hides how GradScaler treats DTensors: do not use it with scalar parameters",
+            torch.__version__,
+        )
+        return
+    if getattr(stock, "_rtp_sorts", False):
+        return
+
+    def sharded_first(op_call: Any, args: tuple, kwargs: dict) -> Any:
+        gradients = sorted(args[0], key=lambda gradient: all(isinstance(p, Replicate) for p in gradient.placements))
+        return stock(op_call, (gradients, *args[1:]), kwargs)
+
+    sharded_first._rtp_sorts = True  # type: ignore[attr-defined]
+    handlers[operator] = sharded_first
+
+
+def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Parameter:
+    """A sharded parameter in place of a whole one (meta device included). Scalars are replicated."""
+    if isinstance(parameter, DTensor):
+        raise ValueError(f"expected a plain parameter, got a DTensor of shape {tuple(parameter.shape)}")
+    if parameter.dim() == 0:
+        _let_grad_scaler_see_shards()
+        whole = parameter.detach().clone()
+        data = whole if ring.mesh is None else DTensor.from_local(whole, ring.mesh, [Replicate()], run_check=False)
+    else:
+        home = take_shard(parameter, ring, dim)
+        data = as_sharded(home, parameter.shape, ring, dim)
+    sharded = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    sharded.__dict__.update(parameter.__dict__)
+    return sharded
+
+
+def local_shard(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, differentiable; a plain tensor is its own part."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.is_grad_enabled() and parameter.requires_grad:
+        return _LocalShard.apply(parameter)
+    return held(parameter)
+
+
+class _LocalShard(torch.autograd.Function):
+    """`to_local`, whose backward takes 0.1 ms per parameter to find out what the parameter's own spec says."""
+
+    @staticmethod
+    def forward(ctx, parameter: DTensor) -> torch.Tensor:
+        ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
+        home = held(parameter)
+        return home.view_as(home)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:
+            return None
+        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def shard_dim_of(parameter: torch.Tensor) -> int | None:
+    """The dimension along which a DTensor is cut; None for plain and replicated tensors."""
+    if not isinstance(parameter, DTensor):
+        return None
+    return next((p.dim for p in parameter.placements if isinstance(p, Shard)), None)
+
+
+_BLOCK = 1 << 20  # bytes that `gather_full` sends at once
+
+
+def gather_full(parameter: torch.Tensor) -> torch.Tensor:
+    """The whole parameter on every rank, on the CPU, with no second copy of it on the way. Collective."""
+    with torch.no_grad():
+        home = held(parameter).detach()
+        dim = shard_dim_of(parameter)
+        if not isinstance(parameter, DTensor) or dim is None:
+            return home.to("cpu", copy=True)
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+        if whole.numel() == 0:
+            return whole
+        mesh = parameter.device_mesh
+        pieces = whole.split(shard_sizes(whole.shape[dim], mesh.size()), dim)
+        # one buffer for all blocks: a process group may hold on to what it has sent for a moment
+        rows = max(1, _BLOCK // pieces[0][0].nbytes)
+        buffer = torch.empty(pieces[0][:rows].numel(), dtype=home.dtype, device=home.device)
+        for owner, piece in enumerate(pieces):
+            for start in range(0, piece.shape[0] if piece.numel() else 0, rows):
+                block = piece[start : start + rows]
+                flat = buffer[: block.numel()]
+                if owner == mesh.get_local_rank():
+                    flat.view(block.shape).copy_(home[start : start + rows])
+                dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(), group_src=owner)
+                block.copy_(flat.view(block.shape))
+        return whole
+
+
+class _WholeCopies(TorchDispatchMode):
+    """Lets an initialisation that reaches into other modules work on whole copies of their sharded parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: dict[int, tuple[DTensor, torch.Tensor]] = {}  # by storage of the home shard
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(DTensor, self._copy_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _copy_of(self, parameter: DTensor) -> torch.Tensor:
+        key = parameter._local_tensor.untyped_storage()._cdata
+        if key not in self.copies:
+            self.copies[key] = (parameter, gather_full(parameter))
+        return self.copies[key][1]
+
+
+def init_weights(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
+    """Initialises a converted model as `fn` initialises the plain one.
+
+    For each module in `modules()` order, `fn` runs on a full CPU copy of that one module's own parameters, and this
+    rank's shards are kept: values equal those of the plain model under the same seed, whatever R, and at most one
+    module's own parameters are held in full, next to a block of 1 MiB. Parameters of other modules that `fn` reaches
+    into (as GPT-2's scaled initialisation does) are held in full until it returns. Collective; seed every rank alike.
+
+    Raises ValueError for parameters still on the meta device (call `to_empty` first).
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.device.type == "meta":
+            raise ValueError(f"init_weights: {name} is on the meta device; call to_empty first")
+    for owner in module.modules():
+        _init_module(owner, fn)
+
+
+def _init_module(owner: nn.Module, fn: Callable[[nn.Module], object]) -> None:
+    own: dict[str, Any] = {key: p for key, p in owner._parameters.items() if isinstance(p, DTensor)}
+    copies = {key: nn.Parameter(gather_full(p), requires_grad=p.requires_grad) for key, p in own.items()}
+    owner._parameters.update(copies)
+    try:
+        with _WholeCopies() as others:
+            fn(owner)
+        results: dict[str, Any] = {key: owner._parameters[key] for key in own}
+    finally:
+        owner._parameters.update(own)
+    with torch.no_grad():
+        for key, parameter in own.items():
+            _keep_shard(parameter, results[key])
+        for parameter, whole in others.copies.values():
+            _keep_shard(parameter, whole)
+
+
+def _keep_shard(parameter: DTensor, full: torch.Tensor) -> None:
+    home = parameter.to_local()
+    dim = shard_dim_of(parameter)
+    if dim is not None:
+        sizes = shard_sizes(parameter.shape[dim], parameter.device_mesh.size())
+        full = full.split(sizes, dim)[parameter.device_mesh.get_local_rank()]
+    home.copy_(full)
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A copy of `module` with its own parameter table, over the same children and buffers."""
+    twin = copy.copy(module)
+    twin._parameters = dict(module._parameters)
+    return twin

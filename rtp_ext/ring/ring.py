@@ -1,0 +1,396 @@
+"""The ring: which ranks, over which transport, and the two primitives `rotate` and `collect`."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from rtp_ext import _native
+from rtp_ext.ring.connect import (
+    TransportOptions,
+    ce_refusal,
+    choose_ce_modes,
+    choose_route,
+    connect,
+    nccl_put_refusal,
+    nccl_refusal,
+    resolve_mesh,
+)
+from rtp_ext._native import RingTimeout, RotationError
+from rtp_ext.ring.primitives import Rotation
+from rtp_ext.ring.recording import Trace, record
+from rtp_ext.ring.gate import Gate, Link, measure
+
+logger = logging.getLogger("rtp_ext")
+
+__all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
+
+# torch 2.14 renamed it
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+SLOT_CAP = 64 << 20  # bytes
+
+TRANSPORTS = ("auto", "shm", "c10d", "ce", "nccl", "nccl-put")
+ROUTES = ("auto", "ring", "direct", "gather")
+
+
+_serials = itertools.count()
+_phases = itertools.count(1)
+
+
+class Ring(Rotation):
+    """Ranks that rotate shards among themselves.
+
+    Args:
+        mesh_or_group: a one-dimensional DeviceMesh, a process group, or None for the default process group.
+        transport: `shm` (CPU ranks of one host), `c10d` (any torch.distributed backend), `ce` (copy engines, without
+            SMs: GPUs of one host that all have direct access to each other, NCCL 2.29.2 or newer), `nccl` (direct
+            NCCL), `nccl-put` (NCCL's puts and signals; what waits for a dead rank there stays stuck until the process
+            ends), or `auto`: `ce`, else `nccl` on GPUs, `shm` on CPUs, else `c10d`. What was chosen, and why others
+            were not, is logged and kept in `transport` and `transport_reason`.
+        route: `ring` (every hop goes to the neighbour), `direct` (a shard comes straight from its owner), `gather`
+            (linear layers gather the whole weight first; everything else goes as `auto` chooses), or `auto`: the gate
+            decides for every linear layer.
+        timeout: seconds (or a timedelta) after which a neighbour that does not answer is an error, RingTimeout.
+        prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
+            the forward or backward before. 0 turns it off.
+        gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
+        slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
+            the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
+        transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
+            (default 0: NCCL chooses). `registered`: `nccl` moves slots that are registered with NCCL, without copies of
+            its own (default None: where that works). `delay_us`: for race tests, every hop is held up by a random time
+            up to this; the environment's RTP_DEBUG_DELAY_US is the default. `ce_mode`: whether the sender copies
+            (`push`) or the receiver (`pull`); default `auto`: pull for weights on route `direct`, else push.
+
+    Collective: every rank of the group makes the ring at the same point. The ring owns its process groups.
+
+    Attributes:
+        rank, size: this rank's place, and the number of ranks R.
+        serial: the how manieth ring of this process this is.
+        device: where shards live.
+        mesh: the DeviceMesh of parameters sharded over the ring; None for an emulated ring.
+        link: what stands in for the wire in an emulated ring on a GPU; None for any other.
+        hop_route: `ring` or `direct`, what the hops of a rotation take.
+        gate: decides how each linear layer travels, and remembers it: `gate.plans`.
+    """
+
+    link: str | None = None
+
+    def __init__(
+        self,
+        mesh_or_group: DeviceMesh | dist.ProcessGroup | None = None,
+        *,
+        transport: str = "auto",
+        route: str = "auto",
+        timeout: float | datetime.timedelta = 600.0,
+        slot_cap: int = SLOT_CAP,
+        prefetch: int = 1,
+        gradient_halves: bool | None = None,
+        transport_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        _check_choice("transport", transport, TRANSPORTS)
+        _check_choice("route", route, ROUTES)
+        self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
+        if self.timeout <= datetime.timedelta(0):
+            raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
+        self._settle(slot_cap, prefetch)
+        self.transport_options = TransportOptions.of(transport_options)
+        self.mesh: DeviceMesh | None = resolve_mesh(mesh_or_group)
+        group = self.mesh.get_group()
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.device = torch.device(self.mesh.device_type)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._world = dist.group.WORLD
+        self._members = dist.get_process_group_ranks(group)
+        self._groups: list[dist.ProcessGroup] = []
+        self._control = self.new_group("gloo") if self.size > 1 else None
+        self._collective = self._control
+        if self.size > 1 and self.device.type == "cuda":
+            self._collective = self.new_group("nccl")
+        self.serial = next(_serials)
+        self._agree_on_options(
+            f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}, prefetch {prefetch}, "
+            f"gradient_halves {gradient_halves}, {self.transport_options}"
+        )
+        self._start(transport, route, gradient_halves)
+
+    @classmethod
+    def emulated(
+        cls,
+        size: int,
+        *,
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        link: str | None = None,
+        route: str = "ring",
+        prefetch: int = 1,
+        gradient_halves: bool | None = None,
+    ) -> Ring:
+        """A ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
+
+        A layer on it computes what the plain layer with this rank's shard repeated `size` times would. For
+        microbenchmarks of the timeline of one rank, and for memory per rank.
+
+        `link`, for a GPU: `sm-local` (a plain copy within the GPU, which runs on SMs; the default), `ce-local` or
+        `ce-local:N` (copies asked to leave the SMs alone, cut for N = 1, 2 or 4 streams), `nccl-self` or
+        `nccl-self:CTAS` (NCCL to oneself, on at most that many thread blocks), `pcie` (through pinned host memory).
+        Unknown ones are ValueErrors; one that does not work here is a RotationError.
+        """
+        if size < 1 or not 0 <= rank < size:
+            raise ValueError(f"Ring.emulated: expected size >= 1 and 0 <= rank < size, got size {size}, rank {rank}")
+        ring = cls.__new__(cls)
+        ring.timeout = datetime.timedelta(seconds=600)
+        _check_choice("route", route, ROUTES[1:])
+        ring._settle(SLOT_CAP, prefetch)
+        ring.transport_options = TransportOptions.of(None)
+        ring.mesh = None
+        ring.rank, ring.size = rank, size
+        ring.device = torch.device(device)
+        if ring.device.type == "cuda" and ring.device.index is None:
+            ring.device = torch.device("cuda", torch.cuda.current_device())
+        ring.serial = next(_serials)
+        ring._world = None
+        ring._members = []
+        ring._groups = []
+        ring._control = ring._collective = None
+        ring.route, ring.transport_reason = route, "one process stands for the ring"
+        ring.hop_route = "ring" if route == "gather" else route
+        ring.transport = "emulated"
+        if ring.device.type == "cuda":
+            ring.link = link or "sm-local"
+        ring._prepare(_native.emulated_transport(ring.device, link), route, gradient_halves)
+        return ring
+
+    # -- making and ending -------------------------------------------------------------------------------------------
+
+    def _settle(self, slot_cap: int, prefetch: int) -> None:
+        """Takes the options that need no other rank."""
+        if slot_cap < 0:
+            raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
+        if prefetch not in (0, 1):
+            raise ValueError(f"Ring: expected prefetch 0 or 1, got {prefetch!r}")
+        self.slot_cap, self.prefetch = slot_cap, prefetch
+        self._agreements = itertools.count(1)
+        self._forward_phase = 0
+
+    def _prepare(self, native: Any, route: str, gradient_halves: bool | None) -> None:
+        """The executor and the gate, once transport and routes are known."""
+        self.gate = Gate(self.size, self.device, self.hop_route, route, gradient_halves)
+        self._executor = _native.Executor(native, self.rank, self.size, self.device)
+        self._executor.prefetch(self.prefetch > 0)
+        self._executor.set_delay(datetime.timedelta(microseconds=self.transport_options.delay_us))
+
+    def new_group(self, backend: str) -> dist.ProcessGroup:
+        group: Any = dist.new_group(
+            self._members, timeout=self.timeout, backend=backend, use_local_synchronization=True
+        )
+        self._groups.append(group)
+        return group
+
+    def _agree_on_options(self, mine: str) -> None:
+        told = self.exchange(mine)
+        for rank, theirs in enumerate(told):
+            if theirs != told[0]:
+                raise ValueError(f"Ring: ranks disagree: expected {told[0]} (rank 0), got {theirs} on rank {rank}")
+
+    def _start(self, transport: str, route: str, gradient_halves: bool | None) -> None:
+        connection = connect(self, transport)
+        self.transport: str = connection.name
+        self.transport_reason: str = connection.reason
+        self.hop_route: str = choose_route(self, "auto" if route == "gather" else route)
+        self.route: str = "gather" if route == "gather" else self.hop_route
+        if self.transport == "ce":
+            choose_ce_modes(self, connection.native)
+        self._prepare(connection.native, route, gradient_halves)
+        logger.info(
+            "ring of %d: transport %s (%s), route %s", self.size, self.transport, self.transport_reason, self.route
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether the ring can still be used."""
+        return self._executor.alive and self._world is dist.group.WORLD if self._world else self._executor.alive
+
+    def close(self) -> None:
+        """Ends the ring in good order. Idempotent; collective."""
+        self._executor.close()
+        self._drop_groups()
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, _memo: dict) -> Ring:
+        return self  # a copy of a model rotates over the same ring
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise TypeError(
+            "a Ring cannot be pickled: it holds live connections. Save model.state_dict() or use "
+            "torch.distributed.checkpoint, and convert a new model with fully_rotate"
+        )
+
+    def __repr__(self) -> str:
+        return f"Ring(rank={self.rank}, size={self.size}, transport={self.transport!r}, route={self.route!r})"
+
+    def check_alive(self, operation: str) -> None:
+        """Raises RotationError if the ring was closed, has failed, or outlived its process group."""
+        self._executor.check_alive(operation)
+        if self._world is not None and self._world is not dist.group.WORLD:
+            self._executor.fail("its process group was destroyed")
+            self._executor.check_alive(operation)
+
+    def _drop_groups(self) -> None:
+        groups, self._groups = self._groups, []
+        self._control = self._collective = None
+        if not dist.is_initialized() or self._world is not dist.group.WORLD:
+            return
+        for group in groups:
+            dist.destroy_process_group(group)
+
+    def run(
+        self,
+        operation: str,
+        function: Callable[..., Any],
+        *arguments: Any,
+        serial: int = 0,
+        watched: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """Calls a native operation with this ring's executor; a failure of the ring reaches the neighbours.
+
+        `serial` and `watched` name the parameters to the prefetcher: a number that is the same on every rank, and the
+        tensors whose version counters tell that they were written.
+        """
+        self.check_alive(operation)
+        task = torch._C._current_graph_task_id()
+        phase = task + 1 if task >= 0 else self._forward_phase
+        self._executor.enter(phase, task >= 0, serial, watched)
+        try:
+            return function(self._executor, *arguments)
+        except RotationError:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Drops the groups of a ring that has failed, so that neighbours in a collective learn of it."""
+        if not self._executor.alive:
+            self._drop_groups()
+
+    # -- the gate and the prefetcher ---------------------------------------------------------------------------------
+
+    def new_agreement(self) -> int:
+        """A number for what the ranks have just agreed on, the same on all of them."""
+        return next(self._agreements)
+
+    def begin_forward(self) -> None:
+        """A forward of a model starts: its passes are expected in the order of the one before."""
+        self._forward_phase = next(_phases)
+
+    def end_forward(self) -> None:
+        self._forward_phase = 0
+
+    def measure_link(self, shard_bytes: int = 16 << 20, repeats: int = 5) -> Link:
+        """Times hops of this ring, and lets the gate reckon with them. Collective; for layers that come after it.
+
+        The rate comes from shards of `shard_bytes`, the latency from shards of a few bytes; the slowest rank counts.
+        """
+        self.gate.link = measure(self, shard_bytes, repeats)
+        return self.gate.link
+
+    # -- agreement and small collectives -----------------------------------------------------------------------------
+
+    def _collectively(self, operation: str, action: Callable[[], Any]) -> Any:
+        """Runs a torch.distributed collective; its failure is the ring's."""
+        self.check_alive(operation)
+        start = datetime.datetime.now()
+        try:
+            return action()
+        except RuntimeError as error:
+            waited = (datetime.datetime.now() - start).total_seconds()
+            message = f"{operation}: a rank of the ring did not answer (waited {waited:.1f} s): {error}"
+            self._executor.fail(message)
+            self.abandon()
+            raise RingTimeout(message) from error
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's `value` (any picklable object), in ring order. Collective."""
+        if self._control is None:
+            return [value] * self.size
+        values: list[Any] = [None] * self.size
+        if not hasattr(self, "_executor"):  # while the ring is being made
+            dist.all_gather_object(values, value, group=self._control)
+            return values
+        self._collectively("exchange", lambda: dist.all_gather_object(values, value, group=self._control))
+        return values
+
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """Shards [n] of equal size to [R, n]. For what is too small to rotate. Collective."""
+        if self.size == 1 or self._collective is None:
+            return shard.unsqueeze(0).repeat(self.size, 1)
+        gathered = shard.new_empty(self.size, shard.numel())
+        self._collectively("all_gather", lambda: _all_gather_single(gathered.view(-1), shard, group=self._collective))
+        return gathered
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values` [...] over the ranks, in place. Collective."""
+        if self._collective is None:
+            return values.mul_(self.size)
+        self._collectively("all_reduce", lambda: dist.all_reduce(values, group=self._collective))
+        return values
+
+    def trace(self) -> AbstractContextManager[Trace]:
+        """Records what every lane does when: `with ring.trace() as trace: ...`, and then `trace.events`.
+
+        By timing events on CUDA streams, which are read when the block ends; by the host's clock on a CPU, where a
+        compute lasts until the next step is asked for, and a hop from its posting until it arrives (over `c10d`: until
+        the wait that found it there). Collective, at either end; a hop that was sent ahead is waited for there. What
+        to do with a trace: rtp_ext.trace.
+
+        Raises ValueError where the ring is being recorded already, RotationError for `c10d` between GPUs, whose
+        streams nobody can time.
+        """
+        return record(self)
+
+    # -- counters ----------------------------------------------------------------------------------------------------
+
+    def slot_count(self, channel: str) -> Any:
+        """Slots of `weight` or `gradient`: .slots and .bytes that exist, .peak_slots leased at once, .peak_bytes,
+        .allocations ever."""
+        return self._executor.slots(channel)
+
+    def reset_peak(self) -> None:
+        """Starts the peaks of `slot_count` anew."""
+        self._executor.reset_peak()
+
+    def clear_slots(self) -> None:
+        """Frees the slots; the next operation allocates them again."""
+        self._executor.clear_slots()
+
+    def hops(self, channel: str) -> int:
+        """Hops of `weight` or `gradient` that this rank has posted."""
+        return self._executor.hops(channel)
+
+    def prefetched(self) -> tuple[int, int]:
+        """First hops that were sent before their layer was called, and how many of them it could use."""
+        return self._executor.prefetched()
+
+    def bytes_sent(self, channel: str) -> int:
+        """Bytes of `weight` or `gradient` that this rank has sent."""
+        return self._executor.bytes_sent(channel)
+
+
+def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"Ring: expected {what} to be one of {', '.join(choices)}, got {value!r}")
