@@ -24,14 +24,14 @@ FOLDER = Path(__file__).resolve().parent / "kernel_emulation"
 SOURCES = [
     # delay.cu does nothing but read the GPU's clock
     *sorted(file for file in (ROOT / "csrc" / "kernels").glob("*.cu") if file.stem != "delay"),
-    ROOT / "csrc" / "ops" / "gemm_layout.cpp",
+    ROOT / "csrc" / "compute" / "gemm_layout.cpp",
     *sorted(FOLDER.glob("*.cu")),
     *sorted(FOLDER.glob("*.cpp")),
 ]
 HEADERS = [
     *sorted((ROOT / "csrc" / "kernels").glob("*.h")),
     *sorted((ROOT / "csrc" / "kernels").glob("*.cuh")),
-    ROOT / "csrc" / "ops" / "gemm_layout.h",
+    ROOT / "csrc" / "compute" / "gemm_layout.h",
     *sorted(FOLDER.glob("*.h")),
 ]
 # Few blocks, so that small arrays go round the grid several times; locals that nobody set get a telling pattern.

@@ -1,7 +1,7 @@
 """Who waits for whom when the schedules of a ring run asynchronously: races and deadlocks.
 
-The waits are those of `Execution` in csrc/engine/executor.cpp, written down a second time, one name for each. So is what a
-step reads and writes: see csrc/schedule/schedule.h.
+The waits are those of csrc/schedule/uses.h, written down a second time, one name for each. So is what a step reads and
+writes: see csrc/schedule/schedule.h.
 """
 
 from __future__ import annotations

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rtp_ext import _native, doctor, ring
+from rtp_ext import _native
 from rtp_ext.__main__ import main
+from rtp_ext.observe import doctor
+from rtp_ext.ring import ring
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:

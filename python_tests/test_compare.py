@@ -19,8 +19,9 @@ from card import KEYS, refusal_to_write
 from harness import Cases, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from rtp_ext import RotationError, bench, bench_layer
+from rtp_ext import RotationError, bench
 from rtp_ext.__main__ import main
+from rtp_ext.measure import layer as bench_layer
 from rtp_ext.measure.metrics import Times
 
 ROOT = Path(__file__).resolve().parent.parent

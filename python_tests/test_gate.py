@@ -7,8 +7,8 @@ from harness import Cases, run_ranks
 from reference import assert_same, chunk, random
 
 import rtp_ext
-from rtp_ext import gate
 from rtp_ext.functional import rotated_linear
+from rtp_ext.ring import gate
 from rtp_ext.ring.gate import Device, Layer, Link, decide, gemm_seconds, predict
 
 LINK = Link(bytes_per_second=400e9, seconds_per_hop=6e-6, source="assumed")

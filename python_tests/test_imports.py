@@ -193,7 +193,7 @@ def test_includes_run_downward():
         ("rtp_ext.nn.linear", "from ..convert import fully_rotate", "convert"),
         ("rtp_ext.ring", "import rtp_ext", "__init__"),
         ("rtp_ext.ring", "from rtp_ext import _C", "only _native"),
-        ("rtp_ext.schedule", "from rtp_ext.ring.ring import Ring", "ring"),
+        ("rtp_ext.schedule", "from rtp_ext.ring import Ring", "ring"),
     ],
 )
 def test_python_violations_are_found(module, text, found):

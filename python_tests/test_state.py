@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import rtp_ext
+from rtp_ext.parameters import sharding
 
 # The home shards themselves travel over c10d only, and then have storage for the largest shard.
 COPIES, IN_PLACE = (False, "shm"), (True, "c10d")
@@ -123,7 +124,7 @@ def initialise(module: nn.Module) -> None:
 
 def _made_on_meta(rank, ranks):
     cases = Cases()
-    rtp_ext.sharding._BLOCK = BLOCK
+    sharding._BLOCK = BLOCK
     for make, variant in MODELS:
         with cases.case(f"{make.__name__} {variant}"):
             with LiveBytes() as whole:

@@ -6,8 +6,6 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from schedule_cases import case
-from schedule_races import hops
 
 from rtp_ext import schedule, timeline
 
@@ -180,10 +178,14 @@ def test_errors_of_timeline():
         timeline.timeline(made, compute_time=float("nan"))
     with pytest.raises(ValueError, match="all ranks of one ring in order, got ranks 0 of 3, 1 of 3"):
         timeline.timeline(made[:2])
-    ring = case(3).ring()
-    ring[1][hops(ring, 1, "weight")[1]].to = 0
-    broken = [SimpleNamespace(rank=rank, ranks=3, steps=steps) for rank, steps in enumerate(ring)]
-    with pytest.raises(ValueError, match=r"got a deadlock: .*rank 1 at step 2"):
+    broken = [
+        SimpleNamespace(rank=each.rank, ranks=3, steps=list(each.steps))
+        for each in schedule.schedules(3, route="direct")
+    ]
+    steps = broken[1].steps
+    first, second = (position for position, step in enumerate(steps) if step.action == "hop")
+    steps[first], steps[second] = steps[second], steps[first]  # each waits for another rank than its neighbours do
+    with pytest.raises(ValueError, match=r"got a deadlock: .*rank 1 at step 0"):
         timeline.timeline(broken)
 
 

@@ -13,8 +13,8 @@ from reference import TOLERANCE, assert_same, differs, double_copy, full, random
 from torch import nn
 
 import rtp_ext
-from rtp_ext.nn import RotatedLinear, RotatedMultiheadAttention
 from rtp_ext.convert.fast_path import keep_from_fast_path
+from rtp_ext.nn import RotatedLinear, RotatedMultiheadAttention
 
 TIMEOUT = 30.0
 WIDTH, HEADS, HIDDEN = 10, 2, 13  # an even number of heads, as the fast path wants it

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from rtp_ext._native import make_schedule
-from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
 from rtp_ext.observe.timeline import LANES, _waits
+from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
 
 ROUNDING = 1e-9  # seconds, of times as floating-point numbers
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rtp_ext import functional, nn
     from rtp_ext._native import CudaError, NcclError, RingTimeout, RotationError
-    from rtp_ext.convert.convert import fully_rotate, ring_of
+    from rtp_ext.convert import fully_rotate, ring_of
     from rtp_ext.parameters.loading import load_safetensors
-    from rtp_ext.ring.ring import Ring
     from rtp_ext.parameters.sharding import init_weights
+    from rtp_ext.ring import Ring
 
 __version__ = "0.1.0"
 
@@ -37,8 +37,8 @@ _MODULES = {
     "RingTimeout": "_native",
     "RotationError": "_native",
     "fully_rotate": "convert",
-    "init_weights": "sharding",
-    "load_safetensors": "loading",
+    "init_weights": "parameters.sharding",
+    "load_safetensors": "parameters.loading",
     "ring_of": "convert",
 }
 

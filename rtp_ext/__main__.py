@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from rtp_ext import schedule, timeline
+from rtp_ext.observe import schedule, timeline
 
 
 def _at_least_one(text: str) -> int:
@@ -51,7 +51,7 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
 
 def _doctor(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from rtp_ext import doctor
+    from rtp_ext.observe import doctor
 
     print(doctor.report())
     return 0
@@ -64,7 +64,7 @@ def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _bench(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from rtp_ext import bench
+    from rtp_ext.measure import bench
 
     wishes = {"ranks": options.ranks, "tokens": options.tokens, "seconds": options.seconds, "device": options.device}
     try:

@@ -51,6 +51,7 @@ embedding_forward = _C.embedding_forward
 emulated_transport = _C.emulated_transport
 experts_backward = _C.experts_backward
 experts_forward = _C.experts_forward
+hazards = _C.hazards
 kernels = _C.kernels
 linear_backward = _C.linear_backward
 linear_forward = _C.linear_forward

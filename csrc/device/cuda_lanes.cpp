@@ -1,34 +1,10 @@
 #include "device/cuda_lanes.h"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "kernels/delay.h"
 
 namespace rtp {
-namespace {
-
-class StreamTransfer : public Transfer {
- public:
-  StreamTransfer(const CudaTransport& transport, const CudaLanes& lanes, Mark done)
-      : transport_(transport), lanes_(lanes), done_(std::move(done)) {}
-  void wait_received() override { wait(); }
-  void wait_sent() override { wait(); }
-
- private:
-  void wait() {
-    lanes_.block(lanes_.compute(), done_, lanes_.capture());
-    transport_.check();
-  }
-
-  const CudaTransport& transport_;
-  const CudaLanes& lanes_;
-  Mark done_;
-};
-
-}  // namespace
 
 cudaStream_t current_stream(at::Device device) { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); }
 
@@ -47,6 +23,9 @@ CudaLanes::CudaLanes(at::Device device) : device_(device) {
   const DeviceScope scope(device);
   for (Stream& stream : streams_) stream = Stream::highest_priority();
   side_ = Stream::with_priority(0);
+  int current = 0;
+  RTP_CUDA_CHECK(cudaGetDevice(&current));
+  RTP_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, current));
 }
 
 Mark CudaLanes::mark(cudaStream_t stream) const {
@@ -70,7 +49,7 @@ void CudaLanes::block(cudaStream_t stream, const Mark& mark, uint64_t within) co
   if (event->capture() == within) event->block(stream);
 }
 
-void CudaLanes::select(int lane) {
+void CudaLanes::select_compute_lane(int lane) {
   if ((lane == 1) == (restore_ != nullptr)) return;
   if (lane == 1) {
     const auto before = c10::cuda::getCurrentCUDAStream(device_.index());
@@ -83,35 +62,14 @@ void CudaLanes::select(int lane) {
   }
 }
 
-CudaTransport::CudaTransport(at::Device device) : device_(device), lanes_(device) {
-  const DeviceScope scope(device);
-  int current = 0;
-  RTP_CUDA_CHECK(cudaGetDevice(&current));
-  RTP_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, current));
-}
-
-std::unique_ptr<Transfer> CudaTransport::transfer(Mark done) {
-  return std::make_unique<StreamTransfer>(*this, lanes_, std::move(done));
-}
-
-double CudaTransport::seconds(const Moment& from, const Moment& to) {
+double CudaLanes::seconds(const Moment& from, const Moment& to) {
   const DeviceScope scope(device_);
   return std::static_pointer_cast<Event>(to)->since(*std::static_pointer_cast<Event>(from));
 }
 
-at::Tensor CudaTransport::allocate(Channel, int64_t bytes) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
-}
-
-// The allocator may have it for the stream on which it was allocated; its uses are ordered before the current one.
-void CudaTransport::release(Channel, const at::Tensor& slot) {
-  at::Tensor used = slot;
-  if (used.is_cuda()) used.record_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
-}
-
-void CudaTransport::delay(Channel channel, std::chrono::microseconds time) {
+void CudaLanes::delay(Channel channel, std::chrono::microseconds time) {
   const DeviceScope scope(device_);
-  RTP_CUDA_CHECK(static_cast<cudaError_t>(launch_delay(time.count(), lanes_.channel(channel))));
+  RTP_CUDA_CHECK(static_cast<cudaError_t>(launch_delay(time.count(), this->channel(channel))));
 }
 
 }  // namespace rtp

@@ -1,14 +1,16 @@
-// The streams of a CUDA transport: the caller's current stream computes, one high-priority stream per channel carries.
+// The lanes of a CUDA device: the caller's current stream computes, one high-priority stream per channel carries.
 // The only place where transports meet torch's CUDA; everything else of theirs calls the CUDA runtime and NCCL.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
 
+#include <ATen/core/Tensor.h>
+
 #include <array>
 #include <memory>
 
 #include "base/handles.h"
-#include "transport/transport.h"
+#include "device/lanes.h"
 
 namespace rtp {
 
@@ -28,69 +30,41 @@ class DeviceScope {
   bool changed_ = false;
 };
 
-class CudaLanes {
+class CudaLanes : public Lanes {
  public:
   explicit CudaLanes(at::Device device);
 
+  Mark mark_compute() override { return mark(compute()); }
+  void order_compute_after(const Mark& mark) override { block(compute(), mark, capture()); }
+  void order_channel_after(Channel channel, const Mark& mark) override {
+    block(this->channel(channel), mark, capture());
+  }
+  void select_compute_lane(int lane) override;
+  int multiprocessors() const override { return multiprocessors_; }
+  // That of the caller's stream.
+  uint64_t capture() const override { return capture_of(restore_ ? main_ : compute()); }
+  Moment compute_moment() override { return moment(compute()); }
+  Moment channel_moment(Channel channel) override { return moment(this->channel(channel)); }
+  double seconds(const Moment& from, const Moment& to) override;
+  void delay(Channel channel, std::chrono::microseconds time) override;
+
   cudaStream_t channel(Channel channel) const { return streams_[static_cast<size_t>(channel)].get(); }
   cudaStream_t compute() const { return current_stream(device_); }
-  // That of the caller's stream.
-  uint64_t capture() const { return capture_of(restore_ ? main_ : compute()); }
-
   Mark mark(cudaStream_t stream) const;
+
+ private:
   Moment moment(cudaStream_t stream) const;
   // What was enqueued outside a capture has ended before it begins, and what a graph contains is ordered where the
   // graph is launched: across that border no stream may, or need, wait for a mark. `within`: the capture that marks of
   // this pass belong to, also for streams that have not joined it yet.
   void block(cudaStream_t stream, const Mark& mark, uint64_t within) const;
 
-  // Lets torch's current stream be that of a lane: 0, the caller's, or 1, one of our own.
-  void select(int lane);
-
- private:
   at::Device device_;
+  int multiprocessors_ = 0;
   std::array<Stream, 2> streams_;  // of our own: torch's pool hands the same stream to several users
   Stream side_;
   cudaStream_t main_ = nullptr;    // the caller's stream, while lane 1 is selected
   std::shared_ptr<void> restore_;  // the same as torch knows it; null while lane 0 is selected
-};
-
-// A transport whose lanes are CUDA streams: hops of a channel are ordered by their stream, everything else by events.
-class CudaTransport : public Transport {
- public:
-  explicit CudaTransport(at::Device device);
-
-  Mark mark_compute() override { return lanes_.mark(lanes_.compute()); }
-  void order_compute_after(const Mark& mark) override { lanes_.block(lanes_.compute(), mark, capture()); }
-  void order_channel_after(Channel channel, const Mark& mark) override {
-    lanes_.block(lanes_.channel(channel), mark, capture());
-  }
-  Moment compute_moment() override { return lanes_.moment(lanes_.compute()); }
-  Moment channel_moment(Channel channel) override { return lanes_.moment(lanes_.channel(channel)); }
-  double seconds(const Moment& from, const Moment& to) override;
-  void select_compute_lane(int lane) override { lanes_.select(lane); }
-  int multiprocessors() const override { return multiprocessors_; }
-  uint64_t capture() const override { return lanes_.capture(); }
-  // Buffers never change channel, so an earlier hop of the same buffer is already ahead in the same stream.
-  void order_channel_after_received(Channel, Transfer&) override {}
-  void order_channel_after_sent(Channel, Transfer&) override {}
-
-  at::Tensor allocate(Channel, int64_t bytes) override;
-  void release(Channel, const at::Tensor& slot) override;
-  void delay(Channel channel, std::chrono::microseconds time) override;
-
-  // Throws once the transport has failed.
-  virtual void check() const {}
-
- protected:
-  // The hop that ends where `done` marks its channel.
-  std::unique_ptr<Transfer> transfer(Mark done);
-
-  at::Device device_;
-  CudaLanes lanes_;
-
- private:
-  int multiprocessors_;
 };
 
 }  // namespace rtp

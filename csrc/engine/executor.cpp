@@ -53,12 +53,12 @@ auto Execution::guarded(Action&& action) {
   try {
     return action();
   } catch (const RotationError& error) {
-    executor_.transport().select_compute_lane(0);
+    executor_.lanes().select_compute_lane(0);
     executor_.fail(error.what());
     ended_ = true;
     throw;
   } catch (const c10::Error& error) {  // memory ran out, perhaps on this rank alone
-    executor_.transport().select_compute_lane(0);
+    executor_.lanes().select_compute_lane(0);
     if (!executor_.transport().alone()) {  // what its neighbours have posted would wait for it
       executor_.fail(concat(operation_, ": ", error.what_without_backtrace()));
       ended_ = true;
@@ -86,9 +86,9 @@ Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo>
       gradient_[static_cast<size_t>(half)] = cargo(Channel::gradient).rows(half, executor_.rank());
     }
   }
-  Transport& transport = executor_.transport();
+  Lanes& lanes = executor_.lanes();
   guarded([&] {
-    transport.order_compute_after(executor_.last_);
+    lanes.order_compute_after(executor_.last_);
     Trace& trace = executor_.trace_;
     if (trace.on()) traced_ = trace.begin_pass(operation_, schedule_);
     const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
@@ -103,9 +103,9 @@ Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo>
       throw;
     }
     // Home tensors were written, and slots last used, by computes enqueued before this point.
-    start_ = transport.mark_compute();
+    start_ = lanes.mark_compute();
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
-      if (hops_[static_cast<size_t>(channel)] > 0) transport.order_channel_after(channel, start_);
+      if (hops_[static_cast<size_t>(channel)] > 0) lanes.order_channel_after(channel, start_);
     }
   });
 }
@@ -133,7 +133,7 @@ void Execution::lease_slots() {
   if (schedule_.whole_weight) whole_[0] = pool.lease(Channel::weight, cargo(Channel::weight).whole_bytes());
   if (schedule_.whole_gradient) whole_[1] = pool.lease(Channel::gradient, cargo(Channel::gradient).whole_bytes());
   for (const auto& whole : whole_) {
-    if (whole) whole->usage.settle(executor_.transport());
+    if (whole) whole->usage.settle(executor_.lanes());
   }
 }
 
@@ -161,7 +161,7 @@ void Execution::stage_home() {
   if (as_wanted) return;
   RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
   staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
-  staged_->usage.settle(executor_.transport());
+  staged_->usage.settle(executor_.lanes());
   Trace& trace = executor_.trace_;
   const EventHandle staging = trace.begin(traced_, TraceKind::stage, TraceEvent::kNoStep, Lane::compute, "home");
   weight_->stage(staged_->memory, executor_.rank());
@@ -292,36 +292,21 @@ void Execution::finish() {
 }
 
 void Execution::before_compute(const Step& step) {
-  Transport& transport = executor_.transport();
-  transport.select_compute_lane(step.lane);
-  if (step.lane > 0) transport.order_compute_after(start_);
-  const auto read = reads(step, executor_.ranks()), written = writes(step, executor_.ranks());
-  if (schedule_.options.two_lanes) {  // computes of one lane are in order
-    for (const Access& access : read) transport.order_compute_after(usage(access).written);
-    for (const Access& access : written) {
-      transport.order_compute_after(usage(access).written);
-      for (const Mark& mark : usage(access).read) transport.order_compute_after(mark);
-    }
-  }
+  Lanes& lanes = executor_.lanes();
+  lanes.select_compute_lane(step.lane);
+  if (step.lane > 0) lanes.order_compute_after(start_);
   Trace& trace = executor_.trace_;
   const Lane lane = step.lane > 0 ? Lane::side : Lane::compute;
   EventHandle waiting;
-  const auto waits = [&] {
+  const auto after_hop = [&](const auto& transfer, End end) {
     if (traced_ && !waiting) waiting = trace.begin(traced_, TraceKind::wait, position(), lane, "wait: " + label(step));
+    wait(*transfer, end);
   };
-  for (const auto* accesses : {&read, &written}) {
-    for (const Access& access : *accesses) {
-      if (!usage(access).arrived) continue;
-      waits();
-      usage(access).arrived->wait_received();
-    }
-  }
-  for (const Access& access : written) {
-    for (const auto& departing : usage(access).departing) {
-      waits();
-      departing->wait_sent();
-    }
-  }
+  const auto after_compute = [&](const Mark& mark) {
+    if (schedule_.options.two_lanes) lanes.order_compute_after(mark);  // computes of one lane are in order
+  };
+  for (const Access& access : reads(step, executor_.ranks())) usage(access).before_read(after_hop, after_compute);
+  for (const Access& access : writes(step, executor_.ranks())) usage(access).before_write(after_hop, after_compute);
   trace.end(waiting);
   computing_ = trace.begin(traced_, position(), step);
   push_range(operation_, step);
@@ -330,16 +315,12 @@ void Execution::before_compute(const Step& step) {
 void Execution::after_compute(const Step& step) {
   pop_range();
   executor_.trace_.end(std::exchange(computing_, nullptr));
-  Transport& transport = executor_.transport();
-  const Mark mark = transport.mark_compute();
-  for (const Access& access : reads(step, executor_.ranks())) usage(access).read.push_back(mark);
-  for (const Access& access : writes(step, executor_.ranks())) {
-    Usage& written = usage(access);
-    written = Usage{};
-    written.written = mark;
-  }
+  Lanes& lanes = executor_.lanes();
+  const Mark mark = lanes.mark_compute();
+  for (const Access& access : reads(step, executor_.ranks())) usage(access).enter_read(mark);
+  for (const Access& access : writes(step, executor_.ranks())) usage(access).enter_write(mark);
   if (step.lane > 0) side_ = mark;
-  transport.select_compute_lane(0);
+  lanes.select_compute_lane(0);
 }
 
 void Execution::hop(const Step& step) {
@@ -390,19 +371,19 @@ void Execution::copy_or_add(const Step& step) {
 // it. This is the one place where the lifetime of tensors across lanes is settled.
 void Execution::end() {
   ended_ = true;
-  Transport& transport = executor_.transport();
+  Lanes& lanes = executor_.lanes();
   Trace& trace = executor_.trace_;
   const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "end");
-  for (auto& [key, usage] : usage_) usage.settle(transport);
+  for (auto& [key, usage] : usage_) usage.settle(lanes);
   for (const auto& slots : slots_) {
     for (const auto& slot : slots) {
-      if (slot) slot->usage.settle(transport);
+      if (slot) slot->usage.settle(lanes);
     }
   }
   trace.end(waiting);
-  transport.order_compute_after(side_);
+  lanes.order_compute_after(side_);
   trace.end_pass(traced_);
-  executor_.last_ = transport.mark_compute();
+  executor_.last_ = lanes.mark_compute();
   return_slots();
 }
 

@@ -30,6 +30,7 @@ class Executor {
   int ranks() const { return ranks_; }
   at::Device device() const { return device_; }
   Transport& transport() { return *transport_; }
+  Lanes& lanes() { return transport_->lanes(); }
   SlotPool& pool() { return pool_; }
   Hops& hops() { return hops_; }
   Prefetcher& prefetcher() { return prefetcher_; }

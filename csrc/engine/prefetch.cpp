@@ -62,7 +62,7 @@ Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::op
 
 std::optional<Ahead> Prefetcher::begin(const Schedule& schedule, const std::optional<Cargo>& weight,
                                        const std::string& name) {
-  captured_ = captured_ || transport_->capture() != 0;
+  captured_ = captured_ || transport_->lanes().capture() != 0;
   if (!enabled_ && !pending_) return std::nullopt;
   const bool known = enabled_ && context_.phase != 0 && context_.serial != 0;
   Record record = record_of(schedule, weight, name);
@@ -110,18 +110,18 @@ void Prefetcher::send_ahead() {
   // Memory that is gone is never asked for again, but its hop is due on every rank: any bytes will do.
   stage = stage || !alive;
 
-  Pending pending{{}, record, context_.phase, versions(record), transport.capture()};
+  Pending pending{{}, record, context_.phase, versions(record), transport.lanes().capture()};
   Ahead& ahead = pending.ahead;
   ahead.landing = pool_.lease(Channel::weight, cargo.slot_bytes());
   if (stage) {
     ahead.staged = pool_.lease(Channel::weight, cargo.slot_bytes());
-    ahead.staged->usage.settle(transport);
+    ahead.staged->usage.settle(transport.lanes());
     ahead.traced.push_back(trace_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
     cargo.stage(ahead.staged->memory, rank_);
     trace_.end(ahead.traced.back());
   }
   ahead.home = cargo.home;
-  transport.order_channel_after(Channel::weight, transport.mark_compute());
+  transport.lanes().order_channel_after(Channel::weight, transport.lanes().mark_compute());
   const Step& step = record.first_hop;
   Hop hop{Channel::weight, step.to, step.from, spans_of(cargo.home), {}, nullptr,
           nullptr,         {},      {},        record.name,          0,  record.hops};
@@ -147,7 +147,7 @@ std::vector<int64_t> Prefetcher::versions(const Record& record) {
 }
 
 bool Prefetcher::valid(const Pending& pending, const Record& record) const {
-  if (pending.phase != context_.phase || pending.capture != transport_->capture()) return false;
+  if (pending.phase != context_.phase || pending.capture != transport_->lanes().capture()) return false;
   if (!pending.record.same(record)) return false;
   if (pending.record.home.size() != record.home.size()) return false;
   for (size_t part = 0; part < record.home.size(); ++part) {
@@ -161,10 +161,10 @@ void Prefetcher::drain() {
   if (!pending_) return;
   Ahead ahead = std::move(pending_->ahead);
   pending_.reset();
-  ahead.home_usage.settle(*transport_);
+  ahead.home_usage.settle(transport_->lanes());
   for (const auto& slot : {ahead.landing, ahead.staged}) {
     if (!slot) continue;
-    slot->usage.settle(*transport_);
+    slot->usage.settle(transport_->lanes());
     pool_.give_back(Channel::weight, slot);
   }
 }

@@ -4,11 +4,17 @@
 
 namespace rtp {
 
-void Usage::settle(Transport& transport) {
-  if (arrived) arrived->wait_received();
-  for (const auto& transfer : departing) transfer->wait_sent();
-  transport.order_compute_after(written);
-  for (const Mark& mark : read) transport.order_compute_after(mark);
+void wait(Transfer& transfer, End end) {
+  if (end == End::received) {
+    transfer.wait_received();
+  } else {
+    transfer.wait_sent();
+  }
+}
+
+void Usage::settle(Lanes& lanes) {
+  before_write([](const auto& transfer, End end) { wait(*transfer, end); },
+               [&](const Mark& mark) { lanes.order_compute_after(mark); });
   *this = Usage{};
 }
 
@@ -39,7 +45,7 @@ std::shared_ptr<Slot> SlotPool::lease(Channel channel, int64_t bytes) {
     ++count.allocations;
     count.peak_bytes = std::max(count.peak_bytes, count.bytes);
   }
-  slot->captured = slot->captured || transport_->capture() != 0;
+  slot->captured = slot->captured || transport_->lanes().capture() != 0;
   count.peak_slots = std::max(count.peak_slots, ++leased_[kind]);
   return slot;
 }
@@ -50,7 +56,7 @@ void SlotPool::give_back(Channel channel, std::shared_ptr<Slot> slot) {
 }
 
 void SlotPool::release(Channel channel, const std::shared_ptr<Slot>& slot) {
-  slot->usage.settle(*transport_);
+  slot->usage.settle(transport_->lanes());
   transport_->release(channel, slot->memory);  // may refuse
   Count& count = counts_[static_cast<size_t>(channel)];
   count.bytes -= slot->memory.numel();

@@ -7,20 +7,19 @@
 #include <memory>
 #include <vector>
 
+#include "schedule/uses.h"
 #include "transport/transport.h"
 
 namespace rtp {
 
 // Who has touched a piece of memory since it was last overwritten.
-struct Usage {
-  std::shared_ptr<Transfer> arrived;                 // the hop that wrote it, if a hop did
-  Mark written;                                      // the compute that wrote it, if a compute did
-  std::vector<std::shared_ptr<Transfer>> departing;  // hops that send from it
-  std::vector<Mark> read;                            // computes that read it
-
+struct Usage : Uses<std::shared_ptr<Transfer>, Mark> {
   // Orders the compute lane after everything.
-  void settle(Transport& transport);
+  void settle(Lanes& lanes);
 };
+
+// Orders the compute lane after one end of a hop.
+void wait(Transfer& transfer, End end);
 
 // A slot remembers its uses, so that it can go to the next pass before they have ended.
 struct Slot {

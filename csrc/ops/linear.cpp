@@ -196,7 +196,7 @@ class BundleBackward {
   }
 
   bool two_lanes(const BundleCut& cut) const {
-    const int multiprocessors = executor_.transport().multiprocessors();
+    const int multiprocessors = executor_.lanes().multiprocessors();
     const int64_t tokens = inputs_[0].size(0);
     const int64_t features = bundle_.shapes[0].in_features;
     return wastes_last_wave(tokens, features, multiprocessors) ||
@@ -303,7 +303,7 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
     if (pieces.size() > 1) {
       for (at::Tensor& home : cargo.home) home = piece.of(home, executor.rank());
     }
-    const bool two_lanes = wastes_last_wave(inputs[0].size(0), cut.most(0), executor.transport().multiprocessors());
+    const bool two_lanes = wastes_last_wave(inputs[0].size(0), cut.most(0), executor.lanes().multiprocessors());
     const Schedule schedule = forward_schedule(executor, piecewise(options, pieces), cargo, two_lanes);
     Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/checks.h"
+#include "schedule/hazards.h"
 
 namespace rtp {
 namespace {
@@ -102,6 +103,18 @@ void bind_schedule(py::module_& m) {
       py::arg("in_place") = false, py::arg("dgrad") = true, py::arg("wgrad") = true,
       py::arg("receive_in_slots") = false, py::arg("bundle") = false, py::arg("halves") = false,
       py::arg("two_lanes") = false);
+  m.def(
+      "hazards",
+      [](const std::vector<Step>& steps, int ranks) {
+        std::vector<std::vector<std::pair<int, std::string>>> named;
+        for (const auto& waits : hazards(steps, ranks)) {
+          named.emplace_back();
+          for (const Wait& wait : waits) named.back().emplace_back(wait.step, name(wait.end));
+        }
+        return named;
+      },
+      py::arg("steps"), py::arg("ranks"),
+      "For each step, the positions of earlier steps that it waits for, and which end of them: received, sent, done.");
   m.def("shard_sizes", &shard_sizes, py::arg("extent"), py::arg("ranks"));
 }
 

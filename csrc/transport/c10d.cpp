@@ -79,10 +79,26 @@ class TransferHandle : public Transfer {
   std::shared_ptr<C10dTransfer> transfer_;
 };
 
+// Between GPUs hops run on streams of the process group.
+class UntimedLanes : public Lanes {
+ public:
+  Moment compute_moment() override {
+    throw RotationError("transport c10d: hops between GPUs run on streams of the process group, which nobody can time");
+  }
+};
+
+std::unique_ptr<Lanes> lanes_of(at::Device device) {
+  if (device.is_cuda()) return std::make_unique<UntimedLanes>();
+  return std::make_unique<Lanes>();
+}
+
 class C10dTransport : public Transport {
  public:
   C10dTransport(Group weight, Group gradient, at::Device device, std::chrono::milliseconds timeout)
-      : groups_{std::move(weight), std::move(gradient)}, device_(device), timeout_(timeout) {
+      : Transport(lanes_of(device)),
+        groups_{std::move(weight), std::move(gradient)},
+        device_(device),
+        timeout_(timeout) {
     RTP_CHECK_VALUE(groups_[0]->getSize() == groups_[1]->getSize() && groups_[0]->getRank() == groups_[1]->getRank(),
                     "transport c10d: expected two groups of the same ranks, got sizes ", groups_[0]->getSize(), " and ",
                     groups_[1]->getSize());
@@ -126,14 +142,6 @@ class C10dTransport : public Transport {
       in_flight_.push_back(transfer);
     }
     return std::make_unique<TransferHandle>(std::move(transfer));
-  }
-
-  Moment compute_moment() override {
-    if (device_.is_cuda()) {
-      throw RotationError(
-          "transport c10d: hops between GPUs run on streams of the process group, which nobody can time");
-    }
-    return Transport::compute_moment();
   }
 
   at::Tensor allocate(Channel, int64_t bytes) override {

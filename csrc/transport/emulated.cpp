@@ -7,7 +7,7 @@
 
 #include "base/checks.h"
 #ifdef RTP_WITH_CUDA
-#include "device/cuda_lanes.h"
+#include "transport/cuda_transport.h"
 #include "transport/emulated_links.h"
 #endif
 

@@ -34,13 +34,6 @@ std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<s
   return blocks;
 }
 
-Moment host_moment(HostClock::time_point time) { return std::make_shared<HostClock::time_point>(time); }
-
-double Transport::seconds(const Moment& from, const Moment& to) {
-  const auto time = [](const Moment& moment) { return *std::static_pointer_cast<HostClock::time_point>(moment); };
-  return std::chrono::duration<double>(time(to) - time(from)).count();
-}
-
 void throw_timeout(const Hop& hop, int peer, std::chrono::duration<double> waited, const std::string& cause) {
   throw RingTimeout(
       concat(hop.describe(), ": rank ", peer, " of the ring did not answer (waited ", waited.count(), " s): ", cause));

@@ -7,9 +7,9 @@
 #include <cstddef>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "device/lanes.h"
 #include "schedule/schedule.h"
 
 namespace rtp {
@@ -54,12 +54,6 @@ struct Block {
 // hop come to the same blocks.
 std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there);
 
-// A point of a lane in time: a time of the host's steady clock on CPU, a timing event of the lane's stream on CUDA.
-using Moment = std::shared_ptr<void>;
-
-using HostClock = std::chrono::steady_clock;  // that of all processes of a host
-Moment host_moment(HostClock::time_point time = HostClock::now());
-
 // A hop in flight. Waiting orders the compute lane (the host on CPU, the current stream on CUDA) after it.
 class Transfer {
  public:
@@ -70,9 +64,6 @@ class Transfer {
   virtual Moment arrived() const { return nullptr; }
 };
 
-// A point of the compute lane that a communication lane can wait for. Null on CPU, where computes are synchronous.
-using Mark = std::shared_ptr<void>;
-
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -82,29 +73,14 @@ class Transport {
   // Starts a hop. Every rank posts the same hops of a channel in the same order.
   virtual std::unique_ptr<Transfer> post(const Hop& hop) = 0;
 
-  // Ordering of lanes. The defaults are those of a CPU: computes are synchronous, and the host waits for hops.
-  virtual Mark mark_compute() { return nullptr; }
-  virtual void order_compute_after(const Mark&) {}
-  virtual void order_channel_after(Channel, const Mark&) {}
+  // Where its hops run beside computes.
+  Lanes& lanes() const { return *lanes_; }
+  // Orders a channel's next hop after one end of an earlier hop. By default the host waits.
   virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait_received(); }
   virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait_sent(); }
 
-  // For traces: where the compute lane has got to, where that of a channel has (null on CPU, where hops have no lane of
-  // the device and a Transfer tells when it arrived), and the seconds between two moments, which may have to be waited
-  // for.
-  virtual Moment compute_moment() { return host_moment(); }
-  virtual Moment channel_moment(Channel) { return nullptr; }
-  virtual double seconds(const Moment& from, const Moment& to);
-
   // Whether every neighbour is this rank itself, so that nobody else waits for it.
   virtual bool alone() const { return false; }
-
-  // What is enqueued next goes to this lane: 0 is the caller's, 1 runs beside it.
-  virtual void select_compute_lane(int) {}
-  // Of the device that computes; 0 for a CPU.
-  virtual int multiprocessors() const { return 0; }
-  // Tells captures of a CUDA graph apart; 0 outside. Marks of one mean nothing in another.
-  virtual uint64_t capture() const { return 0; }
 
   // Memory of a slot, and whether hops can start from and land in other memory too. Every rank allocates and releases
   // the same slots in the same order; nothing is in flight in a slot that is released.
@@ -112,9 +88,6 @@ class Transport {
   virtual void release(Channel, const at::Tensor&) {}
   virtual bool sends_anywhere() const { return true; }
   virtual bool receives_anywhere() const { return true; }
-
-  // For race tests: holds up a channel before its next hop.
-  virtual void delay(Channel, std::chrono::microseconds time) { std::this_thread::sleep_for(time); }
 
   // Gives up: wakes whoever waits here or at a neighbour, and drops the connections. Idempotent.
   virtual void abort(const std::string& reason) noexcept = 0;
@@ -128,6 +101,12 @@ class Transport {
       abort("dropped");
     }
   }
+
+ protected:
+  explicit Transport(std::unique_ptr<Lanes> lanes = std::make_unique<Lanes>()) : lanes_(std::move(lanes)) {}
+
+ private:
+  const std::unique_ptr<Lanes> lanes_;
 };
 
 // The error for a neighbour that does not answer.

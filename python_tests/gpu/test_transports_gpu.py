@@ -18,7 +18,7 @@ from support import record, several_ranks_problem, share_gpu
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
-from rtp_ext.ring.ring import TRANSPORTS
+from rtp_ext.ring import TRANSPORTS
 
 ON_GPUS = ["nccl", "c10d", "ce", "nccl-put"]
 ALWAYS = ["nccl", "c10d"]  # for these no GPU is an excuse

@@ -49,7 +49,10 @@ def load() -> Any:
         name="rtp_recording_transport",
         sources=[
             str(HERE / "recording.cpp"),
-            *(str(ROOT / "csrc" / f"{name}.cpp") for name in ("schedule", "transport")),
+            *(
+                str(ROOT / "csrc" / f"{name}.cpp")
+                for name in ("device/lanes", "schedule/schedule", "transport/transport")
+            ),
         ],
         extra_include_paths=[str(ROOT / "csrc")],
         extra_cflags=["-std=c++20", "-O0", "-g0", "-DNDEBUG", "-fvisibility=hidden"],

@@ -140,10 +140,34 @@ class RecordedTransfer : public Transfer {
   const int64_t id;
 };
 
+class RecordingLanes : public Lanes {
+ public:
+  explicit RecordingLanes(int multiprocessors) : multiprocessors_(multiprocessors) {}
+
+  Mark mark_compute() override {
+    auto mark = std::make_shared<int64_t>(recorder->next++);
+    recorder->add({"marked", recorder->lane, *mark, "", {}, {}});
+    return mark;
+  }
+  void order_compute_after(const Mark& mark) override { wait(recorder->lane, mark); }
+  void order_channel_after(Channel channel, const Mark& mark) override { wait(lane_of(channel), mark); }
+  void select_compute_lane(int lane) override { recorder->lane = lane; }
+  int multiprocessors() const override { return multiprocessors_; }
+
+ private:
+  static void wait(int lane, const Mark& mark) {
+    if (mark) recorder->add({"mark", lane, *std::static_pointer_cast<int64_t>(mark), "", {}, {}});
+  }
+
+  int multiprocessors_;
+};
+
 class RecordingTransport : public Transport {
  public:
   RecordingTransport(int multiprocessors, bool sends_anywhere, bool receives_anywhere)
-      : multiprocessors_(multiprocessors), sends_anywhere_(sends_anywhere), receives_anywhere_(receives_anywhere) {}
+      : Transport(std::make_unique<RecordingLanes>(multiprocessors)),
+        sends_anywhere_(sends_anywhere),
+        receives_anywhere_(receives_anywhere) {}
 
   const char* name() const override { return "recording"; }
 
@@ -163,22 +187,12 @@ class RecordingTransport : public Transport {
     return std::make_unique<RecordedTransfer>(id);
   }
 
-  Mark mark_compute() override {
-    auto mark = std::make_shared<int64_t>(recorder->next++);
-    recorder->add({"marked", recorder->lane, *mark, "", {}, {}});
-    return mark;
-  }
-  void order_compute_after(const Mark& mark) override { wait(recorder->lane, mark); }
-  void order_channel_after(Channel channel, const Mark& mark) override { wait(lane_of(channel), mark); }
   void order_channel_after_received(Channel channel, Transfer& transfer) override {
     recorder->add({"received", lane_of(channel), static_cast<RecordedTransfer&>(transfer).id, "", {}, {}});
   }
   void order_channel_after_sent(Channel channel, Transfer& transfer) override {
     recorder->add({"sent", lane_of(channel), static_cast<RecordedTransfer&>(transfer).id, "", {}, {}});
   }
-
-  void select_compute_lane(int lane) override { recorder->lane = lane; }
-  int multiprocessors() const override { return multiprocessors_; }
 
   // Memory comes from and goes back to the compute lane, as from an allocator that follows it.
   at::Tensor allocate(Channel, int64_t bytes) override {
@@ -194,16 +208,12 @@ class RecordingTransport : public Transport {
   void close() override {}
 
  private:
-  static void wait(int lane, const Mark& mark) {
-    if (mark) recorder->add({"mark", lane, *std::static_pointer_cast<int64_t>(mark), "", {}, {}});
-  }
   static void record_use(const char* text, const at::Tensor& memory) {
     Record record{"memory", recorder->lane, -1, text, {}, {}};
     recorder->append(record.writes, memory);
     recorder->add(std::move(record));
   }
 
-  int multiprocessors_;
   bool sends_anywhere_;
   bool receives_anywhere_;
 };

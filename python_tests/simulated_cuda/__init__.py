@@ -49,7 +49,7 @@ def load() -> Any:
 
     folder = ROOT / "build" / "simulated_cuda"
     folder.mkdir(parents=True, exist_ok=True)
-    write_ce_mutants(ROOT / "csrc" / "transport_ce.cpp", folder)
+    write_ce_mutants(ROOT / "csrc" / "transport" / "ce" / "ce.cpp", folder)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return cpp_extension.load(
         name="rtp_simulated_cuda",

@@ -106,20 +106,33 @@ void bind_runtime(py::module_& m) {
       .def("reached", &Event::reached);
 }
 
+class FewerWaits : public Lanes {
+ public:
+  FewerWaits(std::shared_ptr<Transport> inner, const std::string& missing)
+      : inner_(std::move(inner)), channel_(missing != "channel") {}
+
+  Mark mark_compute() override { return inner_->lanes().mark_compute(); }
+  void order_compute_after(const Mark& mark) override { inner_->lanes().order_compute_after(mark); }
+  void order_channel_after(Channel channel, const Mark& mark) override {
+    if (channel_) inner_->lanes().order_channel_after(channel, mark);
+  }
+
+ private:
+  std::shared_ptr<Transport> inner_;
+  bool channel_;
+};
+
 // A transport without one kind of wait, for controls of the tests: they must notice.
 class WithoutWait : public Transport {
  public:
   WithoutWait(std::shared_ptr<Transport> inner, std::string missing)
-      : inner_(std::move(inner)), missing_(std::move(missing)) {}
+      : Transport(std::make_unique<FewerWaits>(inner, missing)),
+        inner_(std::move(inner)),
+        missing_(std::move(missing)) {}
 
   const char* name() const override { return inner_->name(); }
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     return std::make_unique<Part>(inner_->post(hop), missing_);
-  }
-  Mark mark_compute() override { return inner_->mark_compute(); }
-  void order_compute_after(const Mark& mark) override { inner_->order_compute_after(mark); }
-  void order_channel_after(Channel channel, const Mark& mark) override {
-    if (missing_ != "channel") inner_->order_channel_after(channel, mark);
   }
   void order_channel_after_received(Channel channel, Transfer& transfer) override {
     inner_->order_channel_after_received(channel, transfer);

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_mlp
+from rtp_ext.families.blocks import MLPSpec
 from rtp_ext.nn._base import LiveModule
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
+from rtp_ext.nn.mlp import bundled_mlp
 
 logger = logging.getLogger("rtp_ext")
 
@@ -28,47 +28,6 @@ def unhooked(module: nn.Module) -> bool:
         *module._backward_pre_hooks.values(),
     )
     return "forward" not in module.__dict__ and all(hasattr(hook, OWN_HOOKS) for hook in hooks)
-
-
-@dataclass(frozen=True)
-class MLPSpec:
-    """Where an MLP block keeps its layers (paths below the block), and its activation as `rotated_mlp` names it.
-
-    `between`: paths of the activation, and of whatever else a bundle does not call, where they are modules.
-    """
-
-    up: str
-    down: str
-    activation: str
-    gate: str | None = None
-    between: tuple[str, ...] = ()
-
-    @property
-    def paths(self) -> list[str]:
-        return [path for path in (self.gate, self.up, self.down) if path is not None]
-
-
-def bundled_mlp(
-    block: nn.Module, spec: MLPSpec, x: torch.Tensor, *, recompute: bool, name: str | None = None
-) -> torch.Tensor:
-    """The output of an MLP block whose layers are rotated ones, down cut along its input features."""
-    up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
-    gate = None if spec.gate is None else block.get_submodule(spec.gate)
-    options = up._rotation()  # type: ignore[operator]
-    options["name"] = name or options["name"]
-    return rotated_mlp(
-        up._cast(x),  # type: ignore[operator]
-        up.weight,  # type: ignore[arg-type]
-        down.weight,  # type: ignore[arg-type]
-        None if gate is None else gate.weight,  # type: ignore[arg-type]
-        up_bias=up.bias,  # type: ignore[arg-type]
-        down_bias=down.bias,  # type: ignore[arg-type]
-        gate_bias=None if gate is None else gate.bias,  # type: ignore[arg-type]
-        activation=spec.activation,
-        recompute=recompute,
-        transposed=isinstance(up, RotatedTransposedLinear),
-        **options,
-    )
 
 
 class BundledMLP(LiveModule):
@@ -179,3 +138,12 @@ class BundledTransformerLayer(BundledMLP):
             return super()._ff_block(x)  # type: ignore[misc]
         last: Any = self.dropout3 if hasattr(self, "dropout3") else self.dropout2  # type: ignore[attr-defined]
         return last(self.bundled(x))
+
+
+# what runs a block of each kind of `families.blocks.MLPBlock`
+MIXINS: dict[str, type[BundledMLP]] = {
+    "forward": BundledForward,
+    "dropout": BundledDropoutForward,
+    "bert": BundledBertLayer,
+    "transformer": BundledTransformerLayer,
+}

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.nn._base import LiveModule
-from rtp_ext.ring.ring import Ring
 from rtp_ext.parameters.sharding import held, local_shard, shard_dim_of, shard_parameter
+from rtp_ext.ring import Ring
 
 # Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
 # once in a forward. Autograd keeps them for backward in any case; larger ones are gathered when they are used.

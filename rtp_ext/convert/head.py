@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from typing import Any
 
 import torch
 from torch import nn
 
+from rtp_ext.convert.bundled import unhooked
+from rtp_ext.families.blocks import has_usual_loss
 from rtp_ext.functional import rotated_linear_cross_entropy
 from rtp_ext.nn._base import LiveModule
-from rtp_ext.convert.bundled import unhooked
 from rtp_ext.nn.linear import RotatedLinear
 
 logger = logging.getLogger("rtp_ext")
@@ -25,12 +25,6 @@ class FusedHead(RotatedLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return input if self.fusing else super().forward(input)
-
-
-def has_usual_loss(model: Any) -> bool:
-    """Whether the loss of a model of the transformers package is the one of next tokens."""
-    package = sys.modules.get("transformers.loss.loss_utils")
-    return package is not None and getattr(model, "loss_function", None) is package.ForCausalLMLoss
 
 
 class FusedLossModel(LiveModule):

@@ -10,6 +10,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rtp_ext.convert.bundled import MIXINS
+from rtp_ext.convert.fast_path import keep_from_fast_path
+from rtp_ext.convert.gathered import ForwardScope, make_averaged, make_gathered
+from rtp_ext.convert.head import FusedHead, FusedLossModel
+from rtp_ext.convert.together import join
+from rtp_ext.families import blocks
 from rtp_ext.nn import (
     Flyweight,
     RotatedConv1d,
@@ -19,15 +25,10 @@ from rtp_ext.nn import (
     RotatedExperts,
     RotatedLinear,
     RotatedMultiheadAttention,
-    families,
 )
 from rtp_ext.nn._base import RotatedModule, mixed_class
-from rtp_ext.convert.gathered import ForwardScope, make_averaged, make_gathered
-from rtp_ext.convert.head import FusedHead, FusedLossModel
 from rtp_ext.nn.linear import RotatedTransposedLinear
-from rtp_ext.convert.together import join
-from rtp_ext.convert.fast_path import keep_from_fast_path
-from rtp_ext.ring.ring import Ring
+from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
 
@@ -82,7 +83,7 @@ class Rewriter:
                 self._convert(name, part, by_inputs)
         for part, block, label in bundles.values():
             kind = type(part).__name__
-            part.__class__ = mixed_class(block.mixin, type(part))
+            part.__class__ = mixed_class(MIXINS[block.kind], type(part))
             part.bundle(block.spec, recompute=self.bundle == "recompute", name=label)  # type: ignore[operator]
             self.counts[f"{kind}: MLP bundled"] += 1
         for part, names, label in shared.values():
@@ -112,10 +113,10 @@ class Rewriter:
         bundles, shared = {}, {}
         for name, part in self.modules:
             label = name or type(part).__name__
-            block = families.mlp_block(part)
+            block = blocks.mlp_block(part)
             if block is not None and self._free([part.get_submodule(path) for path in block.spec.paths]):
                 bundles[id(part)] = (part, block, label)
-            names = families.shared_inputs(part)
+            names = blocks.shared_inputs(part)
             if names is not None and self._free([part.get_submodule(path) for path in names]):
                 shared[id(part)] = (part, names, label)
         return bundles, shared
@@ -125,7 +126,7 @@ class Rewriter:
             return []
         found: list[tuple[Any, str]] = []
         for _, part in self.modules:
-            if not families.causal_model(part):
+            if not blocks.causal_model(part):
                 continue
             head: Any = part.lm_head
             if self.ignored.intersection(map(id, head.parameters())):
@@ -136,7 +137,7 @@ class Rewriter:
             found.append((part, type(part).__name__))
         if not found:
             raise ValueError(
-                f"fully_rotate: loss_head='fused' expected one of {', '.join(families.CAUSAL_MODELS)} of the "
+                f"fully_rotate: loss_head='fused' expected one of {', '.join(blocks.CAUSAL_MODELS)} of the "
                 f"transformers package with its own loss, got a {type(self.root).__name__}; other models can use "
                 "nn.RotatedLinearCrossEntropy"
             )
@@ -165,14 +166,14 @@ class Rewriter:
             self.counts[f"{kind}: already sharded, left alone"] += 1
         elif any(id(parameter) in self.ignored for parameter in own):
             self.counts[f"{kind}: ignored"] += 1
-        elif type(part) in _DROP_INS or families.is_transposed_linear(part) or families.is_experts(part):
+        elif type(part) in _DROP_INS or blocks.is_transposed_linear(part) or blocks.is_experts(part):
             self._replace(name, part, by_inputs)
         else:
             self.leftovers.append(part)
 
     def _replace(self, name: str, part: nn.Module, by_inputs: set[int]) -> None:
         kind = type(part).__name__
-        cls: Any = RotatedExperts if families.is_experts(part) else _DROP_INS.get(type(part))
+        cls: Any = RotatedExperts if blocks.is_experts(part) else _DROP_INS.get(type(part))
         refusal: Callable[[Any], str | None] = getattr(cls, "refusal", _stray_parameters)
         problem = refusal(part)
         options: dict[str, Any] = {}
@@ -192,7 +193,7 @@ class Rewriter:
         if cls is None:
             part.__class__ = mixed_class(RotatedTransposedLinear, type(part))
             self._adopt(part, name, **options)
-        elif families.is_experts(part):
+        elif blocks.is_experts(part):
             part.__class__ = mixed_class(RotatedExperts, type(part))
             if self.bundle == "recompute":
                 options["recompute"] = True

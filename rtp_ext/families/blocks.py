@@ -13,29 +13,20 @@ from typing import Any
 from torch import nn
 
 from rtp_ext.families.activations import activation_of
-from rtp_ext.convert.bundled import (
-    BundledBertLayer,
-    BundledDropoutForward,
-    BundledForward,
-    BundledMLP,
-    BundledTransformerLayer,
-    MLPSpec,
-)
-from rtp_ext.convert.head import has_usual_loss
 
 _PACKAGE = "transformers.models."
 
-# class name: (mixin, up, down, gate, activation)
-_GATED = (BundledForward, "up_proj", "down_proj", "gate_proj", "act_fn")
-_MLP_BLOCKS: dict[str, tuple[type[BundledMLP], str, str, str | None, str]] = {
+# class name: (kind, up, down, gate, activation)
+_GATED = ("forward", "up_proj", "down_proj", "gate_proj", "act_fn")
+_MLP_BLOCKS: dict[str, tuple[str, str, str, str | None, str]] = {
     "LlamaMLP": _GATED,
     "MistralMLP": _GATED,
     "Qwen2MLP": _GATED,
     "Qwen3MLP": _GATED,
-    "GPT2MLP": (BundledDropoutForward, "c_fc", "c_proj", None, "act"),
-    "ViTMLP": (BundledForward, "fc1", "fc2", None, "activation_fn"),
+    "GPT2MLP": ("dropout", "c_fc", "c_proj", None, "act"),
+    "ViTMLP": ("forward", "fc1", "fc2", None, "activation_fn"),
     "BertLayer": (
-        BundledBertLayer,
+        "bert",
         "intermediate.dense",
         "output.dense",
         None,
@@ -87,10 +78,32 @@ def _is_linear(module: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class MLPBlock:
-    """How a block becomes a bundle: the mixin that overrides its computation, and where its layers are."""
+class MLPSpec:
+    """Where an MLP block keeps its layers (paths below the block), and its activation as `rotated_mlp` names it.
 
-    mixin: type[BundledMLP]
+    `between`: paths of the activation, and of whatever else a bundle does not call, where they are modules.
+    """
+
+    up: str
+    down: str
+    activation: str
+    gate: str | None = None
+    between: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path in (self.gate, self.up, self.down) if path is not None]
+
+
+@dataclass(frozen=True)
+class MLPBlock:
+    """How a block becomes a bundle: what its forward does besides the MLP, and where its layers are.
+
+    kind: `forward` (nothing), `dropout` (which ends it), `bert` (a residual and a norm end it), `transformer` (a layer
+    of torch's, with dropout between the layers and another one at the end).
+    """
+
+    kind: str
     spec: MLPSpec
 
 
@@ -99,12 +112,12 @@ def mlp_block(module: nn.Module) -> MLPBlock | None:
     if type(module) is nn.Sequential:
         found: Any = _sequential(module)
     elif type(module) in _TORCH_LAYERS:
-        found = (BundledTransformerLayer, "linear1", "linear2", None, "activation")
+        found = ("transformer", "linear1", "linear2", None, "activation")
     else:
         found = _MLP_BLOCKS.get(_class_name(module) or "")
     if found is None:
         return None
-    mixin, up, down, gate, activation_path = found
+    kind, up, down, gate, activation_path = found
     try:
         layers = [module.get_submodule(path) for path in (up, down, gate) if path is not None]
     except AttributeError:
@@ -119,8 +132,8 @@ def mlp_block(module: nn.Module) -> MLPBlock | None:
         return None
     if gate is not None and (layers[2].bias is None) != (layers[0].bias is None):
         return None
-    between = (activation_path, "dropout") if mixin is BundledTransformerLayer else (activation_path,)
-    return MLPBlock(mixin, MLPSpec(up, down, activation, gate, between))
+    between = (activation_path, "dropout") if kind == "transformer" else (activation_path,)
+    return MLPBlock(kind, MLPSpec(up, down, activation, gate, between))
 
 
 def _sequential(module: nn.Sequential) -> tuple | None:
@@ -128,7 +141,7 @@ def _sequential(module: nn.Sequential) -> tuple | None:
     if len(module) != 3 or len(module._modules) != 3:
         return None
     first, middle, last = module._modules
-    return BundledForward, first, last, None, middle
+    return "forward", first, last, None, middle
 
 
 def shared_inputs(module: nn.Module) -> tuple[str, ...] | None:
@@ -147,3 +160,9 @@ def is_experts(module: nn.Module) -> bool:
 def causal_model(module: nn.Module) -> bool:
     """Whether a module is a causal language model whose head and loss can be one operation."""
     return _class_name(module) in CAUSAL_MODELS and has_usual_loss(module)
+
+
+def has_usual_loss(model: Any) -> bool:
+    """Whether the loss of a model of the transformers package is the one of next tokens."""
+    package = sys.modules.get("transformers.loss.loss_utils")
+    return package is not None and getattr(model, "loss_function", None) is package.ForCausalLMLoss

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
-from rtp_ext.ring.primitives import agreements
-from rtp_ext.ring.gate import Plan
-from rtp_ext.ring.ring import Ring
 from rtp_ext.parameters.sharding import held, local_shard, reserve, shard_dim_of
+from rtp_ext.ring import Ring
+from rtp_ext.ring.gate import Plan
+from rtp_ext.ring.primitives import agreements
 
 # What indices and targets may be of.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

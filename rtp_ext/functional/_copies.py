@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_unflatten
 
 from rtp_ext.functional._passes import owner_shapes
-from rtp_ext.ring.ring import Ring
+from rtp_ext.ring import Ring
 
 
 class Scope(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rtp_ext._native import RotationError, shard_sizes
-from rtp_ext.ring.ring import Ring
+from rtp_ext.ring import Ring
 
 
 def owner_shapes(whole: Sequence[int], dim: int, ring: Ring) -> list[list[int]]:

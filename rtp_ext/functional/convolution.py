@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, Home, agree, expect_shape, prepare_in_place, wants
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
-from rtp_ext.ring.ring import Ring
+from rtp_ext.ring import Ring
 
 _aten = torch.ops.aten
 

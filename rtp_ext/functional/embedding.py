@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, Home, agree, prepare_in_place, wants
-from rtp_ext.ring.ring import Ring
+from rtp_ext.ring import Ring
 
 
 class _RotatedEmbedding(torch.autograd.Function):

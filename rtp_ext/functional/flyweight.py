@@ -14,8 +14,8 @@ from rtp_ext import _native
 from rtp_ext.functional._call import Call, Home, agree, prepare_in_place, wants
 from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, set_random_state
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
-from rtp_ext.ring.ring import Ring
 from rtp_ext.parameters.sharding import local_shard
+from rtp_ext.ring import Ring
 
 
 class _Sum:

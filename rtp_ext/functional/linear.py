@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
+from rtp_ext.ring import Ring
 from rtp_ext.ring.gate import Layer, Plan
-from rtp_ext.ring.ring import Ring
 
 
 class _PartialLinear(torch.autograd.Function):

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
-from rtp_ext.ring.ring import Ring
+from rtp_ext.ring import Ring
 
 # name -> (activation of the engine, gated)
 ACTIVATIONS = {

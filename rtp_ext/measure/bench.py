@@ -1,6 +1,6 @@
 """A short benchmark of this machine: what of the communication is hidden, what is exposed, what a step costs.
 
-One linear layer, forward and backward, at several numbers of tokens; times as in `rtp_ext.metrics`. Then, where there
+One linear layer, forward and backward, at several numbers of tokens; times as in `measure.metrics`. Then, where there
 are real ranks, a small MLP trained by rotation, `fully_shard` and DDP, which take turns. Ranks are GPUs where there are
 two or more; one GPU stands for a ring of four, whose hops are copies within it; else two processes over shared memory.
 Every result is compared with the plain layer before it is timed, and the losses of all strategies with each other.
@@ -29,11 +29,11 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from rtp_ext._native import RotationError
-from rtp_ext.measure.layer import Layer, clocked, layer_times
-from rtp_ext.convert.convert import fully_rotate, ring_of
+from rtp_ext.convert import fully_rotate, ring_of
 from rtp_ext.host import cores, cpu_name
+from rtp_ext.measure.layer import Layer, clocked, layer_times
 from rtp_ext.measure.metrics import Times, metrics
-from rtp_ext.ring.ring import Ring
+from rtp_ext.ring import Ring
 
 __all__ = ["Plan", "choose", "run", "verdict"]
 

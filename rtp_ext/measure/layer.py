@@ -1,6 +1,6 @@
 """One linear layer of the benchmark `python -m rtp_ext bench`: what is timed, and what must come out.
 
-Formulas: `rtp_ext.metrics`. The pieces: g1 (three GEMMs with the whole weight), gr (those of the shards, without hops),
+Formulas: `measure.metrics`. The pieces: g1 (three GEMMs with the whole weight), gr (those of the shards, without hops),
 c (the hops, without GEMMs), ov (the rotated layer), base (the hops, then g1).
 """
 
@@ -17,7 +17,7 @@ from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.functional import rotated_linear
 from rtp_ext.measure.metrics import Times
-from rtp_ext.ring.ring import Ring
+from rtp_ext.ring import Ring
 
 __all__ = ["Layer", "clocked", "layer_times"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rtp_ext.ring.ring import Ring
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_parameter
+from rtp_ext.ring import Ring
 
 
 class LiveModule:

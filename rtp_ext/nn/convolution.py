@@ -10,7 +10,7 @@ from torch import nn
 
 from rtp_ext.functional import rotated_convolution
 from rtp_ext.nn._base import RotatedModule
-from rtp_ext.ring.ring import Ring
+from rtp_ext.ring import Ring
 
 
 class _RotatedConvolution(RotatedModule):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rtp_ext.families.activations import FUNCTIONS, activation_of
 from rtp_ext.functional import rotated_experts
 from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.families.activations import FUNCTIONS, activation_of
 from rtp_ext.nn._base import RotatedModule, mixed_class
-from rtp_ext.ring.ring import Ring
 from rtp_ext.parameters.sharding import init_weights, shallow_copy
+from rtp_ext.ring import Ring
 
 
 class RotatedExperts(RotatedModule, nn.Module):

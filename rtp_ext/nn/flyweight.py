@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from rtp_ext.functional import rotated_flyweight
 from rtp_ext.functional.flyweight import check_copies
 from rtp_ext.nn._base import LiveModule
-from rtp_ext.ring.ring import Ring
 from rtp_ext.parameters.sharding import shard_parameter
+from rtp_ext.ring import Ring
 
 
 class Flyweight(LiveModule, nn.Module):

@@ -7,12 +7,35 @@ from typing import Any
 import torch
 from torch import nn
 
+from rtp_ext.families.blocks import MLPSpec, mlp_block
+from rtp_ext.functional import rotated_mlp
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.nn._base import LiveModule
-from rtp_ext.convert.bundled import BundledForward, MLPSpec, bundled_mlp
-from rtp_ext.families.blocks import mlp_block
-from rtp_ext.nn.linear import RotatedLinear
-from rtp_ext.ring.ring import Ring
+from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
+from rtp_ext.ring import Ring
+
+
+def bundled_mlp(
+    block: nn.Module, spec: MLPSpec, x: torch.Tensor, *, recompute: bool, name: str | None = None
+) -> torch.Tensor:
+    """The output of an MLP block whose layers are rotated ones, down cut along its input features."""
+    up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
+    gate = None if spec.gate is None else block.get_submodule(spec.gate)
+    options = up._rotation()  # type: ignore[operator]
+    options["name"] = name or options["name"]
+    return rotated_mlp(
+        up._cast(x),  # type: ignore[operator]
+        up.weight,  # type: ignore[arg-type]
+        down.weight,  # type: ignore[arg-type]
+        None if gate is None else gate.weight,  # type: ignore[arg-type]
+        up_bias=up.bias,  # type: ignore[arg-type]
+        down_bias=down.bias,  # type: ignore[arg-type]
+        gate_bias=None if gate is None else gate.bias,  # type: ignore[arg-type]
+        activation=spec.activation,
+        recompute=recompute,
+        transposed=isinstance(up, RotatedTransposedLinear),
+        **options,
+    )
 
 
 class RotatedMLP(LiveModule, nn.Module):
@@ -68,7 +91,7 @@ class RotatedMLP(LiveModule, nn.Module):
         that `fully_rotate` knows, such as transformers' LlamaMLP and ViTMLP. Raises ValueError for any other.
         """
         block = mlp_block(module)
-        if block is None or block.mixin is not BundledForward:
+        if block is None or block.kind != "forward":
             raise ValueError(
                 "RotatedMLP.from_module: expected nn.Sequential(Linear, activation, Linear) or an MLP block of a known "
                 f"model, got {type(module).__name__}"

@@ -14,8 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from rtp_ext import _native, ring
+from rtp_ext import _native
 from rtp_ext._native import version_name
+from rtp_ext.ring import ring
 
 _PROBE_SECONDS = 30
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rtp_ext._native import Schedule, Step, make_schedule
-from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
 from rtp_ext.observe.timeline import Event, timeline
+from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
 
 HOPS = ("weight", "gradient")
 COMPUTES = ("compute", "side")

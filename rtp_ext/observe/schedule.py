@@ -1,6 +1,6 @@
 """The schedule of a rotation, to read: all ranks side by side as a table.
 
-csrc/schedule/schedule.cpp decides what happens in which order, and the executor runs the same object; nothing here does.
+csrc/schedule decides what happens in which order, and the executor runs the same object; nothing here does.
 Source: RTP, arXiv 2311.01635.
 """
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from rtp_ext._native import Schedule, Step
+from rtp_ext._native import Schedule, Step, hazards
 from rtp_ext.observe.schedule import ALL, HALVES, check_rank, lane
 
 __all__ = ["Event", "Lockstep", "plot", "timeline"]
@@ -33,50 +33,13 @@ class Event:
     step: int
 
 
-@dataclass
-class _Buffer:
-    """Who has touched a buffer since it was last overwritten: positions of steps."""
-
-    arrived: int | None = None
-    departing: list[int] = field(default_factory=list)
-    written: int | None = None
-    read: list[int] = field(default_factory=list)
-
-
-def _waits(schedule: Schedule) -> list[list[tuple[int, str]]]:
-    """For each step, the earlier steps it waits for and which end of them: ``received``, ``sent`` or ``done``.
-
-    The rules of the executor: a step waits for who wrote what it reads and for who last used what it overwrites.
-    """
-    buffers: dict[str, _Buffer] = {}
-    waits: list[list[tuple[int, str]]] = []
-    for position, step in enumerate(schedule.steps):
-        needed: list[tuple[int, str]] = []
-        reads, writes = step.reads(schedule.ranks), step.writes(schedule.ranks)
-        for name in [*reads, *writes]:
-            buffer = buffers.setdefault(name, _Buffer())
-            if buffer.arrived is not None:
-                needed.append((buffer.arrived, "received"))
-            if buffer.written is not None:
-                needed.append((buffer.written, "done"))
-        for name in writes:
-            needed += [(hop, "sent") for hop in buffers[name].departing]
-            needed += [(reader, "done") for reader in buffers[name].read]
-        waits.append(needed)
-        for name in reads:
-            (buffers[name].departing if step.action == "hop" else buffers[name].read).append(position)
-        for name in writes:
-            buffers[name] = _Buffer(arrived=position) if step.action == "hop" else _Buffer(written=position)
-    return waits
-
-
 class _Simulator:
     """Runs the schedules of all ranks against the clock. Lanes run in order; hops are rendezvous."""
 
     def __init__(self, schedules: Sequence[Schedule], compute_time: Duration, hop_time: Duration, copy_time: Duration):
         self.steps = [list(schedule.steps) for schedule in schedules]
         self.times = {"compute": compute_time, "hop": hop_time, "copy": copy_time, "add": copy_time}
-        self.waits = [_waits(schedule) for schedule in schedules]
+        self.waits = [hazards(schedule.steps, schedule.ranks) for schedule in schedules]
         self.queues: dict[tuple[int, str], list[int]] = {
             (rank, name): [position for position, step in enumerate(steps) if lane(step) == name]
             for rank, steps in enumerate(self.steps)
@@ -218,7 +181,7 @@ class Lockstep:
 
     def __init__(self, schedule: Schedule):
         lanes = [LANES.index(lane(step)) for step in schedule.steps]
-        waits = [tuple({earlier for earlier, _ in needed}) for needed in _waits(schedule)]
+        waits = [tuple({earlier for earlier, _ in needed}) for needed in hazards(schedule.steps, schedule.ranks)]
         kinds = [_look(step) for step in schedule.steps]
         parts = [
             float(schedule.ranks) if step.action == "compute" and step.owner == ALL else 0.5 if step.half else 1.0

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from rtp_ext._native import shard_sizes
-from rtp_ext.ring.ring import Ring
+from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
 

@@ -1,6 +1,6 @@
 """What rotation holds: the slots and sharded states of the engine, byte for byte.
 
-The rules are those of csrc/schedule/schedule.cpp (slots of a pass), csrc/engine/executor.cpp (layout of a slot, the pool, staging) and
+The rules are those of csrc/schedule (slots of a pass), csrc/engine (layout of a slot, the pool, staging) and
 csrc/ops/rotation.cpp (pieces).
 """
 
@@ -135,7 +135,7 @@ class _Pass:
 
 def _lease(phase: Sequence[_Pass], weights: _Pool, gradients: _Pool, stages: bool, *, prefetch: bool) -> None:
     """All forwards or all backwards of a step. With prefetching a pass that is down to its last slot returns the others
-    and leases what the next one's first hop lands in (csrc/engine/executor.cpp: send_ahead; csrc/engine/prefetch.cpp)."""
+    and leases what the next one's first hop lands in (csrc/engine/prefetch.cpp)."""
     ahead: list[int] = []
     for index, now in enumerate(phase):
         leased, ahead = ahead, []

@@ -171,7 +171,7 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
 def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term]) -> list[Term]:
     """Slots of rotation, or weights and gradients that exist unsharded for a while.
 
-    Sources: csrc/engine/executor.cpp; torch's `fully_shard`, DistributedDataParallel and autocast; torchtitan's settings under
+    Sources: csrc/engine; torch's `fully_shard`, DistributedDataParallel and autocast; torchtitan's settings under
     pipelines.
     """
     if strategy.rtp > 1:

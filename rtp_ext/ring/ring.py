@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rtp_ext import _native
+from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.ring.connect import (
     TransportOptions,
     ce_refusal,
@@ -24,10 +25,9 @@ from rtp_ext.ring.connect import (
     nccl_refusal,
     resolve_mesh,
 )
-from rtp_ext._native import RingTimeout, RotationError
+from rtp_ext.ring.gate import Gate, Link, measure
 from rtp_ext.ring.primitives import Rotation
 from rtp_ext.ring.recording import Trace, record
-from rtp_ext.ring.gate import Gate, Link, measure
 
 logger = logging.getLogger("rtp_ext")
 

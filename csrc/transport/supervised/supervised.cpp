@@ -33,7 +33,7 @@ void SupervisedTransport::try_out() {
     hop.operation = "the first hop of the ring";
     hop.count = 1;
     cudaStream_t stream = lanes_.channel(channel);
-    order_channel_after(channel, mark_compute());
+    lanes_.order_channel_after(channel, lanes_.mark_compute());
     enqueue(hop, stream);
     Event end;
     end.record(stream);
@@ -124,7 +124,7 @@ void SupervisedTransport::check() const {
 }
 
 void SupervisedTransport::refuse_capture() const {
-  if (capture() == 0) return;
+  if (lanes_.capture() == 0) return;
   throw RotationError(
       concat("transport ", name(),
              ": slots cannot be made or ended while a graph is captured; run the same pass once before"));

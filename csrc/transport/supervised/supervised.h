@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "device/cuda_lanes.h"
+#include "transport/cuda_transport.h"
 #include "transport/nccl/communicators.h"
 #include "transport/supervised/peer_news.h"
 #include "transport/supervised/watchdog.h"

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from rtp_ext.convert.bundled import OWN_HOOKS
 from rtp_ext.convert.gathered import ForwardScope, GatheredModule, average_gradient
 from rtp_ext.convert.rewrite import Rewriter
-from rtp_ext.ring.ring import Ring
+from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
 

@@ -1,0 +1,16 @@
+#include "device/lanes.h"
+
+#include <thread>
+
+namespace rtp {
+
+Moment host_moment(HostClock::time_point time) { return std::make_shared<HostClock::time_point>(time); }
+
+double Lanes::seconds(const Moment& from, const Moment& to) {
+  const auto time = [](const Moment& moment) { return *std::static_pointer_cast<HostClock::time_point>(moment); };
+  return std::chrono::duration<double>(time(to) - time(from)).count();
+}
+
+void Lanes::delay(Channel, std::chrono::microseconds time) { std::this_thread::sleep_for(time); }
+
+}  // namespace rtp

@@ -1,0 +1,47 @@
+// Where work runs, in which order, and when: the compute lane, and one lane per channel that hops run on. The base
+// class is the host's: computes are synchronous, and the caller waits for hops itself.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+#include "schedule/schedule.h"
+
+namespace rtp {
+
+// A point of the compute lane that another lane can wait for. Null on the host.
+using Mark = std::shared_ptr<void>;
+
+// A point of a lane in time: a time of the host's steady clock, or a timing event of the lane's CUDA stream.
+using Moment = std::shared_ptr<void>;
+
+using HostClock = std::chrono::steady_clock;  // shared by all processes of a host
+Moment host_moment(HostClock::time_point time = HostClock::now());
+
+class Lanes {
+ public:
+  virtual ~Lanes() = default;
+
+  virtual Mark mark_compute() { return nullptr; }
+  virtual void order_compute_after(const Mark&) {}
+  virtual void order_channel_after(Channel, const Mark&) {}
+
+  // What is enqueued next goes to this compute lane: 0 is the caller's, 1 runs beside it.
+  virtual void select_compute_lane(int) {}
+  // Of the device that computes; 0 for a CPU.
+  virtual int multiprocessors() const { return 0; }
+  // Tells captures of a CUDA graph apart; 0 outside. Marks of one mean nothing in another.
+  virtual uint64_t capture() const { return 0; }
+
+  // For traces: where the compute lane has got to, where that of a channel has (null on the host, where a Transfer
+  // tells when it arrived), and the seconds between two moments, which may have to be waited for.
+  virtual Moment compute_moment() { return host_moment(); }
+  virtual Moment channel_moment(Channel) { return nullptr; }
+  virtual double seconds(const Moment& from, const Moment& to);
+
+  // For race tests: holds up a channel before its next hop.
+  virtual void delay(Channel channel, std::chrono::microseconds time);
+};
+
+}  // namespace rtp

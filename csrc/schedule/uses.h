@@ -1,0 +1,48 @@
+// The hazard rule: who has touched a piece of memory since it was last overwritten, and whom its next user waits for.
+// The executor applies it to hops and marks, hazards() to the steps of a schedule.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace rtp {
+
+// Which end of a step somebody waits for: a hop has two, a compute, copy or add is done.
+enum class End : uint8_t { received, sent, done };
+
+// `Hop` and `Compute` are handles that are false where there is none.
+template <typename Hop, typename Compute>
+struct Uses {
+  Hop arrived{};               // the hop that wrote it, if a hop did
+  Compute written{};           // the compute that wrote it, if a compute did
+  std::vector<Hop> departing;  // hops that send from it
+  std::vector<Compute> read;   // computes that read it
+
+  // Calls on_hop(hop, end) and on_compute(compute) for everything that a reader waits for: whoever wrote it.
+  template <typename OnHop, typename OnCompute>
+  void before_read(OnHop&& on_hop, OnCompute&& on_compute) const {
+    if (arrived) on_hop(arrived, End::received);
+    if (written) on_compute(written);
+  }
+  // The same for a writer: whoever wrote it, and all who have used it since.
+  template <typename OnHop, typename OnCompute>
+  void before_write(OnHop&& on_hop, OnCompute&& on_compute) const {
+    before_read(on_hop, on_compute);
+    for (const Hop& hop : departing) on_hop(hop, End::sent);
+    for (const Compute& compute : read) on_compute(compute);
+  }
+
+  void enter_departure(Hop hop) { departing.push_back(std::move(hop)); }
+  void enter_read(Compute compute) { read.push_back(std::move(compute)); }
+  void enter_arrival(Hop hop) {
+    *this = Uses{};
+    arrived = std::move(hop);
+  }
+  void enter_write(Compute compute) {
+    *this = Uses{};
+    written = std::move(compute);
+  }
+};
+
+}  // namespace rtp

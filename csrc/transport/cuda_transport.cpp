@@ -1,0 +1,49 @@
+#include "transport/cuda_transport.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace rtp {
+namespace {
+
+class StreamTransfer : public Transfer {
+ public:
+  StreamTransfer(const CudaTransport& transport, CudaLanes& lanes, Mark done)
+      : transport_(transport), lanes_(lanes), done_(std::move(done)) {}
+  void wait_received() override { wait(); }
+  void wait_sent() override { wait(); }
+
+ private:
+  void wait() {
+    lanes_.order_compute_after(done_);
+    transport_.check();
+  }
+
+  const CudaTransport& transport_;
+  CudaLanes& lanes_;
+  Mark done_;
+};
+
+}  // namespace
+
+CudaTransport::CudaTransport(at::Device device) : CudaTransport(device, std::make_unique<CudaLanes>(device)) {}
+
+CudaTransport::CudaTransport(at::Device device, std::unique_ptr<CudaLanes> lanes)
+    : Transport(std::move(lanes)), device_(device), lanes_(static_cast<CudaLanes&>(this->lanes())) {}
+
+std::unique_ptr<Transfer> CudaTransport::transfer(Mark done) {
+  return std::make_unique<StreamTransfer>(*this, lanes_, std::move(done));
+}
+
+at::Tensor CudaTransport::allocate(Channel, int64_t bytes) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+}
+
+// The allocator may have it for the stream on which it was allocated; its uses are ordered before the current one.
+void CudaTransport::release(Channel, const at::Tensor& slot) {
+  at::Tensor used = slot;
+  if (used.is_cuda()) used.record_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+}
+
+}  // namespace rtp

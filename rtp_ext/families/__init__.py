@@ -1,0 +1,1 @@
+"""What is known of other people's models: which of their modules rotate, and together with which others."""

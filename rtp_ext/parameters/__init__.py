@@ -1,0 +1,1 @@
+"""Parameters sharded over a ring: how they are cut, initialised, loaded and gathered."""
