@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rtp_ext import RotationError, _connect, _native
+from rtp_ext import RotationError, _native
+from rtp_ext.ring import connect
 from rtp_ext.ring.connect import Candidate, TransportOptions
 
 
@@ -33,7 +34,7 @@ def fail(ring):
 @pytest.fixture
 def offered(monkeypatch):
     def set_candidates(*candidates):
-        monkeypatch.setattr(_connect, "candidates", lambda ring: list(candidates))
+        monkeypatch.setattr(connect, "candidates", lambda ring: list(candidates))
 
     return set_candidates
 
@@ -44,7 +45,7 @@ def test_the_first_candidate_that_every_rank_can_use(offered):
         Candidate("middle", "direct", lambda: None, fail),
         Candidate("last", "anything", lambda: None, make("last")),
     )
-    chosen = _connect.connect(StandIn(), "auto")
+    chosen = connect.connect(StandIn(), "auto")
     assert (chosen.name, chosen.native) == ("last", "native last")
     assert chosen.reason == (
         "anything; fast cannot be used (no SMs): no GPU; middle cannot be used (direct): no memory"
@@ -56,10 +57,10 @@ def test_a_refusal_of_another_rank_counts(offered):
         Candidate("fast", "no SMs", lambda: None, make("fast")),
         Candidate("last", "anything", lambda: None, make("last")),
     )
-    assert _connect.connect(StandIn(), "auto").name == "fast"
-    refused = _connect.connect(StandIn(others=["its GPU is old"]), "auto")
+    assert connect.connect(StandIn(), "auto").name == "fast"
+    refused = connect.connect(StandIn(others=["its GPU is old"]), "auto")
     assert refused.name == "last" and "its GPU is old" in refused.reason
-    failed = _connect.connect(StandIn(others=[None, "its memory is full"]), "auto")
+    failed = connect.connect(StandIn(others=[None, "its memory is full"]), "auto")
     assert failed.name == "last" and "its memory is full" in failed.reason
 
 
@@ -70,15 +71,15 @@ def test_what_is_asked_for_has_no_fallback(offered):
         Candidate("odd", "for the brave", lambda: None, make("odd"), automatic=False),
     )
     with pytest.raises(RotationError, match=r"transport fast cannot be used .*: no memory"):
-        _connect.connect(StandIn(), "fast")
-    assert _connect.connect(StandIn(), "odd").reason == "as asked; for the brave"
-    assert _connect.connect(StandIn(), "auto").name == "last"
+        connect.connect(StandIn(), "fast")
+    assert connect.connect(StandIn(), "odd").reason == "as asked; for the brave"
+    assert connect.connect(StandIn(), "auto").name == "last"
     with pytest.raises(ValueError, match="transport shm does not work on device type cuda"):
-        _connect.connect(StandIn(), "shm")
+        connect.connect(StandIn(), "shm")
 
 
 def names(ring):
-    return [(candidate.name, candidate.automatic) for candidate in _connect.candidates(ring)]
+    return [(candidate.name, candidate.automatic) for candidate in connect.candidates(ring)]
 
 
 def test_candidates_by_device_and_options():
@@ -92,12 +93,12 @@ def test_candidates_by_device_and_options():
 def test_an_older_nccl_registers_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(_native, "nccl_versions", lambda: (22205, 22205))
-    assert _connect.nccl_refusal() is None
-    assert "NCCL 2.23.0 or newer, and torch loaded 2.22.5" in _connect.registered_nccl_refusal()
+    assert connect.nccl_refusal() is None
+    assert "NCCL 2.23.0 or newer, and torch loaded 2.22.5" in connect.registered_nccl_refusal()
     monkeypatch.setattr(_native, "nccl_versions", lambda: (23007, 23007))
-    assert _connect.registered_nccl_refusal() is None
+    assert connect.registered_nccl_refusal() is None
     monkeypatch.setattr(_native, "nccl_versions", lambda: None)
-    assert _connect.registered_nccl_refusal() == _connect.nccl_put_refusal() == "rtp_ext was built without CUDA"
+    assert connect.registered_nccl_refusal() == connect.nccl_put_refusal() == "rtp_ext was built without CUDA"
 
 
 def test_options_are_checked(monkeypatch):

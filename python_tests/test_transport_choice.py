@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import rtp_ext
-from rtp_ext import RotationError, _connect, _native, doctor
+from rtp_ext import RotationError, _native
+from rtp_ext.observe import doctor
+from rtp_ext.ring import connect
 from rtp_ext.ring.connect import TransportOptions, choose_ce_modes, choose_route, connect
 
 
@@ -39,7 +41,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     device = SimpleNamespace(name="A GPU", total_memory=2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
-    monkeypatch.setattr(_connect, "_boot_id", lambda: "this host")
+    monkeypatch.setattr(connect, "_boot_id", lambda: "this host")
     monkeypatch.setattr(_native, "nccl_versions", lambda: (23007, 23007))
     monkeypatch.setattr(_native, "nccl_unique_id", lambda: b"id")
     monkeypatch.setattr(_native, "ring_end", lambda *arguments: arguments)

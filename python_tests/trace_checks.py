@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from rtp_ext._native import make_schedule
-from rtp_ext.observe.timeline import LANES, _waits
+from rtp_ext._native import hazards
+from rtp_ext.observe.timeline import LANES
 from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
 
 ROUNDING = 1e-9  # seconds, of times as floating-point numbers
@@ -44,7 +45,7 @@ def check_trace(trace: Trace, tolerance: float = ROUNDING) -> None:
         for lane in LANES:
             own = [event for event in steps if event.lane == lane]
             assert all(a.start <= b.start + tolerance for a, b in pairwise(own)), f"{where}, {lane}: out of order"
-        for event, waits in zip(steps, _waits(schedule), strict=True):
+        for event, waits in zip(steps, hazards(schedule.steps, schedule.ranks), strict=True):
             for earlier, which in waits:  # when what left has left, only the receiver knows
                 if which != "sent":
                     late = steps[earlier]
