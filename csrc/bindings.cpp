@@ -336,12 +336,18 @@ void bind_bundles(py::module_& m) {
         py::arg("needs_parameter"), py::arg("options"), py::call_guard<NoGil>());
 
   py::class_<ExpertsShape>(m, "ExpertsShape")
-      .def(py::init([](int64_t experts, int64_t features, int64_t hidden_features, bool gated,
-                       const std::string& activation) {
-             return ExpertsShape{experts, features, hidden_features, gated, parse_activation(activation)};
+      .def(py::init([](int64_t experts, int64_t features, int64_t hidden_features, bool gated, bool up_bias,
+                       bool down_bias, bool transposed, bool interleaved, const std::string& activation,
+                       const std::optional<std::tuple<double, double>>& clamped) {
+             ExpertsShape shape{experts,    features,    hidden_features,
+                                gated,      up_bias,     down_bias,
+                                transposed, interleaved, parse_activation(activation)};
+             if (clamped) shape.clamped = ClampedGate{std::get<0>(*clamped), std::get<1>(*clamped)};
+             return shape;
            }),
            py::kw_only(), py::arg("experts"), py::arg("features"), py::arg("hidden_features"), py::arg("gated"),
-           py::arg("activation"));
+           py::arg("up_bias"), py::arg("down_bias"), py::arg("transposed"), py::arg("interleaved"),
+           py::arg("activation"), py::arg("clamped"));
   py::class_<ExpertsResult>(m, "ExpertsResult")
       .def(py::init(
                [](const std::optional<at::Tensor>& kept, const at::Tensor& order, const std::vector<int64_t>& starts) {
@@ -353,9 +359,9 @@ void bind_bundles(py::module_& m) {
       .def_readonly("order", &ExpertsResult::order)
       .def_readonly("starts", &ExpertsResult::starts);
   m.def("experts_forward", &experts_forward, py::arg("executor"), py::arg("x"), py::arg("weights"), py::arg("index"),
-        py::arg("up"), py::arg("down"), py::arg("shape"), py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
+        py::arg("parameters"), py::arg("shape"), py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
   m.def("experts_backward", &experts_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("weights"),
-        py::arg("routed"), py::arg("up"), py::arg("down"), py::arg("shape"), py::arg("needs"), py::arg("options"),
+        py::arg("routed"), py::arg("parameters"), py::arg("shape"), py::arg("needs"), py::arg("options"),
         py::call_guard<NoGil>());
 }
 

@@ -55,7 +55,7 @@ _SHARED_INPUTS = {
     "BertSelfAttention": ("query", "key", "value"),
 }
 
-_EXPERTS = ("MixtralExperts", "Qwen2MoeExperts", "Qwen3MoeExperts")
+_EXPERTS = ("GptOssExperts", "MixtralExperts", "Qwen2MoeExperts", "Qwen3MoeExperts")
 
 # models whose forward computes `lm_head` and then `loss_function`, with nothing in between
 CAUSAL_MODELS = (
