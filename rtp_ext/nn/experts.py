@@ -10,6 +10,7 @@ from torch import nn
 
 from rtp_ext.functional import rotated_experts
 from rtp_ext.functional.mlp import ACTIVATIONS
+from rtp_ext.initial import construct
 from rtp_ext.nn._activations import FUNCTIONS, activation_of
 from rtp_ext.nn._base import RotatedModule, mixed_class
 from rtp_ext.ring import Ring
@@ -56,11 +57,19 @@ class RotatedExperts(RotatedModule, nn.Module):
         gated = ACTIVATIONS[activation][1]
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = 2 * intermediate_dim if gated else intermediate_dim
-        up = nn.Parameter(torch.empty(num_experts, rows, hidden_dim, **options))
-        self.register_parameter("gate_up_proj" if gated else "up_proj", up)
-        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_dim, intermediate_dim, **options))
-        self.reset_parameters()
+        shapes = {
+            "gate_up_proj" if gated else "up_proj": (num_experts, rows, hidden_dim),
+            "down_proj": (num_experts, hidden_dim, intermediate_dim),
+        }
+
+        def plain() -> None:
+            for name, shape in shapes.items():
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, **options)))
+            self.reset_parameters()
+
+        values = construct(self, plain)
         self._rotate(ring, activation=activation, recompute=recompute, in_place=in_place)
+        values.fill(ring)
 
     @classmethod
     def from_module(
