@@ -107,8 +107,7 @@ def rotated_experts(
     shape = _native.ExpertsShape(
         experts=experts, features=features, hidden_features=hidden, gated=gated, activation=function
     )
-    choices = index.shape[-1]
-    flat = index.reshape(-1, choices).to(torch.int64).contiguous()
+    flat = call.rows(index).to(torch.int64).contiguous()
     if flat.device.type == "cpu" and flat.numel() and (int(flat.min()) < 0 or int(flat.max()) > experts):
         raise IndexError(f"{name}: expected an index in [0, {experts}], got {int(flat.min())} to {int(flat.max())}")
     y = _RotatedExperts.apply(
@@ -116,8 +115,8 @@ def rotated_experts(
         shape,
         not recompute and any(needs),
         flat,
-        x.reshape(-1, features),
-        weights.reshape(-1, choices),
+        call.rows(x),
+        call.rows(weights),
         homes[0].local,
         homes[1].local,
     )
