@@ -123,7 +123,7 @@ def _on_a_ring(rank, ranks):
     initial._PIECE = PIECE
     cases = Cases()
     with rtp_ext.Ring(timeout=30.0) as ring:
-        for dtype in DTYPES:
+        for dtype in DTYPES[:3:2]:
             check_all(ring, dtype, cases)
         torch.manual_seed(1)
         plain = nn.Linear(6, 5)

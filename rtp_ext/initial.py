@@ -156,7 +156,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _draw(write: _Write, home: torch.Tensor, whole: torch.Size, dim: int, ring: Ring) -> None:
     """Draws all that one call wrote to a parameter of shape `whole`, and keeps what lies in the shard."""
-    begin, elements = write.target.storage_offset(), write.target.numel()
+    begin, elements = int(write.target.storage_offset()), write.target.numel()
     if home.shape == whole:
         write.function(home.view(-1)[begin : begin + elements], *write.arguments, **write.keywords)
         return

@@ -37,6 +37,7 @@ class RotatedExperts(RotatedModule, nn.Module):
 
     activation: str
     recompute: bool
+    down_proj: nn.Parameter
 
     def __init__(
         self,
