@@ -125,11 +125,10 @@ def construct(module: nn.Module, constructor: Callable[..., None], *arguments: A
 
 def _expect_known_reset(kind: type) -> None:
     """What a user's own code draws from (NumPy, say) must not be drawn from twice, should it not come in pieces."""
-    for cls in kind.__mro__:
-        if "reset_parameters" in vars(cls) or "_reset_parameters" in vars(cls):
-            if cls.__module__.partition(".")[0] not in ("rtp_ext", "torch"):
-                raise _NotInPieces(f"{cls.__name__} has a reset_parameters of its own")
-            return
+    resets = {"reset_parameters", "_reset_parameters"}
+    author = next(cls for cls in kind.__mro__ if resets & vars(cls).keys())
+    if author.__module__.partition(".")[0] not in ("rtp_ext", "torch"):
+        raise _NotInPieces(f"{author.__name__} has a reset_parameters of its own")
 
 
 def _taken_from(module: nn.Module, writes: list[_Write]) -> InitialValues:
