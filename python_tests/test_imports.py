@@ -20,6 +20,7 @@ PYTHON_LAYERS = [
     {"metrics", "_trace_figures"},
     {"trace"},
     {"sharding"},
+    {"initial"},
     {"functional"},
     {"nn"},
     {"rewrite"},

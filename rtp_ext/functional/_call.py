@@ -94,6 +94,11 @@ class Call:
             raise TypeError(f"{self.name}: expected {what} of dtype {self.compute_dtype}, got {x.dtype}")
         return x
 
+    @staticmethod
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        """[..., features] as [rows, features], of which either may be 0."""
+        return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
 
 @dataclass(frozen=True)
 class Home:

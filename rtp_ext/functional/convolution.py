@@ -244,6 +244,8 @@ def rotated_convolution(
         expect_shape(call, homes[1], bias_shape[0], shape[:1])
     if groups < 1 or shape[0] % groups:
         raise ValueError(f"{name}: expected groups that divide {shape[0]} output channels, got {groups}")
+    if 0 in shape:  # where torch computes at all, the output has no channels
+        raise ValueError(f"{name}: expected a weight with no empty dimension, got shape {shape}")
     kernel = shape[2:]
     _check_input(name, x, shape[1] * groups, len(kernel))
     unbatched = x.dim() == len(kernel) + 1

@@ -125,9 +125,7 @@ def rotated_linear_cross_entropy(
         z_loss=z_loss,
     )
     flat = targets.reshape(-1).to(torch.int64).contiguous()
-    loss = _LinearCrossEntropy.apply(
-        call, shape, flat, x.reshape(-1, features).contiguous(), *(home.local for home in homes)
-    )
+    loss = _LinearCrossEntropy.apply(call, shape, flat, call.rows(x).contiguous(), *(home.local for home in homes))
     if reduction == "none":
         return loss.view(targets.shape)
     if reduction == "sum":

@@ -160,8 +160,7 @@ def rotated_experts(
         activation=function,
         clamped=clamped,
     )
-    choices = index.shape[-1]
-    flat = index.reshape(-1, choices).to(torch.int64).contiguous()
+    flat = call.rows(index).to(torch.int64).contiguous()
     if flat.device.type == "cpu" and flat.numel() and (int(flat.min()) < 0 or int(flat.max()) > experts):
         raise IndexError(f"{name}: expected an index in [0, {experts}], got {int(flat.min())} to {int(flat.max())}")
     y = _RotatedExperts.apply(
@@ -169,8 +168,8 @@ def rotated_experts(
         shape,
         not recompute and any(needs),
         flat,
-        x.reshape(-1, features),
-        weights.reshape(-1, choices),
+        call.rows(x),
+        call.rows(weights),
         *(home.local for home in homes),
     )
     return y.view(x.shape)

@@ -145,7 +145,7 @@ def rotated_linear(
     _expect_features(call, x, inputs)
     prepare_in_place(call, homes, [shape, *bias_shape])
     native = _native.LinearShape(outputs, inputs, by_outputs=False, transposed=transposed)
-    rows = x.reshape(-1, inputs)
+    rows = call.rows(x)
     y = _PartialLinear.apply(call, native, rows, homes[0].local, None if bias is None else homes[1].local)
     return y.view(*x.shape[:-1], outputs)
 
@@ -215,7 +215,7 @@ def rotated_linears(
         [_native.Projection(*projection) for projection in projections],
         len(inputs),
     )
-    rows = [x.reshape(-1, x.shape[-1]) for x in inputs]
+    rows = [call.rows(x) for x in inputs]
     ys = _Linears.apply(call, bundle, *rows, *(home.local for home in homes))
     return tuple(
         y.view(*inputs[which].shape[:-1], end - begin)

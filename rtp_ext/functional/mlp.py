@@ -145,5 +145,5 @@ def rotated_mlp(
         activation=function,
     )
     keep = not recompute and any(wants(x, *(home.tensor for home in homes)))
-    y = _RotatedMLP.apply(call, shape, keep, x.reshape(-1, features), *(home.local for home in homes))
+    y = _RotatedMLP.apply(call, shape, keep, call.rows(x), *(home.local for home in homes))
     return y.view(*x.shape[:-1], out_features)

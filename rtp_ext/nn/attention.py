@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from rtp_ext.functional import rotated_linears
+from rtp_ext.initial import construct
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.gathered import gather
 from rtp_ext.nn.linear import RotatedLinear
@@ -71,7 +72,9 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         ring: Ring,
         in_place: bool = False,
     ) -> None:
-        super().__init__(
+        values = construct(
+            self,
+            super().__init__,
             embed_dim,
             num_heads,
             dropout,
@@ -85,6 +88,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
             dtype,
         )
         self._rotate(ring, in_place=in_place)
+        values.fill(ring)
 
     @classmethod
     def from_module(

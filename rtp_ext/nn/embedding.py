@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rtp_ext.functional import rotated_embedding
+from rtp_ext.initial import construct
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.ring import Ring
 
@@ -41,7 +42,9 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
         shard_dim: int = 0,
         in_place: bool = False,
     ) -> None:
-        super().__init__(
+        values = construct(
+            self,
+            super().__init__,
             num_embeddings,
             embedding_dim,
             padding_idx,
@@ -55,6 +58,7 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
             dtype,
         )
         self._rotate(ring, shard_dim=shard_dim, in_place=in_place)
+        values.fill(ring)
 
     @classmethod
     def from_module(

@@ -11,6 +11,7 @@ from torch import nn
 from rtp_ext.functional import rotated_experts
 from rtp_ext.functional.experts import CLAMPED_SWIGLU
 from rtp_ext.functional.mlp import ACTIVATIONS
+from rtp_ext.initial import construct
 from rtp_ext.nn._activations import FUNCTIONS, activation_of
 from rtp_ext.nn._base import RotatedModule, mixed_class
 from rtp_ext.ring import Ring
@@ -39,6 +40,7 @@ class RotatedExperts(RotatedModule, nn.Module):
 
     activation: str
     recompute: bool
+    down_proj: nn.Parameter
     # How an experts module of transformers says that its weights are [E, D, 2 H] and [E, H, D], and that gate and up
     # do not take turns in them.
     is_transposed = False
@@ -64,16 +66,22 @@ class RotatedExperts(RotatedModule, nn.Module):
         gated = ACTIVATIONS[activation][1]
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = 2 * intermediate_dim if gated else intermediate_dim
-        up = nn.Parameter(torch.empty(num_experts, rows, hidden_dim, **options))
-        name = "gate_up_proj" if gated else "up_proj"
-        self.register_parameter(name, up)
+        up = "gate_up_proj" if gated else "up_proj"
+        shapes: dict[str, tuple[int, ...]] = {up: (num_experts, rows, hidden_dim)}
         if bias:
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(num_experts, rows, **options)))
-        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_dim, intermediate_dim, **options))
+            shapes[f"{up}_bias"] = (num_experts, rows)
+        shapes["down_proj"] = (num_experts, hidden_dim, intermediate_dim)
         if bias:
-            self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden_dim, **options))
-        self.reset_parameters()
+            shapes["down_proj_bias"] = (num_experts, hidden_dim)
+
+        def plain() -> None:
+            for name, shape in shapes.items():
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, **options)))
+            self.reset_parameters()
+
+        values = construct(self, plain)
         self._rotate(ring, activation=activation, recompute=recompute, in_place=in_place)
+        values.fill(ring)
 
     @classmethod
     def from_module(

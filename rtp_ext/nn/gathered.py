@@ -228,7 +228,8 @@ class _Gather(torch.autograd.Function):
             if layout.dim is not None:
                 section[: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
         # [R, bytes] cut into one [R, bytes of a parameter] for each
-        every = ring.all_gather(flat).split(sections, dim=1) if flat.numel() else sections
+        gathered = ring.all_gather(flat) if flat.numel() else flat.expand(ring.size, -1)
+        every = gathered.split(sections, dim=1)
         return tuple(
             shard.clone() if layout.dim is None else _assemble(layout, part, shard.dtype)
             for shard, layout, part in zip(shards, layouts, every, strict=True)

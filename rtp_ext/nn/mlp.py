@@ -54,7 +54,8 @@ class RotatedMLP(LiveModule, nn.Module):
         if gated:
             self.gate_proj = RotatedLinear(in_features, hidden_features, bias, **options)
         self.up_proj = RotatedLinear(in_features, hidden_features, bias, **options)
-        self.down_proj = RotatedLinear(hidden_features, out_features or in_features, bias, shard_dim=1, **options)
+        out_features = in_features if out_features is None else out_features
+        self.down_proj = RotatedLinear(hidden_features, out_features, bias, shard_dim=1, **options)
         self.spec = MLPSpec("up_proj", "down_proj", activation, "gate_proj" if gated else None)
         self.recompute = recompute
 
