@@ -19,6 +19,69 @@ from rtp_ext.nn import RotatedLinear
 TIMEOUT = 60.0
 
 
+class Inner(nn.Module):
+    """Somebody's module, which a flyweight runs once for every rank, with random numbers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(random(2 * 6, 10, dtype=torch.float64, seed=3))
+
+    def forward(self, x):
+        return nn.functional.dropout(torch.tanh(nn.functional.linear(x, self.weight)), 0.5)
+
+
+class Wrapped(nn.Module):
+    """A model whose blocks are checkpointed, and a flyweight behind it."""
+
+    def __init__(self, ring, checkpointed):
+        super().__init__()
+        self.inner = rtp_ext.fully_rotate(make_model(checkpointed=checkpointed), mesh=ring)
+        self.copies = rtp_ext.nn.Flyweight(Inner(), ring, shard_dims={"weight": 0})
+
+    def forward(self, ids):
+        return self.copies(self.inner(ids)[..., :10]).sin().sum()
+
+
+def _parts(rank, ranks):
+    """Other people's code that rotation calls, and that calls rotation again in backward."""
+    cases = Cases()
+    ids, _ = make_batch(rank, 0)
+    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
+        for checkpointed in (None, True, False):
+            torch._dynamo.reset()
+            graphs = []
+
+            def backend(graph, _inputs, graphs=graphs):
+                graphs.append(graph.print_readable(print_output=False))
+                return graph
+
+            model = Wrapped(ring, checkpointed)
+            results = []
+            for call in (torch.compile(model, backend=backend), model):
+                torch.manual_seed(7)
+                loss = call(ids)
+                loss.backward()
+                gradients = {
+                    name: p.grad.to_local().clone() for name, p in model.named_parameters() if p.grad is not None
+                }
+                results.append((loss.detach(), gradients))
+                model.zero_grad()
+            (loss, gradients), (expected, others) = results
+            with cases.case(f"checkpointed {checkpointed}"):
+                assert_same(loss, expected, 1e-12, "loss")
+                assert gradients.keys() == others.keys() and "copies.module.weight" in gradients, sorted(gradients)
+                for name, gradient in gradients.items():
+                    assert_same(gradient, others[name], 1e-12, name)
+                assert not any("tanh" in graph for graph in graphs), "the flyweight's module was compiled"
+                assert any("sin" in graph for graph in graphs), "control: the rest was compiled"
+    cases.finish()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_checkpoints_and_flyweights_of_a_compiled_model(ranks):
+    run_ranks(_parts, ranks)
+
+
 def _loss(model, batch):
     ids, targets = batch
     return nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())

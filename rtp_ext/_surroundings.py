@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch._C import _TorchDispatchModeKey as _Mode
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _MODES = {_Mode.FAKE: "fake tensors", _Mode.PROXY: "make_fx", _Mode.FUNCTIONAL: "functionalisation"}
 
@@ -15,6 +20,21 @@ _MODES = {_Mode.FAKE: "fake tensors", _Mode.PROXY: "make_fx", _Mode.FUNCTIONAL: 
 def keep_compilers_out() -> None:
     """Lets torch.compile break its graphs where this package is called, and trace none of its functions."""
     importlib.import_module("torch._dynamo.trace_rules").add("rtp_ext")
+
+
+def eager(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`function`, of which compilers trace nothing, nor of other people's code that it calls."""
+
+    @functools.wraps(function)
+    def call(*arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        return _left_out(function)(*arguments, **keywords)
+
+    return call
+
+
+@functools.cache
+def _left_out(function: Callable[..., _T]) -> Callable[..., _T]:
+    return torch.compiler.disable(function)  # not when this module is imported: it would import the compiler
 
 
 def refuse_transforms(operation: str) -> None:
