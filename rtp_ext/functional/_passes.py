@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rtp_ext._native import RotationError, shard_sizes
+from rtp_ext._surroundings import eager
 from rtp_ext.ring import Ring
 
 
@@ -16,6 +17,7 @@ def owner_shapes(whole: Sequence[int], dim: int, ring: Ring) -> list[list[int]]:
     return [[*whole[:dim], size, *whole[dim + 1 :]] for size in shard_sizes(whole[dim], ring.size)]
 
 
+@eager
 def drive(ring: Ring, execution: Any, compute: Callable[[Any], None]) -> None:
     """Calls `compute(step)` for every compute of a pass.
 

@@ -180,7 +180,9 @@ def rotated_linears(
     Everything else is as in `rotated_linear`.
     """
     biases = [None] * len(weights) if biases is None else biases
-    if not weights or len(weights) != len(biases):
+    if not inputs or not weights:
+        raise ValueError(f"{name}: expected at least one input and one weight, got {len(inputs)} and {len(weights)}")
+    if len(weights) != len(biases):
         raise ValueError(f"{name}: expected as many biases as weights, got {len(biases)} and {len(weights)}")
     call = Call.of(
         weights[0],
@@ -267,6 +269,11 @@ def _check_projections(
 ) -> None:
     covered: list[list[tuple[int, int]]] = [[] for _ in outputs]
     for which, layer, begin, end in projections:
+        if not 0 <= which < len(inputs) or not 0 <= layer < len(outputs):
+            raise ValueError(
+                f"{call.name}: expected projections (input, layer, begin, end) of {len(inputs)} inputs and "
+                f"{len(outputs)} layers, got {(which, layer, begin, end)}"
+            )
         _expect_features(call, inputs[which], outputs[layer][1])
         covered[layer].append((begin, end))
     for layer, ranges in enumerate(covered):
