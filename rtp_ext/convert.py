@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from rtp_ext.nn.bundled import OWN_HOOKS
 from rtp_ext.nn.gathered import ForwardScope, GatheredModule, average_gradient
+from rtp_ext.nn.whole_embedding import WholeEmbedding
 from rtp_ext.rewrite import Rewriter
 from rtp_ext.ring import Ring
 
@@ -63,19 +64,21 @@ class RotationState(ForwardScope):
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
                 raise ValueError(f"{type(root).__name__}: {_first_difference(told[0], theirs, rank)}")
-        self._average_newcomers(named)
+        self._average_newcomers(root, named)
         self.agreed = now
 
-    def _average_newcomers(self, named: list[tuple[str, nn.Parameter]]) -> None:
+    def _average_newcomers(self, root: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
         """Parameters that were added after conversion, such as adapters', stay whole, and are averaged."""
         if self.ring.mesh is None:
             return
+        tables = {id(part._parameters["weight"]) for part in root.modules() if isinstance(part, WholeEmbedding)}
         added = [
             name
             for name, parameter in named
             if parameter.requires_grad
             and not isinstance(parameter, DTensor)
             and name not in self.ignored
+            and id(parameter) not in tables  # a sparse one, averaged already
             and average_gradient(parameter, self.ring)
         ]
         if added:
