@@ -130,5 +130,5 @@ def _sparse_gradient(ctx: Any, ids: torch.Tensor, dy: torch.Tensor) -> torch.Ten
     rows = torch.cat([row[:count] for row, count in zip(every_row, counts, strict=True)])
     kept = places != ctx.padding_idx
     return torch.sparse_coo_tensor(
-        places[kept].unsqueeze(0), rows[kept].div_(ring.size), (ctx.rows, width), is_coalesced=False
+        places[kept].unsqueeze(0), rows[kept].div_(ring.size), (ctx.rows, width), check_invariants=False
     )
