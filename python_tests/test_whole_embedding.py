@@ -233,3 +233,39 @@ def _refused(rank, ranks):
 
 def test_what_cannot_be_kept_whole_is_refused():
     run_ranks(_refused, 2)
+
+
+def _ignored(rank, ranks):
+    """An ignored table is the rank's own: clipped and optimized on its own, next to DTensors."""
+    plain = Tables(max_norm=1.5).double()
+    model, table = copy.deepcopy(plain), nn.Parameter(plain.embed.weight.detach().clone())
+    model.embed.weight = table
+    rtp_ext.fully_rotate(model, ignored_params=[table], timeout=30.0)
+    assert model.embed.weight is table
+    tables = [copy.deepcopy(plain.embed) for _ in range(ranks)]
+    sharded = list(model.head.parameters())
+    optimizers = [
+        torch.optim.AdamW([{"params": sharded}, {"params": [table]}], lr=0.05, foreach=True),
+        torch.optim.AdamW([*plain.head.parameters(), *(each.weight for each in tables)], lr=0.05),
+    ]
+    for step in range(STEPS):
+        ring_loss(model, rank, step).backward()
+        losses = [
+            local_loss(plain.head(tables[other](ids_of(other, step))), ids_of(other, step)) for other in range(ranks)
+        ]
+        (sum(losses) / ranks).backward()
+        for each in tables:
+            each.weight.grad.mul_(ranks)
+        for together in (sharded, [table], list(plain.head.parameters()), *([each.weight] for each in tables)):
+            nn.utils.clip_grad_norm_(together, 0.1, foreach=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(table, tables[rank].weight, EXACT, "the table")
+    for name, parameter in plain.head.named_parameters():
+        assert_same(full(model.head.get_parameter(name)), parameter, EXACT, name)
+    assert differs(table, tables[1 - rank].weight, 1e-4), "control: the tables of the ranks differ"
+
+
+def test_ignored_parameters_are_the_ranks_own():
+    run_ranks(_ignored, 2)

@@ -136,7 +136,9 @@ def fully_rotate(
         mesh: a one-dimensional DeviceMesh, a process group, a Ring, or None for the default process group.
         mp_policy: param_dtype is what shards travel and compute in, reduce_dtype what gradients travel in (default
             float32); cast_forward_inputs and output_dtype apply to the whole model.
-        ignored_params: left as they are, with the modules that own them. They are not averaged.
+        ignored_params: left as they are, with the modules that own them: the same objects, plain and not averaged, so
+            that they may differ between ranks. clip_grad_norm_ takes them in a call of their own, and foreach and fused
+            optimizers in a parameter group of their own.
         in_place: the home shards themselves travel, with one slot instead of two.
         bundle: rotate MLP blocks (torch's transformer layers, nn.Sequential of linear, activation, linear, and the
             blocks of transformers' GPT-2, Llama, Mistral, Mixtral, Qwen, BERT and ViT) as bundles, and the q, k and v
