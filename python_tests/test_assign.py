@@ -29,8 +29,8 @@ def make_tied(scale: float = 1.0) -> nn.Module:
     return model
 
 
-def rotated(model: nn.Module) -> nn.Module:
-    return rtp_ext.fully_rotate(model, timeout=30.0)
+def rotated(model: nn.Module, in_place: bool = False) -> nn.Module:
+    return rtp_ext.fully_rotate(model, in_place=in_place, transport="c10d" if in_place else "auto", timeout=30.0)
 
 
 def on_meta() -> nn.Module:
@@ -79,8 +79,8 @@ def _assigned(rank, ranks):
     for meta in (True, False):
         for what, state in loads(other):
             with cases.case(f"{what}, meta={meta}"):
-                model = on_meta() if meta else rotated(make_tied())
-                if not meta:
+                model = on_meta() if meta else rotated(make_tied(), in_place=True)
+                if not meta:  # from now on shards have room
                     batch_loss(model, rank, 0).backward()
                     model.zero_grad()
                 model.load_state_dict(state, assign=True, strict="without" not in what)
