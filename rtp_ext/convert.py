@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from rtp_ext.nn.bundled import OWN_HOOKS
 from rtp_ext.nn.gathered import ForwardScope, GatheredModule, average_gradient
+from rtp_ext.nn.whole_embedding import WholeEmbedding
 from rtp_ext.rewrite import Rewriter
 from rtp_ext.ring import Ring
 
@@ -63,19 +64,21 @@ class RotationState(ForwardScope):
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
                 raise ValueError(f"{type(root).__name__}: {_first_difference(told[0], theirs, rank)}")
-        self._average_newcomers(named)
+        self._average_newcomers(root, named)
         self.agreed = now
 
-    def _average_newcomers(self, named: list[tuple[str, nn.Parameter]]) -> None:
+    def _average_newcomers(self, root: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
         """Parameters that were added after conversion, such as adapters', stay whole, and are averaged."""
         if self.ring.mesh is None:
             return
+        tables = {id(part._parameters["weight"]) for part in root.modules() if isinstance(part, WholeEmbedding)}
         added = [
             name
             for name, parameter in named
             if parameter.requires_grad
             and not isinstance(parameter, DTensor)
             and name not in self.ignored
+            and id(parameter) not in tables  # a sparse one, averaged already
             and average_gradient(parameter, self.ring)
         ]
         if added:
@@ -133,7 +136,9 @@ def fully_rotate(
         mesh: a one-dimensional DeviceMesh, a process group, a Ring, or None for the default process group.
         mp_policy: param_dtype is what shards travel and compute in, reduce_dtype what gradients travel in (default
             float32); cast_forward_inputs and output_dtype apply to the whole model.
-        ignored_params: left as they are, with the modules that own them. They are not averaged.
+        ignored_params: left as they are, with the modules that own them: the same objects, plain and not averaged, so
+            that they may differ between ranks. clip_grad_norm_ takes them in a call of their own, and foreach and fused
+            optimizers in a parameter group of their own.
         in_place: the home shards themselves travel, with one slot instead of two.
         bundle: rotate MLP blocks (torch's transformer layers, nn.Sequential of linear, activation, linear, and the
             blocks of transformers' GPT-2, Llama, Mistral, Mixtral, Qwen, BERT and ViT) as bundles, and the q, k and v

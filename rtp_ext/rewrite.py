@@ -21,12 +21,13 @@ from rtp_ext.nn import (
     RotatedMultiheadAttention,
     families,
 )
-from rtp_ext.nn._base import RotatedModule, mixed_class
-from rtp_ext.nn.gathered import ForwardScope, make_averaged, make_gathered
+from rtp_ext.nn._base import LiveModule, RotatedModule, Tie, mixed_class
+from rtp_ext.nn.gathered import ForwardScope, make_gathered
 from rtp_ext.nn.head import FusedHead, FusedLossModel
 from rtp_ext.nn.linear import RotatedTransposedLinear
 from rtp_ext.nn.together import join
 from rtp_ext.nn.transformer import keep_from_fast_path
+from rtp_ext.nn.whole_embedding import WholeEmbedding
 from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
@@ -69,6 +70,7 @@ class Rewriter:
         self.leftovers: list[nn.Module] = []
 
     def run(self) -> None:
+        self._check_tables()
         _check_ties(self.modules, self.ignored)
         fused = self._fused_heads()
         bundles, shared = self._bundles() if self.bundle else ({}, {})
@@ -92,6 +94,7 @@ class Rewriter:
             part.__class__ = mixed_class(FusedLossModel, type(part))
             self.counts[f"{kind}: no logits where labels are given"] += 1
         self._gather_leftovers()
+        _remember_ties(self.modules)
         for line, count in self.counts.items():
             logger.info("fully_rotate: %d x %s", count, line)
 
@@ -165,6 +168,8 @@ class Rewriter:
             self.counts[f"{kind}: already sharded, left alone"] += 1
         elif any(id(parameter) in self.ignored for parameter in own):
             self.counts[f"{kind}: ignored"] += 1
+        elif (problem := _table_problem(part)) is not None:
+            self._keep_whole(name, part, problem)
         elif type(part) in _DROP_INS or families.is_transposed_linear(part) or families.is_experts(part):
             self._replace(name, part, by_inputs)
         else:
@@ -176,10 +181,6 @@ class Rewriter:
         refusal: Callable[[Any], str | None] = getattr(cls, "refusal", _stray_parameters)
         problem = refusal(part)
         options: dict[str, Any] = {}
-        if problem is not None and cls is RotatedEmbedding:
-            make_averaged(part, self.ring)
-            logger.warning("fully_rotate: %s stays whole on every rank: %s; its gradient is averaged", name, problem)
-            return
         if problem is not None:
             logger.warning("fully_rotate: %s is gathered while in use: %s", name, problem)
             self.leftovers.append(part)
@@ -201,6 +202,24 @@ class Rewriter:
             self._rotate(part, cls, name, **options)
         self.counts[f"{kind}: rotated"] += 1
 
+    def _keep_whole(self, name: str, part: Any, problem: str) -> None:
+        part.__class__ = mixed_class(WholeEmbedding, type(part))
+        part.keep_whole(self.ring, name or type(part).__name__, self.scope.mp_policy, self.memo)
+        logger.warning("fully_rotate: %s stays whole on every rank: %s; its gradient is averaged", name, problem)
+
+    def _check_tables(self) -> None:
+        """Before anything is converted: what embeddings write in forward, or count, gathered copies cannot show."""
+        for name, part in self.modules:
+            own = self._own(part)
+            if id(part) in self.inside or all(id(p) in self.ignored or isinstance(p, DTensor) for p in own):
+                continue
+            problem = _table_problem(part)
+            if problem is not None and not WholeEmbedding.fits(part):
+                raise ValueError(
+                    f"fully_rotate: {name or 'the model'} ({type(part).__name__}): {problem}: expected an nn.Embedding "
+                    "with the forward of torch and no parameters but its weight, or its parameters in ignored_params"
+                )
+
     def _gather_leftovers(self) -> None:
         for part in self.leftovers:
             kind = type(part).__name__
@@ -217,6 +236,11 @@ def _stray_parameters(layer: nn.Module) -> str | None:
     return f"it has parameters of its own: {', '.join(sorted(stray))}" if stray else None
 
 
+def _table_problem(part: nn.Module) -> str | None:
+    """Why the table of an embedding can be neither rotated nor gathered; None if it can, and for other modules."""
+    return RotatedEmbedding.refusal(part) if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) else None
+
+
 def _tied_parameters(modules: list[tuple[str, nn.Module]]) -> set[int]:
     """Ids of parameters that more than one module owns."""
     owners = Counter(
@@ -231,10 +255,21 @@ def _check_ties(modules: list[tuple[str, nn.Module]], ignored: set[int]) -> None
     sharded: dict[int, str] = {}
     for name, part in modules:
         own = [id(parameter) for parameter in part._parameters.values() if parameter is not None]
-        refused = type(part) is nn.Embedding and RotatedEmbedding.refusal(part) is not None
-        (whole if refused or ignored.intersection(own) else sharded).update(dict.fromkeys(own, name))
+        (whole if _table_problem(part) is not None or ignored.intersection(own) else sharded).update(
+            dict.fromkeys(own, name)
+        )
     for parameter in whole.keys() & sharded.keys():
         raise ValueError(
             f"fully_rotate: {sharded[parameter]} shares a parameter with {whole[parameter]}, whose parameters stay "
             "whole: expected all modules that share it to be rotated, or the parameter in ignored_params"
         )
+
+
+def _remember_ties(modules: list[tuple[str, nn.Module]]) -> None:
+    """Lets modules that share a parameter share it still after one of them has been given another."""
+    ties: dict[int, Tie] = {}
+    tied = _tied_parameters(modules)
+    for _, part in modules:
+        for name, parameter in part._parameters.items():
+            if isinstance(part, LiveModule) and id(parameter) in tied:
+                part.join_tie(name, ties.setdefault(id(parameter), Tie()))

@@ -4,24 +4,78 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from rtp_ext.ring import Ring
-from rtp_ext.sharding import init_weights, shallow_copy, shard_parameter
+from rtp_ext.sharding import init_weights, placed_as, shallow_copy, shard_parameter
+
+
+class Tie:
+    """The modules of one model that share a parameter, and its name in each."""
+
+    def __init__(self) -> None:
+        self.owners: list[tuple[weakref.ref[Any], str]] = []
+
+    def __deepcopy__(self, memo: dict) -> Tie:
+        memo[id(self)] = twin = Tie()  # copies of modules join it themselves
+        return twin
+
+    def replace(self, old: Any, new: Any) -> None:
+        """Gives `new` to all who have `old`; those that were untied on purpose keep what they have."""
+        for reference, name in self.owners:
+            owner = reference()
+            if owner is not None and owner._parameters.get(name) is old:
+                setattr(owner, name, new)
 
 
 class LiveModule:
-    """A module that holds a live ring: it can be deep-copied, but not pickled."""
+    """A module that holds a live ring: it can be deep-copied, but not pickled.
+
+    `load_state_dict(assign=True)` puts new parameters in the place of the registered ones. Whole tensors are cut as
+    those were, and modules that share a parameter go on to share it; where the state dict has several names of it, the
+    last one counts, as in a load that copies.
+    """
+
+    _rtp_ties: Mapping[str, Tie] = MappingProxyType({})
+
+    def join_tie(self, name: str, tie: Tie) -> None:
+        """Shares the parameter `name` with the other modules of the tie for good."""
+        tie.owners.append((weakref.ref(self), name))
+        self.__dict__.setdefault("_rtp_ties", {})[name] = tie
+
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        parameters: dict[str, Any] = self._parameters
+        before = {name: (old, getattr(old, "_spec", None)) for name, old in parameters.items() if old is not None}
+        super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
+        errors: list[str] = arguments[-1]
+        for name, (old, spec) in before.items():
+            if spec is not None and not isinstance(parameters[name], DTensor):
+                setattr(self, name, placed_as(parameters[name], spec))
+            new = parameters[name]
+            if spec is not None and not _fits(new, spec):
+                setattr(self, name, old)
+                errors.append(
+                    f"{prefix}{name}: expected a DTensor {spec.placements} over {spec.mesh} or a whole tensor, got a "
+                    f"DTensor {new.placements} over {new.device_mesh}"
+                )
+            elif new is not old and name in self._rtp_ties:
+                self._rtp_ties[name].replace(old, new)
 
     def __deepcopy__(self, memo: dict) -> Any:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for name, tie in twin._rtp_ties.items():
+            tie.owners.append((weakref.ref(twin), name))
         return twin
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
@@ -29,6 +83,10 @@ class LiveModule:
             f"{type(self).__name__} cannot be pickled: it holds a live ring. Save state_dict() or use "
             "torch.distributed.checkpoint, and convert a new model with fully_rotate"
         )
+
+
+def _fits(tensor: DTensor, spec: DTensorSpec) -> bool:
+    return tensor.placements == spec.placements and torch.equal(tensor.device_mesh.mesh, spec.mesh.mesh)
 
 
 _MIXED: dict[tuple[type, type], type] = {}

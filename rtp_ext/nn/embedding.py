@@ -70,10 +70,10 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
         return twin
 
     @staticmethod
-    def refusal(module: nn.Embedding) -> str | None:
+    def refusal(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
         """Why an embedding cannot be rotated; None if it can."""
         if module.max_norm is not None:
-            return f"max_norm={module.max_norm} renormalises the rows of each rank's own ids in forward"
+            return f"max_norm={module.max_norm} renormalises in forward the rows that any rank looks up"
         if module.sparse:
             return "sparse gradients do not travel"
         if module.scale_grad_by_freq:
