@@ -5,10 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import INTEGERS, Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
+from rtp_ext._autograd import first_order_only
+from rtp_ext.functional._call import (
+    INTEGERS,
+    Call,
+    Home,
+    agree,
+    expect_shape,
+    in_dtypes_of,
+    prepare_in_place,
+    saved,
+    wants,
+    watched_where_read,
+)
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.ring import Ring
 
@@ -20,13 +31,15 @@ class _RotatedExperts(torch.autograd.Function):
         ctx.needs = ctx.needs_input_grad[4:]
         routed = call.run(_native.experts_forward, x, weights, index, up, down, shape, keep, call.options())
         ctx.starts = routed.starts
-        ctx.save_for_backward(x, weights, up, down, routed.order, routed.kept)
+        needs_x, needs_weights, needs_up, _ = ctx.needs
+        read = [needs_x or not keep, needs_x or needs_weights or needs_up]
+        ctx.save_for_backward(x, weights, *watched_where_read((up, down), read), routed.order, routed.kept)
         return routed.y
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dy):
-        x, weights, up, down, order, kept = ctx.saved_tensors
+        x, weights, up, down, order, kept = saved(ctx)
         dx, dweights, dup, ddown = ctx.call.run(
             _native.experts_backward,
             dy.contiguous(),
