@@ -148,7 +148,7 @@ class _LocalShard(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:
             return None
-        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(gradient.detach().contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def shard_dim_of(parameter: torch.Tensor) -> int | None:
