@@ -367,6 +367,12 @@ void bind_bundles(py::module_& m) {
 
 }  // namespace
 
+// Lets writes to either tensor be seen by whoever saved the other one for a backward.
+void share_version(const at::Tensor& tensor, const at::Tensor& with) {
+  if (tensor.is_inference() || with.is_inference()) return;  // they count no writes
+  tensor.unsafeGetTensorImpl()->set_version_counter(with.unsafeGetTensorImpl()->version_counter());
+}
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The rotation engine of rtp_ext.";
   m.attr("compiled_torch") = RTP_TORCH_VERSION;
@@ -377,4 +383,5 @@ PYBIND11_MODULE(_C, m) {
   bind_operations(m);
   bind_bundles(m);
   bind_kernels(m);
+  m.def("share_version", &share_version, py::arg("tensor"), py::arg("with"));
 }

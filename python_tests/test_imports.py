@@ -14,7 +14,7 @@ LINES = 420
 # files of a package among the MATES import each other too.
 PYTHON_LAYERS = [
     {"_native", "host"},
-    {"_connect", "_groups", "_rotation", "_surroundings", "_trace", "gate"},
+    {"_autograd", "_connect", "_groups", "_rotation", "_surroundings", "_trace", "gate"},
     {"ring", "schedule"},
     {"timeline"},
     {"metrics", "_trace_figures"},

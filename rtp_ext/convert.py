@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from rtp_ext.nn.adapters import let_adapters_merge
 from rtp_ext.nn.bundled import OWN_HOOKS
 from rtp_ext.nn.gathered import ForwardScope, GatheredModule, average_gradient
 from rtp_ext.nn.whole_embedding import WholeEmbedding
@@ -65,6 +66,7 @@ class RotationState(ForwardScope):
             if theirs != told[0]:
                 raise ValueError(f"{type(root).__name__}: {_first_difference(told[0], theirs, rank)}")
         self._average_newcomers(root, named)
+        let_adapters_merge(root)
         self.agreed = now
 
     def _average_newcomers(self, root: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rtp_ext import _native
+from rtp_ext._autograd import follow
 from rtp_ext._connect import (
     TransportOptions,
     ce_refusal,
@@ -104,6 +105,7 @@ class Ring(Rotation, Groups):
         self._settle(slot_cap, prefetch)
         self.transport_options = TransportOptions.of(transport_options)
         self.mesh: DeviceMesh | None = resolve_mesh(mesh_or_group)
+        follow(self.mesh)
         group = self.mesh.get_group()
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)

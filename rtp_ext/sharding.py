@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from rtp_ext._native import shard_sizes
+from rtp_ext._autograd import first_order_only
+from rtp_ext._native import shard_sizes, share_version
 from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
@@ -136,9 +136,11 @@ def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter, differentiable; a plain tensor is its own part."""
     if not isinstance(parameter, DTensor):
         return parameter
+    home = held(parameter)
+    share_version(home, parameter)  # whoever writes to one of them writes to both
     if torch.is_grad_enabled() and parameter.requires_grad:
         return _LocalShard.apply(parameter)
-    return held(parameter)
+    return home
 
 
 class _LocalShard(torch.autograd.Function):
@@ -148,15 +150,14 @@ class _LocalShard(torch.autograd.Function):
     def forward(ctx, parameter: DTensor) -> torch.Tensor:
         ctx.spec = parameter._spec
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
-        home = held(parameter)
-        return home.view_as(home)
+        return held(parameter).detach()  # not a view, which autograd would refuse to unpack after a write
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:
             return None
-        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(gradient.detach().contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def shard_dim_of(parameter: torch.Tensor) -> int | None:

@@ -140,6 +140,20 @@ def in_dtypes_of(
     return [None if gradient is None else gradient.to(parameter.dtype) for parameter, gradient in pairs]
 
 
+def watched_where_read(parameters: Sequence[torch.Tensor], read: Sequence[bool]) -> list[torch.Tensor]:
+    """What to save of home shards for a backward: those that it reads as they are, so that autograd notices a write in
+    between; of all others, which tell it their shapes only, aliases that anybody may write to."""
+    return [parameter if is_read else parameter.data for parameter, is_read in zip(parameters, read, strict=True)]
+
+
+def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
+    """The saved tensors of `ctx`. Raises RuntimeError, naming the module, where one of them was written since."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        raise RuntimeError(f"{ctx.call.name}: {error}") from error
+
+
 def agree(
     call: Call, homes: Sequence[Home], facts: Sequence[Any], planned: tuple[int, Callable[..., Plan]] | None = None
 ) -> list[tuple[int, ...]]:

@@ -8,11 +8,19 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, agree, expect_shape, prepare_in_place, wants
+from rtp_ext._autograd import first_order_only
+from rtp_ext.functional._call import (
+    Call,
+    Home,
+    agree,
+    expect_shape,
+    prepare_in_place,
+    saved,
+    wants,
+)
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
 from rtp_ext.ring import Ring
 
@@ -116,9 +124,9 @@ class _RotatedConvolution(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
+        x, weight = saved(ctx)
         call, convolution = ctx.call, ctx.convolution
         needs_x, needs_weight, needs_bias = ctx.needs
         if not any(ctx.needs):

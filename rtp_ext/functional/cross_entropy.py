@@ -5,10 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import INTEGERS, Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
+from rtp_ext._autograd import first_order_only
+from rtp_ext.functional._call import (
+    INTEGERS,
+    Call,
+    Home,
+    agree,
+    expect_shape,
+    in_dtypes_of,
+    prepare_in_place,
+    saved,
+    wants,
+)
 from rtp_ext.ring import Ring
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -24,9 +34,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return result.loss
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dloss):
-        x, targets, lse, *parameters = ctx.saved_tensors
+        x, targets, lse, *parameters = saved(ctx)
         dx, *gradients = ctx.call.run(
             _native.cross_entropy_backward,
             dloss.contiguous(),

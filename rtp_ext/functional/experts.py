@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import INTEGERS, Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
+from rtp_ext._autograd import first_order_only
+from rtp_ext.functional._call import (
+    INTEGERS,
+    Call,
+    Home,
+    agree,
+    expect_shape,
+    in_dtypes_of,
+    prepare_in_place,
+    saved,
+    wants,
+    watched_where_read,
+)
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.ring import Ring
 
@@ -19,18 +31,18 @@ _ACTIVATIONS = {**ACTIVATIONS, CLAMPED_SWIGLU: ("silu", True)}
 
 class _RotatedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: Call, shape: Any, keep: bool, index, x, weights, *parameters):
+    def forward(ctx, call: Call, shape: Any, keep: bool, read: list[bool], index, x, weights, *parameters):
         ctx.call, ctx.shape = call, shape
-        ctx.needs = ctx.needs_input_grad[4:]
+        ctx.needs = ctx.needs_input_grad[5:]
         routed = call.run(_native.experts_forward, x, weights, index, parameters, shape, keep, call.options())
         ctx.starts = routed.starts
-        ctx.save_for_backward(x, weights, *parameters, routed.order, routed.kept)
+        ctx.save_for_backward(x, weights, *watched_where_read(parameters, read), routed.order, routed.kept)
         return routed.y
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dy):
-        x, weights, *parameters, order, kept = ctx.saved_tensors
+        x, weights, *parameters, order, kept = saved(ctx)
         dx, dweights, *gradients = ctx.call.run(
             _native.experts_backward,
             dy.contiguous(),
@@ -42,7 +54,20 @@ class _RotatedExperts(torch.autograd.Function):
             ctx.needs,
             ctx.call.options(),
         )
-        return None, None, None, None, dx, dweights, *in_dtypes_of(parameters, gradients)
+        return None, None, None, None, None, dx, dweights, *in_dtypes_of(parameters, gradients)
+
+
+def _read(homes: Sequence[Home], needs_x: bool, needs_weights: bool, keep: bool) -> list[bool]:
+    """Which parameters a backward reads: up for dx, and with its bias where it recomputes; down for the gradients of
+    hidden values and, with its bias, of the router's weights."""
+    needs_up = any(wants(*(home.tensor for home in homes if home.what.startswith("up"))))
+    read = {
+        "up weight": needs_x or not keep,
+        "up bias": not keep,
+        "down weight": needs_x or needs_weights or needs_up,
+        "down bias": needs_weights,
+    }
+    return [read[home.what] for home in homes]
 
 
 def rotated_experts(
@@ -163,10 +188,12 @@ def rotated_experts(
     flat = call.rows(index).to(torch.int64).contiguous()
     if flat.device.type == "cpu" and flat.numel() and (int(flat.min()) < 0 or int(flat.max()) > experts):
         raise IndexError(f"{name}: expected an index in [0, {experts}], got {int(flat.min())} to {int(flat.max())}")
+    keep = not recompute and any(needs)
     y = _RotatedExperts.apply(
         call,
         shape,
-        not recompute and any(needs),
+        keep,
+        _read(homes, needs[0], needs[1], keep),
         flat,
         call.rows(x),
         call.rows(weights),

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rtp_ext._native import shard_sizes
+from rtp_ext._autograd import first_order_only
+from rtp_ext._native import shard_sizes, share_version
 from rtp_ext.nn._base import LiveModule
 from rtp_ext.ring import Ring
 from rtp_ext.sharding import held, local_shard, shard_dim_of, shard_parameter
@@ -185,7 +185,10 @@ def gather(parameters: list[torch.Tensor], ring: Ring, mp_policy: MixedPrecision
             shard = shard.to(mp_policy.param_dtype)
         shards.append(shard)
     layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, shards, strict=True)]
-    return list(_Gather.apply(ring, layouts, mp_policy.reduce_dtype, *shards))
+    gathered = _Gather.apply(ring, layouts, mp_policy.reduce_dtype, *shards)
+    for parameter, whole in zip(parameters, gathered, strict=True):
+        share_version(whole, parameter)  # a backward that needs it notices that the parameter was written since
+    return list(gathered)
 
 
 @dataclass(frozen=True)
@@ -245,7 +248,7 @@ class _Gather(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, *gradients: torch.Tensor | None):
         ring, layouts = ctx.ring, ctx.layouts
         # All ranks reduce the same parameters, whether they used them or not; behind the values, who did.
