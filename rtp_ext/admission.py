@@ -212,7 +212,8 @@ _watching: list[Any] = []  # the handle of the hook, once there is something to 
 
 def weak_parameters(module: nn.Module) -> list[tuple[str, weakref.ref]]:
     """The plain parameters of a model by name, not kept alive."""
-    return [(name, weakref.ref(p)) for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+    kind = type(module).__name__
+    return [(f"{kind}.{name}", weakref.ref(p)) for name, p in module.named_parameters() if not isinstance(p, DTensor)]
 
 
 def mark_replaced(module: nn.Module, before: Iterable[tuple[str, weakref.ref]]) -> None:
@@ -224,7 +225,7 @@ def mark_replaced(module: nn.Module, before: Iterable[tuple[str, weakref.ref]]) 
     for name, reference in before:
         parameter = reference()
         if parameter is not None and id(parameter) not in now:
-            parameter.__dict__[_REPLACED] = f"{type(module).__name__}.{name}"
+            parameter.__dict__[_REPLACED] = name
             if not _watching:
                 _watching.append(register_optimizer_step_pre_hook(_refuse_stale))
 
