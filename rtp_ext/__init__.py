@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rtp_ext.convert import fully_rotate, ring_of
     from rtp_ext.loading import load_safetensors
     from rtp_ext.ring import Ring
+    from rtp_ext.scopes import register_forward_method
     from rtp_ext.sharding import init_weights
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "init_weights",
     "load_safetensors",
     "nn",
+    "register_forward_method",
     "ring_of",
 ]
 
@@ -39,6 +41,7 @@ _MODULES = {
     "fully_rotate": "convert",
     "init_weights": "sharding",
     "load_safetensors": "loading",
+    "register_forward_method": "scopes",
     "ring_of": "convert",
 }
 

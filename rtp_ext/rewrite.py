@@ -21,7 +21,7 @@ from rtp_ext.nn import (
     RotatedMultiheadAttention,
     families,
 )
-from rtp_ext.nn._base import LiveModule, RotatedModule, Tie, mixed_class
+from rtp_ext.nn._base import LiveModule, RotatedModule, Tie, computes_like, mixed_class
 from rtp_ext.nn.gathered import ForwardScope, make_gathered
 from rtp_ext.nn.head import FusedHead, FusedLossModel
 from rtp_ext.nn.linear import RotatedTransposedLinear
@@ -29,10 +29,11 @@ from rtp_ext.nn.together import join
 from rtp_ext.nn.transformer import keep_from_fast_path
 from rtp_ext.nn.whole_embedding import WholeEmbedding
 from rtp_ext.ring import Ring
+from rtp_ext.scopes import is_inside
 
 logger = logging.getLogger("rtp_ext")
 
-# exact class: what it becomes
+# layer of torch: what it becomes
 _DROP_INS: dict[type[nn.Module], type] = {
     nn.Linear: RotatedLinear,
     nn.Embedding: RotatedEmbedding,
@@ -41,6 +42,11 @@ _DROP_INS: dict[type[nn.Module], type] = {
     nn.Conv3d: RotatedConv3d,
     nn.MultiheadAttention: RotatedMultiheadAttention,
 }
+
+
+def _drop_in(part: nn.Module) -> type | None:
+    """The rotated class of a layer of torch, or of a subclass that computes like one; None for any other module."""
+    return next((rotated for base, rotated in _DROP_INS.items() if computes_like(part, base)), None)
 
 
 class Rewriter:
@@ -63,7 +69,7 @@ class Rewriter:
         self.options: dict[str, Any] = {"in_place": in_place, "mp_policy": scope.mp_policy}
         self.memo: dict[int, nn.Parameter] = {}
         self.counts: Counter[str] = Counter()
-        self.modules = list(root.named_modules())
+        self.modules = [(name, part) for name, part in root.named_modules() if not is_inside(part)]
         self.tied = _tied_parameters(self.modules)
         # on an emulated ring their shards are plain parameters
         self.inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}
@@ -102,7 +108,7 @@ class Rewriter:
 
     def _own(self, part: nn.Module) -> list[nn.Parameter]:
         """The parameters that are converted along with a module."""
-        parts = part.modules() if type(part) is nn.MultiheadAttention else [part]
+        parts = part.modules() if computes_like(part, nn.MultiheadAttention) else [part]
         return [p for each in parts for p in each._parameters.values() if p is not None]
 
     def _free(self, layers: list[nn.Module]) -> bool:
@@ -131,6 +137,11 @@ class Rewriter:
             if not families.causal_model(part):
                 continue
             head: Any = part.lm_head
+            if not families.is_linear(head) or families.is_transposed_linear(head):
+                raise ValueError(
+                    f"fully_rotate: loss_head='fused' expected {type(part).__name__}.lm_head to be a linear layer that "
+                    f"has not been converted, got a {type(head).__name__}"
+                )
             if self.ignored.intersection(map(id, head.parameters())):
                 raise ValueError(
                     f"fully_rotate: loss_head='fused' expected the parameters of {type(part).__name__}.lm_head to "
@@ -148,7 +159,7 @@ class Rewriter:
     # -- one module --------------------------------------------------------------------------------------------------
 
     def _rotate(self, part: nn.Module, cls: type, name: str, **options: Any) -> None:
-        part.__class__ = cls
+        part.__class__ = cls if type(part) in _DROP_INS else mixed_class(cls, type(part))
         self._adopt(part, name, **options)
 
     def _adopt(self, part: Any, name: str, **options: Any) -> None:
@@ -170,14 +181,14 @@ class Rewriter:
             self.counts[f"{kind}: ignored"] += 1
         elif (problem := _table_problem(part)) is not None:
             self._keep_whole(name, part, problem)
-        elif type(part) in _DROP_INS or families.is_transposed_linear(part) or families.is_experts(part):
+        elif _drop_in(part) is not None or families.is_transposed_linear(part) or families.is_experts(part):
             self._replace(name, part, by_inputs)
         else:
             self.leftovers.append(part)
 
     def _replace(self, name: str, part: nn.Module, by_inputs: set[int]) -> None:
         kind = type(part).__name__
-        cls: Any = RotatedExperts if families.is_experts(part) else _DROP_INS.get(type(part))
+        cls: Any = RotatedExperts if families.is_experts(part) else _drop_in(part)
         refusal: Callable[[Any], str | None] = getattr(cls, "refusal", _stray_parameters)
         problem = refusal(part)
         options: dict[str, Any] = {}
@@ -249,7 +260,7 @@ def _tied_parameters(modules: list[tuple[str, nn.Module]]) -> set[int]:
     return {parameter for parameter, count in owners.items() if count > 1}
 
 
-def _check_ties(modules: list[tuple[str, nn.Module]], ignored: set[int]) -> None:
+def _check_ties(modules: list[tuple[str, Any]], ignored: set[int]) -> None:
     """A parameter cannot stay whole for one of its owners and be sharded for another."""
     whole: dict[int, str] = {}
     sharded: dict[int, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -14,6 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from rtp_ext.ring import Ring
 from rtp_ext.sharding import init_weights, placed_as, shallow_copy, shard_parameter
@@ -106,9 +109,50 @@ def mixed_class(mixin: type, base: type[nn.Module]) -> Any:
         if "forward" in mixin.__dict__ and base.forward is not nn.Module.forward:
             # code that looks at the arguments of a forward finds the module's own
             members["forward"] = functools.wraps(base.forward)(_calling(mixin))
+        members[_MADE_OF] = mixin
         prefix = getattr(mixin, "NAME_PREFIX", "Rotated")
         _MIXED[mixin, base] = type(f"{prefix}{base.__name__}", (mixin, base), members)
     return _MIXED[mixin, base]
+
+
+_MADE_OF = "_rtp_made_of"  # attribute of a mixed class: its mixin
+
+
+def mixin_of(module: Any) -> type:
+    """The mixin of a module whose class `mixed_class` made; the class of any other object."""
+    return type(module).__dict__.get(_MADE_OF, type(module))
+
+
+# What the forward of a layer of torch is made of, besides its parameters and settings.
+_CALLS = {
+    "forward",
+    "__call__",
+    "_call_impl",
+    "_wrapped_call_impl",
+    "__getattr__",
+    "__getattribute__",
+    "_conv_forward",
+    "merge_masks",
+}
+
+
+def computes_like(module: Any, base: Any) -> bool:
+    """Whether a module is a `base`, a layer class of torch, or of a subclass that computes as `base` does.
+
+    A subclass may initialise, print and load in its own way, and hold more; it may redefine nothing that the forward of
+    `base` looks at.
+    """
+    cls = type(module)
+    if cls is base:
+        return True
+    # nn.MultiheadAttention reads the weights of its out_proj itself, which has a class of its own
+    if not issubclass(cls, base) or issubclass(cls, (LiveModule, NonDynamicallyQuantizableLinear)):
+        return False
+    if "forward" in module.__dict__ or is_parametrized(module):
+        return False
+    settings = {*base.__constants__, *inspect.signature(base.__init__).parameters} - {"device", "dtype"}
+    between = cls.__mro__[: cls.__mro__.index(base)]
+    return not any((_CALLS | settings | {"weight"}) & vars(each).keys() for each in between)
 
 
 class RotatedModule(LiveModule):
@@ -156,10 +200,10 @@ class RotatedModule(LiveModule):
     @classmethod
     def _from(cls, module: nn.Module, base: type[nn.Module]) -> Any:
         """A module of this class with the parameters and buffers of `module`, which is left as it is."""
-        if type(module) is not base:
+        if not computes_like(module, base):
             raise TypeError(f"{cls.__name__}.from_module: expected a {base.__name__}, got a {type(module).__name__}")
         twin: Any = shallow_copy(module)
-        twin.__class__ = cls
+        twin.__class__ = cls if type(module) is base else mixed_class(cls, type(module))
         return twin
 
     def _rotation(self) -> dict[str, Any]:
@@ -186,5 +230,5 @@ class RotatedModule(LiveModule):
             super().reset_parameters()  # type: ignore[misc]
             return
         plain: Any = super(LiveModule, type(self))
-        with torch.no_grad():
-            init_weights(self, plain.reset_parameters)
+        with torch.no_grad():  # a subclass may have modules of its own, which are not this method's to call
+            init_weights(self, lambda module: plain.reset_parameters(module) if module is self else None)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rtp_ext.functional import rotated_linear_cross_entropy
-from rtp_ext.nn._base import LiveModule
+from rtp_ext.nn._base import LiveModule, mixin_of
 from rtp_ext.nn.bundled import unhooked
 from rtp_ext.nn.linear import RotatedLinear
 
@@ -48,8 +48,8 @@ class FusedLossModel(LiveModule):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         plain = super().forward  # type: ignore[misc]
         labels = inspect.signature(plain).bind(*arguments, **keywords).arguments.get("labels")
-        head = self.lm_head
-        if labels is None or type(head) is not FusedHead or not unhooked(head) or not has_usual_loss(self):
+        head: Any = self.lm_head
+        if labels is None or mixin_of(head) is not FusedHead or not unhooked(head) or not has_usual_loss(self):
             return plain(*arguments, **keywords)
         by_name = keywords.get("return_dict")
         if by_name is None:
@@ -65,7 +65,7 @@ class FusedLossModel(LiveModule):
     @property
     def loss_function(self) -> Any:
         head = self._modules["lm_head"]  # type: ignore[attr-defined]
-        if type(head) is FusedHead and head.fusing:
+        if mixin_of(head) is FusedHead and head.fusing:
             return self._fused_loss
         return super().loss_function  # type: ignore[misc]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from rtp_ext._autograd import first_order_only
 from rtp_ext.functional._call import Call
 from rtp_ext.nn._base import LiveModule
 from rtp_ext.ring import Ring
@@ -93,7 +93,7 @@ class _Lookup(torch.autograd.Function):
         return F.embedding(ids, table, padding_idx).to(call.compute_dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dy):
         (ids,) = ctx.saved_tensors
         gradient = _sparse_gradient(ctx, ids, dy) if ctx.sparse else _dense_gradient(ctx, ids, dy)
