@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from rtp_ext._autograd import expect_own_shard
 from rtp_ext.nn.adapters import let_adapters_merge
 from rtp_ext.nn.bundled import OWN_HOOKS
 from rtp_ext.nn.gathered import ForwardScope, GatheredModule, average_gradient
@@ -173,6 +174,7 @@ def fully_rotate(
     object.__setattr__(module, _STATE, state)
     module.register_forward_pre_hook(_open_root, with_kwargs=True, prepend=True)
     module.register_forward_hook(_close_root, always_call=True)
+    module.register_load_state_dict_pre_hook(_expect_own_shards)
     return module
 
 
@@ -226,6 +228,11 @@ def _close_scope(part: nn.Module, _arguments: Any, _output: Any) -> None:
 
 for _hook in (_open_scope, _close_scope):
     setattr(_hook, OWN_HOOKS, True)
+
+
+def _expect_own_shards(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        expect_own_shard(state_dict.get(prefix + name), parameter, f"load_state_dict of {prefix}{name}")
 
 
 def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:
