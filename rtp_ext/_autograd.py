@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rtp_ext._native import shard_sizes, share_version
 
@@ -62,8 +62,10 @@ _followed: set[DeviceMesh] = set()
 
 
 def follow(mesh: DeviceMesh) -> None:
-    """Has writes of optimizers to the parameters on `mesh` seen by autograd, and `full_tensor` of them averaged."""
+    """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
+    that belongs to another rank refused."""
     if not _followed:
+        register_optimizer_step_pre_hook(_check_state)
         register_optimizer_step_post_hook(_count_writes)
         DTensor.full_tensor = _averaged_full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
     _followed.add(mesh)
@@ -71,6 +73,29 @@ def follow(mesh: DeviceMesh) -> None:
 
 def _rotates(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.device_mesh in _followed
+
+
+def expect_own_shard(tensor: Any, parameter: torch.Tensor, what: str) -> None:
+    """Raises ValueError where `tensor`, which goes with a parameter, is the shard of another rank: a DTensor remembers
+    the place of the rank that pickled it."""
+    if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
+        return
+    theirs, mine = tensor.device_mesh, parameter.device_mesh
+    if theirs is mine or theirs != mine or theirs.get_coordinate() == mine.get_coordinate():
+        return
+    raise ValueError(
+        f"{what}: expected the shard of the rank at {mine.get_coordinate()} of its mesh, got the one of the rank at "
+        f"{theirs.get_coordinate()}: every rank has loaded what one rank saved. Save with torch.distributed.checkpoint "
+        "(get_state_dict, set_state_dict), or a file for each rank"
+    )
+
+
+def _check_state(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in filter(_rotates, group["params"]):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                what = f"{type(optimizer).__name__}: state {key} of a parameter of shape {tuple(parameter.shape)}"
+                expect_own_shard(value, parameter, what)
 
 
 def _count_writes(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from rtp_ext._autograd import expect_own_shard
 from rtp_ext.agreement import agree_on_model
 from rtp_ext.nn.adapters import let_adapters_merge
 from rtp_ext.nn.bundled import OWN_HOOKS
@@ -156,6 +157,12 @@ def install(root: nn.Module, state: RotationState) -> None:
     object.__setattr__(root, _STATE, state)
     root.register_forward_pre_hook(_open_root, with_kwargs=True, prepend=True)
     root.register_forward_hook(_close_root, always_call=True)
+    root.register_load_state_dict_pre_hook(_expect_own_shards)
+
+
+def _expect_own_shards(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        expect_own_shard(state_dict.get(prefix + name), parameter, f"load_state_dict of {prefix}{name}")
 
 
 class _Open:
