@@ -95,6 +95,8 @@ def _bad_lists(rank, ranks):
                 with pytest.raises(ValueError, match=r"at least one input and one weight, got \d and \d"):
                     rotated_linears(inputs, weights, ring=ring)
             assert len(list(ring.rotate([torch.ones(1)] * 8))) == ranks
+            with torch.device("meta"):  # where models are built
+                assert ring.exchange("x" * rank) == ["x" * each for each in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

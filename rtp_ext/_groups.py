@@ -88,11 +88,11 @@ class Groups:
         if self._control is None:
             return [value] * self.size
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.empty(self.size, dtype=torch.int64)
-        length = torch.tensor([mine.numel()])
+        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")  # whatever the default device is
+        length = torch.tensor([mine.numel()], device="cpu")
         self._collectively("exchange", _all_gather_single, sizes, length, group=self._control)
         longest = int(sizes.max())
-        told = torch.empty(self.size * longest, dtype=torch.uint8)
+        told = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
         padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
         self._collectively("exchange", _all_gather_single, told, padded, group=self._control)
         every = zip(told.view(self.size, longest), sizes.tolist(), strict=True)

@@ -30,7 +30,7 @@ from rtp_ext._native import RotationError
 from rtp_ext._rotation import Rotation
 from rtp_ext._surroundings import keep_compilers_out, refuse_transforms
 from rtp_ext._trace import Trace, record
-from rtp_ext.gate import Gate, Link, measure
+from rtp_ext.gate import Gate, Link, kind_of, measure
 
 logger = logging.getLogger("rtp_ext")
 
@@ -198,6 +198,8 @@ class Ring(Rotation, Groups):
         if self.transport == "ce":
             choose_ce_modes(self, connection.native)
         self._prepare(connection.native, route, gradient_halves)
+        if self.device.type == "cuda":
+            self.gate.alike = len(set(self.exchange(kind_of(self.device)))) == 1
         logger.info(
             "ring of %d: transport %s (%s), route %s", self.size, self.transport, self.transport_reason, self.route
         )
