@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rtp_ext import functional, nn
     from rtp_ext._native import CudaError, NcclError, RingTimeout, RotationError
     from rtp_ext.convert import fully_rotate, ring_of
+    from rtp_ext.convert.scopes import register_forward_method
     from rtp_ext.parameters.loading import load_safetensors
     from rtp_ext.parameters.sharding import init_weights
     from rtp_ext.ring import Ring
@@ -26,6 +27,7 @@ __all__ = [
     "init_weights",
     "load_safetensors",
     "nn",
+    "register_forward_method",
     "ring_of",
 ]
 
@@ -39,6 +41,7 @@ _MODULES = {
     "fully_rotate": "convert",
     "init_weights": "parameters.sharding",
     "load_safetensors": "parameters.loading",
+    "register_forward_method": "convert.scopes",
     "ring_of": "convert",
 }
 

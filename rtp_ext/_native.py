@@ -61,6 +61,7 @@ mlp_forward = _C.mlp_forward
 partial_linear_backward = _C.partial_linear_backward
 partial_linear_forward = _C.partial_linear_forward
 shard_sizes = _C.shard_sizes
+share_version = _C.share_version
 wastes_last_wave = _C.wastes_last_wave
 
 

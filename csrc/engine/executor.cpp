@@ -1,5 +1,7 @@
 #include "engine/executor.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <limits>
 
@@ -10,6 +12,7 @@ namespace rtp {
 
 Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at::Device device)
     : transport_(std::move(transport)),
+      owner_(getpid()),
       rank_(rank),
       ranks_(ranks),
       device_(device),
@@ -22,7 +25,13 @@ Executor::~Executor() {
   if (alive()) transport_->drop();
 }
 
+bool Executor::forked() const { return getpid() != owner_ && !transport_->alone(); }
+
 void Executor::check_alive(const std::string& operation) const {
+  if (forked()) {
+    throw RotationError(concat(operation, ": the ring belongs to process ", owner_, "; process ", getpid(),
+                               " was forked from it and is no rank of the ring"));
+  }
   if (!alive()) throw RotationError(concat(operation, ": the ring cannot be used any more: ", end_));
 }
 
@@ -75,6 +84,11 @@ Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo>
       gradient_{std::move(gradient), std::nullopt, std::nullopt},
       operation_(std::move(operation)) {
   executor_.check_alive(operation_);
+  for (const auto* cargo : {&weight_, &gradient_[0]}) {
+    const size_t most = executor_.transport().most_parts();
+    RTP_CHECK_VALUE(!*cargo || (*cargo)->parts.size() <= most, operation_, ": expected at most ", most,
+                    " tensors that travel together, got ", (*cargo)->parts.size());
+  }
   hops_ = {schedule_.hops(Channel::weight), schedule_.hops(Channel::gradient)};
   for (auto* cargo : {&weight_, &gradient_[0]}) {
     if (!*cargo) continue;

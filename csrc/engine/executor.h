@@ -40,7 +40,7 @@ class Executor {
 
   // Throws RotationError when the ring was closed or has failed.
   void check_alive(const std::string& operation) const;
-  bool alive() const { return end_.empty(); }
+  bool alive() const { return end_.empty() && !forked(); }
   // Marks the ring dead and aborts its transport.
   void fail(const std::string& reason) noexcept;
   void close();
@@ -48,7 +48,12 @@ class Executor {
  private:
   friend class Execution;
 
+  // Whether this is a copy in a process forked from the owner: the transport's threads are not here, and its memory and
+  // connections are still the owner's.
+  bool forked() const;
+
   std::shared_ptr<Transport> transport_;
+  const int owner_;  // process id
   int rank_;
   int ranks_;
   at::Device device_;

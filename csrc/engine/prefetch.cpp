@@ -28,7 +28,7 @@ bool Prefetcher::Place::is(const at::Tensor& tensor) const {
 
 bool Prefetcher::Record::same(const Record& other) const {
   return serial != 0 && serial == other.serial && index == other.index && name == other.name &&
-         options == other.options;
+         options.same_hops(other.options);
 }
 
 Prefetcher::Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Trace& trace, int rank)

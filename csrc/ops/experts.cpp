@@ -13,21 +13,32 @@
 namespace rtp {
 namespace {
 
+// How the parameters are cut, and their places among those that travel (-1: not there).
 struct ExpertsCut {
   ExpertsCut(const ExpertsShape& shape, int ranks)
       : up_rows((shape.gated ? 2 : 1) * shape.hidden_features),
         sizes(shard_sizes(shape.experts, ranks)),
-        starts(shard_starts(sizes)) {}
+        starts(shard_starts(sizes)) {
+    add(up, shape.transposed ? std::vector{shape.experts, shape.features, up_rows}
+                             : std::vector{shape.experts, up_rows, shape.features});
+    if (shape.up_bias) add(up_bias, {shape.experts, up_rows});
+    add(down, shape.transposed ? std::vector{shape.experts, shape.hidden_features, shape.features}
+                               : std::vector{shape.experts, shape.features, shape.hidden_features});
+    if (shape.down_bias) add(down_bias, {shape.experts, shape.features});
+  }
 
-  Part up(const ExpertsShape& shape, at::ScalarType dtype) const {
-    return cut_part(dtype, {shape.experts, up_rows, shape.features}, 0, sizes);
-  }
-  Part down(const ExpertsShape& shape, at::ScalarType dtype) const {
-    return cut_part(dtype, {shape.experts, shape.features, shape.hidden_features}, 0, sizes);
-  }
+  Part part(size_t place, at::ScalarType dtype) const { return cut_part(dtype, shapes[place], 0, sizes); }
 
   int64_t up_rows;
   std::vector<int64_t> sizes, starts;
+  std::vector<std::vector<int64_t>> shapes;
+  int up = -1, up_bias = -1, down = -1, down_bias = -1;
+
+ private:
+  void add(int& place, std::vector<int64_t> shape) {
+    place = static_cast<int>(shapes.size());
+    shapes.push_back(std::move(shape));
+  }
 };
 
 // The routed tokens of one shard's experts: rows [first, first + rows) of the order of experts.
@@ -51,13 +62,15 @@ class Group {
     }
   }
 
-  // Grouped GEMM: rows of `left` of each expert times that expert's matrix of `stack`, transposed.
-  at::Tensor product(const at::Tensor& left, const at::Tensor& stack, bool transpose, at::Tensor out = {}) const {
+  // Grouped GEMM: rows of `left` of each expert times that expert's matrix of `stack` (transposed), plus its row of
+  // `biases` where there are any.
+  at::Tensor product(const at::Tensor& left, const at::Tensor& stack, bool transpose, const at::Tensor& biases = {},
+                     at::Tensor out = {}) const {
     if (!out.defined()) out = at::empty({rows, transpose ? stack.size(1) : stack.size(2)}, left.options());
     each([&](int64_t e, const auto& of, int64_t count) {
       if (count == 0) return;
       const at::Tensor matrix = stack.select(0, e);
-      gemm(of(out), at::Tensor(), of(left), transpose ? matrix.t() : matrix);
+      gemm(of(out), biases.defined() ? biases.select(0, e) : biases, of(left), transpose ? matrix.t() : matrix);
     });
     return out;
   }
@@ -75,7 +88,38 @@ class Group {
 std::pair<at::Tensor, at::Tensor> halves(const at::Tensor& values, const ExpertsShape& shape) {
   const int64_t hidden = shape.hidden_features;
   if (!shape.gated) return {at::Tensor(), values};
+  if (shape.interleaved) return {values.slice(1, 0, 2 * hidden, 2), values.slice(1, 1, 2 * hidden, 2)};
   return {values.narrow(1, 0, hidden), values.narrow(1, hidden, hidden)};
+}
+
+// The hidden values of a clamped gate, and their gradients where d_value is defined. Computed in the accumulation dtype
+// and rounded once.
+Hidden clamped_values(const ClampedGate& clamped, const at::Tensor& d_value, const at::Tensor& pre,
+                      const at::Tensor& gate) {
+  const at::ScalarType dtype = pre.scalar_type(), sums = accumulation_dtype(dtype);
+  const at::Tensor up = pre.to(sums), through = gate.to(sums);
+  const at::Tensor factor = up.clamp(-clamped.limit, clamped.limit).add_(1.0);
+  const at::Tensor bounded = through.clamp_max(clamped.limit);
+  const at::Tensor sigmoid = bounded.mul(clamped.alpha).sigmoid_();
+  const at::Tensor glu = bounded.mul(sigmoid);
+  Hidden hidden{factor.mul(glu).to(dtype), {}, {}};
+  if (!d_value.defined()) return hidden;
+  const at::Tensor d = d_value.to(sums);
+  hidden.d_pre = d.mul(glu).masked_fill_(up.abs().gt(clamped.limit), 0.0).to(dtype);
+  const at::Tensor slope = sigmoid.neg().add_(1.0).mul_(bounded).mul_(clamped.alpha).add_(1.0).mul_(sigmoid);
+  hidden.d_gate = d.mul(factor).mul_(slope).masked_fill_(through.gt(clamped.limit), 0.0).to(dtype);
+  return hidden;
+}
+
+at::Tensor values_of(const ExpertsShape& shape, const at::Tensor& pre, const at::Tensor& gate) {
+  return shape.clamped ? clamped_values(*shape.clamped, {}, pre, gate).value
+                       : hidden_forward(shape.activation, pre, gate);
+}
+
+Hidden gradients_of(const ExpertsShape& shape, const at::Tensor& d_value, const at::Tensor& pre,
+                    const at::Tensor& gate) {
+  return shape.clamped ? clamped_values(*shape.clamped, d_value, pre, gate)
+                       : hidden_backward(shape.activation, d_value, pre, gate);
 }
 
 void check_operands(const Executor& executor, const ExpertsShape& shape, const RotationOptions& options,
@@ -108,22 +152,31 @@ void route(const at::Tensor& index, const ExpertsShape& shape, const RotationOpt
   result.starts.assign(first, first + shape.experts + 1);
 }
 
-Cargo weight_cargo(const Executor& executor, const ExpertsCut& cut, const ExpertsShape& shape, const at::Tensor& up,
-                   const at::Tensor& down, const RotationOptions& options) {
-  Cargo cargo{{cut.up(shape, options.compute_dtype), cut.down(shape, options.compute_dtype)}, {up, down}};
-  check_home(executor, options, "up weight", up, cargo.parts[0]);
-  check_home(executor, options, "down weight", down, cargo.parts[1]);
+Cargo weight_cargo(const Executor& executor, const ExpertsCut& cut, const std::vector<at::Tensor>& parameters,
+                   const RotationOptions& options) {
+  RTP_ASSERT(parameters.size() == cut.shapes.size(), "parameters of experts");
+  Cargo cargo{{}, parameters};
+  for (size_t place = 0; place < parameters.size(); ++place) {
+    cargo.parts.push_back(cut.part(place, options.compute_dtype));
+    check_home(executor, options, cut.shapes[place].size() == 2 ? "bias" : "weight", parameters[place],
+               cargo.parts[place]);
+  }
   return cargo;
+}
+
+// The biases of a shard's experts; undefined where there are none.
+at::Tensor biases_of(const std::vector<at::Tensor>& shard, int place) {
+  return place < 0 ? at::Tensor() : shard[place];
 }
 
 }  // namespace
 
 ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weights,
-                              const at::Tensor& index, const at::Tensor& up, const at::Tensor& down,
+                              const at::Tensor& index, const std::vector<at::Tensor>& parameters,
                               const ExpertsShape& shape, bool keep, const RotationOptions& options) {
   check_operands(executor, shape, options, x, weights, index);
   const ExpertsCut cut(shape, executor.ranks());
-  Cargo cargo = weight_cargo(executor, cut, shape, up, down, options);
+  Cargo cargo = weight_cargo(executor, cut, parameters, options);
   ExpertsResult result;
   route(index, shape, options, result);
   const at::ScalarType sums = accumulation_dtype(options.compute_dtype);
@@ -138,10 +191,12 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
     if (group.rows == 0) continue;
     const auto shard = pass.weight();
     const at::Tensor room = keep ? result.kept.narrow(0, group.first, group.rows) : at::Tensor();
-    const at::Tensor values = group.product(x.index_select(0, group.token), shard[0], /*transpose=*/true, room);
+    const at::Tensor values = group.product(x.index_select(0, group.token), shard[cut.up], !shape.transposed,
+                                            biases_of(shard, cut.up_bias), room);
     const auto [gate, pre] = halves(values, shape);
     const at::Tensor out =
-        group.product(hidden_forward(shape.activation, pre, gate), shard[1], /*transpose=*/true).to(sums);
+        group.product(values_of(shape, pre, gate), shard[cut.down], !shape.transposed, biases_of(shard, cut.down_bias))
+            .to(sums);
     y.index_add_(0, group.token, out.mul(factors.index_select(0, group.place).unsqueeze(1)));
   }
   result.y = y.to(options.compute_dtype);
@@ -149,18 +204,22 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
 }
 
 std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& dy, const at::Tensor& x,
-                                         const at::Tensor& weights, const ExpertsResult& routed, const at::Tensor& up,
-                                         const at::Tensor& down, const ExpertsShape& shape,
+                                         const at::Tensor& weights, const ExpertsResult& routed,
+                                         const std::vector<at::Tensor>& parameters, const ExpertsShape& shape,
                                          const std::vector<bool>& needs, const RotationOptions& options) {
-  const bool needs_x = needs[0], needs_weights = needs[1], needs_up = needs[2], needs_down = needs[3];
+  const bool needs_x = needs[0], needs_weights = needs[1];
   const ExpertsCut cut(shape, executor.ranks());
   const double scale = 1.0 / executor.ranks();
   const at::ScalarType sums = accumulation_dtype(options.compute_dtype);
   const auto sum_options = x.options().dtype(sums);
-  std::optional<Cargo> cargo = weight_cargo(executor, cut, shape, up, down, options);
+  std::optional<Cargo> cargo = weight_cargo(executor, cut, parameters, options);
   std::vector<Part> parts;
-  if (needs_up) parts.push_back(cut.up(shape, options.reduce_dtype));
-  if (needs_down) parts.push_back(cut.down(shape, options.reduce_dtype));
+  std::vector<int> place(parameters.size(), -1);
+  for (size_t part = 0; part < parameters.size(); ++part) {
+    if (!needs[part + 2]) continue;
+    place[part] = static_cast<int>(parts.size());
+    parts.push_back(cut.part(part, options.reduce_dtype));
+  }
   std::optional<Cargo> gradients;
   if (!parts.empty()) gradients = gradient_cargo(executor, std::move(parts));
   const std::vector<at::Tensor> home = gradients ? gradients->home : std::vector<at::Tensor>{};
@@ -184,22 +243,30 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
       if (group.rows == 0) continue;
       const auto shard = pass.weight();
       const at::Tensor rows = x.index_select(0, group.token);
-      const at::Tensor values = routed.kept.defined() ? routed.kept.narrow(0, group.first, group.rows)
-                                                      : group.product(rows, shard[0], /*transpose=*/true);
+      const at::Tensor values =
+          routed.kept.defined() ? routed.kept.narrow(0, group.first, group.rows)
+                                : group.product(rows, shard[cut.up], !shape.transposed, biases_of(shard, cut.up_bias));
       const auto [gate, pre] = halves(values, shape);
       const at::Tensor factor = factors.index_select(0, group.place).unsqueeze(1);
       const at::Tensor d_rows = dy.index_select(0, group.token);
       // without the router's weight, so that its own gradient is a product with the hidden values
-      const at::Tensor d_plain = group.product(d_rows, shard[1], /*transpose=*/false);
-      const Hidden slice = hidden_backward(shape.activation, d_plain.mul(factor).to(options.compute_dtype), pre, gate);
+      const at::Tensor d_plain = group.product(d_rows, shard[cut.down], shape.transposed);
+      const Hidden slice = gradients_of(shape, d_plain.mul(factor).to(options.compute_dtype), pre, gate);
       if (needs_weights) {
-        d_factors.index_copy_(0, group.place, d_plain.to(sums).mul(slice.value).sum(1));
+        const at::Tensor along = d_plain.to(sums).mul(slice.value).sum(1);
+        if (shape.down_bias) {
+          const at::Tensor biases = shard[cut.down_bias];
+          group.each([&](int64_t e, const auto& of, int64_t count) {
+            if (count > 0) of(along).add_(of(d_rows).to(sums).mul(biases.select(0, e)).sum(1));
+          });
+        }
+        d_factors.index_copy_(0, group.place, along);
       }
       const at::Tensor d_values = at::empty({group.rows, cut.up_rows}, x.options());
       const auto [d_gate, d_pre] = halves(d_values, shape);
       d_pre.copy_(slice.d_pre);
       if (d_gate.defined()) d_gate.copy_(slice.d_gate);
-      if (needs_x) dx.index_add_(0, group.token, group.product(d_values, shard[0], /*transpose=*/false).to(sums));
+      if (needs_x) dx.index_add_(0, group.token, group.product(d_values, shard[cut.up], shape.transposed).to(sums));
       if (!home.empty()) {
         slices[owner] = {rows, slice.value, d_rows.mul(factor).to(options.compute_dtype), d_values};
       }
@@ -207,25 +274,44 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
     }
     const auto in = pass.gradient_in();
     const auto out = pass.gradient_out();
-    const auto add = [&](size_t part, const at::Tensor& left, const at::Tensor& right) {
+    // calls make(expert's gradient, what arrived of it, rows of that expert), or passes on where it has no tokens
+    const auto add = [&](int part, const auto& make) {
+      if (part < 0 || place[part] < 0) return;
       group.each([&](int64_t e, const auto& of, int64_t count) {
-        const at::Tensor before = in.empty() ? at::Tensor() : in[part].select(0, e);
+        const at::Tensor before = in.empty() ? at::Tensor() : in[place[part]].select(0, e);
+        const at::Tensor after = out[place[part]].select(0, e);
         if (count == 0) {
-          pass_on(out[part].select(0, e), before);
+          pass_on(after, before);
         } else {
-          gemm(out[part].select(0, e), before, of(left).t(), of(right), scale);
+          make(after, before, of);
         }
       });
     };
+    const auto add_weight = [&](int part, const at::Tensor& outputs, const at::Tensor& inputs) {
+      add(part, [&](const at::Tensor& after, const at::Tensor& before, const auto& of) {
+        const at::Tensor& left = shape.transposed ? inputs : outputs;
+        const at::Tensor& right = shape.transposed ? outputs : inputs;
+        gemm(after, before, of(left).t(), of(right), scale);
+      });
+    };
+    const auto add_bias = [&](int part, const at::Tensor& outputs) {
+      add(part, [&](const at::Tensor& after, const at::Tensor& before, const auto& of) {
+        column_sum(after, before, of(outputs), scale);
+      });
+    };
     const Slice slice = group.rows > 0 ? slices.at(owner) : Slice{};
-    if (needs_up) add(0, slice.d_values, slice.x);
-    if (needs_down) add(out.size() - 1, slice.d_out, slice.hidden);
+    add_weight(cut.up, slice.d_values, slice.x);
+    add_bias(cut.up_bias, slice.d_values);
+    add_weight(cut.down, slice.d_out, slice.hidden);
+    add_bias(cut.down_bias, slice.d_out);
     slices.erase(owner);
   }
 
-  return {needs_x ? dx.to(options.compute_dtype) : at::Tensor(),
-          needs_weights ? d_factors.view(weights.sizes()).to(weights.scalar_type()) : at::Tensor(),
-          needs_up ? home.front() : at::Tensor(), needs_down ? home.back() : at::Tensor()};
+  std::vector<at::Tensor> result{
+      needs_x ? dx.to(options.compute_dtype) : at::Tensor(),
+      needs_weights ? d_factors.view(weights.sizes()).to(weights.scalar_type()) : at::Tensor()};
+  for (const int part : place) result.push_back(part < 0 ? at::Tensor() : home[part]);
+  return result;
 }
 
 }  // namespace rtp

@@ -1,6 +1,7 @@
 // Experts whose weights visit every rank, while the tokens stay: no all-to-all, no capacity, no dropped token.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "compute/activation.h"
@@ -8,15 +9,28 @@
 
 namespace rtp {
 
-// For token t and choice k: y[t] += weights[t, k] down_e(hidden_e(x[t])) with e = index[t, k]. Stacked parameters:
-// up [experts, (gated ? 2 : 1) * hidden, features] with the gate's rows first, down [experts, features, hidden]; both
-// cut along the experts.
+// The gate of GPT-OSS: (min(max(pre, -limit), limit) + 1) g sigmoid(alpha g) with g = min(gate, limit).
+struct ClampedGate {
+  double alpha = 0.0;
+  double limit = 0.0;
+};
+
+// For token t and choice k: y[t] += weights[t, k] down_e(hidden_e(x[t])) with e = index[t, k]. Stacked parameters, all
+// cut along the experts, with up_rows = (gated ? 2 : 1) * hidden:
+//   up [experts, up_rows, features] and down [experts, features, hidden], or transposed: [experts, features, up_rows]
+//   and [experts, hidden, features]; biases, where there are any, [experts, up_rows] and [experts, features].
+// The gate's rows come first, or, interleaved, gate and up take turns.
 struct ExpertsShape {
   int64_t experts = 0;
   int64_t features = 0;
   int64_t hidden_features = 0;
   bool gated = true;
+  bool up_bias = false;
+  bool down_bias = false;
+  bool transposed = false;
+  bool interleaved = false;
   Activation activation = Activation::silu;
+  std::optional<ClampedGate> clamped;  // in place of the activation
 };
 
 struct ExpertsResult {
@@ -28,16 +42,16 @@ struct ExpertsResult {
 
 // x [T, features] in options.compute_dtype, weights [T, K] of any floating dtype, index int64 [T, K], contiguous; an
 // index equal to `experts` is nobody's. Experts may have no token, or all of them. On CUDA the numbers of tokens per
-// expert are read once by the host.
+// expert are read once by the host. parameters: home shards of up, its bias, down, its bias, of those that there are.
 ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weights,
-                              const at::Tensor& index, const at::Tensor& up, const at::Tensor& down,
+                              const at::Tensor& index, const std::vector<at::Tensor>& parameters,
                               const ExpertsShape& shape, bool keep, const RotationOptions& options);
 
-// Returns the gradients of x (compute dtype), weights (their own dtype), up and down (this rank's shards, averaged over
-// the ring, in options.reduce_dtype); undefined where not wanted.
+// Returns the gradients of x (compute dtype), weights (their own dtype) and the parameters (this rank's shards,
+// averaged over the ring, in options.reduce_dtype); undefined where `needs`, which has the same order, says no.
 std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& dy, const at::Tensor& x,
-                                         const at::Tensor& weights, const ExpertsResult& routed, const at::Tensor& up,
-                                         const at::Tensor& down, const ExpertsShape& shape,
+                                         const at::Tensor& weights, const ExpertsResult& routed,
+                                         const std::vector<at::Tensor>& parameters, const ExpertsShape& shape,
                                          const std::vector<bool>& needs, const RotationOptions& options);
 
 }  // namespace rtp

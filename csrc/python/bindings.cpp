@@ -336,12 +336,18 @@ void bind_bundles(py::module_& m) {
         py::arg("needs_parameter"), py::arg("options"), py::call_guard<NoGil>());
 
   py::class_<ExpertsShape>(m, "ExpertsShape")
-      .def(py::init([](int64_t experts, int64_t features, int64_t hidden_features, bool gated,
-                       const std::string& activation) {
-             return ExpertsShape{experts, features, hidden_features, gated, parse_activation(activation)};
+      .def(py::init([](int64_t experts, int64_t features, int64_t hidden_features, bool gated, bool up_bias,
+                       bool down_bias, bool transposed, bool interleaved, const std::string& activation,
+                       const std::optional<std::tuple<double, double>>& clamped) {
+             ExpertsShape shape{experts,    features,    hidden_features,
+                                gated,      up_bias,     down_bias,
+                                transposed, interleaved, parse_activation(activation)};
+             if (clamped) shape.clamped = ClampedGate{std::get<0>(*clamped), std::get<1>(*clamped)};
+             return shape;
            }),
            py::kw_only(), py::arg("experts"), py::arg("features"), py::arg("hidden_features"), py::arg("gated"),
-           py::arg("activation"));
+           py::arg("up_bias"), py::arg("down_bias"), py::arg("transposed"), py::arg("interleaved"),
+           py::arg("activation"), py::arg("clamped"));
   py::class_<ExpertsResult>(m, "ExpertsResult")
       .def(py::init(
                [](const std::optional<at::Tensor>& kept, const at::Tensor& order, const std::vector<int64_t>& starts) {
@@ -353,13 +359,19 @@ void bind_bundles(py::module_& m) {
       .def_readonly("order", &ExpertsResult::order)
       .def_readonly("starts", &ExpertsResult::starts);
   m.def("experts_forward", &experts_forward, py::arg("executor"), py::arg("x"), py::arg("weights"), py::arg("index"),
-        py::arg("up"), py::arg("down"), py::arg("shape"), py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
+        py::arg("parameters"), py::arg("shape"), py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
   m.def("experts_backward", &experts_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("weights"),
-        py::arg("routed"), py::arg("up"), py::arg("down"), py::arg("shape"), py::arg("needs"), py::arg("options"),
+        py::arg("routed"), py::arg("parameters"), py::arg("shape"), py::arg("needs"), py::arg("options"),
         py::call_guard<NoGil>());
 }
 
 }  // namespace
+
+// Lets writes to either tensor be seen by whoever saved the other one for a backward.
+void share_version(const at::Tensor& tensor, const at::Tensor& with) {
+  if (tensor.is_inference() || with.is_inference()) return;  // they count no writes
+  tensor.unsafeGetTensorImpl()->set_version_counter(with.unsafeGetTensorImpl()->version_counter());
+}
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The rotation engine of rtp_ext.";
@@ -371,4 +383,5 @@ PYBIND11_MODULE(_C, m) {
   bind_operations(m);
   bind_bundles(m);
   bind_kernels(m);
+  m.def("share_version", &share_version, py::arg("tensor"), py::arg("with"));
 }

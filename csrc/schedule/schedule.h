@@ -106,6 +106,13 @@ struct ScheduleOptions {
   bool bundle = false;            // backward only: wgrad(j) needs what dgrad(j) computed, so that weights always travel
   bool halves = false;            // backward only, not of bundles: gradients travel in two halves
   bool two_lanes = false;         // not of bundles: forwards alternate between lanes, dgrads and wgrads have one each
+
+  // Whether both make the same hops. Lanes are each rank's own affair: they follow from its own tokens and device.
+  bool same_hops(const ScheduleOptions& other) const {
+    ScheduleOptions mine = *this;
+    mine.two_lanes = other.two_lanes;
+    return mine == other;
+  }
 };
 
 struct Schedule {

@@ -16,7 +16,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-constexpr int kMaxParts = 8;  // of a hop
+constexpr size_t kMaxParts = 8;  // of a hop
 
 at::Tensor as_tensor(const Span& span, at::Device device) {
   return at::from_blob(span.data, {static_cast<int64_t>(span.bytes)},
@@ -105,12 +105,13 @@ class C10dTransport : public Transport {
   }
 
   const char* name() const override { return "c10d"; }
+  size_t most_parts() const override { return kMaxParts; }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     auto transfer = std::make_shared<C10dTransfer>(hop, timeout_, device_.is_cpu());
     const Group group = this->group(hop.channel);
     // Ranks that are out of step must not take each other's messages: they time out instead.
-    const int tag = static_cast<int>(hop.identity() & 0x1ffffff) * kMaxParts;
+    const int tag = static_cast<int>(hop.identity() & 0x1ffffff) * static_cast<int>(kMaxParts);
     RTP_ASSERT(hop.send.size() <= kMaxParts && hop.receive.size() <= kMaxParts, hop.describe(), " has too many parts");
     const auto filled = [](const std::vector<Span>& spans) {
       return std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.bytes > 0; });
@@ -183,7 +184,7 @@ class C10dTransport : public Transport {
 
 std::shared_ptr<Transport> make_c10d_transport(Group weight, Group gradient, at::Device device,
                                                std::chrono::milliseconds timeout) {
-  return std::make_shared<C10dTransport>(std::move(weight), std::move(gradient), device, timeout);
+  return make_owned<C10dTransport>(std::move(weight), std::move(gradient), device, timeout);
 }
 
 }  // namespace rtp

@@ -2,11 +2,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstddef>
+#include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/lanes.h"
@@ -88,6 +91,8 @@ class Transport {
   virtual void release(Channel, const at::Tensor&) {}
   virtual bool sends_anywhere() const { return true; }
   virtual bool receives_anywhere() const { return true; }
+  // The most tensors that may travel together.
+  virtual size_t most_parts() const { return std::numeric_limits<size_t>::max(); }
 
   // Gives up: wakes whoever waits here or at a neighbour, and drops the connections. Idempotent.
   virtual void abort(const std::string& reason) noexcept = 0;
@@ -108,6 +113,15 @@ class Transport {
  private:
   const std::unique_ptr<Lanes> lanes_;
 };
+
+// A transport that only the process that made it takes down. Its copy in a forked process is left as it is: the threads
+// that it would wait for do not exist there, and what it would close is still the other's.
+template <typename Made, typename... Arguments>
+std::shared_ptr<Made> make_owned(Arguments&&... arguments) {
+  return std::shared_ptr<Made>(new Made(std::forward<Arguments>(arguments)...), [owner = getpid()](Made* made) {
+    if (getpid() == owner) delete made;
+  });
+}
 
 // The error for a neighbour that does not answer.
 [[noreturn]] void throw_timeout(const Hop& hop, int peer, std::chrono::duration<double> waited,

@@ -28,6 +28,7 @@ from hf_models import (
 )
 from reference import adamw, assert_same, random
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 
@@ -271,6 +272,25 @@ def adapters(rank, ranks, kind, variant):
             model.enable_input_require_grads()
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
             check_trained(model, plain, kind, rank, ranks, first=60)
+            merged(model, plain, kind, rank, ranks)
+
+
+def merged(model, plain, kind, rank, ranks):
+    """Adapters are loaded from one rank, merged into their layers, taken out again, and merged for good."""
+    values = {name: 1.25 * value for name, value in plain.state_dict().items()}
+    plain.load_state_dict(values)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, dict(values) if rank == 0 else {}, options=options)
+    check_parameters(model, plain)
+    model.merge_adapter()
+    check_logits(model, plain, kind, rank)
+    with refused("adapters that are merged"):
+        check_parameters(model, plain)
+    model.unmerge_adapter()
+    check_parameters(model, plain)
+    model, plain = model.merge_and_unload().requires_grad_(True), plain.merge_and_unload().requires_grad_(True)
+    assert not any("lora_" in name for name, _ in model.named_parameters())
+    check_trained(model, plain, kind, rank, ranks, steps=1)
 
 
 def generation(rank, ranks, kind, variant):

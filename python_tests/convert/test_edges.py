@@ -1,14 +1,24 @@
 """Cases at the edge: empty shards, ranks that disagree or fall out of step, views, ties, sums that lack a part."""
 
+from itertools import product
+
 import pytest
 import torch
-from harness import run_ranks
+from harness import Cases, run_ranks
+from reference import assert_same, full
 from torch import nn
 from torch.nn.utils import prune
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear
-from rtp_ext.nn import RotatedLinear
+from rtp_ext.nn import (
+    RotatedConv1d,
+    RotatedEmbedding,
+    RotatedExperts,
+    RotatedLinear,
+    RotatedLinearCrossEntropy,
+    RotatedMLP,
+)
 from rtp_ext.parameters.sharding import take_shard
 
 TIMEOUT = 20.0
@@ -186,3 +196,81 @@ def _masked_layers(rank, ranks):
 
 def test_layers_with_parameters_of_their_own_are_gathered():
     run_ranks(_masked_layers, 2)
+
+
+def _linear(inputs, outputs, bias=True):
+    return nn.Linear(inputs, outputs, bias, dtype=torch.float64)
+
+
+def _layers(*sizes):
+    return nn.Sequential(_linear(*sizes[:2]), nn.GELU(), _linear(*sizes[1:]))
+
+
+def _pass(module, x):
+    """The output, the gradient of the input, and the gradients of the parameters, by their order."""
+    x = x.clone().requires_grad_() if x.is_floating_point() else x
+    y = module(x)
+    y.square().sum().backward()
+    return [y, x.grad, *(p.grad if p.grad is None else full(p.grad) for p in module.parameters())]
+
+
+def _empty_dimensions(rank, ranks):
+    """Of every layer, made anew and made of a plain one: what torch computes, or an error that says what is empty."""
+    cases = Cases()
+
+    def check(name, plain, module, x):
+        with cases.case(f"{name} rank {rank} of {ranks}"):
+            for number, (mine, right) in enumerate(zip(_pass(module, x), _pass(plain, x), strict=True)):
+                assert_same(mine, right, 1e-12, f"tensor {number}")
+
+    def made(kind, *arguments, **options):
+        torch.manual_seed(0)
+        return kind(*arguments, **options)
+
+    for transport, in_place in (("shm", False), ("c10d", True)):
+        with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
+            rotated = {"ring": ring, "in_place": in_place, "dtype": torch.float64}
+            for inputs, outputs, bias, shard_dim in product((0, 5), (0, 4), (True, False), (0, 1)):
+                plain = made(_linear, inputs, outputs, bias)
+                name, x = f"{plain} {transport} cut along {shard_dim}", torch.ones(3, inputs, dtype=torch.float64)
+                module = made(RotatedLinear, inputs, outputs, bias, **rotated, shard_dim=shard_dim)
+                check(f"{name}, made", plain, module, x)
+                twin = RotatedLinear.from_module(
+                    made(_linear, inputs, outputs, bias), ring, shard_dim=shard_dim, in_place=in_place
+                )
+                check(f"{name}, cut", made(_linear, inputs, outputs, bias), twin, x)
+            for sizes in ((0, 6, 3), (4, 0, 3), (4, 6, 0)):
+                x = torch.ones(2, sizes[0], dtype=torch.float64)
+                check(f"mlp {sizes}", made(_layers, *sizes), made(RotatedMLP, *sizes, **rotated), x)
+            for rows, features in ((5, 0), (0, 5)):
+                ids = torch.arange(min(rows, 2))
+                plain = made(nn.Embedding, rows, features, dtype=torch.float64)
+                check(f"{plain}", plain, made(RotatedEmbedding, rows, features, **rotated), ids)
+            x, targets = torch.ones(2, 0, dtype=torch.float64), torch.tensor([1, 2])
+            loss = made(RotatedLinearCrossEntropy, 0, 4, True, **rotated)(x, targets)
+            right = nn.functional.cross_entropy(made(_linear, 0, 4)(x), targets)
+            assert_same(loss, right, 1e-12, "cross-entropy of no features")
+            index, ones = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1, dtype=torch.float64)
+            for features, hidden in ((0, 4), (4, 0)):
+                x = torch.ones(2, features, dtype=torch.float64)
+                y = RotatedExperts(3, features, hidden, **rotated)(x, index, ones)
+                assert_same(y, torch.zeros(2, features, dtype=torch.float64), 0.0, "experts")
+            for inputs, outputs in ((0, 4), (4, 0)):
+                module = RotatedConv1d(inputs, outputs, 3, **rotated)
+                with pytest.raises(ValueError, match=rf"no empty dimension, got shape \({outputs}, {inputs}, 3\)"):
+                    module(torch.ones(2, inputs, 7, dtype=torch.float64))
+
+    def build():
+        return nn.Sequential(nn.LayerNorm(0, dtype=torch.float64), *_layers(0, 4, 0), _linear(0, 3))
+
+    for bundle in (True, False):
+        model = rtp_ext.fully_rotate(made(build), bundle=bundle, timeout=TIMEOUT)
+        check(f"model, bundle {bundle}", made(build), model, torch.ones(2, 0, dtype=torch.float64))
+        rtp_ext.ring_of(model).close()
+    cases.finish()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_empty_dimensions(ranks):
+    run_ranks(_empty_dimensions, ranks)

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 from harness import run_ranks
+from hf_models import fill
 from reference import adamw, assert_same, chunk, differs, full, local, random
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -24,42 +25,52 @@ EXPERTS, FEATURES, HIDDEN = 5, 6, 4
 class PlainExperts(nn.Module):
     """Laid out as the experts of transformers."""
 
-    def __init__(self, act_fn, gated=True, dtype=torch.float64):
+    def __init__(self, act_fn, gated=True, dtype=torch.float64, bias=False):
         super().__init__()
         rows = 2 * HIDDEN if gated else HIDDEN
         up = nn.Parameter(random(EXPERTS, rows, FEATURES, dtype=dtype, seed=1))
-        self.register_parameter("gate_up_proj" if gated else "up_proj", up)
+        self.up_name = "gate_up_proj" if gated else "up_proj"
+        self.register_parameter(self.up_name, up)
         self.down_proj = nn.Parameter(random(EXPERTS, FEATURES, HIDDEN, dtype=dtype, seed=2))
+        if bias:
+            up_bias = nn.Parameter(random(EXPERTS, rows, dtype=dtype, seed=3))
+            self.register_parameter(f"{self.up_name}_bias", up_bias)
+            self.down_proj_bias = nn.Parameter(random(EXPERTS, FEATURES, dtype=dtype, seed=4))
         self.act_fn = act_fn
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         y = torch.zeros_like(hidden_states)
+        up, up_bias = (getattr(self, self.up_name + ending, None) for ending in ("", "_bias"))
+        down_bias = getattr(self, "down_proj_bias", None)
         for expert in range(EXPERTS):
-            if hasattr(self, "gate_up_proj"):
-                gate, values = (hidden_states @ self.gate_up_proj[expert].t()).chunk(2, -1)
+            values = F.linear(hidden_states, up[expert], None if up_bias is None else up_bias[expert])
+            if self.up_name == "gate_up_proj":
+                gate, values = values.chunk(2, -1)
                 values = self.act_fn(gate) * values
             else:
-                values = self.act_fn(hidden_states @ self.up_proj[expert].t())
+                values = self.act_fn(values)
             share = (top_k_weights * (top_k_index == expert)).sum(-1, keepdim=True)
-            y = y + share * (values @ self.down_proj[expert].t())
+            y = y + share * F.linear(values, self.down_proj[expert], None if down_bias is None else down_bias[expert])
         return y
 
 
-def make_batch(rank: int, step: int = 0, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def make_batch(
+    rank: int, step: int = 0, dtype: torch.dtype = torch.float64, highest: int = EXPERTS
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(10 * step + rank)
-    index = torch.randint(EXPERTS + 1, (7 + rank, 2), generator=generator)
+    index = torch.randint(highest + 1, (7 + rank, 2), generator=generator)
     weights = torch.rand(7 + rank, 2, generator=generator, dtype=torch.float64).to(dtype)
     return [random(7 + rank, FEATURES, dtype=dtype, seed=10 * step + rank), index, weights]
 
 
-def check_trained(module: nn.Module, plain: nn.Module, rank: int, ranks: int, steps: int = 2) -> None:
+def check_trained(module: nn.Module, plain: nn.Module, rank: int, ranks: int, steps: int = 2, **options) -> None:
     """Both give the same outputs and gradients of the router's weights, and train alike."""
     start = copy.deepcopy(plain)
     optimizers = adamw(module.parameters()), adamw(plain.parameters())
     for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        batches = [make_batch(other, step) for other in range(ranks)]
+        batches = [make_batch(other, step, **options) for other in range(ranks)]
         for batch in batches:
             batch[2].requires_grad_()
         mine = [tensor.detach() for tensor in batches[rank]]
@@ -80,8 +91,8 @@ def check_trained(module: nn.Module, plain: nn.Module, rank: int, ranks: int, st
 def _modules(rank, ranks, transport):
     with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
         for in_place, recompute in product((False, True), repeat=2):
-            for act_fn, gated in ((nn.SiLU(), True), (F.relu, False)):
-                plain = PlainExperts(act_fn, gated)
+            for act_fn, gated, bias in ((nn.SiLU(), True, False), (F.relu, False, False), (F.gelu, True, True)):
+                plain = PlainExperts(act_fn, gated, bias=bias)
                 module = RotatedExperts.from_module(plain, ring, in_place=in_place, recompute=recompute)
                 assert isinstance(module, RotatedExperts) and isinstance(module, PlainExperts)
                 assert type(module).__name__ == "RotatedPlainExperts" and type(plain) is PlainExperts
@@ -117,14 +128,21 @@ def _fresh(rank, ranks):
     with rtp_ext.Ring(timeout=TIMEOUT) as ring:
         for activation, (_, gated) in ACTIVATIONS.items():
             torch.manual_seed(0)
-            module = RotatedExperts(EXPERTS, FEATURES, HIDDEN, activation=activation, ring=ring, dtype=torch.float64)
+            bias = activation in ("gelu", "swiglu")
+            options = {"activation": activation, "bias": bias, "ring": ring, "dtype": torch.float64}
+            module = RotatedExperts(EXPERTS, FEATURES, HIDDEN, **options)
             up = "gate_up_proj" if gated else "up_proj"
             shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
             rows = (2 if gated else 1) * HIDDEN
-            assert shapes == {up: (EXPERTS, rows, FEATURES), "down_proj": (EXPERTS, FEATURES, HIDDEN)}
+            expected = {up: (EXPERTS, rows, FEATURES), "down_proj": (EXPERTS, FEATURES, HIDDEN)}
+            if bias:
+                expected |= {f"{up}_bias": (EXPERTS, rows), "down_proj_bias": (EXPERTS, FEATURES)}
+            assert shapes == expected
             whole = {name: full(parameter) for name, parameter in module.named_parameters()}
             torch.manual_seed(0)
-            for name, features in ((up, FEATURES), ("down_proj", HIDDEN)):
+            bounds = {up: FEATURES, f"{up}_bias": FEATURES, "down_proj": HIDDEN, "down_proj_bias": HIDDEN}
+            for name in whole:
+                features = bounds[name]
                 expected = torch.empty_like(whole[name]).uniform_(-(features**-0.5), features**-0.5)
                 assert_same(whole[name], expected, 0.0, f"initial {name}")
                 shape = chunk(expected, ranks, rank).shape
@@ -135,7 +153,7 @@ def _fresh(rank, ranks):
             module.reset_parameters()
             assert torch.equal(full(module.down_proj), whole["down_proj"]), "the same values under the same seed"
             functions = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "gelu_tanh": nn.GELU("tanh")}
-            plain = PlainExperts(functions[ACTIVATIONS[activation][0]], gated)
+            plain = PlainExperts(functions[ACTIVATIONS[activation][0]], gated, bias=bias)
             with torch.no_grad():
                 for name, parameter in plain.named_parameters():
                     parameter.copy_(whole[name])
@@ -183,6 +201,70 @@ def test_experts_of_transformers():
     run_ranks(_transformers, 2)
 
 
+def _clamped(rank, ranks):
+    """The two experts of transformers that have biases: transposed, GPT-OSS's interleaved, with a gate that clamps."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
+
+    config = GptOssConfig(hidden_size=FEATURES, intermediate_size=HIDDEN, num_local_experts=EXPERTS)
+    config._experts_implementation = "batched_mm"  # the other one of the second class computes in float32
+    config.swiglu_limit, config.swiglu_alpha = 0.9, 1.5
+    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
+        for cls, interleaved in ((GptOssExperts, True), (OpenAIPrivacyFilterExperts, False)):
+            plain = cls(config).double()
+            assert plain.is_concatenated != interleaved and plain.is_transposed and plain.has_bias
+            with torch.no_grad():
+                for seed, parameter in enumerate(plain.parameters()):
+                    parameter.copy_(random(*parameter.shape, dtype=torch.float64, seed=seed))
+            for recompute in (False, True):
+                module = RotatedExperts.from_module(plain, ring, recompute=recompute)
+                assert isinstance(module, cls) and module.activation == "clamped_swiglu"
+                check_trained(module, copy.deepcopy(plain), rank, ranks, highest=EXPERTS - 1)
+            assert "hidden_dim=6, intermediate_dim=4" in repr(module)
+            torch.manual_seed(0)
+            module.reset_parameters()
+            torch.manual_seed(0)
+            for name, features in zip(module._parameters, (FEATURES, FEATURES, HIDDEN, HIDDEN), strict=True):
+                expected = torch.empty(plain.get_parameter(name).shape, dtype=torch.float64)
+                expected.uniform_(-(features**-0.5), features**-0.5)
+                assert_same(full(module.get_parameter(name)), expected, 0.0, name)
+        plain.alpha = None
+        assert "a gate of its own" in RotatedExperts.refusal(plain), "control: the gate is known by what it computes"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_experts_with_clamped_gates(ranks):
+    run_ranks(_clamped, ranks)
+
+
+def _gpt_oss(rank, ranks):
+    """The whole model: logits, gradients, and what became of its experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = {"hidden_size": 24, "intermediate_size": 10, "num_hidden_layers": 2, "vocab_size": 37, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4, "attn_implementation": "eager"}
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    config = GptOssConfig(**sizes, **heads, **experts, max_position_embeddings=32, initializer_range=0.2)
+    plain = fill(GptOssForCausalLM(config).double().train())
+    model = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=TIMEOUT)
+    assert isinstance(model.model.layers[0].mlp.experts, RotatedExperts)
+    batches = [torch.randint(37, (2, 7 - r), generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+    ours, theirs = model(batches[rank], labels=batches[rank]), [plain(batch, labels=batch) for batch in batches]
+    # rotary embeddings and the softmax of attention compute in float32
+    assert_same(ours.logits, theirs[rank].logits, 1e-5, "logits")
+    ours.loss.backward()
+    (sum(output.loss for output in theirs) / ranks).backward()
+    for name, parameter in plain.named_parameters():
+        assert_same(full(model.get_parameter(name).grad), parameter.grad, 1e-4, f"gradient of {name}")
+    rtp_ext.ring_of(model).close()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gpt_oss(ranks):
+    run_ranks(_gpt_oss, ranks)
+
+
 def test_what_is_refused():
     ring = rtp_ext.Ring.emulated(2)
 
@@ -200,18 +282,22 @@ def test_what_is_refused():
         def forward(self, hidden_states):
             return hidden_states
 
-    wide = nn.Parameter(torch.zeros(EXPERTS, FEATURES, 2 * HIDDEN))
+    wide, flat = (nn.Parameter(torch.zeros(shape)) for shape in ((EXPERTS, FEATURES, 2 * HIDDEN), (EXPERTS, FEATURES)))
+    up_bias = nn.Parameter(torch.zeros(EXPERTS, 2 * HIDDEN))
     rotated = RotatedExperts.from_module(made(), ring)
     for module, reason in (
-        (nn.Linear(2, 2), "expected the parameters gate_up_proj .* and down_proj, got weight, bias"),
-        (nn.ReLU(), "expected the parameters gate_up_proj .* and down_proj, got none"),
+        (nn.Linear(2, 2), "expected the parameters gate_up_proj .* and down_proj, .*got weight, bias"),
+        (nn.ReLU(), "expected the parameters gate_up_proj .* and down_proj, .*got none"),
         (made(gate_up_proj_bias=nn.Parameter(torch.zeros(1))), "got gate_up_proj, down_proj, gate_up_proj_bias"),
-        (made(is_transposed=True), "expected is_transposed False, got True"),
+        (made(gate_up_proj_bias=flat, down_proj_bias=flat), r"and biases \[E, 2 H\] and \[E, D\], got .* and \(5, 6\)"),
+        (made(up_proj_bias=flat, down_proj_bias=flat), "got gate_up_proj, down_proj, up_proj_bias, down_proj_bias"),
+        (made(gate_up_proj_bias=up_bias, down_proj_bias=flat, has_bias=False), "expected has_bias True with .*_bias"),
+        (made(is_transposed=True), r"expected gate_up_proj \[E, D, 2 H\] and down_proj \[E, H, D\], got .*\(5, 8, 6\)"),
         (made(is_concatenated=False), "expected is_concatenated True, got False"),
-        (made(has_bias=True), "expected has_bias False, got True"),
+        (made(has_bias=True), "expected has_bias False with gate_up_proj, down_proj, got True"),
         (made(has_post_expert_norm=True), "expected has_post_expert_norm False, got True"),
         (made(_is_expert_parallel=True), "expected _is_expert_parallel False, got True"),
-        (made(has_gate=False), "expected has_gate True with gate_up_proj, got False"),
+        (made(has_gate=False), "expected has_gate True with gate_up_proj, down_proj, got False"),
         (made(gate_up_proj=wide), r"expected gate_up_proj \[E, 2 H, D\] .* got shapes \(5, 6, 8\) and \(5, 6, 4\)"),
         (made(down_proj=nn.Parameter(torch.zeros(2, 2))), r"and \(2, 2\)"),
         (made(identity_expert=nn.Identity()), "expected no modules in it besides act_fn, got identity_expert"),

@@ -323,3 +323,33 @@ def _scaler(rank, ranks):
 
 def test_gradient_scaler():
     run_ranks(_scaler, 3)
+
+
+def _files_of_other_ranks(rank, ranks, folder):
+    """What one rank has saved of its shards is no other rank's, though its shapes may fit."""
+    model = rotated(make_model(), COPIES)
+    optimizer = adamw(model.parameters(), lr=0.01)
+    batch_loss(model, rank, 0).backward()
+    optimizer.step()
+    torch.save((model.state_dict(), optimizer.state_dict()), Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    for origin in range(ranks):
+        weights, state = torch.load(Path(folder) / f"{origin}.pt", weights_only=False)
+        before = [local(parameter).clone() for parameter in model.parameters()]
+        optimizer.load_state_dict(state)
+        if origin == rank:
+            model.load_state_dict(weights)
+            optimizer.step()
+            continue
+        with pytest.raises(ValueError, match=r"load_state_dict of .*every rank has loaded what one rank saved"):
+            model.load_state_dict(weights)
+        with pytest.raises(ValueError, match=r"AdamW: state .*every rank has loaded what one rank saved"):
+            optimizer.step()
+        same = [torch.equal(b, local(p)) for b, p in zip(before, model.parameters(), strict=True)]
+        assert all(same), "what is refused changes nothing"
+    rtp_ext.ring_of(model).close()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_files_of_other_ranks(ranks, tmp_path):
+    run_ranks(_files_of_other_ranks, ranks, str(tmp_path))

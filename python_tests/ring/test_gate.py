@@ -65,6 +65,18 @@ def test_a_cpu_and_an_emulated_ring_decide_nothing():
         rtp_ext.Ring.emulated(1).measure_link()
 
 
+def test_devices_of_different_kinds_decide_nothing(monkeypatch):
+    slow = Device(flops=1e9, multiprocessors=0, seconds_per_launch=20e-6, source="assumed")
+    monkeypatch.setattr(gate, "device_of", lambda device, dtype: slow)
+    deciding = gate.Gate(4, torch.device("cpu"), "direct", "auto", None)
+    deciding.link = LINK
+    layer = Layer(24, 16, 8, 8)
+    assert deciding.plan("alike", 1, layer, torch.float64).route == "gather", "control"
+    deciding.alike = False
+    plan = deciding.plan("different", 1, layer, torch.float64)
+    assert (plan.route, plan.halves, plan.seconds) == ("direct", False, {})
+
+
 def _decides(rank, ranks):
     """The ranks have different numbers of tokens, on both sides of the border: the largest number decides for all."""
     slow = Device(flops=1e9, multiprocessors=0, seconds_per_launch=20e-6, source="assumed")

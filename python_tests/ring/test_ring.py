@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import rtp_ext
+from rtp_ext.functional import rotated_linears
 
 TIMEOUT = 30.0
 TRANSPORTS = ["shm", "c10d"]
@@ -66,6 +67,41 @@ def _rotate(rank, ranks, transport):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_rotate(ranks, transport):
     run_ranks(_rotate, ranks, transport)
+
+
+def _bad_lists(rank, ranks):
+    """Told on every rank before anything travels."""
+    emulated = rtp_ext.Ring.emulated(2)
+    assert len(list(emulated.rotate([torch.ones(1)] * 9))) == 2, "one process may send any number"
+    for transport in TRANSPORTS:
+        with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
+            for many, text in (([], "at least one, got an empty list"), ([torch.ones(1)] * 9, "at most 8 .*, got 9")):
+                with pytest.raises(ValueError, match=rf"rotate: expected .*{text}"):
+                    ring.rotate(many)
+                with pytest.raises(ValueError, match=rf"collect: expected .*{text}"):
+                    ring.collect(lambda *_: None, many)
+            x, weight = torch.ones(2, 6), torch.ones(3, 6)
+            for projections in (
+                [(1, 0, 0, 3 * ranks)],
+                [(-1, 0, 0, 3 * ranks)],
+                [(0, 1, 0, 3)],
+                [(0, -1, 0, 3 * ranks)],
+            ):
+                with pytest.raises(
+                    ValueError, match=r"projections \(input, layer, begin, end\) of 1 inputs and 1 layers"
+                ):
+                    rotated_linears([x], [weight], ring=ring, projections=projections)
+            for inputs, weights in (([], [weight]), ([x], [])):
+                with pytest.raises(ValueError, match=r"at least one input and one weight, got \d and \d"):
+                    rotated_linears(inputs, weights, ring=ring)
+            assert len(list(ring.rotate([torch.ones(1)] * 8))) == ranks
+            with torch.device("meta"):  # where models are built
+                assert ring.exchange("x" * rank) == ["x" * each for each in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_lists_that_cannot_travel(ranks):
+    run_ranks(_bad_lists, ranks)
 
 
 def _leave_early(rank, ranks, transport):

@@ -144,6 +144,23 @@ def test_routes(gpus):
     assert choose_route(ring, "auto") == "direct"
 
 
+@pytest.mark.parametrize("other", [(9, 132), (9, 78), (8, 132)])
+def test_ranks_tell_each_other_the_kinds_of_their_gpus(gpus, other):
+    class Starting(TwoRanks):
+        exchange_others = TwoRanks.exchange
+
+        def exchange(self, value):
+            return [value, other] if isinstance(value, tuple) else self.exchange_others(value)
+
+        def _prepare(self, *_):
+            self.gate = SimpleNamespace(alike=None)
+
+    gpus.setattr(rtp_ext.ring, "kind_of", lambda device: (9, 132))
+    ring = Starting()
+    rtp_ext.Ring._start(ring, "nccl", "auto", None)
+    assert ring.gate.alike == (other == (9, 132))
+
+
 @pytest.mark.parametrize(
     ("wish", "route", "weight", "gradient"),
     [

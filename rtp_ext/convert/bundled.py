@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from rtp_ext.families.blocks import MLPSpec
-from rtp_ext.nn._base import LiveModule
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.nn.mlp import bundled_mlp
+from rtp_ext.parameters.live import LiveModule, mixin_of
 
 logger = logging.getLogger("rtp_ext")
 
@@ -100,7 +100,8 @@ def _replaceable(block: nn.Module, path: str) -> bool:
     """Whether nobody sees the calls that a bundle leaves out: of the layer at `path`, and of what lies between."""
     parts = list(_along(block, path))
     layer = parts[-1] if parts else None
-    return all(map(unhooked, parts)) and (type(layer) is RotatedLinear or isinstance(layer, RotatedTransposedLinear))
+    rotated = mixin_of(layer) is RotatedLinear or isinstance(layer, RotatedTransposedLinear)
+    return rotated and all(map(unhooked, parts))
 
 
 class BundledForward(BundledMLP):

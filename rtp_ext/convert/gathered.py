@@ -8,14 +8,15 @@ averages the gradient over the ring. Outside, the module shows the Parameter.
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rtp_ext.nn._base import LiveModule
 from rtp_ext.parameters.gather import gather
+from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
 from rtp_ext.ring import Ring
 
@@ -90,6 +91,34 @@ class GatheredModule(LiveModule):
         return {name: self._parameters[name] for name in self.gathered_names}
 
 
+class GatheredRNN(GatheredModule):
+    """Recurrent layers keep a list of their weights, in which what was gathered would outlive the forward."""
+
+    _flat_weights: list[Any]
+    _flat_weight_refs: list[Any]
+    _flat_weights_names: list[str]
+
+    def list_registered(self) -> None:
+        """Has the list show the registered parameters; the next forward makes another one."""
+        for index, name in enumerate(self._flat_weights_names):
+            if name in self.gathered_names:
+                self._flat_weights[index] = self._parameters[name]
+                self._flat_weight_refs[index] = _NOTHING  # to a parameter, it would keep it from being swapped
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return super().forward(*arguments, **keywords)  # type: ignore[misc]
+        finally:
+            self.list_registered()
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        twin = super().__deepcopy__(memo)
+        twin.list_registered()
+        return twin
+
+
+_NOTHING: weakref.ref[Any] = weakref.ref(set())  # to something that is gone
+
 _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
 
 
@@ -105,10 +134,13 @@ def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict
     base = type(module)
     if (base, names) not in _CLASSES:
         members = {name: _gathered_property(name) for name in names}
-        _CLASSES[base, names] = type(f"Gathered{base.__name__}", (GatheredModule, base), members)
+        mixin = GatheredRNN if issubclass(base, nn.RNNBase) else GatheredModule
+        _CLASSES[base, names] = type(f"Gathered{base.__name__}", (mixin, base), members)
     module.__class__ = _CLASSES[base, names]
     module.__dict__["scope"] = scope
     module.__dict__["gathered_names"] = names
+    if isinstance(module, GatheredRNN):
+        module.list_registered()
     if size <= _SMALL:
         scope.small.append(module)  # type: ignore[arg-type]
 
@@ -135,32 +167,3 @@ def average_gradient(parameter: torch.Tensor, ring: Ring) -> bool:
     parameter.register_post_accumulate_grad_hook(average)
     parameter.__dict__[_WATCHED] = ring.serial
     return True
-
-
-class AveragedModule(LiveModule):
-    """Mixin of modules whose parameters stay whole on every rank, because they do more with them than read them.
-
-    Gradients are averaged over the ring as they accumulate. Made by `make_averaged`.
-    """
-
-    ring: Ring
-
-    def watch(self) -> None:
-        for parameter in self._parameters.values():  # type: ignore[attr-defined]
-            if parameter is not None and parameter.requires_grad:
-                average_gradient(parameter, self.ring)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        twin = super().__deepcopy__(memo)
-        twin.watch()
-        return twin
-
-
-def make_averaged(module: nn.Module, ring: Ring) -> None:
-    """Leaves the module's own parameters whole and averages their gradients."""
-    base = type(module)
-    if (base, ()) not in _CLASSES:
-        _CLASSES[base, ()] = type(f"Averaged{base.__name__}", (AveragedModule, base), {})
-    module.__class__ = _CLASSES[base, ()]
-    module.__dict__["ring"] = ring
-    module.watch()  # type: ignore[operator]

@@ -12,8 +12,8 @@ from torch import nn
 from rtp_ext.convert.bundled import unhooked
 from rtp_ext.families.blocks import has_usual_loss
 from rtp_ext.functional import rotated_linear_cross_entropy
-from rtp_ext.nn._base import LiveModule
 from rtp_ext.nn.linear import RotatedLinear
+from rtp_ext.parameters.live import LiveModule, mixin_of
 
 logger = logging.getLogger("rtp_ext")
 
@@ -42,8 +42,8 @@ class FusedLossModel(LiveModule):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         plain = super().forward  # type: ignore[misc]
         labels = inspect.signature(plain).bind(*arguments, **keywords).arguments.get("labels")
-        head = self.lm_head
-        if labels is None or type(head) is not FusedHead or not unhooked(head) or not has_usual_loss(self):
+        head: Any = self.lm_head
+        if labels is None or mixin_of(head) is not FusedHead or not unhooked(head) or not has_usual_loss(self):
             return plain(*arguments, **keywords)
         by_name = keywords.get("return_dict")
         if by_name is None:
@@ -59,7 +59,7 @@ class FusedLossModel(LiveModule):
     @property
     def loss_function(self) -> Any:
         head = self._modules["lm_head"]  # type: ignore[attr-defined]
-        if type(head) is FusedHead and head.fusing:
+        if mixin_of(head) is FusedHead and head.fusing:
             return self._fused_loss
         return super().loss_function  # type: ignore[misc]
 

@@ -12,10 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext.convert.bundled import MIXINS
 from rtp_ext.convert.fast_path import keep_from_fast_path
-from rtp_ext.convert.gathered import ForwardScope, make_averaged, make_gathered
+from rtp_ext.convert.gathered import ForwardScope, make_gathered
 from rtp_ext.convert.head import FusedHead, FusedLossModel
+from rtp_ext.convert.scopes import is_inside
 from rtp_ext.convert.together import join
+from rtp_ext.convert.whole_embedding import WholeEmbedding
 from rtp_ext.families import blocks
+from rtp_ext.families.layers import computes_like
 from rtp_ext.nn import (
     Flyweight,
     RotatedConv1d,
@@ -26,13 +29,14 @@ from rtp_ext.nn import (
     RotatedLinear,
     RotatedMultiheadAttention,
 )
-from rtp_ext.nn._base import RotatedModule, mixed_class
+from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.linear import RotatedTransposedLinear
+from rtp_ext.parameters.live import LiveModule, Tie, mixed_class
 from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
 
-# exact class: what it becomes
+# layer of torch: what it becomes
 _DROP_INS: dict[type[nn.Module], type] = {
     nn.Linear: RotatedLinear,
     nn.Embedding: RotatedEmbedding,
@@ -41,6 +45,11 @@ _DROP_INS: dict[type[nn.Module], type] = {
     nn.Conv3d: RotatedConv3d,
     nn.MultiheadAttention: RotatedMultiheadAttention,
 }
+
+
+def _drop_in(part: nn.Module) -> type | None:
+    """The rotated class of a layer of torch, or of a subclass that computes like one; None for any other module."""
+    return next((rotated for base, rotated in _DROP_INS.items() if computes_like(part, base)), None)
 
 
 class Rewriter:
@@ -63,13 +72,14 @@ class Rewriter:
         self.options: dict[str, Any] = {"in_place": in_place, "mp_policy": scope.mp_policy}
         self.memo: dict[int, nn.Parameter] = {}
         self.counts: Counter[str] = Counter()
-        self.modules = list(root.named_modules())
+        self.modules = [(name, part) for name, part in root.named_modules() if not is_inside(part)]
         self.tied = _tied_parameters(self.modules)
         # on an emulated ring their shards are plain parameters
         self.inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}
         self.leftovers: list[nn.Module] = []
 
     def run(self) -> None:
+        self._check_tables()
         _check_ties(self.modules, self.ignored)
         fused = self._fused_heads()
         bundles, shared = self._bundles() if self.bundle else ({}, {})
@@ -93,6 +103,7 @@ class Rewriter:
             part.__class__ = mixed_class(FusedLossModel, type(part))
             self.counts[f"{kind}: no logits where labels are given"] += 1
         self._gather_leftovers()
+        _remember_ties(self.modules)
         for line, count in self.counts.items():
             logger.info("fully_rotate: %d x %s", count, line)
 
@@ -100,7 +111,7 @@ class Rewriter:
 
     def _own(self, part: nn.Module) -> list[nn.Parameter]:
         """The parameters that are converted along with a module."""
-        parts = part.modules() if type(part) is nn.MultiheadAttention else [part]
+        parts = part.modules() if computes_like(part, nn.MultiheadAttention) else [part]
         return [p for each in parts for p in each._parameters.values() if p is not None]
 
     def _free(self, layers: list[nn.Module]) -> bool:
@@ -129,6 +140,11 @@ class Rewriter:
             if not blocks.causal_model(part):
                 continue
             head: Any = part.lm_head
+            if not blocks.is_linear(head) or blocks.is_transposed_linear(head):
+                raise ValueError(
+                    f"fully_rotate: loss_head='fused' expected {type(part).__name__}.lm_head to be a linear layer that "
+                    f"has not been converted, got a {type(head).__name__}"
+                )
             if self.ignored.intersection(map(id, head.parameters())):
                 raise ValueError(
                     f"fully_rotate: loss_head='fused' expected the parameters of {type(part).__name__}.lm_head to "
@@ -146,7 +162,7 @@ class Rewriter:
     # -- one module --------------------------------------------------------------------------------------------------
 
     def _rotate(self, part: nn.Module, cls: type, name: str, **options: Any) -> None:
-        part.__class__ = cls
+        part.__class__ = cls if type(part) in _DROP_INS else mixed_class(cls, type(part))
         self._adopt(part, name, **options)
 
     def _adopt(self, part: Any, name: str, **options: Any) -> None:
@@ -166,21 +182,19 @@ class Rewriter:
             self.counts[f"{kind}: already sharded, left alone"] += 1
         elif any(id(parameter) in self.ignored for parameter in own):
             self.counts[f"{kind}: ignored"] += 1
-        elif type(part) in _DROP_INS or blocks.is_transposed_linear(part) or blocks.is_experts(part):
+        elif (problem := _table_problem(part)) is not None:
+            self._keep_whole(name, part, problem)
+        elif _drop_in(part) is not None or blocks.is_transposed_linear(part) or blocks.is_experts(part):
             self._replace(name, part, by_inputs)
         else:
             self.leftovers.append(part)
 
     def _replace(self, name: str, part: nn.Module, by_inputs: set[int]) -> None:
         kind = type(part).__name__
-        cls: Any = RotatedExperts if blocks.is_experts(part) else _DROP_INS.get(type(part))
+        cls: Any = RotatedExperts if blocks.is_experts(part) else _drop_in(part)
         refusal: Callable[[Any], str | None] = getattr(cls, "refusal", _stray_parameters)
         problem = refusal(part)
         options: dict[str, Any] = {}
-        if problem is not None and cls is RotatedEmbedding:
-            make_averaged(part, self.ring)
-            logger.warning("fully_rotate: %s stays whole on every rank: %s; its gradient is averaged", name, problem)
-            return
         if problem is not None:
             logger.warning("fully_rotate: %s is gathered while in use: %s", name, problem)
             self.leftovers.append(part)
@@ -202,6 +216,24 @@ class Rewriter:
             self._rotate(part, cls, name, **options)
         self.counts[f"{kind}: rotated"] += 1
 
+    def _keep_whole(self, name: str, part: Any, problem: str) -> None:
+        part.__class__ = mixed_class(WholeEmbedding, type(part))
+        part.keep_whole(self.ring, name or type(part).__name__, self.scope.mp_policy, self.memo)
+        logger.warning("fully_rotate: %s stays whole on every rank: %s; its gradient is averaged", name, problem)
+
+    def _check_tables(self) -> None:
+        """Before anything is converted: what embeddings write in forward, or count, gathered copies cannot show."""
+        for name, part in self.modules:
+            own = self._own(part)
+            if id(part) in self.inside or all(id(p) in self.ignored or isinstance(p, DTensor) for p in own):
+                continue
+            problem = _table_problem(part)
+            if problem is not None and not WholeEmbedding.fits(part):
+                raise ValueError(
+                    f"fully_rotate: {name or 'the model'} ({type(part).__name__}): {problem}: expected an nn.Embedding "
+                    "with the forward of torch and no parameters but its weight, or its parameters in ignored_params"
+                )
+
     def _gather_leftovers(self) -> None:
         for part in self.leftovers:
             kind = type(part).__name__
@@ -218,6 +250,11 @@ def _stray_parameters(layer: nn.Module) -> str | None:
     return f"it has parameters of its own: {', '.join(sorted(stray))}" if stray else None
 
 
+def _table_problem(part: nn.Module) -> str | None:
+    """Why the table of an embedding can be neither rotated nor gathered; None if it can, and for other modules."""
+    return RotatedEmbedding.refusal(part) if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) else None
+
+
 def _tied_parameters(modules: list[tuple[str, nn.Module]]) -> set[int]:
     """Ids of parameters that more than one module owns."""
     owners = Counter(
@@ -226,16 +263,27 @@ def _tied_parameters(modules: list[tuple[str, nn.Module]]) -> set[int]:
     return {parameter for parameter, count in owners.items() if count > 1}
 
 
-def _check_ties(modules: list[tuple[str, nn.Module]], ignored: set[int]) -> None:
+def _check_ties(modules: list[tuple[str, Any]], ignored: set[int]) -> None:
     """A parameter cannot stay whole for one of its owners and be sharded for another."""
     whole: dict[int, str] = {}
     sharded: dict[int, str] = {}
     for name, part in modules:
         own = [id(parameter) for parameter in part._parameters.values() if parameter is not None]
-        refused = type(part) is nn.Embedding and RotatedEmbedding.refusal(part) is not None
-        (whole if refused or ignored.intersection(own) else sharded).update(dict.fromkeys(own, name))
+        (whole if _table_problem(part) is not None or ignored.intersection(own) else sharded).update(
+            dict.fromkeys(own, name)
+        )
     for parameter in whole.keys() & sharded.keys():
         raise ValueError(
             f"fully_rotate: {sharded[parameter]} shares a parameter with {whole[parameter]}, whose parameters stay "
             "whole: expected all modules that share it to be rotated, or the parameter in ignored_params"
         )
+
+
+def _remember_ties(modules: list[tuple[str, nn.Module]]) -> None:
+    """Lets modules that share a parameter share it still after one of them has been given another."""
+    ties: dict[int, Tie] = {}
+    tied = _tied_parameters(modules)
+    for _, part in modules:
+        for name, parameter in part._parameters.items():
+            if isinstance(part, LiveModule) and id(parameter) in tied:
+                part.join_tie(name, ties.setdefault(id(parameter), Tie()))

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from rtp_ext.families.activations import activation_of
+from rtp_ext.families.layers import computes_like
 
 _PACKAGE = "transformers.models."
 
@@ -46,7 +47,7 @@ _SHARED_INPUTS = {
     "BertSelfAttention": ("query", "key", "value"),
 }
 
-_EXPERTS = ("MixtralExperts", "Qwen2MoeExperts", "Qwen3MoeExperts")
+_EXPERTS = ("GptOssExperts", "MixtralExperts", "Qwen2MoeExperts", "Qwen3MoeExperts")
 
 # models whose forward computes `lm_head` and then `loss_function`, with nothing in between
 CAUSAL_MODELS = (
@@ -71,9 +72,9 @@ def is_transposed_linear(module: nn.Module) -> bool:
     return package is not None and type(module) is package.Conv1D
 
 
-def _is_linear(module: Any) -> bool:
+def is_linear(module: Any) -> bool:
     """Whether a module is a linear layer that computes with its weight and bias and nothing else."""
-    known = type(module) is nn.Linear or (isinstance(module, nn.Module) and is_transposed_linear(module))
+    known = computes_like(module, nn.Linear) or (isinstance(module, nn.Module) and is_transposed_linear(module))
     return known and module._parameters.keys() <= {"weight", "bias"}
 
 
@@ -126,9 +127,9 @@ def mlp_block(module: nn.Module) -> MLPBlock | None:
     for name in activation_path.split("."):
         function = getattr(function, name, None)
     activation = activation_of(function, gate is not None)
-    if activation is None or not all(_is_linear(layer) for layer in layers):
+    if activation is None or not all(is_linear(layer) for layer in layers):
         return None
-    if len({type(layer) for layer in layers}) > 1 or len({id(layer) for layer in layers}) < len(layers):
+    if len(set(map(is_transposed_linear, layers))) > 1 or len({id(layer) for layer in layers}) < len(layers):
         return None
     if gate is not None and (layers[2].bias is None) != (layers[0].bias is None):
         return None
@@ -147,7 +148,7 @@ def _sequential(module: nn.Sequential) -> tuple | None:
 def shared_inputs(module: nn.Module) -> tuple[str, ...] | None:
     """The linear layers of an attention block that are called with the same input."""
     names = _SHARED_INPUTS.get(_class_name(module) or "")
-    if names is None or not all(_is_linear(getattr(module, name, None)) for name in names):
+    if names is None or not all(is_linear(getattr(module, name, None)) for name in names):
         return None
     return names
 

@@ -94,6 +94,11 @@ class Call:
             raise TypeError(f"{self.name}: expected {what} of dtype {self.compute_dtype}, got {x.dtype}")
         return x
 
+    @staticmethod
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        """[..., features] as [rows, features], of which either may be 0."""
+        return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
 
 @dataclass(frozen=True)
 class Home:
@@ -133,6 +138,20 @@ def in_dtypes_of(
     """Gradients, which travelled in the reduce dtype, as autograd wants them: in the dtypes of their parameters."""
     pairs = zip(parameters, gradients, strict=True)
     return [None if gradient is None else gradient.to(parameter.dtype) for parameter, gradient in pairs]
+
+
+def watched_where_read(parameters: Sequence[torch.Tensor], read: Sequence[bool]) -> list[torch.Tensor]:
+    """What to save of home shards for a backward: those that it reads as they are, so that autograd notices a write in
+    between; of all others, which tell it their shapes only, aliases that anybody may write to."""
+    return [parameter if is_read else parameter.data for parameter, is_read in zip(parameters, read, strict=True)]
+
+
+def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
+    """The saved tensors of `ctx`. Raises RuntimeError, naming the module, where one of them was written since."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        raise RuntimeError(f"{ctx.call.name}: {error}") from error
 
 
 def agree(

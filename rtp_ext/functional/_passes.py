@@ -9,6 +9,7 @@ import torch
 
 from rtp_ext._native import RotationError, shard_sizes
 from rtp_ext.ring import Ring
+from rtp_ext.ring.surroundings import eager
 
 
 def owner_shapes(whole: Sequence[int], dim: int, ring: Ring) -> list[list[int]]:
@@ -16,6 +17,7 @@ def owner_shapes(whole: Sequence[int], dim: int, ring: Ring) -> list[list[int]]:
     return [[*whole[:dim], size, *whole[dim + 1 :]] for size in shard_sizes(whole[dim], ring.size)]
 
 
+@eager
 def drive(ring: Ring, execution: Any, compute: Callable[[Any], None]) -> None:
     """Calls `compute(step)` for every compute of a pass.
 

@@ -8,13 +8,21 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, agree, expect_shape, prepare_in_place, wants
+from rtp_ext.functional._call import (
+    Call,
+    Home,
+    agree,
+    expect_shape,
+    prepare_in_place,
+    saved,
+    wants,
+)
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
 from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import first_order_only
 
 _aten = torch.ops.aten
 
@@ -116,9 +124,9 @@ class _RotatedConvolution(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
+        x, weight = saved(ctx)
         call, convolution = ctx.call, ctx.convolution
         needs_x, needs_weight, needs_bias = ctx.needs
         if not any(ctx.needs):
@@ -244,6 +252,8 @@ def rotated_convolution(
         expect_shape(call, homes[1], bias_shape[0], shape[:1])
     if groups < 1 or shape[0] % groups:
         raise ValueError(f"{name}: expected groups that divide {shape[0]} output channels, got {groups}")
+    if 0 in shape:  # where torch computes at all, the output has no channels
+        raise ValueError(f"{name}: expected a weight with no empty dimension, got shape {shape}")
     kernel = shape[2:]
     _check_input(name, x, shape[1] * groups, len(kernel))
     unbatched = x.dim() == len(kernel) + 1

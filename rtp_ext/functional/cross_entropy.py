@@ -5,11 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import INTEGERS, Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
+from rtp_ext.functional._call import (
+    INTEGERS,
+    Call,
+    Home,
+    agree,
+    expect_shape,
+    in_dtypes_of,
+    prepare_in_place,
+    saved,
+    wants,
+)
 from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import first_order_only
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -24,9 +34,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return result.loss
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dloss):
-        x, targets, lse, *parameters = ctx.saved_tensors
+        x, targets, lse, *parameters = saved(ctx)
         dx, *gradients = ctx.call.run(
             _native.cross_entropy_backward,
             dloss.contiguous(),
@@ -125,9 +135,7 @@ def rotated_linear_cross_entropy(
         z_loss=z_loss,
     )
     flat = targets.reshape(-1).to(torch.int64).contiguous()
-    loss = _LinearCrossEntropy.apply(
-        call, shape, flat, x.reshape(-1, features).contiguous(), *(home.local for home in homes)
-    )
+    loss = _LinearCrossEntropy.apply(call, shape, flat, call.rows(x).contiguous(), *(home.local for home in homes))
     if reduction == "none":
         return loss.view(targets.shape)
     if reduction == "sum":

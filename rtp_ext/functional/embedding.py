@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, agree, prepare_in_place, wants
+from rtp_ext.functional._call import Call, Home, agree, prepare_in_place, saved, wants
 from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import first_order_only
 
 
 class _RotatedEmbedding(torch.autograd.Function):
@@ -20,9 +20,9 @@ class _RotatedEmbedding(torch.autograd.Function):
         return call.run(_native.embedding_forward, ids, weight, shape, shard_dim, call.options())
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dy):
-        (ids,) = ctx.saved_tensors
+        (ids,) = saved(ctx)
         dweight = ctx.call.run(
             _native.embedding_backward,
             dy.contiguous(),

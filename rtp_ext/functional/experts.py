@@ -2,44 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import INTEGERS, Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
+from rtp_ext.functional._call import (
+    INTEGERS,
+    Call,
+    Home,
+    agree,
+    expect_shape,
+    in_dtypes_of,
+    prepare_in_place,
+    saved,
+    wants,
+    watched_where_read,
+)
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import first_order_only
+
+CLAMPED_SWIGLU = "clamped_swiglu"  # the gate of GPT-OSS
+# name -> (activation of the engine, gated)
+_ACTIVATIONS = {**ACTIVATIONS, CLAMPED_SWIGLU: ("silu", True)}
 
 
 class _RotatedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: Call, shape: Any, keep: bool, index, x, weights, up, down):
+    def forward(ctx, call: Call, shape: Any, keep: bool, read: list[bool], index, x, weights, *parameters):
         ctx.call, ctx.shape = call, shape
-        ctx.needs = ctx.needs_input_grad[4:]
-        routed = call.run(_native.experts_forward, x, weights, index, up, down, shape, keep, call.options())
+        ctx.needs = ctx.needs_input_grad[5:]
+        routed = call.run(_native.experts_forward, x, weights, index, parameters, shape, keep, call.options())
         ctx.starts = routed.starts
-        ctx.save_for_backward(x, weights, up, down, routed.order, routed.kept)
+        ctx.save_for_backward(x, weights, *watched_where_read(parameters, read), routed.order, routed.kept)
         return routed.y
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dy):
-        x, weights, up, down, order, kept = ctx.saved_tensors
-        dx, dweights, dup, ddown = ctx.call.run(
+        x, weights, *parameters, order, kept = saved(ctx)
+        dx, dweights, *gradients = ctx.call.run(
             _native.experts_backward,
             dy.contiguous(),
             x,
             weights,
             _native.ExpertsResult(kept, order, ctx.starts),
-            up,
-            down,
+            parameters,
             ctx.shape,
             ctx.needs,
             ctx.call.options(),
         )
-        return None, None, None, None, dx, dweights, *in_dtypes_of((up, down), (dup, ddown))
+        return None, None, None, None, None, dx, dweights, *in_dtypes_of(parameters, gradients)
+
+
+def _read(homes: Sequence[Home], needs_x: bool, needs_weights: bool, keep: bool) -> list[bool]:
+    """Which parameters a backward reads: up for dx, and with its bias where it recomputes; down for the gradients of
+    hidden values and, with its bias, of the router's weights."""
+    needs_up = any(wants(*(home.tensor for home in homes if home.what.startswith("up"))))
+    read = {
+        "up weight": needs_x or not keep,
+        "up bias": not keep,
+        "down weight": needs_x or needs_weights or needs_up,
+        "down bias": needs_weights,
+    }
+    return [read[home.what] for home in homes]
 
 
 def rotated_experts(
@@ -49,7 +77,13 @@ def rotated_experts(
     up: torch.Tensor,
     down: torch.Tensor,
     *,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
     activation: str = "swiglu",
+    transposed: bool = False,
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
     recompute: bool = False,
     ring: Ring,
     in_place: bool = False,
@@ -59,6 +93,8 @@ def rotated_experts(
 ) -> torch.Tensor:
     """Routed experts: `y[t] = sum_k weights[t, k] * MLP_e(x[t])`, e = index[t, k]. Experts travel, tokens stay.
 
+        MLP_e(x) = act(x @ up_e.T + up_bias_e) @ down_e.T + down_bias_e, or with a gate as in `rotated_mlp`
+
     No all-to-all, no capacity, no dropped token: the time of a step follows the number of local tokens, whatever the
     imbalance between experts.
 
@@ -67,18 +103,29 @@ def rotated_experts(
         weights   [..., K]       of the router, any floating dtype
         up        [E_r, H, D]    home shard, cut along the experts; [E_r, 2 H, D] with the gate's rows first where gated
         down      [E_r, D, H]    home shard
+        up_bias   [E_r, H]       home shard; [E_r, 2 H] where gated
+        down_bias [E_r, D]       home shard
         returns   [..., D]       in the compute dtype
 
     Args:
-        activation, recompute: as in `rotated_mlp`.
+        activation: as in `rotated_mlp`; or clamped_swiglu, GPT-OSS's gate: `(clamp(u, -limit, limit) + 1) * g *
+            sigmoid(alpha * g)` with g = min(gate, limit).
+        transposed: up is [E_r, D, H] (or [E_r, D, 2 H]) and down [E_r, H, D].
+        interleaved: gate and up take turns in the 2 H of up and its bias.
+        alpha, limit: of clamped_swiglu.
+        recompute: as in `rotated_mlp`.
 
-    The gradient with respect to `weights` is exact. On CUDA the host reads the numbers of tokens per expert once in a
-    forward. Raises IndexError for an index above E; everything else is as in `rotated_linear`.
+    Biases travel along in the same hops. The gradient with respect to `weights` is exact. On CUDA the host reads the
+    numbers of tokens per expert once in a forward. Raises IndexError for an index above E; everything else is as in
+    `rotated_linear`.
     Source: RTP, arXiv 2311.01635 (expert partition).
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{name}: expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    function, gated = ACTIVATIONS[activation]
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"{name}: expected an activation of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+    function, gated = _ACTIVATIONS[activation]
+    if interleaved and not gated:
+        raise ValueError(f"{name}: interleaved expected an activation with a gate, got {activation!r}")
+    clamped = (float(alpha), float(limit)) if activation == CLAMPED_SWIGLU else None
     call = Call.of(up, ring=ring, name=name, in_place=in_place, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     x = call.operand(x)
     if not isinstance(index, torch.Tensor) or index.dtype not in INTEGERS:
@@ -91,34 +138,65 @@ def rotated_experts(
             f"{name}: expected index and weights of shape ({', '.join(map(str, x.shape[:-1]))}, K), got "
             f"{tuple(index.shape)} and {tuple(weights.shape)}"
         )
-    homes = [Home("up weight", up, 0), Home("down weight", down, 0)]
-    for home in homes:
-        home.check(call, 3)
-    needs = wants(x, weights, up, down)
-    shapes = agree(call, homes, [f"gradients of x, weights, up, down {needs}", activation, f"recompute {recompute}"])
-    (experts, up_rows, features), _ = shapes
+    candidates = [
+        ("up weight", up, 3),
+        ("up bias", up_bias, 2),
+        ("down weight", down, 3),
+        ("down bias", down_bias, 2),
+    ]
+    homes = []
+    for what, tensor, dims in candidates:
+        if tensor is not None:
+            homes.append(Home(what, tensor, 0))
+            homes[-1].check(call, dims)
+    needs = wants(x, weights, *(home.tensor for home in homes))
+    facts = [
+        f"gradients of x, weights, {', '.join(home.what for home in homes)} {needs}",
+        activation,
+        f"recompute {recompute}",
+        f"transposed {transposed}, interleaved {interleaved}, clamped {clamped}",
+    ]
+    shapes = agree(call, homes, facts)
+    experts, *matrix = shapes[0]
+    features, up_rows = matrix if transposed else reversed(matrix)
     hidden = up_rows // 2 if gated else up_rows
     if gated and up_rows % 2:
         raise ValueError(f"{name}: expected an even number of rows of gate and up, got {up_rows}")
-    expect_shape(call, homes[1], shapes[1], (experts, features, hidden))
+    expected = {
+        "up weight": shapes[0],
+        "up bias": (experts, up_rows),
+        "down weight": (experts, hidden, features) if transposed else (experts, features, hidden),
+        "down bias": (experts, features),
+    }
+    for home, whole in zip(homes, shapes, strict=True):
+        expect_shape(call, home, whole, expected[home.what])
     if x.shape[-1] != features:
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
     prepare_in_place(call, homes, shapes)
     shape = _native.ExpertsShape(
-        experts=experts, features=features, hidden_features=hidden, gated=gated, activation=function
+        experts=experts,
+        features=features,
+        hidden_features=hidden,
+        gated=gated,
+        up_bias=up_bias is not None,
+        down_bias=down_bias is not None,
+        transposed=transposed,
+        interleaved=interleaved,
+        activation=function,
+        clamped=clamped,
     )
-    choices = index.shape[-1]
-    flat = index.reshape(-1, choices).to(torch.int64).contiguous()
+    flat = call.rows(index).to(torch.int64).contiguous()
     if flat.device.type == "cpu" and flat.numel() and (int(flat.min()) < 0 or int(flat.max()) > experts):
         raise IndexError(f"{name}: expected an index in [0, {experts}], got {int(flat.min())} to {int(flat.max())}")
+    keep = not recompute and any(needs)
     y = _RotatedExperts.apply(
         call,
         shape,
-        not recompute and any(needs),
+        keep,
+        _read(homes, needs[0], needs[1], keep),
         flat,
-        x.reshape(-1, features),
-        weights.reshape(-1, choices),
-        homes[0].local,
-        homes[1].local,
+        call.rows(x),
+        call.rows(weights),
+        *(home.local for home in homes),
     )
     return y.view(x.shape)

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, agree, prepare_in_place, wants
+from rtp_ext.functional._call import Call, Home, agree, prepare_in_place, saved, wants
 from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, set_random_state
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
 from rtp_ext.parameters.sharding import local_shard
 from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import first_order_only
 
 
 class _Sum:
@@ -71,12 +71,12 @@ class _Flyweight(torch.autograd.Function):
         return torch.cat(parts, copies.dim)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, dy: Tensor) -> Any:
         call, copies = ctx.call, ctx.copies
         ring, device = call.ring, call.ring.device
         needs = ctx.needs_input_grad[2:]
-        inputs, replicated, homes = copies.split(ctx.saved_tensors)
+        inputs, replicated, homes = copies.split(saved(ctx))
         _, needs_replicated, needs_shard = copies.split(needs)
         wanted = [index for index, needed in enumerate(needs_shard) if needed]
         gradients = [homes[i].new_empty(homes[i].shape, dtype=call.reduce_dtype) for i in wanted]

@@ -7,11 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
+from rtp_ext.functional._call import (
+    Call,
+    Home,
+    agree,
+    expect_shape,
+    in_dtypes_of,
+    prepare_in_place,
+    saved,
+    wants,
+    watched_where_read,
+)
 from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import first_order_only
 from rtp_ext.ring.gate import Layer, Plan
 
 
@@ -21,13 +31,14 @@ class _PartialLinear(torch.autograd.Function):
         ctx.call, ctx.shape = call, shape
         ctx.needs = ctx.needs_input_grad[2:]
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(x if ctx.needs[1] else x.new_empty(0), weight)
+        (weight_then,) = watched_where_read([weight], ctx.needs[:1])
+        ctx.save_for_backward(x if ctx.needs[1] else x.new_empty(0), weight_then)
         return call.run(_native.partial_linear_forward, x, weight, bias, shape, call.options())
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
+        x, weight = saved(ctx)
         if not any(ctx.needs):
             return None, None, None, None, None
         dx, dweight, dbias = ctx.call.run(
@@ -43,6 +54,7 @@ class _Bundle:
     layers: Any
     projections: list[Any]
     inputs: int
+    multiplied: list[set[int]]  # for each parameter: the inputs whose gradients are computed from it
 
 
 class _Linears(torch.autograd.Function):
@@ -54,18 +66,20 @@ class _Linears(torch.autograd.Function):
         ctx.needs_input, ctx.needs_parameter = needs[: bundle.inputs], needs[bundle.inputs :]
         ctx.set_materialize_grads(False)
         keep = any(ctx.needs_parameter)
-        ctx.save_for_backward(*(x if keep else x.new_empty(x.shape[0], 0) for x in inputs), *parameters)
+        read = [any(ctx.needs_input[which] for which in inputs) for inputs in bundle.multiplied]
+        kept = [x if keep else x.new_empty(x.shape[0], 0) for x in inputs]
+        ctx.save_for_backward(*kept, *watched_where_read(parameters, read))
         outputs = call.run(
             _native.linear_forward, inputs, parameters, bundle.layers, bundle.projections, call.options()
         )
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, *dys):
         bundle = ctx.bundle
-        saved = ctx.saved_tensors
-        inputs, parameters = saved[: bundle.inputs], saved[bundle.inputs :]
+        kept = saved(ctx)
+        inputs, parameters = kept[: bundle.inputs], kept[bundle.inputs :]
         gradients = ctx.call.run(
             _native.linear_backward,
             [None if dy is None else dy.contiguous() for dy in dys],
@@ -145,7 +159,7 @@ def rotated_linear(
     _expect_features(call, x, inputs)
     prepare_in_place(call, homes, [shape, *bias_shape])
     native = _native.LinearShape(outputs, inputs, by_outputs=False, transposed=transposed)
-    rows = x.reshape(-1, inputs)
+    rows = call.rows(x)
     y = _PartialLinear.apply(call, native, rows, homes[0].local, None if bias is None else homes[1].local)
     return y.view(*x.shape[:-1], outputs)
 
@@ -180,7 +194,9 @@ def rotated_linears(
     Everything else is as in `rotated_linear`.
     """
     biases = [None] * len(weights) if biases is None else biases
-    if not weights or len(weights) != len(biases):
+    if not inputs or not weights:
+        raise ValueError(f"{name}: expected at least one input and one weight, got {len(inputs)} and {len(weights)}")
+    if len(weights) != len(biases):
         raise ValueError(f"{name}: expected as many biases as weights, got {len(biases)} and {len(weights)}")
     call = Call.of(
         weights[0],
@@ -210,12 +226,18 @@ def rotated_linears(
         projections = [(0, layer, 0, features) for layer, (features, _) in enumerate(outputs)]
     _check_projections(call, projections, inputs, outputs)
     prepare_in_place(call, homes, shapes)
+    multiplied: list[set[int]] = []
+    for layer, bias in enumerate(biases):
+        multiplied.append({which for which, of, _, _ in projections if of == layer})
+        if bias is not None:
+            multiplied.append(set())
     bundle = _Bundle(
         _native.LinearBundle(layers, biased),
         [_native.Projection(*projection) for projection in projections],
         len(inputs),
+        multiplied,
     )
-    rows = [x.reshape(-1, x.shape[-1]) for x in inputs]
+    rows = [call.rows(x) for x in inputs]
     ys = _Linears.apply(call, bundle, *rows, *(home.local for home in homes))
     return tuple(
         y.view(*inputs[which].shape[:-1], end - begin)
@@ -267,6 +289,11 @@ def _check_projections(
 ) -> None:
     covered: list[list[tuple[int, int]]] = [[] for _ in outputs]
     for which, layer, begin, end in projections:
+        if not 0 <= which < len(inputs) or not 0 <= layer < len(outputs):
+            raise ValueError(
+                f"{call.name}: expected projections (input, layer, begin, end) of {len(inputs)} inputs and "
+                f"{len(outputs)} layers, got {(which, layer, begin, end)}"
+            )
         _expect_features(call, inputs[which], outputs[layer][1])
         covered[layer].append((begin, end))
     for layer, ranges in enumerate(covered):

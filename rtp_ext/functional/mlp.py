@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, agree, expect_shape, in_dtypes_of, prepare_in_place, wants
+from rtp_ext.functional._call import (
+    Call,
+    Home,
+    agree,
+    expect_shape,
+    in_dtypes_of,
+    prepare_in_place,
+    saved,
+    wants,
+    watched_where_read,
+)
 from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import first_order_only
 
 # name -> (activation of the engine, gated)
 ACTIVATIONS = {
@@ -26,20 +37,20 @@ ACTIVATIONS = {
 
 class _RotatedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: Call, shape: Any, keep: bool, x, *parameters):
+    def forward(ctx, call: Call, shape: Any, keep: bool, read: list[bool], x, *parameters):
         ctx.call, ctx.shape = call, shape
-        needs_x, *ctx.needs_parameter = ctx.needs_input_grad[3:]
+        needs_x, *ctx.needs_parameter = ctx.needs_input_grad[4:]
         ctx.needs_x = needs_x
         result = call.run(_native.mlp_forward, x, parameters, shape, keep, call.options())
         ctx.parameters = len(parameters)
-        ctx.save_for_backward(x, *parameters, *result.kept)
+        ctx.save_for_backward(x, *watched_where_read(parameters, read), *result.kept)
         return result.y
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dy):
-        x, *saved = ctx.saved_tensors
-        parameters, kept = saved[: ctx.parameters], saved[ctx.parameters :]
+        x, *rest = saved(ctx)
+        parameters, kept = rest[: ctx.parameters], rest[ctx.parameters :]
         dx, *gradients = ctx.call.run(
             _native.mlp_backward,
             dy.contiguous(),
@@ -51,7 +62,15 @@ class _RotatedMLP(torch.autograd.Function):
             ctx.needs_parameter,
             ctx.call.options(),
         )
-        return None, None, None, dx, *in_dtypes_of(parameters, gradients)
+        return None, None, None, None, dx, *in_dtypes_of(parameters, gradients)
+
+
+def _read(homes: Sequence[Home], needs_x: bool, keep: bool) -> list[bool]:
+    """Which parameters a backward reads: gate and up for dx, and with their biases where it recomputes; down for the
+    gradients of hidden values."""
+    hidden = needs_x or any(wants(*(home.tensor for home in homes if not home.what.startswith("down"))))
+    found = {"down weight": hidden, "down bias": False}
+    return [found.get(home.what, not keep or (needs_x and home.what.endswith("weight"))) for home in homes]
 
 
 def rotated_mlp(
@@ -144,6 +163,8 @@ def rotated_mlp(
         down_bias=down_bias is not None,
         activation=function,
     )
-    keep = not recompute and any(wants(x, *(home.tensor for home in homes)))
-    y = _RotatedMLP.apply(call, shape, keep, x.reshape(-1, features), *(home.local for home in homes))
+    needs_x, *needs = wants(x, *(home.tensor for home in homes))
+    keep = not recompute and any((needs_x, *needs))
+    read = _read(homes, needs_x, keep)
+    y = _RotatedMLP.apply(call, shape, keep, read, call.rows(x), *(home.local for home in homes))
     return y.view(*x.shape[:-1], out_features)

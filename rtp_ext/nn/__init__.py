@@ -8,6 +8,7 @@ from rtp_ext.nn.experts import RotatedExperts
 from rtp_ext.nn.flyweight import Flyweight
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.nn.mlp import RotatedMLP
+from rtp_ext.nn.moe import RotatedMoE
 
 __all__ = [
     "Flyweight",
@@ -19,5 +20,6 @@ __all__ = [
     "RotatedLinear",
     "RotatedLinearCrossEntropy",
     "RotatedMLP",
+    "RotatedMoE",
     "RotatedMultiheadAttention",
 ]

@@ -2,55 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from rtp_ext.families.layers import computes_like
+from rtp_ext.parameters.live import LiveModule, mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_parameter
 from rtp_ext.ring import Ring
-
-
-class LiveModule:
-    """A module that holds a live ring: it can be deep-copied, but not pickled."""
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
-
-    def __reduce_ex__(self, _protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} cannot be pickled: it holds a live ring. Save state_dict() or use "
-            "torch.distributed.checkpoint, and convert a new model with fully_rotate"
-        )
-
-
-_MIXED: dict[tuple[type, type], type] = {}
-
-
-def _calling(mixin: Any) -> Callable[..., Any]:
-    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        return mixin.forward(self, *arguments, **keywords)
-
-    return forward
-
-
-def mixed_class(mixin: type, base: type[nn.Module]) -> Any:
-    """The class of a module of class `base` that became one of `mixin`; isinstance with `base` still holds."""
-    if (mixin, base) not in _MIXED:
-        members: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
-        if "forward" in mixin.__dict__ and base.forward is not nn.Module.forward:
-            # code that looks at the arguments of a forward finds the module's own
-            members["forward"] = functools.wraps(base.forward)(_calling(mixin))
-        prefix = getattr(mixin, "NAME_PREFIX", "Rotated")
-        _MIXED[mixin, base] = type(f"{prefix}{base.__name__}", (mixin, base), members)
-    return _MIXED[mixin, base]
 
 
 class RotatedModule(LiveModule):
@@ -98,10 +59,10 @@ class RotatedModule(LiveModule):
     @classmethod
     def _from(cls, module: nn.Module, base: type[nn.Module]) -> Any:
         """A module of this class with the parameters and buffers of `module`, which is left as it is."""
-        if type(module) is not base:
+        if not computes_like(module, base):
             raise TypeError(f"{cls.__name__}.from_module: expected a {base.__name__}, got a {type(module).__name__}")
         twin: Any = shallow_copy(module)
-        twin.__class__ = cls
+        twin.__class__ = cls if type(module) is base else mixed_class(cls, type(module))
         return twin
 
     def _rotation(self) -> dict[str, Any]:
@@ -128,5 +89,5 @@ class RotatedModule(LiveModule):
             super().reset_parameters()  # type: ignore[misc]
             return
         plain: Any = super(LiveModule, type(self))
-        with torch.no_grad():
-            init_weights(self, plain.reset_parameters)
+        with torch.no_grad():  # a subclass may have modules of its own, which are not this method's to call
+            init_weights(self, lambda module: plain.reset_parameters(module) if module is self else None)

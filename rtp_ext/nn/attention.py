@@ -16,6 +16,8 @@ from rtp_ext.functional import rotated_linears
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.gather import gather
+from rtp_ext.parameters.initial import construct
+from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_bounds
 from rtp_ext.ring import Ring
 
@@ -71,7 +73,9 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         ring: Ring,
         in_place: bool = False,
     ) -> None:
-        super().__init__(
+        values = construct(
+            self,
+            super().__init__,
             embed_dim,
             num_heads,
             dropout,
@@ -85,6 +89,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
             dtype,
         )
         self._rotate(ring, in_place=in_place)
+        values.fill(ring)
 
     @classmethod
     def from_module(
@@ -120,7 +125,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         out_proj._rotate(ring, name=f"{self.qualified_name}.out_proj", memo=memo, **options)
 
     def _reset_parameters(self) -> None:
-        plain = nn.MultiheadAttention._reset_parameters
+        plain: Any = super(LiveModule, type(self))._reset_parameters  # a subclass may have its own
         if not any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
             plain(self)  # under construction, or on the whole copies of init_weights
             return
@@ -129,7 +134,10 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
 
     @property
     def reset_parameters(self) -> Any:
-        # Code that resets whatever has this method leaves nn.MultiheadAttention alone.
+        # Code that resets whatever has this method leaves nn.MultiheadAttention alone. A subclass may have it.
+        own = getattr(super(LiveModule, type(self)), "reset_parameters", None)
+        if own is not None:
+            return lambda: init_weights(self, lambda module: own(module) if module is self else None)
         raise AttributeError(f"{type(self).__name__} has no reset_parameters, as nn.MultiheadAttention has none")
 
     def forward(
@@ -320,7 +328,8 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         return torch.cat([x, *(row.to(x.dtype).view(1, *shape[1:]).expand(shape) for row in rows)], dim=2)
 
     def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, ring={self.ring.size}"
+        settings = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, ring={self.ring.size}"
+        return ", ".join(filter(None, (super().extra_repr(), settings)))
 
 
 def _attend_with_weights(

@@ -10,6 +10,7 @@ from torch import nn
 
 from rtp_ext.functional import rotated_convolution
 from rtp_ext.nn._base import RotatedModule
+from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
 
 
@@ -36,8 +37,9 @@ class _RotatedConvolution(RotatedModule):
         in_place: bool = False,
     ) -> None:
         shape = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
-        super().__init__(*shape, device, dtype)  # type: ignore[call-arg]
+        values = construct(self, super().__init__, *shape, device, dtype)  # type: ignore[arg-type]
         self._rotate(ring, in_place=in_place)
+        values.fill(ring)
 
     @classmethod
     def from_module(cls, module: Any, ring: Ring, *, in_place: bool = False) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 from rtp_ext.functional import rotated_linear_cross_entropy
 from rtp_ext.functional.cross_entropy import check_settings
 from rtp_ext.nn._base import RotatedModule
+from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
 
 
@@ -43,7 +44,7 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
         z_loss: float = 0.0,
         in_place: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
+        values = construct(self, super().__init__, in_features, out_features, bias, device, dtype)
         self._rotate(
             ring,
             ignore_index=ignore_index,
@@ -53,6 +54,7 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
             z_loss=z_loss,
             in_place=in_place,
         )
+        values.fill(ring)
 
     @classmethod
     def from_module(

@@ -9,6 +9,7 @@ from torch import nn
 
 from rtp_ext.functional import rotated_embedding
 from rtp_ext.nn._base import RotatedModule
+from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
 
 
@@ -41,7 +42,9 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
         shard_dim: int = 0,
         in_place: bool = False,
     ) -> None:
-        super().__init__(
+        values = construct(
+            self,
+            super().__init__,
             num_embeddings,
             embedding_dim,
             padding_idx,
@@ -55,6 +58,7 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
             dtype,
         )
         self._rotate(ring, shard_dim=shard_dim, in_place=in_place)
+        values.fill(ring)
 
     @classmethod
     def from_module(
@@ -66,10 +70,10 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
         return twin
 
     @staticmethod
-    def refusal(module: nn.Embedding) -> str | None:
+    def refusal(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
         """Why an embedding cannot be rotated; None if it can."""
         if module.max_norm is not None:
-            return f"max_norm={module.max_norm} renormalises the rows of each rank's own ids in forward"
+            return f"max_norm={module.max_norm} renormalises in forward the rows that any rank looks up"
         if module.sparse:
             return "sparse gradients do not travel"
         if module.scale_grad_by_freq:

@@ -10,8 +10,11 @@ from torch import nn
 
 from rtp_ext.families.activations import FUNCTIONS, activation_of
 from rtp_ext.functional import rotated_experts
+from rtp_ext.functional.experts import CLAMPED_SWIGLU
 from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.nn._base import RotatedModule, mixed_class
+from rtp_ext.nn._base import RotatedModule
+from rtp_ext.parameters.initial import construct
+from rtp_ext.parameters.live import mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy
 from rtp_ext.ring import Ring
 
@@ -22,6 +25,7 @@ class RotatedExperts(RotatedModule, nn.Module):
     Args:
         num_experts, hidden_dim, intermediate_dim: E, D and H.
         activation: swiglu, geglu, geglu_tanh, reglu; without a gate: gelu, gelu_tanh, relu, silu.
+        bias: whether both layers of every expert have one.
         recompute: keep no hidden value for backward, but compute it again from the shard that is passing by.
         ring: the ranks to spread the experts over. Collective: seed every rank alike.
         in_place: let the home shards themselves travel.
@@ -29,6 +33,7 @@ class RotatedExperts(RotatedModule, nn.Module):
     Parameters, named as in `MixtralExperts` of transformers:
         gate_up_proj  [E, 2 H, D], the gate's rows first; without a gate up_proj [E, H, D]
         down_proj     [E, D, H]
+    and with biases gate_up_proj_bias [E, 2 H] (up_proj_bias [E, H]) and down_proj_bias [E, D].
 
     forward(hidden_states [..., D], top_k_index [..., K], top_k_weights [..., K]) -> [..., D], on this rank's own batch;
     an index equal to E is nobody's. See functional.rotated_experts.
@@ -36,6 +41,11 @@ class RotatedExperts(RotatedModule, nn.Module):
 
     activation: str
     recompute: bool
+    down_proj: nn.Parameter
+    # How an experts module of transformers says that its weights are [E, D, 2 H] and [E, H, D], and that gate and up
+    # do not take turns in them.
+    is_transposed = False
+    is_concatenated = True
 
     def __init__(
         self,
@@ -44,6 +54,7 @@ class RotatedExperts(RotatedModule, nn.Module):
         intermediate_dim: int,
         *,
         activation: str = "swiglu",
+        bias: bool = False,
         recompute: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -56,11 +67,22 @@ class RotatedExperts(RotatedModule, nn.Module):
         gated = ACTIVATIONS[activation][1]
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = 2 * intermediate_dim if gated else intermediate_dim
-        up = nn.Parameter(torch.empty(num_experts, rows, hidden_dim, **options))
-        self.register_parameter("gate_up_proj" if gated else "up_proj", up)
-        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_dim, intermediate_dim, **options))
-        self.reset_parameters()
+        up = "gate_up_proj" if gated else "up_proj"
+        shapes: dict[str, tuple[int, ...]] = {up: (num_experts, rows, hidden_dim)}
+        if bias:
+            shapes[f"{up}_bias"] = (num_experts, rows)
+        shapes["down_proj"] = (num_experts, hidden_dim, intermediate_dim)
+        if bias:
+            shapes["down_proj_bias"] = (num_experts, hidden_dim)
+
+        def plain() -> None:
+            for name, shape in shapes.items():
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, **options)))
+            self.reset_parameters()
+
+        values = construct(self, plain)
         self._rotate(ring, activation=activation, recompute=recompute, in_place=in_place)
+        values.fill(ring)
 
     @classmethod
     def from_module(
@@ -86,21 +108,32 @@ class RotatedExperts(RotatedModule, nn.Module):
             return "it already is"
         own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
         up_name = "gate_up_proj" if "gate_up_proj" in own else "up_proj"
-        if set(own) != {up_name, "down_proj"}:
-            return f"expected the parameters gate_up_proj (or up_proj) and down_proj, got {', '.join(own) or 'none'}"
+        weights, biases = {up_name, "down_proj"}, {f"{up_name}_bias", "down_proj_bias"}
+        if set(own) not in (weights, weights | biases):
+            return (
+                "expected the parameters gate_up_proj (or up_proj) and down_proj, with a _bias of both or of neither, "
+                f"got {', '.join(own) or 'none'}"
+            )
+        gated, biased = up_name == "gate_up_proj", len(own) > 2
+        clamped = gated and _has_clamped_gate(module)
         for name, expected in _LAYOUT.items():
             actual = getattr(module, name, expected)
-            if actual != expected:
+            if actual != expected and not (name == "is_concatenated" and clamped):
                 return f"expected {name} {expected}, got {actual}"
-        gated = up_name == "gate_up_proj"
-        if getattr(module, "has_gate", gated) != gated:
-            return f"expected has_gate {gated} with {up_name}, got {module.has_gate}"
-        up, down = tuple(own[up_name].shape), tuple(own["down_proj"].shape)
-        if len(down) != 3 or up != (down[0], down[2] * (2 if gated else 1), down[1]):
+        for name, expected in (("has_gate", gated), ("has_bias", biased)):
+            if getattr(module, name, expected) != expected:
+                return f"expected {name} {expected} with {', '.join(own)}, got {getattr(module, name)}"
+        shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
+        if shapes != _expected_shapes(up_name, shapes["down_proj"], _is_transposed(module), gated, biased):
             rows = "2 H" if gated else "H"
-            return f"expected {up_name} [E, {rows}, D] and down_proj [E, D, H], got shapes {up} and {down}"
+            up, down = ("D, " + rows, "H, D") if _is_transposed(module) else (rows + ", D", "D, H")
+            with_biases = f" and biases [E, {rows}] and [E, D]" if biased else ""
+            return (
+                f"expected {up_name} [E, {up}] and down_proj [E, {down}]{with_biases}, got shapes "
+                f"{' and '.join(map(str, shapes.values()))}"
+            )
         gate = getattr(type(module), "_apply_gate", None)
-        if gated and gate is not None and gate.__name__ != "_default_apply_gate":
+        if gated and not clamped and gate is not None and gate.__name__ != "_default_apply_gate":
             return f"it has a gate of its own, {gate.__qualname__}"
         others = [name for name, _ in module.named_children() if name != "act_fn"]
         if others:
@@ -109,7 +142,7 @@ class RotatedExperts(RotatedModule, nn.Module):
         if len(arguments) != 3:
             return f"expected a forward of hidden states, indices and weights, got one of {', '.join(arguments)}"
         act_fn = getattr(module, "act_fn", None)
-        if activation_of(act_fn, gated) is None:
+        if not clamped and activation_of(act_fn, gated) is None:
             return f"expected an act_fn that computes one of {', '.join(FUNCTIONS)}, got {act_fn}"
         return None
 
@@ -117,16 +150,18 @@ class RotatedExperts(RotatedModule, nn.Module):
         gated = "gate_up_proj" in self._parameters
         if activation is None:
             _check(self)
-        self.activation = activation or activation_of(self.act_fn, gated)  # type: ignore[assignment]
+            clamped = gated and _has_clamped_gate(self)
+            activation = CLAMPED_SWIGLU if clamped else activation_of(self.act_fn, gated)
+        self.activation = activation  # type: ignore[assignment]
         self.recompute = recompute
-        self._adopt(ring, {"gate_up_proj" if gated else "up_proj": 0, "down_proj": 0}, **options)
+        self._adopt(ring, dict.fromkeys(self._parameters, 0), **options)
 
     @property
-    def _up(self) -> nn.Parameter:
-        return self.gate_up_proj if ACTIVATIONS[self.activation][1] else self.up_proj  # type: ignore[return-value]
+    def _up_name(self) -> str:
+        return "gate_up_proj" if "gate_up_proj" in self._parameters else "up_proj"
 
     def reset_parameters(self) -> None:
-        """Every expert as nn.Linear initialises its weight: uniform in +-1 / sqrt(input features). Collective."""
+        """Every expert as nn.Linear is initialised: uniform in +-1 / sqrt(input features), biases too. Collective."""
         if not hasattr(self, "ring"):  # while it is being constructed
             _reset(self)
         else:
@@ -135,19 +170,28 @@ class RotatedExperts(RotatedModule, nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
+        gate: dict[str, Any] = {}
+        if self.activation == CLAMPED_SWIGLU:
+            gate = {"alpha": self.alpha, "limit": self.limit}
         return rotated_experts(
             self._cast(hidden_states),
             top_k_index,
             top_k_weights,
-            self._up,
+            getattr(self, self._up_name),
             self.down_proj,
+            up_bias=getattr(self, f"{self._up_name}_bias", None),
+            down_bias=getattr(self, "down_proj_bias", None),
             activation=self.activation,
+            transposed=self.is_transposed,
+            interleaved=not self.is_concatenated,
             recompute=self.recompute,
+            **gate,
             **self._rotation(),
         )
 
     def extra_repr(self) -> str:
-        experts, hidden_dim, intermediate_dim = self.down_proj.shape
+        experts, *matrix = self.down_proj.shape
+        hidden_dim, intermediate_dim = reversed(matrix) if self.is_transposed else matrix
         return (
             f"num_experts={experts}, hidden_dim={hidden_dim}, intermediate_dim={intermediate_dim}, "
             f"activation={self.activation}, ring={self.ring.size}"
@@ -160,18 +204,58 @@ def _check(module: nn.Module) -> None:
         raise ValueError(f"RotatedExperts: {type(module).__name__} cannot be rotated: {problem}")
 
 
+def _is_transposed(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_transposed", False))
+
+
+def _expected_shapes(
+    up_name: str, down: tuple[int, ...], transposed: bool, gated: bool, biased: bool
+) -> dict[str, tuple[int, ...]] | None:
+    """Of all parameters, for down_proj's shape [E, D, H] ([E, H, D] where transposed); None where it is none."""
+    if len(down) != 3:
+        return None
+    experts, features, hidden = (down[0], down[2], down[1]) if transposed else down
+    rows = 2 * hidden if gated else hidden
+    shapes: dict[str, tuple[int, ...]] = {}
+    shapes[up_name] = (experts, features, rows) if transposed else (experts, rows, features)
+    shapes["down_proj"] = down
+    if biased:
+        shapes |= {f"{up_name}_bias": (experts, rows), "down_proj_bias": (experts, features)}
+    return shapes
+
+
+def _has_clamped_gate(module: Any) -> bool:
+    """Whether the gate is GPT-OSS's: of a class of transformers, judged by what it computes in float64."""
+    gate = getattr(type(module), "_apply_gate", None)
+    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    if gate is None or not gate.__module__.startswith("transformers.models."):
+        return False
+    if not isinstance(alpha, (int, float)) or not isinstance(limit, (int, float)):
+        return False
+    points = torch.linspace(-3.0, 3.0, 61, dtype=torch.float64, device="cpu") * max(abs(limit), 1.0)
+    first, second = (side.reshape(-1) for side in torch.meshgrid(points, points, indexing="ij"))
+    bounded = first.clamp(max=limit)
+    expected = (second.clamp(-limit, limit) + 1.0) * bounded * torch.sigmoid(alpha * bounded)
+    interleaved = not getattr(module, "is_concatenated", True)
+    both = torch.stack([first, second], -1).flatten(-2) if interleaved else torch.cat([first, second], -1)
+    with torch.no_grad():
+        actual = gate(module, both)
+    return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-9, atol=1e-9)
+
+
 # What modules of transformers say about themselves, and what of it is supported.
 _LAYOUT = {
-    "is_transposed": False,
     "is_concatenated": True,
-    "has_bias": False,
     "has_post_expert_norm": False,
     "_is_expert_parallel": False,
 }
 
 
 def _reset(module: nn.Module) -> None:
-    for parameter in module._parameters.values():
-        if parameter is not None and parameter.shape[2] > 0:
-            bound = parameter.shape[2] ** -0.5
+    """Biases follow the bound of their layer's weight."""
+    inputs = 1 if _is_transposed(module) else 2
+    for name, parameter in module._parameters.items():
+        weight = module._parameters[name.removesuffix("_bias")]
+        if parameter is not None and weight is not None and weight.shape[inputs] > 0:
+            bound = weight.shape[inputs] ** -0.5
             nn.init.uniform_(parameter, -bound, bound)

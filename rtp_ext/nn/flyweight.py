@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from rtp_ext.functional import rotated_flyweight
 from rtp_ext.functional.flyweight import check_copies
-from rtp_ext.nn._base import LiveModule
-from rtp_ext.parameters.sharding import shard_parameter
+from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharding import replicate_parameter, shard_parameter
 from rtp_ext.ring import Ring
 
 
@@ -92,7 +92,7 @@ class Flyweight(LiveModule, nn.Module):
         for key, parameter in named.items():
             dim = self.shard_dims[key]
             if dim is None:
-                sharded[id(parameter)] = _replicated(parameter, self.ring)
+                sharded[id(parameter)] = replicate_parameter(parameter, self.ring)
             else:
                 sharded[id(parameter)] = shard_parameter(parameter, self.ring, dim % parameter.dim())
         for part in self.module.modules():
@@ -118,13 +118,3 @@ class Flyweight(LiveModule, nn.Module):
     def extra_repr(self) -> str:
         combined = f"cat along {self.dim}" if self.combine == "cat" else "sum"
         return f"ring={self.ring.size}, shard_dims={self.shard_dims}, combine={combined}"
-
-
-def _replicated(parameter: nn.Parameter, ring: Ring) -> nn.Parameter:
-    """A parameter that every rank holds whole, in place of a plain one."""
-    data = parameter.detach().clone()
-    if ring.mesh is not None:
-        data = DTensor.from_local(data, ring.mesh, [Replicate()], run_check=False)
-    replicated = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    replicated.__dict__.update(parameter.__dict__)
-    return replicated

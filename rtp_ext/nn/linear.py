@@ -9,6 +9,7 @@ from torch import nn
 
 from rtp_ext.functional import rotated_linear
 from rtp_ext.nn._base import RotatedModule
+from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
 
 
@@ -37,8 +38,9 @@ class RotatedLinear(RotatedModule, nn.Linear):
         shard_dim: int = 0,
         in_place: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
+        values = construct(self, super().__init__, in_features, out_features, bias, device, dtype)
         self._rotate(ring, shard_dim=shard_dim, in_place=in_place)
+        values.fill(ring)
 
     @classmethod
     def from_module(cls, module: nn.Linear, ring: Ring, *, shard_dim: int = 0, in_place: bool = False) -> RotatedLinear:

@@ -10,8 +10,8 @@ from torch import nn
 from rtp_ext.families.blocks import MLPSpec, mlp_block
 from rtp_ext.functional import rotated_mlp
 from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.nn._base import LiveModule
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
+from rtp_ext.parameters.live import LiveModule
 from rtp_ext.ring import Ring
 
 
@@ -77,7 +77,8 @@ class RotatedMLP(LiveModule, nn.Module):
         if gated:
             self.gate_proj = RotatedLinear(in_features, hidden_features, bias, **options)
         self.up_proj = RotatedLinear(in_features, hidden_features, bias, **options)
-        self.down_proj = RotatedLinear(hidden_features, out_features or in_features, bias, shard_dim=1, **options)
+        out_features = in_features if out_features is None else out_features
+        self.down_proj = RotatedLinear(hidden_features, out_features, bias, shard_dim=1, **options)
         self.spec = MLPSpec("up_proj", "down_proj", activation, "gate_proj" if gated else None)
         self.recompute = recompute
 

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rtp_ext._native import shard_sizes
+from rtp_ext._native import shard_sizes, share_version
 from rtp_ext.parameters.sharding import local_shard, shard_dim_of
 from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import first_order_only
 
 _ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
 
@@ -28,7 +28,10 @@ def gather(parameters: list[torch.Tensor], ring: Ring, mp_policy: MixedPrecision
             shard = shard.to(mp_policy.param_dtype)
         shards.append(shard)
     layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, shards, strict=True)]
-    return list(_Gather.apply(ring, layouts, mp_policy.reduce_dtype, *shards))
+    gathered = _Gather.apply(ring, layouts, mp_policy.reduce_dtype, *shards)
+    for parameter, whole in zip(parameters, gathered, strict=True):
+        share_version(whole, parameter)  # a backward that needs it notices that the parameter was written since
+    return list(gathered)
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,21 @@ class _Gather(torch.autograd.Function):
             if layout.dim is not None:
                 section[: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
         # [R, bytes] cut into one [R, bytes of a parameter] for each
-        every = ring.all_gather(flat).split(sections, dim=1) if flat.numel() else sections
-        return tuple(
+        gathered = ring.all_gather(flat) if flat.numel() else flat.expand(ring.size, -1)
+        every = gathered.split(sections, dim=1)
+        whole = tuple(
             shard.clone() if layout.dim is None else _assemble(layout, part, shard.dtype)
             for shard, layout, part in zip(shards, layouts, every, strict=True)
         )
+        # A frozen parameter stays one, whoever is gathered along with it: activation checkpointing compares what
+        # autograd saves in the forward and in the recomputation, where other parameters come along.
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, wanted in zip(whole, ctx.needs_input_grad[3:], strict=True) if not wanted)
+        )
+        return whole
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, *gradients: torch.Tensor | None):
         ring, layouts = ctx.ring, ctx.layouts
         # All ranks reduce the same parameters, whether they used them or not; behind the values, who did.

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from rtp_ext._native import shard_sizes
+from rtp_ext._native import shard_sizes, share_version
 from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import first_order_only
 
 logger = logging.getLogger("rtp_ext")
 
@@ -112,24 +113,34 @@ def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Paramet
     if isinstance(parameter, DTensor):
         raise ValueError(f"expected a plain parameter, got a DTensor of shape {tuple(parameter.shape)}")
     if parameter.dim() == 0:
+        return replicate_parameter(parameter, ring)
+    return _in_place_of(parameter, as_sharded(take_shard(parameter, ring, dim), parameter.shape, ring, dim))
+
+
+def replicate_parameter(parameter: nn.Parameter, ring: Ring) -> nn.Parameter:
+    """A parameter that every rank holds whole, in place of a plain one (meta device included)."""
+    whole = parameter.detach().clone()
+    if ring.mesh is not None:
         _let_grad_scaler_see_shards()
-        whole = parameter.detach().clone()
-        data = whole if ring.mesh is None else DTensor.from_local(whole, ring.mesh, [Replicate()], run_check=False)
-    else:
-        home = take_shard(parameter, ring, dim)
-        data = as_sharded(home, parameter.shape, ring, dim)
-    sharded = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    sharded.__dict__.update(parameter.__dict__)
-    return sharded
+        whole = DTensor.from_local(whole, ring.mesh, [Replicate()], run_check=False)
+    return _in_place_of(parameter, whole)
+
+
+def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    converted = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    converted.__dict__.update(parameter.__dict__)
+    return converted
 
 
 def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter, differentiable; a plain tensor is its own part."""
     if not isinstance(parameter, DTensor):
         return parameter
+    home = held(parameter)
+    share_version(home, parameter)  # whoever writes to one of them writes to both
     if torch.is_grad_enabled() and parameter.requires_grad:
         return _LocalShard.apply(parameter)
-    return held(parameter)
+    return home
 
 
 class _LocalShard(torch.autograd.Function):
@@ -139,15 +150,14 @@ class _LocalShard(torch.autograd.Function):
     def forward(ctx, parameter: DTensor) -> torch.Tensor:
         ctx.spec = parameter._spec
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
-        home = held(parameter)
-        return home.view_as(home)
+        return held(parameter).detach()  # not a view, which autograd would refuse to unpack after a write
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:
             return None
-        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(gradient.detach().contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def shard_dim_of(parameter: torch.Tensor) -> int | None:
@@ -239,12 +249,22 @@ def _init_module(owner: nn.Module, fn: Callable[[nn.Module], object]) -> None:
 
 
 def _keep_shard(parameter: DTensor, full: torch.Tensor) -> None:
-    home = parameter.to_local()
-    dim = shard_dim_of(parameter)
-    if dim is not None:
-        sizes = shard_sizes(parameter.shape[dim], parameter.device_mesh.size())
-        full = full.split(sizes, dim)[parameter.device_mesh.get_local_rank()]
-    home.copy_(full)
+    parameter.to_local().copy_(_own_part(full, parameter._spec))
+
+
+def _own_part(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's part, a view, of a whole tensor that is to be laid out as `spec` says."""
+    dim = next((p.dim for p in spec.placements if isinstance(p, Shard)), None)
+    if dim is None:
+        return full
+    return full.split(shard_sizes(full.shape[dim], spec.mesh.size()), dim)[spec.mesh.get_local_rank()]
+
+
+def placed_as(full: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:
+    """A whole tensor, which is the same on every rank, as a parameter laid out as `spec` says."""
+    home = _own_part(full.detach(), spec).clone(memory_format=torch.contiguous_format)
+    data = DTensor.from_local(home, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+    return nn.Parameter(data, requires_grad=full.requires_grad)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

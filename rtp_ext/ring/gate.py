@@ -100,6 +100,12 @@ def device_of(device: torch.device, dtype: torch.dtype) -> Device | None:
     )
 
 
+def kind_of(device: torch.device) -> tuple[int, int]:
+    """What `device_of` makes of a GPU follows from this: equal kinds are reckoned alike."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.multi_processor_count
+
+
 def link_of(device: torch.device, *, peer_access: bool) -> Link:
     """The modelled link of a GPU, with direct access to every other one or without."""
     major = torch.cuda.get_device_properties(device).major
@@ -167,8 +173,11 @@ class Gate:
     Attributes:
         link: what a hop is reckoned to cost; None where there is nothing to decide (a CPU, one process, one rank, a
             route that was asked for).
+        alike: whether all ranks have the same kind of device. If not, each would reckon otherwise: nothing is decided.
         plans: the Plan of every linear layer that has been called, by name.
     """
+
+    alike = True
 
     def __init__(
         self, ranks: int, device: torch.device, hop_route: str, route: str, gradient_halves: bool | None
@@ -186,7 +195,7 @@ class Gate:
         if self.gathers:
             plan = Plan("gather", False, "as asked", {})
         else:
-            device = device_of(self.device, dtype) if self.link else None
+            device = device_of(self.device, dtype) if self.link and self.alike else None
             plan = decide(self.ranks, tokens, layer, hop_route=self.hop_route, link=self.link, device=device)
         if self.gradient_halves is not None and plan.route != "gather":
             plan = Plan(plan.route, self.gradient_halves, plan.reason, plan.seconds)

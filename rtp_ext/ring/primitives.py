@@ -62,6 +62,8 @@ class Rotation:
         self.check_alive(operation)
         single = not isinstance(shard, (list, tuple))
         originals = [shard] if single else list(shard)
+        if not originals:
+            raise ValueError(f"{operation}: expected a tensor or a list of at least one, got an empty list")
         tensors = [as_tensor(original) for original in originals]
         for tensor in tensors:
             if tensor.device != self.device:

@@ -14,10 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rtp_ext import _native
-from rtp_ext._native import RingTimeout, RotationError
-from rtp_ext.ring.gate import Gate, Link, measure
+from rtp_ext._native import RotationError
+from rtp_ext.ring.autograd import follow
+from rtp_ext.ring.gate import Gate, Link, kind_of, measure
+from rtp_ext.ring.groups import Groups
 from rtp_ext.ring.primitives import Rotation
 from rtp_ext.ring.recording import Trace, record
+from rtp_ext.ring.surroundings import keep_compilers_out, refuse_transforms
 from rtp_ext.ring.transports import (
     TransportOptions,
     ce_refusal,
@@ -33,9 +36,6 @@ logger = logging.getLogger("rtp_ext")
 
 __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 
-# torch 2.14 renamed it
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 SLOT_CAP = 64 << 20  # bytes
 
 TRANSPORTS = ("auto", "shm", "c10d", "ce", "nccl", "nccl-put")
@@ -46,7 +46,7 @@ _serials = itertools.count()
 _phases = itertools.count(1)
 
 
-class Ring(Rotation):
+class Ring(Rotation, Groups):
     """Ranks that rotate shards among themselves.
 
     Args:
@@ -105,19 +105,14 @@ class Ring(Rotation):
         self._settle(slot_cap, prefetch)
         self.transport_options = TransportOptions.of(transport_options)
         self.mesh: DeviceMesh | None = resolve_mesh(mesh_or_group)
+        follow(self.mesh)
         group = self.mesh.get_group()
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.device = torch.device(self.mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._world = dist.group.WORLD
-        self._members = dist.get_process_group_ranks(group)
-        self._groups: list[dist.ProcessGroup] = []
-        self._control = self.new_group("gloo") if self.size > 1 else None
-        self._collective = self._control
-        if self.size > 1 and self.device.type == "cuda":
-            self._collective = self.new_group("nccl")
+        self._open_groups(dist.get_process_group_ranks(group))
         self.serial = next(_serials)
         self._agree_on_options(
             f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}, prefetch {prefetch}, "
@@ -160,10 +155,6 @@ class Ring(Rotation):
         if ring.device.type == "cuda" and ring.device.index is None:
             ring.device = torch.device("cuda", torch.cuda.current_device())
         ring.serial = next(_serials)
-        ring._world = None
-        ring._members = []
-        ring._groups = []
-        ring._control = ring._collective = None
         ring.route, ring.transport_reason = route, "one process stands for the ring"
         ring.hop_route = "ring" if route == "gather" else route
         ring.transport = "emulated"
@@ -180,6 +171,7 @@ class Ring(Rotation):
             raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
         if prefetch not in (0, 1):
             raise ValueError(f"Ring: expected prefetch 0 or 1, got {prefetch!r}")
+        keep_compilers_out()
         self.slot_cap, self.prefetch = slot_cap, prefetch
         self._agreements = itertools.count(1)
         self._forward_phase = 0
@@ -190,13 +182,6 @@ class Ring(Rotation):
         self._executor = _native.Executor(native, self.rank, self.size, self.device)
         self._executor.prefetch(self.prefetch > 0)
         self._executor.set_delay(datetime.timedelta(microseconds=self.transport_options.delay_us))
-
-    def new_group(self, backend: str) -> dist.ProcessGroup:
-        group: Any = dist.new_group(
-            self._members, timeout=self.timeout, backend=backend, use_local_synchronization=True
-        )
-        self._groups.append(group)
-        return group
 
     def _agree_on_options(self, mine: str) -> None:
         told = self.exchange(mine)
@@ -213,6 +198,8 @@ class Ring(Rotation):
         if self.transport == "ce":
             choose_ce_modes(self, connection.native)
         self._prepare(connection.native, route, gradient_halves)
+        if self.device.type == "cuda":
+            self.gate.alike = len(set(self.exchange(kind_of(self.device)))) == 1
         logger.info(
             "ring of %d: transport %s (%s), route %s", self.size, self.transport, self.transport_reason, self.route
         )
@@ -223,9 +210,13 @@ class Ring(Rotation):
         return self._executor.alive and self._world is dist.group.WORLD if self._world else self._executor.alive
 
     def close(self) -> None:
-        """Ends the ring in good order. Idempotent; collective."""
+        """Ends the ring in good order. Idempotent; collective. Does nothing in a process forked from the ring's.
+
+        A ring that is dropped unclosed gives back its memory, threads and connections too, but waits for nobody: ranks
+        that are still at work on it fail.
+        """
         self._executor.close()
-        self._drop_groups()
+        self.drop_groups()
 
     def __enter__(self) -> Ring:
         return self
@@ -246,19 +237,13 @@ class Ring(Rotation):
         return f"Ring(rank={self.rank}, size={self.size}, transport={self.transport!r}, route={self.route!r})"
 
     def check_alive(self, operation: str) -> None:
-        """Raises RotationError if the ring was closed, has failed, or outlived its process group."""
+        """Raises RotationError if the ring was closed, has failed, outlived its process group, or is the ring of the
+        process that this one was forked from; RuntimeError where something traces or transforms what is called."""
+        refuse_transforms(operation)
         self._executor.check_alive(operation)
         if self._world is not None and self._world is not dist.group.WORLD:
             self._executor.fail("its process group was destroyed")
             self._executor.check_alive(operation)
-
-    def _drop_groups(self) -> None:
-        groups, self._groups = self._groups, []
-        self._control = self._collective = None
-        if not dist.is_initialized() or self._world is not dist.group.WORLD:
-            return
-        for group in groups:
-            dist.destroy_process_group(group)
 
     def run(
         self,
@@ -283,11 +268,6 @@ class Ring(Rotation):
             self.abandon()
             raise
 
-    def abandon(self) -> None:
-        """Drops the groups of a ring that has failed, so that neighbours in a collective learn of it."""
-        if not self._executor.alive:
-            self._drop_groups()
-
     # -- the gate and the prefetcher ---------------------------------------------------------------------------------
 
     def new_agreement(self) -> int:
@@ -309,46 +289,7 @@ class Ring(Rotation):
         self.gate.link = measure(self, shard_bytes, repeats)
         return self.gate.link
 
-    # -- agreement and small collectives -----------------------------------------------------------------------------
-
-    def _collectively(self, operation: str, action: Callable[[], Any]) -> Any:
-        """Runs a torch.distributed collective; its failure is the ring's."""
-        self.check_alive(operation)
-        start = datetime.datetime.now()
-        try:
-            return action()
-        except RuntimeError as error:
-            waited = (datetime.datetime.now() - start).total_seconds()
-            message = f"{operation}: a rank of the ring did not answer (waited {waited:.1f} s): {error}"
-            self._executor.fail(message)
-            self.abandon()
-            raise RingTimeout(message) from error
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's `value` (any picklable object), in ring order. Collective."""
-        if self._control is None:
-            return [value] * self.size
-        values: list[Any] = [None] * self.size
-        if not hasattr(self, "_executor"):  # while the ring is being made
-            dist.all_gather_object(values, value, group=self._control)
-            return values
-        self._collectively("exchange", lambda: dist.all_gather_object(values, value, group=self._control))
-        return values
-
-    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """Shards [n] of equal size to [R, n]. For what is too small to rotate. Collective."""
-        if self.size == 1 or self._collective is None:
-            return shard.unsqueeze(0).repeat(self.size, 1)
-        gathered = shard.new_empty(self.size, shard.numel())
-        self._collectively("all_gather", lambda: _all_gather_single(gathered.view(-1), shard, group=self._collective))
-        return gathered
-
-    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums `values` [...] over the ranks, in place. Collective."""
-        if self._collective is None:
-            return values.mul_(self.size)
-        self._collectively("all_reduce", lambda: dist.all_reduce(values, group=self._collective))
-        return values
+    # -- traces and counters -----------------------------------------------------------------------------------------
 
     def trace(self) -> AbstractContextManager[Trace]:
         """Records what every lane does when: `with ring.trace() as trace: ...`, and then `trace.events`.
@@ -362,8 +303,6 @@ class Ring(Rotation):
         streams nobody can time.
         """
         return record(self)
-
-    # -- counters ----------------------------------------------------------------------------------------------------
 
     def slot_count(self, channel: str) -> Any:
         """Slots of `weight` or `gradient`: .slots and .bytes that exist, .peak_slots leased at once, .peak_bytes,

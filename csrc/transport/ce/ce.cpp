@@ -197,7 +197,7 @@ std::optional<std::string> ce_refusal() {
 }
 
 std::shared_ptr<CeTransport> make_ce_transport(const RingEnd& end, const std::string& id) {
-  return std::make_shared<CopyEngineTransport>(end, id);
+  return make_owned<CopyEngineTransport>(end, id);
 }
 
 }  // namespace rtp

@@ -72,7 +72,7 @@ class NcclTransport : public SupervisedTransport {
 std::shared_ptr<Transport> make_nccl_transport(const RingEnd& end, const std::vector<std::string>& ids,
                                                const NcclOptions& options) {
   RTP_CHECK_VALUE(ids.size() == 2, "transport nccl: expected 2 unique ids, got ", ids.size());
-  return std::make_shared<NcclTransport>(end, ids, options);
+  return make_owned<NcclTransport>(end, ids, options);
 }
 
 }  // namespace rtp

@@ -1,12 +1,9 @@
 #include "transport/nccl/peer_news.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <random>
-#include <sstream>
 
 #include "base/checks.h"
 
@@ -29,9 +26,7 @@ PeerNews::PeerNews(int rank, int ranks) : rank_(rank), ranks_(ranks), own_(sizeo
   page(own_).nonce = (static_cast<uint64_t>(random()) << 32) | random();
 }
 
-std::string PeerNews::address() const {
-  return concat(host_id(), " ", getpid(), " ", own_.fd(), " ", page(own_).nonce);
-}
+std::string PeerNews::address() const { return MemoryAddress(own_, page(own_).nonce).text(); }
 
 int PeerNews::connect(const std::vector<std::string>& addresses) {
   RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "peer news: expected ", ranks_, " addresses, got ",
@@ -40,19 +35,14 @@ int PeerNews::connect(const std::vector<std::string>& addresses) {
   int heard = 0;
   for (int peer = 0; peer < ranks_; ++peer) {
     if (peer == rank_) continue;
-    std::istringstream text(addresses[peer]);
-    std::string host;
-    int pid = 0;
-    int fd = 0;
-    uint64_t nonce = 0;
-    text >> host >> pid >> fd >> nonce;
-    if (host != host_id()) continue;
     try {
-      SharedMemory memory(pid, fd, sizeof(Page));
-      if (page(memory).nonce != nonce) continue;
-      peers_[peer] = Peer{std::move(memory), ProcessWatch(pid)};
+      const MemoryAddress address(addresses[peer]);
+      if (address.out_of_reach()) continue;
+      SharedMemory memory(address.pid, address.fd, sizeof(Page));
+      if (page(memory).nonce != address.nonce) continue;
+      peers_[peer] = Peer{std::move(memory), ProcessWatch(address.pid)};
       ++heard;
-    } catch (const RotationError&) {  // another container, or another user: its failures take a timeout to be noticed
+    } catch (const MemoryError&) {  // no address, or of another user: its failures take a timeout to be noticed
     }
   }
   return heard;
@@ -71,7 +61,9 @@ std::optional<std::string> PeerNews::heard() const {
   for (size_t peer = 0; peer < peers_.size(); ++peer) {
     const SharedMemory& memory = peers_[peer].page;
     if (memory.data() == nullptr || page(memory).failed.load(std::memory_order_acquire) == 0) continue;
-    return concat("rank ", peer, " of the ring has failed: ", page(memory).reason);
+    const char* reason = page(memory).reason;
+    return concat("rank ", peer,
+                  " of the ring has failed: ", std::string(reason, strnlen(reason, sizeof(Page::reason))));
   }
   return std::nullopt;
 }

@@ -137,7 +137,7 @@ std::shared_ptr<Transport> make_nccl_put_transport(const RingEnd& end, const std
   RTP_CHECK_VALUE(ids.size() == kNcclPutCommunicators, "transport nccl-put: expected ", kNcclPutCommunicators,
                   " unique ids, got ", ids.size());
   if (const auto refusal = nccl_put_refusal()) throw NcclError(concat("transport nccl-put: ", *refusal));
-  return std::make_shared<NcclPutTransport>(end, ids, options);
+  return make_owned<NcclPutTransport>(end, ids, options);
 }
 
 }  // namespace rtp

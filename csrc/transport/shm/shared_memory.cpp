@@ -4,6 +4,7 @@
 #include <linux/futex.h>
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -11,42 +12,80 @@
 #include <climits>
 #include <cstring>
 #include <fstream>
+#include <sstream>
 #include <utility>
-
-#include "base/checks.h"
 
 namespace rtp {
 namespace {
 
-std::byte* map(int fd, size_t bytes) {
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (data == MAP_FAILED) {
-    const int error = errno;
-    close(fd);
-    throw RotationError(concat("shared memory: cannot map ", bytes, " bytes: ", std::strerror(error)));
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+// An open file, closed at the end unless it was taken.
+struct File {
+  explicit File(int fd) : fd(fd) {}
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  ~File() {
+    if (fd >= 0) close(fd);
   }
+  int take() { return std::exchange(fd, -1); }
+
+  int fd;
+};
+
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... what) {
+  const int error = errno;
+  throw MemoryError(concat("shared memory: ", what..., ": ", std::strerror(error)));
+}
+
+std::byte* map(const File& file, size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.fd, 0);
+  if (data == MAP_FAILED) fail("cannot map ", bytes, " bytes");
   return static_cast<std::byte*>(data);
+}
+
+// The boot id of this machine's kernel: equal on two processes only if they share a host.
+std::string host_id() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  file >> id;
+  return id;
+}
+
+// Equal on two processes of a host only if they share process ids.
+std::string process_namespace() {
+  char name[64];
+  const ssize_t length = readlink("/proc/self/ns/pid", name, sizeof(name));
+  return length > 0 ? std::string(name, static_cast<size_t>(length)) : "unknown";
 }
 
 }  // namespace
 
 SharedMemory::SharedMemory(size_t bytes) : bytes_(bytes) {
-  fd_ = memfd_create("rtp_ext", MFD_CLOEXEC);
-  if (fd_ < 0) throw RotationError(concat("shared memory: memfd_create failed: ", std::strerror(errno)));
-  if (ftruncate(fd_, static_cast<off_t>(bytes)) != 0) {
-    const int error = errno;
-    close(fd_);
-    throw RotationError(concat("shared memory: cannot reserve ", bytes, " bytes: ", std::strerror(error)));
-  }
-  data_ = map(fd_, bytes);
+  File file(memfd_create("rtp_ext", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (file.fd < 0) fail("memfd_create failed");
+  if (fchmod(file.fd, S_IRUSR | S_IWUSR) != 0) fail("cannot make it private");
+  if (ftruncate(file.fd, static_cast<off_t>(bytes)) != 0) fail("cannot reserve ", bytes, " bytes");
+  if (fcntl(file.fd, F_ADD_SEALS, kSeals | F_SEAL_SEAL) != 0) fail("cannot seal its size");
+  data_ = map(file, bytes);
+  fd_ = file.take();
 }
 
 SharedMemory::SharedMemory(int pid, int fd, size_t bytes) : bytes_(bytes) {
   const std::string path = concat("/proc/", pid, "/fd/", fd);
-  fd_ = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (fd_ < 0) throw RotationError(concat("shared memory: cannot open ", path, ": ", std::strerror(errno)));
-  data_ = map(fd_, bytes);
-  close(std::exchange(fd_, -1));
+  const File file(open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK));
+  if (file.fd < 0) fail("cannot open ", path);
+  struct stat found;
+  if (fstat(file.fd, &found) != 0) fail("cannot look at ", path);
+  const int seals = fcntl(file.fd, F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals) {
+    throw MemoryError(concat("shared memory: expected ", path, " to be memory of a sealed size, got another file"));
+  }
+  if (bytes == 0 || static_cast<uint64_t>(found.st_size) < bytes) {
+    throw MemoryError(concat("shared memory: expected ", path, " to hold ", bytes, " bytes, got ", found.st_size));
+  }
+  data_ = map(file, bytes);
 }
 
 SharedMemory::SharedMemory(SharedMemory&& other) noexcept
@@ -64,6 +103,27 @@ SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
 SharedMemory::~SharedMemory() {
   if (data_ != nullptr) munmap(data_, bytes_);
   if (fd_ >= 0) close(fd_);
+}
+
+MemoryAddress::MemoryAddress(const SharedMemory& memory, uint64_t nonce)
+    : host(host_id()), processes(process_namespace()), pid(getpid()), fd(memory.fd()), nonce(nonce) {}
+
+MemoryAddress::MemoryAddress(const std::string& text) {
+  std::istringstream fields(text);
+  fields >> host >> processes >> pid >> fd >> nonce;
+  if (!fields || !(fields >> std::ws).eof() || pid <= 0 || fd < 0) {
+    throw MemoryError(concat("shared memory: expected an address 'host processes pid fd nonce', got '", text, "'"));
+  }
+}
+
+std::string MemoryAddress::text() const { return concat(host, " ", processes, " ", pid, " ", fd, " ", nonce); }
+
+std::optional<std::string> MemoryAddress::out_of_reach() const {
+  if (host != host_id()) return "on another host";
+  if (const std::string here = process_namespace(); processes != here) {
+    return concat("in another container of this host (its processes are in ", processes, ", these in ", here, ")");
+  }
+  return std::nullopt;
 }
 
 void Bell::ring() {
@@ -93,13 +153,6 @@ ProcessWatch::~ProcessWatch() {
 bool ProcessWatch::ended() const {
   pollfd query{fd_, POLLIN, 0};
   return fd_ >= 0 && poll(&query, 1, 0) > 0;
-}
-
-std::string host_id() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  file >> id;
-  return id;
 }
 
 }  // namespace rtp

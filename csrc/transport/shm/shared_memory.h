@@ -5,17 +5,28 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
+
+#include "base/checks.h"
 
 namespace rtp {
 
-// A mapped memory file. It has no name in any file system, so nothing is left behind when a process is killed.
+// Memory that cannot be made or mapped, or that another process describes wrongly.
+class MemoryError : public RotationError {
+ public:
+  using RotationError::RotationError;
+};
+
+// A mapped memory file. It has no name in any file system, so nothing is left behind when a process is killed. Only
+// processes of the same user can open it, and its size is sealed: nobody can take away what others have mapped.
 class SharedMemory {
  public:
   SharedMemory() = default;
   // Creates `bytes` of zeroed memory.
   explicit SharedMemory(size_t bytes);
-  // Maps the memory that process `pid` holds open as `fd`.
+  // Maps the memory that process `pid` holds open as `fd`. What it says is not trusted: the file has to be one of ours,
+  // of `bytes` bytes or more.
   SharedMemory(int pid, int fd, size_t bytes);
   SharedMemory(SharedMemory&& other) noexcept;
   SharedMemory& operator=(SharedMemory&& other) noexcept;
@@ -32,6 +43,24 @@ class SharedMemory {
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;
   int fd_ = -1;
+};
+
+// Where a process keeps memory that others map, as one tells another in a line of text.
+struct MemoryAddress {
+  // Of memory of this process. `nonce`: what lies in it, to tell it from other memory.
+  MemoryAddress(const SharedMemory& memory, uint64_t nonce);
+  // Throws MemoryError for a text that is none.
+  explicit MemoryAddress(const std::string& text);
+
+  std::string text() const;
+  // Where it is, if this process cannot map it: on another host, in another container.
+  std::optional<std::string> out_of_reach() const;
+
+  std::string host;       // the boot id of the kernel
+  std::string processes;  // the namespace that `pid` counts in
+  int pid = 0;
+  int fd = -1;
+  uint64_t nonce = 0;
 };
 
 // A counter that anybody may raise and anybody may wait on, across processes.
@@ -62,8 +91,5 @@ class ProcessWatch {
  private:
   int fd_ = -1;
 };
-
-// The boot id of this machine's kernel: equal on two processes only if they share a host.
-std::string host_id();
 
 }  // namespace rtp

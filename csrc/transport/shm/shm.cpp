@@ -1,7 +1,6 @@
 #include "transport/shm/shm.h"
 
 #include <ATen/ops/from_blob.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -16,53 +15,15 @@
 #include <thread>
 
 #include "base/checks.h"
+#include "transport/shm/mailbox.h"
 #include "transport/shm/shared_memory.h"
 
 namespace rtp {
 namespace {
 
-using Clock = HostClock;
-
-constexpr size_t kMaxParts = 8;
-constexpr uint32_t kDepth = 8;                            // receives that may be posted to one peer and channel at once
 constexpr int kSpins = 2000;                              // looks at a flag before sleeping: a few microseconds
 constexpr size_t kMappingsPerPeer = 6;                    // of a peer's slots that are kept mapped per channel
 constexpr auto kGlance = std::chrono::milliseconds(100);  // how often a sleeper looks whether its peers still live
-
-enum class Life : uint32_t { starting, alive, closed, failed };
-
-// Where a receiver wants a message: offsets into one of its segments.
-struct Landing {
-  int32_t fd;
-  uint32_t parts;
-  uint64_t segment;
-  uint64_t segment_bytes;
-  uint64_t identity;  // of the hop, so that ranks that are out of step notice
-  std::array<uint64_t, kMaxParts> offset;
-  std::array<uint64_t, kMaxParts> bytes;
-};
-
-// Receives of this rank from one peer on one channel. `posted` is raised by the owner, `done` by the peer, which says
-// when it delivered: steady_clock is one for all processes of a host.
-struct Mailbox {
-  std::atomic<uint32_t> posted;
-  std::atomic<uint32_t> done;
-  std::array<Landing, kDepth> landing;
-  std::array<std::atomic<Clock::rep>, kDepth> arrived;
-};
-
-struct Control {
-  uint64_t nonce;
-  std::atomic<Life> life;
-  Bell bell;  // rung by anybody who changes something that this rank may be waiting for
-
-  // followed by 2 * ranks mailboxes
-  Mailbox& mailbox(Channel channel, int peer, int ranks) {
-    auto* first = reinterpret_cast<Mailbox*>(this + 1);
-    return first[static_cast<int>(channel) * ranks + peer];
-  }
-  static size_t bytes(int ranks) { return sizeof(Control) + 2 * static_cast<size_t>(ranks) * sizeof(Mailbox); }
-};
 
 // A slot of this rank, as its peers name it.
 struct Segment {
@@ -87,25 +48,25 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
 
   const char* name() const override { return "shm"; }
   bool receives_anywhere() const override { return false; }
+  size_t most_parts() const override { return kMaxParts; }
 
   std::string address() const override {
-    return concat(host_id(), " ", getpid(), " ", own_.fd(), " ", reinterpret_cast<Control*>(own_.data())->nonce);
+    return MemoryAddress(own_, reinterpret_cast<Control*>(own_.data())->nonce).text();
   }
 
   void connect(const std::vector<std::string>& addresses) override {
     RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "transport shm: expected ", ranks_,
                     " addresses, got ", addresses.size());
     for (int peer = 0; peer < ranks_; ++peer) {
-      std::istringstream text(addresses[peer]);
-      std::string host;
-      int pid = 0;
-      int fd = 0;
-      uint64_t nonce = 0;
-      text >> host >> pid >> fd >> nonce;
-      if (host != host_id()) throw RotationError(concat("transport shm: rank ", peer, " is on another host"));
-      peers_.push_back(Peer{SharedMemory(pid, fd, Control::bytes(ranks_)), ProcessWatch(pid), pid, {}});
-      if (control(peer).nonce != nonce) {
-        throw RotationError(concat("transport shm: process ", pid, " is not rank ", peer));
+      const auto named = [peer](const auto&... what) { return concat("transport shm: rank ", peer, what...); };
+      try {
+        const MemoryAddress address(addresses[peer]);
+        if (const auto where = address.out_of_reach()) throw RotationError(named(" is ", *where));
+        const int pid = address.pid;
+        peers_.push_back(Peer{SharedMemory(pid, address.fd, Control::bytes(ranks_)), ProcessWatch(pid), pid, {}});
+        if (control(peer).nonce != address.nonce) throw RotationError(named(" is not process ", pid));
+      } catch (const MemoryError& error) {
+        throw RotationError(named(": ", error.what()));
       }
     }
     control().life = Life::alive;
@@ -191,7 +152,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
 
   void serve(Channel channel);
   void deliver(const Job& job);
-  const SharedMemory& map_landing(int peer, Channel channel, const Landing& landing);
+  const SharedMemory& map_landing(const Hop& hop, const Landing& landing);
   void end(Life life, const std::string& reason) noexcept;
 
   const int rank_;
@@ -351,12 +312,12 @@ void HostTransport::deliver(const Job& job) {
   Mailbox& outbox = this->outbox(hop.channel, hop.to);
   wait_until(hop, hop.to,
              [&] { return static_cast<int32_t>(outbox.posted.load(std::memory_order_acquire) - job.sequence) >= 0; });
-  const Landing& landing = outbox.landing[job.sequence % kDepth];
+  // A copy, so that what has been checked is what is used: the peer can write there at any time.
+  const Landing landing = outbox.landing[job.sequence % kDepth];
   if (landing.identity != hop.identity()) {
     throw RotationError(concat(hop.describe(), ": the ranks of the ring are out of step: rank ", hop.to,
                                " expects another operation or hop"));
   }
-  const SharedMemory& target = map_landing(hop.to, hop.channel, landing);
   if (landing.parts != hop.send.size()) {
     throw RotationError(concat(hop.describe(), ": rank ", hop.to, " of the ring expects ", landing.parts,
                                " tensors, got ", hop.send.size()));
@@ -366,6 +327,16 @@ void HostTransport::deliver(const Job& job) {
       throw RotationError(concat(hop.describe(), ": rank ", hop.to, " of the ring expects ", landing.bytes[part],
                                  " bytes, got ", hop.send[part].bytes));
     }
+  }
+  const SharedMemory& target = map_landing(hop, landing);
+  for (size_t part = 0; part < hop.send.size(); ++part) {
+    const uint64_t offset = landing.offset[part], bytes = hop.send[part].bytes;
+    if (bytes > target.bytes() || offset > target.bytes() - bytes) {
+      throw RotationError(concat(hop.describe(), ": rank ", hop.to, " of the ring expects ", bytes, " bytes at offset ",
+                                 offset, " of a segment that holds ", target.bytes(), " bytes"));
+    }
+  }
+  for (size_t part = 0; part < hop.send.size(); ++part) {
     if (hop.send[part].bytes == 0) continue;
     std::memcpy(target.data() + landing.offset[part], hop.send[part].data, hop.send[part].bytes);
   }
@@ -376,14 +347,20 @@ void HostTransport::deliver(const Job& job) {
   control(hop.to).bell.ring();
 }
 
-const SharedMemory& HostTransport::map_landing(int peer, Channel channel, const Landing& landing) {
-  auto& mapped = peers_[peer].mapped[static_cast<size_t>(channel)];
+// The segment of the receiver that a hop lands in.
+const SharedMemory& HostTransport::map_landing(const Hop& hop, const Landing& landing) {
+  Peer& peer = peers_[hop.to];
+  auto& mapped = peer.mapped[static_cast<size_t>(hop.channel)];
   const auto known =
       std::find_if(mapped.begin(), mapped.end(), [&](const Segment& s) { return s.id == landing.segment; });
   if (known != mapped.end()) {
     mapped.splice(mapped.begin(), mapped, known);
   } else {
-    mapped.push_front({landing.segment, SharedMemory(peers_[peer].pid, landing.fd, landing.segment_bytes)});
+    try {
+      mapped.push_front({landing.segment, SharedMemory(peer.pid, landing.fd, landing.segment_bytes)});
+    } catch (const MemoryError& error) {
+      throw RotationError(concat(hop.describe(), ": rank ", hop.to, " of the ring: ", error.what()));
+    }
     if (mapped.size() > kMappingsPerPeer) mapped.pop_back();
   }
   return mapped.front().memory;
@@ -410,7 +387,7 @@ void HostTransport::end(Life life, const std::string& reason) noexcept {
 }  // namespace
 
 std::shared_ptr<ShmTransport> make_shm_transport(int rank, int ranks, std::chrono::milliseconds timeout) {
-  return std::make_shared<HostTransport>(rank, ranks, timeout);
+  return make_owned<HostTransport>(rank, ranks, timeout);
 }
 
 }  // namespace rtp

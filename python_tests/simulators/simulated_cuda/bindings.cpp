@@ -31,7 +31,8 @@ void bind_controls(py::module_& m) {
       .def_readwrite("signals_abort", &Controls::signals_abort)
       .def_readwrite("capturing", &Controls::capturing)
       .def_readwrite("released", &Controls::released)
-      .def_readwrite("lacks_memory_ops", &Controls::lacks_memory_ops);
+      .def_readwrite("lacks_memory_ops", &Controls::lacks_memory_ops)
+      .def_readwrite("multiprocessors", &Controls::multiprocessors);
   m.attr("controls") = py::cast(&simulated::world().controls, py::return_value_policy::reference);
   m.def("reset", [](unsigned int seed) {
     simulated::forget_communicators();

@@ -177,8 +177,8 @@ const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess 
 const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(error); }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
-cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr, int) {
-  *value = 0;
+cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? world().controls.multiprocessors : 0;
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {

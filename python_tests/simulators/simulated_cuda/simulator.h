@@ -38,6 +38,7 @@ struct Controls {
   bool capturing = false;         // every stream says that it is being captured
   bool released = false;          // all waits end: for taking down a test that failed
   bool lacks_memory_ops = false;  // the driver has no cuStreamWaitValue64 and its like
+  int multiprocessors = 0;        // of the device; 0: nothing computes on two lanes
 };
 
 struct World {

@@ -17,6 +17,6 @@ class CUDAStream {
 // The calling thread's: see set_compute in simulator.h.
 CUDAStream getCurrentCUDAStream(int device = -1);
 inline CUDAStream getStreamFromExternal(cudaStream_t stream, int) { return CUDAStream(stream); }
-inline void setCurrentCUDAStream(CUDAStream) {}  // it has no multiprocessors, so that one lane computes
+inline void setCurrentCUDAStream(CUDAStream) {}  // torch computes on the host at once, whichever lane it is on
 
 }  // namespace c10::cuda

@@ -1,0 +1,90 @@
+"""Rings that nobody closes give back what they hold, whenever each rank comes to collect them."""
+
+import copy
+import gc
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Cases, run_ranks
+from models import batch_loss, make_model
+
+import rtp_ext
+
+TIMEOUT = 30.0
+
+
+def _held():
+    gc.collect()
+    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
+
+
+def _use(rank, transport, whole):
+    """A ring that was used, or a model on one; nobody else holds it."""
+    if not whole:
+        ring = rtp_ext.Ring(transport=transport, timeout=TIMEOUT)
+        assert len(list(ring.rotate(torch.ones(3)))) == ring.size
+        return ring
+    model = rtp_ext.fully_rotate(make_model(), transport=transport, timeout=TIMEOUT)
+    batch_loss(model, rank, 0).backward()
+    batch_loss(copy.deepcopy(model), rank, 0).backward()
+    return model
+
+
+def _drop(rank, ranks, transport):
+    cases, unraisable = Cases(), []
+    sys.unraisablehook = lambda caught: unraisable.append(str(caught.exc_value))
+    for whole in (False, True):
+        _use(rank, transport, whole)  # what is made once for all rings
+        dist.barrier()
+        before = _held()
+        for _ in range(5):
+            _use(rank, transport, whole)
+        with cases.case(f"dropped, with a model: {whole}"):
+            dist.barrier()
+            assert _held() == before
+        kept = [_use(rank, transport, whole) for _ in range(3)]
+        dist.barrier()
+        del kept[rank : rank + 1]  # each rank another one
+        gc.collect()
+        dist.barrier()
+        with cases.case(f"dropped at other times on other ranks, with a model: {whole}"):
+            kept.append(_use(rank, transport, whole))
+            dist.barrier()
+            kept.clear()
+            dist.barrier()
+            assert _held() == before
+    ring = _use(rank, transport, False)
+    if rank == 0:
+        del ring
+        gc.collect()
+    dist.barrier()
+    if rank > 0:
+        with cases.case("a rank that left is missed"), pytest.raises(rtp_ext.RingTimeout, match=r"a rank|rank 0"):
+            while True:
+                list(ring.rotate(torch.ones(3)))
+    last = rtp_ext.Ring(transport=transport, timeout=TIMEOUT)
+    dist.barrier()
+    dist.destroy_process_group()
+    with cases.case("after the process group"):
+        del last
+        gc.collect()
+        assert not unraisable, unraisable
+    cases.finish()
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_dropped_rings_leave_nothing(ranks, transport):
+    run_ranks(_drop, ranks, transport)
+
+
+def _exit(rank, ranks):
+    """A ring, a model and a hop sent ahead that are still there when the interpreter ends."""
+    globals()["kept"] = _use(rank, "shm", True)
+
+
+def test_rings_at_the_end_of_the_interpreter():
+    run_ranks(_exit, 2)

@@ -1,0 +1,43 @@
+"""Adapters of the peft package that were put around rotated layers: they merge into shards."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from rtp_ext.parameters.live import mixed_class
+
+
+class MergingAdapter:
+    """Mixin of peft's layers; the layer's own class comes second.
+
+    An adapter is whole and the same on every rank, the weight that it is added to is a shard of which every rank adds
+    its part.
+    """
+
+    NAME_PREFIX = ""  # peft writes names of classes into its messages
+
+    def merge(self, *arguments: Any, **keywords: Any) -> Any:
+        with implicit_replication():
+            return super().merge(*arguments, **keywords)  # type: ignore[misc]
+
+    def unmerge(self, *arguments: Any, **keywords: Any) -> Any:
+        with implicit_replication():
+            return super().unmerge(*arguments, **keywords)  # type: ignore[misc]
+
+
+def let_adapters_merge(root: nn.Module) -> None:
+    """Lets the peft layers of a model merge into, and out of, layers that are sharded."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return
+    for part in root.modules():
+        if isinstance(part, MergingAdapter) or not isinstance(part, tuners.BaseTunerLayer):
+            continue
+        adapted: Any = part
+        if any(isinstance(parameter, DTensor) for parameter in adapted.get_base_layer()._parameters.values()):
+            part.__class__ = mixed_class(MergingAdapter, type(part))

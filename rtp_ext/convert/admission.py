@@ -1,0 +1,241 @@
+"""Before anything is converted: what is refused, and which ring a model gets."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rtp_ext.convert.gathered import ForwardScope
+from rtp_ext.convert.scopes import RotationState, is_inside, mark_inside, state_of
+from rtp_ext.nn import Flyweight
+from rtp_ext.ring import Ring
+from rtp_ext.ring.transports import resolve_mesh
+
+logger = logging.getLogger("rtp_ext")
+
+_MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
+
+Parts = list[tuple[str, nn.Module]]
+
+
+def parts_of(root: nn.Module) -> Parts:
+    """The outermost modules of a model that were converted before it, by name. Raises ValueError if itself was."""
+    if is_inside(root):
+        how = "already was" if state_of(root) is not None else "is a part of one that already was"
+        raise ValueError(
+            f"fully_rotate: expected a model that has not been converted, got a {type(root).__name__} that {how}; "
+            "parts are converted before the model around them"
+        )
+    found: Parts = []
+    below: set[int] = set()
+    for name, part in root.named_modules():
+        if id(part) not in below and state_of(part) is not None:
+            found.append((name, part))
+            below.update(map(id, part.modules()))
+    return found
+
+
+def _state(part: nn.Module) -> RotationState:
+    state = state_of(part)
+    assert state is not None, "a part has a state"
+    return state
+
+
+# -- parameters that are not ours to cut -----------------------------------------------------------------------------
+
+
+def refuse_foreign(root: nn.Module, where: Ring | DeviceMesh, ignored: Collection[int]) -> None:
+    """Raises ValueError where somebody else shards or manages parameters: another mesh or ring, FSDP, DDP.
+
+    `ignored`: ids of parameters that the caller answers for.
+    """
+    inside = {id(m) for flyweight in root.modules() if isinstance(flyweight, Flyweight) for m in flyweight.modules()}
+    for name, part in root.named_modules():
+        label = f"{name or 'the root'} ({type(part).__name__})"
+        manager = next((cls.__name__ for cls in _MANAGERS if isinstance(part, cls)), None)
+        if manager is not None:
+            below = [id(parameter) for parameter in part.parameters()]
+            if not below or any(parameter not in ignored for parameter in below):
+                raise ValueError(
+                    f"fully_rotate: expected plain modules, got {label}, whose parameters {manager} manages; use one "
+                    "of the two, or pass its parameters as ignored_params"
+                )
+        ring = _ring_of_module(part)
+        if ring is not None and _members(ring) != _members(where):
+            raise ValueError(
+                f"fully_rotate: {label} is sharded over {_describe(ring)}: expected {_describe(where)}, the ring of "
+                "this call"
+            )
+        if ring is not None or id(part) in inside:
+            continue
+        for key, parameter in part._parameters.items():
+            if isinstance(parameter, DTensor) and id(parameter) not in ignored:
+                raise ValueError(
+                    f"fully_rotate: expected plain parameters, which become DTensors on {_describe(where)}; got "
+                    f"{key} of {label}, a DTensor with placements {tuple(parameter.placements)} on "
+                    f"{_describe(parameter.device_mesh)}. Tensor parallelism and other sharding cannot be combined "
+                    "with rotation"
+                )
+            if parameter is not None and _REPLACED in parameter.__dict__ and id(parameter) not in ignored:
+                raise ValueError(
+                    f"fully_rotate: {key} of {label} was shared with {parameter.__dict__[_REPLACED]}, which has been "
+                    "converted without it: modules that share a parameter have to be converted in one call"
+                )
+
+
+def _ring_of_module(part: nn.Module) -> Ring | None:
+    """The ring that a module's own parameters are on."""
+    scope = part.__dict__.get("scope")
+    ring = scope.ring if isinstance(scope, ForwardScope) else part.__dict__.get("ring")
+    return ring if isinstance(ring, Ring) else None
+
+
+def _mesh_of(where: Ring | DeviceMesh) -> DeviceMesh | None:
+    return where.mesh if isinstance(where, Ring) else where
+
+
+def _members(where: Ring | DeviceMesh) -> tuple:
+    """What two rings, or a ring and a mesh, over the same ranks have in common."""
+    mesh = _mesh_of(where)
+    if mesh is None:
+        assert isinstance(where, Ring)
+        return "emulated", where.device.type, where.rank, where.size
+    return mesh.device_type, mesh.ndim, *mesh.mesh.flatten().tolist()
+
+
+def _describe(where: Ring | DeviceMesh) -> str:
+    mesh = _mesh_of(where)
+    if mesh is None:
+        assert isinstance(where, Ring)
+        return f"an emulated ring of {where.size}"
+    names = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+    return f"a mesh{names} of ranks {mesh.mesh.tolist()}"
+
+
+# -- the ring --------------------------------------------------------------------------------------------------------
+
+
+def place_of(mesh: DeviceMesh | dist.ProcessGroup | Ring | None, parts: Parts) -> Ring | DeviceMesh:
+    """The ring that a model gets, or the mesh to make one over: the ring of its first part, where it has parts.
+
+    Raises ValueError for parts over other ranks than `mesh`, on another ring than a given one, or on rings that differ
+    in their options.
+    """
+    rings = [(name, _state(part).ring) for name, part in parts]
+    if not rings:
+        return mesh if isinstance(mesh, Ring) else resolve_mesh(mesh)
+    first, ring = rings[0]
+    if isinstance(mesh, Ring) and mesh is not ring:
+        raise ValueError(f"fully_rotate: expected mesh={ring!r}, the ring of module {first}, or None, got {mesh!r}")
+    if mesh is not None and not isinstance(mesh, Ring) and _members(given := resolve_mesh(mesh)) != _members(ring):
+        raise ValueError(
+            f"fully_rotate: expected {_describe(ring)}, as module {first} was converted with, got {_describe(given)}"
+        )
+    for name, other in rings:
+        if other is not ring and (_members(other), _options(other)) != (_members(ring), _options(ring)):
+            raise ValueError(
+                f"fully_rotate: expected all parts of a model on one ring, got module {first} on {_describe(ring)} "
+                f"with {_options(ring)}, and module {name} on {_describe(other)} with {_options(other)}"
+            )
+    return ring
+
+
+def _options(ring: Ring) -> dict[str, Any]:
+    return {
+        "transport": ring.transport,
+        "route": ring.route,
+        "timeout": ring.timeout,
+        "slot_cap": ring.slot_cap,
+        "prefetch": ring.prefetch,
+        "gradient_halves": ring.gate.gradient_halves,
+        "transport_options": ring.transport_options,
+    }
+
+
+def check_options(ring: Ring, transport: str, route: str, timeout: float | datetime.timedelta | None) -> None:
+    """Raises ValueError where a model asks for something else than the ring of its parts has; None: for nothing."""
+    if isinstance(timeout, (int, float)):
+        timeout = datetime.timedelta(seconds=timeout)
+    for what, asked, actual in (
+        ("transport", None if transport == "auto" else transport, ring.transport),
+        ("route", None if route == "auto" else route, ring.route),
+        ("timeout", timeout, ring.timeout),
+    ):
+        if asked is not None and asked != actual:
+            raise ValueError(
+                f"fully_rotate: expected {what} {actual}, that of the ring of the parts converted before, got {asked}"
+            )
+
+
+def ignored_in(parts: Parts) -> set[int]:
+    """Ids of the parameters that parts were told to leave alone."""
+    found: set[int] = set()
+    for _, part in parts:
+        names = dict(part.named_parameters(remove_duplicate=False))
+        found.update(id(names[name]) for name in _state(part).ignored if name in names)
+    return found
+
+
+def adopt(parts: Parts, around: RotationState) -> None:
+    """Makes parts that were converted one by one, each perhaps with a ring of its own, parts of one model."""
+    for name, part in parts:
+        state = _state(part)
+        before = state.ring
+        for module in part.modules():
+            if module.__dict__.get("ring") is before:
+                module.__dict__["ring"] = around.ring
+            inner = state_of(module)
+            if inner is not None and inner.ring is before:
+                inner.ring = around.ring
+        state.around.append(weakref.ref(around))
+        mark_inside(part)
+        logger.info("fully_rotate: %s (%s) was converted before, and keeps its policy", name, type(part).__name__)
+
+
+# -- optimizers that were built too early ----------------------------------------------------------------------------
+
+_REPLACED = "_rtp_replaced"  # attribute of a plain parameter in whose place a model has shards now: its name there
+_watching: list[Any] = []  # the handle of the hook, once there is something to watch for
+
+
+def weak_parameters(module: nn.Module) -> list[tuple[str, weakref.ref]]:
+    """The plain parameters of a model by name, not kept alive."""
+    kind = type(module).__name__
+    return [(f"{kind}.{name}", weakref.ref(p)) for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+
+
+def mark_replaced(module: nn.Module, before: Iterable[tuple[str, weakref.ref]]) -> None:
+    """Marks the parameters that a model had `before`, has no longer, and that somebody still holds.
+
+    An optimizer that was built too early is such a holder, and would go on to train them: its step raises ValueError.
+    """
+    now = {id(parameter) for parameter in module.parameters()}
+    for name, reference in before:
+        parameter = reference()
+        if parameter is not None and id(parameter) not in now:
+            parameter.__dict__[_REPLACED] = name
+            if not _watching:
+                _watching.append(register_optimizer_step_pre_hook(_refuse_stale))
+
+
+def _refuse_stale(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if _REPLACED in parameter.__dict__:
+                raise ValueError(
+                    f"{type(optimizer).__name__}: expected an optimizer of the converted model's parameters, got one "
+                    f"that holds the plain {parameter.__dict__[_REPLACED]}, which fully_rotate has replaced by shards: "
+                    "build the optimizer after fully_rotate"
+                )

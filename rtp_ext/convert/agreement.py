@@ -1,0 +1,210 @@
+"""What the ranks of a ring compare of their models: everything that decides hops, shapes and results."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtp_ext.convert.bundled import BundledMLP
+from rtp_ext.nn._base import RotatedModule
+from rtp_ext.ring import Ring
+
+logger = logging.getLogger("rtp_ext")
+
+_TORCH = "torch.nn.modules."
+# What a module may say about itself that differs from rank to rank: places, and addresses.
+_PER_RANK = re.compile(
+    r"\b(local_|global_|world_)?rank\b|\b(device|gpu|host|hostname|pid|port|path|dir)\w*\b|cuda:\d|\b0x[0-9a-f]+", re.I
+)
+
+
+def agree_on_model(root: nn.Module, ring: Ring) -> None:
+    """Raises ValueError on every rank where models differ, or where parameters are still on the meta device.
+
+    Compared are names, shapes, dtypes and requires_grad of parameters; the class of every module by its name; settings
+    of torch's layers (what their constructors take: strides, heads, eps, p, ...); of other classes what their own
+    `extra_repr` says, except ranks, devices and the like; names, shapes and dtypes of buffers that are saved (others
+    are caches, which may grow with a rank's own batch); which blocks rotate as bundles. Collective.
+    """
+    mine = (_parameters(root), [*_modules(root)])
+    told = ring.exchange(hashlib.sha256(repr(mine).encode()).digest())
+    differ = any(theirs != told[0] for theirs in told)
+    every = ring.exchange(mine) if differ else [mine]
+    for rank, (parameters, _) in enumerate(every):
+        _refuse_meta(root, [entry[0] for entry in parameters if entry[4]], f" on rank {rank}" if differ else "")
+    for part in range(2):
+        for rank, theirs in enumerate(every):
+            if theirs[part] != every[0][part]:
+                difference = (_parameters_differ, _modules_differ)[part](every[0][part], theirs[part], rank)
+                raise ValueError(f"{type(root).__name__}: {difference}")
+
+
+def _refuse_meta(root: nn.Module, names: list[str], where: str) -> None:
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ValueError(
+            f"{type(root).__name__}: expected parameters with storage, got {', '.join(names[:5])}{more} still on the "
+            f"meta device{where}: call to_empty(device=...) first, and then init_weights, load_safetensors or "
+            "load_state_dict"
+        )
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+def _parameters(root: nn.Module) -> list[tuple]:
+    return [(name, tuple(p.shape), str(p.dtype), p.requires_grad, p.is_meta) for name, p in root.named_parameters()]
+
+
+def _parameters_differ(expected: list[tuple], actual: list[tuple], rank: int) -> str:
+    for left, right in zip(expected, actual, strict=False):
+        if left != right:
+            return (
+                f"the model differs between ranks: expected {_entry(left)} (rank 0), got {_entry(right)} on rank {rank}"
+            )
+    longer, where = (expected, 0) if len(expected) > len(actual) else (actual, rank)
+    extra = longer[min(len(expected), len(actual))]
+    return (
+        f"ranks have different models: expected {len(expected)} parameters (rank 0), got {len(actual)} on rank "
+        f"{rank}; {_entry(extra)} is on rank {where} only"
+    )
+
+
+def _entry(entry: tuple) -> str:
+    name, shape, dtype, requires_grad, _ = entry
+    return f"{name} {list(shape)} {dtype}{'' if requires_grad else ' frozen'}"
+
+
+# -- modules ---------------------------------------------------------------------------------------------------------
+
+
+def _modules(root: nn.Module) -> Iterator[tuple[str, str]]:
+    """What is compared of each module, as (what, value) in words."""
+    for name, module in root.named_modules():
+        label = name or "the root"
+        yield f"class of {label}", type(module).__qualname__  # its file may be __main__ on one rank only
+        for key, value in _settings(module):
+            yield f"{key} of {label}", value
+        said = _said(module)
+        if said:
+            yield f"settings of {label}", said
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"buffer {key} of {label}", _shape_of(buffer)
+        if isinstance(module, RotatedModule):
+            yield f"in_place of {label}", repr(module.in_place)
+            together = module.__dict__.get("together")
+            if together is not None:
+                yield f"one rotation of {label} with its neighbours", repr(together.shared)
+        if isinstance(module, BundledMLP):
+            intact = module.intact
+            yield f"bundle of {label}", f"{intact}, recompute={module.mlp_recompute}" if intact else "False"
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """The settings of a layer of torch, or of a subclass, that can be written down."""
+    base = next((cls for cls in type(module).__mro__ if cls.__module__.startswith(_TORCH)), nn.Module)
+    for key in _setting_names(base):
+        value = module.__dict__.get(key, inspect.Parameter.empty)
+        if _is_plain(value):
+            yield key, repr(value)
+        elif inspect.isroutine(value):  # an activation
+            yield key, value.__name__
+
+
+@functools.cache
+def _setting_names(base: type[nn.Module]) -> list[str]:
+    if base is nn.Module:
+        return []
+    arguments = inspect.signature(base.__init__).parameters
+    return sorted({*arguments, *getattr(base, "__constants__", ())} - {"self", "device", "dtype"})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _said(module: nn.Module) -> str | None:
+    """What a module that is not torch's own says about itself, without what may differ from rank to rank.
+
+    Asked of a twin without values: some modules print what their parameters and buffers hold.
+    """
+    speaker = next(cls for cls in type(module).__mro__ if "extra_repr" in vars(cls))
+    if speaker.__module__.startswith(_TORCH):
+        return None
+    try:
+        twin: Any = object.__new__(type(module))
+        twin.__dict__.update(module.__dict__)
+        for table in ("_parameters", "_buffers"):
+            twin.__dict__[table] = {key: _without_values(value) for key, value in module.__dict__[table].items()}
+        text = twin.extra_repr()
+    except Exception:  # of any kind, on every rank alike
+        return None
+    return ", ".join(part.strip() for part in re.split(r"[,\n]", str(text)) if not _PER_RANK.search(part))
+
+
+def _without_values(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or nn.parameter.is_lazy(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _shape_of(buffer: torch.Tensor) -> str:
+    return "not made yet" if nn.parameter.is_lazy(buffer) else f"{list(buffer.shape)} {buffer.dtype}"
+
+
+def _modules_differ(expected: list[tuple[str, str]], actual: list[tuple[str, str]], rank: int) -> str:
+    ours, theirs = dict(expected), dict(actual)
+    for what in [*ours, *theirs]:
+        left, right = ours.get(what, "nothing"), theirs.get(what, "nothing")
+        if left != right:
+            return f"the model differs between ranks: {what}: expected {left} (rank 0), got {right} on rank {rank}"
+    return f"the model differs between ranks: rank {rank} has its modules in another order than rank 0"
+
+
+# -- initial values --------------------------------------------------------------------------------------------------
+
+_SAMPLES = 8  # along each dimension
+
+
+def checksums(module: nn.Module, ignored: Collection[str], ring: Ring) -> dict[str, int]:
+    """A number for each plain parameter that has values, from a few of its bytes; `ignored`: names to leave out."""
+    if ring.size == 1 or ring.mesh is None:
+        return {}
+    sums = {}
+    for name, parameter in module.named_parameters():
+        data = parameter.data
+        if name in ignored or type(data) is not torch.Tensor or data.is_meta or data.layout != torch.strided:
+            continue
+        sample = data[tuple(slice(None, None, -(-extent // _SAMPLES) or 1) for extent in data.shape)]
+        values = sample.reshape(-1).contiguous().view(torch.uint8).long()
+        sums[name] = (values * torch.arange(1, values.numel() + 1, device=values.device)).sum()
+    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
+
+
+def compare_weights(mine: dict[str, int], ring: Ring) -> None:
+    """Warns where the ranks converted different weights; `mine`: checksums of what this rank had. Collective."""
+    if ring.size == 1 or ring.mesh is None:
+        return
+    told = ring.exchange(mine)
+    for rank, theirs in enumerate(told):
+        for name, value in told[0].items():
+            if theirs.get(name, value) != value:
+                logger.warning(
+                    "fully_rotate: the values of %s on rank %d are not those on rank 0: the ranks were built with "
+                    "different seeds or weights, and the model is now made of shards of both. Seed every rank alike, "
+                    "or load a checkpoint",
+                    name,
+                    rank,
+                )
+                return

@@ -1,0 +1,280 @@
+"""The scope that a forward of a converted model opens: who agrees, casts and gathers, and when it ends."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from rtp_ext.convert.adapters import let_adapters_merge
+from rtp_ext.convert.agreement import agree_on_model
+from rtp_ext.convert.bundled import OWN_HOOKS
+from rtp_ext.convert.gathered import ForwardScope, GatheredModule, average_gradient
+from rtp_ext.convert.whole_embedding import WholeEmbedding
+from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import expect_own_shard
+
+logger = logging.getLogger("rtp_ext")
+
+_STATE = "_rotation_state"  # attribute of a module that fully_rotate was called with
+_INSIDE = "_rotation_inside"  # attribute of every module that fully_rotate has converted, that one included
+
+
+class RotationState(ForwardScope):
+    """What a converted model's root keeps: the ring, the policy, and what the ranks have agreed on.
+
+    A part that was converted before the model around it has a state of its own. `around`: states of such models. While
+    a forward of one runs, a part neither agrees (the model has) nor starts a forward of the ring.
+    """
+
+    def __init__(self, ring: Ring, mp_policy: MixedPrecisionPolicy, root: nn.Module | None = None) -> None:
+        super().__init__(ring, mp_policy)
+        self.root = None if root is None else weakref.ref(root)
+        self.around: list[weakref.ref[RotationState]] = []
+        self.began = False  # whether this state told the ring that a forward started
+        self.agreed: list[tuple[int, torch.dtype, bool]] | None = None
+        self.ignored: set[str] = set()  # names of parameters that are not averaged
+
+    def __deepcopy__(self, memo: dict) -> RotationState:
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, RotationState)
+        twin.ignored = set(self.ignored)
+        twin.root = _copy_of(self.root, memo)
+        for around in self.around:
+            state = around()
+            if state is not None and _copy_of(state.root, memo) is not None:  # copied along with its model
+                twin.around.append(weakref.ref(copy.deepcopy(state, memo)))
+        return twin
+
+    def outer(self) -> Iterator[RotationState]:
+        """The states of all models around this one."""
+        for around in self.around:
+            state = around()
+            if state is not None:
+                yield state
+                yield from state.outer()
+
+    def enter(self) -> None:
+        # A part may be called without the model around it; activation checkpointing calls parts in backward.
+        if self.depth == 0 and self.root is not None and torch._C._current_graph_task_id() == -1:
+            root = self.root()
+            if root is not None and not any(state.depth for state in self.outer()):
+                self.ring.check_alive(f"{type(root).__name__} forward")
+                self.check_agreement(root)
+        super().enter()
+
+    def begin(self) -> None:
+        """A forward of the whole model starts."""
+        self.root_depth += 1
+        if self.root_depth > 1 or torch._C._current_graph_task_id() != -1:
+            return
+        if not any(state.root_depth for state in self.outer()):
+            self.ring.begin_forward()
+            self.began = True
+
+    def end(self) -> None:
+        self.root_depth = max(self.root_depth - 1, 0)
+        if self.root_depth == 0 and self.began:
+            self.ring.end_forward()
+            self.began = False
+
+    def check_agreement(self, root: nn.Module) -> None:
+        """Before the first forward, and whenever the set of parameters changes, all ranks compare their models."""
+        named = list(root.named_parameters())
+        now = [(id(parameter), parameter.dtype, parameter.requires_grad) for _, parameter in named]
+        if now == self.agreed:
+            return
+        agree_on_model(root, self.ring)
+        self._average_newcomers(root, named)
+        let_adapters_merge(root)
+        self.agreed = now
+
+    def _average_newcomers(self, root: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
+        """Parameters that were added after conversion, such as adapters', stay whole, and are averaged."""
+        if self.ring.mesh is None:
+            return
+        tables = {id(part._parameters["weight"]) for part in root.modules() if isinstance(part, WholeEmbedding)}
+        added = [
+            name
+            for name, parameter in named
+            if parameter.requires_grad
+            and not isinstance(parameter, DTensor)
+            and name not in self.ignored
+            and id(parameter) not in tables  # a sparse one, averaged already
+            and average_gradient(parameter, self.ring)
+        ]
+        if added:
+            logger.info(
+                "%d parameters were added after fully_rotate (%s, ...): they stay whole on every rank, and their "
+                "gradients are averaged",
+                len(added),
+                added[0],
+            )
+
+
+def _copy_of(root: weakref.ref[nn.Module] | None, memo: dict) -> weakref.ref[nn.Module] | None:
+    module = None if root is None else root()
+    copied = None if module is None else memo.get(id(module))
+    return None if copied is None else weakref.ref(copied)
+
+
+def state_of(module: nn.Module) -> RotationState | None:
+    """The state of a module that fully_rotate was called with; None for any other."""
+    return module.__dict__.get(_STATE)
+
+
+def is_inside(module: nn.Module) -> bool:
+    """Whether fully_rotate has converted a module, itself or in a model."""
+    return _INSIDE in module.__dict__
+
+
+def mark_inside(root: nn.Module) -> None:
+    """Has `is_inside` say so of a model and all modules in it."""
+    for part in root.modules():
+        part.__dict__[_INSIDE] = True
+
+
+def install(root: nn.Module, state: RotationState) -> None:
+    """Makes forwards of a model, and of the modules in it that need it, open its scope."""
+    # A module below the root may be called on its own, or by activation checkpointing in backward. Every module with
+    # parameters of this scope in it therefore opens it around its forward.
+    for part in root.modules():
+        if part is not root and any(isinstance(i, GatheredModule) and i.scope is state for i in part.modules()):
+            part.register_forward_pre_hook(_Open(state), prepend=True)
+            part.register_forward_hook(_Close(state), always_call=True)
+    mark_inside(root)
+    object.__setattr__(root, _STATE, state)
+    root.register_forward_pre_hook(_open_root, with_kwargs=True, prepend=True)
+    root.register_forward_hook(_close_root, always_call=True)
+    root.register_load_state_dict_pre_hook(_expect_own_shards)
+
+
+def _expect_own_shards(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        expect_own_shard(state_dict.get(prefix + name), parameter, f"load_state_dict of {prefix}{name}")
+
+
+class _Open:
+    """Opens a scope. Copied along with a module, for the copy's scope."""
+
+    def __init__(self, scope: ForwardScope) -> None:
+        self.scope = scope
+
+    def __call__(self, _part: nn.Module, _arguments: Any) -> None:
+        self.scope.enter()
+
+
+class _Close:
+    def __init__(self, scope: ForwardScope) -> None:
+        self.scope = scope
+
+    def __call__(self, _part: nn.Module, _arguments: Any, _output: Any) -> None:
+        self.scope.leave()
+
+
+def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:
+    state: RotationState = root.__dict__[_STATE]
+    state.begin()
+    state.enter()
+    state.ring.check_alive(f"{type(root).__name__} forward")
+    policy = state.mp_policy
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return None
+    return tree_map(_caster(policy.param_dtype), (arguments, keywords))
+
+
+def _close_root(root: nn.Module, _arguments: Any, output: Any) -> Any:
+    state: RotationState = root.__dict__[_STATE]
+    state.leave()
+    state.end()
+    dtype = state.mp_policy.output_dtype
+    return output if dtype is None else tree_map(_caster(dtype), output)
+
+
+for _hook in (_Open, _Close):
+    setattr(_hook, OWN_HOOKS, True)
+
+
+def _caster(dtype: torch.dtype) -> Any:
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return cast
+
+
+# -- methods other than forward --------------------------------------------------------------------------------------
+
+_FORWARD_METHOD = "_rtp_forward_method"  # attribute of what register_forward_method made
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Has a method of a converted model, or of a module in it, run as its forward does.
+
+    A call from outside opens the same scope: the ranks compare their models, parameters of modules that do not rotate
+    are gathered, and where fully_rotate was called with `module` inputs and outputs are cast as its policy says. Calls
+    from within a forward are fine. Copies of the module keep it.
+
+    Raises ValueError where the module has not been converted, or has no such method, or where that returns before its
+    body has run (generators and coroutines). As torch.distributed.fsdp.register_fsdp_forward_method.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"register_forward_method: expected a torch.nn.Module, got {type(module).__name__}")
+    kind = type(module).__name__
+    if not is_inside(module):
+        raise ValueError(f"register_forward_method: expected a model converted by fully_rotate, got a {kind}")
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"register_forward_method: expected the name of a method of {kind}, got {method_name!r}")
+    if hasattr(method, _FORWARD_METHOD):
+        return
+    function = getattr(method, "__func__", None) if getattr(method, "__self__", None) is module else None
+    if any(test(function or method) for test in _LATE):
+        raise ValueError(
+            f"register_forward_method: expected a method that has run when it returns, got {kind}.{method_name}, a "
+            "generator or coroutine"
+        )
+
+    @functools.wraps(method)
+    def scoped(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        call = method if function is None else functools.partial(function, self)
+        return _in_scope(self, call, arguments, keywords)
+
+    setattr(scoped, _FORWARD_METHOD, True)
+    setattr(module, method_name, types.MethodType(scoped, module))  # deepcopy binds it to the copy
+
+
+_LATE = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def _in_scope(module: nn.Module, call: Any, arguments: tuple, keywords: dict) -> Any:
+    """Calls a method within the scopes that the forward of its module opens."""
+    if _STATE in module.__dict__:
+        output = None
+        try:
+            cast = _open_root(module, arguments, keywords)
+            arguments, keywords = cast or (arguments, keywords)
+            output = call(*arguments, **keywords)
+        finally:
+            output = _close_root(module, arguments, output)
+        return output
+    opened = []
+    try:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, _Open):
+                hook.scope.enter()
+                opened.append(hook.scope)
+        return call(*arguments, **keywords)
+    finally:
+        for scope in opened:
+            scope.leave()

@@ -1,0 +1,42 @@
+"""Layers of torch, and subclasses that compute as they do."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
+
+from rtp_ext.parameters.live import LiveModule
+
+# What the forward of a layer of torch is made of, besides its parameters and settings.
+_CALLS = {
+    "forward",
+    "__call__",
+    "_call_impl",
+    "_wrapped_call_impl",
+    "__getattr__",
+    "__getattribute__",
+    "_conv_forward",
+    "merge_masks",
+}
+
+
+def computes_like(module: Any, base: Any) -> bool:
+    """Whether a module is a `base`, a layer class of torch, or of a subclass that computes as `base` does.
+
+    A subclass may initialise, print and load in its own way, and hold more; it may redefine nothing that the forward of
+    `base` looks at.
+    """
+    cls = type(module)
+    if cls is base:
+        return True
+    # nn.MultiheadAttention reads the weights of its out_proj itself, which has a class of its own
+    if not issubclass(cls, base) or issubclass(cls, (LiveModule, NonDynamicallyQuantizableLinear)):
+        return False
+    if "forward" in module.__dict__ or is_parametrized(module):
+        return False
+    settings = {*base.__constants__, *inspect.signature(base.__init__).parameters} - {"device", "dtype"}
+    between = cls.__mro__[: cls.__mro__.index(base)]
+    return not any((_CALLS | settings | {"weight"}) & vars(each).keys() for each in between)

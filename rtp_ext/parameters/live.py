@@ -1,0 +1,118 @@
+"""Modules that hold parameters of a live ring: how they are copied, loaded and tied, and what their classes are."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from rtp_ext.parameters.sharding import placed_as
+
+
+class Tie:
+    """The modules of one model that share a parameter, and its name in each."""
+
+    def __init__(self) -> None:
+        self.owners: list[tuple[weakref.ref[Any], str]] = []
+
+    def __deepcopy__(self, memo: dict) -> Tie:
+        memo[id(self)] = twin = Tie()  # copies of modules join it themselves
+        return twin
+
+    def replace(self, old: Any, new: Any) -> None:
+        """Gives `new` to all who have `old`; those that were untied on purpose keep what they have."""
+        for reference, name in self.owners:
+            owner = reference()
+            if owner is not None and owner._parameters.get(name) is old:
+                setattr(owner, name, new)
+
+
+class LiveModule:
+    """A module that holds a live ring: it can be deep-copied, but not pickled.
+
+    `load_state_dict(assign=True)` puts new parameters in the place of the registered ones. Whole tensors are cut as
+    those were, and modules that share a parameter go on to share it; where the state dict has several names of it, the
+    last one counts, as in a load that copies.
+    """
+
+    _rtp_ties: Mapping[str, Tie] = MappingProxyType({})
+
+    def join_tie(self, name: str, tie: Tie) -> None:
+        """Shares the parameter `name` with the other modules of the tie for good."""
+        tie.owners.append((weakref.ref(self), name))
+        self.__dict__.setdefault("_rtp_ties", {})[name] = tie
+
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        parameters: dict[str, Any] = self._parameters
+        before = {name: (old, getattr(old, "_spec", None)) for name, old in parameters.items() if old is not None}
+        super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
+        errors: list[str] = arguments[-1]
+        for name, (old, spec) in before.items():
+            if spec is not None and not isinstance(parameters[name], DTensor):
+                setattr(self, name, placed_as(parameters[name], spec))
+            new = parameters[name]
+            if spec is not None and not _fits(new, spec):
+                setattr(self, name, old)
+                errors.append(
+                    f"{prefix}{name}: expected a DTensor {spec.placements} over {spec.mesh} or a whole tensor, got a "
+                    f"DTensor {new.placements} over {new.device_mesh}"
+                )
+            elif new is not old and name in self._rtp_ties:
+                self._rtp_ties[name].replace(old, new)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for name, tie in twin._rtp_ties.items():
+            tie.owners.append((weakref.ref(twin), name))
+        return twin
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: it holds a live ring. Save state_dict() or use "
+            "torch.distributed.checkpoint, and convert a new model with fully_rotate"
+        )
+
+
+def _fits(tensor: DTensor, spec: DTensorSpec) -> bool:
+    return tensor.placements == spec.placements and torch.equal(tensor.device_mesh.mesh, spec.mesh.mesh)
+
+
+_MIXED: dict[tuple[type, type], type] = {}
+
+
+def _calling(mixin: Any) -> Callable[..., Any]:
+    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return mixin.forward(self, *arguments, **keywords)
+
+    return forward
+
+
+def mixed_class(mixin: type, base: type[nn.Module]) -> Any:
+    """The class of a module of class `base` that became one of `mixin`; isinstance with `base` still holds."""
+    if (mixin, base) not in _MIXED:
+        members: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
+        if "forward" in mixin.__dict__ and base.forward is not nn.Module.forward:
+            # code that looks at the arguments of a forward finds the module's own
+            members["forward"] = functools.wraps(base.forward)(_calling(mixin))
+        members[_MADE_OF] = mixin
+        prefix = getattr(mixin, "NAME_PREFIX", "Rotated")
+        _MIXED[mixin, base] = type(f"{prefix}{base.__name__}", (mixin, base), members)
+    return _MIXED[mixin, base]
+
+
+_MADE_OF = "_rtp_made_of"  # attribute of a mixed class: its mixin
+
+
+def mixin_of(module: Any) -> type:
+    """The mixin of a module whose class `mixed_class` made; the class of any other object."""
+    return type(module).__dict__.get(_MADE_OF, type(module))

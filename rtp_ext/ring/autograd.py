@@ -1,0 +1,144 @@
+"""What autograd has to know of a ring: who wrote a parameter, what has no second derivative, who gathered a weight."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rtp_ext._native import shard_sizes, share_version
+
+
+class _FirstOrder(torch.autograd.Function):
+    """Gradients that depend on tensors in a way that autograd cannot follow: a backward through them raises."""
+
+    @staticmethod
+    def forward(ctx, name: str, count: int, *tensors: torch.Tensor):
+        ctx.name = name
+        return tuple(gradient.detach() for gradient in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_: Any):
+        raise RuntimeError(
+            f"{ctx.name}: double backward is not supported: a gradient that was made with create_graph=True is "
+            "differentiated again (a gradient penalty or a Hessian), for which rotated operations have no formula"
+        )
+
+
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the backward of an autograd Function whose results cannot be differentiated again.
+
+    torch's once_differentiable looks at the incoming gradients alone; results depend on what was saved and on the
+    parameters of `ctx.call` as well. A later backward through any of them raises RuntimeError and is never cut short.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return results
+        call = getattr(ctx, "call", None)
+        sources: Sequence[Any] = (*gradients, *ctx.saved_tensors, *(call.watched if call else ()))
+        sources = [source for source in sources if source is not None and source.requires_grad]
+        several = results if isinstance(results, tuple) else (results,)
+        made = [result for result in several if result is not None]
+        name = call.name if call else "the gradient of a sharded parameter"
+        refusing = iter(_FirstOrder.apply(name, len(made), *made, *sources))
+        several = tuple(None if result is None else next(refusing) for result in several)
+        return several if isinstance(results, tuple) else several[0]
+
+    return once
+
+
+_followed: set[DeviceMesh] = set()
+
+
+def follow(mesh: DeviceMesh) -> None:
+    """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
+    that belongs to another rank refused."""
+    if not _followed:
+        register_optimizer_step_pre_hook(_check_state)
+        register_optimizer_step_post_hook(_count_writes)
+        DTensor.full_tensor = _averaged_full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
+    _followed.add(mesh)
+
+
+def _rotates(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.device_mesh in _followed
+
+
+def expect_own_shard(tensor: Any, parameter: torch.Tensor, what: str) -> None:
+    """Raises ValueError where `tensor`, which goes with a parameter, is the shard of another rank: a DTensor remembers
+    the place of the rank that pickled it."""
+    if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
+        return
+    theirs, mine = tensor.device_mesh, parameter.device_mesh
+    if theirs is mine or theirs != mine or theirs.get_coordinate() == mine.get_coordinate():
+        return
+    raise ValueError(
+        f"{what}: expected the shard of the rank at {mine.get_coordinate()} of its mesh, got the one of the rank at "
+        f"{theirs.get_coordinate()}: every rank has loaded what one rank saved. Save with torch.distributed.checkpoint "
+        "(get_state_dict, set_state_dict), or a file for each rank"
+    )
+
+
+def _check_state(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in filter(_rotates, group["params"]):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                what = f"{type(optimizer).__name__}: state {key} of a parameter of shape {tuple(parameter.shape)}"
+                expect_own_shard(value, parameter, what)
+
+
+def _count_writes(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+    """Foreach and fused steps on DTensors do not count as writes: torch counts below their dispatch."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    torch.autograd.graph.increment_version([p for p in parameters if _rotates(p) and p.grad is not None])
+
+
+def _averaged_full_tensor(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(stock)
+    def full_tensor(self: DTensor, *, grad_placements: Any = None) -> torch.Tensor:
+        if grad_placements is None and _rotates(self) and self.requires_grad and torch.is_grad_enabled():
+            return _FullTensor.apply(self, stock)
+        return stock(self, grad_placements=grad_placements)
+
+    return full_tensor
+
+
+class _FullTensor(torch.autograd.Function):
+    """A whole parameter outside its module, such as a vocabulary head of which somebody computes the loss by hand.
+
+    torch takes its gradient to be the same on every rank. Every rank has a batch of its own: gradients are averaged, as
+    those of all parameters are. Where they are the same on every rank, so is their average.
+    """
+
+    @staticmethod
+    def forward(ctx, parameter: DTensor, stock: Callable[..., torch.Tensor]):
+        ctx.spec = parameter._spec
+        whole = stock(parameter.detach()).clone()
+        share_version(whole, parameter)
+        return whole
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, gradient: torch.Tensor):
+        mesh, (placement,) = ctx.spec.mesh, ctx.spec.placements
+        wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
+        mean = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(mean, group=mesh.get_group())
+        mean.div_(mesh.size())
+        if isinstance(placement, Shard):
+            sizes = shard_sizes(mean.shape[placement.dim], mesh.size())
+            mean = mean.split(sizes, placement.dim)[mesh.get_local_rank()]
+        # a copy: the gradient must not keep the whole one alive
+        mine = mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)
+        return DTensor(mine, ctx.spec, requires_grad=False), None  # type: ignore[call-arg]

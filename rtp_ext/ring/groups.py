@@ -1,0 +1,129 @@
+"""The process groups of a ring: its small collectives, and what becomes of the groups when it ends."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rtp_ext._native import RingTimeout
+
+# torch 2.14 renamed it
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Older versions of torch name a new group by how many there are, which has to be the same number on all ranks.
+_NAMES_ARE_COUNTED = "group_count" in dist.distributed_c10d._hash_ranks_to_str.__code__.co_names
+
+
+class Groups:
+    """Process groups over the ranks of a ring, for the class Ring. A ring of one process, emulated or not, has none."""
+
+    size: int
+    device: torch.device
+    timeout: datetime.timedelta
+    check_alive: Callable[[str], None]
+    _executor: Any
+
+    _world: dist.ProcessGroup | None = None  # the one that the groups belong to
+    _control: dist.ProcessGroup | None = None  # for what the host tells
+    _collective: dist.ProcessGroup | None = None  # for tensors on the device
+    _groups: list[dist.ProcessGroup]
+
+    def _open_groups(self, members: list[int]) -> None:
+        self._world, self._members, self._groups = dist.group.WORLD, members, []
+        self._owner = os.getpid()
+        dropped = weakref.finalize(self, _destroy, self._groups, self._world, self._owner, unclosed=True)
+        dropped.atexit = False
+        if self.size > 1:
+            self._control = self._collective = self.new_group("gloo")
+            if self.device.type == "cuda":
+                self._collective = self.new_group("nccl")
+
+    def new_group(self, backend: str) -> dist.ProcessGroup:
+        group: Any = dist.new_group(
+            self._members, timeout=self.timeout, backend=backend, use_local_synchronization=True
+        )
+        self._groups.append(group)
+        return group
+
+    def drop_groups(self) -> None:
+        self._control = self._collective = None
+        if self._world is not None:
+            _destroy(self._groups, self._world, self._owner)
+
+    def abandon(self) -> None:
+        """Drops the groups of a ring that has failed, so that neighbours in a collective learn of it."""
+        if not self._executor.alive:
+            self.drop_groups()
+
+    def _collectively(self, operation: str, post: Callable[..., Any], *tensors: torch.Tensor, group: Any) -> None:
+        """Runs a torch.distributed collective. What the process group reports is the ring's failure; what is wrong
+        before anything was posted is not."""
+        start, posted = time.monotonic(), False
+        try:
+            work = post(*tensors, group=group, async_op=True)
+            posted = True
+            work.wait()
+        except RuntimeError as error:
+            if not posted and not isinstance(error, dist.DistError):
+                raise
+            waited = time.monotonic() - start
+            message = f"{operation}: a rank of the ring did not answer (waited {waited:.1f} s): {error}"
+            if not hasattr(self, "_executor"):  # the ring is being made
+                raise RingTimeout(message) from error
+            self._executor.fail(message)
+            self.abandon()
+            raise RingTimeout(message) from error
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's `value` (any picklable object), in ring order. Collective."""
+        if hasattr(self, "_executor"):  # else the ring is being made
+            self.check_alive("exchange")
+        if self._control is None:
+            return [value] * self.size
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")  # whatever the default device is
+        length = torch.tensor([mine.numel()], device="cpu")
+        self._collectively("exchange", _all_gather_single, sizes, length, group=self._control)
+        longest = int(sizes.max())
+        told = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
+        padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
+        self._collectively("exchange", _all_gather_single, told, padded, group=self._control)
+        every = zip(told.view(self.size, longest), sizes.tolist(), strict=True)
+        return [pickle.loads(text[:size].numpy().tobytes()) for text, size in every]
+
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """Shards [n] of equal size to [R, n]. For what is too small to rotate. Collective."""
+        self.check_alive("all_gather")
+        if self._collective is None:
+            return shard.unsqueeze(0).repeat(self.size, 1)
+        gathered = shard.new_empty(self.size, shard.numel())
+        self._collectively("all_gather", _all_gather_single, gathered.view(-1), shard, group=self._collective)
+        return gathered
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values` [...] over the ranks, in place. Collective."""
+        self.check_alive("all_reduce")
+        if self._collective is None:
+            return values.mul_(self.size)
+        self._collectively("all_reduce", dist.all_reduce, values, group=self._collective)
+        return values
+
+
+def _destroy(groups: list[dist.ProcessGroup], world: Any, owner: int, unclosed: bool = False) -> None:
+    """Destroys the process groups of a ring, where they are this process's and torch still knows them.
+
+    `unclosed`: the ring was dropped, at any time and on this rank alone perhaps, so that nothing may wait for others.
+    """
+    mine, groups[:] = groups[:], []
+    if os.getpid() != owner or not dist.is_initialized() or world is not dist.group.WORLD:
+        return
+    for group in mine:
+        if not unclosed or (_NAMES_ARE_COUNTED and dist.get_backend(group) == "gloo"):
+            dist.destroy_process_group(group)
