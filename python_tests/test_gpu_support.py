@@ -21,5 +21,5 @@ def test_only_a_missing_link_skips(monkeypatch):
         support.emulated(2, prefetch=0)
     with pytest.raises(rtp_ext.RotationError, match="no such link"):
         support.emulated(2)
-    with pytest.raises(pytest.skip.Exception, match="pcie.*no such link"):
+    with pytest.raises(pytest.skip.Exception, match=r"pcie.*no such link"):
         support.emulated(2, link="pcie")

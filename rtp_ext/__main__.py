@@ -35,7 +35,10 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         "halves": options.halves,
         "two_lanes": options.two_lanes,
     }
-    every = schedule.schedules(options.ranks, **form)
+    try:
+        every = schedule.schedules(options.ranks, **form)
+    except ValueError as error:
+        parser.error(str(error))
     title = schedule.describe(every, **form)
     print(schedule.table(every, title=title, rank=options.rank_only))
     if options.plot is None:

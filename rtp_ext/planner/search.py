@@ -13,7 +13,7 @@ from rtp_ext.planner.memory import estimate_memory, stage_memory
 from rtp_ext.planner.model import ModelSpec
 from rtp_ext.planner.report import MemoryReport
 from rtp_ext.planner.states import parameter_counts
-from rtp_ext.planner.strategy import Strategy
+from rtp_ext.planner.strategy import LARGEST, Strategy
 from rtp_ext.planner.time_report import TimeReport
 from rtp_ext.planner.timing import estimate_time
 
@@ -90,7 +90,7 @@ def layouts(model: ModelSpec, cluster: Cluster, global_batch: int | None) -> Ite
     """All that divide the model, the cluster and the batch, and whose states alone stay below the line."""
     gpus = cluster.gpus
     for tp in _divisors(gpus, min(cluster.gpus_per_node, model.kv_heads)):
-        for pp in _divisors(gpus // tp, model.layers):
+        for pp in _divisors(gpus // tp, min(model.layers, LARGEST)):
             for cp in _divisors(gpus // (tp * pp), model.seq // _LONG_SEQ * 2 if model.seq >= _LONG_SEQ else 1):
                 for rtp in _divisors(gpus // (tp * pp * cp), _LARGEST_RING):
                     dp = gpus // (tp * pp * cp * rtp)
