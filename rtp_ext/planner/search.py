@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +131,7 @@ def limit_bytes(cluster: Cluster) -> float:
     return constants()["memory"]["safe_fraction"]["value"] * cluster.memory_bytes
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def allocated_bytes(model: ModelSpec, strategy: Strategy, global_batch: int | None) -> float:
     """Of the first and the last stage; no stage between them holds more."""
     micro_batches = strategy.micro_batches(global_batch)
