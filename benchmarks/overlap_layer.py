@@ -18,9 +18,7 @@ What is timed, in forward and in backward (a step is one after the other):
 """
 
 import contextlib
-import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,13 +27,13 @@ from timing import Stopwatch
 
 import rtp_ext.functional
 from rtp_ext import Ring, _native
-from rtp_ext.functional._call import Call
+from rtp_ext.functional._call import Agreed, Call
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}  # of the largest value
 SAMPLED = 32  # rows that are compared
 GRADIENT = torch.float32  # what partial gradients travel in
 
-_gemm = getattr(_native, "kernels", _native).gemm
+_gemm = _native.kernels.gemm
 
 # torch 2.14 renamed them
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,21 +58,15 @@ def expect_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None
 def _half(step: Any, rows: slice) -> slice:
     """The rows of a gradient that a wgrad adds to: all, or one half where it travels in two."""
     middle = rows.start + (rows.stop - rows.start + 1) // 2
-    return (rows, slice(rows.start, middle), slice(middle, rows.stop))[getattr(step, "half", 0)]
+    return (rows, slice(rows.start, middle), slice(middle, rows.stop))[step.half]
 
 
 def make_emulated(ranks: int, device: torch.device, link: str | None) -> Ring:
-    """An emulated ring over `link` (None: the build's own). Raises ValueError where the build emulates no links.
+    """An emulated ring over `link` (None: the build's own).
 
     Nothing is prefetched: there is no layer before, under which the first hop could hide.
     """
-    known = inspect.signature(Ring.emulated).parameters
-    options: dict[str, Any] = {"prefetch": 0} if "prefetch" in known else {}
-    if link is not None:
-        if "link" not in known:
-            raise ValueError(f"this build of rtp_ext emulates no link {link}")
-        options["link"] = link
-    return Ring.emulated(ranks, device=device, **options)
+    return Ring.emulated(ranks, device=device, link=link, prefetch=0)
 
 
 class Layer:
@@ -109,13 +101,12 @@ class Layer:
         self._side: torch.cuda.Stream | None = None
         call = Call.of(self.shard, ring=ring, name="hops alone", in_place=False, compute_dtype=None, reduce_dtype=None)
         self.ov("forward")  # the ranks agree on how this layer travels
-        plan = getattr(ring, "plans", {}).get("rotated_linear")
-        if plan is not None:
-            if plan.route == "gather":
-                raise ValueError(f"expected a layer that rotates, got one that is gathered: {plan.reason}")
-            call.agreed = SimpleNamespace(plan=plan, serial=0)
+        plan = ring.gate.plans["rotated_linear"]
+        if plan.route == "gather":
+            raise ValueError(f"expected a layer that rotates, got one that is gathered: {plan.reason}")
+        call.agreed = Agreed(shapes=[], serial=0, plan=plan)
         self._options = call.options()
-        self.halves = plan is not None and plan.halves
+        self.halves = plan.halves
 
     def _random(self, seed: int, *shape: int) -> torch.Tensor:
         device = self.ring.device
@@ -134,7 +125,7 @@ class Layer:
 
     def two_lanes(self, pass_: str) -> bool:
         """Whether the operation computes on two streams, as it does where GEMMs leave much of a GPU idle."""
-        if self.ring.device.type == "cpu" or not hasattr(_native, "wastes_last_wave"):
+        if self.ring.device.type == "cpu":
             return False
         processors = torch.cuda.get_device_properties(self.ring.device).multi_processor_count
         tokens, k = self.x.shape
@@ -211,7 +202,7 @@ class Layer:
                         partials = arrived, self._partial(step.gradient_out, rows)
                     starts = number == 0 and piece.start == 0
                     operands = self._operands(step, piece, weight, partials, starts)
-                    products.append((step.compute, getattr(step, "lane", 0), operands))
+                    products.append((step.compute, step.lane, operands))
             self._known_products[pass_] = products
         return self._known_products[pass_]
 

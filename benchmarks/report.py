@@ -281,6 +281,17 @@ def rewrite(text: str, results: Path) -> str:
     return BLOCK.sub(lambda found: found[1] + block(found[2], results) + found[4], text)
 
 
+def deliver(args: argparse.Namespace, page: Path, before: str, after: str, block: re.Pattern[str], source: str) -> None:
+    """Writes a page that was made anew, checks it against what it was, or prints its blocks. Exits where it differs."""
+    if args.write:
+        page.write_text(after)
+    elif args.check:
+        if before != after:
+            sys.exit(f"{page.name} differs from {source}")
+    else:
+        print("\n".join(found[0] for found in block.finditer(after)))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Tables of README from the results. See the top of the file.")
     wish = parser.add_mutually_exclusive_group()
@@ -294,13 +305,7 @@ def main(argv: list[str] | None = None) -> None:
         after = rewrite(before, args.results)
     except ValueError as problem:
         sys.exit(str(problem))
-    if args.write:
-        args.readme.write_text(after)
-    elif args.check:
-        if before != after:
-            sys.exit(f"{args.readme.name} differs from the results: python benchmarks/report.py --write")
-    else:
-        print("\n".join(found[0] for found in BLOCK.finditer(after)))
+    deliver(args, args.readme, before, after, BLOCK, "the results: python benchmarks/report.py --write")
 
 
 if __name__ == "__main__":

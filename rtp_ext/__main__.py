@@ -35,7 +35,10 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         "halves": options.halves,
         "two_lanes": options.two_lanes,
     }
-    every = schedule.schedules(options.ranks, **form)
+    try:
+        every = schedule.schedules(options.ranks, **form)
+    except ValueError as error:
+        parser.error(str(error))
     title = schedule.describe(every, **form)
     print(schedule.table(every, title=title, rank=options.rank_only))
     if options.plot is None:
@@ -131,8 +134,8 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser(
         "plan",
-        help="estimate the memory of training before it starts",
-        description="Estimate the memory of training on every pipeline stage, and whether it fits. No GPU needed.",
+        help="predict memory and step time of training, or search for the fastest plan",
+        description="Predict memory of every pipeline stage and time of a step, or search for plans. No GPU needed.",
     )
     cli.add_arguments(plan)
     cli.one_line_errors(plan)

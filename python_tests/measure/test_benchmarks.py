@@ -193,6 +193,22 @@ def test_hops_that_are_not_those_of_the_operation_are_not_timed(tmp_path, monkey
         measure(tmp_path)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_hops_alone_travel_as_the_layer_does(ranks):
+    """Gradients in halves: twice as many hops. A gathered layer is none that rotates."""
+    hops = {}
+    for halves in (False, True):
+        ring = rtp_ext.Ring.emulated(ranks, gradient_halves=halves, prefetch=0)
+        layer = overlap_layer.Layer(ring, 8 * ranks, 16, 12, torch.float32)
+        layer.check("step")
+        layer.check_hops(("forward", "backward"))
+        assert layer.halves is halves
+        hops[halves] = layer._sent_by(layer.c, "backward")[1]
+    assert hops[True] == 2 * hops[False] > 0
+    with pytest.raises(ValueError, match="expected a layer that rotates, got one that is gathered: as asked"):
+        overlap_layer.Layer(rtp_ext.Ring.emulated(ranks, route="gather"), 8 * ranks, 16, 12, torch.float32)
+
+
 def test_shards_that_travel_in_pieces(tmp_path):
     """A slot cap of ten rows: five pieces of a shard, with as many hops in what is timed alone."""
     results, _ = measure(tmp_path, "--slot-cap", str(10 * 64 * 4))
@@ -240,9 +256,6 @@ def test_links_are_checked_as_if_there_were_a_gpu(monkeypatch, capsys, tmp_path)
         with pytest.raises(SystemExit):
             overlap_options.parse_arguments([*options, bad])
         assert f"unknown link '{bad}'" in capsys.readouterr().err
-    if "link" not in overlap_layer.inspect.signature(rtp_ext.Ring.emulated).parameters:
-        with pytest.raises(ValueError, match="emulates no link pcie"):
-            overlap_layer.make_emulated(2, CPU, "pcie")
 
 
 # -- memory_per_rank.py ------------------------------------------------------------------------------------------------

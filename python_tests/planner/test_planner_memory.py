@@ -1,36 +1,21 @@
 """Estimated memory against published runs of Megatron-LM and torchtitan, and a real layer on the meta device."""
 
+import planner_runs
 import pytest
+from published import MEGATRON_7B
 
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory
 from rtp_ext.planner.activations import layer_tensors
 from rtp_ext.planner.memory import chunks_in_flight
 from rtp_ext.planner.report import COMPONENTS, OUTSIDE_THE_ALLOCATOR
 
-GIB = 2**30
 EIGHT = Cluster.preset("h100-80gb")
-
-
-# NVIDIA/Megatron-LM@d98e8a64dd, tests/functional_tests/test_cases/gpt/gpt3_7b_tp1_pp4_memory_speed/
-# golden_values_dev_dgx_{a100,gb200,h100}.json: mem-allocated-bytes and mem-max-allocated-bytes of the last rank.
-# Eight GPUs, four stages of eight chunks, distributed optimizer, global batch 8.
-MEGATRON_7B = {
-    "a100": (24_510_808_064, 60_489_064_448),
-    "gb200": (24_540_168_192, 60_519_342_080),
-    "h100": (24_808_996_864, 60_720_852_992),
-}
-
-
-def _megatron_7b():
-    model = ModelSpec.gpt(layers=32, hidden=4096, heads=32, kv_heads=8, vocab=131073, seq=8192, tied=False)
-    strategy = Strategy(dp=2, pp=4, zero=1, schedule="interleaved", interleave=8)
-    return estimate_memory(model, EIGHT, strategy, 8).stages[-1]
 
 
 @pytest.mark.parametrize("machine", MEGATRON_7B)
 def test_megatron_7b(machine):
     static, peak = MEGATRON_7B[machine]
-    stage = _megatron_7b()
+    stage = planner_runs.megatron_7b().stages[-1]
     states = sum(stage.components[name] for name in ("parameters", "gradients", "optimizer"))
     assert states == pytest.approx(static, rel=0.06)
     assert stage.between_steps_bytes == pytest.approx(static, rel=0.02)
@@ -54,43 +39,10 @@ def test_megatron_7b_is_not_right_by_chance():
         assert stage.allocated_bytes != pytest.approx(peak, rel=0.05), (changes, others)
 
 
-# torchtitan: reserved GiB on H100 of 96 GB. pytorch/torchtitan benchmarks/ and docs/performance.md, Llama 3.1.
-# model, sequence, FSDP, tp, pp, cp, micro-batch, global batch, recompute, loss, GiB
-TORCHTITAN = [
-    ("llama-3-8b", 8192, 8, 1, 1, 1, 2, 16, "selective", "auto", 82.4),
-    ("llama-3-8b", 8192, 8, 1, 1, 1, 2, 16, "selective", "auto", 76.8),
-    ("llama-3-8b", 8192, 128, 1, 1, 1, 2, 256, "selective", "auto", 62.0),
-    ("llama-3-8b", 32768, 8, 1, 1, 1, 1, 8, "full", "auto", 83.9),
-    ("llama-3-8b", 131072, 2, 1, 1, 4, 1, 2, "full", "auto", 84.0),
-    ("llama-3-70b", 8192, 32, 8, 1, 1, 16, 512, "full", "auto", 71.9),
-    # under pipelines a local batch runs in as many micro-batches as there are stages
-    ("llama-3-405b", 8192, 8, 8, 8, 1, 4, 256, "full", "auto", 82.5),
-    ("llama-3-405b", 32768, 8, 8, 8, 1, 1, 64, "full", "auto", 75.3),
-    ("llama-3-405b", 131072, 2, 8, 8, 4, 1, 16, "full", "auto", 77.1),
-    # pytorch/torchtitan@b5bcd76c, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md: the loss is compiled
-    ("llama-3-8b", 8192, 32, 1, 1, 1, 2, 64, "selective", "compiled", 47.96),
-]
-
-
-@pytest.mark.parametrize("row", TORCHTITAN, ids=lambda row: f"{row[0]} {row[2]}x{row[3]}x{row[4]}x{row[5]} {row[10]}")
-def test_torchtitan(row):
-    name, seq, dp, tp, pp, cp, micro_batch, batch, recompute, loss, gib = row
-    h100 = {"base": "h100-80gb", "name": "h100-96gb", "memory_bytes": 96e9}
-    strategy = Strategy(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        zero=3,
-        sequence_parallel=tp > 1,
-        micro_batch=micro_batch,
-        recompute=recompute,
-        loss=loss,
-    )
-    cluster = Cluster.from_json(h100, gpus=strategy.gpus)
-    report = estimate_memory(ModelSpec.preset(name, seq=seq), cluster, strategy, batch)
-    assert 0.75 <= report.peak_allocated_bytes / (gib * GIB) <= 1.0
-    assert report.verdict != "out of memory"
+@pytest.mark.parametrize("run", [run for run in planner_runs.torchtitan() if run.gib], ids=lambda run: run.name)
+def test_torchtitan(run):
+    assert 0.75 <= run.memory_ratio <= 1.0
+    assert run.memory.verdict != "out of memory"
 
 
 def test_a_run_that_died_is_rejected():

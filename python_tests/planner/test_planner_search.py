@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 
-import planner_rows as rows
+import published
 import pytest
 
 from rtp_ext.__main__ import main
@@ -141,7 +141,7 @@ def test_smallest_cluster():
 def test_search_ranks_runs_as_they_were_measured():
     """The plan predicted to be fastest is, on average over model sizes, within 8 % of the fastest measured (vTrain)."""
     regrets = []
-    for gpus, hidden, heads, layers, batch, timed in rows.VTRAIN:
+    for gpus, hidden, heads, layers, batch, timed in published.VTRAIN:
         model = ModelSpec.gpt(layers=layers, hidden=hidden, heads=heads, vocab=51200, seq=2048)
         cluster = Cluster.preset("a100-80gb", gpus=gpus)  # as a user would, without the runs' own network
         predicted = []
@@ -150,7 +150,7 @@ def test_search_ranks_runs_as_they_were_measured():
             predicted.append((estimate_time(model, cluster, plan, batch).step_seconds, milliseconds))
         regrets.append(min(predicted)[1] / min(measured for _, measured in predicted) - 1)
     assert sum(regrets) / len(regrets) < 0.08
-    slowest = [max(run[-1] for run in timed) / min(run[-1] for run in timed) - 1 for *_, timed in rows.VTRAIN]
+    slowest = [max(run[-1] for run in timed) / min(run[-1] for run in timed) - 1 for *_, timed in published.VTRAIN]
     assert sum(slowest) / len(slowest) > 0.5  # control: a wrong choice costs much
 
 
@@ -179,7 +179,7 @@ def test_questions_and_what_has_no_answer(tmp_path, capsys):
     status, out, err = _command(capsys, "--model", "llama-3-405b", "--gpus", "8")
     assert (status, out, err.count("\n")) == (1, "", 1) and "no plan" in err and "--min-gpus" in err
     table = tmp_path / "runs.csv"
-    *_, timed = rows.VTRAIN[0]
+    *_, timed = published.VTRAIN[0]
     lines = [f"gpt,30,3072,32,51200,2048,a100-80gb,64,{t},{d},{p},{m},512,full,no,{ms}" for t, d, p, m, ms in timed]
     head = "family,layers,hidden,heads,vocab,seq,gpu,gpus,tp,dp,pp,micro_batch,global_batch,recompute,flash_attention"
     table.write_text("\n".join([f"{head},step_ms", *lines]) + "\n")

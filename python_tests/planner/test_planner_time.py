@@ -6,13 +6,14 @@ import json
 import math
 import statistics
 
-import planner_rows as rows
+import planner_runs
+import published
 import pytest
+from planner_runs import regrets
 
 from rtp_ext import schedule, timeline
 from rtp_ext.planner import (
     Cluster,
-    Measurement,
     ModelSpec,
     Strategy,
     TimeConstants,
@@ -24,7 +25,6 @@ from rtp_ext.planner import (
 )
 from rtp_ext.planner.gemm import Product, product_s
 from rtp_ext.planner.links import Group, all_reduce_s, gather_s, ring_bytes_per_s
-from rtp_ext.planner.measurements import VTRAIN
 from rtp_ext.planner.rotation_time import rotation_seconds
 from rtp_ext.planner.stage_time import StageClock
 from rtp_ext.planner.time_report import TIME_COMPONENTS
@@ -71,9 +71,11 @@ def test_collectives_over_nodes_share_ports_and_bandwidth_grows_with_size():
     )
     assert gather_s(Group(cluster, 1), 8e9, CONSTANTS) == 0
     a100 = Group(Cluster.preset("a100-80gb"), 8)
-    ratios = [2 * 7 / 8 * size / all_reduce_s(a100, size, CONSTANTS) / 1e9 / bus for size, bus in rows.A100_BUS.items()]
+    ratios = [
+        2 * 7 / 8 * size / all_reduce_s(a100, size, CONSTANTS) / 1e9 / bus for size, bus in published.A100_BUS.items()
+    ]
     assert all(0.85 < ratio < 1.5 for ratio in ratios) and abs(ratios[-1] - 1) < 0.06
-    flat = [240 / bus for bus in rows.A100_BUS.values()]  # control: a bandwidth that knows no size
+    flat = [240 / bus for bus in published.A100_BUS.values()]  # control: a bandwidth that knows no size
     assert max(flat) > 10
 
 
@@ -222,47 +224,17 @@ def test_rotation_of_a_model_hides_its_hops_where_there_are_tokens_enough():
 # -- published runs ---------------------------------------------------------------------------------------------------
 
 
-def _vtrain():
-    runs = []
-    for gpus, hidden, heads, layers, batch, timed in rows.VTRAIN:
-        model = ModelSpec.gpt(layers=layers, hidden=hidden, heads=heads, vocab=VTRAIN["vocab"], seq=2048)
-        cluster = dataclasses.replace(
-            Cluster.preset(VTRAIN["gpu"], gpus=gpus), nic_bytes_per_s=VTRAIN["nic_bytes_per_s"]
-        )
-        how = {name: VTRAIN[name] for name in ("recompute", "flash_attention", "reduce_dtype")}
-        for tp, dp, pp, micro_batch, milliseconds in timed:
-            plan = Strategy(tp=tp, dp=dp, pp=pp, micro_batch=micro_batch, **how)
-            runs.append(Measurement(model, cluster, plan, batch, milliseconds / 1e3, "vTrain"))
-    return runs
-
-
-RUNS = _vtrain()
-HALVES = {
-    "every second": (RUNS[::2], RUNS[1::2]),
-    "64 and 256, then 512": (
-        [run for run in RUNS if run.cluster.gpus < 512],
-        [run for run in RUNS if run.cluster.gpus == 512],
-    ),
-}
-
-
-def _regrets(runs, constants=None):
-    """How much slower the plan is that the model picks than the fastest measured, for each model size."""
-    sizes = {}
-    for run in runs:
-        sizes.setdefault((run.model.hidden, run.cluster.gpus), []).append(
-            (run.predicted_s(constants), run.step_seconds)
-        )
-    return [min(pairs)[1] / min(measured for _, measured in pairs) - 1 for pairs in sizes.values()]
+RUNS = planner_runs.vtrain()
+HALVES = planner_runs.halves(RUNS)
 
 
 def test_a100_runs_and_the_half_kept_back():
     assert len(RUNS) == 55
-    fitted, kept = HALVES["every second"]  # the constants that ship are fitted to the first
+    fitted, kept = HALVES["every second run"]  # the constants that ship are fitted to the first
     for runs in (RUNS, fitted, kept):
         found = errors_of(runs)
         assert found.mean_error < 0.10 and found.median_error < 0.05
-        assert statistics.mean(_regrets(runs)) < 0.08 and max(_regrets(runs)) < 0.10
+        assert statistics.mean(regrets(runs)) < 0.08 and max(regrets(runs)) < 0.10
     wrong = dataclasses.replace(CONSTANTS, gemm_fraction=CONSTANTS.gemm_fraction / 2)  # control
     assert errors_of(RUNS, wrong).mean_error > 0.2
 
@@ -274,79 +246,38 @@ def test_calibration_predicts_the_half_it_has_not_seen(half):
     found = calibrate(seen, start=start)
     assert errors_of(seen, start).mean_error > 0.10
     assert found.mean_error < 0.075 and errors_of(kept, found.constants).mean_error < 0.09
-    assert statistics.mean(_regrets(kept, found.constants)) < 0.08
+    assert statistics.mean(regrets(kept, found.constants)) < 0.08
     assert found.to_dict()["measurements"] == len(seen)
 
 
-@pytest.mark.parametrize("row", rows.SC21, ids=lambda row: f"hidden {row[1]}")
-def test_megatron_sc21(row):
-    heads, hidden, layers, tp, pp, gpus, batch, measured = row
-    model = ModelSpec.gpt(layers=layers, hidden=hidden, heads=heads, vocab=51200, seq=2048)
-    cluster = Cluster.preset("a100-80gb", gpus=gpus)
-    predicted = []
-    for micro_batch in (1, 2, 4, 8):  # the paper takes the best; it does not say which
-        for chunks in (1, 2):
-            more = {"schedule": "interleaved", "interleave": chunks} if chunks > 1 else {}
-            if (chunks > 1 and (pp == 1 or layers % (pp * chunks))) or batch % (gpus // tp // pp * micro_batch):
-                continue
-            plan = Strategy(
-                tp=tp,
-                pp=pp,
-                dp=gpus // tp // pp,
-                micro_batch=micro_batch,
-                recompute="full",
-                flash_attention=False,
-                **more,
-            )
-            predicted.append(estimate_time(model, cluster, plan, batch).tflops_per_gpu)
-    assert max(predicted) == pytest.approx(measured, rel=0.15)
+def _named(run):
+    return run.name
 
 
-@pytest.mark.parametrize("row", rows.LLAMA3, ids=["8192 GPUs", "16384 GPUs", "128k tokens"])
-def test_llama_3_405b(row):
-    tp, cp, pp, dp, seq, batch, measured = row
-    model = ModelSpec.preset("llama-3-405b", seq=seq)
-    plan = Strategy(
-        tp=tp, cp=cp, pp=pp, dp=dp, zero=1, sequence_parallel=True, schedule="interleaved", interleave=2
-    )  # the paper does not print the number of chunks
-    report = estimate_time(model, Cluster.preset("h100-80gb", gpus=plan.gpus), plan, batch * dp)
-    assert report.tflops_per_gpu == pytest.approx(measured, rel=0.15)
-    serial = dataclasses.replace(plan, schedule="1f1b", interleave=1)
-    if dp != 64:  # control: without chunks the bubble is too large
-        report = estimate_time(model, Cluster.preset("h100-80gb", gpus=plan.gpus), serial, batch * dp)
-        assert report.tflops_per_gpu != pytest.approx(measured, rel=0.15)
+@pytest.mark.parametrize("run", planner_runs.sc21(), ids=_named)
+def test_megatron_sc21(run):
+    assert run.predicted == pytest.approx(run.measured, rel=0.15)
 
 
-@pytest.mark.parametrize("row", rows.KORTHIKANTI, ids=lambda row: f"hidden {row[1]}")
-def test_korthikanti_table_5(row):
-    layers, hidden, heads, tp, pp, gpus, batch, micro_batch, chunks, full, selective = row
-    model = ModelSpec.gpt(layers=layers, hidden=hidden, heads=heads, vocab=51200, seq=2048)
-    more = {"schedule": "interleaved", "interleave": chunks} if chunks > 1 else {}
-    plan = Strategy(tp=tp, pp=pp, micro_batch=micro_batch, flash_attention=False, recompute="full", **more)
-    cluster = Cluster.preset("a100-80gb", gpus=gpus)
-    assert estimate_time(model, cluster, plan, batch).step_seconds == pytest.approx(full, rel=0.10)
-    plan = dataclasses.replace(plan, recompute="selective", sequence_parallel=True)
-    assert estimate_time(model, cluster, plan, batch).step_seconds == pytest.approx(selective, rel=0.10)
+@pytest.mark.parametrize("run", planner_runs.llama3(), ids=_named)
+def test_llama_3_405b(run):
+    assert run.predicted == pytest.approx(run.measured, rel=0.15)
 
 
-@pytest.mark.parametrize("row", rows.NEMO, ids=lambda row: f"{row[0]} {row[1]}")
-def test_nemo(row):
-    gpu, name, gpus, batch, micro_batch, fsdp, tp, pp, cp, chunks, measured = row
-    more = {"schedule": "interleaved", "interleave": chunks} if chunks > 1 else {}
-    plan = Strategy(
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        dp=gpus // (tp * pp * cp),
-        micro_batch=micro_batch,
-        zero=3 if fsdp else 1,
-        stack="megatron",
-        sequence_parallel=tp > 1,
-        fp8=True,
-        **more,
-    )
-    report = estimate_time(ModelSpec.preset(name), Cluster.preset(gpu, gpus=gpus), plan, batch)
-    assert report.tflops_per_gpu == pytest.approx(measured, rel=0.15)
+def test_llama_3_405b_without_chunks():
+    """Control: the bubble is too large."""
+    errors = [run.error for run in planner_runs.llama3(chunks=1) if run.cluster.gpus == 16384]
+    assert len(errors) == 2 and max(errors) < -0.15
+
+
+@pytest.mark.parametrize("run", planner_runs.korthikanti(), ids=_named)
+def test_korthikanti_table_5(run):
+    assert run.predicted == pytest.approx(run.measured, rel=0.10)
+
+
+@pytest.mark.parametrize("run", planner_runs.nemo(), ids=_named)
+def test_nemo(run):
+    assert run.predicted == pytest.approx(run.measured, rel=0.15)
 
 
 # -- files and mistakes -----------------------------------------------------------------------------------------------

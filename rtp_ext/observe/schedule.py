@@ -7,19 +7,52 @@ Source: RTP, arXiv 2311.01635.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rtp_ext._native import Schedule, Step, make_schedule
 
-__all__ = ["ALL", "BUNDLES", "HALVES", "OPERATIONS", "check_rank", "describe", "lane", "schedules", "table"]
+__all__ = [
+    "ALL",
+    "BUNDLES",
+    "HALVES",
+    "LARGEST_RING",
+    "OPERATIONS",
+    "check_rank",
+    "describe",
+    "lane",
+    "schedule_of",
+    "schedules",
+    "table",
+]
 
 BUNDLES = ("mlp", "cross_entropy", "experts")  # whose wgrad needs what dgrad of the same shard computed
 OPERATIONS = ("linear", "embedding", *BUNDLES)
 ALL = -1  # the owner of a product with every shard at once
 HALVES = ("", "a", "b")  # a gradient shard that travels as a whole, and its halves
+LARGEST_RING = 512  # of which all schedules are made: a ring of R ranks has some R * R steps
 
 
-def schedules(
+def schedules(ranks: int, **form: Any) -> list[Schedule]:
+    """The schedules of one pass of one operation, one for each rank of a ring of at most LARGEST_RING.
+
+    Args:
+        ranks: the size of the ring, at least 1.
+        form: the keywords of `schedule_of`.
+
+    Raises:
+        ValueError: as `schedule_of`, or a ring that is too large.
+    """
+    if ranks > LARGEST_RING:
+        raise ValueError(
+            f"expected at most {LARGEST_RING} ranks where all schedules are made, some ranks * ranks steps, got "
+            f"{ranks}; schedule_of makes that of one rank"
+        )
+    return [schedule_of(ranks, rank, **form) for rank in range(max(ranks, 1))]
+
+
+def schedule_of(
     ranks: int,
+    rank: int,
     *,
     op: str = "linear",
     pass_: str = "forward",
@@ -30,8 +63,8 @@ def schedules(
     receive_in_slots: bool = False,
     halves: bool = False,
     two_lanes: bool = False,
-) -> list[Schedule]:
-    """The schedules of one pass of one operation, one for each rank.
+) -> Schedule:
+    """The schedule of one pass of one operation on rank `rank` of a ring of `ranks`.
 
     Args:
         ranks: the size of the ring, at least 1.
@@ -48,28 +81,26 @@ def schedules(
         two_lanes: forwards alternate between two lanes, dgrads and wgrads have one each.
 
     Raises:
-        ValueError: an unknown name, fewer than one rank, or an input gradient wanted from an embedding.
+        ValueError: an unknown name, fewer than one rank, a rank outside the ring, or an input gradient wanted from an
+            embedding.
     """
     if op not in OPERATIONS:
         raise ValueError(f"expected an operation of {', '.join(OPERATIONS[:-1])} or {OPERATIONS[-1]}, got {op}")
     if op == "embedding" and dgrad:
         raise ValueError("expected dgrad=False for an embedding, whose input has no gradient, got dgrad=True")
-    return [
-        make_schedule(
-            ranks,
-            rank,
-            pass_=pass_,
-            route=route,
-            in_place=in_place,
-            dgrad=op != "embedding" if dgrad is None else dgrad,
-            wgrad=wgrad,
-            receive_in_slots=receive_in_slots,
-            bundle=op in BUNDLES,
-            halves=halves,
-            two_lanes=two_lanes,
-        )
-        for rank in range(max(ranks, 1))
-    ]
+    return make_schedule(
+        ranks,
+        rank,
+        pass_=pass_,
+        route=route,
+        in_place=in_place,
+        dgrad=op != "embedding" if dgrad is None else dgrad,
+        wgrad=wgrad,
+        receive_in_slots=receive_in_slots,
+        bundle=op in BUNDLES,
+        halves=halves,
+        two_lanes=two_lanes,
+    )
 
 
 def lane(step: Step) -> str:
@@ -162,8 +193,9 @@ def table(schedules: Sequence[Schedule], *, title: str = "", rank: int | None = 
     rows = [["step", "lane", *(f"rank {schedule.rank}" for schedule in shown)]]
     if rank is not None:
         rows[0] += ["reads", "writes"]
-    for position, step in enumerate(shown[0].steps):
-        row = [f"{position:4}", lane(step), *(schedule.steps[position].label for schedule in shown)]
+    every = [schedule.steps for schedule in shown]  # read once: each reading copies all steps
+    for position, step in enumerate(every[0]):
+        row = [f"{position:4}", lane(step), *(steps[position].label for steps in every)]
         if rank is not None:
             ranks = shown[0].ranks
             row += [", ".join(step.reads(ranks)), ", ".join(step.writes(ranks))]

@@ -18,6 +18,8 @@ __all__ = ["Event", "Lockstep", "plot", "timeline"]
 
 LANES = ("compute", "side", "weight", "gradient")
 
+LARGEST_RING = 128  # that is simulated rank by rank: a ring of R ranks has some R * R steps that wait for each other
+
 Duration = float | Callable[[int, Step], float]
 
 
@@ -158,8 +160,14 @@ def timeline(
         Events ordered by start, rank and lane.
 
     Raises:
-        ValueError: a negative duration, schedules that are not those of one whole ring, or schedules that deadlock.
+        ValueError: a negative duration, schedules that are not those of one whole ring of at most LARGEST_RING ranks,
+            or schedules that deadlock.
     """
+    if len(schedules) > LARGEST_RING:
+        raise ValueError(
+            f"expected at most {LARGEST_RING} ranks to simulate together, some ranks * ranks steps, got "
+            f"{len(schedules)}; where all ranks take equally long, Lockstep simulates one of them"
+        )
     if [schedule.rank for schedule in schedules] != list(range(len(schedules))) or any(
         schedule.ranks != len(schedules) for schedule in schedules
     ):
@@ -324,10 +332,11 @@ def plot(
             middle = top + len(lanes) / 2
             axes.text(-0.85 * end / width, middle, f"rank {which}", ha="center", va="center", rotation=90, fontsize=9)
     seen: set[str] = set()
+    steps = {which: schedules[which].steps for which in ranks}  # read once: each reading copies all steps
     for event in events:
         if event.rank not in ranks or event.end == event.start:
             continue
-        step = schedules[event.rank].steps[event.step]
+        step = steps[event.rank][event.step]
         seen.add(draw_step(axes, step, event.start, event.end, rows[event.rank, event.lane], width / end))
     axes.set(xlim=(0, 1.002 * end), ylim=(len(ranks) * band - 0.6, 0), yticks=[])
     axes.tick_params(labelsize=7)

@@ -38,14 +38,16 @@ def load_safetensors(module: nn.Module, files: Files, *, strict: bool = True) ->
             and named in the log; after `to_empty` they hold garbage until `init_weights` or the caller sets them.
         files: a .safetensors file, several of them, an index (model.safetensors.index.json), or a directory. Of a
             directory, the index is used where there is one, else model.safetensors, else all .safetensors files.
+            An index names files of its own folder only; those may be links (as in the cache of huggingface_hub).
             Names are those of the plain model's state_dict; of tied parameters one name is enough.
         strict: whether names that are missing from the files, or that the model does not have, are an error.
 
     Returns the missing and the unexpected names, as load_state_dict does; none of them where strict.
 
     Raises ValueError for names that do not fit (where strict), for a shape or dtype that does not fit (naming the
-    parameter, expected and actual), for files that contradict each other or cannot be read; FileNotFoundError;
-    ImportError where safetensors is not installed. Not collective: every rank reads for itself.
+    parameter, expected and actual), for files that contradict each other or cannot be read, for an index that names
+    anything but files in its folder; TypeError for `files` that are no paths; FileNotFoundError; ImportError where
+    safetensors is not installed. Not collective: every rank reads for itself.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"load_safetensors: expected a torch.nn.Module, got {type(module).__name__}")
@@ -92,8 +94,7 @@ def _some(names: list[str]) -> str:
 
 def _locate(files: Files) -> dict[str, Path]:
     """The file of every name."""
-    several = not isinstance(files, (str, os.PathLike))
-    paths = [Path(file) for file in files] if several else [Path(files)]  # type: ignore[union-attr, arg-type]
+    paths = _paths(files)
     located: dict[str, Path] = {}
     for path in paths:
         for name, holder in _names_of(path).items():
@@ -105,6 +106,14 @@ def _locate(files: Files) -> dict[str, Path]:
     if not located:
         raise ValueError(f"load_safetensors: expected files with tensors, got none in {_some(list(map(str, paths)))}")
     return located
+
+
+def _paths(files: Files) -> list[Path]:
+    several = [files] if isinstance(files, (str, os.PathLike)) or not isinstance(files, Iterable) else list(files)
+    for file in several:
+        if not isinstance(file, (str, os.PathLike)):
+            raise TypeError(f"load_safetensors: expected a path or several as files, got {file!r:.100}")
+    return [Path(file) for file in several]
 
 
 def _names_of(path: Path) -> dict[str, Path]:
@@ -124,11 +133,14 @@ def _names_of(path: Path) -> dict[str, Path]:
 
 def _names_of_index(path: Path) -> dict[str, Path]:
     try:
-        index = json.loads(path.read_text())
-        weight_map = dict(index["weight_map"])
+        weight_map = json.loads(path.read_text())["weight_map"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"load_safetensors: expected an index with a weight_map, got {path}: {error!r}") from error
-    located = {name: path.parent / file for name, file in weight_map.items()}
+    if not isinstance(weight_map, dict):
+        raise ValueError(
+            f"load_safetensors: expected a weight_map from names to files in {path}, got {weight_map!r:.100}"
+        )
+    located = {name: _inside(path, name, file) for name, file in weight_map.items()}
     for holder in sorted(set(located.values())):
         with _open(holder) as file:
             held = set(file.keys())
@@ -136,6 +148,15 @@ def _names_of_index(path: Path) -> dict[str, Path]:
         if lacking:
             raise ValueError(f"load_safetensors: expected {_some(lacking)} in {holder}, as {path} says; it is not")
     return located
+
+
+def _inside(index: Path, name: str, file: object) -> Path:
+    """Where the file is that an index names. By its name alone: a file of the folder may be a link to elsewhere."""
+    if not isinstance(file, str):
+        raise ValueError(f"load_safetensors: {name}: expected the name of a file in {index}, got {file!r:.100}")
+    if os.path.isabs(file) or ".." in Path(file).parts or not Path(file).parts:
+        raise ValueError(f"load_safetensors: {name}: expected a file in {index.parent}, got {file!r} in {index.name}")
+    return index.parent / file
 
 
 def _open(path: Path) -> Any:

@@ -28,13 +28,13 @@ _OPERATIONS = {"linear": "linear", "embedding": "embedding", "bundle": "mlp", "h
 @functools.cache
 def lockstep(ranks: int, op: str, pass_: str, in_place: bool, halves: bool, dgrad: bool, two_lanes: bool) -> Lockstep:
     """The simulator of the schedule that the executor runs (rtp_ext.schedule)."""
-    from rtp_ext.observe.schedule import schedules  # it loads the extension, and torch with it
+    from rtp_ext.observe.schedule import schedule_of  # it loads the extension, and torch with it
     from rtp_ext.observe.timeline import Lockstep
 
     if pass_ == "forward":
-        return Lockstep(schedules(ranks, op=op, in_place=in_place, two_lanes=two_lanes)[0])
-    made = schedules(ranks, op=op, pass_=pass_, in_place=in_place, dgrad=dgrad, halves=halves, two_lanes=two_lanes)
-    return Lockstep(made[0])
+        return Lockstep(schedule_of(ranks, 0, op=op, in_place=in_place, two_lanes=two_lanes))
+    ways = {"in_place": in_place, "dgrad": dgrad, "halves": halves, "two_lanes": two_lanes}
+    return Lockstep(schedule_of(ranks, 0, op=op, pass_=pass_, route="ring", **ways))
 
 
 @dataclass(frozen=True)

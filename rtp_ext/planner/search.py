@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from rtp_ext.planner.memory import estimate_memory, stage_memory
 from rtp_ext.planner.model import ModelSpec
 from rtp_ext.planner.report import MemoryReport
 from rtp_ext.planner.states import parameter_counts
-from rtp_ext.planner.strategy import Strategy
+from rtp_ext.planner.strategy import LARGEST, Strategy
 from rtp_ext.planner.time_report import TimeReport
 from rtp_ext.planner.timing import estimate_time
 
@@ -90,7 +91,7 @@ def layouts(model: ModelSpec, cluster: Cluster, global_batch: int | None) -> Ite
     """All that divide the model, the cluster and the batch, and whose states alone stay below the line."""
     gpus = cluster.gpus
     for tp in _divisors(gpus, min(cluster.gpus_per_node, model.kv_heads)):
-        for pp in _divisors(gpus // tp, model.layers):
+        for pp in _divisors(gpus // tp, min(model.layers, LARGEST)):
             for cp in _divisors(gpus // (tp * pp), model.seq // _LONG_SEQ * 2 if model.seq >= _LONG_SEQ else 1):
                 for rtp in _divisors(gpus // (tp * pp * cp), _LARGEST_RING):
                     dp = gpus // (tp * pp * cp * rtp)
@@ -130,6 +131,7 @@ def limit_bytes(cluster: Cluster) -> float:
     return constants()["memory"]["safe_fraction"]["value"] * cluster.memory_bytes
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def allocated_bytes(model: ModelSpec, strategy: Strategy, global_batch: int | None) -> float:
     """Of the first and the last stage; no stage between them holds more."""
     micro_batches = strategy.micro_batches(global_batch)

@@ -17,6 +17,7 @@ OPTIMIZER_MOMENTS = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 STACKS = ("auto", "megatron", "torch")
 LOSSES = ("auto", "eager", "loss-parallel", "megatron", "compiled", "fused")
 BUNDLES = (True, False, "recompute")
+LARGEST = 1024  # ring and pipeline
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class Strategy:
         dp: data-parallel replicas, over which `zero` shards.
         tp: tensor-parallel ranks; with `sequence_parallel` they share what lies between their products, too.
         pp: pipeline stages, run by `schedule`; `interleave` is the number of model chunks of a stage (above 1 needs
-            the interleaved schedule).
+            the interleaved schedule). At most 1024 stages.
         cp: context-parallel ranks, which share the tokens of a sample.
         ep: ranks among the data-parallel ones that share the experts of a mixture.
-        rtp: ranks of a rotation ring; every rank keeps a batch of its own.
+        rtp: ranks of a rotation ring, at most 1024; every rank keeps a batch of its own.
         zero: 0 none, 1 optimizer state, 2 and gradients, 3 and parameters (`fully_shard`).
         micro_batch: samples of one forward of one replica.
         recompute: of activations: `none`, `selective`, `full` (one input per layer is kept).
@@ -78,6 +79,12 @@ class Strategy:
     def __post_init__(self) -> None:
         degrees = ("dp", "tp", "pp", "cp", "rtp", "ep", "micro_batch", "interleave")
         check_at_least("strategy", 1, **{degree: getattr(self, degree) for degree in degrees})
+        for degree in ("pp", "rtp"):
+            if getattr(self, degree) > LARGEST:
+                raise ValueError(
+                    f"strategy: expected {degree} of at most {LARGEST}, since rings are simulated step by step and "
+                    f"pipelines stage by stage, got {getattr(self, degree)}"
+                )
         check_known("schedule", self.schedule, SCHEDULES)
         check_known("recompute", self.recompute, RECOMPUTE)
         check_known("optimizer", self.optimizer, OPTIMIZER_MOMENTS)

@@ -1,4 +1,4 @@
-"""Published step times, to hold the planner against. Facts with their sources; nothing here is computed."""
+"""Published step times and memory, to hold the planner against. Facts with their sources; nothing is computed here."""
 
 # VIA-Research/vTrain@f8dda84, data/ground_truth_multi.csv (MIT): A100, Megatron-DeepSpeed, 1F1B, full recomputation.
 # GPUs, hidden, heads, layers, global batch, then for each run: tp, dp, pp, micro-batch, iteration time in ms
@@ -136,3 +136,64 @@ NEMO = (
 # Bus bandwidth of an all-reduce among 8 A100 of a node, GB/s by bytes: VIA-Research/vTrain@f8dda84,
 # trace/a100/AR_GPU8_1M_1024M_LUT (MIT)
 A100_BUS = {1 << 20: 19.78, 4 << 20: 76.62, 16 << 20: 126.33, 64 << 20: 202.52, 256 << 20: 217.25, 1 << 30: 229.35}
+
+# NVIDIA/Megatron-LM@d98e8a64dd, tests/functional_tests/test_cases/gpt/gpt3_7b_tp1_pp4_memory_speed/
+# golden_values_dev_dgx_{a100,gb200,h100}.json: mem-allocated-bytes and mem-max-allocated-bytes of the last rank.
+# Eight GPUs, four stages of eight chunks, distributed optimizer, global batch 8.
+MEGATRON_7B = {
+    "a100": (24_510_808_064, 60_489_064_448),
+    "gb200": (24_540_168_192, 60_519_342_080),
+    "h100": (24_808_996_864, 60_720_852_992),
+}
+# pytorch/torchtitan: model, GPU, tokens of a sample, FSDP ranks, tp, pp, cp, samples of a local batch, recomputation,
+# loss, notes, eight-bit products, tokens/s of a GPU, reserved GiB (None: not printed), whether it ran.
+# Its H100 have 94 to 96 GB of HBM2e (2.4 TB/s) and 500 W. Runs that recompute every second layer are left out: the
+# planner does not model that.
+TORCHTITAN = (
+    # @b5bcd76c, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 6
+    ("llama-3-8b", "h100-96gb", 8192, 8, 1, 1, 1, 2, "selective", "auto", "eager", False, 5762, 82.4, True),
+    ("llama-3-8b", "h100-96gb", 8192, 8, 1, 1, 1, 2, "selective", "auto", "compiled, Float8", True, 8532, 76.8, True),
+    ("llama-3-8b", "h100-96gb", 8192, 128, 1, 1, 1, 2, "selective", "auto", "compiled", False, 6514, 62.0, True),
+    ("llama-3-8b", "h100-96gb", 32768, 8, 1, 1, 1, 1, "full", "auto", "compiled, Float8", True, 3890, 83.9, True),
+    ("llama-3-8b", "h100-96gb", 131072, 2, 1, 1, 4, 1, "full", "auto", "compiled, Float8", True, 1071, 84.0, True),
+    ("llama-3-70b", "h100-96gb", 8192, 32, 8, 1, 1, 16, "full", "auto", "compiled, Float8", True, 829, 71.9, True),
+    ("llama-3-405b", "h100-96gb", 8192, 8, 8, 8, 1, 32, "full", "auto", "compiled, Float8", True, 100, 82.5, True),
+    ("llama-3-405b", "h100-96gb", 32768, 8, 8, 8, 1, 8, "full", "auto", "compiled, Float8", True, 76, 75.3, True),
+    ("llama-3-405b", "h100-96gb", 131072, 2, 8, 8, 4, 8, "full", "auto", "compiled, Float8", True, 31, 77.1, True),
+    # @b5bcd76c, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md, without asynchronous TP
+    ("llama-3-70b", "h100-96gb", 8192, 32, 8, 1, 1, 16, "full", "auto", "2025, compiled", False, 597.3, None, True),
+    (
+        *("llama-3-70b", "h100-96gb", 8192, 32, 8, 1, 1, 16, "full", "auto"),
+        *("2025, compiled, Float8 tensorwise", True, 809.8, None, True),
+    ),
+    (
+        *("llama-3-70b", "h100-96gb", 8192, 32, 8, 1, 1, 16, "full", "auto"),
+        *("2025, compiled, Float8 rowwise", True, 599.6, None, True),
+    ),
+    ("llama-3-8b", "h100-96gb", 8192, 8, 8, 1, 1, 12, "selective", "auto", "2025, compiled", False, 4378, None, True),
+    (
+        *("llama-3-8b", "h100-96gb", 8192, 8, 8, 1, 1, 12, "selective", "auto"),
+        *("2025, compiled, Float8 tensorwise", True, 5078.1, None, True),
+    ),
+    (
+        *("llama-3-8b", "h100-96gb", 8192, 8, 8, 1, 1, 12, "selective", "auto"),
+        *("2025, compiled, Float8 rowwise", True, 3708.5, None, True),
+    ),
+    # @b5bcd76c, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md: the loss is compiled, too
+    (
+        *("llama-3-8b", "h200-141gb", 8192, 32, 1, 1, 1, 2, "selective", "compiled"),
+        *("loss compiled, Float8", True, 10938, 47.96, True),
+    ),
+    # @157a12c56, docs/performance.md (April 2024)
+    ("llama-3-70b", "a100-80gb", 8192, 64, 1, 1, 1, 1, "full", "auto", "eager", False, 331, None, True),
+    ("llama-2-13b", "a100-80gb", 4096, 64, 1, 1, 1, 2, "none", "auto", "eager, fused RMSNorm", False, 2162, None, True),
+    ("llama-2-70b", "a100-80gb", 4096, 64, 1, 1, 1, 1, "selective", "auto", "eager", False, 355, None, True),
+    # @395a52627, docs/performance.md
+    ("llama-2-70b", "a100-80gb", 4096, 64, 1, 1, 1, 2, "selective", "auto", "eager", False, None, None, False),
+    # @9515a140b, docs/performance.md, as corrected in 3faaa1a0d (37.1 % and 118 tokens/s became 29.0 % and 109)
+    ("llama-3-405b", "h100-96gb", 8192, 16, 8, 1, 1, 2, "full", "auto", "", False, 109, None, True),
+    ("llama-3-405b", "h100-96gb", 8192, 16, 8, 1, 1, 2, "full", "auto", "Float8, async TP", True, 185, None, True),
+)
+# NVIDIA/Megatron-LM@d98e8a64dd, tests/functional_tests/test_cases/mixtral/mixtral_8x7b_alltoall_tp2pp4ep4_release and
+# ..._release_sm, H100: bytes between steps of the last rank, and its two peaks
+MIXTRAL = (17_703_634_944, (26_495_959_040, 27_638_417_408))

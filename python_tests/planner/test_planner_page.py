@@ -1,0 +1,46 @@
+"""docs/planner.md says what published.py and the planner give."""
+
+import re
+
+import planner_page
+import planner_runs
+import pytest
+
+TEXT = planner_page.PAGE.read_text()
+# what the prose quotes from its sources
+QUOTED = ("f/h = 3.5", "up to 100 %", "as 0.44", "Its 0.3 for", "fitted to 0.3", "HBM2e of 2.4 TB/s")
+
+
+def test_the_page_is_what_the_planner_gives(tmp_path, capsys):
+    planner_page.main(["--check"])
+    wrong = tmp_path / "planner.md"
+    for before, after in (("| +20.1 % |", "| +16.0 % |"), ("within 6 % of a rank's", "within 5 % of a rank's")):
+        assert TEXT.count(before) == 1
+        wrong.write_text(TEXT.replace(before, after))
+        with pytest.raises(SystemExit, match=r"differs from the planner|does not say: Plans within 6 %"):
+            planner_page.main(["--check", "--page", str(wrong)])
+    wrong.write_text(TEXT.replace("| +20.1 % |", "| +16.0 % |"))
+    planner_page.main(["--write", "--page", str(wrong)])
+    assert wrong.read_text() == TEXT
+    wrong.write_text(TEXT.replace("<!-- planner: runs -->", "<!-- planner: walks -->"))
+    with pytest.raises(SystemExit, match=r"expected the blocks memory, verdicts, .*walks"):
+        planner_page.main(["--check", "--page", str(wrong)])
+
+
+def test_no_number_of_the_prose_goes_unchecked():
+    """Percentages and decimals stand in blocks, in claims, or are quoted."""
+    prose = planner_page.prose(re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
+    for phrase in (*planner_page.claims(), *QUOTED):
+        assert phrase in prose
+        prose = prose.replace(phrase, " ")
+    prose = re.sub(r"`[^`]*`|arXiv [\d., ]+", " ", prose)
+    assert re.findall(r"\S*\d\s?%|\d+\.\d+", prose) == []
+    assert re.findall(r"\S*\d\s?%|\d+\.\d+", "wrong by 7 %, or 0.5 s") == ["7 %", "0.5"], "control"
+
+
+def test_eight_bit_runs_are_predicted_in_eight_bits():
+    """A run of eight-bit products, predicted in sixteen, would look better than the model is."""
+    runs = planner_runs.torchtitan()
+    assert all(run.strategy.fp8 == ("Float8" in run.name) for run in runs)
+    assert {run.measured for run in runs if "405B, 128 H100" in run.name} == {109, 185}
+    assert [run.name for run in runs if not run.ran] == ["Llama 2 70B, 64 A100, 4096 tokens, eager"]
