@@ -30,7 +30,9 @@ from card import RESULTS, append_line, command_line, environment_card, result_li
 
 from rtp_ext._native import kernels
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "python_tests"))  # kernel_checks and what it needs
+sys.path.append(
+    str(Path(__file__).resolve().parent.parent / "python_tests" / "kernels")
+)  # kernel_checks and what it needs
 
 COPY_BYTES = 1 << 30
 FLUSH_BYTES = 1 << 28  # more than the L2 cache of any GPU

@@ -1,7 +1,5 @@
 #include "base/ranges.h"
 
-#include "base/checks.h"
-
 #ifdef RTP_WITH_CUDA
 #include <nvtx3/nvToolsExt.h>
 #endif
@@ -9,28 +7,20 @@
 namespace rtp {
 
 #ifdef RTP_WITH_CUDA
-namespace {
-
-// Without a profiler a push returns a negative level, and naming steps would be for nothing.
-bool watched() {
-  static const bool watched = [] {
+// Without a profiler a push returns a negative level.
+bool profiled() {
+  static const bool profiled = [] {
     const int level = nvtxRangePushA("rtp_ext");
     nvtxRangePop();
     return level >= 0;
   }();
-  return watched;
+  return profiled;
 }
-
-}  // namespace
-
-void push_range(const std::string& operation, const Step& step) {
-  if (watched()) nvtxRangePushA(concat(operation, ": ", label(step)).c_str());
-}
-void pop_range() {
-  if (watched()) nvtxRangePop();
-}
+void push_range(const std::string& name) { nvtxRangePushA(name.c_str()); }
+void pop_range() { nvtxRangePop(); }
 #else
-void push_range(const std::string&, const Step&) {}
+bool profiled() { return false; }
+void push_range(const std::string&) {}
 void pop_range() {}
 #endif
 

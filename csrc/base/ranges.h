@@ -1,14 +1,14 @@
-// Named ranges for profilers (NVTX): one for each step of a schedule.
+// Named ranges for profilers (NVTX).
 #pragma once
 
 #include <string>
 
-#include "schedule/schedule.h"
-
 namespace rtp {
 
-// "linear forward: W2 -> 3, W1 <- 1"
-void push_range(const std::string& operation, const Step& step);
+// Whether a profiler listens; without one, naming ranges would be for nothing.
+bool profiled();
+
+void push_range(const std::string& name);
 void pop_range();
 
 }  // namespace rtp

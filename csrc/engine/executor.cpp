@@ -309,11 +309,11 @@ void Execution::before_compute(const Step& step) {
   for (const Access& access : writes(step, executor_.ranks())) usage(access).before_write(after_hop, after_compute);
   trace.end(waiting);
   computing_ = trace.begin(traced_, position(), step);
-  push_range(operation_, step);
+  if (profiled()) push_range(concat(operation_, ": ", label(step)));
 }
 
 void Execution::after_compute(const Step& step) {
-  pop_range();
+  if (profiled()) pop_range();
   executor_.trace_.end(std::exchange(computing_, nullptr));
   Lanes& lanes = executor_.lanes();
   const Mark mark = lanes.mark_compute();
@@ -344,13 +344,13 @@ void Execution::hop(const Step& step) {
     hop.lands_at.push_back(offset(step.receive, step.half, step.send_owner, part));
     hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, part));
   }
-  push_range(operation_, step);
+  if (profiled()) push_range(concat(operation_, ": ", label(step)));
   Trace& trace = executor_.trace_;
   const EventHandle posting = trace.begin_posting(traced_, position(), step);
   executor_.hops().post(hop, usage(reads(step, executor_.ranks()).front()),
                         usage(writes(step, executor_.ranks()).front()), trace.begin(traced_, position(), step));
   trace.end(posting);
-  pop_range();
+  if (profiled()) pop_range();
 }
 
 void Execution::copy_or_add(const Step& step) {

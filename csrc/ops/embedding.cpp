@@ -10,9 +10,9 @@
 #include <cstring>
 
 #include "base/checks.h"
+#include "compute/gemm.h"
 #include "compute/kernel_tensors.h"
 #include "kernels/embedding.h"
-#include "compute/gemm.h"
 
 namespace rtp {
 namespace {

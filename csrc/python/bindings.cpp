@@ -2,9 +2,6 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "python/kernels.h"
-#include "python/schedule.h"
-#include "python/trace.h"
 #include "base/checks.h"
 #include "engine/executor.h"
 #include "ops/cross_entropy.h"
@@ -12,12 +9,15 @@
 #include "ops/experts.h"
 #include "ops/linear.h"
 #include "ops/mlp.h"
-#include "transport/supervised/peer_news.h"
+#include "python/kernels.h"
+#include "python/schedule.h"
+#include "python/trace.h"
 #include "schedule/schedule.h"
 #include "transport/c10d.h"
 #include "transport/ce/ce.h"
-#include "transport/emulated.h"
+#include "transport/emulated/emulated.h"
 #include "transport/nccl/nccl.h"
+#include "transport/nccl/peer_news.h"
 #include "transport/nccl/put.h"
 #include "transport/shm/shm.h"
 

@@ -6,10 +6,10 @@
 
 #include "base/checks.h"
 #include "compute/activation.h"
-#include "ops/embedding.h"
 #include "compute/gemm.h"
 #include "compute/logits.h"
 #include "compute/pack.h"
+#include "ops/embedding.h"
 
 namespace rtp {
 namespace {

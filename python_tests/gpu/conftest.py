@@ -1,12 +1,9 @@
 """Everything in this folder needs a GPU: tests are skipped, with the reason, where there is none."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # harness, reference, models
 
 FOLDER = Path(__file__).resolve().parent
 

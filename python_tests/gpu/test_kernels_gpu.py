@@ -1,6 +1,6 @@
 """Our kernels and the engine's GEMMs on a GPU: the checks that emulated threads pass, and what only a GPU shows.
 
-Under the CUDA sanitizer: compute-sanitizer python python_tests/kernel_sweep.py --runner cuda --cases 20
+Under the CUDA sanitizer: compute-sanitizer python python_tests/kernels/kernel_sweep.py --runner cuda --cases 20
 """
 
 import pytest

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from rtp_ext.convert.gathered import gather
 from rtp_ext.functional import rotated_linears
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.linear import RotatedLinear
+from rtp_ext.parameters.gather import gather
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_bounds
 from rtp_ext.ring import Ring
 

@@ -15,7 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rtp_ext import _native
 from rtp_ext._native import RingTimeout, RotationError
-from rtp_ext.ring.connect import (
+from rtp_ext.ring.gate import Gate, Link, measure
+from rtp_ext.ring.primitives import Rotation
+from rtp_ext.ring.recording import Trace, record
+from rtp_ext.ring.transports import (
     TransportOptions,
     ce_refusal,
     choose_ce_modes,
@@ -25,9 +28,6 @@ from rtp_ext.ring.connect import (
     nccl_refusal,
     resolve_mesh,
 )
-from rtp_ext.ring.gate import Gate, Link, measure
-from rtp_ext.ring.primitives import Rotation
-from rtp_ext.ring.recording import Trace, record
 
 logger = logging.getLogger("rtp_ext")
 

@@ -4,8 +4,8 @@
 #include <array>
 #include <map>
 
+#include "device/nccl/symmetric_memory.h"
 #include "transport/ce/peer_flags.h"
-#include "transport/nccl/symmetric_memory.h"
 
 namespace rtp {
 namespace {

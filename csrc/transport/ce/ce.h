@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "transport/supervised/supervised.h"
+#include "transport/nccl/supervised.h"
 
 namespace rtp {
 

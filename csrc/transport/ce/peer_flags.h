@@ -8,8 +8,8 @@
 #include <string>
 
 #include "device/copy_engine.h"
-#include "transport/ce/peer_memory.h"
 #include "schedule/schedule.h"
+#include "transport/ce/peer_memory.h"
 
 namespace rtp {
 

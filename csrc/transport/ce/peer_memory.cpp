@@ -1,6 +1,6 @@
 #include "transport/ce/peer_memory.h"
 
-#include "transport/nccl/windows.h"
+#include "device/nccl/windows.h"
 
 namespace rtp {
 namespace {

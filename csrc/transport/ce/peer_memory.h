@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/nccl/communicators.h"
+#include "device/nccl/communicators.h"
 
 namespace rtp {
 

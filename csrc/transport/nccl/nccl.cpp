@@ -2,7 +2,7 @@
 
 #include <map>
 
-#include "transport/nccl/symmetric_memory.h"
+#include "device/nccl/symmetric_memory.h"
 
 namespace rtp {
 namespace {

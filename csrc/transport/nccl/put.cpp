@@ -3,8 +3,8 @@
 #include <cstddef>
 #include <map>
 
-#include "transport/nccl/windows.h"
-#include "transport/nccl/symmetric_memory.h"
+#include "device/nccl/symmetric_memory.h"
+#include "device/nccl/windows.h"
 
 namespace rtp {
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/supervised/supervised.h"
+#include "transport/nccl/supervised.h"
 
 namespace rtp {
 

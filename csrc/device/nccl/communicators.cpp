@@ -1,0 +1,152 @@
+#include "device/nccl/communicators.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+namespace rtp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kSpin = std::chrono::microseconds(500);  // enqueueing a hop takes microseconds: too short to sleep
+
+ncclUniqueId parse_id(const std::string& bytes) {
+  ncclUniqueId id;
+  RTP_CHECK_VALUE(bytes.size() == sizeof(id), "transport: expected an NCCL unique id of ", sizeof(id), " bytes, got ",
+                  bytes.size());
+  std::memcpy(&id, bytes.data(), sizeof(id));
+  return id;
+}
+
+std::string describe(ncclResult_t status) {
+  return concat("NCCL reported code ", static_cast<int>(status), " (", ncclGetErrorString(status), ")");
+}
+
+}  // namespace
+
+std::string nccl_unique_id() {
+  ncclUniqueId id;
+  RTP_NCCL_CHECK(ncclGetUniqueId(&id));
+  return std::string(reinterpret_cast<const char*>(&id), sizeof(id));
+}
+
+int nccl_loaded_version() {
+  int version = 0;
+  RTP_NCCL_CHECK(ncclGetVersion(&version));
+  return version;
+}
+
+std::string nccl_loaded_version_name() {
+  const int version = nccl_loaded_version();
+  return concat(version / 10000, ".", version / 100 % 100, ".", version % 100);
+}
+
+int nccl_compiled_version() { return NCCL_VERSION_CODE; }
+
+NcclCommunicators::NcclCommunicators(const std::vector<std::string>& ids, int rank, int ranks,
+                                     const CommunicatorOptions& options, std::chrono::milliseconds timeout)
+    : timeout_(timeout) {
+  comms_.reserve(ids.size());
+  std::unique_lock lock(mutex_);
+  for (size_t index = 0; index < ids.size(); ++index) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;    // so that a dead peer can be given up on
+    config.splitShare = 0;  // communicators that share resources wait for each other
+    if (options.min_ctas > 0) config.minCTAs = options.min_ctas;
+    if (options.max_ctas > 0) config.maxCTAs = options.max_ctas;
+    ncclComm_t comm = nullptr;
+    RTP_NCCL_CHECK(ncclCommInitRankConfig(&comm, ranks, parse_id(ids[index]), rank, &config));
+    comms_.emplace_back(comm);
+    settle(lock, index, "the start of a communicator");
+  }
+}
+
+void NcclCommunicators::check_open(size_t index, const std::string& what) const {
+  if (comms_[index].get() == nullptr) throw RotationError(concat(what, ": its communicator has been closed"));
+}
+
+void NcclCommunicators::settle(std::unique_lock<std::mutex>& lock, size_t index, const std::string& what) {
+  const auto start = Clock::now();
+  while (true) {
+    ncclResult_t status = ncclInProgress;
+    RTP_NCCL_CHECK(ncclCommGetAsyncError(comms_[index].get(), &status));
+    if (status == ncclSuccess) return;
+    if (status != ncclInProgress) throw NcclError(concat(what, ": ", describe(status)));
+    const auto waited = Clock::now() - start;
+    if (waited > timeout_) {
+      throw RingTimeout(concat(what, ": a rank of the ring did not answer (waited ",
+                               std::chrono::duration<double>(waited).count(), " s)"));
+    }
+    lock.unlock();
+    if (waited < kSpin) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    lock.lock();
+    check_open(index, what);
+    if (given_up_) throw RotationError(concat(what, ": the ring has failed"));
+  }
+}
+
+void NcclCommunicators::call(size_t index, const std::string& what, const std::function<void(ncclComm_t)>& enqueue) {
+  std::unique_lock lock(mutex_);
+  check_open(index, what);
+  enqueue(comms_[index].get());
+  settle(lock, index, what);
+}
+
+void* NcclCommunicators::receive(size_t index, const std::string& what,
+                                 const std::function<void(ncclComm_t, void**)>& enqueue) {
+  auto result = std::make_unique<void*>(nullptr);
+  try {
+    call(index, what, [&](ncclComm_t comm) { enqueue(comm, result.get()); });
+  } catch (...) {
+    static_cast<void>(result.release());  // NCCL may write it yet
+    throw;
+  }
+  return *result;
+}
+
+bool NcclCommunicators::open() {
+  const std::lock_guard lock(mutex_);
+  return std::all_of(comms_.begin(), comms_.end(), [](const Communicator& comm) { return comm.get() != nullptr; });
+}
+
+std::optional<std::string> NcclCommunicators::asynchronous_error() noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const Communicator& comm : comms_) {
+    if (comm.get() == nullptr) continue;
+    ncclResult_t status = ncclSuccess;
+    const ncclResult_t asked = ncclCommGetAsyncError(comm.get(), &status);
+    if (asked != ncclSuccess) status = asked;
+    if (status != ncclSuccess && status != ncclInProgress) {
+      return describe(status);
+    }
+  }
+  return std::nullopt;
+}
+
+void NcclCommunicators::abort() noexcept {
+  const std::lock_guard lock(mutex_);
+  for (Communicator& comm : comms_) comm.abort();
+}
+
+void NcclCommunicators::leak() noexcept {
+  const std::lock_guard lock(mutex_);
+  for (Communicator& comm : comms_) comm.release();
+}
+
+void NcclCommunicators::finalize() {
+  std::unique_lock lock(mutex_);
+  for (size_t index = 0; index < comms_.size(); ++index) {
+    if (comms_[index].get() == nullptr) continue;
+    RTP_NCCL_CHECK(ncclCommFinalize(comms_[index].get()));
+    settle(lock, index, "the end of a communicator");
+    RTP_NCCL_CHECK(ncclCommDestroy(comms_[index].release()));
+  }
+}
+
+}  // namespace rtp

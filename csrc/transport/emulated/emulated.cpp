@@ -1,0 +1,99 @@
+#include "transport/emulated/emulated.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/checks.h"
+#ifdef RTP_WITH_CUDA
+#include "transport/cuda_transport.h"
+#include "transport/emulated/links.h"
+#endif
+
+namespace rtp {
+namespace {
+
+// Calls copy(to, from, bytes) and clear(to, bytes) for what a hop to oneself moves. Shards of unequal size are cut or
+// padded with zeros.
+template <typename Copy, typename Clear>
+void loop_back(const Hop& hop, Copy copy, Clear clear) {
+  for (size_t part = 0; part < hop.receive.size(); ++part) {
+    const Span& to = hop.receive[part];
+    const size_t bytes = std::min(to.bytes, hop.send[part].bytes);
+    if (bytes > 0) copy(to.data, hop.send[part].data, bytes);
+    if (to.bytes > bytes) clear(to.data + bytes, to.bytes - bytes);
+  }
+}
+
+class DoneTransfer : public Transfer {
+ public:
+  void wait_received() override {}
+  void wait_sent() override {}
+  Moment arrived() const override { return host_moment(arrived_); }
+
+ private:
+  HostClock::time_point arrived_ = HostClock::now();
+};
+
+class EmulatedHost : public Transport {
+ public:
+  const char* name() const override { return "emulated"; }
+  bool alone() const override { return true; }
+
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    loop_back(
+        hop, [](std::byte* to, const std::byte* from, size_t bytes) { std::memcpy(to, from, bytes); },
+        [](std::byte* to, size_t bytes) { std::memset(to, 0, bytes); });
+    return std::make_unique<DoneTransfer>();
+  }
+
+  at::Tensor allocate(Channel, int64_t bytes) override { return at::empty({bytes}, at::kByte); }
+  void abort(const std::string&) noexcept override {}
+  void close() override {}
+};
+
+#ifdef RTP_WITH_CUDA
+class EmulatedDevice : public CudaTransport {
+ public:
+  EmulatedDevice(at::Device device, const std::string& link)
+      : CudaTransport(device), link_(make_emulated_link(link, device)) {}
+
+  const char* name() const override { return "emulated"; }
+  bool alone() const override { return true; }
+
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    const DeviceScope scope(device_);
+    cudaStream_t stream = lanes_.channel(hop.channel);
+    std::vector<Copy> copies;
+    loop_back(
+        hop, [&](std::byte* to, const std::byte* from, size_t bytes) { copies.push_back({to, from, bytes}); },
+        [&](std::byte* to, size_t bytes) { RTP_CUDA_CHECK(cudaMemsetAsync(to, 0, bytes, stream)); });
+    link_->copy(hop.channel, copies, stream);
+    return transfer(lanes_.mark(stream));
+  }
+
+  void abort(const std::string&) noexcept override {}
+  void close() override {}
+
+ private:
+  std::unique_ptr<EmulatedLink> link_;
+};
+#endif
+
+}  // namespace
+
+std::shared_ptr<Transport> make_emulated_transport(at::Device device, const std::optional<std::string>& link) {
+  if (device.is_cpu()) {
+    RTP_CHECK_VALUE(!link, "Ring.emulated: expected no link on a CPU, which has only one, got ", link.value_or(""));
+    return std::make_shared<EmulatedHost>();
+  }
+#ifdef RTP_WITH_CUDA
+  if (device.is_cuda()) return std::make_shared<EmulatedDevice>(device, link.value_or("sm-local"));
+#endif
+  RTP_CHECK_VALUE(false, "transport emulated: expected a CPU device, or a CUDA device in a build with CUDA, got ",
+                  device.str());
+  return nullptr;
+}
+
+}  // namespace rtp

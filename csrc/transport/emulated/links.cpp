@@ -1,0 +1,162 @@
+#include "transport/emulated/links.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <optional>
+
+#include "device/nccl/communicators.h"
+
+namespace rtp {
+namespace {
+
+constexpr size_t kCut = 512;                      // bytes: where a copy may be cut
+constexpr size_t kHostChunk = 4 << 20;            // bytes: one chunk goes up while the next one comes down
+constexpr auto kStart = std::chrono::minutes(1);  // for communicators of one rank
+
+// `copies` cut into pieces of at most `most` bytes.
+std::vector<Copy> cut(const std::vector<Copy>& copies, size_t most) {
+  std::vector<Copy> pieces;
+  for (const Copy& copy : copies) {
+    for (size_t done = 0; done < copy.bytes; done += most) {
+      pieces.push_back({static_cast<std::byte*>(copy.to) + done, static_cast<const std::byte*>(copy.from) + done,
+                        std::min(most, copy.bytes - done)});
+    }
+  }
+  return pieces;
+}
+
+void follow(cudaStream_t stream, cudaStream_t other) {
+  Event reached;
+  reached.record(other);
+  reached.block(stream);
+}
+
+class SmLocal : public EmulatedLink {
+ public:
+  void copy(Channel, const std::vector<Copy>& copies, cudaStream_t stream) override {
+    for (const Copy& copy : copies) {
+      RTP_CUDA_CHECK(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDeviceToDevice, stream));
+    }
+  }
+};
+
+class CeLocal : public EmulatedLink {
+ public:
+  explicit CeLocal(int streams) {
+    if (!engine_.batched()) {
+      throw RotationError("link ce-local needs cudaMemcpyBatchAsync, of CUDA 12.8 in the build and in the driver");
+    }
+    for (auto& channel : more_) {
+      for (int made = 1; made < streams; ++made) channel.push_back(Stream::highest_priority());
+    }
+  }
+
+  void copy(Channel channel, const std::vector<Copy>& copies, cudaStream_t stream) override {
+    const auto& more = more_[static_cast<size_t>(channel)];
+    std::vector<std::vector<Copy>> shares(more.size() + 1);
+    for (const Copy& copy : copies) {
+      const size_t each = (copy.bytes + shares.size() - 1) / shares.size();
+      size_t share = 0;
+      for (const Copy& piece : cut({copy}, (each + kCut - 1) / kCut * kCut)) shares[share++].push_back(piece);
+    }
+    for (const Stream& other : more) follow(other.get(), stream);
+    engine_.copy(shares[0], stream);
+    for (size_t share = 1; share < shares.size(); ++share) {
+      engine_.copy(shares[share], more[share - 1].get());
+      follow(stream, more[share - 1].get());
+    }
+  }
+
+ private:
+  CopyEngine engine_;
+  std::array<std::vector<Stream>, 2> more_;  // of each channel, besides its own
+};
+
+class NcclSelf : public EmulatedLink {
+ public:
+  explicit NcclSelf(int ctas)
+      : communicators_({nccl_unique_id(), nccl_unique_id()}, 0, 1, CommunicatorOptions{std::min(ctas, 1), ctas},
+                       kStart) {}
+
+  void copy(Channel channel, const std::vector<Copy>& copies, cudaStream_t stream) override {
+    communicators_.call(static_cast<size_t>(channel), "link nccl-self: enqueueing a hop", [&](ncclComm_t comm) {
+      NcclGroup group;
+      for (const Copy& copy : copies) {
+        RTP_NCCL_CHECK(ncclSend(copy.from, copy.bytes, ncclInt8, 0, comm, stream));
+        RTP_NCCL_CHECK(ncclRecv(copy.to, copy.bytes, ncclInt8, 0, comm, stream));
+      }
+      group.end();
+    });
+  }
+
+ private:
+  NcclCommunicators communicators_;
+};
+
+// Two pinned chunks for each channel: while one is copied up to the GPU, the other is filled from it.
+class Pcie : public EmulatedLink {
+ public:
+  Pcie() {
+    for (Lane& lane : lanes_) {
+      lane.up = Stream::highest_priority();
+      for (void*& chunk : lane.chunks) RTP_CUDA_CHECK(cudaHostAlloc(&chunk, kHostChunk, cudaHostAllocDefault));
+    }
+  }
+  ~Pcie() override {
+    for (Lane& lane : lanes_) {
+      for (void* chunk : lane.chunks) cudaFreeHost(chunk);
+    }
+  }
+
+  void copy(Channel channel, const std::vector<Copy>& copies, cudaStream_t stream) override {
+    Lane& lane = lanes_[static_cast<size_t>(channel)];
+    std::array<std::optional<Event>, 2> emptied;
+    size_t turn = 0;
+    for (const Copy& piece : cut(copies, kHostChunk)) {
+      void* chunk = lane.chunks[turn];
+      if (emptied[turn]) emptied[turn]->block(stream);
+      RTP_CUDA_CHECK(cudaMemcpyAsync(chunk, piece.from, piece.bytes, cudaMemcpyDeviceToHost, stream));
+      follow(lane.up.get(), stream);
+      RTP_CUDA_CHECK(cudaMemcpyAsync(piece.to, chunk, piece.bytes, cudaMemcpyHostToDevice, lane.up.get()));
+      emptied[turn].emplace().record(lane.up.get());
+      turn = 1 - turn;
+    }
+    if (!copies.empty()) follow(stream, lane.up.get());
+  }
+
+ private:
+  struct Lane {
+    Stream up;
+    std::array<void*, 2> chunks{};
+  };
+
+  std::array<Lane, 2> lanes_;
+};
+
+}  // namespace
+
+std::unique_ptr<EmulatedLink> make_emulated_link(const std::string& name, at::Device device) {
+  const DeviceScope scope(device);
+  const size_t colon = std::min(name.find(':'), name.size());
+  const std::string kind = name.substr(0, colon);
+  std::optional<int> number;
+  if (colon < name.size()) {
+    int value = 0;
+    const char* end = name.data() + name.size();
+    const auto [stop, error] = std::from_chars(name.data() + colon + 1, end, value);
+    number = error == std::errc() && stop == end ? value : -1;
+  }
+  if (kind == "sm-local" && !number) return std::make_unique<SmLocal>();
+  if (kind == "ce-local") {
+    const int streams = number.value_or(1);
+    if (streams == 1 || streams == 2 || streams == 4) return std::make_unique<CeLocal>(streams);
+  }
+  if (kind == "nccl-self" && number.value_or(1) > 0) return std::make_unique<NcclSelf>(number.value_or(0));
+  if (kind == "pcie" && !number) return std::make_unique<Pcie>();
+  RTP_CHECK_VALUE(false, "Ring.emulated: expected a link of sm-local, ce-local, ce-local:1, ce-local:2, ce-local:4, ",
+                  "nccl-self, nccl-self:CTAS or pcie, got ", name);
+  return nullptr;
+}
+
+}  // namespace rtp

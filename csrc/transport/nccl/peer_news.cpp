@@ -1,0 +1,86 @@
+#include "transport/nccl/peer_news.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <sstream>
+
+#include "base/checks.h"
+
+namespace rtp {
+namespace {
+
+// Lies at the start of a rank's page; fresh memory is zero.
+struct Page {
+  uint64_t nonce;
+  std::atomic<uint32_t> failed;
+  char reason[1000];
+};
+
+Page& page(const SharedMemory& memory) { return *reinterpret_cast<Page*>(memory.data()); }
+
+}  // namespace
+
+PeerNews::PeerNews(int rank, int ranks) : rank_(rank), ranks_(ranks), own_(sizeof(Page)) {
+  std::random_device random;
+  page(own_).nonce = (static_cast<uint64_t>(random()) << 32) | random();
+}
+
+std::string PeerNews::address() const {
+  return concat(host_id(), " ", getpid(), " ", own_.fd(), " ", page(own_).nonce);
+}
+
+int PeerNews::connect(const std::vector<std::string>& addresses) {
+  RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "peer news: expected ", ranks_, " addresses, got ",
+                  addresses.size());
+  peers_ = std::vector<Peer>(addresses.size());
+  int heard = 0;
+  for (int peer = 0; peer < ranks_; ++peer) {
+    if (peer == rank_) continue;
+    std::istringstream text(addresses[peer]);
+    std::string host;
+    int pid = 0;
+    int fd = 0;
+    uint64_t nonce = 0;
+    text >> host >> pid >> fd >> nonce;
+    if (host != host_id()) continue;
+    try {
+      SharedMemory memory(pid, fd, sizeof(Page));
+      if (page(memory).nonce != nonce) continue;
+      peers_[peer] = Peer{std::move(memory), ProcessWatch(pid)};
+      ++heard;
+    } catch (const RotationError&) {  // another container, or another user: its failures take a timeout to be noticed
+    }
+  }
+  return heard;
+}
+
+void PeerNews::tell(const std::string& reason) noexcept {
+  Page& mine = page(own_);
+  if (mine.failed.load(std::memory_order_acquire) != 0) return;
+  const size_t length = std::min(reason.size(), sizeof(mine.reason) - 1);
+  std::memcpy(mine.reason, reason.data(), length);
+  mine.reason[length] = '\0';
+  mine.failed.store(1, std::memory_order_release);
+}
+
+std::optional<std::string> PeerNews::heard() const {
+  for (size_t peer = 0; peer < peers_.size(); ++peer) {
+    const SharedMemory& memory = peers_[peer].page;
+    if (memory.data() == nullptr || page(memory).failed.load(std::memory_order_acquire) == 0) continue;
+    return concat("rank ", peer, " of the ring has failed: ", page(memory).reason);
+  }
+  return std::nullopt;
+}
+
+std::optional<int> PeerNews::ended(const std::vector<int>& peers) const {
+  for (const int peer : peers) {
+    if (peer < static_cast<int>(peers_.size()) && peers_[peer].watch.ended()) return peer;
+  }
+  return std::nullopt;
+}
+
+}  // namespace rtp

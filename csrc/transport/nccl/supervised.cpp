@@ -1,0 +1,145 @@
+#include "transport/nccl/supervised.h"
+
+namespace rtp {
+namespace {
+
+constexpr auto kGivingUp = std::chrono::seconds(2);  // what has been given up ends in milliseconds, if it ends
+constexpr int kUnanswered = 5;  // a process may end in good order before its last hop is seen to have ended here
+
+NcclCommunicators connect(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options) {
+  const DeviceScope scope(end.device);
+  return NcclCommunicators(ids, end.rank, end.ranks, options, end.timeout);
+}
+
+}  // namespace
+
+SupervisedTransport::SupervisedTransport(const RingEnd& end, const std::vector<std::string>& ids,
+                                         const CommunicatorOptions& options)
+    : CudaTransport(end.device), end_(end), communicators_(connect(end, ids, options)) {}
+
+void SupervisedTransport::try_out() {
+  const DeviceScope scope(device_);
+  for (const Channel channel : {Channel::weight, Channel::gradient}) {
+    const at::Tensor from = allocate(channel, 1), to = allocate(channel, 1);
+    Hop hop;
+    hop.channel = channel;
+    hop.to = (end_.rank + 1) % end_.ranks;
+    hop.from = (end_.rank + end_.ranks - 1) % end_.ranks;
+    hop.send_slot = static_cast<std::byte*>(from.data_ptr());
+    hop.receive_slot = static_cast<std::byte*>(to.data_ptr());
+    hop.send = {{hop.send_slot, 1}};
+    hop.receive = {{hop.receive_slot, 1}};
+    hop.lands_at = hop.leaves_from = {0};
+    hop.operation = "the first hop of the ring";
+    hop.count = 1;
+    cudaStream_t stream = lanes_.channel(channel);
+    lanes_.order_channel_after(channel, lanes_.mark_compute());
+    enqueue(hop, stream);
+    Event end;
+    end.record(stream);
+    const auto start = std::chrono::steady_clock::now();
+    while (!end.reached()) {
+      const auto waited = std::chrono::steady_clock::now() - start;
+      if (waited > end_.timeout) {
+        const auto given_up = std::chrono::steady_clock::now();
+        while (give_up() && !end.reached() && std::chrono::steady_clock::now() - given_up < kGivingUp) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        throw_timeout(hop, hop.from, waited, "the hop did not end");
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    release(channel, from);
+    release(channel, to);
+  }
+}
+
+void SupervisedTransport::start() {
+  Watchdog::Duties duties;
+  duties.look = [this](const std::vector<int>& awaited) { return look(awaited); };
+  duties.give_up = [this](const Failure& failure) {
+    if (end_.news) end_.news->tell(failure.reason);
+    const DeviceScope scope(device_);
+    return give_up();
+  };
+  watchdog_ = std::make_unique<Watchdog>(device_, end_.timeout, std::move(duties));
+}
+
+std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
+  const DeviceScope scope(device_);
+  watchdog_->check();
+  cudaStream_t stream = lanes_.channel(hop.channel);
+  try {
+    enqueue(hop, stream);
+  } catch (const RotationError&) {
+    watchdog_->check();  // why the watchdog gave up says more than that it did
+    throw;
+  }
+  const Mark done = lanes_.mark(stream);
+  watchdog_->watch(hop, stream, done);
+  return transfer(done);
+}
+
+std::optional<Failure> SupervisedTransport::look(const std::vector<int>& awaited) {
+  if (auto error = communicators_.asynchronous_error()) return Failure{Failure::Kind::nccl, *error};
+  if (!end_.news) return std::nullopt;
+  if (auto told = end_.news->heard()) return Failure{Failure::Kind::lost, *told};
+  const auto ended = end_.news->ended(awaited);
+  unanswered_ = ended ? unanswered_ + 1 : 0;
+  if (unanswered_ < kUnanswered) return std::nullopt;
+  return Failure{Failure::Kind::lost, concat("rank ", *ended, " of the ring did not answer: its process has ended")};
+}
+
+bool SupervisedTransport::give_up() noexcept {
+  communicators_.abort();
+  return false;
+}
+
+void SupervisedTransport::abort(const std::string& reason) noexcept {
+  if (!watchdog_) return;  // it is still being made
+  watchdog_->fail({Failure::Kind::other, reason});
+  watchdog_->drain(kGivingUp);
+}
+
+void SupervisedTransport::close() {
+  const DeviceScope scope(device_);
+  watchdog_->drain(end_.timeout);
+  watchdog_->check();
+  watchdog_->stop();
+  take_down();
+  communicators_.finalize();
+}
+
+void SupervisedTransport::drop() noexcept {
+  if (watchdog_->drain(end_.timeout)) {
+    const DeviceScope scope(device_);
+    cudaStreamSynchronize(lanes_.compute());  // which may still use the slots
+  }
+  watchdog_->stop();
+  give_up();
+}
+
+void SupervisedTransport::check() const {
+  if (watchdog_) watchdog_->check();
+}
+
+void SupervisedTransport::refuse_capture() const {
+  if (lanes_.capture() == 0) return;
+  throw RotationError(
+      concat("transport ", name(),
+             ": slots cannot be made or ended while a graph is captured; run the same pass once before"));
+}
+
+void SupervisedTransport::finish_uses(Channel channel) const {
+  RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.channel(channel)));
+  RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.compute()));
+}
+
+void SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_t stream) {
+  if (!watchdog_) return;  // the first hop, which try_out() waits for
+  Hop part = hop;
+  part.from = peer;
+  watchdog_->watch(part, stream, lanes_.mark(stream));
+}
+
+}  // namespace rtp

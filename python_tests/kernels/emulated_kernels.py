@@ -1,0 +1,364 @@
+"""Builds the kernels for emulated threads with the system's C++ compiler, and runs them on NumPy memory.
+
+The library is cached under build/, by the text of everything that goes into it. `sanitized`: with the address and
+undefined-behaviour sanitizers; then Python itself must run with them (see `sanitizer_environment`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint8, c_void_p
+from pathlib import Path
+
+import numpy as np
+from kernel_arrays import BYTES, CANARY, ELEMENTS, POISON, Array, decode, encode
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "python_tests" / "simulators" / "kernel_emulation"
+SOURCES = [
+    # delay.cu does nothing but read the GPU's clock
+    *sorted(file for file in (ROOT / "csrc" / "kernels").glob("*.cu") if file.stem != "delay"),
+    ROOT / "csrc" / "compute" / "gemm_layout.cpp",
+    *sorted(FOLDER.glob("*.cu")),
+    *sorted(FOLDER.glob("*.cpp")),
+]
+HEADERS = [
+    *sorted((ROOT / "csrc" / "kernels").glob("*.h")),
+    *sorted((ROOT / "csrc" / "kernels").glob("*.cuh")),
+    ROOT / "csrc" / "compute" / "gemm_layout.h",
+    *sorted(FOLDER.glob("*.h")),
+]
+# Few blocks, so that small arrays go round the grid several times; locals that nobody set get a telling pattern.
+FLAGS = ["-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
+FLAGS += ["-DRTP_KERNEL_EMULATION", "-DRTP_MOST_BLOCKS=6", f"-I{ROOT / 'csrc'}", f"-I{FOLDER}"]
+PLAIN = ["-O1"]
+SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # in the order of the kernels' enumeration
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+
+
+def telling_pattern(cxx: str) -> list[str]:
+    """The flag that fills unset locals, where the compiler knows it."""
+    flag = "-ftrivial-auto-var-init=pattern"
+    probe = subprocess.run([cxx, flag, "-x", "c++", "-fsyntax-only", os.devnull], capture_output=True)
+    return [flag] if probe.returncode == 0 else []
+
+
+def build(sanitized: bool = False) -> Path:
+    """The path of the library, built if it is not there yet. A few seconds."""
+    cxx = compiler()
+    if cxx is None:
+        raise RuntimeError("no C++ compiler: neither $CXX, g++ nor c++ is on PATH")
+    flags = [*FLAGS, *telling_pattern(cxx), *(SANITIZED if sanitized else PLAIN)]
+    digest = hashlib.sha256(repr((cxx, flags)).encode())
+    for file in (*SOURCES, *HEADERS):
+        digest.update(file.read_bytes())
+    library = ROOT / "build" / "kernel_emulation" / digest.hexdigest()[:16] / "libkernels.so"
+    if library.exists():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+
+        def compiled(source: Path) -> str:
+            target = str(Path(folder) / f"{source.name}.o")
+            _run(cxx, *flags, "-x", "c++", "-c", str(source), "-o", target)
+            return target
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compiled, SOURCES))
+        made = Path(folder) / library.name
+        _run(cxx, *flags, "-shared", *objects, "-o", str(made))
+        made.replace(library)
+    return library
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+
+
+def sanitizer_runtimes() -> list[str]:
+    """The libraries that Python must load first; fewer than two where the compiler does not bring them."""
+    found = []
+    for name in ("libasan.so", "libubsan.so"):
+        asked = subprocess.run([compiler() or "c++", f"-print-file-name={name}"], capture_output=True, text=True)
+        found.append(asked.stdout.strip())
+    return [path for path in found if Path(path).is_absolute()]
+
+
+def sanitizer_environment() -> dict[str, str]:
+    """The environment in which Python can load the sanitized library."""
+    options = "detect_leaks=0:detect_stack_use_after_return=0:handle_segv=0"
+    preload = ":".join(sanitizer_runtimes())
+    return {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": options, "OPENBLAS_NUM_THREADS": "1"}
+
+
+class HiddenForward(Structure):
+    _fields_ = [
+        ("type", c_int32), ("activation", c_uint8), ("rows", c_int64), ("columns", c_int64),
+        ("pre", c_void_p), ("gate", c_void_p), ("value", c_void_p),
+        ("pre_stride", c_int64), ("gate_stride", c_int64), ("value_stride", c_int64), ("windows", c_int64),
+    ]  # fmt: skip
+
+
+class HiddenBackward(Structure):
+    _fields_ = [
+        ("type", c_int32), ("activation", c_uint8), ("rows", c_int64), ("columns", c_int64),
+        ("d_value", c_void_p), ("pre", c_void_p), ("gate", c_void_p),
+        ("value", c_void_p), ("d_pre", c_void_p), ("d_gate", c_void_p),
+        ("d_value_stride", c_int64), ("pre_stride", c_int64), ("gate_stride", c_int64),
+        ("value_stride", c_int64), ("d_pre_stride", c_int64), ("d_gate_stride", c_int64), ("windows", c_int64),
+    ]  # fmt: skip
+
+
+class Logits(Structure):
+    _fields_ = [
+        ("type", c_int32), ("rows", c_int64), ("columns", c_int64), ("values", c_void_p), ("stride", c_int64),
+        ("targets", c_void_p), ("first_column", c_int64), ("ignore_index", c_int64), ("soft_cap", c_float),
+    ]  # fmt: skip
+
+
+class LogitSums(Structure):
+    _fields_ = [
+        ("logits", Logits), ("most", c_void_p), ("scaled", c_void_p), ("hit", c_void_p), ("total", c_void_p),
+    ]  # fmt: skip
+
+
+class LogitGradient(Structure):
+    _fields_ = [
+        ("logits", Logits), ("gradient_type", c_int32), ("gradient", c_void_p), ("gradient_stride", c_int64),
+        ("most", c_void_p), ("factor", c_void_p), ("upstream", c_void_p),
+        ("hit_factor", c_float), ("everywhere", c_float), ("windows", c_int64),
+    ]  # fmt: skip
+
+
+class EmbeddingGather(Structure):
+    _fields_ = [
+        ("ids", c_void_p), ("tokens", c_int64), ("table", c_void_p), ("first_row", c_int64), ("rows", c_int64),
+        ("row_bytes", c_int64), ("out", c_void_p), ("out_stride_bytes", c_int64),
+    ]  # fmt: skip
+
+
+class EmbeddingScatter(Structure):
+    _fields_ = [
+        ("ids", c_void_p), ("tokens", c_int64), ("values_type", c_int32), ("values", c_void_p),
+        ("values_stride", c_int64), ("table_type", c_int32), ("table", c_void_p), ("table_stride", c_int64),
+        ("first_row", c_int64), ("rows", c_int64), ("columns", c_int64), ("padding_idx", c_int64), ("alpha", c_float),
+    ]  # fmt: skip
+
+
+class PackEntry(Structure):
+    _fields_ = [
+        ("from_", c_void_p), ("to", c_void_p), ("elements", c_int64), ("from_type", c_int32), ("to_type", c_int32),
+    ]  # fmt: skip
+
+
+STRUCTURES = (HiddenForward, HiddenBackward, LogitSums, LogitGradient, EmbeddingGather, EmbeddingScatter, PackEntry)
+
+
+class KernelError(RuntimeError):
+    """The emulation found a race, a barrier that not all threads reach, or the like."""
+
+
+class Memory:
+    """One array in memory of its own, with canaries around it; where sanitized, the end of the memory is its end."""
+
+    def __init__(self, library: ctypes.CDLL, array: Array, sanitized: bool) -> None:
+        self.library, self.array = library, array
+        self.bits = np.dtype(np.uint32 if BYTES[array.element] == 4 else np.uint16)
+        front = array.offset * self.bits.itemsize + (0 if sanitized else 64)
+        size = front + array.extent * self.bits.itemsize + (0 if sanitized else 64)
+        self.base = library.allocate(max(size, 1))
+        assert self.base % 16 == 0
+        self.address = self.base + front
+        self.bytes = (
+            np.frombuffer((c_uint8 * size).from_address(self.base), np.uint8) if size else np.zeros(0, np.uint8)
+        )
+        self.bytes[:] = CANARY
+        self.mine = np.zeros(size, bool)
+        rows, columns = array.shape
+        if array.extent:
+            body = slice(front, front + array.extent * self.bits.itemsize)
+            self.cells = np.lib.stride_tricks.as_strided(
+                self.bytes[body].view(self.bits),
+                (rows, columns),
+                (array.stride * self.bits.itemsize, self.bits.itemsize),
+            )
+            mine = np.lib.stride_tricks.as_strided(
+                self.mine[body], (rows, columns * self.bits.itemsize), (array.stride * self.bits.itemsize, 1)
+            )
+            mine[:] = True
+        else:
+            self.cells = np.zeros((rows, columns), self.bits)
+        if array.values is None:
+            self.bytes[self.mine] = POISON
+        else:
+            self.cells[:] = encode(array.values, array.element)
+
+    def read(self) -> np.ndarray:
+        """The values, after a look at the canaries."""
+        assert (self.bytes[~self.mine] == CANARY).all(), "bytes around an array were written"
+        return decode(np.ascontiguousarray(self.cells), self.array.element)
+
+    def __del__(self) -> None:
+        self.library.release(self.base)
+
+
+class Emulated:
+    """Runs kernels on emulated threads. See `kernel_checks` for what every method is given and returns."""
+
+    name = "emulated"
+    logit_elements = ELEMENTS
+    gradient_elements = ELEMENTS
+    hidden_roundings = 0  # between the steps of a hidden value: everything is in float32
+
+    def __init__(self, library: Path, *, sanitized: bool = False, seed: int = 0) -> None:
+        self.library = load(library)
+        self.sanitized = sanitized
+        self.rng = np.random.default_rng(seed)
+
+    def memory(self, array: Array) -> Memory:
+        return Memory(self.library, array, self.sanitized)
+
+    def room(self, like: Array, element: str | None = None) -> Memory:
+        """An output shaped as `like`, at an alignment and a stride of its own."""
+        element = element or like.element
+        stride = like.shape[1] + int(self.rng.choice([0, 0, 3, 8]))
+        return self.memory(Array(None, element, stride, int(self.rng.integers(16 // BYTES[element])), like.shape))
+
+    def launch(self, name: str, structure: Structure) -> None:
+        self.library.set_backward(int(self.rng.integers(2)))
+        if getattr(self.library, name)(byref(structure)) != 0:
+            raise KernelError(f"{name}: {self.library.message().decode()}")
+
+    def hidden_forward(self, activation: str, pre: Array, gate: Array | None) -> np.ndarray:
+        up, out = self.memory(pre), self.room(pre)
+        through = None if gate is None else self.memory(gate)
+        rows, columns = pre.shape
+        self.launch(
+            "hidden_forward",
+            HiddenForward(
+                ELEMENTS.index(pre.element), ACTIVATIONS.index(activation), rows, columns,
+                up.address, through and through.address, out.address,
+                pre.stride, gate.stride if gate else 0, out.array.stride,
+            ),
+        )  # fmt: skip
+        return out.read()
+
+    def hidden_backward(self, activation: str, d_value: Array, pre: Array, gate: Array | None) -> list[np.ndarray]:
+        d, up, out = self.memory(d_value), self.memory(pre), self.room(pre)
+        through = None if gate is None else self.memory(gate)
+        in_place = bool(self.rng.integers(2))
+        first = d if in_place else self.room(pre)  # gradient of the gate, or of pre where there is none
+        d_pre = first if through is None else self.room(pre)
+        rows, columns = pre.shape
+        self.launch(
+            "hidden_backward",
+            HiddenBackward(
+                ELEMENTS.index(pre.element), ACTIVATIONS.index(activation), rows, columns,
+                d.address, up.address, through and through.address,
+                out.address, d_pre.address, first.address,
+                d_value.stride, pre.stride, gate.stride if gate else 0,
+                out.array.stride, d_pre.array.stride, first.array.stride,
+            ),
+        )  # fmt: skip
+        return [out.read(), d_pre.read(), *([] if gate is None else [first.read()])]
+
+    def _logits(self, logits: Memory, targets: np.ndarray, rules: tuple[int, int, float]) -> Logits:
+        rows, columns = logits.array.shape
+        return Logits(
+            ELEMENTS.index(logits.array.element), rows, columns, logits.address, logits.array.stride,
+            targets.ctypes.data, *rules,
+        )  # fmt: skip
+
+    def add_logits(self, logits: Array, targets: np.ndarray, rules, sums: list[np.ndarray | None]) -> list:
+        z = self.memory(logits)
+        rows = [None if s is None else self.memory(Array(s[None, :], "float32", s.size, 0, (1, s.size))) for s in sums]
+        self.launch("logit_sums", LogitSums(self._logits(z, targets, rules), *(row and row.address for row in rows)))
+        z.read()
+        return [None if row is None else row.read()[0] for row in rows]
+
+    def logit_gradient(
+        self, logits: Array, targets: np.ndarray, rules, terms: list[np.ndarray], factors: tuple[float, float], element
+    ) -> np.ndarray:
+        z = self.memory(logits)
+        out = z if element == logits.element and self.rng.integers(2) else self.room(logits, element)
+        rows = [self.memory(Array(t[None, :], "float32", t.size, 0, (1, t.size))) for t in terms]
+        self.launch(
+            "logit_gradient",
+            LogitGradient(
+                self._logits(z, targets, rules), ELEMENTS.index(element), out.address, out.array.stride,
+                *(row.address for row in rows), *factors,
+            ),
+        )  # fmt: skip
+        return out.read()
+
+    def gather_rows(self, ids: np.ndarray, table: Array, first_row: int, out: Array) -> np.ndarray:
+        source, target = self.memory(table), self.memory(out)
+        size = BYTES[table.element]
+        self.launch(
+            "embedding_gather",
+            EmbeddingGather(
+                ids.ctypes.data, ids.size, source.address, first_row, table.shape[0],
+                table.shape[1] * size, target.address, out.stride * size,
+            ),
+        )  # fmt: skip
+        return target.read()
+
+    def add_rows(self, out: Array, ids: np.ndarray, values: Array, first_row: int, padding: int, alpha: float):
+        target, source = self.memory(out), self.memory(values)
+        self.launch(
+            "embedding_scatter",
+            EmbeddingScatter(
+                ids.ctypes.data, ids.size, ELEMENTS.index(values.element), source.address, values.stride,
+                ELEMENTS.index(out.element), target.address, out.stride, first_row, *out.shape, padding, alpha,
+            ),
+        )  # fmt: skip
+        return target.read()
+
+    def pack(self, sources: list[Array], targets: list[Array]) -> list[np.ndarray]:
+        pairs = [(self.memory(a), self.memory(b)) for a, b in zip(sources, targets, strict=True)]
+        for start in range(0, len(pairs), 64):
+            part = pairs[start : start + 64]
+            entries = (PackEntry * len(part))(
+                *(
+                    PackEntry(
+                        a.address, b.address, int(np.prod(a.array.shape)),
+                        ELEMENTS.index(a.array.element), ELEMENTS.index(b.array.element),
+                    )
+                    for a, b in part
+                )
+            )  # fmt: skip
+            if self.library.pack(entries, len(part)) != 0:
+                raise KernelError(f"pack: {self.library.message().decode()}")
+        return [b.read() for _, b in pairs]
+
+
+def load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.allocate.restype = c_void_p
+    library.allocate.argtypes = [c_size_t]
+    library.release.argtypes = [c_void_p]
+    library.message.restype = ctypes.c_char_p
+    library.pack.argtypes = [POINTER(PackEntry), c_int]
+    library.planted.argtypes = [c_int, c_void_p, c_int]
+    for name in ("bfloat16", "float16"):
+        getattr(library, f"{name}_bits").argtypes = [c_float]
+        getattr(library, f"{name}_bits").restype = ctypes.c_uint16
+        getattr(library, f"{name}_value").argtypes = [ctypes.c_uint16]
+        getattr(library, f"{name}_value").restype = c_float
+    for number, structure in enumerate(STRUCTURES):
+        size = library.structure_bytes(number)
+        if size != ctypes.sizeof(structure):
+            raise RuntimeError(f"{structure.__name__}: {size} bytes in C++, {ctypes.sizeof(structure)} in its mirror")
+    return library

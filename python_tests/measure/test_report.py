@@ -1,0 +1,135 @@
+"""The tables of README and its figures say what the results say."""
+
+import json
+import re
+from pathlib import Path
+
+import plot
+import pytest
+import report
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+COMPARE = RESULTS / "cpu-2core" / "compare.jsonl"
+
+
+def test_the_numbers_of_readme_are_those_of_the_results(tmp_path, capsys):
+    report.main(["--check"])
+    text = (ROOT / "README.md").read_text()
+    wish, table = next((found[2], found[3]) for found in report.BLOCK.finditer(text))
+    number = re.search(r"\| (\d+) \(", table)[1]
+    wrong = tmp_path / "README.md"
+    wrong.write_text(text.replace(f"| {number} (", f"| {int(number) - 1} (", 1))
+    with pytest.raises(SystemExit, match="differs from the results"):
+        report.main(["--check", "--readme", str(wrong)])
+    report.main(["--write", "--readme", str(wrong)])
+    assert wrong.read_text() == text
+    report.main([])
+    assert f"<!-- report: {wish} -->" in capsys.readouterr().out
+
+
+def test_tables_show_the_last_run_and_only_what_is_known():
+    unknown = {"kept_efficiency": None, "peak_efficiency": None}
+    lines = [line | {"cores_shared": True} for line in report.read_lines(COMPARE) if line["case"] == "mlp/rtp"]
+    lines = [line | unknown for line in lines if line["ranks"] == 2]
+    later = [line | {"date": "2027-01-01", "step_ms": 12.3, "exposed_ms": 4.0} for line in lines[:1]]
+    ((shown,),) = [report.last_runs(lines + later, "mlp")]
+    assert shown == later
+    text = report.compare_table(shown)
+    assert "| 12 (" in text and "exposed, ms" in text and "take turns" in text and "memory efficiency" not in text
+
+
+def test_tables_show_how_far_runs_lie_apart(tmp_path):
+    lines = [line for line in report.read_lines(COMPARE) if line["tokens"] == 256 and line["case"] == "mlp/fsdp2"][:1]
+    lines += [line | {"date": f"2027-01-0{day}", "rtp_ratio": day / 4} for line in lines for day in (1, 3)]
+    lines += [lines[0] | {"date": "2026-01-01", "rtp_ratio": 9.0, "dtype": "bfloat16"}]
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "compare.jsonl").write_text("\n".join(map(json.dumps, [*lines[::-1], lines[2]])))
+    few, most = sorted([lines[0]["rtp_ratio"], 0.25])[0], max(lines[0]["rtp_ratio"], 0.75)
+    assert f"| 0.75 ({few:.2f} to {most:.2f} in 4) |" in report.block("m compare mlp", tmp_path)
+    with pytest.raises(ValueError, match="rows of one dtype"):
+        report.table([lines[0], lines[-1]], report.COMPARE)
+
+
+def test_e_hide_has_the_range_of_all_runs_or_the_error_of_its_medians():
+    row = {"e_hide": 0.5, "t_gr_us": 100.0, "t_c_us": 50.0, "iterations": 25}
+    row |= {f"t_{name}_{end}_us": value for name in ("gr", "c", "ov") for end, value in (("p20", 0.0), ("p80", 16.8))}
+    error = 1.25 * 10 * 3**0.5 / 5 / 50
+    assert report.e_hide(row) == f"0.5 ± {error:.1f}" and error > 0.05
+    assert report.e_hide(row | {"e_hides": [0.5, -1.5]}) == "0.50 (-1.50 to 0.50 in 2)"
+    assert report.e_hide(row | {"iterations": 2500}) == f"0.50 ± {error / 10:.2f}"
+    assert report.e_hide(row | {"ceiling_percent": 106.0}) == "-" != report.e_hide(row | {"ceiling_percent": 104.0})
+    assert report.e_hide({"e_hide": 0.5}) == "0.50" and report.e_hide({"e_hide": None}) is None
+
+
+def test_tables_of_overlap_and_memory(tmp_path):
+    card = {"date": "2026-01-01T00", "commit": "abc", "device": "made up", "cores": 2, "torch": "2", "dtype": "float32"}
+    card |= {"direction": "step", "ranks": 8, "transport": "emulated", "command": "python x", "base": "hops"}
+    card |= {"loss_split_us": 1.0, "loss_interference_us": 2.0, "loss_exposed_us": None}
+    times = {f"t_{name}_us": 10.0 for name in ("g1", "gr", "c", "ov", "base", "ov_p20", "ov_p80")}
+    overlap = [
+        card | times | {"case": f"s/{tokens}", "shape": "s", "tokens": tokens, "link": link, "e_hide": hidden}
+        for tokens, link, hidden in ((8, "a", 0.1), (8, "a", 0.9), (16, "a", 0.7), (8, "b", 0.3))
+    ]
+    memory = card | {"case": "tiny/tp", "strategy": "tp", "shape": "t", "tokens": 8, "link": None, "layers": 2}
+    memory |= {"full_layers": 4, "computed_tokens": 64, "peak_bytes": 3 << 20}
+    (tmp_path / "here").mkdir()
+    for name, rows in (("overlap", overlap), ("memory_per_rank", [memory])):
+        (tmp_path / "here" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = report.block("here overlap", tmp_path)
+    assert "| 0.90 (0.10 to 0.90 in 2) |" in text and "| 0.70 |" in text and "| 0.30 |" in text and "| 0.10" not in text
+    assert "10 (hops)" in text and "| 1, 2, - |" in text
+    assert "CTAs" not in text and "    python x\n" in text
+    assert report.block("here overlap a T8", tmp_path).count("| s |") == 1
+    assert "| 2 of 4 | 64 | 3 |" in report.block("here memory", tmp_path)
+    for wish, message in (
+        ("here overlap c", "expected results with c"),
+        ("here memories", "got 'here memories'"),
+        ("here", "got 'here'"),
+        ("here compare", "got 'here compare'"),
+        ("here scaling", "got 'here scaling'"),
+        ("there overlap", "found none"),
+        ("cpu-2core compare gpt9", "results of gpt9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            report.block(wish, RESULTS if "gpt9" in wish else tmp_path)
+    with pytest.raises(ValueError, match="expected a block"):
+        report.rewrite("", tmp_path)
+
+
+def test_figures_come_from_committed_results_alone(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    card = {"device": "made up", "commit": "abc", "date": "2026-01-01", "cores": 2}
+    base = card | {"dtype": "bfloat16", "shape": "s", "ranks": 8, "direction": "step", "transport": "emulated"}
+    times = {"e_hide": 0.5, "roofline": 0.8, "t_g1_us": 9.0, "ceiling_us": 10.0}
+    overlap = [base | times | {"link": link, "tokens": tokens} for link in ("a", "b") for tokens in (1024, 4096)]
+    scaling = [
+        card
+        | {"case": "mlp/rtp", "strategy": "rtp", "tokens": 8, "ranks": r, "command": "c", "tokens_per_s": 1.0 * r}
+        | {"step_ms": 10.0, "p20_ms": 9.0, "p80_ms": 12.0}
+        | {"cores_shared": r > 2}
+        for r in (1, 2, 4)
+    ]
+    for name, rows in (("overlap", overlap), ("scaling", scaling)):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        options = [name, str(file), "--output", str(tmp_path / name)]
+        with pytest.raises(SystemExit, match="is not committed"):
+            plot.main(options)
+        plot.main([*options, "--uncommitted"])
+        drawn = (tmp_path / f"{name}.svg").read_text()
+        assert "DRAFT" in drawn and (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "R = 4 take turns on 2 cores" in drawn and "ideal" in drawn
+    monkeypatch.setattr(plot, "committed", lambda path: True)
+    options = ["memory", str(COMPARE), "--model", "mlp", "--tokens", "256", "--output", str(tmp_path / "m.v2")]
+    plot.main(options)
+    drawn = (tmp_path / "m.v2.svg").read_text()
+    assert "DRAFT" not in drawn and all(part in drawn for part in plot.COMPONENTS)
+    for options, message in (
+        (["memory", str(COMPARE), "--model", "gpt9"], "no line with memory"),
+        (["overlap", str(tmp_path / "overlap.jsonl"), "--shape", "other"], "no case has shape"),
+        (["scaling", str(tmp_path / "scaling.jsonl"), "--tokens", "9"], "got too few"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            plot.main([*options, "--output", str(tmp_path / "x")])
+    capsys.readouterr()

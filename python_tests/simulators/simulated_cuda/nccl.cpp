@@ -1,0 +1,260 @@
+// Communicators, sends and receives of the simulation.
+#include <cstring>
+#include <set>
+
+#include "device/nccl/library.h"
+#include "nccl_operations.h"
+#include "simulated_nccl.h"
+
+namespace simulated {
+namespace {
+
+struct Book {
+  std::map<std::string, std::shared_ptr<Clique>> cliques;  // by unique id
+  std::vector<ncclComm_t> comms;
+  int ids = 0;
+};
+
+Book& book() {
+  static auto* only = new Book;
+  return *only;
+}
+
+// The sends and receives of one group, which make progress together.
+struct Group {
+  ncclComm_t comm;
+  cudaStream_t stream;
+  std::vector<std::pair<int, std::shared_ptr<Message>>> sends;     // to
+  std::vector<std::pair<int, std::pair<void*, size_t>>> receives;  // from
+};
+
+thread_local int depth = 0;
+thread_local std::vector<Group> groups;
+
+Group& group_of(ncclComm_t comm, cudaStream_t stream) {
+  for (Group& group : groups) {
+    if (group.comm == comm && group.stream == stream) return group;
+  }
+  groups.push_back({comm, stream, {}, {}});
+  return groups.back();
+}
+
+bool over(ncclComm_t comm) { return comm->aborted || world().controls.released; }
+
+void exchange(const Group& group) {
+  Clique& clique = *group.comm->clique;
+  const int rank = group.comm->rank;
+  std::unique_lock lock(world().mutex);
+  if (over(group.comm)) return;
+  for (const auto& [to, message] : group.sends) clique.mail[{rank, to}].push_back(message);
+  world().changed.notify_all();
+  for (const auto& [from, target] : group.receives) {
+    auto& mail = clique.mail[{from, rank}];
+    wait_until(lock, [&] { return !mail.empty() || over(group.comm); });
+    if (over(group.comm)) break;
+    const auto message = mail.front();
+    mail.pop_front();
+    if (message->bytes != target.second) {
+      mistake("a receive of another size than its send");
+      message->received = true;
+      continue;
+    }
+    lock.unlock();
+    copy(target.first, message->data, message->bytes);
+    lock.lock();
+    message->received = true;
+    world().changed.notify_all();
+  }
+  wait_until(lock, [&] {
+    for (const auto& [to, message] : group.sends) {
+      if (!message->received) return over(group.comm);
+    }
+    return true;
+  });
+  for (const auto& [to, message] : group.sends) {  // what nobody fetched must not outlive its memory
+    std::erase(clique.mail[{rank, to}], message);
+  }
+}
+
+ncclResult_t launch(Group group) {
+  const ncclResult_t usable = check_usable(group.comm);
+  if (usable != ncclSuccess) return usable;
+  enqueue_on(group.comm, group.stream, [group = std::move(group)] { exchange(group); });
+  return ncclInProgress;
+}
+
+ncclResult_t add(ncclComm_t comm, cudaStream_t stream, const std::function<void(Group&)>& what) {
+  what(group_of(comm, stream));
+  if (depth > 0) return ncclSuccess;
+  Group group = std::move(groups.back());
+  groups.pop_back();
+  return launch(std::move(group));
+}
+
+}  // namespace
+
+ncclResult_t check_usable(ncclComm_t comm) {
+  const std::lock_guard lock(world().mutex);
+  if (comm->gone || comm->finalizing) {
+    mistake("a communicator was used after its end");
+    return ncclInvalidArgument;
+  }
+  if (comm->unsettled > 0) {
+    mistake("a communicator was used before it had settled");
+    return ncclInvalidUsage;
+  }
+  return comm->error;
+}
+
+void enqueue_on(ncclComm_t comm, cudaStream_t stream, Work work) {
+  std::shared_ptr<Point> before;
+  auto done = std::make_shared<Point>();
+  {
+    const std::lock_guard lock(world().mutex);
+    before = std::exchange(comm->last, done);
+    comm->unsettled = 2;
+  }
+  enqueue(stream, [=, work = std::move(work)] {
+    {
+      std::unique_lock lock(world().mutex);
+      if (before != nullptr) wait_until(lock, [&] { return before->reached; });
+    }
+    work();
+    const std::lock_guard lock(world().mutex);
+    done->reached = true;
+    world().changed.notify_all();
+  });
+}
+
+bool ended(ncclComm_t comm) { return over(comm); }
+
+std::vector<ncclComm_t> communicators_of(int rank) {
+  const std::lock_guard lock(world().mutex);
+  std::vector<ncclComm_t> found;
+  for (ncclComm_t comm : book().comms) {
+    if (comm->rank == rank) found.push_back(comm);
+  }
+  return found;
+}
+
+void inject_error(ncclComm_t comm, ncclResult_t code) {
+  const std::lock_guard lock(world().mutex);
+  comm->error = code;
+}
+
+void forget_communicators() {
+  const std::lock_guard lock(world().mutex);
+  book() = {};  // the communicators stay: what a failed test left enqueued may still look at them
+}
+
+}  // namespace simulated
+
+using namespace simulated;
+
+extern "C" {
+
+const char* ncclGetErrorString(ncclResult_t result) {
+  switch (result) {
+    case ncclSuccess:
+      return "no error";
+    case ncclRemoteError:
+      return "remote process exited or there was a network error";
+    default:
+      return "simulated error";
+  }
+}
+ncclResult_t ncclGetVersion(int* version) {
+  const std::lock_guard lock(world().mutex);
+  *version = world().controls.version;
+  return ncclSuccess;
+}
+ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  const std::lock_guard lock(world().mutex);
+  std::memset(id, 0, sizeof(*id));
+  const std::string text = "clique " + std::to_string(++book().ids);
+  std::memcpy(id->internal, text.data(), text.size());
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t* config) {
+  const std::lock_guard lock(world().mutex);
+  if (config->blocking != 0 || config->magic != NCCL_API_MAGIC || config->splitShare != 0) return ncclInvalidArgument;
+  auto& clique = book().cliques[id.internal];
+  if (clique == nullptr) clique = std::make_shared<Clique>();
+  if (clique->members.count(rank) > 0) return ncclInvalidUsage;
+  clique->ranks = ranks;
+  *comm = new ncclComm{clique, rank, 2, false, false, false, ncclSuccess, nullptr, {}, 0};
+  clique->members[rank] = *comm;
+  book().comms.push_back(*comm);
+  return ncclInProgress;
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
+  const std::lock_guard lock(world().mutex);
+  if (comm->gone) {
+    mistake("ncclCommGetAsyncError after the end of a communicator");
+    return ncclInvalidArgument;
+  }
+  const Clique& clique = *comm->clique;
+  bool waiting = static_cast<int>(clique.members.size()) < clique.ranks;
+  if (comm->finalizing) waiting = clique.finalized < clique.ranks || (comm->last != nullptr && !comm->last->reached);
+  if (const auto found = clique.wanted.find(comm->rank); found != clique.wanted.end())
+    waiting |= !found->second.empty();
+  if (!waiting && comm->unsettled > 0) {
+    --comm->unsettled;
+    waiting = true;
+  }
+  *error = comm->error != ncclSuccess ? comm->error : (waiting ? ncclInProgress : ncclSuccess);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGroupStart() {
+  ++depth;
+  return ncclSuccess;
+}
+ncclResult_t ncclGroupEnd() {
+  if (--depth > 0) return ncclSuccess;
+  ncclResult_t result = ncclSuccess;
+  for (Group& group : std::exchange(groups, {})) {
+    const ncclResult_t launched = launch(std::move(group));
+    if (result == ncclSuccess || launched != ncclInProgress) result = launched;
+  }
+  return result;
+}
+
+ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
+  if (type != ncclInt8) return ncclInvalidArgument;
+  return add(comm, stream,
+             [&](Group& group) { group.sends.emplace_back(peer, std::make_shared<Message>(Message{data, count})); });
+}
+ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+  if (type != ncclInt8) return ncclInvalidArgument;
+  return add(comm, stream, [&](Group& group) { group.receives.emplace_back(peer, std::make_pair(data, count)); });
+}
+
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  const std::lock_guard lock(world().mutex);
+  if (comm->gone) mistake("ncclCommAbort after the end of a communicator");
+  comm->aborted = comm->gone = true;
+  world().changed.notify_all();
+  return ncclSuccess;
+}
+ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+  const ncclResult_t usable = check_usable(comm);
+  if (usable != ncclSuccess) return usable;
+  const std::lock_guard lock(world().mutex);
+  if (comm->registered != 0) mistake("the end of a communicator with registered memory");
+  comm->finalizing = true;
+  ++comm->clique->finalized;
+  world().changed.notify_all();
+  return ncclInProgress;
+}
+ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  const std::lock_guard lock(world().mutex);
+  if (!comm->finalizing) mistake("ncclCommDestroy before ncclCommFinalize");
+  comm->gone = true;
+  return ncclSuccess;
+}
+
+}  // extern "C"

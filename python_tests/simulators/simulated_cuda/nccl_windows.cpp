@@ -1,0 +1,199 @@
+// Registered memory, windows, puts and signals of the simulation.
+#include <ATen/ops/from_blob.h>
+
+#include <cstring>
+
+#include "device/nccl/library.h"
+#include "nccl_operations.h"
+#include "device/nccl/symmetric_memory.h"
+
+namespace simulated {
+namespace {
+
+// Whether memory lies inside one allocation of ncclMemAlloc. Holds the mutex.
+bool registrable(const void* data, size_t bytes) {
+  auto found = world().registrable.upper_bound(const_cast<void*>(data));
+  if (found == world().registrable.begin()) return false;
+  --found;
+  return static_cast<const std::byte*>(data) + bytes <= static_cast<const std::byte*>(found->first) + found->second;
+}
+
+// Whether memory lies in a window of this rank. Holds the mutex.
+bool in_window(ncclComm_t comm, const void* data, size_t bytes) {
+  for (const auto& [start, size] : comm->clique->registrations[comm->rank]) {
+    const auto* begin = static_cast<const std::byte*>(start);
+    const auto* at = static_cast<const std::byte*>(data);
+    if (at >= begin && at + bytes <= begin + size) return true;
+  }
+  return false;
+}
+
+struct WaitDescription {  // as ncclWaitSignalDesc_t, which older headers lack
+  int count;
+  int peer;
+  int signal;
+  int context;
+};
+
+void send_signal(ncclComm_t comm, int peer) {
+  const std::lock_guard lock(world().mutex);
+  if (comm->aborted) return;
+  ++comm->clique->signals[{comm->rank, peer}];
+  world().changed.notify_all();
+}
+
+ncclResult_t put_signal(const void* data, size_t count, ncclDataType_t type, int peer, ncclWindow_t window,
+                        size_t offset, int signal, int context, unsigned int flags, ncclComm_t comm,
+                        cudaStream_t stream) {
+  const ncclResult_t usable = check_usable(comm);
+  if (usable != ncclSuccess) return usable;
+  void* target = nullptr;
+  {
+    const std::lock_guard lock(world().mutex);
+    if (signal != 0 || context != 0 || flags != 0 || type != ncclInt8) return ncclInvalidArgument;
+    if (!in_window(comm, data, count)) return ncclInvalidArgument;
+    if (window->comm != comm || offset + count > window->memory[peer].second) return ncclInvalidArgument;
+    target = static_cast<std::byte*>(window->memory[peer].first) + offset;
+  }
+  enqueue_on(comm, stream, [=] {
+    {
+      const std::lock_guard lock(world().mutex);
+      if (ended(comm)) return;
+    }
+    copy(target, data, count);
+    send_signal(comm, peer);
+  });
+  return ncclInProgress;
+}
+
+ncclResult_t signal(int peer, int index, int context, unsigned int flags, ncclComm_t comm, cudaStream_t stream) {
+  const ncclResult_t usable = check_usable(comm);
+  if (usable != ncclSuccess) return usable;
+  if (index != 0 || context != 0 || flags != 0) return ncclInvalidArgument;
+  enqueue_on(comm, stream, [=] { send_signal(comm, peer); });
+  return ncclInProgress;
+}
+
+ncclResult_t wait_signal(int count, WaitDescription* wanted, ncclComm_t comm, cudaStream_t stream) {
+  const ncclResult_t usable = check_usable(comm);
+  if (usable != ncclSuccess) return usable;
+  std::vector<std::pair<int, int64_t>> targets;
+  {
+    const std::lock_guard lock(world().mutex);
+    for (int i = 0; i < count; ++i) {
+      if (wanted[i].signal != 0 || wanted[i].context != 0) return ncclInvalidArgument;
+      targets.emplace_back(wanted[i].peer, comm->awaited[wanted[i].peer] += wanted[i].count);
+    }
+  }
+  enqueue_on(comm, stream, [=] {
+    std::unique_lock lock(world().mutex);
+    for (const auto& [peer, target] : targets) {
+      wait_until(lock, [&] {
+        return comm->clique->signals[{peer, comm->rank}] >= target || (comm->aborted && world().controls.signals_abort);
+      });
+    }
+  });
+  return ncclInProgress;
+}
+
+// Collective. The windows are made once every rank has asked; a communicator is in progress until then.
+ncclResult_t register_window(ncclComm_t comm, void* data, size_t bytes, ncclWindow_t* window, int flags) {
+  const ncclResult_t usable = check_usable(comm);
+  if (usable != ncclSuccess) return usable;
+  const std::lock_guard lock(world().mutex);
+  Clique& clique = *comm->clique;
+  *window = nullptr;
+  if (world().controls.null_windows) return ncclSuccess;
+  if (flags != NCCL_WIN_COLL_SYMMETRIC || reinterpret_cast<uintptr_t>(data) % NCCL_WIN_REQUIRED_ALIGNMENT != 0 ||
+      !registrable(data, bytes)) {
+    return ncclInvalidArgument;
+  }
+  clique.registrations[comm->rank].emplace_back(data, bytes);
+  clique.wanted[comm->rank].push_back(window);
+  ++comm->registered;
+  if (static_cast<int>(clique.wanted.size()) < clique.ranks) return ncclInProgress;
+  for (const auto& [rank, wanted] : clique.wanted) {
+    if (wanted.empty()) return ncclInProgress;
+  }
+  std::vector<std::pair<void*, size_t>> memory;
+  for (auto& [rank, registrations] : clique.registrations) memory.push_back(registrations.back());
+  for (auto& [rank, wanted] : clique.wanted) {
+    *wanted.front() = new ncclWindow_vidmem{clique.members[rank], memory};
+    wanted.clear();
+  }
+  world().changed.notify_all();
+  return ncclInProgress;
+}
+
+ncclResult_t deregister_window(ncclComm_t comm, ncclWindow_t window) {
+  const std::lock_guard lock(world().mutex);
+  if (comm->last != nullptr && !comm->last->reached) mistake("a window was deregistered while work was under way");
+  --comm->registered;
+  std::erase(comm->clique->registrations[comm->rank], window->memory[comm->rank]);
+  delete window;
+  return ncclSuccess;
+}
+
+ncclResult_t peer_pointer(ncclWindow_t window, size_t offset, int peer, void** pointer) {
+  *pointer = static_cast<std::byte*>(window->memory[peer].first) + offset;
+  return ncclSuccess;
+}
+
+}  // namespace
+}  // namespace simulated
+
+using namespace simulated;
+
+extern "C" {
+
+ncclResult_t ncclMemAlloc(void** memory, size_t bytes) {
+  cudaMalloc(memory, bytes);
+  const std::lock_guard lock(world().mutex);
+  world().registrable[*memory] = bytes;
+  return ncclSuccess;
+}
+// It lives on, as memory that peers have mapped does.
+ncclResult_t ncclMemFree(void* memory) {
+  const std::lock_guard lock(world().mutex);
+  world().registrable.erase(memory);
+  return ncclSuccess;
+}
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, size_t bytes, void** handle) {
+  const ncclResult_t usable = check_usable(comm);
+  if (usable != ncclSuccess) return usable;
+  const std::lock_guard lock(world().mutex);
+  if (!registrable(data, bytes)) return ncclInvalidArgument;
+  ++comm->registered;
+  *handle = data;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void*) {
+  const std::lock_guard lock(world().mutex);
+  if (comm->last != nullptr && !comm->last->reached) mistake("memory was deregistered while work was under way");
+  --comm->registered;
+  return ncclSuccess;
+}
+
+}  // extern "C"
+
+void* rtp::find_nccl_function(const char* name) {
+  static const std::map<std::string, std::pair<int, void*>> functions{
+      {"ncclCommWindowRegister", {22700, reinterpret_cast<void*>(&register_window)}},
+      {"ncclCommWindowDeregister", {22700, reinterpret_cast<void*>(&deregister_window)}},
+      {"ncclGetPeerDevicePointer", {22900, reinterpret_cast<void*>(&peer_pointer)}},
+      {"ncclPutSignal", {22900, reinterpret_cast<void*>(&put_signal)}},
+      {"ncclSignal", {22900, reinterpret_cast<void*>(&signal)}},
+      {"ncclWaitSignal", {22900, reinterpret_cast<void*>(&wait_signal)}},
+  };
+  const std::lock_guard lock(world().mutex);
+  const auto found = functions.find(name);
+  return found == functions.end() || world().controls.version < found->second.first ? nullptr : found->second.second;
+}
+
+at::Tensor rtp::allocate_symmetric(int64_t bytes, at::Device device) {
+  void* memory = nullptr;
+  ncclMemAlloc(&memory, static_cast<size_t>(std::max<int64_t>(bytes, 1)));
+  return at::from_blob(
+      memory, {std::max<int64_t>(bytes, 1)}, [](void* memory) { ncclMemFree(memory); },
+      at::TensorOptions().dtype(at::kByte).device(device));
+}

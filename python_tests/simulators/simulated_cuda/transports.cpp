@@ -1,0 +1,13 @@
+// The sources under test, in one unit because their headers take most of the time. A transport more is a line more.
+#include "../../../csrc/device/cuda_lanes.cpp"
+#include "../../../csrc/device/lanes.cpp"
+#include "../../../csrc/schedule/schedule.cpp"
+#include "../../../csrc/transport/cuda_transport.cpp"
+#include "../../../csrc/device/nccl/communicators.cpp"
+#include "../../../csrc/transport/nccl/nccl.cpp"
+#include "../../../csrc/transport/nccl/put.cpp"
+#include "../../../csrc/transport/shm/shared_memory.cpp"
+#include "../../../csrc/transport/nccl/peer_news.cpp"
+#include "../../../csrc/transport/nccl/supervised.cpp"
+#include "../../../csrc/transport/nccl/watchdog.cpp"
+#include "../../../csrc/transport/transport.cpp"

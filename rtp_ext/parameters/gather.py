@@ -1,0 +1,120 @@
+"""Whole parameters out of their shards, by one flat collective: for what is too small or too special to rotate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from rtp_ext._native import shard_sizes
+from rtp_ext.parameters.sharding import local_shard, shard_dim_of
+from rtp_ext.ring import Ring
+
+_ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
+
+
+def gather(parameters: list[torch.Tensor], ring: Ring, mp_policy: MixedPrecisionPolicy) -> list[torch.Tensor]:
+    """Whole parameters from their shards, differentiable. Collective.
+
+    One flat all-gather; in backward one flat reduction, which averages over the ring.
+    """
+    shards = []
+    for parameter in parameters:
+        shard = local_shard(parameter)
+        if mp_policy.param_dtype is not None and shard.is_floating_point():
+            shard = shard.to(mp_policy.param_dtype)
+        shards.append(shard)
+    layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, shards, strict=True)]
+    return list(_Gather.apply(ring, layouts, mp_policy.reduce_dtype, *shards))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How one parameter is cut, and what it takes in the flat buffer."""
+
+    shape: tuple[int, ...]
+    dim: int | None  # None: replicated, whole already
+    sizes: tuple[int, ...]  # of the owners' shards along dim
+    flat_bytes: int  # of the largest shard, aligned
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, shard: torch.Tensor, ring: Ring) -> _Layout:
+        shape, dim = tuple(parameter.shape), shard_dim_of(parameter)
+        if dim is None:
+            return cls(shape, None, (), 0)
+        sizes = tuple(shard_sizes(shape[dim], ring.size))
+        largest = math.prod((*shape[:dim], sizes[0], *shape[dim + 1 :])) * shard.element_size()
+        return cls(shape, dim, sizes, -(-largest // _ALIGNMENT) * _ALIGNMENT)
+
+    def shard_shape(self, owner: int) -> tuple[int, ...]:
+        assert self.dim is not None
+        return (*self.shape[: self.dim], self.sizes[owner], *self.shape[self.dim + 1 :])
+
+    def take(self, whole: torch.Tensor, owner: int) -> torch.Tensor:
+        """The shard of `owner` out of the whole parameter."""
+        if self.dim is None:
+            return whole
+        return whole.narrow(self.dim, sum(self.sizes[:owner]), self.sizes[owner])
+
+
+class _Gather(torch.autograd.Function):
+    """Shards travel as bytes, so that parameters of several dtypes share one collective."""
+
+    @staticmethod
+    def forward(ctx, ring: Ring, layouts: list[_Layout], reduce_dtype: torch.dtype | None, *shards: torch.Tensor):
+        ctx.ring, ctx.layouts, ctx.reduce_dtype = ring, layouts, reduce_dtype
+        ctx.dtypes = [shard.dtype for shard in shards]
+        ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
+        sections = [layout.flat_bytes for layout in layouts]
+        flat = torch.zeros(sum(sections), dtype=torch.uint8, device=ring.device)
+        for shard, layout, section in zip(shards, layouts, flat.split(sections), strict=True):
+            if layout.dim is not None:
+                section[: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
+        # [R, bytes] cut into one [R, bytes of a parameter] for each
+        every = ring.all_gather(flat).split(sections, dim=1) if flat.numel() else sections
+        return tuple(
+            shard.clone() if layout.dim is None else _assemble(layout, part, shard.dtype)
+            for shard, layout, part in zip(shards, layouts, every, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: torch.Tensor | None):
+        ring, layouts = ctx.ring, ctx.layouts
+        # All ranks reduce the same parameters, whether they used them or not; behind the values, who did.
+        wanted = [i for i in range(len(layouts)) if ctx.needs_input_grad[3 + i]]
+        result: list[torch.Tensor | None] = [None] * len(layouts)
+        if wanted:
+            double = any(ctx.dtypes[i] == torch.float64 for i in wanted)
+            dtype = ctx.reduce_dtype or (torch.float64 if double else torch.float32)
+            counts = [math.prod(layouts[i].shape) for i in wanted]
+            flat = torch.zeros(sum(counts) + len(wanted), dtype=dtype, device=ring.device)
+            *values, used = flat.split([*counts, len(wanted)])
+            for position, i in enumerate(wanted):
+                gradient = gradients[i]
+                if gradient is not None:
+                    values[position].copy_(gradient.reshape(-1))
+                    used[position] = 1
+            ring.all_reduce(flat).div_(ring.size)
+            # On CUDA nobody waits to learn who used what: a parameter that no rank used gets zeros there.
+            everywhere_unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(wanted)
+            for position, i in enumerate(wanted):
+                if everywhere_unused[position]:
+                    continue
+                mine = layouts[i].take(values[position].view(layouts[i].shape), ring.rank)
+                # a copy: the gradient must not keep the whole buffer alive
+                result[i] = mine.to(ctx.dtypes[i], copy=True, memory_format=torch.contiguous_format)
+        return None, None, None, *result
+
+
+def _assemble(layout: _Layout, every: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole parameter from every owner's bytes [R, flat_bytes]."""
+    assert layout.dim is not None
+    pieces = []
+    for owner, row in enumerate(every):
+        shape = layout.shard_shape(owner)
+        pieces.append(row[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+    return torch.cat(pieces, layout.dim)
