@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from setuptools import Distribution
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
