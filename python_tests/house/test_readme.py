@@ -1,4 +1,4 @@
-"""What README prints runs as printed, and what it names exists."""
+"""What README prints runs as printed, and it is short. What it names is checked in test_docs.py."""
 
 import os
 import re
@@ -8,6 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) < 150
 
 
 def test_quickstart(tmp_path):
@@ -23,11 +27,3 @@ def test_quickstart(tmp_path):
     lines = re.findall(r"loss (\S+), (\d+) parameters on this rank", result.stdout)
     assert [int(count) for _, count in lines] == [whole // 2, whole // 2], result.stdout
     assert all(0 < float(loss) < 6 for loss, _ in lines), result.stdout
-
-
-def test_files_named_in_readme_exist():
-    named = set(re.findall(r"`((?:csrc|rtp_ext|benchmarks|python_tests|docs)/[\w/.-]+)`", README))
-    named |= set(re.findall(r"\]\(((?!http)[\w/.-]+)\)", README))
-    assert {"csrc/engine/executor.h", "rtp_ext/convert.py", "docs/backward.png"} <= named
-    missing = sorted(name for name in named if not (ROOT / name).exists())
-    assert not missing
