@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.14.1
-CLANG_FORMATTED := $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
-SOURCES := $(shell git ls-files csrc CMakeLists.txt setup.py pyproject.toml)
+CLANG_FORMATTED := $(shell find csrc python_tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
+DOCUMENTED := rtp_ext rtp_ext.planner rtp_ext.trace rtp_ext.schedule rtp_ext.timeline
 
-.PHONY: build demo test lint format clean
+.PHONY: build demo test lint format docs clean
 
 build: $(VENV)/.built
 
@@ -17,6 +18,8 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.built: $(VENV)/.torch $(SOURCES)
+	@echo "Compiling takes minutes. For CPUs only: RTP_WITH_CUDA=0. For other GPUs than those of this machine:" \
+		"RTP_CUDA_ARCHITECTURES=90-real, for example."
 	$(BIN)/pip install --quiet --no-build-isolation -e ".[dev]"
 	touch $@
 
@@ -36,6 +39,11 @@ format: build
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CLANG_FORMATTED)
+
+# The API reference, from the docstrings.
+docs: build
+	$(BIN)/python -m pdoc --docformat google --output-directory build/docs $(DOCUMENTED)
+	@echo "build/docs/index.html"
 
 clean:
 	rm -rf build $(VENV)

@@ -3,14 +3,18 @@
     pip install --no-build-isolation .        (or -e .)
 
 torch must be installed already: isolation would fetch another one than the one that the extension will run with.
-CUDA and NCCL are compiled in when torch has them and nvcc is found, even where no GPU is installed.
-`RTP_WITH_CUDA=0` turns them off, `RTP_WITH_CUDA=1` makes their absence an error, `RTP_CUDA_ARCHITECTURES` overrides
-the list below, `CUDA_HOME` names the toolkit.
+CUDA and NCCL are compiled in when torch has them and nvcc is found, even where no GPU is installed: for the GPUs of
+this machine, or for all of ARCHITECTURES where it has none. `RTP_WITH_CUDA=0` turns CUDA off, `RTP_WITH_CUDA=1` makes
+its absence an error, `RTP_CUDA_ARCHITECTURES` names the architectures, `CUDA_HOME` the toolkit.
+
+What is installed requires exactly the torch that it was compiled with: no other one can load it. A source archive
+requires any torch that it can be compiled with.
 """
 
 from __future__ import annotations
 
 import glob
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -18,7 +22,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-DEFAULT_ARCHITECTURES = "80-real 90-real 100"  # the last one brings PTX for what is newer
+ARCHITECTURES = (80, 90, 100)  # compute capabilities that are compiled for where the machine has no GPU
+OLDEST_TORCH = "torch>=2.11"
+HINT = """\
+rtp_ext: compiling takes minutes. RTP_WITH_CUDA=0 leaves CUDA out (for CPUs only, the fastest build);
+rtp_ext: RTP_CUDA_ARCHITECTURES names the GPUs to compile for, such as "90-real" (default: those of this machine)."""
 
 
 def find_library(pattern: str, folders: list[Path]) -> Path | None:
@@ -27,6 +35,22 @@ def find_library(pattern: str, folders: list[Path]) -> Path | None:
         for match in sorted(glob.glob(str(folder / pattern))):
             return Path(match)
     return None
+
+
+def architectures(torch, nvcc: str) -> str:
+    """What to compile for, as CMake writes it: the GPUs of this machine, if this nvcc knows them; else ARCHITECTURES.
+
+    The newest one brings PTX, for what is newer still.
+    """
+    chosen = set()
+    if torch.cuda.is_available():
+        present = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+        chosen = {10 * major + minor for major, minor in present}
+        known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+        if min(chosen) < min(ARCHITECTURES) or not {f"compute_{number}" for number in chosen} <= set(known):
+            chosen = set()
+    *older, newest = sorted(chosen or ARCHITECTURES)
+    return " ".join([*(f"{number}-real" for number in older), str(newest)])
 
 
 def cuda_facts(torch) -> dict[str, str]:
@@ -68,7 +92,8 @@ def cuda_facts(torch) -> dict[str, str]:
                     "PIP_CUDA_INCLUDES": "|".join(
                         str(folder / "include") for folder in pip_folders if (folder / "include").exists()
                     ),
-                    "CUDA_ARCHITECTURES": os.environ.get("RTP_CUDA_ARCHITECTURES", DEFAULT_ARCHITECTURES),
+                    "CUDA_ARCHITECTURES": os.environ.get("RTP_CUDA_ARCHITECTURES")
+                    or architectures(torch, str(root / "bin" / "nvcc")),
                 }
     if missing is not None:
         if wish == "1":
@@ -111,6 +136,7 @@ class CMakeBuild(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         import_torch()
+        print(HINT, flush=True)
         cmake = shutil.which("cmake")
         if cmake is None:
             raise SystemExit("rtp_ext: cmake was not found. pip install cmake")
@@ -127,4 +153,20 @@ class CMakeBuild(build_ext):
         subprocess.run([cmake, "--install", str(build)], check=True)
 
 
-setup(ext_modules=[Extension("rtp_ext._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+def torch_requirement(commands: list[str]) -> str:
+    """The torch that a source archive (`sdist`) can be compiled with, or else the one that it is compiled with here."""
+    if "sdist" in commands:
+        return OLDEST_TORCH
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:  # somebody asks for the metadata where nothing can be compiled
+        return OLDEST_TORCH
+    return f"torch=={version.split('+')[0]}"  # what comes after the + depends on where torch was downloaded
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("rtp_ext._C", sources=[])],
+        cmdclass={"build_ext": CMakeBuild},
+        install_requires=[torch_requirement(sys.argv[1:]), "numpy"],
+    )

@@ -1,12 +1,13 @@
-"""Prints the tables of README from the committed results, or writes them into it.
+"""Prints the tables of README.md and docs/results.md from the committed results, or writes them there.
 
-    python benchmarks/report.py                  # prints every block of README
-    python benchmarks/report.py --write          # rewrites the blocks in README.md
-    python benchmarks/report.py --check          # exit status 1 where README says anything else
+    python benchmarks/report.py                  # prints every block of both pages
+    python benchmarks/report.py --write          # rewrites the blocks
+    python benchmarks/report.py --check          # exit status 1 where a page says anything else
 
-A block of README stands between `<!-- report: MACHINE TABLE WORDS -->` and `<!-- end -->`, where MACHINE is a folder
-under results/ and TABLE one of:
+A block stands between `<!-- report: MACHINE TABLE WORDS -->` and `<!-- end -->`, where MACHINE is a folder under
+results/ and TABLE one of:
 
+    brief MODEL     a few columns of `compare`; WORDS choose rows as for `overlap`: R2, T1024
     compare MODEL   strategies, for every number of ranks; the last run, since only ratios within one run mean anything,
                     and how far the ratios of all recorded runs of a case lie apart
     scaling MODEL   the same over numbers of ranks, of scaling.jsonl
@@ -29,9 +30,11 @@ from typing import Any
 
 from card import RESULTS
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 BLOCK = re.compile(r"(<!-- report: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 FILES = {
+    "brief": "compare.jsonl",
     "compare": "compare.jsonl",
     "scaling": "scaling.jsonl",
     "overlap": "overlap.jsonl",
@@ -120,6 +123,13 @@ COMPARE: Columns = {
     "buffers, MiB": lambda row: _mebibytes(row, "buffer_bytes"),
     "memory efficiency, kept": lambda row: _number(row, "kept_efficiency", 2),
     "peak": lambda row: _number(row, "peak_efficiency", 2),
+}
+BRIEF: Columns = {
+    "strategy": COMPARE["strategy"],
+    "step, ms (median, p20-p80)": COMPARE["step, ms (median, p20-p80)"],
+    "rtp / this (all runs)": COMPARE["rtp / this (all runs)"],
+    "kept, MiB per rank": lambda row: _mebibytes(row, "kept_bytes"),
+    "transient, MiB": COMPARE["transient, MiB"],
 }
 SCALING: Columns = {
     "ranks": _ranks,
@@ -255,27 +265,30 @@ def last_cases(lines: list[Row], words: list[str]) -> list[Row]:
 
 
 def block(wish: str, results: Path) -> str:
-    """What README says between a marker and its end. `wish`: the words of the marker."""
+    """What a page says between a marker and its end. `wish`: the words of the marker."""
     machine, kind, *words = wish.split() if " " in wish else (wish, "")
-    if kind not in FILES or (kind in ("compare", "scaling") and len(words) != 1):
-        expected = "<!-- report: MACHINE compare MODEL|scaling MODEL|overlap|memory WORDS -->"
+    wrong = len(words) != 1 if kind in ("compare", "scaling") else kind == "brief" and not words
+    if kind not in FILES or wrong:
+        expected = "<!-- report: MACHINE compare MODEL|scaling MODEL|brief MODEL WORDS|overlap WORDS|memory WORDS -->"
         raise ValueError(f"expected {expected}, got {wish!r}")
     lines = read_lines(results / machine / FILES[kind])
     if kind == "scaling":
         return compare_table([row for run in last_runs(lines, words[0]) for row in run], SCALING)
-    if kind == "compare":
+    if kind in ("brief", "compare"):
         runs = last_runs(lines, words[0])
         everything = lines
         if (scaling := results / machine / FILES["scaling"]).exists():
             everything = lines + read_lines(scaling)
         for row in (row for run in runs for row in run):
             row["rtp_ratios"] = [line["rtp_ratio"] for line in everything if _comparable(line, row)]
+        if kind == "brief":
+            return compare_table(last_cases([row for run in runs for row in run], words[1:]), BRIEF)
         return "".join(map(compare_table, runs))
     return table(last_cases(lines, words), OVERLAP if kind == "overlap" else MEMORY)
 
 
 def rewrite(text: str, results: Path) -> str:
-    """README with its blocks made anew. Raises ValueError where it has none, or where results are missing."""
+    """A page with its blocks made anew. Raises ValueError where it has none, or where results are missing."""
     if not BLOCK.search(text):
         raise ValueError("expected a block <!-- report: MACHINE TABLE --> ... <!-- end -->, found none")
     return BLOCK.sub(lambda found: found[1] + block(found[2], results) + found[4], text)
@@ -293,19 +306,20 @@ def deliver(args: argparse.Namespace, page: Path, before: str, after: str, block
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Tables of README from the results. See the top of the file.")
+    parser = argparse.ArgumentParser(description="Tables of the pages, from the results. See the top of the file.")
     wish = parser.add_mutually_exclusive_group()
-    wish.add_argument("--write", action="store_true", help="rewrite the blocks in README.md")
-    wish.add_argument("--check", action="store_true", help="fail where README differs")
-    parser.add_argument("--readme", type=Path, default=README)
+    wish.add_argument("--write", action="store_true", help="rewrite the blocks in the pages")
+    wish.add_argument("--check", action="store_true", help="fail where a page differs")
+    parser.add_argument("--page", type=Path, action="append", help="default: README.md and docs/results.md")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the machines")
     args = parser.parse_args(argv)
-    before = args.readme.read_text()
-    try:
-        after = rewrite(before, args.results)
-    except ValueError as problem:
-        sys.exit(str(problem))
-    deliver(args, args.readme, before, after, BLOCK, "the results: python benchmarks/report.py --write")
+    for page in args.page or PAGES:
+        before = page.read_text()
+        try:
+            after = rewrite(before, args.results)
+        except ValueError as problem:
+            sys.exit(f"{page.name}: {problem}")
+        deliver(args, page, before, after, BLOCK, "the results; run python benchmarks/report.py --write")
 
 
 if __name__ == "__main__":

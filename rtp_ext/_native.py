@@ -24,8 +24,14 @@ RotationError = _C.RotationError
 RingTimeout = _C.RingTimeout
 CudaError = _C.CudaError
 NcclError = _C.NcclError
-for _error in (RotationError, RingTimeout, CudaError, NcclError):
+for _error, _meaning in (
+    (RotationError, "A ring cannot do what it was asked for: it failed, was closed, or cannot be made."),
+    (RingTimeout, "A rank of the ring did not answer in time, or is gone. The ring cannot be used any more."),
+    (CudaError, "A call of CUDA failed."),
+    (NcclError, "A call of NCCL failed."),
+):
     _error.__module__ = "rtp_ext"
+    _error.__doc__ = _meaning
 
 with_cuda: bool = _C.with_cuda
 CrossEntropyShape = _C.CrossEntropyShape

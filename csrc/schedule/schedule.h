@@ -130,7 +130,7 @@ struct Schedule {
 };
 
 // The schedule of one pass of rank `rank` in a ring of `ranks`. Throws std::invalid_argument for an impossible ring.
-// Source: RTP, arXiv 2311.01635; orders and slots as in the README, 'How rotation works'.
+// Source: RTP, arXiv 2311.01635; orders and slots as in docs/design.md, 'How rotation works'.
 Schedule make_schedule(int ranks, int rank, const ScheduleOptions& options);
 
 // The rows of each owner's shard when `extent` rows are cut for `ranks` ranks: the chunk rule of DTensor's Shard,

@@ -1,4 +1,4 @@
-"""What README prints runs as printed, and what it names exists."""
+"""What README prints runs as printed, and it is short. What it names is checked in test_docs.py."""
 
 import math
 import os
@@ -9,6 +9,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) < 150
 
 
 def test_quickstart(tmp_path):
@@ -37,11 +41,3 @@ def _start(script, code):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def test_files_named_in_readme_exist():
-    named = set(re.findall(r"`((?:csrc|rtp_ext|benchmarks|python_tests|docs)/[\w/.-]+)`", README))
-    named |= set(re.findall(r"\]\(((?!http)[\w/.-]+)\)", README))
-    assert {"csrc/engine/executor.h", "rtp_ext/convert.py", "docs/backward.png"} <= named
-    missing = sorted(name for name in named if not (ROOT / name).exists())
-    assert not missing

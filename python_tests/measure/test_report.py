@@ -1,4 +1,4 @@
-"""The tables of README and its figures say what the results say."""
+"""The tables and figures of README and docs/results.md say what the results say."""
 
 import json
 import re
@@ -13,19 +13,27 @@ RESULTS = ROOT / "benchmarks" / "results"
 COMPARE = RESULTS / "cpu-2core" / "compare.jsonl"
 
 
-def test_the_numbers_of_readme_are_those_of_the_results(tmp_path, capsys):
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
+def test_the_numbers_of_a_page_are_those_of_the_results(page, tmp_path, capsys):
     report.main(["--check"])
-    text = (ROOT / "README.md").read_text()
+    text = page.read_text()
     wish, table = next((found[2], found[3]) for found in report.BLOCK.finditer(text))
     number = re.search(r"\| (\d+) \(", table)[1]
-    wrong = tmp_path / "README.md"
+    wrong = tmp_path / page.name
     wrong.write_text(text.replace(f"| {number} (", f"| {int(number) - 1} (", 1))
-    with pytest.raises(SystemExit, match="differs from the results"):
-        report.main(["--check", "--readme", str(wrong)])
-    report.main(["--write", "--readme", str(wrong)])
+    with pytest.raises(SystemExit, match=f"{page.name}: differs from the results"):
+        report.main(["--check", "--page", str(page), "--page", str(wrong)])
+    report.main(["--write", "--page", str(wrong)])
     assert wrong.read_text() == text
     report.main([])
     assert f"<!-- report: {wish} -->" in capsys.readouterr().out
+
+
+def test_every_result_of_this_machine_is_on_a_page():
+    wishes = [found[2] for page in report.PAGES for found in report.BLOCK.finditer(page.read_text())]
+    kinds = {tuple(wish.split()[:2]) for wish in wishes}
+    files = {(file.parent.name, file.stem) for file in RESULTS.glob("*/*.jsonl")}
+    assert {(machine, report.FILES[kind].removesuffix(".jsonl")) for machine, kind in kinds} >= files
 
 
 def test_tables_show_the_last_run_and_only_what_is_known():
@@ -87,12 +95,14 @@ def test_tables_of_overlap_and_memory(tmp_path):
         ("here memories", "got 'here memories'"),
         ("here", "got 'here'"),
         ("here compare", "got 'here compare'"),
+        ("here brief", "got 'here brief'"),
+        ("cpu-2core brief mlp R7", "expected results with R7"),
         ("here scaling", "got 'here scaling'"),
         ("there overlap", "found none"),
         ("cpu-2core compare gpt9", "results of gpt9"),
     ):
         with pytest.raises(ValueError, match=message):
-            report.block(wish, RESULTS if "gpt9" in wish else tmp_path)
+            report.block(wish, RESULTS if wish.startswith("cpu-2core") else tmp_path)
     with pytest.raises(ValueError, match="expected a block"):
         report.rewrite("", tmp_path)
 

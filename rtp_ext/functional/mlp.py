@@ -110,7 +110,7 @@ def rotated_mlp(
             GEMM per weight of the first layer, no hop more). Otherwise x @ U.T and x @ G.T are kept, [..., H] each.
 
     Partial outputs are summed in float32 where the compute dtype has 16 bits. Everything else is as in
-    `rotated_linear`. Source: RTP, arXiv 2311.01635; README, 'Bundles'.
+    `rotated_linear`. Source: RTP, arXiv 2311.01635; docs/design.md, 'Bundles'.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}")

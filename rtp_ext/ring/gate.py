@@ -125,7 +125,7 @@ def gemm_seconds(device: Device, rows: int, columns: int, depth: int) -> float:
 
 
 def predict(ranks: int, tokens: int, layer: Layer, link: Link, device: Device) -> dict[str, float]:
-    """Seconds of one forward and backward of a layer, `rotate` and `gather`; README, 'How rotation works'.
+    """Seconds of one forward and backward of a layer, `rotate` and `gather`; docs/design.md, 'How rotation works'.
 
     rotate  forward  c + (R - 1) max(c, w)           c, C: GEMM of a shard, of the whole
             backward 2 c R + (R - 1) (max(0, g - c) + max(0, w - 2 c))   w, g: hops of a weight, of a gradient

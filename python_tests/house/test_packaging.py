@@ -1,0 +1,110 @@
+"""What is packed: an archive that builds, the torch that it needs, and the architectures that are compiled for."""
+
+import re
+import runpy
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from setuptools import Distribution
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def setup():
+    """The names that setup.py defines."""
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "setup.py"), run_name="setup"))
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory):
+    """What setuptools writes before it builds or packs anything."""
+    folder = tmp_path_factory.mktemp("egg")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    return folder / "rtp_ext.egg-info"
+
+
+def test_the_source_archive_is_complete(metadata):
+    packed = set((metadata / "SOURCES.txt").read_text().splitlines())
+    built = {".so", ".o", ".pyc"}
+    needed = {
+        str(file.relative_to(ROOT))
+        for folder in ("csrc", "rtp_ext", "python_tests", "benchmarks", "docs")
+        for file in (ROOT / folder).rglob("*")
+        if file.is_file() and file.suffix not in built and ".egg-info" not in str(file)
+    }
+    needed |= {"CMakeLists.txt", "MANIFEST.in", "Makefile", "README.md", "CHANGELOG.md", "pyproject.toml", "setup.py"}
+    assert len(needed) > 300
+    assert sorted(needed - packed) == []
+    assert not [name for name in packed if Path(name).suffix in built]
+    description = (ROOT / "CMakeLists.txt").read_text()
+    assert all(source in packed for source in re.findall(r"csrc/[\w/]+[.]\w+", description))
+
+
+def test_what_is_compiled_requires_its_torch_and_a_source_archive_any(setup, metadata):
+    installed = version("torch").split("+")[0]
+    assert (metadata / "requires.txt").read_text().startswith(f"torch=={installed}\nnumpy\n")
+    for command in ("bdist_wheel", "dist_info", "editable_wheel"):
+        assert setup.torch_requirement([command]) == f"torch=={installed}"
+    assert setup.torch_requirement(["-q", "sdist", "--dist-dir", "x"]) == "torch>=2.11"
+
+
+def test_every_package_and_its_data_are_installed(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    distribution = Distribution()
+    distribution.parse_config_files(["pyproject.toml"])
+    files = [
+        file.relative_to(ROOT) for file in (ROOT / "rtp_ext").rglob("*") if file.suffix in (".py", ".json", ".typed")
+    ]
+    assert set(distribution.packages) == {str(file.parent).replace("/", ".") for file in files}
+    data = {Path(*package.split("."), name) for package, names in distribution.package_data.items() for name in names}
+    assert data == {file for file in files if file.suffix != ".py"} and Path("rtp_ext/py.typed") in data
+
+
+def test_architectures_are_those_of_the_gpus_present(setup, tmp_path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\n[ $1 = --list-gpu-arch ] && printf 'compute_%s\\n' 75 80 86 90 100\n")
+    nvcc.chmod(0o755)
+
+    def chosen(*capabilities):
+        cuda = SimpleNamespace(
+            is_available=lambda: bool(capabilities),
+            device_count=lambda: len(capabilities),
+            get_device_capability=lambda index: capabilities[index],
+        )
+        return setup.architectures(SimpleNamespace(cuda=cuda), str(nvcc))
+
+    everything = "80-real 90-real 100"
+    assert chosen() == everything
+    assert chosen((9, 0)) == chosen((9, 0), (9, 0)) == "90"
+    assert chosen((9, 0), (8, 6)) == "86-real 90"
+    assert chosen((10, 0)) == "100"
+    assert chosen((7, 5)) == everything  # older than anything that is compiled for
+    assert chosen((10, 3)) == everything  # unknown to this nvcc, which can make PTX for it
+
+
+def test_cuda_is_compiled_as_the_environment_says(setup, tmp_path, monkeypatch):
+    for name in ("bin/nvcc", "lib64/libcudart.so.13", "lib64/libcublas.so.13", "lib64/libnccl.so.2"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    cuda = SimpleNamespace(is_available=lambda: False)
+    torch = SimpleNamespace(version=SimpleNamespace(cuda="13.0"), __file__=str(tmp_path / "torch" / "x.py"), cuda=cuda)
+    for asked, expected in ((None, "80-real 90-real 100"), ("90a", "90a"), ("", "80-real 90-real 100")):
+        monkeypatch.delenv("RTP_CUDA_ARCHITECTURES", raising=False)
+        if asked is not None:
+            monkeypatch.setenv("RTP_CUDA_ARCHITECTURES", asked)
+        facts = setup.cuda_facts(torch)
+        assert facts["WITH_CUDA"] == "ON" and facts["CUDA_ARCHITECTURES"] == expected
+    monkeypatch.setenv("RTP_WITH_CUDA", "0")
+    assert setup.cuda_facts(torch) == {"WITH_CUDA": "OFF", "CUDA_REASON": "RTP_WITH_CUDA=0"}
+    monkeypatch.setenv("RTP_WITH_CUDA", "1")
+    torch.version.cuda = None
+    with pytest.raises(SystemExit, match="RTP_WITH_CUDA=1 but this torch has no CUDA"):
+        setup.cuda_facts(torch)
+    assert "RTP_WITH_CUDA=0" in setup.HINT and "RTP_CUDA_ARCHITECTURES" in setup.HINT
