@@ -1,7 +1,5 @@
 #include "engine/executor.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <limits>
 
@@ -24,8 +22,6 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
 Executor::~Executor() {
   if (alive()) transport_->drop();
 }
-
-bool Executor::forked() const { return getpid() != owner_ && !transport_->alone(); }
 
 void Executor::check_alive(const std::string& operation) const {
   if (forked()) {
@@ -84,14 +80,12 @@ Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo>
       gradient_{std::move(gradient), std::nullopt, std::nullopt},
       operation_(std::move(operation)) {
   executor_.check_alive(operation_);
-  for (const auto* cargo : {&weight_, &gradient_[0]}) {
-    const size_t most = executor_.transport().most_parts();
-    RTP_CHECK_VALUE(!*cargo || (*cargo)->parts.size() <= most, operation_, ": expected at most ", most,
-                    " tensors that travel together, got ", (*cargo)->parts.size());
-  }
   hops_ = {schedule_.hops(Channel::weight), schedule_.hops(Channel::gradient)};
   for (auto* cargo : {&weight_, &gradient_[0]}) {
     if (!*cargo) continue;
+    const size_t parts = (*cargo)->parts.size(), most = executor_.transport().most_parts();
+    RTP_CHECK_VALUE(parts <= most, operation_, ": expected at most ", most, " tensors that travel together, got ",
+                    parts);
     // Aliases outside autograd: what travels in place is back before anybody looks, so no version changes.
     for (at::Tensor& home : (*cargo)->home) home = home.variable_data();
   }

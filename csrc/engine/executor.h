@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <unistd.h>
 
 #include <array>
 #include <map>
@@ -50,7 +51,7 @@ class Executor {
 
   // Whether this is a copy in a process forked from the owner: the transport's threads are not here, and its memory and
   // connections are still the owner's.
-  bool forked() const;
+  bool forked() const { return getpid() != owner_ && !transport_->alone(); }
 
   std::shared_ptr<Transport> transport_;
   const int owner_;  // process id

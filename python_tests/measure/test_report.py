@@ -21,7 +21,7 @@ def test_the_numbers_of_a_page_are_those_of_the_results(page, tmp_path, capsys):
     number = re.search(r"\| (\d+) \(", table)[1]
     wrong = tmp_path / page.name
     wrong.write_text(text.replace(f"| {number} (", f"| {int(number) - 1} (", 1))
-    with pytest.raises(SystemExit, match=f"{page.name}: differs from the results"):
+    with pytest.raises(SystemExit, match=f"{page.name} differs from the results"):
         report.main(["--check", "--page", str(page), "--page", str(wrong)])
     report.main(["--write", "--page", str(wrong)])
     assert wrong.read_text() == text

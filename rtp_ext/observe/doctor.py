@@ -92,7 +92,7 @@ def shm_refusal() -> str | None:
         try:
             address = transport.address()
             transport.connect([address])
-            _, pid, memory, _ = address.split()
+            _, _, pid, memory, _ = address.split()
             opened = subprocess.run(
                 [sys.executable, "-S", "-c", f"open('/proc/{pid}/fd/{memory}', 'r+b').close()"],
                 capture_output=True,
