@@ -5,7 +5,8 @@ import torch
 
 from rtp_ext import RotationError, _native
 from rtp_ext.ring import transports
-from rtp_ext.ring.transports import Candidate, TransportOptions
+from rtp_ext.ring.options import TransportOptions
+from rtp_ext.ring.transports import Candidate
 
 
 class StandIn:

@@ -11,8 +11,11 @@ import torch
 import rtp_ext
 from rtp_ext import RotationError, _native
 from rtp_ext.observe import doctor
-from rtp_ext.ring import transports
-from rtp_ext.ring.transports import TransportOptions, choose_ce_modes, choose_route, connect
+from rtp_ext.ring import ring as ring_module
+from rtp_ext.ring import routes, transports
+from rtp_ext.ring.options import TransportOptions
+from rtp_ext.ring.routes import choose_ce_modes, choose_route
+from rtp_ext.ring.transports import connect
 
 
 class TwoRanks:
@@ -41,7 +44,8 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     device = SimpleNamespace(name="A GPU", total_memory=2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
-    monkeypatch.setattr(transports, "_boot_id", lambda: "this host")
+    monkeypatch.setattr(transports, "boot_id", lambda: "this host")
+    monkeypatch.setattr(routes, "boot_id", lambda: "this host")
     monkeypatch.setattr(_native, "nccl_versions", lambda: (23007, 23007))
     monkeypatch.setattr(_native, "nccl_unique_id", lambda: b"id")
     monkeypatch.setattr(_native, "ring_end", lambda *arguments: arguments)
@@ -132,16 +136,16 @@ def test_copy_engines_are_for_gpus(gpus):
 
 def test_routes(gpus):
     ring = TwoRanks()
-    for ring.transport in ("ce", "nccl"):
-        assert choose_route(ring, "auto") == "direct"
-        assert choose_route(ring, "ring") == "ring"
+    for transport in ("ce", "nccl"):
+        assert choose_route(ring, transport, "auto") == "direct"
+        assert choose_route(ring, transport, "ring") == "ring"
     gpus.setattr(torch.cuda, "device_count", lambda: 1)  # each rank sees its own, and cannot tell how they are linked
-    assert choose_route(ring, "auto") == "ring"
+    assert choose_route(ring, "nccl", "auto") == "ring"
     gpus.setattr(torch.cuda, "device_count", lambda: 2)
     gpus.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
-    assert choose_route(ring, "auto") == "ring"
-    ring.transport = "ce"  # has the address of every rank's slots, or would have been refused
-    assert choose_route(ring, "auto") == "direct"
+    assert choose_route(ring, "nccl", "auto") == "ring"
+    # `ce` has the address of every rank's slots, or would have been refused
+    assert choose_route(ring, "ce", "auto") == "direct"
 
 
 @pytest.mark.parametrize("other", [(9, 132), (9, 78), (8, 132)])
@@ -155,7 +159,7 @@ def test_ranks_tell_each_other_the_kinds_of_their_gpus(gpus, other):
         def _prepare(self, *_):
             self.gate = SimpleNamespace(alike=None)
 
-    gpus.setattr(rtp_ext.ring, "kind_of", lambda device: (9, 132))
+    gpus.setattr(ring_module, "kind_of", lambda device: (9, 132))
     ring = Starting()
     rtp_ext.Ring._start(ring, "nccl", "auto", None)
     assert ring.gate.alike == (other == (9, 132))
@@ -173,9 +177,7 @@ def test_ranks_tell_each_other_the_kinds_of_their_gpus(gpus, other):
 def test_modes_follow_the_route(gpus, wish, route, weight, gradient):
     told = {}
     gpus.setattr(_native, "set_ce_mode", lambda native, channel, mode: told.update({channel: mode}))
-    ring = TwoRanks(ce_mode=wish)
-    ring.hop_route = route
-    choose_ce_modes(ring, "native ce")
+    choose_ce_modes("native ce", route, wish)
     assert told == {"weight": weight, "gradient": gradient}
 
 

@@ -21,7 +21,7 @@ from rtp_ext.convert.gathered import ForwardScope
 from rtp_ext.convert.scopes import RotationState, is_inside, mark_inside, state_of
 from rtp_ext.nn import Flyweight
 from rtp_ext.ring import Ring
-from rtp_ext.ring.transports import resolve_mesh
+from rtp_ext.ring.mesh import resolve_mesh
 
 logger = logging.getLogger("rtp_ext")
 

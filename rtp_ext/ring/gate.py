@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from rtp_ext._native import shard_sizes
 
-__all__ = ["Device", "Gate", "Layer", "Link", "Plan", "decide", "device_of", "link_of", "measure", "predict"]
+__all__ = ["Device", "Gate", "Layer", "Link", "Plan", "decide", "device_of", "link_of", "predict"]
 
 logger = logging.getLogger("rtp_ext")
 
@@ -202,24 +200,3 @@ class Gate:
         self.plans[name] = plan
         logger.debug("%s: route %s, gradients in halves: %s (%s)", name, plan.route, plan.halves, plan.reason)
         return plan
-
-
-def measure(ring: Any, shard_bytes: int, repeats: int) -> Link:
-    """The link of a ring, from shards of `shard_bytes` and of a few bytes. Collective."""
-    if ring.size == 1:
-        raise ValueError("Ring.measure_link: expected at least 2 ranks, got 1")
-    large, small = (
-        max(ring.exchange(min(_seconds_per_hop(ring, size) for _ in range(repeats)))) for size in (shard_bytes, 64)
-    )
-    return Link(shard_bytes / max(large - small, 1e-9), small, "measured")
-
-
-def _seconds_per_hop(ring: Any, shard_bytes: int) -> float:
-    shard = torch.zeros(shard_bytes, dtype=torch.uint8, device=ring.device)
-    ring.exchange(None)  # start together
-    start = time.perf_counter()
-    for _ in ring.rotate(shard):
-        pass
-    if ring.device.type == "cuda":
-        torch.cuda.synchronize(ring.device)
-    return (time.perf_counter() - start) / (ring.size - 1)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rtp_ext._native import RingTimeout
+from rtp_ext.ring.options import TransportOptions
 
 # torch 2.14 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,9 +25,12 @@ _NAMES_ARE_COUNTED = "group_count" in dist.distributed_c10d._hash_ranks_to_str._
 class Groups:
     """Process groups over the ranks of a ring, for the class Ring. A ring of one process, emulated or not, has none."""
 
+    rank: int
     size: int
     device: torch.device
     timeout: datetime.timedelta
+    transport: str
+    transport_options: TransportOptions
     check_alive: Callable[[str], None]
     _executor: Any
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
+from rtp_ext.ring.groups import Groups
 
 
 def as_tensor(value: Any) -> torch.Tensor:
@@ -29,10 +31,14 @@ def agreements(tensor: torch.Tensor) -> dict[Any, Any]:
     return tensor.__dict__.setdefault("_rtp_agreements", {})
 
 
-class Rotation:
+class Rotation(Groups):
     """`rotate` and `collect`, for the class Ring."""
 
-    def shapes(self: Any, tensors: Sequence[torch.Tensor], originals: Sequence[Any]) -> list[list[list[int]]]:
+    serial: int
+    hop_route: str
+    run: Callable[..., Any]
+
+    def shapes(self, tensors: Sequence[torch.Tensor], originals: Sequence[Any]) -> list[list[list[int]]]:
         """The shape of every owner's shard of each tensor: by the chunk rule for DTensors, else by asking once."""
         if all(isinstance(o, DTensor) for o in originals):
             result = []
@@ -48,7 +54,7 @@ class Rotation:
             known[key] = self._agree_on_shapes(mine)
         return known[key]
 
-    def _agree_on_shapes(self: Any, mine: list[tuple[tuple[int, ...], str]]) -> list[list[list[int]]]:
+    def _agree_on_shapes(self, mine: list[tuple[tuple[int, ...], str]]) -> list[list[list[int]]]:
         told = self.exchange(mine)
         for rank, theirs in enumerate(told):
             if [(len(s), d) for s, d in theirs] != [(len(s), d) for s, d in told[0]]:
@@ -58,7 +64,7 @@ class Rotation:
                 )
         return [[list(theirs[part][0]) for theirs in told] for part in range(len(mine))]
 
-    def _shards(self: Any, operation: str, shard: Any) -> tuple[list[torch.Tensor], list[list[list[int]]], bool]:
+    def _shards(self, operation: str, shard: Any) -> tuple[list[torch.Tensor], list[list[list[int]]], bool]:
         self.check_alive(operation)
         single = not isinstance(shard, (list, tuple))
         originals = [shard] if single else list(shard)
@@ -71,7 +77,7 @@ class Rotation:
         tensors = [tensor.contiguous() for tensor in tensors]
         return tensors, self.shapes(tensors, originals), single
 
-    def rotate(self: Any, shard: Any, *, reverse: bool = False) -> Iterator[tuple[int, Any]]:
+    def rotate(self, shard: Any, *, reverse: bool = False) -> Iterator[tuple[int, Any]]:
         """Lets every rank's shard visit this rank while the caller computes on the one in hand.
 
         Args:
@@ -87,7 +93,7 @@ class Rotation:
         execution = self.run("rotate", _native.Execution.rotate, tensors, shapes, self.hop_route, reverse)
         return self._visits(execution, single)
 
-    def _visits(self: Any, execution: Any, single: bool) -> Iterator[tuple[int, Any]]:
+    def _visits(self, execution: Any, single: bool) -> Iterator[tuple[int, Any]]:
         try:
             while (step := self._next(execution)) is not None:
                 views = execution.weight()
@@ -95,14 +101,14 @@ class Rotation:
         finally:
             execution.finish()
 
-    def _next(self: Any, execution: Any) -> Any:
+    def _next(self, execution: Any) -> Any:
         try:
             return execution.next()
         except RotationError:
             self.abandon()
             raise
 
-    def collect(self: Any, add: Callable[[int, Any], None], like: Any) -> Any:
+    def collect(self, add: Callable[[int, Any], None], like: Any) -> Any:
         """The dual of `rotate`: every owner's sum over all ranks, gathered on the way and delivered at home.
 
         Args:
@@ -128,3 +134,14 @@ class Rotation:
         finally:
             execution.finish()
         return home[0] if single else home
+
+    def seconds_per_hop(self, shard_bytes: int) -> float:
+        """Times one rotation of shards of `shard_bytes` on this rank. Collective."""
+        shard = torch.zeros(shard_bytes, dtype=torch.uint8, device=self.device)
+        self.exchange(None)  # start together
+        start = time.perf_counter()
+        for _ in self.rotate(shard):
+            pass
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - start) / (self.size - 1)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rtp_ext._native import RotationError
+from rtp_ext.host import boot_id
+from rtp_ext.ring.groups import Groups
 
 logger = logging.getLogger("rtp_ext")
 
@@ -77,28 +77,20 @@ class Trace:
     events: list[TraceEvent] = field(default_factory=list)
 
 
-def _host() -> str:
-    """The same for all processes that share a steady clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()
-
-
 @contextlib.contextmanager
-def record(ring: Any) -> Iterator[Trace]:
+def record(ring: Groups) -> Iterator[Trace]:
     """Records `ring` while the block runs. Collective."""
     ring.check_alive("trace")
     if ring.device.type == "cuda":
         torch.cuda.synchronize(ring.device)
     ring.exchange(None)  # the ranks start together
-    trace = Trace(ring.rank, ring.size, str(ring.device), ring.transport, _host())
+    trace = Trace(ring.rank, ring.size, str(ring.device), ring.transport, boot_id())
     _switch(ring, True)
     try:
         yield trace
     finally:
         _switch(ring, False)
-        if ring.alive:
+        if ring._executor.alive:
             trace.zero, trace.captured, passes, events = ring._executor.read_trace()
             trace.passes = [TracePass(number, *each) for number, each in enumerate(passes)]
             trace.events = [
@@ -109,7 +101,7 @@ def record(ring: Any) -> Iterator[Trace]:
         logger.warning("trace: %d passes were captured in a CUDA graph and are not in the trace", trace.captured)
 
 
-def _switch(ring: Any, on: bool) -> None:
+def _switch(ring: Groups, on: bool) -> None:
     try:
         ring._executor.trace(on)
     except RotationError as error:

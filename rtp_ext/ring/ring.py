@@ -16,20 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.ring.autograd import follow
-from rtp_ext.ring.gate import Gate, Link, kind_of, measure
-from rtp_ext.ring.groups import Groups
+from rtp_ext.ring.gate import Gate, Link, kind_of
+from rtp_ext.ring.mesh import resolve_mesh
+from rtp_ext.ring.options import TransportOptions
 from rtp_ext.ring.primitives import Rotation
 from rtp_ext.ring.recording import Trace, record
+from rtp_ext.ring.routes import choose_ce_modes, choose_route
 from rtp_ext.ring.surroundings import keep_compilers_out, refuse_transforms
 from rtp_ext.ring.transports import (
-    TransportOptions,
     ce_refusal,
-    choose_ce_modes,
-    choose_route,
     connect,
     nccl_put_refusal,
     nccl_refusal,
-    resolve_mesh,
 )
 
 logger = logging.getLogger("rtp_ext")
@@ -46,7 +44,7 @@ _serials = itertools.count()
 _phases = itertools.count(1)
 
 
-class Ring(Rotation, Groups):
+class Ring(Rotation):
     """Ranks that rotate shards among themselves.
 
     Args:
@@ -193,10 +191,10 @@ class Ring(Rotation, Groups):
         connection = connect(self, transport)
         self.transport: str = connection.name
         self.transport_reason: str = connection.reason
-        self.hop_route: str = choose_route(self, "auto" if route == "gather" else route)
+        self.hop_route: str = choose_route(self, self.transport, "auto" if route == "gather" else route)
         self.route: str = "gather" if route == "gather" else self.hop_route
         if self.transport == "ce":
-            choose_ce_modes(self, connection.native)
+            choose_ce_modes(connection.native, self.hop_route, self.transport_options.ce_mode)
         self._prepare(connection.native, route, gradient_halves)
         if self.device.type == "cuda":
             self.gate.alike = len(set(self.exchange(kind_of(self.device)))) == 1
@@ -286,7 +284,12 @@ class Ring(Rotation, Groups):
 
         The rate comes from shards of `shard_bytes`, the latency from shards of a few bytes; the slowest rank counts.
         """
-        self.gate.link = measure(self, shard_bytes, repeats)
+        if self.size == 1:
+            raise ValueError("Ring.measure_link: expected at least 2 ranks, got 1")
+        large, small = (
+            max(self.exchange(min(self.seconds_per_hop(size) for _ in range(repeats)))) for size in (shard_bytes, 64)
+        )
+        self.gate.link = Link(shard_bytes / max(large - small, 1e-9), small, "measured")
         return self.gate.link
 
     # -- traces and counters -----------------------------------------------------------------------------------------

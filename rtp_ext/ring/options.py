@@ -1,0 +1,46 @@
+"""Settings of transports between GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+CE_MODES = ("auto", "push", "pull")
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """Settings of transports between GPUs; see `Ring`."""
+
+    min_ctas: int = 0
+    max_ctas: int = 0
+    registered: bool | None = None
+    delay_us: int = 0
+    ce_mode: str = "auto"
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> TransportOptions:
+        """The options of a Ring's `transport_options`, with the environment's RTP_DEBUG_DELAY_US as default delay."""
+        given = dict(given or {})
+        known = [field.name for field in fields(cls)]
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(f"Ring: expected transport_options among {', '.join(known)}, got {name!r}")
+            if name == "registered":
+                if value is not None and not isinstance(value, bool):
+                    raise TypeError(f"Ring: expected transport option registered to be a bool or None, got {value!r}")
+            elif name == "ce_mode":
+                if value not in CE_MODES:
+                    raise ValueError(
+                        f"Ring: expected transport option ce_mode to be one of {', '.join(CE_MODES)}, got {value!r}"
+                    )
+            elif not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"Ring: expected transport option {name} to be an int, got {value!r}")
+            elif value < 0:
+                raise ValueError(f"Ring: expected transport option {name} >= 0, got {value}")
+        delay = os.environ.get("RTP_DEBUG_DELAY_US", "0")
+        if not delay.isdecimal():
+            raise ValueError(f"Ring: expected RTP_DEBUG_DELAY_US to be a number of microseconds, got {delay!r}")
+        return cls(**{"delay_us": int(delay), **given})

@@ -1,0 +1,36 @@
+"""Which way the hops of a ring go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rtp_ext import _native
+from rtp_ext.host import boot_id
+from rtp_ext.ring.groups import Groups
+
+
+def choose_route(ring: Groups, transport: str, wish: str) -> str:
+    """`direct` where any rank reaches any other at the cost of a neighbour, else `ring`. Collective."""
+    if wish != "auto":
+        return wish
+    if transport in ("shm", "ce"):
+        return "direct"
+    if transport.startswith("nccl"):
+        gpus = range(torch.cuda.device_count())
+        one_host = len(set(ring.exchange(boot_id()))) == 1
+        # A rank that sees its own GPU only knows nothing of the others.
+        peers = len(gpus) >= ring.size and all(
+            torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b
+        )
+        return "direct" if all(ring.exchange(one_host and peers)) else "ring"
+    return "ring"
+
+
+def choose_ce_modes(native: Any, hop_route: str, wish: str) -> None:
+    """Tells a transport `ce` how hops travel: along the ring the sender pushes; shards that come straight from their
+    owner are pulled. Gradients always travel along the ring. `wish`, unless `auto`, overrides both."""
+    direct = "pull" if hop_route == "direct" else "push"
+    _native.set_ce_mode(native, "weight", direct if wish == "auto" else wish)
+    _native.set_ce_mode(native, "gradient", "push" if wish == "auto" else wish)
