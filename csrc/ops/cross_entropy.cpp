@@ -182,21 +182,11 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
                                                const std::vector<bool>& needs_parameter,
                                                const RotationOptions& options) {
   const int64_t tokens = x.size(0);
-  const double scale = 1.0 / executor.ranks();
   const at::ScalarType sum_dtype = accumulation_dtype(options.compute_dtype);
   const VocabularyCut whole(shape, executor.ranks());
   check_homes(executor, whole, shape, parameters, options);
-  const auto wanted = [&](const VocabularyCut& cut) {
-    std::vector<Part> parts;
-    const std::vector<Part> all = cut.parts(shape, options.reduce_dtype);
-    for (size_t part = 0; part < all.size(); ++part) {
-      if (needs_parameter[part]) parts.push_back(all[part]);
-    }
-    return parts;
-  };
-  const bool weight_wanted = needs_parameter[0];
-  const bool bias_wanted = shape.bias && needs_parameter[1];
-  const std::vector<at::Tensor> home = gradient_cargo(executor, wanted(whole)).home;
+  const Gradients gradients(executor, whole.parts(shape, options.reduce_dtype), needs_parameter);
+  constexpr int kWeight = 0, kBias = 1;
 
   // d loss / d z = coefficient p - hit [z is the target's] - everywhere, and coefficient p = exp(z - most) factor
   const at::Tensor g = dloss.masked_fill(targets.eq(shape.ignore_index), 0);
@@ -228,11 +218,12 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
     const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.most()}, sums);
     std::optional<Cargo> weights =
         Cargo{cut.parts(shape, options.compute_dtype), own(piece, parameters, pieces, executor.rank())};
-    std::optional<Cargo> gradients;
-    if (!home.empty()) gradients = Cargo{wanted(cut), own(piece, home, pieces, executor.rank())};
-    const Schedule schedule = backward_schedule(executor, piecewise(options, pieces), weights,
-                                                {.wgrad = gradients.has_value(), .bundle = true});
-    Execution pass(executor, schedule, std::move(weights), std::move(gradients), options.name + " backward");
+    std::optional<Cargo> travelling = gradients.cargo(
+        cut.parts(shape, options.reduce_dtype),
+        [&](const at::Tensor& home) { return pieces.size() == 1 ? home : piece.of(home, executor.rank()); });
+    const Schedule schedule =
+        backward_schedule(executor, piecewise(options, pieces), weights, {.wgrad = gradients.any(), .bundle = true});
+    Execution pass(executor, schedule, std::move(weights), std::move(travelling), options.name + " backward");
     at::Tensor first_chunk;  // of a shard: made in its dgrad, for its wgrad
     while (const Step* step = pass.next()) {
       if (cut.sizes[step->owner] == 0) continue;
@@ -241,7 +232,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
       const bool apart = step->owner == executor.rank() && executor.ranks() > 1;
       if (step->compute == Compute::dgrad) {
         // The first chunk hides the hop that brings the partial gradient; the others follow in wgrad.
-        const bool alone = apart || home.empty();
+        const bool alone = apart || !gradients.any();
         for (int64_t first = 0; first < (alone ? tokens : std::min(chunk, tokens)); first += chunk) {
           if (alone && !dx.defined()) break;
           first_chunk = gradient_of_logits(shard, first);
@@ -249,30 +240,29 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
         }
         continue;
       }
-      const auto in = pass.gradient_in();
-      const auto out = pass.gradient_out();
-      if (tokens == 0) {
-        for (size_t part = 0; part < out.size(); ++part) pass_on(out[part], in.empty() ? at::Tensor() : in[part]);
+      const Gradients::Sums of_shard(gradients, pass);
+      for (const int part : {kWeight, shape.bias ? kBias : -1}) {
+        if (tokens == 0 && of_shard.wants(part)) pass_on(of_shard.out(part), of_shard.arrived(part));
       }
       for (int64_t first = 0; first < tokens; first += chunk) {
         const bool made = first == 0 && !apart;
         const at::Tensor dz = made ? first_chunk : gradient_of_logits(shard, first);
         if (!made && !apart) add_dx(shard, dz, first);
         // the partial that arrived, then what this pass has added to it
-        const auto before = [&](size_t part) { return first > 0 ? out[part] : in.empty() ? at::Tensor() : in[part]; };
-        if (weight_wanted) {
-          const at::Tensor sum = before(0);
-          gemm(outputs_first(out[0], cut.linear), sum.defined() ? outputs_first(sum, cut.linear) : sum, dz.t(),
-               shard.widened(of(x, first)), scale);
+        const auto before = [&](int part) { return first > 0 ? of_shard.out(part) : of_shard.arrived(part); };
+        if (of_shard.wants(kWeight)) {
+          gemm(outputs_first(of_shard.out(kWeight), cut.linear), outputs_first(before(kWeight), cut.linear), dz.t(),
+               shard.widened(of(x, first)), of_shard.scale());
         }
-        if (bias_wanted) column_sum(out.back(), before(out.size() - 1), dz, scale);
+        if (shape.bias && of_shard.wants(kBias)) {
+          column_sum(of_shard.out(kBias), before(kBias), dz, of_shard.scale());
+        }
       }
     }
   }
 
   std::vector<at::Tensor> result{dx.defined() ? dx.to(options.compute_dtype) : at::Tensor()};
-  size_t next = 0;
-  for (const bool wants : needs_parameter) result.push_back(wants ? home[next++] : at::Tensor());
+  for (at::Tensor& gradient : gradients.result()) result.push_back(std::move(gradient));
   return result;
 }
 

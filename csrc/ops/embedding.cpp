@@ -13,6 +13,7 @@
 #include "compute/gemm.h"
 #include "compute/kernel_tensors.h"
 #include "kernels/embedding.h"
+#include "ops/gradients.h"
 
 namespace rtp {
 namespace {
@@ -154,22 +155,25 @@ at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at
                   ": expected an output gradient of shape [", ids.numel(), ", ", shape.embedding_dim, "], got ",
                   dy.sizes());
   const EmbeddingCut cut(shape, executor.ranks());
-  const double scale = 1.0 / executor.ranks();
-  const at::Tensor home = gradient_cargo(executor, {table_part(shape, cut, options.reduce_dtype)}).home[0];
+  const Gradients gradients(executor, {table_part(shape, cut, options.reduce_dtype)}, {true});
+  constexpr int kTable = 0;
 
   for (const Piece& piece : cut.pieces(shape, options)) {
-    Cargo cargo{{table_part(shape, cut, piece, options.reduce_dtype)}, {piece.of(home, executor.rank())}};
+    std::optional<Cargo> cargo =
+        gradients.cargo({table_part(shape, cut, piece, options.reduce_dtype)},
+                        [&](const at::Tensor& home) { return piece.of(home, executor.rank()); });
     Execution pass(executor, backward_schedule(executor, options, std::nullopt, {.dgrad = false}), std::nullopt,
                    std::move(cargo), options.name + " backward");
     while (const Step* step = pass.next()) {
-      const auto in = pass.gradient_in();
-      const at::Tensor out = pass.gradient_out()[0];
-      pass_on(out, in.empty() ? at::Tensor() : in[0]);
+      const Gradients::Sums sums(gradients, pass);
+      const at::Tensor out = sums.out(kTable);
+      pass_on(out, sums.arrived(kTable));
       if (cut.sizes[step->owner] == 0 || piece.sizes[step->owner] == 0) continue;
-      add_rows(out, ids, cut.columns(dy, step->owner), cut.first_row(piece, step->owner), shape.padding_idx, scale);
+      add_rows(out, ids, cut.columns(dy, step->owner), cut.first_row(piece, step->owner), shape.padding_idx,
+               sums.scale());
     }
   }
-  return home;
+  return gradients.result()[kTable];
 }
 
 }  // namespace rtp

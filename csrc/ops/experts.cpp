@@ -9,6 +9,7 @@
 
 #include "base/checks.h"
 #include "compute/gemm.h"
+#include "ops/gradients.h"
 
 namespace rtp {
 namespace {
@@ -209,20 +210,12 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
                                          const std::vector<bool>& needs, const RotationOptions& options) {
   const bool needs_x = needs[0], needs_weights = needs[1];
   const ExpertsCut cut(shape, executor.ranks());
-  const double scale = 1.0 / executor.ranks();
   const at::ScalarType sums = accumulation_dtype(options.compute_dtype);
   const auto sum_options = x.options().dtype(sums);
   std::optional<Cargo> cargo = weight_cargo(executor, cut, parameters, options);
   std::vector<Part> parts;
-  std::vector<int> place(parameters.size(), -1);
-  for (size_t part = 0; part < parameters.size(); ++part) {
-    if (!needs[part + 2]) continue;
-    place[part] = static_cast<int>(parts.size());
-    parts.push_back(cut.part(part, options.reduce_dtype));
-  }
-  std::optional<Cargo> gradients;
-  if (!parts.empty()) gradients = gradient_cargo(executor, std::move(parts));
-  const std::vector<at::Tensor> home = gradients ? gradients->home : std::vector<at::Tensor>{};
+  for (size_t part = 0; part < parameters.size(); ++part) parts.push_back(cut.part(part, options.reduce_dtype));
+  const Gradients gradients(executor, std::move(parts), {needs.begin() + 2, needs.end()});
 
   const int64_t choices = weights.size(1);
   const at::Tensor factors = weights.reshape(-1).to(sums);
@@ -233,9 +226,8 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
     at::Tensor x, hidden, d_out, d_values;
   };
   std::map<int, Slice> slices;
-  const Schedule schedule =
-      backward_schedule(executor, options, cargo, {.wgrad = gradients.has_value(), .bundle = true});
-  Execution pass(executor, schedule, std::move(cargo), std::move(gradients), options.name + " backward");
+  const Schedule schedule = backward_schedule(executor, options, cargo, {.wgrad = gradients.any(), .bundle = true});
+  Execution pass(executor, schedule, std::move(cargo), gradients.cargo(), options.name + " backward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;
     const Group group(routed, cut, owner, choices);
@@ -267,19 +259,19 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
       d_pre.copy_(slice.d_pre);
       if (d_gate.defined()) d_gate.copy_(slice.d_gate);
       if (needs_x) dx.index_add_(0, group.token, group.product(d_values, shard[cut.up], shape.transposed).to(sums));
-      if (!home.empty()) {
+      if (gradients.any()) {
         slices[owner] = {rows, slice.value, d_rows.mul(factor).to(options.compute_dtype), d_values};
       }
       continue;
     }
-    const auto in = pass.gradient_in();
-    const auto out = pass.gradient_out();
+    const Gradients::Sums of_shard(gradients, pass);
     // calls make(expert's gradient, what arrived of it, rows of that expert), or passes on where it has no tokens
     const auto add = [&](int part, const auto& make) {
-      if (part < 0 || place[part] < 0) return;
+      if (!of_shard.wants(part)) return;
+      const at::Tensor arrived = of_shard.arrived(part), out = of_shard.out(part);
       group.each([&](int64_t e, const auto& of, int64_t count) {
-        const at::Tensor before = in.empty() ? at::Tensor() : in[place[part]].select(0, e);
-        const at::Tensor after = out[place[part]].select(0, e);
+        const at::Tensor before = arrived.defined() ? arrived.select(0, e) : arrived;
+        const at::Tensor after = out.select(0, e);
         if (count == 0) {
           pass_on(after, before);
         } else {
@@ -291,12 +283,12 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
       add(part, [&](const at::Tensor& after, const at::Tensor& before, const auto& of) {
         const at::Tensor& left = shape.transposed ? inputs : outputs;
         const at::Tensor& right = shape.transposed ? outputs : inputs;
-        gemm(after, before, of(left).t(), of(right), scale);
+        gemm(after, before, of(left).t(), of(right), of_shard.scale());
       });
     };
     const auto add_bias = [&](int part, const at::Tensor& outputs) {
       add(part, [&](const at::Tensor& after, const at::Tensor& before, const auto& of) {
-        column_sum(after, before, of(outputs), scale);
+        column_sum(after, before, of(outputs), of_shard.scale());
       });
     };
     const Slice slice = group.rows > 0 ? slices.at(owner) : Slice{};
@@ -310,7 +302,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
   std::vector<at::Tensor> result{
       needs_x ? dx.to(options.compute_dtype) : at::Tensor(),
       needs_weights ? d_factors.view(weights.sizes()).to(weights.scalar_type()) : at::Tensor()};
-  for (const int part : place) result.push_back(part < 0 ? at::Tensor() : home[part]);
+  for (at::Tensor& gradient : gradients.result()) result.push_back(std::move(gradient));
   return result;
 }
 

@@ -112,9 +112,8 @@ class BundleBackward {
         options_(options),
         whole_(bundle, executor.ranks()),
         places_(bundle),
-        scale_(1.0 / executor.ranks()),
+        gradients_(executor, parts_of(bundle, whole_, options.reduce_dtype), needs_parameter),
         weight_place_(bundle.shapes.size(), -1),
-        gradient_place_(places_.count, -1),
         sums_(inputs.size()) {
     // Only the weights that some dgrad multiplies with travel, and only the gradients that are wanted.
     for (size_t k = 0; k < projections.size(); ++k) {
@@ -132,14 +131,6 @@ class BundleBackward {
     for (int& place : weight_place_) {
       if (place == 0) place = weights++;
     }
-    std::vector<Part> wanted;
-    const std::vector<Part> all = parts_of(bundle, whole_, options.reduce_dtype);
-    for (size_t part = 0; part < all.size(); ++part) {
-      if (!needs_parameter[part]) continue;
-      gradient_place_[part] = static_cast<int>(wanted.size());
-      wanted.push_back(all[part]);
-    }
-    if (!wanted.empty()) home_ = gradient_cargo(executor, std::move(wanted)).home;
   }
 
   std::vector<at::Tensor> run() {
@@ -147,7 +138,7 @@ class BundleBackward {
     for (const Piece& piece : pieces) run(piece, pieces);
     std::vector<at::Tensor> result;
     for (auto& sum : sums_) result.push_back(sum ? sum->result().to(options_.compute_dtype) : at::Tensor());
-    for (const int place : gradient_place_) result.push_back(place < 0 ? at::Tensor() : home_[place]);
+    for (at::Tensor& gradient : gradients_.result()) result.push_back(std::move(gradient));
     return result;
   }
 
@@ -158,29 +149,21 @@ class BundleBackward {
       return pieces.size() == 1 ? shard : piece.of(shard, executor_.rank());
     };
     const std::vector<Part> parts = parts_of(bundle_, cut, options_.compute_dtype);
-    const std::vector<Part> gradient_parts = parts_of(bundle_, cut, options_.reduce_dtype);
-    Cargo weights, gradients;
+    std::optional<Cargo> gradients = gradients_.cargo(parts_of(bundle_, cut, options_.reduce_dtype), mine);
+    Cargo weights;
     for (size_t layer = 0; layer < weight_place_.size(); ++layer) {
       if (weight_place_[layer] < 0) continue;
       weights.parts.push_back(parts[places_.weight[layer]]);
       weights.home.push_back(mine(parameters_[places_.weight[layer]]));
     }
-    for (size_t part = 0; part < gradient_place_.size(); ++part) {
-      if (gradient_place_[part] < 0) continue;
-      gradients.parts.push_back(gradient_parts[part]);
-      gradients.home.push_back(mine(home_[gradient_place_[part]]));
-    }
     const BackwardNeeds needs{.dgrad = !weights.parts.empty(),
-                              .wgrad = !gradients.parts.empty(),
+                              .wgrad = gradients.has_value(),
                               .halves = options_.halves && !bundle_.shapes[0].transposed,
                               .two_lanes = two_lanes(cut)};
-    const auto present = [](bool wanted, Cargo&& cargo) {
-      return wanted ? std::optional<Cargo>(std::move(cargo)) : std::nullopt;
-    };
-    std::optional<Cargo> weight = present(needs.dgrad, std::move(weights));
+    std::optional<Cargo> weight;
+    if (needs.dgrad) weight = std::move(weights);
     const Schedule schedule = backward_schedule(executor_, piecewise(options_, pieces), weight, needs);
-    Execution pass(executor_, schedule, std::move(weight), present(needs.wgrad, std::move(gradients)),
-                   options_.name + " backward");
+    Execution pass(executor_, schedule, std::move(weight), std::move(gradients), options_.name + " backward");
     const BundleCut halves[] = {cut, BundleCut(cut, Half::first), BundleCut(cut, Half::second)};
     while (const Step* step = pass.next()) {
       for (size_t k = 0; k < projections_.size(); ++k) {
@@ -213,28 +196,26 @@ class BundleBackward {
 
   void wgrad(size_t k, const Overlap& overlap, const Execution& pass) {
     const Projection& projection = projections_[k];
-    const auto in = pass.gradient_in();
-    const auto out = pass.gradient_out();
-    const int weight = gradient_place_[places_.weight[projection.layer]];
-    if (weight >= 0) {
+    const Gradients::Sums sums(gradients_, pass);
+    const auto rows = [&](const at::Tensor& sum) { return sum.defined() ? overlap.of_rows(sum) : sum; };
+    const int weight = places_.weight[projection.layer];
+    if (sums.wants(weight)) {
       const LinearShape& shape = bundle_.shapes[projection.layer];
-      const at::Tensor sum = overlap.of_rows(outputs_first(out[weight], shape));
-      const at::Tensor arrived = in.empty() ? at::Tensor() : overlap.of_rows(outputs_first(in[weight], shape));
+      const at::Tensor out = rows(outputs_first(sums.out(weight), shape));
+      const at::Tensor arrived = rows(outputs_first(sums.arrived(weight), shape));
       if (dys_[k].defined()) {
-        gemm(sum, arrived, overlap.of_output(dys_[k]).t(), inputs_[projection.input], scale_);
+        gemm(out, arrived, overlap.of_output(dys_[k]).t(), inputs_[projection.input], sums.scale());
       } else {
-        pass_on(sum, arrived);
+        pass_on(out, arrived);
       }
     }
-    const int place = places_.bias[projection.layer];
-    const int bias = place < 0 ? -1 : gradient_place_[place];
-    if (bias >= 0) {
-      const at::Tensor sum = overlap.of_rows(out[bias]);
-      const at::Tensor arrived = in.empty() ? at::Tensor() : overlap.of_rows(in[bias]);
+    const int bias = places_.bias[projection.layer];
+    if (sums.wants(bias)) {
+      const at::Tensor out = rows(sums.out(bias)), arrived = rows(sums.arrived(bias));
       if (dys_[k].defined()) {
-        column_sum(sum, arrived, overlap.of_output(dys_[k]), scale_);
+        column_sum(out, arrived, overlap.of_output(dys_[k]), sums.scale());
       } else {
-        pass_on(sum, arrived);
+        pass_on(out, arrived);
       }
     }
   }
@@ -249,10 +230,8 @@ class BundleBackward {
   const RotationOptions& options_;
   BundleCut whole_;
   Places places_;
-  double scale_;
-  std::vector<int> weight_place_;    // of every layer's weight among those that travel; -1: it stays
-  std::vector<int> gradient_place_;  // of every parameter's gradient among those that are wanted; -1: not wanted
-  std::vector<at::Tensor> home_;     // this rank's gradients
+  Gradients gradients_;
+  std::vector<int> weight_place_;                // of every layer's weight among those that travel; -1: it stays
   std::vector<std::optional<ProductSum>> sums_;  // of every input's gradient
 };
 
@@ -267,6 +246,17 @@ Part weight_part(const LinearShape& shape, const std::vector<int64_t>& sizes, at
 
 Part bias_part(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   return cut_part(dtype, {shape.out_features}, 0, sizes);
+}
+
+void add_weight_gradient(const Gradients::Sums& sums, int parameter, const LinearShape& shape, const at::Tensor& left,
+                         const at::Tensor& right) {
+  if (!sums.wants(parameter)) return;
+  gemm(outputs_first(sums.out(parameter), shape), outputs_first(sums.arrived(parameter), shape), left.t(), right,
+       sums.scale());
+}
+
+void add_bias_gradient(const Gradients::Sums& sums, int parameter, const at::Tensor& values) {
+  if (sums.wants(parameter)) column_sum(sums.out(parameter), sums.arrived(parameter), values, sums.scale());
 }
 
 void check_operand(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& tensor,

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <vector>
 
+#include "ops/gradients.h"
 #include "ops/rotation.h"
 
 namespace rtp {
@@ -24,10 +25,16 @@ struct LinearShape {
 Part weight_part(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);
 Part bias_part(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);
 
-// A stored weight, or shard of it, as [out_features, in_features].
+// A stored weight, or shard of it, as [out_features, in_features]. Undefined stays undefined.
 inline at::Tensor outputs_first(const at::Tensor& stored, const LinearShape& shape) {
-  return shape.transposed ? stored.t() : stored;
+  return shape.transposed && stored.defined() ? stored.t() : stored;
 }
+
+// Adds left.T @ right to the gradient of a stored weight, and the sum of the rows of `values` to that of a bias, where
+// they are wanted.
+void add_weight_gradient(const Gradients::Sums& sums, int parameter, const LinearShape& shape, const at::Tensor& left,
+                         const at::Tensor& right);
+void add_bias_gradient(const Gradients::Sums& sums, int parameter, const at::Tensor& values);
 
 // Checks that `tensor` is [M, features] in the compute dtype on the device of the ring.
 void check_operand(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& tensor,

@@ -117,27 +117,15 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
                                      const RotationOptions& options) {
   check_operand(executor, options, "an output gradient", dy, shape.out_features);
   const MlpLayout layout(shape, executor.ranks());
-  const double scale = 1.0 / executor.ranks();
   std::optional<Cargo> weights = weight_cargo(executor, layout, parameters, options);
 
-  std::vector<Part> wanted;
-  std::vector<int> place(layout.count, -1);
-  const std::vector<Part> all = layout.parts(options.reduce_dtype);
-  for (int part = 0; part < layout.count; ++part) {
-    if (!needs_parameter[part]) continue;
-    place[part] = static_cast<int>(wanted.size());
-    wanted.push_back(all[part]);
-  }
-  std::optional<Cargo> gradients;
-  if (!wanted.empty()) gradients = gradient_cargo(executor, std::move(wanted));
-  const std::vector<at::Tensor> home = gradients ? gradients->home : std::vector<at::Tensor>{};
+  const Gradients gradients(executor, layout.parts(options.reduce_dtype), needs_parameter);
   std::optional<ProductSum> dx;
   if (needs_x) dx.emplace(dy.size(0), shape.in_features, dy.options());
 
   std::map<int, Hidden> hidden;  // between the dgrad and the wgrad of an owner
-  const Schedule schedule =
-      backward_schedule(executor, options, weights, {.wgrad = gradients.has_value(), .bundle = true});
-  Execution pass(executor, schedule, std::move(weights), std::move(gradients), options.name + " backward");
+  const Schedule schedule = backward_schedule(executor, options, weights, {.wgrad = gradients.any(), .bundle = true});
+  Execution pass(executor, schedule, std::move(weights), gradients.cargo(), options.name + " backward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;
     const bool empty = layout.sizes[owner] == 0;
@@ -160,37 +148,26 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
         dx->add(slice.d_pre, outputs_first(shard[layout.up_weight], layout.up));
         if (shape.gated) dx->add(slice.d_gate, outputs_first(shard[layout.gate_weight], layout.up));
       }
-      if (!home.empty()) hidden[owner] = std::move(slice);
+      if (gradients.any()) hidden[owner] = std::move(slice);
       continue;
     }
 
-    const auto in = pass.gradient_in();
-    const auto out = pass.gradient_out();
-    const auto arrived = [&](int part) { return in.empty() ? at::Tensor() : in[place[part]]; };
-    const auto add_weight = [&](int part, const LinearShape& linear, const at::Tensor& left, const at::Tensor& right) {
-      if (part < 0 || place[part] < 0) return;
-      const at::Tensor before = arrived(part);
-      gemm(outputs_first(out[place[part]], linear), before.defined() ? outputs_first(before, linear) : before, left.t(),
-           right, scale);
-    };
-    const auto add_bias = [&](int part, const at::Tensor& values) {
-      if (part >= 0 && place[part] >= 0) column_sum(out[place[part]], arrived(part), values, scale);
-    };
-    if (layout.bias_sizes[owner] > 0) add_bias(layout.down_bias, layout.bias_slice(dy, owner));
+    const Gradients::Sums sums(gradients, pass);
+    if (layout.bias_sizes[owner] > 0) add_bias_gradient(sums, layout.down_bias, layout.bias_slice(dy, owner));
     if (empty) continue;
     const Hidden& slice = hidden.at(owner);
-    add_weight(layout.down_weight, layout.down, dy, slice.value);
-    add_weight(layout.up_weight, layout.up, slice.d_pre, x);
-    add_bias(layout.up_bias, slice.d_pre);
+    add_weight_gradient(sums, layout.down_weight, layout.down, dy, slice.value);
+    add_weight_gradient(sums, layout.up_weight, layout.up, slice.d_pre, x);
+    add_bias_gradient(sums, layout.up_bias, slice.d_pre);
     if (shape.gated) {
-      add_weight(layout.gate_weight, layout.up, slice.d_gate, x);
-      add_bias(layout.gate_bias, slice.d_gate);
+      add_weight_gradient(sums, layout.gate_weight, layout.up, slice.d_gate, x);
+      add_bias_gradient(sums, layout.gate_bias, slice.d_gate);
     }
     hidden.erase(owner);
   }
 
   std::vector<at::Tensor> result{dx ? dx->result().to(options.compute_dtype) : at::Tensor()};
-  for (const int index : place) result.push_back(index < 0 ? at::Tensor() : home[index]);
+  for (at::Tensor& gradient : gradients.result()) result.push_back(std::move(gradient));
   return result;
 }
 

@@ -63,7 +63,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor&
   check_operand(executor, options, "an output gradient", dy, shape.out_features);
   if (needs.weight) check_operand(executor, options, "a saved input", x, shape.in_features);
   const PartialCut cut(shape, executor.ranks());
-  const double scale = 1.0 / executor.ranks();
+  const Gradients gradients(
+      executor,
+      {weight_part(shape, cut.sizes, options.reduce_dtype), bias_part(shape, cut.bias_sizes, options.reduce_dtype)},
+      {needs.weight, needs.bias});
+  constexpr int kWeight = 0, kBias = 1;
 
   std::optional<Cargo> weights;
   at::Tensor dx;
@@ -72,18 +76,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor&
     check_home(executor, options, "weight", weight, weights->parts[0]);
     dx = at::empty({dy.size(0), shape.in_features}, dy.options());
   }
-  std::optional<Cargo> gradients;
-  if (needs.weight || needs.bias) {
-    std::vector<Part> parts;
-    if (needs.weight) parts.push_back(weight_part(shape, cut.sizes, options.reduce_dtype));
-    if (needs.bias) parts.push_back(bias_part(shape, cut.bias_sizes, options.reduce_dtype));
-    gradients = gradient_cargo(executor, std::move(parts));
-  }
-  const std::vector<at::Tensor> home = gradients ? gradients->home : std::vector<at::Tensor>{};
 
-  const Schedule schedule =
-      backward_schedule(executor, options, weights, {.dgrad = needs.x, .wgrad = gradients.has_value()});
-  Execution pass(executor, schedule, std::move(weights), std::move(gradients), options.name + " backward");
+  const Schedule schedule = backward_schedule(executor, options, weights, {.dgrad = needs.x, .wgrad = gradients.any()});
+  Execution pass(executor, schedule, std::move(weights), gradients.cargo(), options.name + " backward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;
     if (step->compute == Compute::dgrad) {
@@ -91,17 +86,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor&
       gemm(cut.columns(dx, owner), at::Tensor(), dy, outputs_first(pass.weight()[0], shape));
       continue;
     }
-    const auto in = pass.gradient_in();
-    const auto out = pass.gradient_out();
-    if (needs.weight && cut.sizes[owner] > 0) {
-      const at::Tensor in_weight = in.empty() ? at::Tensor() : outputs_first(in[0], shape);
-      gemm(outputs_first(out[0], shape), in_weight, dy.t(), cut.columns(x, owner), scale);
-    }
-    if (needs.bias && cut.bias_sizes[owner] > 0) {
-      column_sum(out.back(), in.empty() ? at::Tensor() : in.back(), cut.bias_columns(dy, owner), scale);
-    }
+    const Gradients::Sums sums(gradients, pass);
+    if (cut.sizes[owner] > 0 && needs.weight) add_weight_gradient(sums, kWeight, shape, dy, cut.columns(x, owner));
+    if (cut.bias_sizes[owner] > 0) add_bias_gradient(sums, kBias, cut.bias_columns(dy, owner));
   }
-  return {dx, needs.weight ? home.front() : at::Tensor(), needs.bias ? home.back() : at::Tensor()};
+  const std::vector<at::Tensor> result = gradients.result();
+  return {dx, result[kWeight], result[kBias]};
 }
 
 }  // namespace rtp

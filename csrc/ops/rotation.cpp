@@ -1,7 +1,5 @@
 #include "ops/rotation.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <cmath>
 
@@ -108,15 +106,6 @@ Schedule backward_schedule(Executor& executor, const RotationOptions& options, c
   schedule.two_lanes = needs.two_lanes;
   schedule.receive_in_slots = !executor.transport().receives_anywhere();
   return make_schedule(executor.ranks(), executor.rank(), schedule);
-}
-
-Cargo gradient_cargo(const Executor& executor, std::vector<Part> parts) {
-  Cargo cargo{std::move(parts), {}};
-  for (const Part& part : cargo.parts) {
-    cargo.home.push_back(
-        at::empty(part.shapes[executor.rank()], at::TensorOptions().dtype(part.dtype).device(executor.device())));
-  }
-  return cargo;
 }
 
 }  // namespace rtp

@@ -70,7 +70,4 @@ struct BackwardNeeds {
 Schedule backward_schedule(Executor& executor, const RotationOptions& options, const std::optional<Cargo>& weights,
                            const BackwardNeeds& needs);
 
-// Gradients shaped as `parts`, with this rank's own ones newly allocated.
-Cargo gradient_cargo(const Executor& executor, std::vector<Part> parts);
-
 }  // namespace rtp
