@@ -13,6 +13,7 @@ from reference import assert_same, differs, full, random
 from test_convert import assert_same_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -241,6 +242,13 @@ def test_second_derivatives(ranks):
     run_ranks(_derivatives, ranks)
 
 
+def replicated(parameter: Tensor) -> Tensor:
+    """The other way to a whole parameter."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.redistribute(placements=[Replicate()]).to_local()
+
+
 class ByHand(nn.Module):
     """Computes with the whole weight of its head, which it gathers itself where it is sharded."""
 
@@ -255,7 +263,7 @@ class ByHand(nn.Module):
         return self.norm(self.embed(ids))
 
     def by_hand(self, hidden: Tensor) -> Tensor:
-        weight, bias = full(self.head.weight), full(self.head.bias)
+        weight, bias = full(self.head.weight), replicated(self.head.bias)
         return F.linear(hidden, weight, bias) * full(self.scale)
 
     def forward(self, ids: Tensor, inside: bool) -> Tensor:

@@ -11,7 +11,6 @@ from reference import chunk, full, local
 from torch import nn
 
 import rtp_ext
-from rtp_ext import initial
 from rtp_ext.nn import (
     RotatedConv1d,
     RotatedConv2d,
@@ -23,6 +22,7 @@ from rtp_ext.nn import (
     RotatedMLP,
     RotatedMultiheadAttention,
 )
+from rtp_ext.parameters import initial
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PIECE = 64  # bytes: 16, or even 8, elements

@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 import re
+import resource
 import struct
 from datetime import timedelta
 
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from harness import run_ranks
 
 import rtp_ext
-from rtp_ext import RotationError, _connect, _native
+from rtp_ext import RotationError, _native
+from rtp_ext.ring import transports
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=5)
 BYTES = 4056  # of the shard that travels, to be found in the memory that describes it
@@ -161,5 +163,18 @@ def _contained(rank, ranks):
 
 
 def test_a_ring_across_containers_says_so():
-    assert _connect._native is _native
+    assert transports._native is _native
     run_ranks(_contained, 2)
+
+
+def test_too_many_open_files_are_not_taken_for_another_host():
+    transport = _native.ShmTransport(0, 2, timedelta(seconds=1))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free := os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))  # no number is left for another file
+    try:
+        with pytest.raises(RotationError, match=r"cannot read .*boot_id: Too many open files"):
+            transport.address()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert transport.address()

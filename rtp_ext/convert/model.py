@@ -6,6 +6,7 @@ import datetime
 import logging
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -89,6 +90,8 @@ def fully_rotate(
         raise ValueError(f"fully_rotate: expected bundle to be True, False or 'recompute', got {bundle!r}")
     if loss_head not in (None, "fused"):
         raise ValueError(f"fully_rotate: expected loss_head to be None or 'fused', got {loss_head!r}")
+    if isinstance(ignored_params, torch.Tensor):
+        raise TypeError("fully_rotate: expected ignored_params to be several parameters, got a single tensor")
     ignored = {id(parameter) for parameter in ignored_params or ()}
     not_ours = ignored | ignored_in(parts)
     place = place_of(mesh, parts)

@@ -288,12 +288,14 @@ def _check_projections(
     outputs: Sequence[tuple[int, int]],
 ) -> None:
     covered: list[list[tuple[int, int]]] = [[] for _ in outputs]
-    for which, layer, begin, end in projections:
-        if not 0 <= which < len(inputs) or not 0 <= layer < len(outputs):
+    for projection in projections:
+        numbers = len(projection) == 4 and all(isinstance(number, int) for number in projection)
+        if not numbers or not 0 <= projection[0] < len(inputs) or not 0 <= projection[1] < len(outputs):
             raise ValueError(
                 f"{call.name}: expected projections (input, layer, begin, end) of {len(inputs)} inputs and "
-                f"{len(outputs)} layers, got {(which, layer, begin, end)}"
+                f"{len(outputs)} layers, got {tuple(projection)}"
             )
+        which, layer, begin, end = projection
         _expect_features(call, inputs[which], outputs[layer][1])
         covered[layer].append((begin, end))
     for layer, ranges in enumerate(covered):

@@ -47,9 +47,10 @@ std::byte* map(const File& file, size_t bytes) {
 
 // The boot id of this machine's kernel: equal on two processes only if they share a host.
 std::string host_id() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  const char* path = "/proc/sys/kernel/random/boot_id";
+  std::ifstream file(path);
   std::string id;
-  file >> id;
+  if (!(file >> id)) fail("cannot read ", path);  // as where too many files are open: it must not pass for another host
   return id;
 }
 
