@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import Cases, run_ranks
 from models import LanguageModel, batch_loss, make_batch, make_model
-from reference import adamw, random
+from reference import adamw, assert_same, random
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import rtp_ext
+from rtp_ext.convert import scopes
 
 
 @contextlib.contextmanager
@@ -106,7 +107,8 @@ class _Scaled(nn.Module):
         self.register_buffer("cache", torch.zeros(3 + rank), persistent=False)
 
     def extra_repr(self):
-        at = f"device=cuda:{self.rank}, rank={self.rank}, hook=<f at 0x{id(self):x}>, of {tuple(self.weight.shape)}"
+        ranks = f"rank={self.rank}, ep_rank={self.rank}, rank_id={self.rank}"
+        at = f"device=cuda:{self.rank}, {ranks}, hook=<f at 0x{id(self):x}>, of {tuple(self.weight.shape)}"
         return f"{at}, factor={self.factor}"
 
     def forward(self, x):
@@ -193,6 +195,15 @@ def _compared(rank, ranks):
         model.train(rank == 0)
         rtp_ext.fully_rotate(model, mesh=ring)
         model(torch.ones(2, 3)).sum().backward()
+    with cases.case("a parameter at the address of one that is gone"), pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(scopes, "id", lambda _: 0, raising=False)
+        for _ in range(2):
+            model[0].adapter = nn.Parameter(torch.ones(3))
+            model(torch.ones(2, 3))
+            (model[0].adapter * (rank + 1)).sum().backward()
+            assert_same(model[0].adapter.grad, torch.full((3,), (ranks + 1) / 2), 0.0, "averaged")
+            del model[0].adapter
     assert ring.alive
     cases.finish()
 

@@ -22,7 +22,7 @@ logger = logging.getLogger("rtp_ext")
 _TORCH = "torch.nn.modules."
 # What a module may say about itself that differs from rank to rank: places, and addresses.
 _PER_RANK = re.compile(
-    r"\b(local_|global_|world_)?rank\b|\b(device|gpu|host|hostname|pid|port|path|dir)\w*\b|cuda:\d|\b0x[0-9a-f]+", re.I
+    r"\b(\w+_)?rank(_id)?\b|\b(device|gpu|host|hostname|pid|port|path|dir)\w*\b|cuda:\d|\b0x[0-9a-f]+", re.I
 )
 
 
