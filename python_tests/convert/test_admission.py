@@ -126,6 +126,15 @@ class _Other(_Scaled):
     pass
 
 
+class _Closes(_Scaled):
+    """Gives something back when it ends."""
+
+    ended = 0
+
+    def __del__(self):
+        _Closes.ended += 1
+
+
 # what differs on the last rank: (module there and elsewhere, what the error says)
 DIFFERENT = {
     "stride": (lambda odd: nn.Conv1d(2, 4, 3, stride=2 if odd else 1), r"stride of 1: expected \(1,\) .* got \(2,\)"),
@@ -189,12 +198,13 @@ def _compared(rank, ranks):
         with pytest.raises(ValueError, match=r"bundle of the root: expected False .* got True, recompute=False"):
             model(torch.ones(2, 4))
     with cases.case("what may differ"):
-        model = nn.Sequential(_Scaled(rank), _Speaks(rank), nn.Dropout(0.0), nn.Linear(3, 3))
+        model = nn.Sequential(_Scaled(rank), _Speaks(rank), nn.Dropout(0.0), nn.Linear(3, 3), _Closes(rank))
         model.worker = rank
         model[3].rank, model[3].in_use = rank, rank == 0
         model.train(rank == 0)
         rtp_ext.fully_rotate(model, mesh=ring)
         model(torch.ones(2, 3)).sum().backward()
+        assert _Closes.ended == 0
     with cases.case("a parameter at the address of one that is gone"), pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             patch.setattr(scopes, "id", lambda _: 0, raising=False)
