@@ -214,6 +214,18 @@ def _compared(rank, ranks):
             (model[0].adapter * (rank + 1)).sum().backward()
             assert_same(model[0].adapter.grad, torch.full((3,), (ranks + 1) / 2), 0.0, "averaged")
             del model[0].adapter
+    with cases.case("a newcomer whose tensor was swapped"), pytest.MonkeyPatch.context() as patch:
+        model[0].adapter = nn.Parameter(torch.ones(3))
+        called = []
+        model[0].adapter.register_post_accumulate_grad_hook(lambda _: called.append(True))
+        for flag in (False, True):
+            patch.setattr(torch.__future__, "_swap_module_params_on_conversion", flag)
+            model.double(), model.float()
+            model.zero_grad()
+            model(torch.ones(2, 3))
+            (model[0].adapter * (rank + 1)).sum().backward()
+            assert_same(model[0].adapter.grad, torch.full((3,), (ranks + 1) / 2), 0.0, f"averaged, swap={flag}")
+        assert len(called) == 2, "hooks of others are called as well"
     assert ring.alive
     cases.finish()
 
