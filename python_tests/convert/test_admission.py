@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import Cases, run_ranks
 from models import LanguageModel, batch_loss, make_batch, make_model
-from reference import adamw, random
+from reference import adamw, assert_same, random
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import rtp_ext
+from rtp_ext.convert import scopes
 
 
 @contextlib.contextmanager
@@ -106,7 +107,8 @@ class _Scaled(nn.Module):
         self.register_buffer("cache", torch.zeros(3 + rank), persistent=False)
 
     def extra_repr(self):
-        at = f"device=cuda:{self.rank}, rank={self.rank}, hook=<f at 0x{id(self):x}>, of {tuple(self.weight.shape)}"
+        ranks = f"rank={self.rank}, ep_rank={self.rank}, rank_id={self.rank}"
+        at = f"device=cuda:{self.rank}, {ranks}, hook=<f at 0x{id(self):x}>, of {tuple(self.weight.shape)}"
         return f"{at}, factor={self.factor}"
 
     def forward(self, x):
@@ -122,6 +124,15 @@ class _Speaks(_Scaled):
 
 class _Other(_Scaled):
     pass
+
+
+class _Closes(_Scaled):
+    """Gives something back when it ends."""
+
+    ended = 0
+
+    def __del__(self):
+        _Closes.ended += 1
 
 
 # what differs on the last rank: (module there and elsewhere, what the error says)
@@ -187,12 +198,34 @@ def _compared(rank, ranks):
         with pytest.raises(ValueError, match=r"bundle of the root: expected False .* got True, recompute=False"):
             model(torch.ones(2, 4))
     with cases.case("what may differ"):
-        model = nn.Sequential(_Scaled(rank), _Speaks(rank), nn.Dropout(0.0), nn.Linear(3, 3))
+        model = nn.Sequential(_Scaled(rank), _Speaks(rank), nn.Dropout(0.0), nn.Linear(3, 3), _Closes(rank))
         model.worker = rank
         model[3].rank, model[3].in_use = rank, rank == 0
         model.train(rank == 0)
         rtp_ext.fully_rotate(model, mesh=ring)
         model(torch.ones(2, 3)).sum().backward()
+        assert _Closes.ended == 0
+    with cases.case("a parameter at the address of one that is gone"), pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(scopes, "id", lambda _: 0, raising=False)
+        for _ in range(2):
+            model[0].adapter = nn.Parameter(torch.ones(3))
+            model(torch.ones(2, 3))
+            (model[0].adapter * (rank + 1)).sum().backward()
+            assert_same(model[0].adapter.grad, torch.full((3,), (ranks + 1) / 2), 0.0, "averaged")
+            del model[0].adapter
+    with cases.case("a newcomer whose tensor was swapped"), pytest.MonkeyPatch.context() as patch:
+        model[0].adapter = nn.Parameter(torch.ones(3))
+        called = []
+        model[0].adapter.register_post_accumulate_grad_hook(lambda _: called.append(True))
+        for flag in (False, True):
+            patch.setattr(torch.__future__, "_swap_module_params_on_conversion", flag)
+            model.double(), model.float()
+            model.zero_grad()
+            model(torch.ones(2, 3))
+            (model[0].adapter * (rank + 1)).sum().backward()
+            assert_same(model[0].adapter.grad, torch.full((3,), (ranks + 1) / 2), 0.0, f"averaged, swap={flag}")
+        assert len(called) == 2, "hooks of others are called as well"
     assert ring.alive
     cases.finish()
 

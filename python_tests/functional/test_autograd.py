@@ -220,6 +220,11 @@ def _twice(rank, ranks):
                     (sum(weighed(plain(*batch).square()) for batch in batches) / ranks).backward()
                     for name, parameter in named(plain).items():
                         assert_same(full(named(module)[name].grad), parameter.grad, TOLERANCE, name)
+                with cases.case(f"{label}, in_place={in_place}: first derivatives, checkpointed"):
+                    module.zero_grad()
+                    weighed(checkpoint(module, *mine, use_reentrant=False).square()).backward(create_graph=True)
+                    for name, parameter in named(plain).items():
+                        assert_same(full(named(module)[name].grad), parameter.grad, TOLERANCE, name)
     cases.finish()
 
 

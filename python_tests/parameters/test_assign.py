@@ -29,6 +29,12 @@ def make_tied(scale: float = 1.0) -> nn.Module:
     return model
 
 
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = self.other = nn.Parameter(torch.ones(5, 3))
+
+
 def rotated(model: nn.Module, in_place: bool = False) -> nn.Module:
     return rtp_ext.fully_rotate(model, in_place=in_place, transport="c10d" if in_place else "auto", timeout=30.0)
 
@@ -149,6 +155,11 @@ def _parts(rank, ranks):
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
         model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
         assert model.head.weight is not model.embed.weight and model.norm.weight is model.blocks[1].norm.weight
+    with cases.case("two names in one module"):
+        twice = rotated(TwoNames())
+        twice.load_state_dict({"one": torch.full((5, 3), 2.0), "other": torch.full((5, 3), 3.0)}, assign=True)
+        assert twice._parameters["one"] is twice._parameters["other"], "untied"
+        assert_same(full(twice.one), torch.full((5, 3), 3.0), 0.0, "the last one counts")
     with cases.case("what does not fit"):
         before = dict(model.named_parameters())
         across = other.blocks[0].up.weight.detach().redistribute(placements=[Shard(1)])

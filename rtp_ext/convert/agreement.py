@@ -22,7 +22,7 @@ logger = logging.getLogger("rtp_ext")
 _TORCH = "torch.nn.modules."
 # What a module may say about itself that differs from rank to rank: places, and addresses.
 _PER_RANK = re.compile(
-    r"\b(local_|global_|world_)?rank\b|\b(device|gpu|host|hostname|pid|port|path|dir)\w*\b|cuda:\d|\b0x[0-9a-f]+", re.I
+    r"\b(\w+_)?rank(_id)?\b|\b(device|gpu|host|hostname|pid|port|path|dir)\w*\b|cuda:\d|\b0x[0-9a-f]+", re.I
 )
 
 
@@ -137,10 +137,11 @@ def _is_plain(value: Any) -> bool:
 def _said(module: nn.Module) -> str | None:
     """What a module that is not torch's own says about itself, without what may differ from rank to rank.
 
-    Asked of a twin without values: some modules print what their parameters and buffers hold.
+    Asked of a twin without values: some modules print what their parameters and buffers hold. Not where the end of a
+    twin would give back what the module goes on to use.
     """
     speaker = next(cls for cls in type(module).__mro__ if "extra_repr" in vars(cls))
-    if speaker.__module__.startswith(_TORCH):
+    if speaker.__module__.startswith(_TORCH) or hasattr(type(module), "__del__"):
         return None
     try:
         twin: Any = object.__new__(type(module))

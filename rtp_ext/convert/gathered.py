@@ -164,6 +164,13 @@ def average_gradient(parameter: torch.Tensor, ring: Ring) -> bool:
         dense = ring.all_reduce(gradient.to_dense().clone()).div_(ring.size)
         parameter.grad = dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
+    # torch.utils.swap_tensors leaves the hooks listed, and nobody calls them until the list is set again.
+    holder: Any = parameter
+    listed = holder._post_accumulate_grad_hooks or {}
+    for key in [key for key, hook in listed.items() if hasattr(hook, _WATCHED)]:
+        del listed[key]
+    holder._post_accumulate_grad_hooks = listed or None
+    setattr(average, _WATCHED, ring.serial)
     parameter.register_post_accumulate_grad_hook(average)
     parameter.__dict__[_WATCHED] = ring.serial
     return True

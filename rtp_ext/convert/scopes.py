@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import logging
 import types
 import weakref
@@ -43,7 +44,7 @@ class RotationState(ForwardScope):
         self.root = None if root is None else weakref.ref(root)
         self.around: list[weakref.ref[RotationState]] = []
         self.began = False  # whether this state told the ring that a forward started
-        self.agreed: list[tuple[int, torch.dtype, bool]] | None = None
+        self.agreed: list[tuple[Any, torch.dtype, bool]] | None = None
         self.ignored: set[str] = set()  # names of parameters that are not averaged
 
     def __deepcopy__(self, memo: dict) -> RotationState:
@@ -92,7 +93,7 @@ class RotationState(ForwardScope):
     def check_agreement(self, root: nn.Module) -> None:
         """Before the first forward, and whenever the set of parameters changes, all ranks compare their models."""
         named = list(root.named_parameters())
-        now = [(id(parameter), parameter.dtype, parameter.requires_grad) for _, parameter in named]
+        now = [(_number(parameter), parameter.dtype, parameter.requires_grad) for _, parameter in named]
         if now == self.agreed:
             return
         agree_on_model(root, self.ring)
@@ -121,6 +122,19 @@ class RotationState(ForwardScope):
                 len(added),
                 added[0],
             )
+
+
+_NUMBER = "_rtp_number"  # attribute of a parameter: its address, in case the attribute was copied, and its number
+_numbers = itertools.count()
+
+
+def _number(parameter: nn.Parameter) -> tuple[int, int]:
+    """Tells a parameter from all others that there ever were. By its address alone, one in the place of a parameter
+    that is gone might be taken for it, and that on one rank only."""
+    known = parameter.__dict__.get(_NUMBER)
+    if known is None or known[0] != id(parameter):
+        known = parameter.__dict__[_NUMBER] = (id(parameter), next(_numbers))
+    return known
 
 
 def _copy_of(root: weakref.ref[nn.Module] | None, memo: dict) -> weakref.ref[nn.Module] | None:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from rtp_ext.functional._call import Call
+from rtp_ext.functional._call import Call, saved
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, init_weights, local_shard, replicate_parameter
 from rtp_ext.ring import Ring
@@ -95,7 +95,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, dy):
-        (ids,) = ctx.saved_tensors
+        (ids,) = saved(ctx)
         gradient = _sparse_gradient(ctx, ids, dy) if ctx.sparse else _dense_gradient(ctx, ids, dy)
         return None, None, None, None, None, gradient.to(ctx.dtype)
 

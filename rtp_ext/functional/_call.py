@@ -147,9 +147,11 @@ def watched_where_read(parameters: Sequence[torch.Tensor], read: Sequence[bool])
 
 
 def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
-    """The saved tensors of `ctx`. Raises RuntimeError, naming the module, where one of them was written since."""
+    """The saved tensors of `ctx`, in its backward. Raises RuntimeError, naming the module, where one of them was
+    written since."""
     try:
-        return ctx.saved_tensors
+        ctx.unpacked = ctx.saved_tensors  # for `first_order_only`: a checkpoint hands them out once
+        return ctx.unpacked
     except RuntimeError as error:
         raise RuntimeError(f"{ctx.call.name}: {error}") from error
 

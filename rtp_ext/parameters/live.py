@@ -55,6 +55,7 @@ class LiveModule:
         before = {name: (old, getattr(old, "_spec", None)) for name, old in parameters.items() if old is not None}
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
         errors: list[str] = arguments[-1]
+        replaced: dict[int, str] = {}  # by id of the old parameter: the last of its names here
         for name, (old, spec) in before.items():
             if spec is not None and not isinstance(parameters[name], DTensor):
                 setattr(self, name, placed_as(parameters[name], spec))
@@ -67,6 +68,9 @@ class LiveModule:
                 )
             elif new is not old and name in self._rtp_ties:
                 self._rtp_ties[name].replace(old, new)
+                if id(old) in replaced:  # another parameter of this module, which has been loaded as well
+                    self._rtp_ties[name].replace(parameters[replaced[id(old)]], new)
+                replaced[id(old)] = name
 
     def __deepcopy__(self, memo: dict) -> Any:
         twin = type(self).__new__(type(self))

@@ -35,18 +35,20 @@ class _FirstOrder(torch.autograd.Function):
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd Function whose results cannot be differentiated again.
 
-    torch's once_differentiable looks at the incoming gradients alone; results depend on what was saved and on the
-    parameters of `ctx.call` as well. A later backward through any of them raises RuntimeError and is never cut short.
+    torch's once_differentiable looks at the incoming gradients alone; results depend on what was saved, which the
+    backward leaves in `ctx.unpacked`, and on the parameters of `ctx.call` as well. A later backward through any of them
+    raises RuntimeError and is never cut short.
     """
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         with torch.no_grad():
             results = backward(ctx, *gradients)
+        unpacked = ctx.__dict__.pop("unpacked", ())
         if not torch.is_grad_enabled():
             return results
         call = getattr(ctx, "call", None)
-        sources: Sequence[Any] = (*gradients, *ctx.saved_tensors, *(call.watched if call else ()))
+        sources: Sequence[Any] = (*gradients, *unpacked, *(call.watched if call else ()))
         sources = [source for source in sources if source is not None and source.requires_grad]
         several = results if isinstance(results, tuple) else (results,)
         made = [result for result in several if result is not None]
