@@ -21,6 +21,7 @@ from rtp_ext.functional._call import (
     wants,
 )
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
+from rtp_ext.parameters.sharding import lay_out
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import first_order_only
 
@@ -269,7 +270,8 @@ def rotated_convolution(
             f"{paddings}, got shape {tuple(x.shape)}"
         )
     prepare_in_place(call, homes, [shape, *bias_shape])
-    local = [home.local.contiguous() for home in homes]  # a weight may be in another memory format
+    lay_out(weight)
+    local = [home.local.contiguous() for home in homes]
     y = _RotatedConvolution.apply(call, convolution, x, local[0], local[1] if bias_shape else None)
     return y.squeeze(0) if unbatched else y
 

@@ -39,6 +39,18 @@ def held(shard: torch.Tensor) -> torch.Tensor:
     return shard._local_tensor if isinstance(shard, DTensor) else shard
 
 
+def lay_out(shard: torch.Tensor) -> None:
+    """Gives a home shard in another memory format (channels_last) contiguous memory, in place, keeping its values.
+
+    A copy for each call would not be what was sent ahead; of an empty or tiny shard there is none, and ranks would no
+    longer do the same.
+    """
+    home = held(shard)
+    if home.is_leaf and not home.is_contiguous():
+        with torch.inference_mode(False), torch.no_grad():
+            home.data = home.contiguous()
+
+
 _ROOM = "_rtp_room"  # attribute of a home shard: the memory that `reserve` gave it
 
 
