@@ -13,7 +13,7 @@ from rtp_ext import _native
 from rtp_ext.functional._call import Call, Home, agree, prepare_in_place, saved, wants
 from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, set_random_state
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
-from rtp_ext.parameters.sharding import local_shard
+from rtp_ext.parameters.sharding import lay_out, local_shard
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import first_order_only
 
@@ -260,6 +260,8 @@ def rotated_flyweight(
         Surroundings.now(module, ring.device),
     )
     whole_parameters = [local_shard(parameters[key]).to(call.compute_dtype) for key in replicated]
+    for home in homes:
+        lay_out(home.tensor)
     return _Flyweight.apply(call, copies, *inputs, *whole_parameters, *(home.local.contiguous() for home in homes))
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rtp_ext._native import shard_sizes, share_version
@@ -70,6 +70,7 @@ def follow(mesh: DeviceMesh) -> None:
         register_optimizer_step_pre_hook(_check_state)
         register_optimizer_step_post_hook(_count_writes)
         DTensor.full_tensor = _averaged_full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
+        DTensor.redistribute = _averaged_redistribute(DTensor.redistribute)  # type: ignore[method-assign]
     _followed.add(mesh)
 
 
@@ -114,6 +115,20 @@ def _averaged_full_tensor(stock: Callable[..., torch.Tensor]) -> Callable[..., t
         return stock(self, grad_placements=grad_placements)
 
     return full_tensor
+
+
+def _averaged_redistribute(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """The other way to a whole parameter: redistribute(placements=[Replicate()])."""
+
+    @functools.wraps(stock)
+    def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **keywords: Any) -> DTensor:
+        whole = placements is not None and all(isinstance(placement, Replicate) for placement in placements)
+        here = device_mesh is None or device_mesh == self.device_mesh
+        if whole and here and _rotates(self) and self.requires_grad and torch.is_grad_enabled():
+            return DTensor.from_local(self.full_tensor(), self.device_mesh, placements, run_check=False)
+        return stock(self, device_mesh, placements, **keywords)
+
+    return redistribute
 
 
 class _FullTensor(torch.autograd.Function):
