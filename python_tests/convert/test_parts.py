@@ -139,10 +139,14 @@ def _refused(rank, ranks):
     group = half if rank < 2 else others
 
     def unchanged(root: nn.Module, match: str, **options) -> None:
-        kinds, parameters = [type(m) for m in root.modules()], [id(p) for p in root.parameters()]
+        def state() -> list:
+            kinds, parameters = [type(m) for m in root.modules()], [id(p) for p in root.parameters()]
+            return [kinds, parameters, [id(m.__dict__.get("ring")) for m in root.modules()]]
+
+        before = state()
         with pytest.raises(ValueError, match=match):
             rtp_ext.fully_rotate(root, **options)
-        assert kinds == [type(m) for m in root.modules()] and parameters == [id(p) for p in root.parameters()]
+        assert state() == before
 
     model = make_model()
     rtp_ext.fully_rotate(model.blocks[0], timeout=30.0)
@@ -152,6 +156,10 @@ def _refused(rank, ranks):
     unchanged(model, r"expected mesh=Ring\(.*the ring of module blocks.0, or None", mesh=rtp_ext.Ring())
     rtp_ext.fully_rotate(model.blocks[1], timeout=29.0)
     unchanged(model, "expected all parts of a model on one ring, got module blocks.0 .* and module blocks.1")
+
+    model = make_model()
+    rtp_ext.fully_rotate(model.blocks[0]), rtp_ext.fully_rotate(model.blocks[1])
+    unchanged(model, "loss_head='fused' expected one of", loss_head="fused")
 
     model = make_model(tied=True)
     rtp_ext.fully_rotate(model.embed)

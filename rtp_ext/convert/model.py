@@ -103,8 +103,9 @@ def fully_rotate(
     state = RotationState(ring, mp_policy or MixedPrecisionPolicy(), module)
     state.ignored = {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in not_ours}
     before, values = weak_parameters(module), checksums(module, state.ignored, ring)
+    rewriter = Rewriter(module, ring, state, ignored=ignored, in_place=in_place, bundle=bundle, loss_head=loss_head)
     adopt(parts, state)
-    Rewriter(module, ring, state, ignored=ignored, in_place=in_place, bundle=bundle, loss_head=loss_head).run()
+    rewriter.run()
     install(module, state)
     mark_replaced(module, before)
     compare_weights(values, ring)

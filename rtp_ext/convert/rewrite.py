@@ -53,7 +53,7 @@ def _drop_in(part: nn.Module) -> type | None:
 
 
 class Rewriter:
-    """Converts the modules of one model in place."""
+    """Converts the modules of one model in place. Refuses, when it is made, what it cannot convert."""
 
     def __init__(
         self,
@@ -77,14 +77,14 @@ class Rewriter:
         # on an emulated ring their shards are plain parameters
         self.inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}
         self.leftovers: list[nn.Module] = []
-
-    def run(self) -> None:
         self._check_tables()
         _check_ties(self.modules, self.ignored)
-        fused = self._fused_heads()
+        self.fused = self._fused_heads()
+
+    def run(self) -> None:
         bundles, shared = self._bundles() if self.bundle else ({}, {})
         by_inputs = {id(part.get_submodule(block.spec.down)) for part, block, _ in bundles.values()}
-        heads = {id(part.lm_head) for part, _ in fused}
+        heads = {id(part.lm_head) for part, _ in self.fused}
         for name, part in self.modules:
             if id(part) in heads:
                 self._rotate(part, FusedHead, name)
@@ -99,7 +99,7 @@ class Rewriter:
         for part, names, label in shared.values():
             join(part, names, label)
             self.counts[f"{type(part).__name__}: {', '.join(names)} travel together"] += 1
-        for part, kind in fused:
+        for part, kind in self.fused:
             part.__class__ = mixed_class(FusedLossModel, type(part))
             self.counts[f"{kind}: no logits where labels are given"] += 1
         self._gather_leftovers()
