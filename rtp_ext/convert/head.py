@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from rtp_ext.families.blocks import has_usual_loss
 from rtp_ext.functional import rotated_linear_cross_entropy
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.live import LiveModule, mixin_of
-
-logger = logging.getLogger("rtp_ext")
 
 
 class FusedHead(RotatedLinear):
