@@ -1,4 +1,4 @@
-"""What this host is: which one, and its processors."""
+"""The processors of this host."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ import platform
 import re
 from pathlib import Path
 
-__all__ = ["boot_id", "cores", "cpu_name"]
-
-
-def boot_id() -> str:
-    """Equal on two processes if they share a host, and with it a steady clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()
+__all__ = ["cores", "cpu_name"]
 
 
 def cores() -> int:

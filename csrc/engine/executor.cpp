@@ -23,6 +23,16 @@ Executor::~Executor() {
   if (alive()) transport_->drop();
 }
 
+const Schedule& Executor::schedule(const ScheduleOptions& options) {
+  const auto found = schedules_.find(options);
+  if (found != schedules_.end()) return found->second;
+  return schedules_.emplace(options, make_schedule(ranks_, rank_, options)).first->second;
+}
+
+Travel Executor::travel(const Cargo& weights) const {
+  return {weights.cast(), transport_->sends_anywhere(), transport_->receives_anywhere()};
+}
+
 void Executor::check_alive(const std::string& operation) const {
   if (forked()) {
     throw RotationError(concat(operation, ": the ring belongs to process ", owner_, "; process ", getpid(),
@@ -72,15 +82,14 @@ auto Execution::guarded(Action&& action) {
   }
 }
 
-Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo> weight, std::optional<Cargo> gradient,
-                     std::string operation)
+Execution::Execution(Executor& executor, const Schedule& schedule, std::optional<Cargo> weight,
+                     std::optional<Cargo> gradient, std::string operation)
     : executor_(executor),
-      schedule_(std::move(schedule)),
+      schedule_(schedule),
       weight_(std::move(weight)),
       gradient_{std::move(gradient), std::nullopt, std::nullopt},
       operation_(std::move(operation)) {
   executor_.check_alive(operation_);
-  hops_ = {schedule_.hops(Channel::weight), schedule_.hops(Channel::gradient)};
   for (auto* cargo : {&weight_, &gradient_[0]}) {
     if (!*cargo) continue;
     const size_t parts = (*cargo)->parts.size(), most = executor_.transport().most_parts();
@@ -113,7 +122,7 @@ Execution::Execution(Executor& executor, Schedule schedule, std::optional<Cargo>
     // Home tensors were written, and slots last used, by computes enqueued before this point.
     start_ = lanes.mark_compute();
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
-      if (hops_[static_cast<size_t>(channel)] > 0) lanes.order_channel_after(channel, start_);
+      if (schedule_.hops(channel) > 0) lanes.order_channel_after(channel, start_);
     }
   });
 }
@@ -162,11 +171,7 @@ void Execution::return_slots() {
 void Execution::stage_home() {
   // Where all shards are gathered, this rank's is copied into its place among them anyway.
   if (!weight_ || ahead_ || schedule_.whole_weight) return;
-  bool as_wanted = hops_[0] == 0 || executor_.transport().sends_anywhere();
-  for (size_t part = 0; part < weight_->parts.size(); ++part) {
-    as_wanted = as_wanted && weight_->home[part].scalar_type() == weight_->parts[part].dtype;
-  }
-  if (as_wanted) return;
+  if (!executor_.travel(*weight_).staged(schedule_.hops(Channel::weight) > 0)) return;
   RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
   staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
   staged_->usage.settle(executor_.lanes());
@@ -179,21 +184,12 @@ void Execution::stage_home() {
 // Sends the first shard of the next pass on its way as soon as this pass is down to its last slot. Those that the rest
 // of it does not name are free for the next.
 void Execution::send_ahead() {
-  if (hop_index_[0] < hops_[0] || !executor_.prefetcher_.expects()) return;
-  const auto named = [&](Buffer buffer) {
-    return std::any_of(
-        schedule_.steps.begin() + static_cast<int64_t>(position_) - 1, schedule_.steps.end(),
-        [&](const Step& step) { return step.send == buffer || step.receive == buffer || step.weight == buffer; });
-  };
-  const bool home_named = staged_ && named({Channel::weight, Buffer::kHome});
-  int in_use = home_named ? 1 : 0;
-  for (int index = 0; index < schedule_.weight_slots; ++index) in_use += named({Channel::weight, index}) ? 1 : 0;
-  if (in_use > 1) return;
-  for (int index = 0; index < schedule_.weight_slots; ++index) {
-    if (!named({Channel::weight, index})) give_back(slots_[0][static_cast<size_t>(index)], Channel::weight);
-  }
-  const Key home{Channel::weight, Buffer::kHome, Access::kAll};
-  if (staged_ && !home_named) {
+  if (hop_index_[0] < schedule_.hops(Channel::weight) || !executor_.prefetcher_.expects()) return;
+  const std::optional<Spare> spare = spare_before(schedule_, position_ - 1, staged_ != nullptr);
+  if (!spare) return;
+  for (const int slot : spare->slots) give_back(slots_[0][static_cast<size_t>(slot)], Channel::weight);
+  if (spare->staged) {
+    const Key home{Channel::weight, Buffer::kHome, Access::kAll};
     staged_->usage = std::move(usage_[home]);
     usage_.erase(home);
     give_back(staged_, Channel::weight);
@@ -313,8 +309,8 @@ void Execution::before_compute(const Step& step) {
   const auto after_compute = [&](const Mark& mark) {
     if (schedule_.options.two_lanes) lanes.order_compute_after(mark);  // computes of one lane are in order
   };
-  for (const Access& access : reads(step, executor_.ranks())) usage(access).before_read(after_hop, after_compute);
-  for (const Access& access : writes(step, executor_.ranks())) usage(access).before_write(after_hop, after_compute);
+  for (const Access& access : accesses().reads) usage(access).before_read(after_hop, after_compute);
+  for (const Access& access : accesses().writes) usage(access).before_write(after_hop, after_compute);
   trace.end(waiting);
   computing_ = trace.begin(traced_, position(), step);
   if (profiled()) push_range(concat(operation_, ": ", label(step)));
@@ -325,8 +321,8 @@ void Execution::after_compute(const Step& step) {
   executor_.trace_.end(std::exchange(computing_, nullptr));
   Lanes& lanes = executor_.lanes();
   const Mark mark = lanes.mark_compute();
-  for (const Access& access : reads(step, executor_.ranks())) usage(access).enter_read(mark);
-  for (const Access& access : writes(step, executor_.ranks())) usage(access).enter_write(mark);
+  for (const Access& access : accesses().reads) usage(access).enter_read(mark);
+  for (const Access& access : accesses().writes) usage(access).enter_write(mark);
   if (step.lane > 0) side_ = mark;
   lanes.select_compute_lane(0);
 }
@@ -347,7 +343,7 @@ void Execution::hop(const Step& step) {
           {},
           operation_,
           index - 1,
-          hops_[static_cast<size_t>(step.channel)]};
+          schedule_.hops(step.channel)};
   for (size_t part = 0; part < send.size(); ++part) {
     hop.lands_at.push_back(offset(step.receive, step.half, step.send_owner, part));
     hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, part));
@@ -355,8 +351,8 @@ void Execution::hop(const Step& step) {
   if (profiled()) push_range(concat(operation_, ": ", label(step)));
   Trace& trace = executor_.trace_;
   const EventHandle posting = trace.begin_posting(traced_, position(), step);
-  executor_.hops().post(hop, usage(reads(step, executor_.ranks()).front()),
-                        usage(writes(step, executor_.ranks()).front()), trace.begin(traced_, position(), step));
+  executor_.hops().post(hop, usage(accesses().reads.front()), usage(accesses().writes.front()),
+                        trace.begin(traced_, position(), step));
   trace.end(posting);
   if (profiled()) pop_range();
 }

@@ -13,8 +13,6 @@
 #include <tuple>
 #include <vector>
 
-#include "engine/cargo.h"
-#include "engine/hops.h"
 #include "engine/prefetch.h"
 #include "engine/slots.h"
 #include "engine/trace.h"
@@ -39,6 +37,11 @@ class Executor {
   // Starts or stops the recorder. A hop that was sent ahead is waited for first, so that passes are recorded whole.
   void set_trace(bool on);
 
+  // The schedule of a pass, made once.
+  const Schedule& schedule(const ScheduleOptions& options);
+  // Where the home tensors of a cargo may leave from and land.
+  Travel travel(const Cargo& weights) const;
+
   // Throws RotationError when the ring was closed or has failed.
   void check_alive(const std::string& operation) const;
   bool alive() const { return end_.empty() && !forked(); }
@@ -62,6 +65,7 @@ class Executor {
   Trace trace_;
   Hops hops_;
   Prefetcher prefetcher_;
+  std::map<ScheduleOptions, Schedule> schedules_;
   std::string end_;  // why the ring is no longer usable; empty while it is
   Mark last_;        // the end of the newest execution on the compute lane
 };
@@ -76,8 +80,8 @@ class Executor {
 class Execution {
  public:
   // Weights whose home dtype differs from their part's, or that the transport cannot send from where they are, are
-  // copied once, into one more slot, before they travel.
-  Execution(Executor& executor, Schedule schedule, std::optional<Cargo> weight, std::optional<Cargo> gradient,
+  // copied once, into one more slot, before they travel. `schedule`: of the executor.
+  Execution(Executor& executor, const Schedule& schedule, std::optional<Cargo> weight, std::optional<Cargo> gradient,
             std::string operation);
   Execution(const Execution&) = delete;
   Execution& operator=(const Execution&) = delete;
@@ -111,6 +115,7 @@ class Execution {
   std::vector<at::Tensor> views(Buffer buffer, int owner, Half half = Half::whole) const;
 
   int position() const { return static_cast<int>(position_) - 1; }  // of the step that is being run
+  const Schedule::Accesses& accesses() const { return schedule_.accesses[position_ - 1]; }  // its own
   void before_compute(const Step& step);
   void after_compute(const Step& step);
   void hop(const Step& step);
@@ -120,7 +125,7 @@ class Execution {
   auto guarded(Action&& action);
 
   Executor& executor_;
-  Schedule schedule_;
+  const Schedule& schedule_;
   std::optional<Cargo> weight_;
   std::array<std::optional<Cargo>, 3> gradient_;  // all rows, and its halves where it travels so
   std::string operation_;
@@ -128,10 +133,9 @@ class Execution {
   std::array<std::shared_ptr<Slot>, 2> whole_;  // of each channel, the slot that holds every shard
   std::shared_ptr<Slot> staged_;                // holds a copy of the home tensors, where one travels
   std::map<Key, Usage> usage_;
-  Mark start_;                 // of this pass on the caller's lane
-  Mark side_;                  // the newest compute on lane 1
-  bool ahead_ = false;         // the first hop was sent before this pass began
-  std::array<int, 2> hops_{};  // of each channel
+  Mark start_;          // of this pass on the caller's lane
+  Mark side_;           // the newest compute on lane 1
+  bool ahead_ = false;  // the first hop was sent before this pass began
   size_t position_ = 0;
   const Step* current_ = nullptr;  // the compute that the caller is at
   bool ended_ = false;

@@ -100,15 +100,14 @@ void Prefetcher::send_ahead() {
   Record record = *upcoming();
   Transport& transport = *transport_;
   Cargo cargo{record.parts, {}};
-  bool stage = !transport.sends_anywhere();
-  bool alive = true;
+  bool cast = false, alive = true;
   for (size_t part = 0; part < record.home.size(); ++part) {
     cargo.home.push_back(record.home[part].lock());
     alive = alive && cargo.home.back().defined();
-    stage = stage || record.home[part].dtype != record.parts[part].dtype;
+    cast = cast || record.home[part].dtype != record.parts[part].dtype;
   }
   // Memory that is gone is never asked for again, but its hop is due on every rank: any bytes will do.
-  stage = stage || !alive;
+  const bool stage = !alive || Travel{cast, transport.sends_anywhere()}.staged(true);
 
   Pending pending{{}, record, context_.phase, versions(record), transport.lanes().capture()};
   Ahead& ahead = pending.ahead;

@@ -12,8 +12,6 @@
 #include <string>
 #include <vector>
 
-#include "engine/cargo.h"
-#include "engine/hops.h"
 #include "engine/slots.h"
 
 namespace rtp {

@@ -1,8 +1,139 @@
 #include "engine/slots.h"
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "base/checks.h"
+#include "compute/pack.h"
 
 namespace rtp {
+namespace {
+
+int64_t product(const std::vector<int64_t>& shape, size_t from = 0) {
+  return std::accumulate(shape.begin() + static_cast<int64_t>(from), shape.end(), int64_t{1}, std::multiplies<>());
+}
+
+std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t dim = shape.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * std::max<int64_t>(shape[dim], 1);
+  return strides;
+}
+
+at::Tensor view_of(const at::Tensor& memory, int64_t offset, int64_t bytes, at::ScalarType dtype,
+                   const std::vector<int64_t>& shape) {
+  return memory.narrow(0, offset, bytes).view(dtype).view(shape);
+}
+
+// Slots as a transport makes them.
+struct TransportMemory {
+  Transport& transport;
+  Channel channel;
+
+  std::shared_ptr<Slot> allocate(int64_t bytes) const {
+    return std::make_shared<Slot>(Slot{transport.allocate(channel, bytes), {}, false});
+  }
+  void release(const std::shared_ptr<Slot>& slot) const {
+    slot->usage.settle(transport.lanes());
+    transport.release(channel, slot->memory);
+  }
+  int64_t bytes(const std::shared_ptr<Slot>& slot) const { return slot->memory.numel(); }
+  bool movable(const std::shared_ptr<Slot>& slot) const { return !slot->captured; }
+};
+
+}  // namespace
+
+int64_t Part::elements(int owner) const { return product(shapes[owner]); }
+
+int64_t Part::bytes(int owner) const { return elements(owner) * static_cast<int64_t>(c10::elementSize(dtype)); }
+
+int64_t Part::whole_bytes() const {
+  int64_t total = 0;
+  for (size_t owner = 0; owner < shapes.size(); ++owner) total += bytes(static_cast<int>(owner));
+  return total;
+}
+
+int64_t Cargo::offset(int owner, size_t part) const {
+  return packed_bytes(part, [&](size_t before) { return parts[before].bytes(owner); });
+}
+
+int64_t Cargo::slot_bytes() const {
+  int64_t most = 0;
+  for (size_t owner = 0; owner < parts.front().shapes.size(); ++owner) {
+    most = std::max(most, offset(static_cast<int>(owner), parts.size()));
+  }
+  return most;
+}
+
+int64_t Cargo::whole_offset(int owner, size_t part) const {
+  int64_t offset = packed_bytes(part, [&](size_t before) { return parts[before].whole_bytes(); });
+  for (int before = 0; before < owner; ++before) offset += parts[part].bytes(before);
+  return offset;
+}
+
+int64_t Cargo::whole_bytes() const { return whole_offset(0, parts.size()); }
+
+at::Tensor Cargo::in_slot(const at::Tensor& memory, int owner, size_t part) const {
+  const Part& layout = parts[part];
+  return view_of(memory, offset(owner, part), layout.bytes(owner), layout.dtype, layout.shapes[owner]);
+}
+
+at::Tensor Cargo::in_whole(const at::Tensor& memory, int owner, size_t part) const {
+  const Part& layout = parts[part];
+  if (owner != kAllOwners) {
+    return view_of(memory, whole_offset(owner, part), layout.bytes(owner), layout.dtype, layout.shapes[owner]);
+  }
+  std::vector<int64_t> shape = layout.shapes.front();
+  shape[0] = 0;
+  for (const auto& of_owner : layout.shapes) {
+    RTP_ASSERT(std::equal(shape.begin() + 1, shape.end(), of_owner.begin() + 1, of_owner.end()),
+               "shards of one whole differ in rows only");
+    shape[0] += of_owner[0];
+  }
+  return view_of(memory, whole_offset(0, part), layout.whole_bytes(), layout.dtype, shape);
+}
+
+at::Tensor Cargo::at_home(int owner, int rank, size_t part) const {
+  const at::Tensor& tensor = home[part];
+  if (owner == rank) return tensor;
+  const auto& shape = parts[part].shapes[owner];
+  return tensor.as_strided(shape, contiguous_strides(shape), tensor.storage_offset());
+}
+
+void Cargo::stage(const at::Tensor& memory, int rank) {
+  std::vector<PackItem> items;
+  for (size_t part = 0; part < parts.size(); ++part) {
+    const at::Tensor copy = in_slot(memory, rank, part);
+    if (home[part].defined()) items.push_back({home[part], copy});
+    home[part] = copy;
+  }
+  pack(items);
+}
+
+bool Cargo::cast() const {
+  for (size_t part = 0; part < parts.size(); ++part) {
+    if (home[part].scalar_type() != parts[part].dtype) return true;
+  }
+  return false;
+}
+
+Cargo Cargo::rows(Half half, int rank) const {
+  Cargo cut = *this;
+  for (size_t part = 0; part < parts.size(); ++part) {
+    for (auto& shape : cut.parts[part].shapes) shape[0] = half_rows(half, shape[0]).count;
+    const Rows own = half_rows(half, parts[part].shapes[rank][0]);
+    cut.home[part] = home[part].narrow(0, own.first, own.count);
+  }
+  return cut;
+}
+
+std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<Span> spans;
+  for (const at::Tensor& tensor : tensors) {
+    spans.push_back({static_cast<std::byte*>(tensor.data_ptr()), static_cast<size_t>(tensor.nbytes())});
+  }
+  return spans;
+}
 
 void wait(Transfer& transfer, End end) {
   if (end == End::received) {
@@ -19,62 +150,45 @@ void Usage::settle(Lanes& lanes) {
 }
 
 std::shared_ptr<Slot> SlotPool::lease(Channel channel, int64_t bytes) {
-  const size_t kind = static_cast<size_t>(channel);
-  auto& free = free_[kind];
-  Count& count = counts_[kind];
-  std::stable_sort(free.begin(), free.end(),
-                   [](const auto& a, const auto& b) { return a->memory.numel() < b->memory.numel(); });
-  auto found =
-      std::find_if(free.begin(), free.end(), [bytes](const auto& slot) { return slot->memory.numel() >= bytes; });
-  if (found == free.end()) {  // all free slots are too small: the largest makes way for a larger one
-    const auto small = std::find_if(free.rbegin(), free.rend(), [](const auto& slot) { return !slot->captured; });
-    if (small != free.rend()) {
-      release(channel, *small);
-      free.erase(std::next(small).base());
-      found = free.end();
-    }
-  }
-  std::shared_ptr<Slot> slot;
-  if (found != free.end()) {
-    slot = *found;
-    free.erase(found);
-  } else {
-    slot = std::make_shared<Slot>(Slot{transport_->allocate(channel, bytes), {}, false});
-    count.bytes += slot->memory.numel();
-    ++count.slots;
-    ++count.allocations;
-    count.peak_bytes = std::max(count.peak_bytes, count.bytes);
-  }
+  std::shared_ptr<Slot> slot = ledger(channel).lease(bytes, TransportMemory{*transport_, channel});
   slot->captured = slot->captured || transport_->lanes().capture() != 0;
-  count.peak_slots = std::max(count.peak_slots, ++leased_[kind]);
   return slot;
-}
-
-void SlotPool::give_back(Channel channel, std::shared_ptr<Slot> slot) {
-  --leased_[static_cast<size_t>(channel)];
-  free_[static_cast<size_t>(channel)].push_back(std::move(slot));
-}
-
-void SlotPool::release(Channel channel, const std::shared_ptr<Slot>& slot) {
-  slot->usage.settle(transport_->lanes());
-  transport_->release(channel, slot->memory);  // may refuse
-  Count& count = counts_[static_cast<size_t>(channel)];
-  count.bytes -= slot->memory.numel();
-  --count.slots;
 }
 
 void SlotPool::clear() {
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
-    auto& free = free_[static_cast<size_t>(channel)];
-    for (; !free.empty(); free.pop_back()) release(channel, free.back());
+    ledger(channel).clear(TransportMemory{*transport_, channel});
   }
 }
 
 void SlotPool::reset_peak() {
-  for (size_t kind = 0; kind < counts_.size(); ++kind) {
-    counts_[kind].peak_slots = leased_[kind];
-    counts_[kind].peak_bytes = counts_[kind].bytes;
+  for (Ledger& ledger : ledgers_) ledger.reset_peak();
+}
+
+std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced) {
+  Transport& transport = *transport_;
+  const Channel channel = hop.channel;
+  const auto after_hop = [&](const auto& earlier, End end) {
+    if (end == End::received) {
+      transport.order_channel_after_received(channel, *earlier);
+    } else {
+      transport.order_channel_after_sent(channel, *earlier);
+    }
+  };
+  const auto after_compute = [&](const Mark& mark) { transport.lanes().order_channel_after(channel, mark); };
+  source.before_read(after_hop, after_compute);
+  target.before_write(after_hop, after_compute);
+  trace_.depart(traced);
+  if (delay_.count() > 0) {
+    transport.lanes().delay(channel, std::chrono::microseconds(random_() % static_cast<uint64_t>(delay_.count() + 1)));
   }
+  const std::shared_ptr<Transfer> transfer = trace_.follow(traced, transport.post(hop));
+  source.enter_departure(transfer);
+  target.enter_arrival(transfer);
+  const size_t kind = static_cast<size_t>(channel);
+  ++counts_[kind];
+  for (const Span& span : hop.send) bytes_[kind] += static_cast<int64_t>(span.bytes);
+  return transfer;
 }
 
 }  // namespace rtp

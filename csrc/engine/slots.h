@@ -1,16 +1,58 @@
-// Memory that shards travel through, shared by all layers of a ring.
+// What travels together, the slots that it travels through, and the hops from one to the next.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <chrono>
+#include <cstddef>
 #include <memory>
+#include <random>
 #include <vector>
 
+#include "engine/trace.h"
+#include "schedule/footprint.h"
 #include "schedule/uses.h"
 #include "transport/transport.h"
 
 namespace rtp {
+
+// One tensor of a bundle: its dtype and its shape for every owner.
+struct Part {
+  at::ScalarType dtype;
+  std::vector<std::vector<int64_t>> shapes;
+
+  int64_t elements(int owner) const;
+  int64_t bytes(int owner) const;
+  int64_t whole_bytes() const;
+};
+
+// Tensors that travel together, and this rank's own ones. In a slot the parts of one shard lie one after the other; in
+// a slot of all shards, the rows of all owners of each part do.
+struct Cargo {
+  std::vector<Part> parts;
+  std::vector<at::Tensor> home;
+
+  int64_t offset(int owner, size_t part) const;  // in bytes, in a slot
+  int64_t slot_bytes() const;                    // of a slot that any owner's shard fits into
+  int64_t whole_offset(int owner, size_t part) const;
+  int64_t whole_bytes() const;
+
+  at::Tensor in_slot(const at::Tensor& memory, int owner, size_t part) const;
+  at::Tensor in_whole(const at::Tensor& memory, int owner, size_t part) const;  // owner may be kAllOwners
+  // A home tensor, seen as the shard of `owner` while that passes through it.
+  at::Tensor at_home(int owner, int rank, size_t part) const;
+
+  // Copies the home tensors into `memory`, laid out as in a slot and cast, and lets the copies take their place. What
+  // is undefined is not copied.
+  void stage(const at::Tensor& memory, int rank);
+  bool cast() const;  // whether a home tensor has another dtype than it travels in
+
+  // The same for one half of the rows of every shard.
+  Cargo rows(Half half, int rank) const;
+};
+
+std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors);
 
 // Who has touched a piece of memory since it was last overwritten.
 struct Usage : Uses<std::shared_ptr<Transfer>, Mark> {
@@ -30,32 +72,48 @@ struct Slot {
   std::byte* data() const { return static_cast<std::byte*>(memory.data_ptr()); }
 };
 
-// Slots of one ring, shared by all its layers. Counts what it holds and what was ever leased at once.
+// Memory that shards travel through, shared by all layers of a ring: see SlotLedger.
 class SlotPool {
  public:
   explicit SlotPool(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {}
 
   std::shared_ptr<Slot> lease(Channel channel, int64_t bytes);
-  void give_back(Channel channel, std::shared_ptr<Slot> slot);
+  void give_back(Channel channel, std::shared_ptr<Slot> slot) { ledger(channel).give_back(std::move(slot)); }
   void clear();
 
-  struct Count {
-    int64_t slots = 0;        // slots that exist
-    int64_t bytes = 0;        // bytes of the slots that exist
-    int64_t peak_slots = 0;   // most slots leased at once
-    int64_t peak_bytes = 0;   // most bytes that existed at once
-    int64_t allocations = 0;  // slots ever allocated
-  };
-  Count count(Channel channel) const { return counts_[static_cast<size_t>(channel)]; }
+  const SlotCount& count(Channel channel) const { return ledgers_[static_cast<size_t>(channel)].count(); }
   void reset_peak();
 
  private:
-  void release(Channel channel, const std::shared_ptr<Slot>& slot);
+  using Ledger = SlotLedger<std::shared_ptr<Slot>>;
+  Ledger& ledger(Channel channel) { return ledgers_[static_cast<size_t>(channel)]; }
 
   std::shared_ptr<Transport> transport_;
-  std::array<std::vector<std::shared_ptr<Slot>>, 2> free_;
-  std::array<int64_t, 2> leased_{};
-  std::array<Count, 2> counts_;
+  std::array<Ledger, 2> ledgers_;
+};
+
+// Posts the hops of one ring, and counts them.
+class Hops {
+ public:
+  Hops(std::shared_ptr<Transport> transport, Trace& trace) : transport_(std::move(transport)), trace_(trace) {}
+
+  // Posts a hop after whoever wrote its source, and whoever uses its target, and enters it in both. `traced`: the event
+  // to time.
+  std::shared_ptr<Transfer> post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced);
+
+  // For race tests: holds up every hop by a random time of at most this.
+  void set_delay(std::chrono::microseconds most) { delay_ = most; }
+
+  int64_t count(Channel channel) const { return counts_[static_cast<size_t>(channel)]; }
+  int64_t bytes_sent(Channel channel) const { return bytes_[static_cast<size_t>(channel)]; }
+
+ private:
+  std::shared_ptr<Transport> transport_;
+  Trace& trace_;
+  std::chrono::microseconds delay_{0};
+  std::minstd_rand random_{std::random_device{}()};
+  std::array<int64_t, 2> counts_{};
+  std::array<int64_t, 2> bytes_{};
 };
 
 }  // namespace rtp

@@ -92,15 +92,6 @@ void check_homes(const Executor& executor, const VocabularyCut& cut, const Cross
   if (shape.bias) check_home(executor, options, "bias", parameters[1], parts[1]);
 }
 
-// This rank's part of one piece of several shards.
-std::vector<at::Tensor> own(const Piece& piece, std::vector<at::Tensor> shards, const std::vector<Piece>& pieces,
-                            int rank) {
-  if (pieces.size() > 1) {
-    for (at::Tensor& shard : shards) shard = piece.of(shard, rank);
-  }
-  return shards;
-}
-
 void check_targets(const at::Tensor& x, const at::Tensor& targets, const CrossEntropyShape& shape,
                    const RotationOptions& options) {
   RTP_CHECK_TYPE(targets.scalar_type() == at::kLong && targets.dim() == 1 && targets.is_contiguous(), options.name,
@@ -143,13 +134,12 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
   const at::Tensor hit = at::zeros({tokens}, sums);
   const at::Tensor total = shape.label_smoothing > 0 ? at::zeros({tokens}, sums) : at::Tensor();
 
-  const std::vector<Piece> pieces = whole.pieces(shape, options);
-  for (const Piece& piece : pieces) {
+  for (const Piece& piece : whole.pieces(shape, options)) {
     const VocabularyCut cut(whole, piece);
     const int64_t chunk = cut.chunk_rows(tokens, accumulation_dtype(options.compute_dtype));
     const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.most()}, sums);
-    Cargo cargo{cut.parts(shape, options.compute_dtype), own(piece, parameters, pieces, executor.rank())};
-    const Schedule schedule = forward_schedule(executor, piecewise(options, pieces), cargo);
+    Cargo cargo{cut.parts(shape, options.compute_dtype), piece.of(parameters, executor.rank())};
+    const Schedule& schedule = forward_schedule(executor, piecewise(options, piece), cargo);
     Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
       if (cut.sizes[step->owner] == 0) continue;
@@ -211,18 +201,17 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
     if (dx.defined()) gemm(of(dx, first), of(dx, first), dz, shard.weight());
   };
 
-  const std::vector<Piece> pieces = whole.pieces(shape, options);
-  for (const Piece& piece : pieces) {
+  for (const Piece& piece : whole.pieces(shape, options)) {
     const VocabularyCut cut(whole, piece);
     chunk = cut.chunk_rows(tokens, sum_dtype);
     const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.most()}, sums);
     std::optional<Cargo> weights =
-        Cargo{cut.parts(shape, options.compute_dtype), own(piece, parameters, pieces, executor.rank())};
-    std::optional<Cargo> travelling = gradients.cargo(
-        cut.parts(shape, options.reduce_dtype),
-        [&](const at::Tensor& home) { return pieces.size() == 1 ? home : piece.of(home, executor.rank()); });
-    const Schedule schedule =
-        backward_schedule(executor, piecewise(options, pieces), weights, {.wgrad = gradients.any(), .bundle = true});
+        Cargo{cut.parts(shape, options.compute_dtype), piece.of(parameters, executor.rank())};
+    std::optional<Cargo> travelling =
+        gradients.cargo(cut.parts(shape, options.reduce_dtype),
+                        [&](const at::Tensor& home) { return piece.of(home, executor.rank()); });
+    const Schedule& schedule =
+        backward_schedule(executor, piecewise(options, piece), weights, {.wgrad = gradients.any(), .bundle = true});
     Execution pass(executor, schedule, std::move(weights), std::move(travelling), options.name + " backward");
     at::Tensor first_chunk;  // of a shard: made in its dgrad, for its wgrad
     while (const Step* step = pass.next()) {

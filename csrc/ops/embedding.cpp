@@ -13,7 +13,6 @@
 #include "compute/gemm.h"
 #include "compute/kernel_tensors.h"
 #include "kernels/embedding.h"
-#include "ops/gradients.h"
 
 namespace rtp {
 namespace {
@@ -136,10 +135,9 @@ at::Tensor embedding_forward(Executor& executor, const at::Tensor& ids, const at
   check_home(executor, options, "weight", weight, table_part(shape, cut, options.compute_dtype));
 
   const at::Tensor y = at::empty({ids.numel(), shape.embedding_dim}, weight.options().dtype(options.compute_dtype));
-  const std::vector<Piece> pieces = cut.pieces(shape, options);
-  for (const Piece& piece : pieces) {
+  for (const Piece& piece : cut.pieces(shape, options)) {
     Cargo cargo{{table_part(shape, cut, piece, options.compute_dtype)}, {piece.of(weight, executor.rank())}};
-    const Schedule schedule = forward_schedule(executor, piecewise(options, pieces), cargo);
+    const Schedule& schedule = forward_schedule(executor, piecewise(options, piece), cargo);
     Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
       if (cut.sizes[step->owner] == 0 || piece.sizes[step->owner] == 0) continue;

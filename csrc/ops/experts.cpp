@@ -9,7 +9,6 @@
 
 #include "base/checks.h"
 #include "compute/gemm.h"
-#include "ops/gradients.h"
 
 namespace rtp {
 namespace {
@@ -185,7 +184,7 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
   const at::Tensor factors = weights.reshape(-1).to(sums);
   if (keep) result.kept = at::empty({result.starts.back(), cut.up_rows}, x.options());
 
-  const Schedule schedule = forward_schedule(executor, options, cargo);
+  const Schedule& schedule = forward_schedule(executor, options, cargo);
   Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
   while (const Step* step = pass.next()) {
     const Group group(result, cut, step->owner, index.size(1));
@@ -226,7 +225,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
     at::Tensor x, hidden, d_out, d_values;
   };
   std::map<int, Slice> slices;
-  const Schedule schedule = backward_schedule(executor, options, cargo, {.wgrad = gradients.any(), .bundle = true});
+  const Schedule& schedule = backward_schedule(executor, options, cargo, {.wgrad = gradients.any(), .bundle = true});
   Execution pass(executor, schedule, std::move(cargo), gradients.cargo(), options.name + " backward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;

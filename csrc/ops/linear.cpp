@@ -24,7 +24,7 @@ struct BundleCut {
   BundleCut(const BundleCut& all, Half half) : BundleCut(all) {
     for (size_t layer = 0; layer < sizes.size(); ++layer) {
       for (size_t owner = 0; owner < sizes[layer].size(); ++owner) {
-        const HalfRows rows = half_rows(half, sizes[layer][owner]);
+        const Rows rows = half_rows(half, sizes[layer][owner]);
         sizes[layer][owner] = rows.count;
         starts[layer][owner] += rows.first;
       }
@@ -134,8 +134,7 @@ class BundleBackward {
   }
 
   std::vector<at::Tensor> run() {
-    const std::vector<Piece> pieces = bundle_pieces(bundle_, whole_, options_);
-    for (const Piece& piece : pieces) run(piece, pieces);
+    for (const Piece& piece : bundle_pieces(bundle_, whole_, options_)) run(piece);
     std::vector<at::Tensor> result;
     for (auto& sum : sums_) result.push_back(sum ? sum->result().to(options_.compute_dtype) : at::Tensor());
     for (at::Tensor& gradient : gradients_.result()) result.push_back(std::move(gradient));
@@ -143,11 +142,9 @@ class BundleBackward {
   }
 
  private:
-  void run(const Piece& piece, const std::vector<Piece>& pieces) {
-    const BundleCut cut = pieces.size() == 1 ? whole_ : BundleCut(whole_, piece);
-    const auto mine = [&](const at::Tensor& shard) {
-      return pieces.size() == 1 ? shard : piece.of(shard, executor_.rank());
-    };
+  void run(const Piece& piece) {
+    const BundleCut cut = piece.alone ? whole_ : BundleCut(whole_, piece);
+    const auto mine = [&](const at::Tensor& shard) { return piece.of(shard, executor_.rank()); };
     const std::vector<Part> parts = parts_of(bundle_, cut, options_.compute_dtype);
     std::optional<Cargo> gradients = gradients_.cargo(parts_of(bundle_, cut, options_.reduce_dtype), mine);
     Cargo weights;
@@ -162,7 +159,7 @@ class BundleBackward {
                               .two_lanes = two_lanes(cut)};
     std::optional<Cargo> weight;
     if (needs.dgrad) weight = std::move(weights);
-    const Schedule schedule = backward_schedule(executor_, piecewise(options_, pieces), weight, needs);
+    const Schedule& schedule = backward_schedule(executor_, piecewise(options_, piece), weight, needs);
     Execution pass(executor_, schedule, std::move(weight), std::move(gradients), options_.name + " backward");
     const BundleCut halves[] = {cut, BundleCut(cut, Half::first), BundleCut(cut, Half::second)};
     while (const Step* step = pass.next()) {
@@ -286,15 +283,11 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
     outputs.push_back(at::empty({x.size(0), projection.end - projection.begin}, x.options()));
   }
 
-  const std::vector<Piece> pieces = bundle_pieces(bundle, whole, options);
-  for (const Piece& piece : pieces) {
-    const BundleCut cut = pieces.size() == 1 ? whole : BundleCut(whole, piece);
-    Cargo cargo{parts_of(bundle, cut, options.compute_dtype), parameters};
-    if (pieces.size() > 1) {
-      for (at::Tensor& home : cargo.home) home = piece.of(home, executor.rank());
-    }
+  for (const Piece& piece : bundle_pieces(bundle, whole, options)) {
+    const BundleCut cut = piece.alone ? whole : BundleCut(whole, piece);
+    Cargo cargo{parts_of(bundle, cut, options.compute_dtype), piece.of(parameters, executor.rank())};
     const bool two_lanes = wastes_last_wave(inputs[0].size(0), cut.most(0), executor.lanes().multiprocessors());
-    const Schedule schedule = forward_schedule(executor, piecewise(options, pieces), cargo, two_lanes);
+    const Schedule& schedule = forward_schedule(executor, piecewise(options, piece), cargo, two_lanes);
     Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
       const auto shards = pass.weight();

@@ -5,7 +5,6 @@
 #include <tuple>
 #include <vector>
 
-#include "ops/gradients.h"
 #include "ops/rotation.h"
 
 namespace rtp {

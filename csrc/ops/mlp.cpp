@@ -93,7 +93,7 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
   ProductSum sum(rows, shape.out_features, x.options());
   const at::Tensor bias = shape.down_bias ? at::empty({shape.out_features}, x.options()) : at::Tensor();
 
-  const Schedule schedule = forward_schedule(executor, options, cargo);
+  const Schedule& schedule = forward_schedule(executor, options, cargo);
   Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;
@@ -124,7 +124,7 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
   if (needs_x) dx.emplace(dy.size(0), shape.in_features, dy.options());
 
   std::map<int, Hidden> hidden;  // between the dgrad and the wgrad of an owner
-  const Schedule schedule = backward_schedule(executor, options, weights, {.wgrad = gradients.any(), .bundle = true});
+  const Schedule& schedule = backward_schedule(executor, options, weights, {.wgrad = gradients.any(), .bundle = true});
   Execution pass(executor, schedule, std::move(weights), gradients.cargo(), options.name + " backward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;

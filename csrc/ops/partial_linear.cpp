@@ -43,7 +43,7 @@ at::Tensor partial_linear_forward(Executor& executor, const at::Tensor& x, const
 
   ProductSum sum(x.size(0), shape.out_features, x.options());
   const at::Tensor whole_bias = bias ? at::empty({shape.out_features}, x.options()) : at::Tensor();
-  const Schedule schedule = forward_schedule(executor, options, cargo);
+  const Schedule& schedule = forward_schedule(executor, options, cargo);
   Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
   while (const Step* step = pass.next()) {
     const auto shard = pass.weight();
@@ -77,7 +77,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor&
     dx = at::empty({dy.size(0), shape.in_features}, dy.options());
   }
 
-  const Schedule schedule = backward_schedule(executor, options, weights, {.dgrad = needs.x, .wgrad = gradients.any()});
+  const Schedule& schedule =
+      backward_schedule(executor, options, weights, {.dgrad = needs.x, .wgrad = gradients.any()});
   Execution pass(executor, schedule, std::move(weights), gradients.cargo(), options.name + " backward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;

@@ -1,21 +1,16 @@
 #include "ops/rotation.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
-#include <cmath>
 
 #include "base/checks.h"
 
 namespace rtp {
 namespace {
 
-bool moves_in_place(Executor& executor, const RotationOptions& options, const Cargo& weights) {
-  const Transport& transport = executor.transport();
-  if (!options.in_place || options.route == Route::gather) return false;
-  if (!transport.sends_anywhere() || !transport.receives_anywhere()) return false;
-  for (size_t part = 0; part < weights.parts.size(); ++part) {
-    if (weights.home[part].scalar_type() != weights.parts[part].dtype) return false;
-  }
-  return true;
+bool moves_in_place(const Executor& executor, const RotationOptions& options, const Cargo& weights) {
+  return options.in_place && options.route != Route::gather && executor.travel(weights).in_place();
 }
 
 }  // namespace
@@ -27,28 +22,24 @@ std::vector<int64_t> shard_starts(const std::vector<int64_t>& sizes) {
 }
 
 std::vector<Piece> pieces_of(const RotationOptions& options, const std::vector<int64_t>& rows, int64_t row_elements) {
-  const int64_t most = *std::max_element(rows.begin(), rows.end());
-  int64_t chunk = std::max<int64_t>(most, 1);
-  if (options.slot_cap > 0) {
-    const size_t element = std::max(c10::elementSize(options.compute_dtype), c10::elementSize(options.reduce_dtype));
-    const int64_t row_bytes = std::max<int64_t>(row_elements * static_cast<int64_t>(element), 1);
-    chunk = std::clamp<int64_t>(options.slot_cap / row_bytes, 1, chunk);
-  }
-  std::vector<Piece> pieces;
-  for (int64_t first = 0; first == 0 || first < most; first += chunk) {
-    Piece piece;
+  const size_t element = std::max(c10::elementSize(options.compute_dtype), c10::elementSize(options.reduce_dtype));
+  const Pieces cut = cut_in_pieces(*std::max_element(rows.begin(), rows.end()),
+                                   row_elements * static_cast<int64_t>(element), options.slot_cap);
+  std::vector<Piece> pieces(static_cast<size_t>(cut.count));
+  for (size_t index = 0; index < pieces.size(); ++index) {
+    pieces[index].alone = cut.count == 1;
     for (const int64_t size : rows) {
-      piece.offsets.push_back(std::min(first, size));
-      piece.sizes.push_back(std::clamp<int64_t>(size - first, 0, chunk));
+      const Rows of_owner = cut.of(static_cast<int64_t>(index), size);
+      pieces[index].offsets.push_back(of_owner.first);
+      pieces[index].sizes.push_back(of_owner.count);
     }
-    pieces.push_back(std::move(piece));
   }
   return pieces;
 }
 
-RotationOptions piecewise(const RotationOptions& options, const std::vector<Piece>& pieces) {
+RotationOptions piecewise(const RotationOptions& options, const Piece& piece) {
   RotationOptions result = options;
-  if (pieces.size() > 1) {
+  if (!piece.alone) {
     result.in_place = false;
     if (result.route == Route::gather) result.route = Route::direct;
   }
@@ -75,26 +66,18 @@ void check_home(const Executor& executor, const RotationOptions& options, const 
                  executor.device().str(), ", the device of the ring, got ", home.device().str());
 }
 
-bool wastes_last_wave(int64_t rows, int64_t columns, int multiprocessors) {
-  constexpr int64_t kTileRows = 128, kTileColumns = 256;  // of the GEMM kernels for large bf16 products on sm_90
-  constexpr double kEnough = 0.93;
-  if (multiprocessors == 0 || rows == 0 || columns == 0) return false;
-  const int64_t tiles = ((rows + kTileRows - 1) / kTileRows) * ((columns + kTileColumns - 1) / kTileColumns);
-  const double waves = static_cast<double>(tiles) / multiprocessors;
-  return waves / std::ceil(waves) < kEnough;
-}
-
-Schedule forward_schedule(Executor& executor, const RotationOptions& options, const Cargo& weights, bool two_lanes) {
+const Schedule& forward_schedule(Executor& executor, const RotationOptions& options, const Cargo& weights,
+                                 bool two_lanes) {
   ScheduleOptions schedule;
   schedule.pass = Pass::forward;
   schedule.route = options.route;
   schedule.in_place = moves_in_place(executor, options, weights);
   schedule.two_lanes = two_lanes;
-  return make_schedule(executor.ranks(), executor.rank(), schedule);
+  return executor.schedule(schedule);
 }
 
-Schedule backward_schedule(Executor& executor, const RotationOptions& options, const std::optional<Cargo>& weights,
-                           const BackwardNeeds& needs) {
+const Schedule& backward_schedule(Executor& executor, const RotationOptions& options,
+                                  const std::optional<Cargo>& weights, const BackwardNeeds& needs) {
   ScheduleOptions schedule;
   schedule.pass = Pass::backward;
   schedule.route = options.route;
@@ -105,7 +88,41 @@ Schedule backward_schedule(Executor& executor, const RotationOptions& options, c
   schedule.halves = needs.halves;
   schedule.two_lanes = needs.two_lanes;
   schedule.receive_in_slots = !executor.transport().receives_anywhere();
-  return make_schedule(executor.ranks(), executor.rank(), schedule);
+  return executor.schedule(schedule);
+}
+
+Gradients::Gradients(const Executor& executor, std::vector<Part> parts, const std::vector<bool>& wanted)
+    : scale_(1.0 / executor.ranks()), place_(parts.size(), -1) {
+  for (size_t parameter = 0; parameter < parts.size(); ++parameter) {
+    if (!wanted[parameter]) continue;
+    place_[parameter] = static_cast<int>(parts_.size());
+    parts_.push_back(std::move(parts[parameter]));
+    const at::TensorOptions options = at::TensorOptions().dtype(parts_.back().dtype).device(executor.device());
+    home_.push_back(at::empty(parts_.back().shapes[static_cast<size_t>(executor.rank())], options));
+  }
+}
+
+std::optional<Cargo> Gradients::cargo() const {
+  if (!any()) return std::nullopt;
+  return Cargo{parts_, home_};
+}
+
+std::optional<Cargo> Gradients::cargo(const std::vector<Part>& piece,
+                                      const std::function<at::Tensor(const at::Tensor&)>& of) const {
+  if (!any()) return std::nullopt;
+  Cargo cargo;
+  for (size_t parameter = 0; parameter < place_.size(); ++parameter) {
+    if (place_[parameter] < 0) continue;
+    cargo.parts.push_back(piece[parameter]);
+    cargo.home.push_back(of(home_[static_cast<size_t>(place_[parameter])]));
+  }
+  return cargo;
+}
+
+std::vector<at::Tensor> Gradients::result() const {
+  std::vector<at::Tensor> result;
+  for (const int place : place_) result.push_back(place < 0 ? at::Tensor() : home_[static_cast<size_t>(place)]);
+  return result;
 }
 
 }  // namespace rtp

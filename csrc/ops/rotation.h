@@ -3,10 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "engine/executor.h"
+#include "schedule/waves.h"
 
 namespace rtp {
 
@@ -29,9 +32,16 @@ std::vector<int64_t> shard_starts(const std::vector<int64_t>& sizes);
 struct Piece {
   std::vector<int64_t> offsets;  // of its first row in the shard of each owner
   std::vector<int64_t> sizes;
+  bool alone = true;  // there is no other
 
-  // The piece of a whole shard (or gradient of one) of `owner`.
-  at::Tensor of(const at::Tensor& shard, int owner) const { return shard.narrow(0, offsets[owner], sizes[owner]); }
+  // The piece of a whole shard (or gradient of one) of `owner`, or of several.
+  at::Tensor of(const at::Tensor& shard, int owner) const {
+    return alone ? shard : shard.narrow(0, offsets[owner], sizes[owner]);
+  }
+  std::vector<at::Tensor> of(std::vector<at::Tensor> shards, int owner) const {
+    for (at::Tensor& shard : shards) shard = of(shard, owner);
+    return shards;
+  }
 };
 
 // `rows`: of every owner's shard. `row_elements`: numbers that travel for one row; the wider of the dtypes of weights
@@ -40,7 +50,7 @@ std::vector<Piece> pieces_of(const RotationOptions& options, const std::vector<i
 
 // Shards that travel in pieces do so out of place: the room of a home shard is cut otherwise than a neighbour's. They
 // are not gathered, since pieces are there to hold less than a whole shard.
-RotationOptions piecewise(const RotationOptions& options, const std::vector<Piece>& pieces);
+RotationOptions piecewise(const RotationOptions& options, const Piece& piece);
 
 // A part whose dimension `dim` is cut: its shapes have `sizes[owner]` there and `shape` elsewhere.
 Part cut_part(at::ScalarType dtype, std::vector<int64_t> shape, int64_t dim, const std::vector<int64_t>& sizes);
@@ -49,14 +59,9 @@ Part cut_part(at::ScalarType dtype, std::vector<int64_t> shape, int64_t dim, con
 void check_home(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& home,
                 const Part& part);
 
-// Whether GEMMs of this many rows and columns leave so much of the device idle in their last wave that two of them had
-// better run side by side. `multiprocessors`: 0 means a CPU, which has no waves.
-bool wastes_last_wave(int64_t rows, int64_t columns, int multiprocessors);
-
-// The schedules of a pass over `weights`. In place where asked for and of use: a cast copy travels out of place in any
-// case, and where hops can land in slots only, bringing a shard home takes a slot and a copy more.
-Schedule forward_schedule(Executor& executor, const RotationOptions& options, const Cargo& weights,
-                          bool two_lanes = false);
+// The schedules of a pass over `weights`, in place where asked for and of use: see Travel.
+const Schedule& forward_schedule(Executor& executor, const RotationOptions& options, const Cargo& weights,
+                                 bool two_lanes = false);
 
 // Which gradients a backward pass makes, whether its weight gradients need what its input gradients computed, and what
 // the operation lets the schedule do.
@@ -67,7 +72,54 @@ struct BackwardNeeds {
   bool halves = false;
   bool two_lanes = false;
 };
-Schedule backward_schedule(Executor& executor, const RotationOptions& options, const std::optional<Cargo>& weights,
-                           const BackwardNeeds& needs);
+const Schedule& backward_schedule(Executor& executor, const RotationOptions& options,
+                                  const std::optional<Cargo>& weights, const BackwardNeeds& needs);
+
+// The gradients of an operation's parameters in its backward.
+//
+// Which gradients are wanted, where each lies among those that travel, what of it has arrived and what goes out, and
+// the scale that makes a mean of the sum. Parameters are named by their place among the operation's; -1: there is none.
+class Gradients {
+ public:
+  // `parts`: of the gradients of all parameters, whole shards. Allocates this rank's own ones.
+  Gradients(const Executor& executor, std::vector<Part> parts, const std::vector<bool>& wanted);
+
+  bool any() const { return !home_.empty(); }
+  bool wants(int parameter) const { return parameter >= 0 && place_[static_cast<size_t>(parameter)] >= 0; }
+  double scale() const { return scale_; }  // 1 / ranks
+
+  // What travels in one pass; nothing where no gradient is wanted. `piece` of the parts of all parameters: what it
+  // takes of a home gradient is `of`.
+  std::optional<Cargo> cargo() const;
+  std::optional<Cargo> cargo(const std::vector<Part>& piece,
+                             const std::function<at::Tensor(const at::Tensor&)>& of) const;
+
+  // The sums of one wgrad: what `add` has to write, and the partial sum to start from, undefined for zero.
+  class Sums {
+   public:
+    Sums(const Gradients& gradients, const Execution& pass)
+        : gradients_(gradients), in_(pass.gradient_in()), out_(pass.gradient_out()) {}
+
+    bool wants(int parameter) const { return gradients_.wants(parameter); }
+    at::Tensor out(int parameter) const { return out_[gradients_.index(parameter)]; }
+    at::Tensor arrived(int parameter) const { return in_.empty() ? at::Tensor() : in_[gradients_.index(parameter)]; }
+    double scale() const { return gradients_.scale(); }
+
+   private:
+    const Gradients& gradients_;
+    std::vector<at::Tensor> in_, out_;
+  };
+
+  // This rank's own, of every parameter; undefined where not wanted.
+  std::vector<at::Tensor> result() const;
+
+ private:
+  size_t index(int parameter) const { return static_cast<size_t>(place_[static_cast<size_t>(parameter)]); }
+
+  double scale_;
+  std::vector<int> place_;  // of every parameter's gradient among those that travel; -1: not wanted
+  std::vector<Part> parts_;
+  std::vector<at::Tensor> home_;
+};
 
 }  // namespace rtp

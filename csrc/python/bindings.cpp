@@ -3,12 +3,14 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/checks.h"
+#include "base/host.h"
 #include "engine/executor.h"
 #include "ops/cross_entropy.h"
 #include "ops/embedding.h"
 #include "ops/experts.h"
 #include "ops/linear.h"
 #include "ops/mlp.h"
+#include "python/footprint.h"
 #include "python/kernels.h"
 #include "python/schedule.h"
 #include "python/trace.h"
@@ -125,12 +127,6 @@ Cargo make_cargo(const std::vector<at::Tensor>& home, const Shapes& shapes,
 }
 
 void bind_executor(py::module_& m) {
-  py::class_<SlotPool::Count>(m, "SlotCount")
-      .def_readonly("slots", &SlotPool::Count::slots)
-      .def_readonly("bytes", &SlotPool::Count::bytes)
-      .def_readonly("peak_slots", &SlotPool::Count::peak_slots)
-      .def_readonly("peak_bytes", &SlotPool::Count::peak_bytes)
-      .def_readonly("allocations", &SlotPool::Count::allocations);
   py::class_<Executor, std::shared_ptr<Executor>> executor(m, "Executor", "The transport and the slots of one ring.");
   executor
       .def(py::init<std::shared_ptr<Transport>, int, int, at::Device>(), py::arg("transport"), py::arg("rank"),
@@ -176,8 +172,8 @@ void bind_executor(py::module_& m) {
             options.pass = reverse ? Pass::backward : Pass::forward;
             options.wgrad = false;
             options.route = parse_route(route);
-            return std::make_unique<Execution>(executor, make_schedule(executor.ranks(), executor.rank(), options),
-                                               make_cargo(home, shapes), std::nullopt, "rotate");
+            return std::make_unique<Execution>(executor, executor.schedule(options), make_cargo(home, shapes),
+                                               std::nullopt, "rotate");
           },
           py::arg("executor"), py::arg("home"), py::arg("shapes"), py::arg("route"), py::arg("reverse"),
           py::keep_alive<0, 1>(), py::call_guard<NoGil>())
@@ -188,8 +184,8 @@ void bind_executor(py::module_& m) {
             options.pass = Pass::backward;
             options.dgrad = false;
             options.receive_in_slots = !executor.transport().receives_anywhere();
-            return std::make_unique<Execution>(executor, make_schedule(executor.ranks(), executor.rank(), options),
-                                               std::nullopt, make_cargo(home, shapes), "collect");
+            return std::make_unique<Execution>(executor, executor.schedule(options), std::nullopt,
+                                               make_cargo(home, shapes), "collect");
           },
           py::arg("executor"), py::arg("home"), py::arg("shapes"), py::keep_alive<0, 1>(), py::call_guard<NoGil>())
       .def_static(
@@ -197,7 +193,7 @@ void bind_executor(py::module_& m) {
           [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
              const RotationOptions& options) {
             Cargo cargo = make_cargo(weights, shapes, options.compute_dtype);
-            const Schedule schedule = forward_schedule(executor, options, cargo);
+            const Schedule& schedule = forward_schedule(executor, options, cargo);
             return std::make_unique<Execution>(executor, schedule, std::move(cargo), std::nullopt,
                                                options.name + " forward");
           },
@@ -211,7 +207,7 @@ void bind_executor(py::module_& m) {
             std::optional<Cargo> weight, gradient;
             if (!weights.empty()) weight = make_cargo(weights, shapes, options.compute_dtype);
             if (!gradients.empty()) gradient = make_cargo(gradients, gradient_shapes, options.reduce_dtype);
-            const Schedule schedule = backward_schedule(
+            const Schedule& schedule = backward_schedule(
                 executor, options, weight, {dgrad, gradient.has_value(), bundle, options.halves && !bundle});
             return std::make_unique<Execution>(executor, schedule, std::move(weight), std::move(gradient),
                                                options.name + " backward");
@@ -239,7 +235,6 @@ void bind_operations(py::module_& m) {
            }),
            py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
            py::arg("slot_cap"), py::arg("halves"), py::arg("name"));
-  m.def("wastes_last_wave", &wastes_last_wave, py::arg("rows"), py::arg("columns"), py::arg("multiprocessors"));
   py::class_<LinearShape>(m, "LinearShape")
       .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed) {
              return LinearShape{out_features, in_features, by_outputs, transposed};
@@ -378,6 +373,8 @@ PYBIND11_MODULE(_C, m) {
   m.attr("compiled_torch") = RTP_TORCH_VERSION;
   bind_errors(m);
   bind_schedule(m);
+  bind_footprint(m);
+  m.def("host_id", &host_id, "Equal on two processes only if they share a host.");
   bind_transports(m);
   bind_executor(m);
   bind_operations(m);

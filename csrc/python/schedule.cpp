@@ -115,7 +115,6 @@ void bind_schedule(py::module_& m) {
       },
       py::arg("steps"), py::arg("ranks"),
       "For each step, the positions of earlier steps that it waits for, and which end of them: received, sent, done.");
-  m.def("shard_sizes", &shard_sizes, py::arg("extent"), py::arg("ranks"));
 }
 
 }  // namespace rtp

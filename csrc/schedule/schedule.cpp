@@ -54,6 +54,7 @@ class Builder {
     step.send = send;
     step.receive = receive;
     step.half = half;
+    ++(channel == Channel::weight ? schedule_.weight_hops : schedule_.gradient_hops);
     schedule_.steps.push_back(step);
   }
 
@@ -83,7 +84,12 @@ class Builder {
     schedule_.steps.push_back(step);
   }
 
-  Schedule finish() { return std::move(schedule_); }
+  Schedule finish() {
+    for (const Step& step : schedule_.steps) {
+      schedule_.accesses.push_back({reads(step, schedule_.ranks), writes(step, schedule_.ranks)});
+    }
+    return std::move(schedule_);
+  }
 
  private:
   Schedule schedule_;
@@ -328,12 +334,6 @@ std::string label(const Step& step) {
                 shard_name(step, letter, step.receive_owner), " <- ", step.from);
 }
 
-int Schedule::hops(Channel channel) const {
-  return static_cast<int>(std::count_if(steps.begin(), steps.end(), [channel](const Step& step) {
-    return step.action == Action::hop && step.channel == channel;
-  }));
-}
-
 Schedule make_schedule(int ranks, int rank, const ScheduleOptions& options) {
   RTP_CHECK_VALUE(ranks >= 1, "schedule: expected ranks >= 1, got ", ranks);
   RTP_CHECK_VALUE(rank >= 0 && rank < ranks, "schedule: expected 0 <= rank < ", ranks, ", got ", rank);
@@ -349,17 +349,6 @@ Schedule make_schedule(int ranks, int rank, const ScheduleOptions& options) {
     build_backward(builder);
   }
   return builder.finish();
-}
-
-std::vector<int64_t> shard_sizes(int64_t extent, int ranks) {
-  RTP_CHECK_VALUE(extent >= 0 && ranks >= 1, "shard_sizes: expected extent >= 0 and ranks >= 1, got ", extent, " and ",
-                  ranks);
-  const int64_t chunk = (extent + ranks - 1) / ranks;
-  std::vector<int64_t> sizes(ranks);
-  for (int owner = 0; owner < ranks; ++owner) {
-    sizes[owner] = std::clamp<int64_t>(extent - owner * chunk, 0, chunk);
-  }
-  return sizes;
 }
 
 const char* name(Channel channel) { return channel == Channel::weight ? "weight" : "gradient"; }

@@ -4,6 +4,7 @@
 // new schedule and nothing else.
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -95,7 +96,7 @@ std::vector<Access> writes(const Step& step, int ranks);
 std::string label(const Step& step);
 
 struct ScheduleOptions {
-  bool operator==(const ScheduleOptions&) const = default;
+  auto operator<=>(const ScheduleOptions&) const = default;
 
   Pass pass = Pass::forward;
   Route route = Route::ring;
@@ -116,26 +117,30 @@ struct ScheduleOptions {
 };
 
 struct Schedule {
+  // What a step reads and writes.
+  struct Accesses {
+    std::vector<Access> reads, writes;
+  };
+
   int ranks = 1;
   int rank = 0;
   ScheduleOptions options;
   std::vector<Step> steps;
+  std::vector<Accesses> accesses;  // of every step
+  int weight_hops = 0;             // hops of each channel
+  int gradient_hops = 0;
   int weight_slots = 0;  // slots of each channel that the steps name
   int gradient_slots = 0;
   bool whole_weight = false;  // whether the steps name the slot that holds every shard
   bool whole_gradient = false;
 
   int slots(Channel channel) const { return channel == Channel::weight ? weight_slots : gradient_slots; }
-  int hops(Channel channel) const;
+  int hops(Channel channel) const { return channel == Channel::weight ? weight_hops : gradient_hops; }
 };
 
 // The schedule of one pass of rank `rank` in a ring of `ranks`. Throws std::invalid_argument for an impossible ring.
 // Source: RTP, arXiv 2311.01635; orders and slots as in docs/design.md, 'How rotation works'.
 Schedule make_schedule(int ranks, int rank, const ScheduleOptions& options);
-
-// The rows of each owner's shard when `extent` rows are cut for `ranks` ranks: the chunk rule of DTensor's Shard,
-// ceil(extent / ranks) rows each, the last shards smaller or empty.
-std::vector<int64_t> shard_sizes(int64_t extent, int ranks);
 
 const char* name(Channel channel);
 const char* name(Pass pass);

@@ -4,18 +4,19 @@ import copy
 
 import pytest
 
-from rtp_ext.planner import Cluster, ModelSpec, Rotation, Strategy, Weight, estimate_memory, rotations_of, rtp_bytes
-from rtp_ext.planner.rotation import shard_sizes
+from rtp_ext._native import shard_sizes
+from rtp_ext.planner import (
+    Cluster,
+    ModelSpec,
+    RotatedOperation,
+    Strategy,
+    Weight,
+    estimate_memory,
+    rotations_of,
+    rtp_bytes,
+)
 
 EIGHT = Cluster.preset("h100-80gb")
-
-
-def test_shard_sizes_are_the_engine_s():
-    from rtp_ext import _native
-
-    for extent in (0, 1, 5, 12, 131):
-        for ranks in (1, 2, 3, 4, 7):
-            assert shard_sizes(extent, ranks) == _native.shard_sizes(extent, ranks)
 
 
 def _counted(ring):
@@ -115,9 +116,9 @@ def test_slots_of_a_small_mlp_in_pieces(ranks):
 
     x = torch.randn(5, 24)
     rotations = [
-        Rotation("linear", (Weight((36, 24)), Weight((36,))), input_gradient=False),
-        Rotation("linear", (Weight((60, 36)), Weight((60,)))),
-        Rotation("linear", (Weight((12, 60)), Weight((12,)))),
+        RotatedOperation("linear", (Weight((36, 24)), Weight((36,))), input_gradient=False),
+        RotatedOperation("linear", (Weight((60, 36)), Weight((60,)))),
+        RotatedOperation("linear", (Weight((12, 60)), Weight((12,)))),
     ]
     found = set()
     for cap in (0, 700, 1 << 20):
@@ -133,10 +134,10 @@ def test_slots_of_a_small_mlp_in_pieces(ranks):
 
 
 RAGGED = {
-    True: [Rotation("bundle", (Weight((23, 10)), Weight((23,)), Weight((10, 23), 1), Weight((10,))))],
+    True: [RotatedOperation("bundle", (Weight((23, 10)), Weight((23,)), Weight((10, 23), 1), Weight((10,))))],
     False: [
-        Rotation("linear", (Weight((23, 10)), Weight((23,)))),
-        Rotation("linear", (Weight((10, 23)), Weight((10,)))),
+        RotatedOperation("linear", (Weight((23, 10)), Weight((23,)))),
+        RotatedOperation("linear", (Weight((10, 23)), Weight((10,)))),
     ],
 }
 
@@ -163,7 +164,7 @@ def _ragged(rank, ranks):
             options = {"bundle": bundle, "low": low, "in_place": in_place}
             counted = _train(model, ring, lambda m: m(ids).float().square().sum(), **options)
         held = rtp_bytes(
-            [Rotation("embedding", (Weight((17, 10), 1),)), *RAGGED[bundle]],
+            [RotatedOperation("embedding", (Weight((17, 10), 1),)), *RAGGED[bundle]],
             ranks,
             rank=rank,
             others=[Weight((10,))] * 2,
@@ -198,6 +199,6 @@ def test_rotations_of_a_stage_in_the_estimate():
     pieces_of_the_head = 64 << 20  # travel out of place, through a second slot
     assert in_place.components["rotation_slots"] == largest * 4 * (1 + 2) + pieces_of_the_head
     with pytest.raises(ValueError, match="0 <= rank < 2"):
-        rtp_bytes([Rotation("linear", (Weight((2, 2)),))], 2, rank=2)
+        rtp_bytes([RotatedOperation("linear", (Weight((2, 2)),))], 2, rank=2)
     with pytest.raises(ValueError, match="unknown kind"):
-        Rotation("conv", (Weight((2, 2)),))
+        RotatedOperation("conv", (Weight((2, 2)),))

@@ -12,7 +12,6 @@ import rtp_ext
 from rtp_ext import RotationError, _native
 from rtp_ext.observe import doctor
 from rtp_ext.ring import ring as ring_module
-from rtp_ext.ring import routes, transports
 from rtp_ext.ring.options import TransportOptions
 from rtp_ext.ring.routes import choose_ce_modes, choose_route
 from rtp_ext.ring.transports import connect
@@ -44,8 +43,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     device = SimpleNamespace(name="A GPU", total_memory=2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
-    monkeypatch.setattr(transports, "boot_id", lambda: "this host")
-    monkeypatch.setattr(routes, "boot_id", lambda: "this host")
+    monkeypatch.setattr(_native, "host_id", lambda: "this host")
     monkeypatch.setattr(_native, "nccl_versions", lambda: (23007, 23007))
     monkeypatch.setattr(_native, "nccl_unique_id", lambda: b"id")
     monkeypatch.setattr(_native, "ring_end", lambda *arguments: arguments)

@@ -1,6 +1,6 @@
 """Memory and time of a training run before it starts: specifications, closed forms, estimates and search.
 
-Plain arithmetic; only the times of rotations come from the schedules of the extension.
+Plain arithmetic; what rotations hold and take, and how tiles fill a GPU, comes from the extension (see `engine`).
 """
 
 from rtp_ext.planner import korthikanti, lecture, zero
@@ -11,7 +11,7 @@ from rtp_ext.planner.measurements import Measurement, read_measurements
 from rtp_ext.planner.memory import estimate_memory
 from rtp_ext.planner.model import ModelSpec
 from rtp_ext.planner.report import MemoryReport
-from rtp_ext.planner.rotation import Rotation, RotationBytes, Weight, rotations_of, rtp_bytes
+from rtp_ext.planner.rotation import RotatedOperation, RotationBytes, Weight, rotations_of, rtp_bytes
 from rtp_ext.planner.search import Plan, search, smallest_cluster
 from rtp_ext.planner.strategy import Strategy
 from rtp_ext.planner.time_report import TimeReport
@@ -24,7 +24,7 @@ __all__ = [
     "MemoryReport",
     "ModelSpec",
     "Plan",
-    "Rotation",
+    "RotatedOperation",
     "RotationBytes",
     "Strategy",
     "TimeConstants",

@@ -6,7 +6,8 @@ import math
 
 from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.gemm import TILES, Product, flops_per_s, product_s
+from rtp_ext.planner.engine import engine
+from rtp_ext.planner.gemm import Product, flops_per_s, product_s
 from rtp_ext.planner.links import Group, ring_bytes_per_s
 from rtp_ext.planner.model import ModelSpec
 from rtp_ext.planner.report import number_text
@@ -89,9 +90,9 @@ def _filled(filled: str, seconds: float) -> str:
 def _product(product: Product, cluster: Cluster, constants: TimeConstants) -> list[str]:
     m, n, k, batch = product.rows, product.columns, product.depth, product.batch
     sms = cluster.streaming_multiprocessors
-    tiles = {tile: batch * math.ceil(m / tile[0]) * math.ceil(n / tile[1]) for tile in TILES}
-    tile = min(TILES, key=lambda t: math.ceil(tiles[t] / sms) * t[0] * t[1])
-    waves = math.ceil(tiles[tile] / sms)
+    whole = {tile: math.ceil(engine().waves(m, n, sms, index, batch)) for index, tile in enumerate(engine().GEMM_TILES)}
+    tile = min(whole, key=lambda tile: whole[tile] * tile[0] * tile[1])
+    waves = whole[tile]
     rate = number_text(flops_per_s(cluster, product.element_bytes))
     seconds = product_s(product, cluster, constants)
     by_tiles = (

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
-
-TILES = ((128, 256), (128, 128))  # rows and columns of the output tiles that GEMM libraries choose among
+from rtp_ext.planner.engine import engine
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ def product_s(product: Product, cluster: Cluster, constants: TimeConstants, *, w
     rate = flops_per_s(cluster, product.element_bytes) * constants.gemm_fraction
     depth = k + constants.gemm_ramp_depth
     least = math.inf
-    for rows, columns in TILES:
-        waves = batch * math.ceil(m / rows) * math.ceil(n / columns) / sms
+    for tile, (rows, columns) in enumerate(engine().GEMM_TILES):
+        waves = engine().waves(m, n, sms, tile, batch)
         least = min(least, (math.ceil(waves) if whole_waves else waves) * rows * columns)
     busy = least * sms * 2.0 * depth
     moved = batch * (product.element_bytes * (m * k + k * n) + max(2, product.element_bytes) * m * n)

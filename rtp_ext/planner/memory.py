@@ -5,9 +5,10 @@ from __future__ import annotations
 from rtp_ext.planner.activations import Saved, embedding_tensors, final_tensors, layer_tensors, working_tensors
 from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import constants, memory_constant
+from rtp_ext.planner.engine import engine
 from rtp_ext.planner.model import ModelSpec
 from rtp_ext.planner.report import MemoryReport, StageMemory, Term, term
-from rtp_ext.planner.rotation import SLOT_CAP, shard_sizes
+from rtp_ext.planner.rotation import RotatedOperation, Weight
 from rtp_ext.planner.states import buffer_terms, padded_vocab, parameter_counts, stage_layers, state_terms
 from rtp_ext.planner.strategy import Strategy
 
@@ -182,8 +183,8 @@ def _rotated_loss_terms(model: ModelSpec, strategy: Strategy, tokens: int) -> li
     Source: csrc/ops/cross_entropy.cpp.
     """
     source, widest = "csrc/ops/cross_entropy.cpp", max(strategy.param_bytes, strategy.reduce_bytes)
-    shard = shard_sizes(padded_vocab(model, strategy) // strategy.tp, strategy.rtp)[0]
-    rows = min(max(SLOT_CAP // (model.hidden * widest), 1), shard)
+    head = RotatedOperation("head", (Weight((padded_vocab(model, strategy) // strategy.tp, model.hidden)),))
+    _, rows = head.size(strategy.rtp).pieces(widest, engine().SLOT_CAP)
     chunk = max(min(_LOGIT_CHUNK_BYTES // (4 * rows), -(-tokens // _LOGIT_LEAST_CHUNKS)), _LOGIT_LEAST_ROWS)
     size = {"bytes_per_value": 4, "tokens_at_once": min(chunk, tokens), "vocabulary_at_once": rows}
     return [

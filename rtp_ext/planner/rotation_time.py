@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.gemm import TILES, Product, product_s, traffic_s
+from rtp_ext.planner.engine import engine
+from rtp_ext.planner.gemm import Product, product_s, traffic_s
 from rtp_ext.planner.links import Group, hop_bytes_per_s
-from rtp_ext.planner.rotation import SLOT_CAP, Rotation, Weight, pieces_of
+from rtp_ext.planner.rotation import RotatedOperation, Weight
 
 if TYPE_CHECKING:
     from rtp_ext.observe.timeline import Lockstep
 
-_ENOUGH = 0.93  # of the last wave: csrc/ops/rotation.cpp
 _OPERATIONS = {"linear": "linear", "embedding": "embedding", "bundle": "mlp", "head": "cross_entropy"}
 
 
@@ -75,7 +74,7 @@ def hop_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
 
 
 def rotation_seconds(
-    rotation: Rotation,
+    rotation: RotatedOperation,
     tokens: int,
     group: Group,
     constants: TimeConstants,
@@ -99,7 +98,7 @@ def rotation_seconds(
     2311.01635.
     """
     ranks, op = group.ranks, _OPERATIONS[rotation.kind]
-    pieces = len(pieces_of(rotation, ranks, SLOT_CAP, max(compute_bytes, reduce_bytes)))
+    pieces = rotation.pieces(ranks, max(compute_bytes, reduce_bytes))
     cluster = group.cluster
     width = (product_bytes, experts_per_token)
     whole = _computes(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
@@ -147,12 +146,11 @@ def rotation_seconds(
     )
 
 
-def _two_lanes(rotation: Rotation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:
-    """Forward and backward: whether a product leaves much of its last wave idle (csrc/ops/rotation.cpp, linear.cpp)."""
+def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:
+    """Forward and backward: whether a product leaves much of its last wave idle (csrc/ops/linear.cpp)."""
 
     def wastes(rows: int, columns: int) -> bool:
-        waves = math.ceil(rows / TILES[0][0]) * math.ceil(columns / TILES[0][1]) / cluster.streaming_multiprocessors
-        return waves / math.ceil(waves) < _ENOUGH
+        return engine().wastes_last_wave(rows, columns, cluster.streaming_multiprocessors)
 
     matrices = [weight for weight in rotation.weights if not weight.is_bias]
     outputs, inputs = sum(-(-weight.shape[0] // parts) for weight in matrices), matrices[0].shape[1]
@@ -164,7 +162,7 @@ def _shard_values(weights: tuple[Weight, ...], ranks: int) -> float:
 
 
 def _computes(
-    rotation: Rotation,
+    rotation: RotatedOperation,
     tokens: int,
     ranks: int,
     pieces: int,

@@ -8,7 +8,7 @@ from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.links import Group, all_reduce_s, gather_s, send_s
 from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.rotation import Rotation, rotations_of
+from rtp_ext.planner.rotation import RotatedOperation, rotations_of
 from rtp_ext.planner.rotation_time import RotationTime, rotation_seconds
 from rtp_ext.planner.states import layer_count, stage_layers
 from rtp_ext.planner.strategy import Strategy
@@ -158,7 +158,7 @@ class StageClock:
             "head": [self._rotation(rotation) for rotation in self._rotations(0, False, True)],
         }
 
-    def _rotations(self, layers: int, embedding: bool, head: bool) -> list[Rotation]:
+    def _rotations(self, layers: int, embedding: bool, head: bool) -> list[RotatedOperation]:
         strategy = self.strategy
         made, _ = rotations_of(
             self.model,
@@ -172,7 +172,7 @@ class StageClock:
         )
         return made
 
-    def _rotation(self, rotation: Rotation) -> RotationTime:
+    def _rotation(self, rotation: RotatedOperation) -> RotationTime:
         strategy = self.strategy
         size = 1 if strategy.fp8 and rotation.kind in ("linear", "bundle") else strategy.param_bytes
         return rotation_seconds(

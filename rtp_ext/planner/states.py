@@ -206,7 +206,7 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
 
 
 def _slot_terms(strategy: Strategy, held: RotationBytes) -> list[Term]:
-    name, source = "rotation_slots", "csrc/engine/executor.cpp: SlotPool; csrc/schedule/schedule.cpp: slots of a pass"
+    name, source = "rotation_slots", "csrc/schedule/footprint.cpp, csrc/schedule/schedule.cpp: slots of a pass"
     kinds = (
         ("weight", held.weight_slot_sizes, held.weight_slots_bytes, strategy.param_bytes),
         ("gradient", held.gradient_slot_sizes, held.gradient_slots_bytes, strategy.reduce_bytes),

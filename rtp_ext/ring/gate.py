@@ -8,18 +8,16 @@ the shapes, a link rate (modelled too, or measured by `Ring.measure_link`) and a
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 
 import torch
 
-from rtp_ext._native import shard_sizes
+from rtp_ext._native import shard_sizes, wave_efficiency
 
 __all__ = ["Device", "Gate", "Layer", "Link", "Plan", "decide", "device_of", "link_of", "predict"]
 
 logger = logging.getLogger("rtp_ext")
 
-TILE = (128, 256)  # rows and columns of the output tiles of large bf16 GEMMs on sm_90
 MARGIN = 0.95  # gathering must promise less than this part of the rotation's time
 WHOLE_LIMIT = 64 << 20  # bytes; a larger layer is never gathered: no rank is to hold a large layer
 
@@ -115,10 +113,7 @@ def gemm_seconds(device: Device, rows: int, columns: int, depth: int) -> float:
     """Time of a product [rows, depth] x [depth, columns], with the last wave of tiles counted whole."""
     if min(rows, columns, depth) == 0:
         return 0.0
-    efficiency = 1.0
-    if device.multiprocessors:
-        waves = math.ceil(rows / TILE[0]) * math.ceil(columns / TILE[1]) / device.multiprocessors
-        efficiency = waves / math.ceil(waves)
+    efficiency = wave_efficiency(rows, columns, device.multiprocessors)
     return max(device.seconds_per_launch, 2 * rows * columns * depth / (device.flops * efficiency))
 
 

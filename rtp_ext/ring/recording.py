@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from rtp_ext import _native
 from rtp_ext._native import RotationError
-from rtp_ext.host import boot_id
 from rtp_ext.ring.groups import Groups
 
 logger = logging.getLogger("rtp_ext")
@@ -84,7 +84,7 @@ def record(ring: Groups) -> Iterator[Trace]:
     if ring.device.type == "cuda":
         torch.cuda.synchronize(ring.device)
     ring.exchange(None)  # the ranks start together
-    trace = Trace(ring.rank, ring.size, str(ring.device), ring.transport, boot_id())
+    trace = Trace(ring.rank, ring.size, str(ring.device), ring.transport, _native.host_id())
     _switch(ring, True)
     try:
         yield trace

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rtp_ext import _native
-from rtp_ext._native import RotationError
+from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow
 from rtp_ext.ring.gate import Gate, Link, kind_of
 from rtp_ext.ring.mesh import resolve_mesh
@@ -34,7 +34,6 @@ logger = logging.getLogger("rtp_ext")
 
 __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 
-SLOT_CAP = 64 << 20  # bytes
 
 TRANSPORTS = ("auto", "shm", "c10d", "ce", "nccl", "nccl-put")
 ROUTES = ("auto", "ring", "direct", "gather")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from rtp_ext import _native
-from rtp_ext.host import boot_id
 from rtp_ext.ring.groups import Groups
 
 
@@ -19,7 +18,7 @@ def choose_route(ring: Groups, transport: str, wish: str) -> str:
         return "direct"
     if transport.startswith("nccl"):
         gpus = range(torch.cuda.device_count())
-        one_host = len(set(ring.exchange(boot_id()))) == 1
+        one_host = len(set(ring.exchange(_native.host_id()))) == 1
         # A rank that sees its own GPU only knows nothing of the others.
         peers = len(gpus) >= ring.size and all(
             torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b

@@ -12,7 +12,6 @@ import torch
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
-from rtp_ext.host import boot_id
 from rtp_ext.ring.groups import Groups
 
 logger = logging.getLogger("rtp_ext")
@@ -193,7 +192,7 @@ def _ring_end(ring: Groups) -> Any:
 
 
 def _make_ce(ring: Groups) -> Any:
-    hosts = len(set(ring.exchange(boot_id())))
+    hosts = len(set(ring.exchange(_native.host_id())))
     if hosts > 1:
         raise RotationError(f"its ranks are on {hosts} hosts")
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # CUDA's default

@@ -11,9 +11,10 @@
 #include <cerrno>
 #include <climits>
 #include <cstring>
-#include <fstream>
 #include <sstream>
 #include <utility>
+
+#include "base/host.h"
 
 namespace rtp {
 namespace {
@@ -43,15 +44,6 @@ std::byte* map(const File& file, size_t bytes) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.fd, 0);
   if (data == MAP_FAILED) fail("cannot map ", bytes, " bytes");
   return static_cast<std::byte*>(data);
-}
-
-// The boot id of this machine's kernel: equal on two processes only if they share a host.
-std::string host_id() {
-  const char* path = "/proc/sys/kernel/random/boot_id";
-  std::ifstream file(path);
-  std::string id;
-  if (!(file >> id)) fail("cannot read ", path);  // as where too many files are open: it must not pass for another host
-  return id;
 }
 
 // Equal on two processes of a host only if they share process ids.

@@ -1,4 +1,5 @@
 // The sources under test, in one unit because their headers take most of the time. A transport more is a line more.
+#include "../../../csrc/base/host.cpp"
 #include "../../../csrc/device/cuda_lanes.cpp"
 #include "../../../csrc/device/lanes.cpp"
 #include "../../../csrc/schedule/schedule.cpp"

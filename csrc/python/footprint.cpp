@@ -1,0 +1,75 @@
+#include "python/footprint.h"
+
+#include <iterator>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/checks.h"
+#include "schedule/footprint.h"
+#include "schedule/waves.h"
+
+namespace rtp {
+
+void bind_footprint(py::module_& m) {
+  py::class_<SlotCount>(m, "SlotCount")
+      .def_readonly("slots", &SlotCount::slots)
+      .def_readonly("bytes", &SlotCount::bytes)
+      .def_readonly("peak_slots", &SlotCount::peak_slots)
+      .def_readonly("peak_bytes", &SlotCount::peak_bytes)
+      .def_readonly("allocations", &SlotCount::allocations);
+  py::class_<Footprint>(m, "Footprint", "What the pools of a ring hold once a step repeats.")
+      .def_readonly("weight", &Footprint::weight)
+      .def_readonly("gradient", &Footprint::gradient)
+      .def_readonly("free_weight", &Footprint::free_weight)
+      .def_readonly("free_gradient", &Footprint::free_gradient);
+  py::class_<OperationSize>(m, "OperationSize", "One rotated operation in numbers: its largest shard.")
+      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool>>& parts, bool bundle, bool in_pieces) {
+             OperationSize operation{{}, bundle, in_pieces};
+             for (const auto& [rows, elements, backward] : parts) operation.parts.push_back({rows, elements, backward});
+             return operation;
+           }),
+           py::arg("parts"), py::arg("bundle"), py::arg("in_pieces"),
+           "parts: rows, numbers in each, and whether it travels in backward too.")
+      .def(
+          "pieces",
+          [](const OperationSize& operation, int64_t element_bytes, int64_t cap) {
+            const Pieces pieces = operation.pieces(element_bytes, cap);
+            return std::pair(pieces.count, pieces.rows);
+          },
+          py::arg("element_bytes"), py::arg("cap"), "How many, and the rows of the largest.");
+  m.def(
+      "footprint",
+      [](const std::vector<OperationSize>& operations, int ranks, bool in_place, bool sends_anywhere,
+         bool receives_anywhere, bool cast, int64_t compute_bytes, int64_t reduce_bytes, int64_t slot_cap) {
+        return footprint(
+            operations,
+            {ranks, {cast, sends_anywhere, receives_anywhere}, in_place, compute_bytes, reduce_bytes, slot_cap});
+      },
+      py::arg("operations"), py::kw_only(), py::arg("ranks"), py::arg("in_place"), py::arg("sends_anywhere"),
+      py::arg("receives_anywhere"), py::arg("cast"), py::arg("compute_bytes"), py::arg("reduce_bytes"),
+      py::arg("slot_cap"));
+  m.def(
+      "travels_in_place",
+      [](bool cast, bool sends_anywhere, bool receives_anywhere) {
+        return Travel{cast, sends_anywhere, receives_anywhere}.in_place();
+      },
+      py::arg("cast"), py::arg("sends_anywhere"), py::arg("receives_anywhere"));
+  m.attr("slot_cap") = kSlotCap;
+  m.def("shard_size", &shard_size, py::arg("extent"), py::arg("ranks"), py::arg("owner"));
+  m.def("shard_sizes", &shard_sizes, py::arg("extent"), py::arg("ranks"));
+  py::list tiles;
+  for (const Tile& tile : kTiles) tiles.append(py::make_tuple(tile.rows, tile.columns));
+  m.attr("gemm_tiles") = py::tuple(tiles);
+  m.def(
+      "waves",
+      [](int64_t rows, int64_t columns, int multiprocessors, size_t tile, int64_t batch) {
+        RTP_CHECK_VALUE(tile < std::size(kTiles), "waves: expected a tile below ", std::size(kTiles), ", got ", tile);
+        return waves(rows, columns, multiprocessors, kTiles[tile], batch);
+      },
+      py::arg("rows"), py::arg("columns"), py::arg("multiprocessors"), py::arg("tile") = 0, py::arg("batch") = 1);
+  m.def("wave_efficiency", &wave_efficiency, py::arg("rows"), py::arg("columns"), py::arg("multiprocessors"));
+  m.def("wastes_last_wave", &wastes_last_wave, py::arg("rows"), py::arg("columns"), py::arg("multiprocessors"));
+}
+
+}  // namespace rtp

@@ -1,0 +1,207 @@
+#include "schedule/footprint.h"
+
+#include <map>
+
+#include "base/checks.h"
+
+namespace rtp {
+namespace {
+
+constexpr int64_t kAlignment = 64;
+constexpr int kSteps = 2;  // the first learns the order of the passes, the second sends ahead
+
+bool weight_hop(const Step& step) { return step.action == Action::hop && step.channel == Channel::weight; }
+
+// Slots that are their sizes.
+struct Sizes {
+  int64_t allocate(int64_t bytes) const { return bytes; }
+  void release(int64_t) const {}
+  int64_t bytes(int64_t slot) const { return slot; }
+  bool movable(int64_t) const { return true; }
+};
+
+// One pass: what it leases, and what it can return before it ends.
+struct PassSize {
+  const Schedule* schedule;
+  std::optional<int64_t> weight, gradient;  // bytes of a slot; none where nothing of the kind travels
+  bool staged;
+  std::optional<Spare> spare;
+
+  bool sent_ahead() const { return weight && schedule->hops(Channel::weight) > 0 && !schedule->options.in_place; }
+};
+
+// The passes of a step on pools of sizes, as Execution and Prefetcher run them.
+class Walk {
+ public:
+  Walk(const std::vector<OperationSize>& operations, const StepSize& step) : step_(step) {
+    for (const OperationSize& operation : operations) {
+      const Pieces pieces = operation.pieces(std::max(step.compute_bytes, step.reduce_bytes), step.slot_cap);
+      std::vector<PassSize> forward, backward;
+      for (int64_t piece = 0; piece < pieces.count; ++piece) {
+        forward.push_back(pass(operation, pieces, piece, Pass::forward));
+        backward.push_back(pass(operation, pieces, piece, Pass::backward));
+      }
+      passes_[0].insert(passes_[0].end(), forward.begin(), forward.end());
+      passes_[1].insert(passes_[1].begin(), backward.begin(), backward.end());
+    }
+  }
+
+  Footprint run() {
+    for (int round = 0; round < kSteps; ++round) {
+      for (const auto& phase : passes_) {
+        Held ahead;
+        for (size_t index = 0; index < phase.size(); ++index) {
+          const bool follows = round > 0 && index + 1 < phase.size() && phase[index + 1].sent_ahead();
+          ahead = run(phase[index], follows ? &phase[index + 1] : nullptr, std::move(ahead));
+        }
+      }
+    }
+    return {weights_.count(), gradients_.count(), weights_.free(), gradients_.free()};
+  }
+
+ private:
+  struct Held {
+    std::vector<int64_t> slots;
+    std::optional<int64_t> staged;
+  };
+
+  // Bytes of a slot for the parts that travel; none where there are none.
+  static std::optional<int64_t> slot_bytes(const OperationSize& operation, const Pieces& pieces, int64_t piece,
+                                           int64_t element_bytes, bool all) {
+    std::vector<int64_t> sizes;
+    for (const OperationSize::Part& part : operation.parts) {
+      if (!all && !part.in_backward) continue;
+      const int64_t rows = pieces.count == 1 ? part.rows : pieces.of(piece, part.rows).count;
+      sizes.push_back(rows * part.row_elements * element_bytes);
+    }
+    if (sizes.empty()) return std::nullopt;
+    return packed_bytes(sizes.size(), [&](size_t part) { return sizes[part]; });
+  }
+
+  PassSize pass(const OperationSize& operation, const Pieces& pieces, int64_t piece, Pass kind) {
+    const bool forward = kind == Pass::forward;
+    PassSize pass{};
+    pass.weight = slot_bytes(operation, pieces, piece, step_.compute_bytes, forward || operation.bundle);
+    if (!forward) pass.gradient = slot_bytes(operation, pieces, piece, step_.reduce_bytes, true);
+    ScheduleOptions options;
+    options.pass = kind;
+    options.in_place = step_.in_place && pieces.count == 1 && pass.weight && step_.travel.in_place();
+    options.dgrad = pass.weight.has_value();
+    options.bundle = operation.bundle && !forward;
+    options.receive_in_slots = !forward && !step_.travel.receives_anywhere;
+    auto& known = schedules_[options];
+    if (known.steps.empty()) known = make_schedule(step_.ranks, 0, options);
+    pass.schedule = &known;
+    pass.staged = pass.weight && step_.travel.staged(known.hops(Channel::weight) > 0);
+    for (size_t position = 0; position < known.steps.size() && !pass.spare; ++position) {
+      if (known.steps[position].action == Action::compute) pass.spare = spare_before(known, position, pass.staged);
+    }
+    return pass;
+  }
+
+  void lease(Held& held, int64_t bytes, int slots, bool staged) {
+    while (static_cast<int>(held.slots.size()) < slots) held.slots.push_back(weights_.lease(bytes, Sizes{}));
+    if (staged && !held.staged) held.staged = weights_.lease(bytes, Sizes{});
+  }
+
+  // Returns what was leased for the next pass, where that has a hop that is sent ahead.
+  Held run(const PassSize& pass, const PassSize* next, Held held) {
+    if (pass.weight) lease(held, *pass.weight, pass.schedule->weight_slots, pass.staged);
+    std::vector<int64_t> gradients;
+    for (int slot = 0; slot < pass.schedule->gradient_slots; ++slot) {
+      gradients.push_back(gradients_.lease(*pass.gradient, Sizes{}));
+    }
+    Held ahead;
+    if (next != nullptr && pass.spare) {
+      std::vector<bool> spare(held.slots.size(), false);
+      for (const int slot : pass.spare->slots) spare[static_cast<size_t>(slot)] = true;
+      std::vector<int64_t> kept;
+      for (size_t slot = 0; slot < held.slots.size(); ++slot) {
+        spare[slot] ? weights_.give_back(held.slots[slot]) : kept.push_back(held.slots[slot]);
+      }
+      held.slots = std::move(kept);
+      if (pass.spare->staged && held.staged) weights_.give_back(*std::exchange(held.staged, std::nullopt));
+      lease(ahead, *next->weight, 1, next->staged);
+    }
+    if (held.staged) weights_.give_back(*held.staged);
+    for (const int64_t slot : held.slots) weights_.give_back(slot);
+    for (const int64_t slot : gradients) gradients_.give_back(slot);
+    return ahead;
+  }
+
+  const StepSize& step_;
+  std::map<ScheduleOptions, Schedule> schedules_;
+  std::vector<PassSize> passes_[2];
+  SlotLedger<int64_t> weights_, gradients_;
+};
+
+}  // namespace
+
+int64_t shard_size(int64_t extent, int ranks, int owner) {
+  RTP_CHECK_VALUE(extent >= 0 && ranks >= 1, "shard_sizes: expected extent >= 0 and ranks >= 1, got ", extent, " and ",
+                  ranks);
+  const int64_t chunk = (extent + ranks - 1) / ranks;
+  return std::clamp<int64_t>(extent - owner * chunk, 0, chunk);
+}
+
+std::vector<int64_t> shard_sizes(int64_t extent, int ranks) {
+  std::vector<int64_t> sizes{shard_size(extent, ranks, 0)};
+  for (int owner = 1; owner < ranks; ++owner) sizes.push_back(shard_size(extent, ranks, owner));
+  return sizes;
+}
+
+Rows half_rows(Half half, int64_t rows) {
+  const int64_t first = (rows + 1) / 2;
+  if (half == Half::whole) return {0, rows};
+  return half == Half::first ? Rows{0, first} : Rows{first, rows - first};
+}
+
+Rows Pieces::of(int64_t piece, int64_t shard_rows) const {
+  const int64_t first = std::min(piece * rows, shard_rows);
+  return {first, std::min(shard_rows - first, rows)};
+}
+
+Pieces cut_in_pieces(int64_t most, int64_t row_bytes, int64_t cap) {
+  int64_t rows = std::max<int64_t>(most, 1);
+  if (cap > 0) rows = std::clamp<int64_t>(cap / std::max<int64_t>(row_bytes, 1), 1, rows);
+  return {rows, std::max<int64_t>((most + rows - 1) / rows, 1)};
+}
+
+int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+std::optional<Spare> spare_before(const Schedule& schedule, size_t position, bool staged) {
+  bool home = false;
+  std::vector<bool> named(static_cast<size_t>(schedule.weight_slots), false);
+  for (; position < schedule.steps.size(); ++position) {
+    const Step& step = schedule.steps[position];
+    if (weight_hop(step)) return std::nullopt;
+    for (const Buffer& buffer : {step.send, step.receive, step.weight}) {
+      if (buffer.channel != Channel::weight || buffer.slot < Buffer::kHome) continue;
+      if (buffer.is_home()) {
+        home = true;
+      } else {
+        named[static_cast<size_t>(buffer.slot)] = true;
+      }
+    }
+  }
+  const bool staged_named = staged && home;
+  if (std::count(named.begin(), named.end(), true) + (staged_named ? 1 : 0) > 1) return std::nullopt;
+  Spare spare{{}, staged && !home};
+  for (int slot = 0; slot < schedule.weight_slots; ++slot) {
+    if (!named[static_cast<size_t>(slot)]) spare.slots.push_back(slot);
+  }
+  return spare;
+}
+
+Pieces OperationSize::pieces(int64_t element_bytes, int64_t cap) const {
+  RTP_CHECK_VALUE(!parts.empty(), "footprint: expected at least one part of every operation, got none");
+  int64_t row_bytes = 0;
+  for (const Part& part : parts) row_bytes += part.row_elements * element_bytes;
+  return cut_in_pieces(parts[0].rows, row_bytes, in_pieces ? cap : 0);
+}
+
+Footprint footprint(const std::vector<OperationSize>& operations, const StepSize& step) {
+  return Walk(operations, step).run();
+}
+
+}  // namespace rtp

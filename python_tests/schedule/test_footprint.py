@@ -1,0 +1,93 @@
+"""What rotation takes of memory, reckoned by hand: shards, pieces, slots and pool; and how tiles fill a device."""
+
+import math
+
+import pytest
+import torch
+
+from rtp_ext import _native
+
+
+def test_shards_are_cut_as_chunks_are():
+    for extent in (0, 1, 5, 12, 131):
+        for ranks in (1, 2, 3, 4, 7):
+            sizes = _native.shard_sizes(extent, ranks)
+            chunks = [len(chunk) for chunk in torch.empty(extent, 0).chunk(ranks)] if extent else []
+            assert sizes == chunks + [0] * (ranks - len(chunks))
+            assert sizes == [_native.shard_size(extent, ranks, owner) for owner in range(ranks)]
+    with pytest.raises(ValueError, match="extent >= 0 and ranks >= 1, got 4 and 0"):
+        _native.shard_sizes(4, 0)
+
+
+def test_pieces_are_the_largest_that_fit():
+    for rows in (0, 1, 7, 64):
+        for cap in (0, 1, 39, 40, 41, 80, 300, 10**6):
+            operation = _native.OperationSize([(rows, 9, True), (rows, 1, False)], False, True)
+            count, each = operation.pieces(4, cap)
+            assert count >= 1 and count * each >= rows and (count - 1) * each < max(rows, 1)
+            if cap == 0:
+                assert count == 1
+            else:  # 40 bytes a row
+                assert each == 1 or each * 40 <= cap
+                assert each == max(rows, 1) or (each + 1) * 40 > cap
+            whole = _native.OperationSize([(rows, 9, True)], False, False)
+            assert whole.pieces(4, cap) == (1, max(rows, 1)), "control: what may not travel in pieces"
+
+
+def footprint(operations, ranks=3, **changed):
+    options = dict(in_place=False, sends_anywhere=True, receives_anywhere=True, cast=False)
+    options |= dict(compute_bytes=2, reduce_bytes=4, slot_cap=0)
+    held = _native.footprint(operations, ranks=ranks, **{**options, **changed})
+    return sorted(held.free_weight), sorted(held.free_gradient), held.weight.peak_bytes, held.gradient.peak_bytes
+
+
+def test_slots_of_one_layer():
+    """33 numbers and 3 of a bias: 66 and 6 bytes take 128 and 64 of a slot, as float32 132 and 12 take 192 and 64."""
+    layer = [_native.OperationSize([(3, 11, True), (3, 1, False)], False, True)]
+    assert footprint(layer) == ([192, 192], [256, 256], 384, 512)
+    assert footprint(layer, ranks=2) == ([192], [256], 192, 256), "one hop needs one slot; a gradient's lands at home"
+    assert footprint(layer, ranks=2, receives_anywhere=False) == ([192], [256, 256], 192, 512)
+    assert footprint(layer, ranks=1) == ([], [], 0, 0)
+    assert footprint(layer, ranks=1, cast=True) == ([192], [], 192, 0)
+    assert footprint(layer, cast=True) == ([192] * 3, [256, 256], 576, 512), "a staged copy"
+    assert footprint(layer, sends_anywhere=False) == footprint(layer, cast=True)
+    assert footprint(layer, in_place=True) == ([192], [256, 256], 192, 512)
+    assert footprint(layer, in_place=True, cast=True) == footprint(layer, cast=True), "a copy cannot travel in place"
+    assert footprint(layer, slot_cap=2 * 12 * 4) == ([128, 128], [192, 192], 256, 384), "two rows, then one"
+
+
+def test_the_pool_keeps_slots_and_small_ones_make_way():
+    def sized(*elements):
+        return [_native.OperationSize([(1, count, True)], False, False) for count in elements]
+
+    one, two = footprint(sized(32), ranks=2), footprint(sized(32, 32), ranks=2)
+    assert one == ([64], [128], 64, 128)
+    assert two == ([64, 64], [128], 128, 128), "the second layer's first shard is sent ahead"
+    assert footprint(sized(32, 32), ranks=2, in_place=True) == one, "not where it travels in place"
+    assert footprint(sized(32, 32)) == ([64, 64], [128, 128], 128, 256), "into the slot that the first one is done with"
+    # slots of 64 bytes make way for larger ones, one by one
+    assert footprint(sized(32, 64)) == footprint(sized(64, 32)) == ([128, 128], [256, 256], 256, 512)
+    assert footprint(sized(32, 64), ranks=2) == ([128, 128], [256], 256, 256)
+    assert footprint(sized(32, 64), cast=True) == ([128] * 3, [256, 256], 384, 512)
+
+
+def test_an_operation_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one part"):
+        footprint([_native.OperationSize([], False, True)])
+
+
+def test_waves_of_tiles():
+    for sms in (1, 7, 132):
+        for rows, columns in ((1, 1), (128, 256), (129, 256), (4096, 4097)):
+            for index, (tall, wide) in enumerate(_native.GEMM_TILES):
+                expected = math.ceil(rows / tall) * math.ceil(columns / wide) / sms
+                assert _native.waves(rows, columns, sms, index) == expected
+                assert (
+                    _native.waves(rows, columns, sms, index, 3)
+                    == 3 * math.ceil(rows / tall) * math.ceil(columns / wide) / sms
+                )
+            expected = _native.waves(rows, columns, sms)
+            assert _native.wave_efficiency(rows, columns, sms) == expected / math.ceil(expected)
+    assert _native.wave_efficiency(0, 4, 132) == _native.wave_efficiency(3, 4, 0) == 1.0
+    with pytest.raises(ValueError, match="expected a tile below 2, got 2"):
+        _native.waves(1, 1, 1, 2)
