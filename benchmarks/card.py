@@ -116,3 +116,23 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def gpu_state() -> dict[str, float | None]:
+    """Clocks, power and temperature of the first GPU at this moment; None where nvidia-smi does not tell."""
+    keys = {
+        "sm_clock_mhz": "clocks.sm",
+        "memory_clock_mhz": "clocks.mem",
+        "power_w": "power.draw",
+        "temperature_c": "temperature.gpu",
+    }
+    told = output_of("nvidia-smi", f"--query-gpu={','.join(keys.values())}", "--format=csv,noheader,nounits", "--id=0")
+    values = told.split(", ") if told else [""] * len(keys)
+    return {key: _number(value) for key, value in zip(keys, values, strict=True)}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -45,7 +45,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,10 +58,10 @@ from launch import Place, gather, is_first, launch
 from memory import PROBED_STEPS, Memory, MemoryProbe
 from models import WORKLOADS
 from strategies import STRATEGIES, Trainer
-from timing import Sample, Stopwatch
 from tracing import record_steps
 
 from rtp_ext.host import cores
+from rtp_ext.measure.timing import Sample, Stopwatch
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Result = dict[str, Any]
@@ -77,16 +76,11 @@ def balanced_orders(count: int) -> list[list[int]]:
 
 def seconds(device: torch.device, action: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
     """How long `action` takes: by CUDA events on a GPU, by the clock on a CPU. And its result."""
-    if device.type == "cpu":
-        start = time.perf_counter()
-        result = action()
-        return time.perf_counter() - start, result
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
+    watch = Stopwatch(device)
+    watch.start("action")
     result = action()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3, result
+    watch.stop()
+    return watch.totals()["action"] / 1e6, result
 
 
 class Contestant:

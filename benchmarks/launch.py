@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rtp_ext.host import cores
+from rtp_ext.measure.timing import Together
 
 TIMEOUT = timedelta(minutes=30)  # one rank may train a model alone while the others wait
 
@@ -129,6 +130,17 @@ def repetition(options: Mapping[str, Sequence[Any] | None]) -> str | None:
         if values is not None and len(set(values)) < len(values):
             return f"{option}: expected each once, got {values}"
     return None
+
+
+def together(place: Place) -> Together:
+    """The ranks of a benchmark, as `rtp_ext.measure.timing` knows them; one rank needs no process group."""
+    barrier = dist.barrier if place.ranks > 1 else lambda: None
+    return Together(place.device, barrier, lambda values: everyones(values, place))
+
+
+def everyones(values: list[float], place: Place) -> torch.Tensor:
+    """The values of all ranks, float64 [ranks, len(values)]. Collective."""
+    return torch.tensor([values], dtype=torch.float64) if place.ranks == 1 else gather(values, place)
 
 
 def gather(value: float | list[float] | list[int] | list[list[float]], place: Place) -> torch.Tensor:

@@ -6,8 +6,8 @@
     python benchmarks/overlap.py --device cpu --transport c10d --tokens 128
     torchrun --nproc-per-node 8 benchmarks/overlap.py --ring real --ranks 8
 
-What each quantity is: overlap_layer.py; formulas: rtp_ext/metrics.py; shapes and order: overlap_cases.py; options:
-overlap_options.py.
+What each quantity is: rtp_ext/measure/layer.py; formulas: rtp_ext/measure/metrics.py; shapes and order:
+overlap_cases.py; options: overlap_options.py.
 
 On one GPU the ring is *emulated*: one process runs one rank's exact timeline with real copies over `--link`, and every
 owner's shard is its own. Nothing crosses NVLink. With `--ring real` every rank is a process; on a CPU each is pinned to
@@ -32,17 +32,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from card import append_line, environment_card, result_line
-from launch import Place, is_first, launch
+from card import append_line, environment_card, gpu_state, result_line
+from launch import Place, everyones, is_first, launch, together
 from overlap_cases import PASSES, Case, identity, measured
-from overlap_layer import Layer, make_emulated
 from overlap_options import parse_arguments
 from strategies import DTYPES
-from timing import Sample, everyones, gpu_state, samples
 from tracing import record
 
 import rtp_ext
+from rtp_ext.measure.layer import Layer
 from rtp_ext.measure.metrics import Times, metrics, model
+from rtp_ext.measure.timing import Sample, samples
 
 PLAIN = "sm-local"  # what an emulated ring on a GPU is without a choice
 QUANTITIES = ("g1", "gr", "c", "ov", "base")
@@ -114,7 +114,8 @@ class Bench:
         if self._ring is not None:
             self._ring.close()
         if self.args.ring == "emulated":
-            self._ring = make_emulated(ranks, self.place.device, self.link)
+            # nothing is prefetched: there is no layer before, under which the first hop could hide
+            self._ring = rtp_ext.Ring.emulated(ranks, device=self.place.device, link=self.link, prefetch=0)
         else:
             more = {} if self.max_ctas is None else {"transport_options": {"max_ctas": self.max_ctas}}
             self._ring = rtp_ext.Ring(self.place.mesh, transport=self.args.transport, route=self.args.route, **more)
@@ -204,7 +205,9 @@ class Bench:
         key = case.shape, case.tokens, case.direction
         known = {"g1": self._g1[key]} if key in self._g1 and self.place.device.type == "cuda" else {}
         actions = {name: self.action(name, case.direction, layer) for name in QUANTITIES if name not in known}
-        taken = samples(actions, self.place, seconds=self.args.seconds, iterations=self.args.iterations) | known
+        taken = (
+            samples(actions, together(self.place), seconds=self.args.seconds, iterations=self.args.iterations) | known
+        )
         self._g1[key] = taken["g1"]
         return {name: taken[name] for name in QUANTITIES}
 
@@ -237,7 +240,7 @@ class Bench:
             f"{pass_} {kind}": lambda p=pass_, k=kind: layer.gr(p, k) for pass_ in passes for kind in kinds[pass_]
         }
         short = {"seconds": self.args.seconds / 3, "iterations": max(1, self.args.iterations // 2)}
-        taken = samples(actions, self.place, **short)
+        taken = samples(actions, together(self.place), **short)
         return {
             pass_: {kind: taken[f"{pass_} {kind}"].median / layer.ring.size for kind in kinds[pass_]}
             for pass_ in passes

@@ -11,10 +11,8 @@ from types import SimpleNamespace
 
 import overlap
 import overlap_cases
-import overlap_layer
 import overlap_options
 import pytest
-import timing
 import torch
 from card import KEYS
 from harness import Cases, run_ranks
@@ -24,6 +22,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
+from rtp_ext.measure import layer as measured_layer
+from rtp_ext.measure import timing
 from rtp_ext.measure.metrics import Times, metrics, model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,14 +182,14 @@ def test_the_budget_ends_between_cases(tmp_path):
 def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch, direction):
     right = rtp_ext.functional.rotated_linear
     monkeypatch.setattr(rtp_ext.functional, "rotated_linear", lambda x, *a, **k: right(x * (1 + 1e-3), *a, **k))
-    with pytest.raises(overlap_layer.WrongResult, match="nothing is timed"):
+    with pytest.raises(measured_layer.WrongResult, match="nothing is timed"):
         measure(tmp_path, "--directions", direction)
     assert not lines_of(tmp_path / "o.jsonl")
 
 
 def test_hops_that_are_not_those_of_the_operation_are_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(overlap_layer.Layer, "c", lambda self, pass_: None)
-    with pytest.raises(overlap_layer.WrongResult, match="hops run alone"):
+    monkeypatch.setattr(measured_layer.Layer, "c", lambda self, pass_: None)
+    with pytest.raises(measured_layer.WrongResult, match="hops run alone"):
         measure(tmp_path)
 
 
@@ -199,14 +199,14 @@ def test_hops_alone_travel_as_the_layer_does(ranks):
     hops = {}
     for halves in (False, True):
         ring = rtp_ext.Ring.emulated(ranks, gradient_halves=halves, prefetch=0)
-        layer = overlap_layer.Layer(ring, 8 * ranks, 16, 12, torch.float32)
+        layer = measured_layer.Layer(ring, 8 * ranks, 16, 12, torch.float32)
         layer.check("step")
         layer.check_hops(("forward", "backward"))
         assert layer.halves is halves
         hops[halves] = layer._sent_by(layer.c, "backward")[1]
     assert hops[True] == 2 * hops[False] > 0
     with pytest.raises(ValueError, match="expected a layer that rotates, got one that is gathered: as asked"):
-        overlap_layer.Layer(rtp_ext.Ring.emulated(ranks, route="gather"), 8 * ranks, 16, 12, torch.float32)
+        measured_layer.Layer(rtp_ext.Ring.emulated(ranks, route="gather"), 8 * ranks, 16, 12, torch.float32)
 
 
 def test_shards_that_travel_in_pieces(tmp_path):

@@ -19,9 +19,8 @@ from card import KEYS, refusal_to_write
 from harness import Cases, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from rtp_ext import RotationError, bench
+from rtp_ext import RotationError, bench, functional
 from rtp_ext.__main__ import main
-from rtp_ext.measure import layer as bench_layer
 from rtp_ext.measure.metrics import Times
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -268,13 +267,13 @@ def test_bench_of_an_emulated_ring(monkeypatch):
     found = bench.run(plan)
     assert found["training"] is None and found["transport"] == "emulated"
     assert "One cpu stood for the ring" in bench.verdict(plan, found) and "one process stands" in plan.describe()
-    right = bench_layer.rotated_linear
-    monkeypatch.setattr(bench_layer, "rotated_linear", lambda x, *rest, **more: right(x * (1 + 1e-3), *rest, **more))
+    right = functional.rotated_linear
+    monkeypatch.setattr(functional, "rotated_linear", lambda x, *rest, **more: right(x * (1 + 1e-3), *rest, **more))
     with pytest.raises(RotationError, match="nothing is timed"):
         bench.run(plan)
     monkeypatch.setattr(bench, "choose", lambda **_: plan)
     assert main(["bench"]) == 1
-    monkeypatch.setattr(bench_layer, "rotated_linear", right)
+    monkeypatch.setattr(functional, "rotated_linear", right)
     assert main(["bench"]) == 0
 
 

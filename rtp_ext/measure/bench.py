@@ -31,8 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 from rtp_ext._native import RotationError
 from rtp_ext.convert import fully_rotate, ring_of
 from rtp_ext.host import cores, cpu_name
-from rtp_ext.measure.layer import Layer, clocked, layer_times
+from rtp_ext.measure.layer import Layer, layer_times, together
 from rtp_ext.measure.metrics import Times, metrics
+from rtp_ext.measure.timing import timed
 from rtp_ext.ring import Ring
 
 __all__ = ["Plan", "choose", "run", "verdict"]
@@ -148,6 +149,7 @@ def _train(ring: Ring, mesh: Any, plan: Plan) -> dict[str, dict[str, float]]:
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
     taken: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     losses: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    ranks = together(ring)
     orders = list(itertools.permutations(STRATEGIES))  # in all of them each follows every other one equally often
     for number in range(TRAIN_WARMUP + TRAIN_STEPS):
         for name in orders[number % len(orders)]:
@@ -159,7 +161,7 @@ def _train(ring: Ring, mesh: Any, plan: Plan) -> dict[str, dict[str, float]]:
                 optimizers[name].step()
                 losses[name].append(loss.item())
 
-            microseconds = clocked(ring, step)
+            (microseconds,) = timed(step, ranks)
             if number >= TRAIN_WARMUP:
                 taken[name].append(microseconds)
     found = {}

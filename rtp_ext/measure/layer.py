@@ -1,151 +1,357 @@
-"""One linear layer of the benchmark `python -m rtp_ext bench`: what is timed, and what must come out.
+"""One linear layer: every quantity of `measure.metrics` as an action to be timed, and what its results must be.
 
-Formulas: `measure.metrics`. The pieces: g1 (three GEMMs with the whole weight), gr (those of the shards, without hops),
-c (the hops, without GEMMs), ov (the rotated layer), base (the hops, then g1).
+    x [T, K]   dy [T, N]   W [N, K], cut for R ranks into shards [N / R, K]   y [T, N]   dx [T, K]
+
+What is timed, in forward and in backward (a step is one after the other):
+
+    g1     y = x @ W.T                   dx = dy @ W, dW = dy.T @ x, in the dtype of x, as a plain layer computes them
+    gr     the engine's `gemm`, which is what the operation itself calls, on R different shards in the order of the
+           schedule: y[:, j] = x @ W_j.T; dx += dy[:, j] @ W_j in float32 for 16-bit dtypes, and dy[:, j].T @ x into
+           float32 partials. With the casts of dx and of the own gradient at the end. No hops and no events; a second
+           stream where the operation, too, computes on two (`two_lanes`).
+    c      passes of the engine over the same shards (`rtp_ext._native.Execution`) in which nobody computes. They must
+           post as many hops and bytes as the operation, which is checked.
+    ov     `rotated_linear`; its backward by torch.autograd.grad
+    base   the hops of c, then g1: what arrives first lies in slots and g1 reads a whole weight that lies ready, so
+           bytes and order are those of a gather. `base_by_collectives`: torch.distributed's all-gather (and, in
+           backward, reduce-scatter of float32 gradients) on a group of its own, and g1.
 """
 
 from __future__ import annotations
 
-import time
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 
+import rtp_ext.functional
 from rtp_ext import _native
 from rtp_ext._native import RotationError
-from rtp_ext.functional import rotated_linear
 from rtp_ext.measure.metrics import Times
+from rtp_ext.measure.timing import Stopwatch, Together, samples
 from rtp_ext.ring import Ring
 
-__all__ = ["Layer", "clocked", "layer_times"]
+__all__ = ["PASSES", "Layer", "WrongResult", "layer_times", "together"]
 
-TURNS = 3
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}  # of the largest value
-GRADIENT = torch.float32
+PASSES = ("forward", "backward")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}  # of the largest value
+SAMPLED = 32  # rows that are compared
+GRADIENT = torch.float32  # what partial gradients travel in
+
+_gemm = _native.kernels.gemm
+
+# torch 2.14 renamed them
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class WrongResult(RotationError):  # type: ignore[misc,valid-type]
+    """A result is not what it must be. Nothing is timed then."""
+
+
+def expect_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Raises WrongResult where `actual` is further from `expected` than its dtype's tolerance."""
+    tolerance = TOLERANCE[actual.dtype]
+    scale = expected.abs().max().item()
+    error = (actual.double() - expected).abs().max().item()
+    if not error <= tolerance * scale:  # NaN is not
+        raise WrongResult(
+            f"{what}: expected an error of at most {tolerance:.1e} of {scale:.3g}, got {error:.3g}; nothing is timed"
+        )
+
+
+def _half(step: Any, rows: slice) -> slice:
+    """The rows of a gradient that a wgrad adds to: all, or one half where it travels in two."""
+    middle = rows.start + (rows.stop - rows.start + 1) // 2
+    return (rows, slice(rows.start, middle), slice(middle, rows.stop))[step.half]
 
 
 class Layer:
-    """One linear layer on one rank: x [T, K], dy [T, N], W [N, K] in shards of N / R rows; the actions to be timed."""
+    """The tensors of one shape and number of tokens on one rank of `ring`, and the actions on them.
 
-    def __init__(self, ring: Ring, rows: int, columns: int, tokens: int, dtype: torch.dtype) -> None:
-        self.ring, self.size = ring, rows // ring.size
+    Every action runs on the current CUDA stream, which must be the same one all the time.
+    """
 
-        def random(seed: int, *shape: int) -> torch.Tensor:
-            generator = torch.Generator(ring.device).manual_seed(seed)
-            return torch.randn(shape, device=ring.device, generator=generator)
-
-        owners = [ring.rank] * ring.size if ring.mesh is None else range(ring.size)  # alone, every shard is this rank's
-        scale = columns**-0.5
-        self.shards = [(random(1000 + owner, self.size, columns) * scale).to(dtype) for owner in owners]
-        self.whole = torch.cat(self.shards)
-        self.home = self.shards[ring.rank].clone().requires_grad_()
-        self.x = random(2000 + ring.rank, tokens, columns).to(dtype).requires_grad_()
-        self.dy = random(3000 + ring.rank, tokens, rows).to(dtype)
-        self.input = self.x.detach()
-        self.y, self.dx, self.dw = (torch.empty_like(of) for of in (self.dy, self.input, self.whole))
-        self.sum = self.dx.float()
-        self.partials = [torch.zeros_like(shard, dtype=GRADIENT) for shard in self.shards]
-        self.options = _native.RotationOptions(
-            route=ring.hop_route,
+    def __init__(self, ring: Ring, n: int, k: int, tokens: int, dtype: torch.dtype, seed: int = 0) -> None:
+        if n % ring.size:
+            raise ValueError(f"expected a number of rows that {ring.size} ranks divide, got {n}")
+        self.ring, self.rows = ring, n // ring.size
+        self.emulated = ring.mesh is None
+        self.dtype = dtype
+        owners = [ring.rank] * ring.size if self.emulated else range(ring.size)
+        shards = [self._random(seed + 1000 + owner, self.rows, k) * k**-0.5 for owner in owners]
+        self.whole = torch.cat(shards).to(dtype)
+        self.shard = shards[ring.rank].to(dtype).requires_grad_()
+        del shards
+        self.x = self._random(seed + 2000 + ring.rank, tokens, k).to(dtype).requires_grad_()
+        self.dy = self._random(seed + 3000 + ring.rank, tokens, n).to(dtype)
+        self._inputs = self.x.detach()  # `gemm` and torch.mm write into given tensors, which autograd does not know
+        self._y = torch.empty_like(self.dy)
+        self._dx = torch.empty_like(self._inputs)
+        self._dw: torch.Tensor | None = None
+        sums = torch.float32 if dtype.itemsize == 2 else dtype
+        self._sum = self._inputs.new_empty(self._inputs.shape, dtype=sums)
+        self._partials: dict[str, torch.Tensor] = {}
+        self._known_products: dict[str, list[tuple[str, int, tuple[Any, ...]]]] = {}
+        self._output: torch.Tensor | None = None
+        self.gradient_dtype = torch.float64 if dtype == torch.float64 else GRADIENT
+        self._side: torch.cuda.Stream | None = None
+        self.ov("forward")  # the ranks agree on how this layer travels
+        plan = ring.gate.plans["rotated_linear"]
+        if plan.route == "gather":
+            raise ValueError(f"expected a layer that rotates, got one that is gathered: {plan.reason}")
+        self.halves = plan.halves
+        self._options = _native.RotationOptions(
+            route=plan.route,
             in_place=False,
             compute_dtype=dtype,
-            reduce_dtype=GRADIENT,
-            slot_cap=0,
-            halves=False,
-            name="bench",
+            reduce_dtype=self.gradient_dtype,
+            slot_cap=ring.slot_cap,
+            halves=plan.halves,
+            name="hops alone",
         )
 
-    def g1(self) -> None:
-        torch.mm(self.input, self.whole.t(), out=self.y)
-        torch.mm(self.dy, self.whole, out=self.dx)
-        torch.mm(self.dy.t(), self.input, out=self.dw)
+    def _random(self, seed: int, *shape: int) -> torch.Tensor:
+        device = self.ring.device
+        return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
 
-    def gr(self) -> None:
-        gemm = _native.kernels.gemm
-        for owner, shard in enumerate(self.shards):
-            gemm(self.y[:, self._columns(owner)], None, self.input, shard.t(), 1.0)
-        for owner, shard in enumerate(self.shards):
-            dy = self.dy[:, self._columns(owner)]
-            gemm(self.sum, self.sum if owner else None, dy, shard, 1.0)
-            gemm(self.partials[owner], self.partials[owner], dy.t(), self.input, 1 / self.ring.size)
+    # -- shards and their pieces -------------------------------------------------------------------------------------
 
-    def _columns(self, owner: int) -> slice:
-        return slice(owner * self.size, (owner + 1) * self.size)
+    def pieces(self) -> list[slice]:
+        """Rows of a shard that travel in one pass: shards above the ring's slot cap take several."""
+        size = _native.OperationSize([(self.rows, self.shard.shape[1], True)], bundle=False, in_pieces=True)
+        _, most = size.pieces(max(self.dtype.itemsize, self.gradient_dtype.itemsize), self.ring.slot_cap)
+        return [slice(first, min(first + most, self.rows)) for first in range(0, self.rows, most)]
 
-    def c(self) -> None:
-        home, shapes = self.home.detach(), [[list(self.home.shape)] * self.ring.size]
-        self._pass(_native.Execution.forward, [home], shapes, self.options)
-        sums = [self.partials[self.ring.rank]]
-        self._pass(_native.Execution.backward, [home], shapes, sums, shapes, self.options, True, False)
+    def _columns(self, owner: int, piece: slice) -> slice:
+        return slice(owner * self.rows + piece.start, owner * self.rows + piece.stop)
 
-    def _pass(self, start: Any, *arguments: Any) -> None:
-        execution = self.ring.run("bench", start, *arguments)
-        while execution.next() is not None:
-            pass
+    def two_lanes(self, pass_: str) -> bool:
+        """Whether the operation computes on two streams, as it does where GEMMs leave much of a GPU idle."""
+        if self.ring.device.type == "cpu":
+            return False
+        processors = torch.cuda.get_device_properties(self.ring.device).multi_processor_count
+        tokens, k = self.x.shape
+        rows = max(piece.stop - piece.start for piece in self.pieces())
+        products = [(tokens, rows)] if pass_ == "forward" else [(tokens, k), (rows, k)]
+        return any(_native.wastes_last_wave(*product, processors) for product in products)
 
-    def ov(self) -> tuple[torch.Tensor, ...]:
-        y = rotated_linear(self.x, self.home, ring=self.ring)
-        return y.detach(), *torch.autograd.grad(y, (self.x, self.home), self.dy)
+    def _partial(self, name: str, piece: slice) -> torch.Tensor:
+        if name not in self._partials:
+            self._partials[name] = torch.zeros_like(self.shard, dtype=self.gradient_dtype, requires_grad=False)
+        return self._partials[name][piece]
 
-    def base(self) -> None:
-        self.c()
-        self.g1()
+    def _executions(self, pass_: str) -> list[Callable[[], Any]]:
+        """The passes of the engine, one for every piece; each call starts one."""
+        make: list[Callable[[], Any]] = []
+        for piece in self.pieces():
+            shard = self.shard.detach()[piece]
+            shapes = [[list(shard.shape)] * self.ring.size]
+            if pass_ == "forward":
+                arguments: tuple[Any, ...] = (_native.Execution.forward, [shard], shapes, self._options)
+            else:
+                home = self._partial("gradient home", piece)
+                arguments = (_native.Execution.backward, [shard], shapes, [home], shapes, self._options, True, False)
+            make.append(functools.partial(self.ring.run, "hops alone", *arguments))
+        return make
 
-    def check(self) -> None:
-        """Raises RotationError where the results are not those of the plain layer. Collective."""
-        self.g1()
-        parts = self.dw.float().view(self.ring.size, self.size, -1)
-        if self.ring.mesh is None:
-            gradient = parts.mean(0)
-        else:
-            gradient = self.ring.all_reduce(parts)[self.ring.rank] / self.ring.size
-        names = ("output", "input gradient", "weight gradient")
-        for name, found, expected in zip(names, self.ov(), (self.y, self.dx, gradient), strict=True):
-            error, largest = (found - expected).abs().max().item(), expected.abs().max().item()
-            if not error <= TOLERANCE[found.dtype] * largest:  # NaN is not
-                raise RotationError(
-                    f"bench: {name}: expected an error below {TOLERANCE[found.dtype]:.0e} of {largest:.3g}, got "
-                    f"{error:.3g}; nothing is timed"
+    # -- the actions -------------------------------------------------------------------------------------------------
+
+    def g1(self, pass_: str) -> None:
+        if pass_ == "forward":
+            torch.mm(self._inputs, self.whole.t(), out=self._y)
+            return
+        if self._dw is None:
+            self._dw = torch.empty_like(self.whole)
+        torch.mm(self.dy, self.whole, out=self._dx)
+        torch.mm(self.dy.t(), self._inputs, out=self._dw)
+
+    def gr(self, pass_: str, only: str | None = None) -> None:
+        """`only`: one kind of product, dgrad or wgrad, on one stream."""
+        products = self._products(pass_)
+        if only is not None:
+            for kind, _, operands in products:
+                if kind == only:
+                    _gemm(*operands)
+            return
+        side = any(lane for _, lane, _ in products)
+        if side:
+            self._side = self._side or torch.cuda.Stream(self.ring.device)
+            self._side.wait_stream(torch.cuda.current_stream())
+        for _, lane, operands in products:
+            with torch.cuda.stream(self._side) if lane else contextlib.nullcontext():
+                _gemm(*operands)
+        if self._side is not None and side:
+            torch.cuda.current_stream().wait_stream(self._side)
+        if pass_ == "backward":
+            self._sum.to(self.dtype)
+            self._partials["gradient home"].to(self.dtype)
+
+    def _products(self, pass_: str) -> list[tuple[str, int, tuple[Any, ...]]]:
+        """Kind, lane and operands of every GEMM of a pass, made once so that the host has little to do in between."""
+        if pass_ not in self._known_products:
+            variants = {"halves": self.halves, "two_lanes": self.two_lanes(pass_)}
+            wanted = {name: True for name, on in variants.items() if on}
+            schedule = _native.make_schedule(self.ring.size, self.ring.rank, pass_=pass_, **wanted)
+            computes = [step for step in schedule.steps if step.action == "compute"]
+            products = []
+            for piece in self.pieces():
+                for number, step in enumerate(computes):
+                    weight = self.whole[self._columns(step.owner, piece)]
+                    partials = None
+                    if step.compute == "wgrad":
+                        rows = _half(step, piece)
+                        arrived = None if step.gradient_in is None else self._partial(step.gradient_in, rows)
+                        partials = arrived, self._partial(step.gradient_out, rows)
+                    starts = number == 0 and piece.start == 0
+                    operands = self._operands(step, piece, weight, partials, starts)
+                    products.append((step.compute, step.lane, operands))
+            self._known_products[pass_] = products
+        return self._known_products[pass_]
+
+    def _operands(self, step: Any, piece: slice, weight: Any, partials: Any, starts: bool) -> tuple[Any, ...]:
+        """What `gemm` is called with: out, in, a, b, alpha. `starts`: the first product that adds to dx."""
+        columns = self._columns(step.owner, piece)
+        if step.compute == "forward":
+            return self._y[:, columns], None, self._inputs, weight.t(), 1.0
+        if step.compute == "dgrad":
+            return self._sum, None if starts else self._sum, self.dy[:, columns], weight, 1.0
+        columns = self._columns(step.owner, _half(step, piece))
+        return partials[1], partials[0], self.dy[:, columns].t(), self._inputs, 1 / self.ring.size
+
+    def c(self, pass_: str) -> None:
+        for start in self._executions(pass_):
+            execution = start()
+            while execution.next() is not None:
+                pass
+
+    def ov(self, pass_: str) -> tuple[torch.Tensor, ...]:
+        """Forward: y, and keeps nothing. Backward: dx and the gradient of the home shard."""
+        if pass_ == "forward":
+            with torch.no_grad():
+                return (rtp_ext.functional.rotated_linear(self.x, self.shard, ring=self.ring),)
+        if self._output is None:
+            self._output = rtp_ext.functional.rotated_linear(self.x, self.shard, ring=self.ring)
+        return torch.autograd.grad(self._output, (self.x, self.shard), self.dy, retain_graph=True)
+
+    def step(self) -> tuple[torch.Tensor, ...]:
+        y = rtp_ext.functional.rotated_linear(self.x, self.shard, ring=self.ring)
+        return y.detach(), *torch.autograd.grad(y, (self.x, self.shard), self.dy)
+
+    def base(self, pass_: str) -> None:
+        self.c(pass_)
+        self.g1(pass_)
+
+    def base_by_collectives(self, pass_: str, group: dist.ProcessGroup) -> None:
+        _all_gather(self.whole, self.shard.detach(), group=group)
+        self.g1(pass_)
+        if pass_ == "backward":
+            assert self._dw is not None, "g1 makes it"
+            summed = self._partial("gradient home", slice(0, self.rows))
+            _reduce_scatter(summed, self._dw.to(self.gradient_dtype), group=group)
+            summed.div_(self.ring.size).to(self.dtype)
+
+    def timed_pass(self, pass_: str) -> dict[str, float]:
+        """One pass that is driven step by step, with hops, and timed around every GEMM: microseconds by kind."""
+        watch = Stopwatch(self.ring.device)
+        if self.ring.device.type == "cuda":
+            torch.cuda._sleep(10_000_000)  # some 5 ms: the host is ahead, and no GEMM waits for its launch
+        for piece, start in zip(self.pieces(), self._executions(pass_), strict=True):
+            execution = start()
+            starts = piece.start == 0
+            while (step := execution.next()) is not None:
+                weight, partials = None, None
+                if step.compute == "wgrad":
+                    arrived = execution.gradient_in()
+                    partials = arrived[0] if arrived else None, execution.gradient_out()[0]
+                else:
+                    weight = execution.weight()[0]
+                operands = self._operands(step, piece, weight, partials, starts)
+                watch.start(step.compute)
+                _gemm(*operands)
+                watch.stop()
+                starts = False
+        return watch.totals()
+
+    # -- what must come out ------------------------------------------------------------------------------------------
+
+    def check(self, direction: str) -> None:
+        """Compares the operation, and the GEMMs of gr, with float64 at sampled rows. Collective; raises WrongResult."""
+        tokens = torch.linspace(0, len(self.x) - 1, min(SAMPLED, len(self.x)), device=self.ring.device).long()
+        whole = self.whole.double()
+        if direction in ("forward", "step"):
+            expected = self._inputs[tokens].double() @ whole.t()
+            expect_same(self.ov("forward")[0][tokens], expected, "output")
+            self.gr("forward")
+            expect_same(self._y[tokens], expected, "output of the shard GEMMs")
+        if direction == "forward":
+            return
+        dx, gradient = self.ov("backward") if direction == "backward" else self.step()[1:]
+        expected = self.dy[tokens].double() @ whole
+        expect_same(dx[tokens], expected, "input gradient")
+        self.gr("backward")
+        expect_same(self._sum[tokens].to(self.dtype), expected, "input gradient of the shard GEMMs")
+        rows = torch.linspace(0, self.rows - 1, min(SAMPLED, self.rows), device=self.ring.device).long()
+        expect_same(gradient[rows], self._expected_gradient(rows), "weight gradient")
+
+    def _expected_gradient(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the averaged gradient of the home shard, float64."""
+        owners = torch.arange(self.ring.size, device=rows.device) * self.rows
+        columns = (owners.unsqueeze(1) + rows).flatten()
+        parts = (self.dy[:, columns].double().t() @ self._inputs.double()).view(self.ring.size, len(rows), -1)
+        if self.emulated:  # every owner is this rank
+            return parts.mean(0)
+        return self.ring.all_reduce(parts)[self.ring.rank] / self.ring.size
+
+    def check_hops(self, passes: tuple[str, ...]) -> None:
+        """The hops that are timed alone are those of the operation: as many, with as many bytes."""
+        for pass_ in passes:
+            self.ov(pass_)  # so that the forward which a backward needs has run
+            asked, alone = self._sent_by(self.ov, pass_), self._sent_by(self.c, pass_)
+            if asked != alone:
+                raise WrongResult(
+                    f"{pass_}: expected the hops and bytes of weights and gradients that the operation sends, "
+                    f"{asked}, got {alone} where hops run alone"
                 )
 
+    def _sent_by(self, action: Callable[[str], Any], pass_: str) -> list[int]:
+        before = self._sent()
+        action(pass_)
+        return [after - start for after, start in zip(self._sent(), before, strict=True)]
 
-def clocked(ring: Ring, action: Callable[[], object]) -> float:
-    """Microseconds of one call on this rank, all ranks starting together."""
-    ring.exchange(None)
-    if ring.device.type == "cpu":
-        start = time.perf_counter()
-        action()
-        return (time.perf_counter() - start) * 1e6
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    action()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3
+    def _sent(self) -> list[int]:
+        ring = self.ring
+        return [count(channel) for count in (ring.hops, ring.bytes_sent) for channel in ("weight", "gradient")]
+
+
+def together(ring: Ring) -> Together:
+    """The ranks of a ring; one that is emulated stands for all."""
+
+    def gather(values: list[float]) -> torch.Tensor:
+        return torch.tensor(ring.exchange(values), dtype=torch.float64, device="cpu")
+
+    return Together(ring.device, lambda: ring.exchange(None), gather)
 
 
 def layer_times(layer: Layer, seconds: float) -> tuple[Times, float]:
-    """Medians of the slowest rank, and how far apart the 20th and 80th percentile of GEMMs or of the rotation are.
+    """Times of a step: medians of the slowest rank, and how far apart the 20th and 80th percentile of GEMMs or of the
+    rotation are.
 
-    The quantities take turns, each for at least `seconds` in all. Raises RotationError for a wrong result. Collective.
+    Each quantity is timed for at least `seconds`. Raises WrongResult. Collective.
     """
-    layer.check()
-    ring = layer.ring
-    actions = {name: getattr(layer, name) for name in ("g1", "gr", "c", "ov", "base")}
-    counts, taken = {}, {name: [] for name in actions}  # type: dict[str, int], dict[str, list[float]]
-    for name, action in actions.items():
-        action()
-        estimate = max(ring.exchange(clocked(ring, action)))
-        counts[name] = max(1, min(200, round(seconds * 1e6 / TURNS / max(estimate, 1.0))))
-    for _ in range(TURNS):
-        for name, action in actions.items():
-            taken[name] += [clocked(ring, action) for _ in range(counts[name])]
-    percentiles = {}
-    for name, mine in taken.items():
-        slowest = [max(times) for times in zip(*ring.exchange(mine), strict=True)]
-        percentiles[name] = [float(value) for value in np.percentile(slowest, [20, 50, 80])]
-    g1, gr, c, ov, base = (percentiles[name][1] for name in actions)
-    noise = max(percentiles[name][2] - percentiles[name][0] for name in ("g1", "gr", "ov"))
+    layer.check("step")
+    layer.check_hops(PASSES)
+
+    def both(action: Callable[[str], object]) -> None:
+        for pass_ in PASSES:
+            action(pass_)
+
+    actions: dict[str, Callable[[], object]] = {"ov": layer.step}
+    actions |= {name: functools.partial(both, getattr(layer, name)) for name in ("g1", "gr", "c", "base")}
+    taken = samples(actions, together(layer.ring), seconds=seconds, iterations=3)
+    g1, gr, c, ov, base = (taken[name].median for name in ("g1", "gr", "c", "ov", "base"))
+    noise = max(taken[name].p80 - taken[name].p20 for name in ("g1", "gr", "ov"))
     return Times(g1, gr, c, ov, base, gr), noise

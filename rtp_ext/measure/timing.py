@@ -1,19 +1,36 @@
 """How long an action takes, again and again: by CUDA events on a GPU, by the clock on a CPU, of the slowest rank."""
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from card import output_of
-from launch import Place, gather
+
+__all__ = ["Sample", "Stopwatch", "Together", "samples", "timed"]
 
 WARMUP = 3
 MOST = 2000  # iterations of one quantity
 ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Together:
+    """The ranks that time an action: where, how they start together and how they tell each other.
+
+    Attributes:
+        device: of this rank.
+        barrier: returns when all ranks have called it.
+        gather: every rank's values, float64 [ranks, values]. Collective.
+    """
+
+    device: torch.device
+    barrier: Callable[[], object]
+    gather: Callable[[list[float]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -26,7 +43,7 @@ class Sample:
     count: int
 
     @classmethod
-    def of(cls, microseconds: torch.Tensor) -> "Sample":
+    def of(cls, microseconds: torch.Tensor) -> Sample:
         """Of the times [ranks, iterations]: every iteration is as slow as its slowest rank."""
         if microseconds.numel() == 0:
             raise ValueError("expected at least one timed iteration, got none")
@@ -35,13 +52,8 @@ class Sample:
         return cls(median, p20, p80, len(slowest))
 
 
-def everyones(values: list[float], place: Place) -> torch.Tensor:
-    """The values of all ranks, float64 [ranks, len(values)]. Collective."""
-    return torch.tensor([values], dtype=torch.float64) if place.ranks == 1 else gather(values, place)
-
-
 def samples(
-    actions: Mapping[str, Callable[[], object]], place: Place, *, seconds: float, iterations: int
+    actions: Mapping[str, Callable[[], object]], ranks: Together, *, seconds: float, iterations: int
 ) -> dict[str, Sample]:
     """Times every action for at least `seconds` and at least `iterations` times, after WARMUP ones. Collective.
 
@@ -53,49 +65,47 @@ def samples(
     for name, action in actions.items():
         for _ in range(WARMUP):
             action()
-        estimate = everyones([sum(_run(action, place, 2)) / 2e6], place).max().item()
+        estimate = ranks.gather([sum(timed(action, ranks, 2)) / 2e6]).max().item()
         counts[name] = max(iterations, min(MOST, math.ceil(seconds / max(estimate, 1e-7))))
     times: dict[str, list[float]] = {name: [] for name in actions}
     for turn in range(ROUNDS):
         for name, action in actions.items():
             share = counts[name] * (turn + 1) // ROUNDS - len(times[name])
-            times[name] += _run(action, place, share)
-    return {name: Sample.of(everyones(taken, place)) for name, taken in times.items()}
+            times[name] += timed(action, ranks, share)
+    return {name: Sample.of(ranks.gather(taken)) for name, taken in times.items()}
 
 
-def _run(action: Callable[[], object], place: Place, count: int) -> list[float]:
+def timed(action: Callable[[], object], ranks: Together, count: int = 1) -> list[float]:
     """Microseconds of each of `count` iterations on this rank."""
-    if place.device.type == "cpu":
+    if ranks.device.type == "cpu":
         times = []
         for _ in range(count):
-            if place.ranks > 1:
-                dist.barrier()
+            ranks.barrier()
             start = time.perf_counter()
             action()
             times.append((time.perf_counter() - start) * 1e6)
         return times
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * count)]
-    torch.cuda.synchronize(place.device)
-    if place.ranks > 1:
-        dist.barrier()
-        torch.cuda.synchronize(place.device)
+    torch.cuda.synchronize(ranks.device)
+    ranks.barrier()
+    torch.cuda.synchronize(ranks.device)
     for begin, end in zip(events[::2], events[1::2], strict=True):
         begin.record()
         action()
         end.record()
-    torch.cuda.synchronize(place.device)
+    torch.cuda.synchronize(ranks.device)
     return [begin.elapsed_time(end) * 1e3 for begin, end in zip(events[::2], events[1::2], strict=True)]
 
 
 class Stopwatch:
-    """Sums the times of pieces of work by kind: `with watch.piece("dgrad"): ...`, then `totals()`."""
+    """Sums the times of pieces of work by kind: `start("dgrad")`, the work, `stop()`, ...; then `totals()`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._open: tuple[str, object] | None = None
-        self._pieces: list[tuple[str, object, object]] = []
+        self._open: tuple[str, Any] | None = None
+        self._pieces: list[tuple[str, Any, Any]] = []
 
-    def _now(self) -> object:
+    def _now(self) -> Any:
         if self._device.type == "cpu":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -106,6 +116,7 @@ class Stopwatch:
         self._open = kind, self._now()
 
     def stop(self) -> None:
+        assert self._open is not None, "stop() without start()"
         kind, begin = self._open
         self._pieces.append((kind, begin, self._now()))
 
@@ -118,23 +129,3 @@ class Stopwatch:
             taken = (end - begin) * 1e6 if self._device.type == "cpu" else begin.elapsed_time(end) * 1e3
             sums[kind] = sums.get(kind, 0.0) + taken
         return sums
-
-
-def gpu_state() -> dict[str, float | None]:
-    """Clocks, power and temperature of the first GPU at this moment; None where nvidia-smi does not tell."""
-    keys = {
-        "sm_clock_mhz": "clocks.sm",
-        "memory_clock_mhz": "clocks.mem",
-        "power_w": "power.draw",
-        "temperature_c": "temperature.gpu",
-    }
-    told = output_of("nvidia-smi", f"--query-gpu={','.join(keys.values())}", "--format=csv,noheader,nounits", "--id=0")
-    values = told.split(", ") if told else [""] * len(keys)
-    return {key: _number(value) for key, value in zip(keys, values, strict=True)}
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
