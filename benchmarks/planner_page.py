@@ -22,9 +22,9 @@ import published
 from report import deliver
 
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, calibrate, errors_of, estimate_memory, lecture
-from rtp_ext.planner.activations import layer_tensors
 from rtp_ext.planner.constants import constants
-from rtp_ext.planner.when import Cell, grid, when_table
+from rtp_ext.planner.memory.activations import layer_tensors
+from rtp_ext.planner.plans.when import Cell, grid, when_table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "planner.md"
 BLOCK = re.compile(r"(<!-- planner: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

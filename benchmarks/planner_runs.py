@@ -20,9 +20,9 @@ from rtp_ext.planner import (
     estimate_time,
     read_measurements,
 )
-from rtp_ext.planner.measurements import VTRAIN
-from rtp_ext.planner.report import MemoryReport
-from rtp_ext.planner.time_report import TimeReport
+from rtp_ext.planner.measured.measurements import VTRAIN
+from rtp_ext.planner.memory.report import MemoryReport
+from rtp_ext.planner.time.report import TimeReport
 
 GIB = 2**30
 ONE_NODE = Path(__file__).resolve().parent / "vtrain_one_node.csv"  # 720 runs, from where published.VTRAIN is

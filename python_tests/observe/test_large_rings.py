@@ -7,7 +7,7 @@ import pytest
 from rtp_ext import schedule, timeline
 from rtp_ext.__main__ import main
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time, search
-from rtp_ext.planner.strategy import LARGEST
+from rtp_ext.planner.specs.strategy import LARGEST
 
 MANY = 100_000
 

@@ -5,9 +5,9 @@ import pytest
 from published import MEGATRON_7B
 
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory
-from rtp_ext.planner.activations import layer_tensors
-from rtp_ext.planner.memory import chunks_in_flight
-from rtp_ext.planner.report import COMPONENTS, OUTSIDE_THE_ALLOCATOR
+from rtp_ext.planner.memory.activations import layer_tensors
+from rtp_ext.planner.memory.estimate import chunks_in_flight
+from rtp_ext.planner.memory.report import COMPONENTS, OUTSIDE_THE_ALLOCATOR
 
 EIGHT = Cluster.preset("h100-80gb")
 
@@ -146,7 +146,7 @@ def test_traced_layer_agrees_with_the_list():
     torch = pytest.importorskip("torch")
     from torch import nn
 
-    from rtp_ext.planner.trace import saved_bytes
+    from rtp_ext.planner.memory.trace import saved_bytes
 
     class Norm(nn.Module):
         def __init__(self, features):

@@ -19,11 +19,11 @@ from rtp_ext.planner import (
     estimate_time,
     search,
     smallest_cluster,
-    states,
 )
 from rtp_ext.planner.constants import constants
-from rtp_ext.planner.search import allocated_bytes, limit_bytes
-from rtp_ext.planner.when import FAMILIES, LINKS, compare, contenders, when_table
+from rtp_ext.planner.memory import states
+from rtp_ext.planner.plans.search import allocated_bytes, limit_bytes
+from rtp_ext.planner.plans.when import FAMILIES, LINKS, compare, contenders, when_table
 
 TIE = 1 + constants()["search"]["tie_fraction"]["value"]
 H100 = Cluster.preset("h100-80gb")

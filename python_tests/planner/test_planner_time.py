@@ -23,12 +23,12 @@ from rtp_ext.planner import (
     read_measurements,
     rotations_of,
 )
-from rtp_ext.planner.gemm import Product, product_s
-from rtp_ext.planner.links import Group, all_reduce_s, gather_s, ring_bytes_per_s
-from rtp_ext.planner.rotation_time import rotation_seconds
-from rtp_ext.planner.stage_time import StageClock
-from rtp_ext.planner.time_report import TIME_COMPONENTS
-from rtp_ext.planner.timing import step_flops
+from rtp_ext.planner.rotation.seconds import rotation_seconds
+from rtp_ext.planner.time.estimate import step_flops
+from rtp_ext.planner.time.gemm import Product, product_s
+from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s, ring_bytes_per_s
+from rtp_ext.planner.time.report import TIME_COMPONENTS
+from rtp_ext.planner.time.stage import StageClock
 
 CONSTANTS = TimeConstants.default()
 H100 = Cluster.preset("h100-80gb")

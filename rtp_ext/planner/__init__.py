@@ -3,19 +3,19 @@
 Plain arithmetic; what rotations hold and take, and how tiles fill a GPU, comes from the extension (see `engine`).
 """
 
-from rtp_ext.planner import korthikanti, lecture, zero
-from rtp_ext.planner.calibrate import Calibration, calibrate, errors_of
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.measurements import Measurement, read_measurements
-from rtp_ext.planner.memory import estimate_memory
-from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.report import MemoryReport
-from rtp_ext.planner.rotation import RotatedOperation, RotationBytes, Weight, rotations_of, rtp_bytes
-from rtp_ext.planner.search import Plan, search, smallest_cluster
-from rtp_ext.planner.strategy import Strategy
-from rtp_ext.planner.time_report import TimeReport
-from rtp_ext.planner.timing import estimate_time
+from rtp_ext.planner.measured.calibrate import Calibration, calibrate, errors_of
+from rtp_ext.planner.measured.measurements import Measurement, read_measurements
+from rtp_ext.planner.memory.estimate import estimate_memory
+from rtp_ext.planner.memory.report import MemoryReport
+from rtp_ext.planner.plans.search import Plan, search, smallest_cluster
+from rtp_ext.planner.published import korthikanti, lecture, zero
+from rtp_ext.planner.rotation.operations import RotatedOperation, RotationBytes, Weight, rotations_of, rtp_bytes
+from rtp_ext.planner.specs.cluster import Cluster
+from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.planner.specs.strategy import Strategy
+from rtp_ext.planner.time.estimate import estimate_time
+from rtp_ext.planner.time.report import TimeReport
 
 __all__ = [
     "Calibration",

@@ -8,17 +8,26 @@ import json
 import sys
 from typing import Any, NoReturn
 
-from rtp_ext.planner import text, when
-from rtp_ext.planner.calibrate import calibrate, errors_of
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import constants
-from rtp_ext.planner.explain_time import explain_time
-from rtp_ext.planner.measurements import read_measurements
-from rtp_ext.planner.memory import estimate_memory
-from rtp_ext.planner.model import FAMILIES, ModelSpec
-from rtp_ext.planner.search import search, smallest_cluster
-from rtp_ext.planner.strategy import DTYPE_BYTES, LOSSES, OPTIMIZER_MOMENTS, RECOMPUTE, SCHEDULES, STACKS, Strategy
-from rtp_ext.planner.timing import estimate_time
+from rtp_ext.planner.display import text
+from rtp_ext.planner.measured.calibrate import calibrate, errors_of
+from rtp_ext.planner.measured.measurements import read_measurements
+from rtp_ext.planner.memory.estimate import estimate_memory
+from rtp_ext.planner.plans import when
+from rtp_ext.planner.plans.search import search, smallest_cluster
+from rtp_ext.planner.specs.cluster import Cluster
+from rtp_ext.planner.specs.model import FAMILIES, ModelSpec
+from rtp_ext.planner.specs.strategy import (
+    DTYPE_BYTES,
+    LOSSES,
+    OPTIMIZER_MOMENTS,
+    RECOMPUTE,
+    SCHEDULES,
+    STACKS,
+    Strategy,
+)
+from rtp_ext.planner.time.estimate import estimate_time
+from rtp_ext.planner.time.explain import explain_time
 
 PROGRAM = "rtp_ext plan"
 _BUNDLE = {"yes": True, "no": False, "recompute": "recompute"}
@@ -148,7 +157,7 @@ def _estimate(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -
     strategies = strategies_of(options, cluster)
     traced = None
     if options.trace_module:
-        from rtp_ext.planner.trace import load_and_trace
+        from rtp_ext.planner.memory.trace import load_and_trace
 
         traced = load_and_trace(options.trace_module)
     batch = options.global_batch
@@ -245,7 +254,7 @@ def _json(model: ModelSpec, cluster: Cluster, plans: list[dict[str, Any]]) -> st
 def _plot(file: str | None, kind: str, *shown: Any) -> int:
     if file is None:
         return 0
-    from rtp_ext.planner import plot
+    from rtp_ext.planner.display import plot
 
     try:
         getattr(plot, kind)(file, *shown)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from rtp_ext.planner.activations import Saved, embedding_tensors, final_tensors, layer_tensors, working_tensors
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import constants, memory_constant
 from rtp_ext.planner.engine import engine
-from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.report import MemoryReport, StageMemory, Term, term
-from rtp_ext.planner.rotation import RotatedOperation, Weight
-from rtp_ext.planner.states import buffer_terms, padded_vocab, parameter_counts, stage_layers, state_terms
-from rtp_ext.planner.strategy import Strategy
+from rtp_ext.planner.memory.activations import Saved, embedding_tensors, final_tensors, layer_tensors, working_tensors
+from rtp_ext.planner.memory.report import MemoryReport, StageMemory, Term, term
+from rtp_ext.planner.memory.states import buffer_terms, padded_vocab, parameter_counts, stage_layers, state_terms
+from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
+from rtp_ext.planner.specs.cluster import Cluster
+from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.planner.specs.strategy import Strategy
 
 _LOGIT_CHUNK_BYTES, _LOGIT_LEAST_ROWS, _LOGIT_LEAST_CHUNKS = 64 << 20, 128, 4  # csrc/ops/cross_entropy.cpp
 

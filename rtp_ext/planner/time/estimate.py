@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.gemm import traffic_s
-from rtp_ext.planner.links import all_reduce_s, gather_s
-from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.stage_time import StageClock
-from rtp_ext.planner.states import padded_vocab, parameter_counts
-from rtp_ext.planner.strategy import OPTIMIZER_MOMENTS, Strategy
-from rtp_ext.planner.time_report import TIME_COMPONENTS, TimeReport
+from rtp_ext.planner.memory.states import padded_vocab, parameter_counts
+from rtp_ext.planner.specs.cluster import Cluster
+from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.planner.specs.strategy import OPTIMIZER_MOMENTS, Strategy
+from rtp_ext.planner.time.gemm import traffic_s
+from rtp_ext.planner.time.links import all_reduce_s, gather_s
+from rtp_ext.planner.time.report import TIME_COMPONENTS, TimeReport
+from rtp_ext.planner.time.stage import StageClock
 
 
 def estimate_time(

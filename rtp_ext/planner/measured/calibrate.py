@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.measurements import Measurement
+from rtp_ext.planner.measured.measurements import Measurement
 
 FITTED = ("gemm_fraction", "hbm_fraction", "kernel_s")
 _LARGEST = {name: 1.0 for name in FITTED if name.endswith("fraction")}

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.engine import engine
-from rtp_ext.planner.gemm import Product, flops_per_s, product_s
-from rtp_ext.planner.links import Group, ring_bytes_per_s
-from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.report import number_text
-from rtp_ext.planner.rotation_time import RotationTime
-from rtp_ext.planner.stage_time import StageClock
-from rtp_ext.planner.states import stage_layers
-from rtp_ext.planner.strategy import Strategy
-from rtp_ext.planner.time_report import TIME_COMPONENTS, TimeReport
-from rtp_ext.planner.work import elementwise_bytes, head_product, products
+from rtp_ext.planner.memory.report import number_text
+from rtp_ext.planner.memory.states import stage_layers
+from rtp_ext.planner.rotation.seconds import RotationTime
+from rtp_ext.planner.specs.cluster import Cluster
+from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.planner.specs.strategy import Strategy
+from rtp_ext.planner.time.gemm import Product, flops_per_s, product_s
+from rtp_ext.planner.time.links import Group, ring_bytes_per_s
+from rtp_ext.planner.time.report import TIME_COMPONENTS, TimeReport
+from rtp_ext.planner.time.stage import StageClock
+from rtp_ext.planner.time.work import elementwise_bytes, head_product, products
 
 
 def seconds_text(seconds: float) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
+from rtp_ext.planner.specs.cluster import Cluster
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.strategy import Strategy
+from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.planner.specs.strategy import Strategy
 
 
 @dataclass(frozen=True)

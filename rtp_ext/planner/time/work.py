@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.gemm import Product, flash_s, product_s, traffic_s
-from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.states import padded_vocab
-from rtp_ext.planner.strategy import Strategy
+from rtp_ext.planner.memory.states import padded_vocab
+from rtp_ext.planner.specs.cluster import Cluster
+from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.planner.specs.strategy import Strategy
+from rtp_ext.planner.time.gemm import Product, flash_s, product_s, traffic_s
 
 _FLASH_BACKWARD = 2.5  # five products instead of two: arXiv 2307.08691
 _UNFUSED_KERNELS, _FUSED_KERNELS = 3, 8  # softmax and dropout of scores; norms, activation, residuals, transposes

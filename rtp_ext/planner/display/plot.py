@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rtp_ext.planner.report import COMPONENTS, OUTSIDE_THE_ALLOCATOR, MemoryReport
-from rtp_ext.planner.text import GB
-from rtp_ext.planner.time_report import TimeReport
-from rtp_ext.planner.when import LINKS, Cell
+from rtp_ext.planner.display.text import GB
+from rtp_ext.planner.memory.report import COMPONENTS, OUTSIDE_THE_ALLOCATOR, MemoryReport
+from rtp_ext.planner.plans.when import LINKS, Cell
+from rtp_ext.planner.time.report import TimeReport
 
 _GROUP_COLORS = {"compute": "#9ecae1", "exposed communication": "#d95f0e", "bubble": "#bdbdbd"}
 _MOST = 2.0  # ratio at which the colours of the map end

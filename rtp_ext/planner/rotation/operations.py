@@ -12,7 +12,7 @@ from typing import Any
 
 from rtp_ext.planner.constants import check_at_least, check_known
 from rtp_ext.planner.engine import engine
-from rtp_ext.planner.model import ModelSpec
+from rtp_ext.planner.specs.model import ModelSpec
 
 KINDS = ("linear", "embedding", "bundle", "head")
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.strategy import Strategy
-from rtp_ext.planner.timing import estimate_time
+from rtp_ext.planner.specs.cluster import Cluster
+from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.planner.specs.strategy import Strategy
+from rtp_ext.planner.time.estimate import estimate_time
 
 # Columns of VIA-Research/vTrain@f8dda84, data/ground_truth_*.csv, and what config/validation says of all its runs.
 _VTRAIN = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.engine import engine
+from rtp_ext.planner.specs.cluster import Cluster
 
 
 @dataclass(frozen=True)

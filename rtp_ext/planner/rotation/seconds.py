@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.engine import engine
-from rtp_ext.planner.gemm import Product, product_s, traffic_s
-from rtp_ext.planner.links import Group, hop_bytes_per_s
-from rtp_ext.planner.rotation import RotatedOperation, Weight
+from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
+from rtp_ext.planner.specs.cluster import Cluster
+from rtp_ext.planner.time.gemm import Product, product_s, traffic_s
+from rtp_ext.planner.time.links import Group, hop_bytes_per_s
 
 if TYPE_CHECKING:
     from rtp_ext.observe.timeline import Lockstep

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import constants
-from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.search import allocated_bytes, limit_bytes
-from rtp_ext.planner.strategy import Strategy
-from rtp_ext.planner.timing import estimate_time
+from rtp_ext.planner.plans.search import allocated_bytes, limit_bytes
+from rtp_ext.planner.specs.cluster import Cluster
+from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.planner.specs.strategy import Strategy
+from rtp_ext.planner.time.estimate import estimate_time
 
 MODELS = (("gpt-3-xl", 8), ("llama-3-8b", 8), ("llama-3-70b", 64), ("llama-3-405b", 512))  # and their GPUs
 TOKENS = (1024, 2048, 4096, 8192, 16384)  # of each GPU

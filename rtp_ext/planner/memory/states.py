@@ -6,10 +6,10 @@ import dataclasses
 import functools
 from collections import Counter
 
-from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.report import Term, term
-from rtp_ext.planner.rotation import RotationBytes, rotations_of, rtp_bytes
-from rtp_ext.planner.strategy import OPTIMIZER_MOMENTS, Strategy
+from rtp_ext.planner.memory.report import Term, term
+from rtp_ext.planner.rotation.operations import RotationBytes, rotations_of, rtp_bytes
+from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.planner.specs.strategy import OPTIMIZER_MOMENTS, Strategy
 
 _MEGATRON = "Megatron-LM@d98e8a64: 18 bytes per parameter, or 6 + 12/d with the distributed optimizer"
 _FSDP = "fully_shard: float32 shards of weights, gradients and optimizer state"

@@ -6,9 +6,9 @@ import csv
 import io
 from collections.abc import Sequence
 
-from rtp_ext.planner.report import COMPONENTS, MemoryReport, StageMemory, number_text
-from rtp_ext.planner.search import Plan
-from rtp_ext.planner.time_report import TIME_COMPONENTS, TimeReport
+from rtp_ext.planner.memory.report import COMPONENTS, MemoryReport, StageMemory, number_text
+from rtp_ext.planner.plans.search import Plan
+from rtp_ext.planner.time.report import TIME_COMPONENTS, TimeReport
 
 GB = 1e9
 _SHORT = {

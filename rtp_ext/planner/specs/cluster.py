@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rtp_ext.planner.constants import check_at_least, check_known, constants
-from rtp_ext.planner.model import read_json
+from rtp_ext.planner.specs.model import read_json
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import check_at_least, constants
-from rtp_ext.planner.memory import estimate_memory, stage_memory
-from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.report import MemoryReport
-from rtp_ext.planner.states import parameter_counts
-from rtp_ext.planner.strategy import LARGEST, Strategy
-from rtp_ext.planner.time_report import TimeReport
-from rtp_ext.planner.timing import estimate_time
+from rtp_ext.planner.memory.estimate import estimate_memory, stage_memory
+from rtp_ext.planner.memory.report import MemoryReport
+from rtp_ext.planner.memory.states import parameter_counts
+from rtp_ext.planner.specs.cluster import Cluster
+from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.planner.specs.strategy import LARGEST, Strategy
+from rtp_ext.planner.time.estimate import estimate_time
+from rtp_ext.planner.time.report import TimeReport
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 4)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rtp_ext.planner.cluster import Cluster
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.links import Group, all_reduce_s, gather_s, send_s
-from rtp_ext.planner.model import ModelSpec
-from rtp_ext.planner.rotation import RotatedOperation, rotations_of
-from rtp_ext.planner.rotation_time import RotationTime, rotation_seconds
-from rtp_ext.planner.states import layer_count, stage_layers
-from rtp_ext.planner.strategy import Strategy
-from rtp_ext.planner.work import Seconds, head_seconds, layer_seconds
+from rtp_ext.planner.memory.states import layer_count, stage_layers
+from rtp_ext.planner.rotation.operations import RotatedOperation, rotations_of
+from rtp_ext.planner.rotation.seconds import RotationTime, rotation_seconds
+from rtp_ext.planner.specs.cluster import Cluster
+from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.planner.specs.strategy import Strategy
+from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s, send_s
+from rtp_ext.planner.time.work import Seconds, head_seconds, layer_seconds
 
 
 @dataclass(frozen=True)

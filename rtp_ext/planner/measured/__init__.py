@@ -1,0 +1,1 @@
+"""Measured runs, and constants fitted to them."""
