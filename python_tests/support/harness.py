@@ -132,6 +132,9 @@ def _main(
     import torch
     import torch.distributed as dist
 
+    # What the server has imported is no garbage: to look through it takes longer than all else that a start does, and
+    # copies the pages that the server shares.
+    gc.freeze()
     torch.set_num_threads(1)
     with open(Path(folder) / f"stack{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
