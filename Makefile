@@ -27,7 +27,7 @@ demo: build
 	$(BIN)/python benchmarks/demo.py
 
 test: build
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: build
 	$(BIN)/ruff check .

@@ -169,7 +169,7 @@ def _training(rank, ranks, transport, in_place, every):
 
 @pytest.mark.parametrize(
     ("ranks", "transport", "in_place", "every"),
-    [(1, "shm", False, 1), (2, "shm", False, 1), (3, "c10d", True, 3), (4, "shm", False, 3)],
+    [(1, "shm", False, 3), (2, "shm", False, 3), (3, "c10d", True, 3), (4, "shm", False, 3)],
 )
 def test_training(ranks, transport, in_place, every):
     run_ranks(_training, ranks, transport, in_place, every)
@@ -255,7 +255,7 @@ def _evaluation(rank, ranks, transport, in_place, every):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "transport", "in_place", "every"), [(1, "shm", False, 1), (2, "c10d", True, 3), (3, "shm", False, 3)]
+    ("ranks", "transport", "in_place", "every"), [(1, "shm", False, 3), (2, "c10d", True, 3), (3, "shm", False, 3)]
 )
 def test_evaluation_never_takes_the_fast_path(ranks, transport, in_place, every):
     run_ranks(_evaluation, ranks, transport, in_place, every)

@@ -56,8 +56,8 @@ def _passes(rank, ranks, transport, route, in_place, every):
 @pytest.mark.parametrize(
     ("ranks", "transport", "route", "in_place", "every"),
     [
-        (1, "shm", "ring", False, 1),
-        (2, "shm", "ring", False, 1),
+        (1, "shm", "ring", False, 3),
+        (2, "shm", "ring", False, 3),
         (3, "shm", "direct", False, 3),
         (4, "shm", "ring", False, 3),
         (2, "c10d", "ring", False, 5),

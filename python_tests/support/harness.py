@@ -32,6 +32,18 @@ from typing import Any
 
 GRACE = 2.0  # seconds that the other ranks have to report their own failure after the first one
 EXIT = 20.0  # seconds that a rank may take to end after all ranks have reported
+# What ranks find imported: each would need half a second and more for it.
+PRELOADED = [
+    "pytest",
+    "torch._dynamo",  # the first DTensor would import it
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint.state_dict",
+    "rtp_ext.convert",
+    "rtp_ext.nn",
+    "rtp_ext.parameters.loading",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 class RankError(AssertionError):
@@ -101,10 +113,7 @@ def run_ranks(
     __tracebackhide__ = True
     context = multiprocessing.get_context("forkserver")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server process inherits it when it starts
-    # torch._dynamo: the first DTensor would import it, for a second or more in every rank.
-    context.set_forkserver_preload(
-        ["torch._dynamo", "torch.distributed.tensor", "rtp_ext", "transformers.models.llama.modeling_llama"]
-    )
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="rtp_ranks_") as folder:
         started = []
         try:
@@ -132,6 +141,9 @@ def _main(
     import torch
     import torch.distributed as dist
 
+    # What the server has imported is no garbage: to look through it takes longer than all else that a start does, and
+    # copies the pages that the server shares.
+    gc.freeze()
     torch.set_num_threads(1)
     with open(Path(folder) / f"stack{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

@@ -54,7 +54,7 @@ def test_a_failure_names_the_rank_and_ends_the_others():
 
 def test_a_hang_dumps_stacks():
     with pytest.raises(RankError, match=r"ranks \[1\] did not finish(.|\n)*_hang_on_one"):
-        run_ranks(_hang_on_one, 2, timeout=10.0)
+        run_ranks(_hang_on_one, 2, timeout=5.0)
 
 
 def test_an_unexpected_death_is_a_failure():

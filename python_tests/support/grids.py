@@ -1,0 +1,39 @@
+"""Grids of parameters, thinned: every two values of two parameters meet, not every combination of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations, product
+from typing import Any
+
+
+def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows with a value of each parameter, such that every two values of two parameters stand together in some row.
+
+    The same rows in the same order wherever it is called. A mistake that shows for one value, or for two values
+    together, shows in one of them; for three that must meet, write the product.
+    """
+    values = [tuple(parameter) for parameter in parameters]
+    if len(values) < 2:
+        return list(product(*values))
+    # A pair: the number of a parameter and of its value, twice.
+    missing = dict.fromkeys(
+        ((a, i), (b, j))
+        for a, b in combinations(range(len(values)), 2)
+        for i, j in product(range(len(values[a])), range(len(values[b])))
+    )
+    rows = []
+    while missing:
+        row = dict(next(iter(missing)))  # what is missing longest
+        for place in sorted(set(range(len(values))) - set(row), key=lambda place: -len(values[place])):
+
+            def gained(value: int, place: int = place, row: dict[int, int] = row) -> int:
+                return sum(tuple(sorted([(place, value), each])) in missing for each in row.items())
+
+            start = len(rows)  # ties go to another value each time
+            choices = [(start + n) % len(values[place]) for n in range(len(values[place]))]
+            row[place] = max(choices, key=gained)
+        for pair in combinations(sorted(row.items()), 2):
+            missing.pop(pair, None)
+        rows.append(tuple(values[place][row[place]] for place in range(len(values))))
+    return rows
