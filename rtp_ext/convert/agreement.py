@@ -8,14 +8,16 @@ import inspect
 import logging
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rtp_ext.convert.bundled import BundledMLP
-from rtp_ext.nn._base import RotatedModule
-from rtp_ext.ring import Ring
+from rtp_ext.parameters.live import LiveModule
+from rtp_ext.ring import Prepared, Ring
 
 logger = logging.getLogger("rtp_ext")
 
@@ -26,15 +28,36 @@ _PER_RANK = re.compile(
 )
 
 
-def agree_on_model(root: nn.Module, ring: Ring) -> None:
+@dataclass(frozen=True)
+class Mode:
+    """What decides the hops of a forward besides the model."""
+
+    autocast: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, ring: Ring) -> Mode:
+        enabled, dtype = torch.is_autocast_enabled(ring.device.type), torch.get_autocast_dtype(ring.device.type)
+        return cls(enabled, dtype)
+
+
+def facts_of(root: nn.Module) -> tuple[list[tuple], list[Any]]:
+    """What may change of a model between two forwards and decides their hops: of its parameters, and how its modules
+    rotate. Cheap: asked for in every forward."""
+    return _parameters(root), [_rotation(module) for module in root.modules() if isinstance(module, LiveModule)]
+
+
+def agree_on_model(root: nn.Module, ring: Ring, mode: Mode) -> None:
     """Raises ValueError on every rank where models differ, or where parameters are still on the meta device.
 
     Compared are names, shapes, dtypes and requires_grad of parameters; the class of every module by its name; settings
     of torch's layers (what their constructors take: strides, heads, eps, p, ...); of other classes what their own
     `extra_repr` says, except ranks, devices and the like; names, shapes and dtypes of buffers that are saved (others
-    are caches, which may grow with a rank's own batch); which blocks rotate as bundles. Collective.
+    are caches, which may grow with a rank's own batch); which blocks rotate as bundles, in which dtypes, in place or
+    not; and the state of torch.autocast. With that, operations of the model's modules need not agree before their
+    forwards. Collective.
     """
-    mine = (_parameters(root), [*_modules(root)])
+    mine = (_parameters(root), [("torch.autocast", str(mode)), *_modules(root)])
     told = ring.exchange(hashlib.sha256(repr(mine).encode()).digest())
     differ = any(theirs != told[0] for theirs in told)
     every = ring.exchange(mine) if differ else [mine]
@@ -45,6 +68,44 @@ def agree_on_model(root: nn.Module, ring: Ring) -> None:
             if theirs[part] != every[0][part]:
                 difference = (_parameters_differ, _modules_differ)[part](every[0][part], theirs[part], rank)
                 raise ValueError(f"{type(root).__name__}: {difference}")
+    for prepared in _operations(root):
+        prepared.covered = True
+
+
+def _operations(root: nn.Module) -> Iterator[Prepared]:
+    """What the operations of a model's modules keep, in the order of its modules."""
+    known: set[int] = set()
+    for module in root.modules():
+        together = module.__dict__.get("together") if isinstance(module, LiveModule) else None
+        for prepared in (module.__dict__.get("_prepared"), together and together.prepared):
+            if isinstance(prepared, Prepared) and id(prepared) not in known:
+                known.add(id(prepared))
+                yield prepared
+
+
+def plan_anew(root: nn.Module, ring: Ring) -> None:
+    """Lets the gate decide again on every layer of a model, by the most tokens that it has seen on any rank. Nothing
+    happens where nothing is decided. Raises ValueError on every rank where they have not called the same layers.
+    Collective."""
+    if not ring.gate.decides:
+        return
+    layers = []
+    for prepared in _operations(root):
+        planned = [ready for ready in prepared.found.values() if ready.size is not None]
+        if planned:
+            layers.append((prepared, planned))
+    told = ring.exchange([(planned[0].name, prepared.seen) for prepared, planned in layers])
+    names = [name for name, _ in told[0]]
+    for rank, theirs in enumerate(told):
+        if [name for name, _ in theirs] != names:
+            raise ValueError(
+                f"{type(root).__name__}: the ranks have called different layers: expected {', '.join(names)} (rank 0), "
+                f"got {', '.join(name for name, _ in theirs)} on rank {rank}"
+            )
+    for place, (prepared, planned) in enumerate(layers):
+        prepared.most = max(theirs[place][1] for theirs in told)
+        for ready in planned:
+            ready.plan(ring, prepared.most)
 
 
 def _refuse_meta(root: nn.Module, names: list[str], where: str) -> None:
@@ -61,7 +122,7 @@ def _refuse_meta(root: nn.Module, names: list[str], where: str) -> None:
 
 
 def _parameters(root: nn.Module) -> list[tuple]:
-    return [(name, tuple(p.shape), str(p.dtype), p.requires_grad, p.is_meta) for name, p in root.named_parameters()]
+    return [(name, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for name, p in root.named_parameters()]
 
 
 def _parameters_differ(expected: list[tuple], actual: list[tuple], rank: int) -> str:
@@ -99,14 +160,22 @@ def _modules(root: nn.Module) -> Iterator[tuple[str, str]]:
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield f"buffer {key} of {label}", _shape_of(buffer)
-        if isinstance(module, RotatedModule):
-            yield f"in_place of {label}", repr(module.in_place)
+        if isinstance(module, LiveModule):
+            policy, in_place = _rotation(module)
+            yield f"mp_policy of {label}", repr(policy)
+            yield f"in_place of {label}", repr(in_place)
             together = module.__dict__.get("together")
             if together is not None:
                 yield f"one rotation of {label} with its neighbours", repr(together.shared)
         if isinstance(module, BundledMLP):
             intact = module.intact
             yield f"bundle of {label}", f"{intact}, recompute={module.mlp_recompute}" if intact else "False"
+
+
+def _rotation(module: LiveModule) -> tuple[MixedPrecisionPolicy | None, bool]:
+    """The policy that a module travels by, and whether its home shards do."""
+    scope = module.__dict__.get("scope", module)  # of a gathered one
+    return scope.__dict__.get("mp_policy"), module.__dict__.get("in_place", False)
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,7 @@ from rtp_ext.families.blocks import MLPSpec
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.nn.mlp import bundled_mlp
 from rtp_ext.parameters.live import LiveModule, mixin_of
+from rtp_ext.ring import Prepared
 
 logger = logging.getLogger("rtp_ext")
 
@@ -47,6 +48,7 @@ class BundledMLP(LiveModule):
         self.__dict__["mlp_spec"] = spec
         self.__dict__["mlp_seen"] = self._parts(spec)  # not by setattr, which would register modules
         self.__dict__["mlp_intact"] = True
+        self.__dict__["_prepared"] = Prepared()
 
     def _parts(self, spec: MLPSpec) -> list[Any]:
         """What stands between the layers, and the names of the block's modules."""
@@ -84,7 +86,8 @@ class BundledMLP(LiveModule):
     def bundled(self, x: torch.Tensor) -> torch.Tensor:
         assert self.mlp_spec is not None
         block: Any = self
-        return bundled_mlp(block, self.mlp_spec, x, recompute=self.mlp_recompute, name=self.qualified_name)
+        options: dict[str, Any] = {"name": self.qualified_name, "prepared": self.__dict__["_prepared"]}
+        return bundled_mlp(block, self.mlp_spec, x, recompute=self.mlp_recompute, **options)
 
 
 def _along(block: nn.Module, path: str) -> Iterator[nn.Module]:

@@ -152,9 +152,14 @@ def _gathered_property(name: str) -> property:
 _WATCHED = "_rtp_averaged"  # attribute of a whole parameter: the serial of the ring that averages its gradient
 
 
+def is_averaged(parameter: torch.Tensor, ring: Ring) -> bool:
+    """Whether `average_gradient` has been told of a whole parameter."""
+    return parameter.__dict__.get(_WATCHED) == ring.serial
+
+
 def average_gradient(parameter: torch.Tensor, ring: Ring) -> bool:
     """Averages the gradient of a whole parameter over the ring as it accumulates. Returns whether it did not yet."""
-    if parameter.__dict__.get(_WATCHED) == ring.serial:
+    if is_averaged(parameter, ring):
         return False
 
     def average(parameter: torch.Tensor) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 import logging
+import sys
 import types
 import weakref
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from rtp_ext.convert.adapters import let_adapters_merge
-from rtp_ext.convert.agreement import agree_on_model
+from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew
 from rtp_ext.convert.bundled import OWN_HOOKS
-from rtp_ext.convert.gathered import ForwardScope, GatheredModule, average_gradient
+from rtp_ext.convert.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
 from rtp_ext.convert.whole_embedding import WholeEmbedding
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import expect_own_shard
@@ -44,7 +44,10 @@ class RotationState(ForwardScope):
         self.root = None if root is None else weakref.ref(root)
         self.around: list[weakref.ref[RotationState]] = []
         self.began = False  # whether this state told the ring that a forward started
-        self.agreed: list[tuple[Any, torch.dtype, bool]] | None = None
+        self.forwards = 0  # that it told it of
+        self.failing: Any = None  # the exception that was being handled then
+        self.agreed: Any = None  # facts of the model that the ranks have compared
+        self.modes: set[Mode] = set()  # and the modes, with these facts
         self.ignored: set[str] = set()  # names of parameters that are not averaged
 
     def __deepcopy__(self, memo: dict) -> RotationState:
@@ -83,23 +86,46 @@ class RotationState(ForwardScope):
         if not any(state.root_depth for state in self.outer()):
             self.ring.begin_forward()
             self.began = True
+            self.forwards += 1
+            self.failing = sys.exc_info()[1]
+
+    def plan(self, root: nn.Module) -> None:
+        """At the beginning of its forwards 2, 4, 8, ..., a model's layers are decided on again."""
+        number = self.forwards
+        if self.began and self.root_depth == 1 and number > 1 and number & (number - 1) == 0:
+            plan_anew(root, self.ring)
 
     def end(self) -> None:
+        """A forward of the whole model is over. The ranks compare what its layers were prepared for, unless it ends by
+        an exception: then the next forward or backward does."""
         self.root_depth = max(self.root_depth - 1, 0)
-        if self.root_depth == 0 and self.began:
-            self.ring.end_forward()
-            self.began = False
+        if self.root_depth > 0 or not self.began:
+            return
+        self.ring.end_forward()
+        self.began = False
+        failed = sys.exc_info()[1] is not self.failing
+        self.failing = None
+        if not failed:
+            self.ring.settle()
 
     def check_agreement(self, root: nn.Module) -> None:
-        """Before the first forward, and whenever the set of parameters changes, all ranks compare their models."""
+        """Before the first forward, and whenever something has changed that decides hops, all ranks compare their
+        models."""
         named = list(root.named_parameters())
-        now = [(_number(parameter), parameter.dtype, parameter.requires_grad) for _, parameter in named]
-        if now == self.agreed:
+        facts, mode = self._facts(root, named), Mode.now(self.ring)
+        if facts == self.agreed and mode in self.modes:
             return
-        agree_on_model(root, self.ring)
-        self._average_newcomers(root, named)
-        let_adapters_merge(root)
-        self.agreed = now
+        agree_on_model(root, self.ring, mode)
+        if facts != self.agreed:
+            self._average_newcomers(root, named)
+            let_adapters_merge(root)
+            self.agreed, self.modes = self._facts(root, named), set()
+        self.modes.add(mode)
+
+    def _facts(self, root: nn.Module, named: list[tuple[str, nn.Parameter]]) -> Any:
+        """With the names of the plain parameters that are averaged: one in the place of such a one is not yet."""
+        plain = [name for name, p in named if not isinstance(p, DTensor) and is_averaged(p, self.ring)]
+        return facts_of(root), plain
 
     def _average_newcomers(self, root: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
         """Parameters that were added after conversion, such as adapters', stay whole, and are averaged."""
@@ -122,19 +148,6 @@ class RotationState(ForwardScope):
                 len(added),
                 added[0],
             )
-
-
-_NUMBER = "_rtp_number"  # attribute of a parameter: its address, in case the attribute was copied, and its number
-_numbers = itertools.count()
-
-
-def _number(parameter: nn.Parameter) -> tuple[int, int]:
-    """Tells a parameter from all others that there ever were. By its address alone, one in the place of a parameter
-    that is gone might be taken for it, and that on one rank only."""
-    known = parameter.__dict__.get(_NUMBER)
-    if known is None or known[0] != id(parameter):
-        known = parameter.__dict__[_NUMBER] = (id(parameter), next(_numbers))
-    return known
 
 
 def _copy_of(root: weakref.ref[nn.Module] | None, memo: dict) -> weakref.ref[nn.Module] | None:
@@ -201,6 +214,7 @@ def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple
     state: RotationState = root.__dict__[_STATE]
     state.begin()
     state.enter()
+    state.plan(root)
     state.ring.check_alive(f"{type(root).__name__} forward")
     policy = state.mp_policy
     if policy.param_dtype is None or not policy.cast_forward_inputs:

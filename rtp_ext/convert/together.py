@@ -13,6 +13,7 @@ from torch import nn
 
 from rtp_ext.functional import rotated_linears
 from rtp_ext.nn.linear import RotatedLinear
+from rtp_ext.ring import Prepared
 
 logger = logging.getLogger("rtp_ext")
 
@@ -28,6 +29,7 @@ class SharedInput:
         self.layers = list(layers)
         self.name = name
         self.shared = True
+        self.prepared = Prepared()
         self._source: Any = None  # weak, so that an input lives no longer than it would
         self._key: Any = None
         self._waiting: dict[int, torch.Tensor] = {}  # outputs that nobody has asked for yet, by place of their layer
@@ -49,7 +51,7 @@ class SharedInput:
             self.clear()
             logger.info("%s: its layers are called with different inputs and rotate one by one", self.name)
             return None
-        options = {**layer._rotation(), "name": self.name}
+        options = {**layer._rotation(), "name": self.name, "prepared": self.prepared}
         outputs = rotated_linears(
             [layer._cast(x)], [each.weight for each in self.layers], [each.bias for each in self.layers], **options
         )

@@ -1,4 +1,7 @@
-"""Autograd functions over the rotation engine. Arguments are home shards: plain local tensors or DTensors."""
+"""Autograd functions over the rotation engine. Arguments are home shards: plain local tensors or DTensors.
+
+What a function derives from its parameters and options, together with the other ranks, is kept by a `Prepared`.
+"""
 
 from rtp_ext.functional.convolution import rotated_convolution
 from rtp_ext.functional.cross_entropy import rotated_linear_cross_entropy
@@ -7,8 +10,10 @@ from rtp_ext.functional.experts import rotated_experts
 from rtp_ext.functional.flyweight import rotated_flyweight
 from rtp_ext.functional.linear import rotated_linear, rotated_linears
 from rtp_ext.functional.mlp import rotated_mlp
+from rtp_ext.ring import Prepared
 
 __all__ = [
+    "Prepared",
     "rotated_convolution",
     "rotated_embedding",
     "rotated_experts",

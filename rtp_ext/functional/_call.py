@@ -11,24 +11,46 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.parameters.sharding import held, local_shard, reserve, shard_dim_of
-from rtp_ext.ring import Ring
-from rtp_ext.ring.gate import Plan
-from rtp_ext.ring.primitives import agreements
+from rtp_ext.ring import Prepared, Ring
+from rtp_ext.ring.gate import LayerSize
 
 # What indices and targets may be of.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What the ranks have agreed on for one call: once for each first parameter, ring and combination of facts."""
+@dataclass(slots=True)
+class Ready:
+    """What was derived for an operation from its parameters and options, for one key of a Prepared."""
 
+    name: str
+    in_place: bool
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
     shapes: list[tuple[int, ...]]  # of the whole parameters
-    serial: int  # the same on every rank
-    plan: Plan | None  # None: the operation leaves no choice
+    serial: int  # the same on every rank; 0: not to be sent ahead for
+    size: LayerSize | None  # of what the gate decides on; None: the operation leaves no choice
+    options: Any = None  # of the rotation, native
+    made: Any = None  # by the operation
+    rooms: list[tuple[int, int]] | None = None  # address and bytes of home shards that have room for the largest
+
+    def plan(self, ring: Ring, tokens: int | None) -> None:
+        """Settles how weights and gradients travel, for the largest number of tokens on any rank; None: not known."""
+        route, halves = ring.hop_route, False
+        if self.size is not None:
+            plan = ring.gate.plan(self.name, tokens, self.size, self.compute_dtype)
+            route, halves = plan.route, plan.halves
+        self.options = _native.RotationOptions(
+            route=route,
+            in_place=self.in_place,
+            compute_dtype=self.compute_dtype,
+            reduce_dtype=self.reduce_dtype,
+            slot_cap=ring.slot_cap,
+            halves=halves,
+            name=self.name,
+        )
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """How one call of an operation rotates."""
 
@@ -37,7 +59,10 @@ class Call:
     in_place: bool
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    agreed: Agreed | None = None  # set by `agree`
+    # set by `prepare`
+    options: Any = None
+    serial: int = 0
+    needs: tuple[bool, ...] = ()  # which inputs, and then which parameters, will get gradients
     watched: tuple[torch.Tensor, ...] = ()  # the parameters
 
     @classmethod
@@ -63,28 +88,14 @@ class Call:
         reduce = reduce_dtype or (torch.float64 if compute == torch.float64 else torch.float32)
         return cls(ring, name, in_place, compute, reduce)
 
-    def options(self) -> Any:
-        plan = self.agreed.plan if self.agreed else None
-        return _native.RotationOptions(
-            route=plan.route if plan else self.ring.hop_route,
-            in_place=self.in_place,
-            compute_dtype=self.compute_dtype,
-            reduce_dtype=self.reduce_dtype,
-            slot_cap=self.ring.slot_cap,
-            halves=plan is not None and plan.halves,
-            name=self.name,
-        )
-
     def run(self, function: Any, *arguments: Any) -> Any:
-        return self.ring.run(
-            self.name, function, *arguments, serial=self.agreed.serial if self.agreed else 0, watched=self.watched
-        )
+        return self.ring.run(self.name, function, *arguments, serial=self.serial, watched=self.watched, checked=True)
 
     def operand(self, x: torch.Tensor, what: str = "an input") -> torch.Tensor:
         """`x` [..., features] in the compute dtype (cast under autocast), checked."""
         if not isinstance(x, torch.Tensor) or x.dim() < 1:
             raise TypeError(f"{self.name}: expected {what} tensor [..., features], got {x!r:.100}")
-        if torch.is_autocast_enabled(self.ring.device.type) and x.is_floating_point():
+        if x.dtype != self.compute_dtype and torch.is_autocast_enabled(self.ring.device.type) and x.is_floating_point():
             x = x.to(self.compute_dtype)
         if x.device != self.ring.device:
             raise TypeError(
@@ -97,28 +108,29 @@ class Call:
     @staticmethod
     def rows(x: torch.Tensor) -> torch.Tensor:
         """[..., features] as [rows, features], of which either may be 0."""
-        return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Home:
-    """A home shard: this rank's part of a parameter that is cut along `dim`."""
+    """A home shard: this rank's part of a parameter of `dims` dimensions that is cut along `dim`."""
 
     what: str
     tensor: torch.Tensor
     dim: int
+    dims: int
 
     @property
     def local(self) -> torch.Tensor:
         return local_shard(self.tensor)
 
-    def check(self, call: Call, dims: int) -> None:
-        """Raises where this cannot be a shard of a parameter of `dims` dimensions on the ring of the call."""
+    def check(self, call: Call) -> None:
+        """Raises where this cannot be a shard of such a parameter on the ring of the call."""
         tensor, label = self.tensor, f"{call.name}: expected a {self.what}"
         if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
             raise TypeError(f"{label} of floating-point numbers, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
-        if tensor.dim() != dims:
-            raise ValueError(f"{label} of {dims} dimensions, got shape {tuple(tensor.shape)}")
+        if tensor.dim() != self.dims:
+            raise ValueError(f"{label} of {self.dims} dimensions, got shape {tuple(tensor.shape)}")
         if isinstance(tensor, DTensor):
             if tensor.device_mesh.size() != call.ring.size:
                 raise ValueError(f"{label} on {call.ring.size} ranks, got {tensor.device_mesh.size()}")
@@ -156,42 +168,94 @@ def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
         raise RuntimeError(f"{ctx.call.name}: {error}") from error
 
 
-def agree(
-    call: Call, homes: Sequence[Home], facts: Sequence[Any], planned: tuple[int, Callable[..., Plan]] | None = None
-) -> list[tuple[int, ...]]:
-    """The whole shape of every parameter; all ranks agree on them, and on `facts`, before anything travels.
+def prepare(
+    call: Call,
+    prepared: Prepared | None,
+    operation: str,
+    homes: Sequence[Home],
+    inputs: Sequence[torch.Tensor],
+    facts: tuple[tuple[str, Any], ...],
+    derive: Callable[[list[tuple[int, ...]]], Any],
+    *,
+    tokens: int | None = None,
+    size: Callable[[list[tuple[int, ...]]], LayerSize] | None = None,
+) -> Any:
+    """What `derive` made of the whole shapes of the parameters, kept where `rtp_ext.functional.Prepared` says; and
+    `call` made ready to run.
 
-    A DTensor knows its shape. Of plain shards the ranks tell each other, and check that they belong together. Done
-    once for each first parameter and combination of facts. Collective then.
+    All ranks agree on the shapes, on `facts` and on which gradients are wanted before anything travels; in the forward
+    of a converted model, before its backward. Collective where nothing is kept.
 
     Args:
-        planned: this rank's number of tokens, and what makes a Plan of the largest number of any rank and the shapes.
+        operation: which one this is.
+        inputs: whose gradients may be wanted besides those of the parameters.
+        facts: hashable, by name: whatever else decides hops or what is derived. Not what changes from call to call.
+        derive: raises where the shapes do not fit together. Called once, and its result belongs to all calls: it may
+            hold no tensor, and nothing of an input.
+        tokens, size: of an operation that the gate decides on: this rank's number of tokens, and the size as made of
+            the whole shapes.
     """
-    told_facts = (
+    ring, plain = call.ring, False
+    looks: list[tuple] = []
+    for home in homes:
+        tensor = home.tensor
+        if isinstance(tensor, DTensor):
+            looks.append((home.what, home.dim, tensor.shape, tensor.dtype, tensor.placements))
+        elif isinstance(tensor, torch.Tensor):
+            plain = True
+            looks.append((home.what, home.dim, tensor.shape, tensor.dtype))
+        else:
+            home.check(call)  # raises
+    call.watched = tuple([home.tensor for home in homes])
+    call.needs = wants(*inputs, *call.watched)
+    identified = prepared is not None or not plain or ring.alone  # else one rank's shapes do not tell the layer
+    table = (ring.common if prepared is None else prepared) if identified else Prepared()
+    dtypes = (call.compute_dtype, call.reduce_dtype)
+    key = (operation, ring.serial, call.name, dtypes, call.in_place, facts, call.needs, *looks)
+    ready = table.found.get(key)
+    if ready is None:
+        for home in homes:
+            home.check(call)
+        serial = 0 if prepared is None else ring.new_agreement()
+        ready = _agree(call, table, key, homes, facts, serial, tokens or 0, size)
+        ready.made = derive(ready.shapes)
+        table.found[key] = ready
+    if tokens is not None and prepared is not None and tokens > prepared.seen:
+        prepared.seen = tokens
+    if call.in_place and ring.transport != "shm":  # over which copies travel
+        _make_room(call, ready, homes)
+    call.options, call.serial = ready.options, ready.serial
+    return ready.made
+
+
+def _agree(
+    call: Call,
+    table: Prepared,
+    key: Any,
+    homes: Sequence[Home],
+    facts: tuple[tuple[str, Any], ...],
+    serial: int,
+    tokens: int,
+    size: Callable[[list[tuple[int, ...]]], LayerSize] | None,
+) -> Ready:
+    ring = call.ring
+    wholes = [tuple(home.tensor.shape) if isinstance(home.tensor, DTensor) else None for home in homes]
+    shards = [(home.what, tuple(held(home.tensor).shape), str(home.tensor.dtype), home.dim) for home in homes]
+    words = [
         f"dtype {call.compute_dtype}",
         f"reduce_dtype {call.reduce_dtype}",
         f"in_place {call.in_place}",
-        *facts,
-    )
-    mine = [(h.what, tuple(held(h.tensor).shape), str(h.tensor.dtype), h.dim) for h in homes]
-    agreed = agreements(homes[0].tensor)
-    key = (call.ring.serial, tuple(mine), told_facts)
-    if key not in agreed:
-        agreed[key] = _agree_anew(call, homes, mine, told_facts, planned)
-    call.agreed = agreed[key]
-    call.watched = tuple(home.tensor for home in homes)
-    return agreed[key].shapes
-
-
-def _agree_anew(
-    call: Call,
-    homes: Sequence[Home],
-    mine: list[tuple],
-    facts: tuple,
-    planned: tuple[int, Callable[..., Plan]] | None,
-) -> Agreed:
-    wholes = [tuple(h.tensor.shape) if isinstance(h.tensor, DTensor) else None for h in homes]
-    told = call.ring.exchange((call.name, wholes, mine, facts, planned[0] if planned else 0))
+        f"gradients of inputs {call.needs[: -len(homes)]}",
+        f"gradients of {', '.join(home.what for home in homes)} {call.needs[-len(homes) :]}",
+        *(f"{name} {value}" for name, value in facts),
+    ]
+    mine = (call.name, wholes, shards, words, tokens if size is not None and ring.gate.decides else 0)
+    most: int | None
+    if None not in wholes and ring.postpone(table, key, _describe(mine)):
+        told, most = [mine] * ring.size, table.most
+    else:
+        told = ring.exchange(mine)
+        most = max(theirs[4] for theirs in told)
     for rank, theirs in enumerate(told):
         if _comparable(theirs) != _comparable(told[0]):
             raise ValueError(
@@ -202,8 +266,23 @@ def _agree_anew(
     for index, (home, whole) in enumerate(zip(homes, wholes, strict=True)):
         locals_ = [theirs[2][index][1] for theirs in told]
         shapes.append(whole or _assemble(f"{call.name}: {home.what}", locals_, home.dim))
-    plan = planned[1](max(theirs[4] for theirs in told), shapes) if planned else None
-    return Agreed(shapes, call.ring.new_agreement(), plan)
+    layer = None if size is None else size(shapes)
+    ready = Ready(call.name, call.in_place, call.compute_dtype, call.reduce_dtype, shapes, serial, layer)
+    ready.plan(ring, most)
+    return ready
+
+
+def _make_room(call: Call, ready: Ready, homes: Sequence[Home]) -> None:
+    """Gives the home shards room for the largest shard, since they travel themselves."""
+    if ready.rooms != _rooms(homes):
+        for home, shape in zip(homes, ready.shapes, strict=True):
+            reserve(home.tensor, shape, home.dim, call.ring, call.name)
+        ready.rooms = _rooms(homes)
+
+
+def _rooms(homes: Sequence[Home]) -> list[tuple[int, int]]:
+    local = [held(home.tensor) for home in homes]
+    return [(tensor.data_ptr(), tensor.untyped_storage().nbytes()) for tensor in local]
 
 
 def _comparable(told: tuple) -> tuple:
@@ -248,11 +327,3 @@ def expect_shape(call: Call, home: Home, actual: tuple[int, ...], expected: tupl
         f"{call.name}: expected a whole {home.what} of shape {expected}, got {actual}; on rank {call.ring.rank} a "
         f"shard of shape {tuple(shard)}, got {tuple(home.local.shape)}"
     )
-
-
-def prepare_in_place(call: Call, homes: Sequence[Home], shapes: Sequence[tuple[int, ...]]) -> None:
-    """Gives the home shards room for the largest shard, where they will travel themselves."""
-    if not call.in_place or call.ring.transport == "shm":  # over shm copies travel
-        return
-    for home, shape in zip(homes, shapes, strict=True):
-        reserve(home.tensor, shape, home.dim, call.ring, call.name)

@@ -14,15 +14,13 @@ from rtp_ext import _native
 from rtp_ext.functional._call import (
     Call,
     Home,
-    agree,
     expect_shape,
-    prepare_in_place,
+    prepare,
     saved,
-    wants,
 )
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
 from rtp_ext.parameters.sharding import lay_out
-from rtp_ext.ring import Ring
+from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only
 
 _aten = torch.ops.aten
@@ -112,7 +110,7 @@ class _RotatedConvolution(torch.autograd.Function):
         y = x.new_empty(convolution.output_shape(x.shape)).contiguous(memory_format=_memory_format(x))
         weights = [weight] if bias is None else [weight, bias]
         shapes = _shapes(call, convolution, weights)
-        execution = call.run(_native.Execution.forward, weights, shapes, call.options())
+        execution = call.run(_native.Execution.forward, weights, shapes, call.options)
 
         def compute(step: Any) -> None:
             shard, *bias_shard = execution.weight()
@@ -145,7 +143,7 @@ class _RotatedConvolution(torch.autograd.Function):
         weights = [weight] if needs_x else []
         shapes = _shapes(call, convolution, weights), _shapes(call, convolution, homes)
         execution = call.run(
-            _native.Execution.backward, weights, shapes[0], homes, shapes[1], call.options(), needs_x, False
+            _native.Execution.backward, weights, shapes[0], homes, shapes[1], call.options, needs_x, False
         )
 
         def dgrad(owner: int) -> None:
@@ -204,6 +202,7 @@ def rotated_convolution(
     groups: int = 1,
     padding_mode: str = "zeros",
     in_place: bool = False,
+    prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_convolution",
@@ -240,21 +239,23 @@ def rotated_convolution(
     )
     if weight.dim() not in (3, 4, 5):
         raise ValueError(f"{name}: expected a weight of 3, 4 or 5 dimensions, got shape {tuple(weight.shape)}")
-    homes = [Home("weight", weight, 0)]
-    homes[0].check(call, weight.dim())
+    homes = [Home("weight", weight, 0, weight.dim())]
     if bias is not None:
-        homes.append(Home("bias", bias, 0))
-        homes[1].check(call, 1)
-        if bias.dtype != weight.dtype:
-            raise TypeError(f"{name}: expected a bias of dtype {weight.dtype}, the weight's, got {bias.dtype}")
-    kinds = f"gradients of x, weight, bias {wants(x, weight, bias)}"
-    shape, *bias_shape = agree(call, homes, [kinds, f"groups {groups}"])
-    if bias_shape:
-        expect_shape(call, homes[1], bias_shape[0], shape[:1])
-    if groups < 1 or shape[0] % groups:
-        raise ValueError(f"{name}: expected groups that divide {shape[0]} output channels, got {groups}")
-    if 0 in shape:  # where torch computes at all, the output has no channels
-        raise ValueError(f"{name}: expected a weight with no empty dimension, got shape {shape}")
+        homes.append(Home("bias", bias, 0, 1))
+
+    def derive(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+        shape = shapes[0]
+        if bias is not None:
+            if bias.dtype != weight.dtype:
+                raise TypeError(f"{name}: expected a bias of dtype {weight.dtype}, the weight's, got {bias.dtype}")
+            expect_shape(call, homes[1], shapes[1], shape[:1])
+        if groups < 1 or shape[0] % groups:
+            raise ValueError(f"{name}: expected groups that divide {shape[0]} output channels, got {groups}")
+        if 0 in shape:  # where torch computes at all, the output has no channels
+            raise ValueError(f"{name}: expected a weight with no empty dimension, got shape {shape}")
+        return shape
+
+    shape = prepare(call, prepared, "convolution", homes, [x], (("groups", groups),), derive)
     kernel = shape[2:]
     _check_input(name, x, shape[1] * groups, len(kernel))
     unbatched = x.dim() == len(kernel) + 1
@@ -269,10 +270,9 @@ def rotated_convolution(
             f"{name}: expected an input at least as large as the kernel {kernel}, dilation {dilations}, with padding "
             f"{paddings}, got shape {tuple(x.shape)}"
         )
-    prepare_in_place(call, homes, [shape, *bias_shape])
     lay_out(weight)
     local = [home.local.contiguous() for home in homes]
-    y = _RotatedConvolution.apply(call, convolution, x, local[0], local[1] if bias_shape else None)
+    y = _RotatedConvolution.apply(call, convolution, x, local[0], None if bias is None else local[1])
     return y.squeeze(0) if unbatched else y
 
 

@@ -11,14 +11,12 @@ from rtp_ext.functional._call import (
     INTEGERS,
     Call,
     Home,
-    agree,
     expect_shape,
     in_dtypes_of,
-    prepare_in_place,
+    prepare,
     saved,
-    wants,
 )
-from rtp_ext.ring import Ring
+from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -29,7 +27,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, call: Call, shape: Any, targets, x, *parameters):
         ctx.call, ctx.shape = call, shape
         ctx.needs_x, *ctx.needs_parameter = ctx.needs_input_grad[3:]
-        result = call.run(_native.cross_entropy_forward, x, targets, parameters, shape, call.options())
+        result = call.run(_native.cross_entropy_forward, x, targets, parameters, shape, call.options)
         ctx.save_for_backward(x, targets, result.lse, *parameters)
         return result.loss
 
@@ -47,7 +45,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.shape,
             ctx.needs_x,
             ctx.needs_parameter,
-            ctx.call.options(),
+            ctx.call.options,
         )
         return None, None, None, dx, *in_dtypes_of(parameters, gradients)
 
@@ -78,6 +76,7 @@ def rotated_linear_cross_entropy(
     z_loss: float = 0.0,
     transposed: bool = False,
     in_place: bool = False,
+    prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_linear_cross_entropy",
@@ -111,19 +110,20 @@ def rotated_linear_cross_entropy(
         raise TypeError(f"{name}: expected integer targets, got {getattr(targets, 'dtype', type(targets).__name__)}")
     if targets.shape != x.shape[:-1]:
         raise ValueError(f"{name}: expected targets of shape {tuple(x.shape[:-1])}, got {tuple(targets.shape)}")
-    homes = [Home("weight", weight, 1 if transposed else 0)]
-    homes[0].check(call, 2)
+    homes = [Home("weight", weight, 1 if transposed else 0, 2)]
     if bias is not None:
-        homes.append(Home("bias", bias, 0))
-        homes[1].check(call, 1)
-    facts = [f"gradients of x, weight, bias {wants(x, weight, bias)}"]
-    whole, *bias_shape = agree(call, homes, facts)
-    vocabulary, features = reversed(whole) if transposed else whole
-    if bias_shape:
-        expect_shape(call, homes[1], bias_shape[0], (vocabulary,))
+        homes.append(Home("bias", bias, 0, 1))
+
+    def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
+        vocabulary, features = reversed(shapes[0]) if transposed else shapes[0]
+        if bias is not None:
+            expect_shape(call, homes[1], shapes[1], (vocabulary,))
+        return vocabulary, features
+
+    facts = (("transposed", transposed),)
+    vocabulary, features = prepare(call, prepared, "linear cross-entropy", homes, [x], facts, derive)
     if x.shape[-1] != features:
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
-    prepare_in_place(call, homes, [whole, *bias_shape])
     shape = _native.CrossEntropyShape(
         vocabulary=vocabulary,
         features=features,

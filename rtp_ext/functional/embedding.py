@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, agree, prepare_in_place, saved, wants
-from rtp_ext.ring import Ring
+from rtp_ext.functional._call import Call, Home, prepare, saved
+from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only
 
 
@@ -17,7 +17,7 @@ class _RotatedEmbedding(torch.autograd.Function):
         ctx.padding_idx = padding_idx
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(ids)
-        return call.run(_native.embedding_forward, ids, weight, shape, shard_dim, call.options())
+        return call.run(_native.embedding_forward, ids, weight, shape, shard_dim, call.options)
 
     @staticmethod
     @first_order_only
@@ -30,7 +30,7 @@ class _RotatedEmbedding(torch.autograd.Function):
             ctx.shape,
             ctx.shard_dim,
             ctx.padding_idx,
-            ctx.call.options(),
+            ctx.call.options,
         )
         return None, None, None, None, None, dweight.to(ctx.weight_dtype)
 
@@ -43,6 +43,7 @@ def rotated_embedding(
     shard_dim: int = 0,
     padding_idx: int | None = None,
     in_place: bool = False,
+    prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_embedding",
@@ -73,15 +74,13 @@ def rotated_embedding(
         raise TypeError(f"{name}: expected int32 or int64 ids, got {getattr(ids, 'dtype', type(ids).__name__)}")
     if ids.device != ring.device:
         raise TypeError(f"{name}: expected ids on {ring.device}, the device of the ring, got {ids.device}")
-    home = Home("weight", weight, shard_dim)
-    home.check(call, 2)
-    (shape,) = agree(call, [home], [f"gradient of weight {wants(weight)}"])
+    home = Home("weight", weight, shard_dim, 2)
+    shape = prepare(call, prepared, "embedding", [home], [], (), lambda shapes: shapes[0])
     padding = -1
     if padding_idx is not None:
         if not -shape[0] <= padding_idx < shape[0]:
             raise ValueError(f"{name}: expected padding_idx within {shape[0]} embeddings, got {padding_idx}")
         padding = padding_idx % shape[0]
-    prepare_in_place(call, [home], [shape])
     flat = ids.reshape(-1).to(torch.int64).contiguous()
     y = _RotatedEmbedding.apply(call, shape, shard_dim, padding, flat, home.local)
     return y.view(*ids.shape, shape[1])

@@ -12,16 +12,15 @@ from rtp_ext.functional._call import (
     INTEGERS,
     Call,
     Home,
-    agree,
     expect_shape,
     in_dtypes_of,
-    prepare_in_place,
+    prepare,
     saved,
     wants,
     watched_where_read,
 )
 from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.ring import Ring
+from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only
 
 CLAMPED_SWIGLU = "clamped_swiglu"  # the gate of GPT-OSS
@@ -34,7 +33,7 @@ class _RotatedExperts(torch.autograd.Function):
     def forward(ctx, call: Call, shape: Any, keep: bool, read: list[bool], index, x, weights, *parameters):
         ctx.call, ctx.shape = call, shape
         ctx.needs = ctx.needs_input_grad[5:]
-        routed = call.run(_native.experts_forward, x, weights, index, parameters, shape, keep, call.options())
+        routed = call.run(_native.experts_forward, x, weights, index, parameters, shape, keep, call.options)
         ctx.starts = routed.starts
         ctx.save_for_backward(x, weights, *watched_where_read(parameters, read), routed.order, routed.kept)
         return routed.y
@@ -52,7 +51,7 @@ class _RotatedExperts(torch.autograd.Function):
             parameters,
             ctx.shape,
             ctx.needs,
-            ctx.call.options(),
+            ctx.call.options,
         )
         return None, None, None, None, None, dx, dweights, *in_dtypes_of(parameters, gradients)
 
@@ -87,6 +86,7 @@ def rotated_experts(
     recompute: bool = False,
     ring: Ring,
     in_place: bool = False,
+    prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_experts",
@@ -144,56 +144,55 @@ def rotated_experts(
         ("down weight", down, 3),
         ("down bias", down_bias, 2),
     ]
-    homes = []
-    for what, tensor, dims in candidates:
-        if tensor is not None:
-            homes.append(Home(what, tensor, 0))
-            homes[-1].check(call, dims)
-    needs = wants(x, weights, *(home.tensor for home in homes))
-    facts = [
-        f"gradients of x, weights, {', '.join(home.what for home in homes)} {needs}",
-        activation,
-        f"recompute {recompute}",
-        f"transposed {transposed}, interleaved {interleaved}, clamped {clamped}",
-    ]
-    shapes = agree(call, homes, facts)
-    experts, *matrix = shapes[0]
-    features, up_rows = matrix if transposed else reversed(matrix)
-    hidden = up_rows // 2 if gated else up_rows
-    if gated and up_rows % 2:
-        raise ValueError(f"{name}: expected an even number of rows of gate and up, got {up_rows}")
-    expected = {
-        "up weight": shapes[0],
-        "up bias": (experts, up_rows),
-        "down weight": (experts, hidden, features) if transposed else (experts, features, hidden),
-        "down bias": (experts, features),
-    }
-    for home, whole in zip(homes, shapes, strict=True):
-        expect_shape(call, home, whole, expected[home.what])
+    homes = [Home(what, tensor, 0, dims) for what, tensor, dims in candidates if tensor is not None]
+
+    def derive(shapes: list[tuple[int, ...]]) -> Any:
+        experts, *matrix = shapes[0]
+        features, up_rows = matrix if transposed else reversed(matrix)
+        hidden = up_rows // 2 if gated else up_rows
+        if gated and up_rows % 2:
+            raise ValueError(f"{name}: expected an even number of rows of gate and up, got {up_rows}")
+        expected = {
+            "up weight": shapes[0],
+            "up bias": (experts, up_rows),
+            "down weight": (experts, hidden, features) if transposed else (experts, features, hidden),
+            "down bias": (experts, features),
+        }
+        for home, whole in zip(homes, shapes, strict=True):
+            expect_shape(call, home, whole, expected[home.what])
+        shape = _native.ExpertsShape(
+            experts=experts,
+            features=features,
+            hidden_features=hidden,
+            gated=gated,
+            up_bias=up_bias is not None,
+            down_bias=down_bias is not None,
+            transposed=transposed,
+            interleaved=interleaved,
+            activation=function,
+            clamped=clamped,
+        )
+        return experts, features, shape
+
+    facts = (
+        ("activation", activation),
+        ("recompute", recompute),
+        ("transposed", transposed),
+        ("interleaved", interleaved),
+        ("clamped", clamped),
+    )
+    experts, features, shape = prepare(call, prepared, "experts", homes, [x, weights], facts, derive)
     if x.shape[-1] != features:
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
-    prepare_in_place(call, homes, shapes)
-    shape = _native.ExpertsShape(
-        experts=experts,
-        features=features,
-        hidden_features=hidden,
-        gated=gated,
-        up_bias=up_bias is not None,
-        down_bias=down_bias is not None,
-        transposed=transposed,
-        interleaved=interleaved,
-        activation=function,
-        clamped=clamped,
-    )
     flat = call.rows(index).to(torch.int64).contiguous()
     if flat.device.type == "cpu" and flat.numel() and (int(flat.min()) < 0 or int(flat.max()) > experts):
         raise IndexError(f"{name}: expected an index in [0, {experts}], got {int(flat.min())} to {int(flat.max())}")
-    keep = not recompute and any(needs)
+    keep = not recompute and any(call.needs)
     y = _RotatedExperts.apply(
         call,
         shape,
         keep,
-        _read(homes, needs[0], needs[1], keep),
+        _read(homes, call.needs[0], call.needs[1], keep),
         flat,
         call.rows(x),
         call.rows(weights),

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, agree, prepare_in_place, saved, wants
+from rtp_ext.functional._call import Call, Home, prepare, saved, wants
 from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, set_random_state
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
 from rtp_ext.parameters.sharding import lay_out, local_shard
-from rtp_ext.ring import Ring
+from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only
 
 
@@ -40,7 +40,7 @@ class _Flyweight(torch.autograd.Function):
         outputs: dict[int, Tensor] = {}
         total = _Sum()
         shapes = copies.shapes(copies.cuts, ring)
-        execution = call.run(_native.Execution.forward, list(homes), shapes, call.options())
+        execution = call.run(_native.Execution.forward, list(homes), shapes, call.options)
 
         def compute(step: Any) -> None:
             owner = step.owner
@@ -86,7 +86,7 @@ class _Flyweight(torch.autograd.Function):
             copies.shapes(copies.cuts, ring),
             gradients,
             copies.shapes([copies.cuts[i] for i in wanted], ring),
-            call.options(),
+            call.options,
             True,
             True,
         )
@@ -174,6 +174,7 @@ def rotated_flyweight(
     dim: int = -1,
     added_once: Collection[str] = (),
     in_place: bool = False,
+    prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_flyweight",
@@ -223,29 +224,35 @@ def rotated_flyweight(
         reduce_dtype=reduce_dtype,
         autocasts=False,
     )
-    homes = [Home(key, parameters[key], _dimension(call, key, parameters[key], shard_dims[key])) for key in names]
-    for home in homes:
-        home.check(call, home.tensor.dim())
-        if home.tensor.dtype != homes[0].tensor.dtype:
+    homes = []
+    for key in names:
+        dim_cut = _dimension(call, key, parameters[key], shard_dims[key])
+        homes.append(Home(key, parameters[key], dim_cut, parameters[key].dim()))
+        if parameters[key].dtype != parameters[names[0]].dtype:
             raise TypeError(
-                f"{name}: expected parameters of one dtype, got {homes[0].tensor.dtype} of {homes[0].what} and "
-                f"{home.tensor.dtype} of {home.what}"
+                f"{name}: expected parameters of one dtype, got {parameters[names[0]].dtype} of {names[0]} and "
+                f"{parameters[key].dtype} of {key}"
             )
     leaves, structure = tree_flatten((tuple(args), dict(kwargs or {})))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     inputs = [leaves[place] for place in places]
+    # one flag for all inputs: which of them a batch has, and which want gradients, is each rank's own affair
     needs = [any(wants(*inputs)), *wants(*(parameters[key] for key in (*names, *replicated)))]
-    facts = [
-        f"gradients of inputs, {', '.join((*names, *replicated))} {needs}",
-        f"whole {[(key, tuple(parameters[key].shape), parameters[key].dtype) for key in replicated]}",
-        f"combine {combine}, added once {sorted(added_once)}",
-    ]
-    wholes = agree(call, homes, facts)
-    prepare_in_place(call, homes, wholes)
-    cuts = [
-        Cut(home.what, whole, home.dim, _native.shard_sizes(whole[home.dim], ring.size), home.what in added_once)
-        for home, whole in zip(homes, wholes, strict=True)
-    ]
+    facts = (
+        ("gradients of inputs", needs[0]),
+        (f"gradients of {', '.join(replicated)}", wants(*(parameters[key] for key in replicated))),
+        ("whole", tuple([(key, tuple(parameters[key].shape), parameters[key].dtype) for key in replicated])),
+        ("combine", combine),
+        ("added once", tuple(sorted(added_once))),
+    )
+
+    def derive(shapes: list[tuple[int, ...]]) -> list[Cut]:
+        return [
+            Cut(home.what, whole, home.dim, _native.shard_sizes(whole[home.dim], ring.size), home.what in added_once)
+            for home, whole in zip(homes, shapes, strict=True)
+        ]
+
+    cuts = prepare(call, prepared, "flyweight", homes, [], facts, derive)
     copies = Copies(
         name,
         module,

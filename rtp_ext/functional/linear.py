@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,15 @@ from rtp_ext import _native
 from rtp_ext.functional._call import (
     Call,
     Home,
-    agree,
     expect_shape,
     in_dtypes_of,
-    prepare_in_place,
+    prepare,
     saved,
-    wants,
     watched_where_read,
 )
-from rtp_ext.ring import Ring
+from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only
-from rtp_ext.ring.gate import Layer, Plan
+from rtp_ext.ring.gate import LayerSize
 
 
 class _PartialLinear(torch.autograd.Function):
@@ -33,7 +31,7 @@ class _PartialLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         (weight_then,) = watched_where_read([weight], ctx.needs[:1])
         ctx.save_for_backward(x if ctx.needs[1] else x.new_empty(0), weight_then)
-        return call.run(_native.partial_linear_forward, x, weight, bias, shape, call.options())
+        return call.run(_native.partial_linear_forward, x, weight, bias, shape, call.options)
 
     @staticmethod
     @first_order_only
@@ -42,7 +40,7 @@ class _PartialLinear(torch.autograd.Function):
         if not any(ctx.needs):
             return None, None, None, None, None
         dx, dweight, dbias = ctx.call.run(
-            _native.partial_linear_backward, dy.contiguous(), x, weight, ctx.shape, ctx.needs, ctx.call.options()
+            _native.partial_linear_backward, dy.contiguous(), x, weight, ctx.shape, ctx.needs, ctx.call.options
         )
         dweight = None if dweight is None else dweight.to(weight.dtype)
         dbias = None if dbias is None else dbias.to(ctx.bias_dtype)
@@ -54,6 +52,8 @@ class _Bundle:
     layers: Any
     projections: list[Any]
     inputs: int
+    features: list[set[int]]  # for each input: that the layers expect which it goes through
+    outputs: list[tuple[int, int]]  # for each projection: its input, and the features of its output
     multiplied: list[set[int]]  # for each parameter: the inputs whose gradients are computed from it
 
 
@@ -69,9 +69,7 @@ class _Linears(torch.autograd.Function):
         read = [any(ctx.needs_input[which] for which in inputs) for inputs in bundle.multiplied]
         kept = [x if keep else x.new_empty(x.shape[0], 0) for x in inputs]
         ctx.save_for_backward(*kept, *watched_where_read(parameters, read))
-        outputs = call.run(
-            _native.linear_forward, inputs, parameters, bundle.layers, bundle.projections, call.options()
-        )
+        outputs = call.run(_native.linear_forward, inputs, parameters, bundle.layers, bundle.projections, call.options)
         return tuple(outputs)
 
     @staticmethod
@@ -89,7 +87,7 @@ class _Linears(torch.autograd.Function):
             bundle.projections,
             ctx.needs_input,
             ctx.needs_parameter,
-            ctx.call.options(),
+            ctx.call.options,
         )
         of_inputs, of_parameters = gradients[: bundle.inputs], gradients[bundle.inputs :]
         return None, None, *of_inputs, *in_dtypes_of(parameters, of_parameters)
@@ -104,6 +102,7 @@ def rotated_linear(
     shard_dim: int = 0,
     transposed: bool = False,
     in_place: bool = False,
+    prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_linear",
@@ -131,6 +130,7 @@ def rotated_linear(
         transposed: the weight is stored as [I, O].
         in_place: the home shard itself travels and comes home, with one slot instead of two. Where a cast copy
             travels anyway, or over shm, whose hops land in slots only, nothing is saved and copies travel.
+        prepared: keeps what is derived for this layer, so that the next calls are cheap; see Prepared.
         compute_dtype: weights are cast to it before they travel; default: torch.autocast's where enabled, else the
             weight's own.
         reduce_dtype: what partial gradients travel in; default float32 (float64 for float64).
@@ -148,20 +148,21 @@ def rotated_linear(
     if shard_dim not in (0, 1):
         raise ValueError(f"{name}: expected shard_dim 0 or 1, got {shard_dim}")
     if shard_dim == 0:
-        return rotated_linears([x], [weight], [bias], ring=ring, transposed=transposed, **options)[0]
+        return rotated_linears([x], [weight], [bias], ring=ring, transposed=transposed, prepared=prepared, **options)[0]
     call = Call.of(weight, ring=ring, **options)
     x = call.operand(x)
-    homes = _homes(call, [weight], [bias], 0 if transposed else 1)
-    shape, *bias_shape = agree(call, homes, [f"gradients of x, weight, bias {wants(x, weight, bias)}"])
-    outputs, inputs = reversed(shape) if transposed else shape
-    if bias_shape:
-        expect_shape(call, homes[1], bias_shape[0], (outputs,))
+    homes = _homes([weight], [bias], 0 if transposed else 1)
+
+    def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int, Any]:
+        outputs, inputs = reversed(shapes[0]) if transposed else shapes[0]
+        _check_biases(call, homes, shapes, transposed)
+        return outputs, inputs, _native.LinearShape(outputs, inputs, by_outputs=False, transposed=transposed)
+
+    facts = (("transposed", transposed),)
+    outputs, inputs, native = prepare(call, prepared, "partial linear", homes, [x], facts, derive)
     _expect_features(call, x, inputs)
-    prepare_in_place(call, homes, [shape, *bias_shape])
-    native = _native.LinearShape(outputs, inputs, by_outputs=False, transposed=transposed)
-    rows = call.rows(x)
-    y = _PartialLinear.apply(call, native, rows, homes[0].local, None if bias is None else homes[1].local)
-    return y.view(*x.shape[:-1], outputs)
+    y = _PartialLinear.apply(call, native, call.rows(x), homes[0].local, None if bias is None else homes[1].local)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
 
 
 def rotated_linears(
@@ -173,6 +174,7 @@ def rotated_linears(
     projections: Sequence[tuple[int, int, int, int]] | None = None,
     transposed: bool = False,
     in_place: bool = False,
+    prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_linears",
@@ -207,73 +209,97 @@ def rotated_linears(
         name=name,
     )
     inputs = [call.operand(x) for x in inputs]
-    homes = _homes(call, weights, biases, 1 if transposed else 0)
-    told = None if projections is None else tuple(map(tuple, projections))
-    facts = [f"gradients {wants(*inputs, *(home.tensor for home in homes))}", f"projections {told}"]
-    shapes = agree(call, homes, facts, None if transposed else _planned(call, inputs))
-    layers, biased, outputs = [], [], []
-    remaining = iter(zip(homes, shapes, strict=True))
-    for bias in biases:
-        _, shape = next(remaining)
-        out_features, in_features = reversed(shape) if transposed else shape
-        layers.append(_native.LinearShape(out_features, in_features, by_outputs=True, transposed=transposed))
-        biased.append(bias is not None)
-        outputs.append((out_features, in_features))
-        if bias is not None:
-            home, bias_shape = next(remaining)
-            expect_shape(call, home, bias_shape, (out_features,))
-    if projections is None:
-        projections = [(0, layer, 0, features) for layer, (features, _) in enumerate(outputs)]
-    _check_projections(call, projections, inputs, outputs)
-    prepare_in_place(call, homes, shapes)
-    multiplied: list[set[int]] = []
-    for layer, bias in enumerate(biases):
-        multiplied.append({which for which, of, _, _ in projections if of == layer})
-        if bias is not None:
-            multiplied.append(set())
-    bundle = _Bundle(
-        _native.LinearBundle(layers, biased),
-        [_native.Projection(*projection) for projection in projections],
-        len(inputs),
-        multiplied,
-    )
+    homes = _homes(weights, biases, 1 if transposed else 0)
+    if projections is not None:
+        projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
+
+    def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
+        return _bundle(call, homes, shapes, biases, len(inputs), projections, transposed)
+
+    facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed))
+    tokens = max([x.shape[:-1].numel() for x in inputs])
+    planned: dict[str, Any] = {} if transposed else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
+    bundle = prepare(call, prepared, "linears", homes, inputs, facts, derive, **planned)
+    for x, features in zip(inputs, bundle.features, strict=True):
+        for expected in features:
+            _expect_features(call, x, expected)
     rows = [call.rows(x) for x in inputs]
-    ys = _Linears.apply(call, bundle, *rows, *(home.local for home in homes))
+    ys = _Linears.apply(call, bundle, *rows, *[home.local for home in homes])
     return tuple(
-        y.view(*inputs[which].shape[:-1], end - begin)
-        for y, (which, _, begin, end) in zip(ys, projections, strict=True)
+        [
+            y if inputs[which].dim() == 2 else y.view(*inputs[which].shape[:-1], features)
+            for y, (which, features) in zip(ys, bundle.outputs, strict=True)
+        ]
     )
 
 
-def _planned(call: Call, inputs: Sequence[torch.Tensor]) -> tuple[int, Callable[..., Plan]]:
-    tokens = max(x.shape[:-1].numel() for x in inputs)
-
-    def plan(most_tokens: int, shapes: Sequence[tuple[int, ...]]) -> Plan:
-        weights = [shape for shape in shapes if len(shape) == 2]
-        layer = Layer(
-            sum(outputs for outputs, _ in weights),
-            max(inputs for _, inputs in weights),
-            call.compute_dtype.itemsize,
-            call.reduce_dtype.itemsize,
-        )
-        return call.ring.gate.plan(call.name, most_tokens, layer, call.compute_dtype)
-
-    return tokens, plan
+def _size(call: Call, shapes: Sequence[tuple[int, ...]]) -> LayerSize:
+    weights = [shape for shape in shapes if len(shape) == 2]
+    return LayerSize(
+        sum(outputs for outputs, _ in weights),
+        max(inputs for _, inputs in weights),
+        call.compute_dtype.itemsize,
+        call.reduce_dtype.itemsize,
+    )
 
 
-def _homes(call: Call, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], dim: int) -> list[Home]:
+def _homes(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], dim: int) -> list[Home]:
     """The home shards of layers, every weight followed by its bias if it has one."""
     homes = []
     for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         suffix = "" if len(weights) == 1 else f" {number}"
-        homes.append(Home(f"weight{suffix}", weight, dim))
-        homes[-1].check(call, 2)
+        homes.append(Home(f"weight{suffix}", weight, dim, 2))
         if bias is not None:
-            homes.append(Home(f"bias{suffix}", bias, 0))
-            homes[-1].check(call, 1)
-            if bias.dtype != weight.dtype:
-                raise TypeError(f"{call.name}: expected a bias of dtype {weight.dtype}, the weight's, got {bias.dtype}")
+            homes.append(Home(f"bias{suffix}", bias, 0, 1))
     return homes
+
+
+def _check_biases(call: Call, homes: Sequence[Home], shapes: Sequence[tuple[int, ...]], transposed: bool) -> None:
+    """Raises where a bias is not of the dtype of its weight, which is before it, or not of the shape of its output."""
+    for place in range(1, len(homes)):
+        home, weight = homes[place], homes[place - 1]
+        if home.dims == 1:
+            if home.tensor.dtype != weight.tensor.dtype:
+                raise TypeError(
+                    f"{call.name}: expected a bias of dtype {weight.tensor.dtype}, the weight's, got "
+                    f"{home.tensor.dtype}"
+                )
+            expect_shape(call, home, shapes[place], (shapes[place - 1][1 if transposed else 0],))
+
+
+def _bundle(
+    call: Call,
+    homes: Sequence[Home],
+    shapes: Sequence[tuple[int, ...]],
+    biases: Sequence[torch.Tensor | None],
+    inputs: int,
+    projections: Sequence[tuple[int, int, int, int]] | None,
+    transposed: bool,
+) -> _Bundle:
+    _check_biases(call, homes, shapes, transposed)
+    weights = [shape for shape in shapes if len(shape) == 2]
+    outputs = [(shape[1], shape[0]) if transposed else (shape[0], shape[1]) for shape in weights]
+    biased = [bias is not None for bias in biases]
+    if projections is None:
+        projections = [(0, layer, 0, features) for layer, (features, _) in enumerate(outputs)]
+    _check_projections(call, projections, inputs, outputs)
+    features: list[set[int]] = [set() for _ in range(inputs)]
+    for which, layer, _, _ in projections:
+        features[which].add(outputs[layer][1])
+    multiplied: list[set[int]] = []
+    for layer, with_bias in enumerate(biased):
+        multiplied.append({which for which, of, _, _ in projections if of == layer})
+        if with_bias:
+            multiplied.append(set())
+    layers = [_native.LinearShape(*sizes, by_outputs=True, transposed=transposed) for sizes in outputs]
+    return _Bundle(
+        _native.LinearBundle(layers, biased),
+        [_native.Projection(*projection) for projection in projections],
+        inputs,
+        features,
+        [(which, end - begin) for which, _, begin, end in projections],
+        multiplied,
+    )
 
 
 def _expect_features(call: Call, x: torch.Tensor, features: int) -> None:
@@ -284,19 +310,18 @@ def _expect_features(call: Call, x: torch.Tensor, features: int) -> None:
 def _check_projections(
     call: Call,
     projections: Sequence[tuple[int, int, int, int]],
-    inputs: Sequence[torch.Tensor],
+    inputs: int,
     outputs: Sequence[tuple[int, int]],
 ) -> None:
     covered: list[list[tuple[int, int]]] = [[] for _ in outputs]
     for projection in projections:
         numbers = len(projection) == 4 and all(isinstance(number, int) for number in projection)
-        if not numbers or not 0 <= projection[0] < len(inputs) or not 0 <= projection[1] < len(outputs):
+        if not numbers or not 0 <= projection[0] < inputs or not 0 <= projection[1] < len(outputs):
             raise ValueError(
-                f"{call.name}: expected projections (input, layer, begin, end) of {len(inputs)} inputs and "
+                f"{call.name}: expected projections (input, layer, begin, end) of {inputs} inputs and "
                 f"{len(outputs)} layers, got {tuple(projection)}"
             )
-        which, layer, begin, end = projection
-        _expect_features(call, inputs[which], outputs[layer][1])
+        _, layer, begin, end = projection
         covered[layer].append((begin, end))
     for layer, ranges in enumerate(covered):
         at = 0

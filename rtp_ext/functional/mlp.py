@@ -11,15 +11,14 @@ from rtp_ext import _native
 from rtp_ext.functional._call import (
     Call,
     Home,
-    agree,
     expect_shape,
     in_dtypes_of,
-    prepare_in_place,
+    prepare,
     saved,
     wants,
     watched_where_read,
 )
-from rtp_ext.ring import Ring
+from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only
 
 # name -> (activation of the engine, gated)
@@ -41,7 +40,7 @@ class _RotatedMLP(torch.autograd.Function):
         ctx.call, ctx.shape = call, shape
         needs_x, *ctx.needs_parameter = ctx.needs_input_grad[4:]
         ctx.needs_x = needs_x
-        result = call.run(_native.mlp_forward, x, parameters, shape, keep, call.options())
+        result = call.run(_native.mlp_forward, x, parameters, shape, keep, call.options)
         ctx.parameters = len(parameters)
         ctx.save_for_backward(x, *watched_where_read(parameters, read), *result.kept)
         return result.y
@@ -60,7 +59,7 @@ class _RotatedMLP(torch.autograd.Function):
             ctx.shape,
             ctx.needs_x,
             ctx.needs_parameter,
-            ctx.call.options(),
+            ctx.call.options,
         )
         return None, None, None, None, dx, *in_dtypes_of(parameters, gradients)
 
@@ -87,6 +86,7 @@ def rotated_mlp(
     ring: Ring,
     transposed: bool = False,
     in_place: bool = False,
+    prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_mlp",
@@ -130,41 +130,39 @@ def rotated_mlp(
         ("down weight", down, inputs, 2),
         ("down bias", down_bias, 0, 1),
     ]
-    homes = []
-    for what, tensor, dim, dims in candidates:
-        if tensor is not None:
-            homes.append(Home(what, tensor, dim))
-            homes[-1].check(call, dims)
-    facts = [f"gradients {wants(x, *(home.tensor for home in homes))}", activation, f"recompute {recompute}"]
-    shapes = agree(call, homes, facts)
-    whole = {home.what: shape for home, shape in zip(homes, shapes, strict=True)}
-    hidden, features = whole["up weight"][outputs], whole["up weight"][inputs]
-    out_features = whole["down weight"][outputs]
-    down_shape = (hidden, out_features) if transposed else (out_features, hidden)
-    expected = {
-        "gate weight": whole["up weight"],
-        "gate bias": (hidden,),
-        "up bias": (hidden,),
-        "down weight": down_shape,
-        "down bias": (out_features,),
-    }
-    for home in homes:
-        expect_shape(call, home, whole[home.what], expected.get(home.what, whole[home.what]))
+    homes = [Home(what, tensor, dim, dims) for what, tensor, dim, dims in candidates if tensor is not None]
+
+    def derive(shapes: list[tuple[int, ...]]) -> Any:
+        whole = {home.what: shape for home, shape in zip(homes, shapes, strict=True)}
+        hidden, features = whole["up weight"][outputs], whole["up weight"][inputs]
+        out_features = whole["down weight"][outputs]
+        down_shape = (hidden, out_features) if transposed else (out_features, hidden)
+        expected = {
+            "gate weight": whole["up weight"],
+            "gate bias": (hidden,),
+            "up bias": (hidden,),
+            "down weight": down_shape,
+            "down bias": (out_features,),
+        }
+        for home in homes:
+            expect_shape(call, home, whole[home.what], expected.get(home.what, whole[home.what]))
+        shape = _native.MlpShape(
+            in_features=features,
+            hidden_features=hidden,
+            out_features=out_features,
+            gated=gated,
+            transposed=transposed,
+            up_bias=up_bias is not None,
+            down_bias=down_bias is not None,
+            activation=function,
+        )
+        return features, out_features, shape
+
+    facts = (("activation", activation), ("recompute", recompute))
+    features, out_features, shape = prepare(call, prepared, "mlp", homes, [x], facts, derive)
     if x.shape[-1] != features:
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
-    prepare_in_place(call, homes, shapes)
-    shape = _native.MlpShape(
-        in_features=features,
-        hidden_features=hidden,
-        out_features=out_features,
-        gated=gated,
-        transposed=transposed,
-        up_bias=up_bias is not None,
-        down_bias=down_bias is not None,
-        activation=function,
-    )
-    needs_x, *needs = wants(x, *(home.tensor for home in homes))
-    keep = not recompute and any((needs_x, *needs))
-    read = _read(homes, needs_x, keep)
+    keep = not recompute and any(call.needs)
+    read = _read(homes, call.needs[0], keep)
     y = _RotatedMLP.apply(call, shape, keep, read, call.rows(x), *(home.local for home in homes))
     return y.view(*x.shape[:-1], out_features)

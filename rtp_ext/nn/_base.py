@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from rtp_ext.families.layers import computes_like
 from rtp_ext.parameters.live import LiveModule, mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_parameter
-from rtp_ext.ring import Ring
+from rtp_ext.ring import Prepared, Ring
 
 
 class RotatedModule(LiveModule):
@@ -27,6 +27,7 @@ class RotatedModule(LiveModule):
     in_place: bool
     qualified_name: str
     mp_policy: MixedPrecisionPolicy
+    _prepared: Prepared  # what its operation derives from its parameters
 
     # The dimension that each parameter is cut along.
     shard_dims: dict[str, int]
@@ -48,6 +49,7 @@ class RotatedModule(LiveModule):
         self.qualified_name = name or type(self).__name__
         self.mp_policy = mp_policy or MixedPrecisionPolicy()
         self.shard_dims = shard_dims
+        self._prepared = Prepared()
         memo = {} if memo is None else memo
         for key, parameter in self._parameters.items():
             if parameter is None:
@@ -70,6 +72,7 @@ class RotatedModule(LiveModule):
         return {
             "ring": self.ring,
             "in_place": self.in_place,
+            "prepared": self._prepared,
             "compute_dtype": self.mp_policy.param_dtype,
             "reduce_dtype": self.mp_policy.reduce_dtype,
             "name": self.qualified_name,

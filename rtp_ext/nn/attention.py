@@ -18,7 +18,7 @@ from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.gather import gather
 from rtp_ext.parameters.initial import construct
 from rtp_ext.parameters.live import LiveModule
-from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_bounds
+from rtp_ext.parameters.sharding import as_sharded, init_weights, shallow_copy, shard_bounds
 from rtp_ext.ring import Ring
 
 _SHARD_DIMS = {
@@ -289,7 +289,8 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
             if whole.requires_grad:  # the rotation has averaged: what the ranks add up is one shard from each
                 whole.register_hook(lambda gradient: gradient * self.ring.size)
         start, size = shard_bounds(self.embed_dim, self.ring)
-        return [part.narrow(0, start, size).clone() for part in whole.chunk(3)]
+        parts = [part.narrow(0, start, size).clone() for part in whole.chunk(3)]
+        return [as_sharded(part, torch.Size([self.embed_dim]), self.ring, 0) for part in parts]
 
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k, v, each [..., E], by one rotation."""

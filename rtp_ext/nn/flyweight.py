@@ -14,7 +14,7 @@ from rtp_ext.functional import rotated_flyweight
 from rtp_ext.functional.flyweight import check_copies
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import replicate_parameter, shard_parameter
-from rtp_ext.ring import Ring
+from rtp_ext.ring import Prepared, Ring
 
 
 class Flyweight(LiveModule, nn.Module):
@@ -75,6 +75,7 @@ class Flyweight(LiveModule, nn.Module):
         self.dim = dim
         self.added_once = tuple(added_once)
         self.module = module
+        self._prepared = Prepared()
         self._shard()
 
     def _shard(self) -> None:
@@ -110,6 +111,7 @@ class Flyweight(LiveModule, nn.Module):
             dim=self.dim,
             added_once=self.added_once,
             in_place=self.in_place,
+            prepared=self._prepared,
             compute_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             name=self.qualified_name,

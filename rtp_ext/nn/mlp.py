@@ -12,17 +12,16 @@ from rtp_ext.functional import rotated_mlp
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.parameters.live import LiveModule
-from rtp_ext.ring import Ring
+from rtp_ext.ring import Prepared, Ring
 
 
 def bundled_mlp(
-    block: nn.Module, spec: MLPSpec, x: torch.Tensor, *, recompute: bool, name: str | None = None
+    block: nn.Module, spec: MLPSpec, x: torch.Tensor, *, recompute: bool, name: str, prepared: Prepared
 ) -> torch.Tensor:
     """The output of an MLP block whose layers are rotated ones, down cut along its input features."""
     up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
     gate = None if spec.gate is None else block.get_submodule(spec.gate)
-    options = up._rotation()  # type: ignore[operator]
-    options["name"] = name or options["name"]
+    options = {**up._rotation(), "name": name, "prepared": prepared}  # type: ignore[operator]
     return rotated_mlp(
         up._cast(x),  # type: ignore[operator]
         up.weight,  # type: ignore[arg-type]
@@ -81,6 +80,7 @@ class RotatedMLP(LiveModule, nn.Module):
         self.down_proj = RotatedLinear(hidden_features, out_features, bias, shard_dim=1, **options)
         self.spec = MLPSpec("up_proj", "down_proj", activation, "gate_proj" if gated else None)
         self.recompute = recompute
+        self._prepared = Prepared()
 
     @classmethod
     def from_module(
@@ -107,10 +107,12 @@ class RotatedMLP(LiveModule, nn.Module):
         twin.down_proj = layer(down, ring, shard_dim=1, in_place=in_place)
         twin.spec = MLPSpec("up_proj", "down_proj", spec.activation, spec.gate and "gate_proj")
         twin.recompute = recompute
+        twin._prepared = Prepared()
         return twin
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return bundled_mlp(self, self.spec, input, recompute=self.recompute, name="RotatedMLP")
+        options: dict[str, Any] = {"name": "RotatedMLP", "prepared": self._prepared}
+        return bundled_mlp(self, self.spec, input, recompute=self.recompute, **options)
 
     def extra_repr(self) -> str:
         return f"activation={self.spec.activation}, recompute={self.recompute}"

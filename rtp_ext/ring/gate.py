@@ -14,7 +14,7 @@ import torch
 
 from rtp_ext._native import shard_sizes, wave_efficiency
 
-__all__ = ["Device", "Gate", "Layer", "Link", "Plan", "decide", "device_of", "link_of", "predict"]
+__all__ = ["Device", "Gate", "LayerPlan", "LayerSize", "Link", "decide", "device_of", "link_of", "predict"]
 
 logger = logging.getLogger("rtp_ext")
 
@@ -42,7 +42,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSize:
     """One linear layer, or several that travel together: `outputs` in all, over the same `inputs`.
 
     weight_bytes and gradient_bytes: of one number while it travels.
@@ -55,7 +55,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerPlan:
     """How a layer's weights and gradients travel, and why.
 
     Attributes:
@@ -117,7 +117,7 @@ def gemm_seconds(device: Device, rows: int, columns: int, depth: int) -> float:
     return max(device.seconds_per_launch, 2 * rows * columns * depth / (device.flops * efficiency))
 
 
-def predict(ranks: int, tokens: int, layer: Layer, link: Link, device: Device) -> dict[str, float]:
+def predict(ranks: int, tokens: int, layer: LayerSize, link: Link, device: Device) -> dict[str, float]:
     """Seconds of one forward and backward of a layer, `rotate` and `gather`; docs/design.md, 'How rotation works'.
 
     rotate  forward  c + (R - 1) max(c, w)           c, C: GEMM of a shard, of the whole
@@ -141,33 +141,39 @@ def predict(ranks: int, tokens: int, layer: Layer, link: Link, device: Device) -
     }
 
 
-def decide(ranks: int, tokens: int, layer: Layer, *, hop_route: str, link: Link | None, device: Device | None) -> Plan:
+def decide(
+    ranks: int, tokens: int, layer: LayerSize, *, hop_route: str, link: Link | None, device: Device | None
+) -> LayerPlan:
     """The plan for a layer with `tokens` local tokens; `hop_route` is what the hops of a rotation take."""
     if ranks == 1 or link is None or device is None:
         why = "a single rank" if ranks == 1 else "rotation costs nothing more than gathering on a CPU or one device"
-        return Plan(hop_route, False, why, {})
+        return LayerPlan(hop_route, False, why, {})
     seconds = predict(ranks, tokens, layer, link, device)
     whole_bytes = layer.outputs * layer.inputs * max(layer.weight_bytes, layer.gradient_bytes)
     text = ", ".join(f"{name} {time * 1e6:.1f} us" for name, time in seconds.items())
     text += f" for {tokens} tokens over a {link.source} link of {link.bytes_per_second / 1e9:.0f} GB/s"
     if seconds["gather"] < MARGIN * seconds["rotate"] and whole_bytes <= WHOLE_LIMIT:
-        return Plan("gather", False, text, seconds)
+        return LayerPlan("gather", False, text, seconds)
     rows = max(shard_sizes(layer.outputs, ranks))
     hop = link.seconds_per_hop + rows * layer.inputs * layer.gradient_bytes / link.bytes_per_second
     halves = hop > gemm_seconds(device, tokens, layer.inputs, rows)
     if halves:
         text += "; a gradient hop outlasts a dgrad"
-    return Plan(hop_route, halves, text, seconds)
+    return LayerPlan(hop_route, halves, text, seconds)
 
 
 class Gate:
-    """Decides for the linear layers of one ring, once each, and remembers.
+    """Decides for the linear layers of one ring, and remembers.
+
+    A layer on its own is decided on with the tokens of its first call. The layers of a converted model rotate in its
+    first forward, and are decided on at the beginning of forwards 2, 4, 8, ..., with the most tokens that any call on
+    any rank has had: a short evaluation before the training does not fix how the training travels.
 
     Attributes:
         link: what a hop is reckoned to cost; None where there is nothing to decide (a CPU, one process, one rank, a
             route that was asked for).
         alike: whether all ranks have the same kind of device. If not, each would reckon otherwise: nothing is decided.
-        plans: the Plan of every linear layer that has been called, by name.
+        plans: the LayerPlan of every linear layer that has been called, by name.
     """
 
     alike = True
@@ -181,17 +187,29 @@ class Gate:
         self.link: Link | None = None
         if device.type == "cuda" and route == "auto":
             self.link = link_of(device, peer_access=hop_route == "direct")
-        self.plans: dict[str, Plan] = {}
+        self.plans: dict[str, LayerPlan] = {}
 
-    def plan(self, name: str, tokens: int, layer: Layer, dtype: torch.dtype) -> Plan:
-        """How the linear layer `name` travels: as asked for, else by reckoning."""
+    @property
+    def decides(self) -> bool:
+        """Whether numbers of tokens matter. The same on every rank."""
+        reckons = self.ranks > 1 and self.link is not None and self.alike and not self.gathers
+        return reckons and device_of(self.device, torch.float32) is not None
+
+    def plan(self, name: str, tokens: int | None, layer: LayerSize, dtype: torch.dtype) -> LayerPlan:
+        """How the linear layer `name` travels: as asked for, else by reckoning; `tokens` None: not known yet."""
         if self.gathers:
-            plan = Plan("gather", False, "as asked", {})
+            plan = LayerPlan("gather", False, "as asked", {})
+        elif tokens is None and self.decides:
+            plan = LayerPlan(self.hop_route, False, "nothing is known of its number of tokens in a first forward", {})
         else:
             device = device_of(self.device, dtype) if self.link and self.alike else None
-            plan = decide(self.ranks, tokens, layer, hop_route=self.hop_route, link=self.link, device=device)
+            plan = decide(self.ranks, tokens or 0, layer, hop_route=self.hop_route, link=self.link, device=device)
         if self.gradient_halves is not None and plan.route != "gather":
-            plan = Plan(plan.route, self.gradient_halves, plan.reason, plan.seconds)
+            plan = LayerPlan(plan.route, self.gradient_halves, plan.reason, plan.seconds)
         self.plans[name] = plan
         logger.debug("%s: route %s, gradients in halves: %s (%s)", name, plan.route, plan.halves, plan.reason)
         return plan
+
+
+# names of before
+Layer, Plan = LayerSize, LayerPlan

@@ -85,6 +85,11 @@ class Groups:
             self.abandon()
             raise RingTimeout(message) from error
 
+    @property
+    def alone(self) -> bool:
+        """Whether one process is the whole ring, emulated or not."""
+        return self._world is None or self.size == 1
+
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's `value` (any picklable object), in ring order. Collective."""
         if hasattr(self, "_executor"):  # else the ring is being made

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.ring.groups import Groups
+from rtp_ext.ring.prepared import Prepared
 
 
 def as_tensor(value: Any) -> torch.Tensor:
@@ -26,20 +27,17 @@ def as_tensor(value: Any) -> torch.Tensor:
     raise TypeError(f"Ring: expected a tensor or a DLPack array, got {type(value).__name__}")
 
 
-def agreements(tensor: torch.Tensor) -> dict[Any, Any]:
-    """What the ranks of a ring have agreed on about a tensor; kept with it, and gone with it."""
-    return tensor.__dict__.setdefault("_rtp_agreements", {})
-
-
-class Rotation(Groups):
+class Primitives(Groups):
     """`rotate` and `collect`, for the class Ring."""
 
     serial: int
     hop_route: str
     run: Callable[..., Any]
 
-    def shapes(self, tensors: Sequence[torch.Tensor], originals: Sequence[Any]) -> list[list[list[int]]]:
-        """The shape of every owner's shard of each tensor: by the chunk rule for DTensors, else by asking once."""
+    def shapes(
+        self, tensors: Sequence[torch.Tensor], originals: Sequence[Any], prepared: Prepared | None
+    ) -> list[list[list[int]]]:
+        """The shape of every owner's shard of each tensor: by the chunk rule for DTensors, else by asking."""
         if all(isinstance(o, DTensor) for o in originals):
             result = []
             for original in originals:
@@ -48,7 +46,7 @@ class Rotation(Groups):
                 result.append([[*original.shape[:dim], size, *original.shape[dim + 1 :]] for size in sizes])
             return result
         mine = [(tuple(t.shape), str(t.dtype)) for t in tensors]
-        known = agreements(originals[0]) if isinstance(originals[0], torch.Tensor) else {}
+        known = {} if prepared is None else prepared.found
         key = (self.serial, *mine)
         if key not in known:
             known[key] = self._agree_on_shapes(mine)
@@ -64,7 +62,9 @@ class Rotation(Groups):
                 )
         return [[list(theirs[part][0]) for theirs in told] for part in range(len(mine))]
 
-    def _shards(self, operation: str, shard: Any) -> tuple[list[torch.Tensor], list[list[list[int]]], bool]:
+    def _shards(
+        self, operation: str, shard: Any, prepared: Prepared | None
+    ) -> tuple[list[torch.Tensor], list[list[list[int]]], bool]:
         self.check_alive(operation)
         single = not isinstance(shard, (list, tuple))
         originals = [shard] if single else list(shard)
@@ -75,22 +75,26 @@ class Rotation(Groups):
             if tensor.device != self.device:
                 raise TypeError(f"{operation}: expected a tensor on {self.device}, the ring's, got {tensor.device}")
         tensors = [tensor.contiguous() for tensor in tensors]
-        return tensors, self.shapes(tensors, originals), single
+        return tensors, self.shapes(tensors, originals, prepared), single
 
-    def rotate(self, shard: Any, *, reverse: bool = False) -> Iterator[tuple[int, Any]]:
+    def rotate(
+        self, shard: Any, *, reverse: bool = False, prepared: Prepared | None = None
+    ) -> Iterator[tuple[int, Any]]:
         """Lets every rank's shard visit this rank while the caller computes on the one in hand.
 
         Args:
             shard: this rank's tensor (or list of tensors that travel together), any dtype; DTensors and DLPack
                 arrays are taken too. Shards of different ranks may differ in size.
             reverse: the order r, r+1, ... of a backward instead of r, r-1, ...
+            prepared: keeps the shapes of all ranks' shards, which the ranks tell each other in every call otherwise;
+                DTensors know them. One for each shard, passed alike on every rank: see rtp_ext.functional.Prepared.
 
         Yields `(owner, view)`, this rank's own shard first; a list of views where a list was given. A view is valid
         until the next one is asked for. Leaving the loop early is allowed: the remaining hops still run, so that
         neighbours are served. Collective. Source: RTP, arXiv 2311.01635, the rotation primitive.
         """
-        tensors, shapes, single = self._shards("rotate", shard)
-        execution = self.run("rotate", _native.Execution.rotate, tensors, shapes, self.hop_route, reverse)
+        tensors, shapes, single = self._shards("rotate", shard, prepared)
+        execution = self.run("rotate", _native.Execution.rotate, tensors, shapes, self.hop_route, reverse, checked=True)
         return self._visits(execution, single)
 
     def _visits(self, execution: Any, single: bool) -> Iterator[tuple[int, Any]]:
@@ -108,20 +112,21 @@ class Rotation(Groups):
             self.abandon()
             raise
 
-    def collect(self, add: Callable[[int, Any], None], like: Any) -> Any:
+    def collect(self, add: Callable[[int, Any], None], like: Any, *, prepared: Prepared | None = None) -> Any:
         """The dual of `rotate`: every owner's sum over all ranks, gathered on the way and delivered at home.
 
         Args:
             add: called as `add(owner, partial)` once for every owner, this rank's own last; adds this rank's
                 contribution to `partial` in place.
             like: a tensor (or list) of the shape, dtype and device of this rank's own result. Not changed.
+            prepared: as in `rotate`.
 
         Returns this rank's own sum (a list where a list was given). An exception of `add` is raised after the
         remaining hops have run. Collective.
         """
-        tensors, shapes, single = self._shards("collect", like)
+        tensors, shapes, single = self._shards("collect", like, prepared)
         home = [torch.empty_like(tensor) for tensor in tensors]
-        execution = self.run("collect", _native.Execution.collect, home, shapes)
+        execution = self.run("collect", _native.Execution.collect, home, shapes, checked=True)
         try:
             while (step := self._next(execution)) is not None:
                 arrived, partial = execution.gradient_in(), execution.gradient_out()

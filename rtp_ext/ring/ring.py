@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _TorchDispatchModeKey as _Mode
 from torch.distributed.device_mesh import DeviceMesh
 
 from rtp_ext import _native
@@ -19,10 +20,11 @@ from rtp_ext.ring.autograd import follow
 from rtp_ext.ring.gate import Gate, Link, kind_of
 from rtp_ext.ring.mesh import resolve_mesh
 from rtp_ext.ring.options import TransportOptions
-from rtp_ext.ring.primitives import Rotation
+from rtp_ext.ring.prepared import Ledger, Prepared
+from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Trace, record
 from rtp_ext.ring.routes import choose_ce_modes, choose_route
-from rtp_ext.ring.surroundings import keep_compilers_out, refuse_transforms
+from rtp_ext.ring.surroundings import keep_compilers_out
 from rtp_ext.ring.transports import (
     ce_refusal,
     connect,
@@ -38,12 +40,13 @@ __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 TRANSPORTS = ("auto", "shm", "c10d", "ce", "nccl", "nccl-put")
 ROUTES = ("auto", "ring", "direct", "gather")
 
+_MODES = {_Mode.FAKE: "fake tensors", _Mode.PROXY: "make_fx", _Mode.FUNCTIONAL: "functionalisation"}
 
 _serials = itertools.count()
 _phases = itertools.count(1)
 
 
-class Ring(Rotation):
+class Ring(Primitives):
     """Ranks that rotate shards among themselves.
 
     Args:
@@ -78,6 +81,7 @@ class Ring(Rotation):
         link: what stands in for the wire in an emulated ring on a GPU; None for any other.
         hop_route: `ring` or `direct`, what the hops of a rotation take.
         gate: decides how each linear layer travels, and remembers it: `gate.plans`.
+        common: what functional forms without `prepared=` keep of operations on DTensors.
     """
 
     link: str | None = None
@@ -172,6 +176,9 @@ class Ring(Rotation):
         self.slot_cap, self.prefetch = slot_cap, prefetch
         self._agreements = itertools.count(1)
         self._forward_phase = 0
+        self._forwards = 0  # of models, one within another, that are running
+        self._ledger = Ledger()
+        self.common = Prepared()
 
     def _prepare(self, native: Any, route: str, gradient_halves: bool | None) -> None:
         """The executor and the gate, once transport and routes are known."""
@@ -236,7 +243,7 @@ class Ring(Rotation):
     def check_alive(self, operation: str) -> None:
         """Raises RotationError if the ring was closed, has failed, outlived its process group, or is the ring of the
         process that this one was forked from; RuntimeError where something traces or transforms what is called."""
-        refuse_transforms(operation)
+        _refuse_transforms(operation)
         self._executor.check_alive(operation)
         if self._world is not None and self._world is not dist.group.WORLD:
             self._executor.fail("its process group was destroyed")
@@ -249,23 +256,27 @@ class Ring(Rotation):
         *arguments: Any,
         serial: int = 0,
         watched: Sequence[torch.Tensor] = (),
+        checked: bool = False,
     ) -> Any:
         """Calls a native operation with this ring's executor; a failure of the ring reaches the neighbours.
 
         `serial` and `watched` name the parameters to the prefetcher: a number that is the same on every rank, and the
-        tensors whose version counters tell that they were written.
+        tensors whose version counters tell that they were written. `checked`: in a forward, `check_alive` was called.
         """
-        self.check_alive(operation)
         task = torch._C._current_graph_task_id()
-        phase = task + 1 if task >= 0 else self._forward_phase
-        self._executor.enter(phase, task >= 0, serial, watched)
+        backward = task >= 0
+        if backward or not checked:
+            self.check_alive(operation)
+        if backward and self._ledger.open:  # of a forward that did not end, or has not yet
+            self.settle()
+        self._executor.enter(task + 1 if backward else self._forward_phase, backward, serial, watched)
         try:
             return function(self._executor, *arguments)
         except RotationError:
             self.abandon()
             raise
 
-    # -- the gate and the prefetcher ---------------------------------------------------------------------------------
+    # -- agreements, the gate and the prefetcher ---------------------------------------------------------------------
 
     def new_agreement(self) -> int:
         """A number for what the ranks have just agreed on, the same on all of them."""
@@ -274,9 +285,24 @@ class Ring(Rotation):
     def begin_forward(self) -> None:
         """A forward of a model starts: its passes are expected in the order of the one before."""
         self._forward_phase = next(_phases)
+        self._forwards += 1
 
     def end_forward(self) -> None:
         self._forward_phase = 0
+        self._forwards -= 1
+
+    def postpone(self, prepared: Prepared, key: Any, text: str) -> bool:
+        """Whether the ranks compare later, all at once, what an operation was prepared for: in the forward of a model
+        that has agreed on what decides its hops."""
+        later = prepared.covered and self._forwards > 0 and torch._C._current_graph_task_id() == -1
+        if later:
+            self._ledger.record(prepared.found, key, text)
+        return later
+
+    def settle(self) -> None:
+        """Has the ranks compare what was postponed. Raises ValueError on every rank where it differs. Collective, where
+        there is anything."""
+        self._ledger.settle(self.exchange)
 
     def measure_link(self, shard_bytes: int = 16 << 20, repeats: int = 5) -> Link:
         """Times hops of this ring, and lets the gate reckon with them. Collective; for layers that come after it.
@@ -335,3 +361,20 @@ class Ring(Rotation):
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"Ring: expected {what} to be one of {', '.join(choices)}, got {value!r}")
+
+
+def _refuse_transforms(operation: str) -> None:
+    """Raises RuntimeError where what is computed now is traced or transformed: hops cannot be."""
+    found = None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        found = "a transform of torch.func (grad, vjp, jvp, vmap, ...)"
+    elif torch._C._get_tracing_state() is not None:
+        found = "torch.jit.trace"
+    elif torch._C._len_torch_dispatch_stack() > 0:
+        modes = [name for key, name in _MODES.items() if torch._C._get_dispatch_mode(key) is not None]
+        found = modes[0] if modes else None
+    if found is not None:
+        raise RuntimeError(
+            f"{operation}: rtp_ext does not support {found}: shards travel between processes, which nothing can trace "
+            "or transform. Call it eagerly, or through torch.compile, which leaves it out of its graphs"
+        )
