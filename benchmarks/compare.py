@@ -51,14 +51,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from agreement import TOLERANCES, gradient_spread, loss_spread, signature
-from card import append_line, environment_card, result_line
-from compare_options import describe, parse_arguments
-from launch import Place, gather, is_first, launch
-from memory import PROBED_STEPS, Memory, MemoryProbe
-from models import WORKLOADS
-from strategies import STRATEGIES, Trainer
-from tracing import record_steps
+from shared.agreement import TOLERANCES, gradient_spread, loss_spread, signature
+from shared.card import append_line, environment_card, result_line
+from shared.compare_options import describe, parse_arguments
+from shared.launch import Place, gather, is_first, launch
+from shared.memory import PROBED_STEPS, Memory, MemoryProbe
+from shared.models import WORKLOADS
+from shared.strategies import STRATEGIES, Trainer
+from shared.tracing import record_steps
 
 from rtp_ext.host import cores
 from rtp_ext.measure.timing import Sample, Stopwatch

@@ -116,7 +116,7 @@ build() {
   run 20 nvidia-smi
   run 300 env "RTP_WITH_CUDA=1" "RTP_CUDA_ARCHITECTURES=${RTP_CUDA_ARCHITECTURES:-90a}" \
     "$PYTHON" setup.py build_ext --inplace || finish
-  py 60 benchmarks/card.py "$OUT/$PART.card.json" || finish
+  py 60 benchmarks/shared/card.py "$OUT/$PART.card.json" || finish
   py 60 -m rtp_ext doctor
 }
 

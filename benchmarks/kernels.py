@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from card import RESULTS, append_line, command_line, environment_card, result_line
+from shared.card import RESULTS, append_line, command_line, environment_card, result_line
 
 from rtp_ext._native import kernels
 

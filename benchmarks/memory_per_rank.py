@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from card import RESULTS, append_line, command_line, environment_card, machine_name, result_line
-from memory import PROBED_STEPS, MemoryProbe
-from models import Llama, random_tokens
-from strategies import DTYPES, STRATEGIES, Trainer
+from shared.card import RESULTS, append_line, command_line, environment_card, machine_name, result_line
+from shared.memory import PROBED_STEPS, MemoryProbe
+from shared.models import Llama, random_tokens
+from shared.strategies import DTYPES, STRATEGIES, Trainer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy

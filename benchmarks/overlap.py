@@ -32,15 +32,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from card import append_line, environment_card, gpu_state, result_line
-from launch import Place, everyones, is_first, launch, together
-from overlap_cases import PASSES, Case, identity, measured
-from overlap_options import parse_arguments
-from strategies import DTYPES
-from tracing import record
+from shared.card import append_line, environment_card, gpu_state, result_line
+from shared.launch import Place, everyones, is_first, launch, together
+from shared.overlap_cases import PASSES, Case, identity, measured
+from shared.overlap_options import parse_arguments
+from shared.strategies import DTYPES
+from shared.tracing import record
 
 import rtp_ext
-from rtp_ext.measure.layer import Layer
+from rtp_ext.measure.layer import TimedLayer
 from rtp_ext.measure.metrics import Times, metrics, model
 from rtp_ext.measure.timing import Sample, samples
 
@@ -71,7 +71,7 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
         self.left: list[str] = []
         self._ring: rtp_ext.Ring | None = None
-        self._layer: tuple[tuple, Layer] | None = None
+        self._layer: tuple[tuple, TimedLayer] | None = None
         self._group: dist.ProcessGroup | None = None
 
     def run(self, cases: list[Case]) -> None:
@@ -125,13 +125,13 @@ class Bench:
             self._ring.slot_cap = self.args.slot_cap
         return self._ring
 
-    def layer(self, case: Case, ring: rtp_ext.Ring) -> Layer:
+    def layer(self, case: Case, ring: rtp_ext.Ring) -> TimedLayer:
         if self._layer is None or self._layer[0] != case.layer:
             self._layer = None  # frees the last one first
             ring.clear_slots()
             if self.place.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._layer = case.layer, Layer(ring, case.n, case.k, case.tokens, DTYPES[self.args.dtype])
+            self._layer = case.layer, TimedLayer(ring, case.n, case.k, case.tokens, DTYPES[self.args.dtype])
         return self._layer[1]
 
     def line(self, case: Case, ring: rtp_ext.Ring) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class Bench:
         products = sum({"forward": 1, "backward": 2}[pass_] for pass_ in PASSES[case.direction])
         return 2 * products * case.n * case.k * case.tokens / t_g1 / 1e6
 
-    def quantities(self, case: Case, layer: Layer) -> dict[str, Sample]:
+    def quantities(self, case: Case, layer: TimedLayer) -> dict[str, Sample]:
         key = case.shape, case.tokens, case.direction
         known = {"g1": self._g1[key]} if key in self._g1 and self.place.device.type == "cuda" else {}
         actions = {name: self.action(name, case.direction, layer) for name in QUANTITIES if name not in known}
@@ -211,7 +211,7 @@ class Bench:
         self._g1[key] = taken["g1"]
         return {name: taken[name] for name in QUANTITIES}
 
-    def action(self, name: str, direction: str, layer: Layer) -> Callable[[], object]:
+    def action(self, name: str, direction: str, layer: TimedLayer) -> Callable[[], object]:
         if name == "ov" and direction == "step":
             action: Callable[[], object] = layer.step
         else:
@@ -227,13 +227,13 @@ class Bench:
 
         return captured(action) if self.args.graph else action
 
-    def gemms(self, layer: Layer, passes: tuple[str, ...]) -> dict[str, float]:
+    def gemms(self, layer: TimedLayer, passes: tuple[str, ...]) -> dict[str, float]:
         """Median time of all GEMMs of each kind while hops are under way, of the slowest rank."""
         runs = [[layer.timed_pass(pass_) for pass_ in passes] for _ in range(PIECES_TIMED + 1)][1:]
         flat = [{kind: taken for part in run for kind, taken in part.items()} for run in runs]
         return {kind: Sample.of(everyones([run[kind] for run in flat], self.place)).median for kind in flat[0]}
 
-    def products(self, layer: Layer, passes: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    def products(self, layer: TimedLayer, passes: tuple[str, ...]) -> dict[str, dict[str, float]]:
         """The time of one shard GEMM of each kind, without hops: what the model is made of."""
         kinds = {"forward": ("forward",), "backward": ("dgrad", "wgrad")}
         actions = {

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from card import append_line, command_line, environment_card, result_line
-from data import fingerprint, read_text, sample_windows
-from launch import Place, add_launch_options, gather, launch
-from memory import PROBED_STEPS, Memory, MemoryProbe
-from models import GPT
-from strategies import DTYPES, STRATEGIES, Trainer
-from tracing import add_trace_option, record_steps
+from shared.card import append_line, command_line, environment_card, result_line
+from shared.data import fingerprint, read_text, sample_windows
+from shared.launch import Place, add_launch_options, gather, launch
+from shared.memory import PROBED_STEPS, Memory, MemoryProbe
+from shared.models import GPT
+from shared.strategies import DTYPES, STRATEGIES, Trainer
+from shared.tracing import add_trace_option, record_steps
 
 
 class Progress:

@@ -37,8 +37,9 @@ class Executor {
   // Starts or stops the recorder. A hop that was sent ahead is waited for first, so that passes are recorded whole.
   void set_trace(bool on);
 
-  // The schedule of a pass, made once.
+  // The schedule of a pass. Each is made once; how many have been.
   const Schedule& schedule(const ScheduleOptions& options);
+  size_t schedules() const { return schedules_.size(); }
   // Where the home tensors of a cargo may leave from and land.
   Travel travel(const Cargo& weights) const;
 

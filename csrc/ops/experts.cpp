@@ -85,7 +85,7 @@ class Group {
 };
 
 // The gate's and the other half of up(x).
-std::pair<at::Tensor, at::Tensor> halves(const at::Tensor& values, const ExpertsShape& shape) {
+std::pair<at::Tensor, at::Tensor> gate_and_up(const at::Tensor& values, const ExpertsShape& shape) {
   const int64_t hidden = shape.hidden_features;
   if (!shape.gated) return {at::Tensor(), values};
   if (shape.interleaved) return {values.slice(1, 0, 2 * hidden, 2), values.slice(1, 1, 2 * hidden, 2)};
@@ -193,7 +193,7 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
     const at::Tensor room = keep ? result.kept.narrow(0, group.first, group.rows) : at::Tensor();
     const at::Tensor values = group.product(x.index_select(0, group.token), shard[cut.up], !shape.transposed,
                                             biases_of(shard, cut.up_bias), room);
-    const auto [gate, pre] = halves(values, shape);
+    const auto [gate, pre] = gate_and_up(values, shape);
     const at::Tensor out =
         group.product(values_of(shape, pre, gate), shard[cut.down], !shape.transposed, biases_of(shard, cut.down_bias))
             .to(sums);
@@ -237,7 +237,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
       const at::Tensor values =
           routed.kept.defined() ? routed.kept.narrow(0, group.first, group.rows)
                                 : group.product(rows, shard[cut.up], !shape.transposed, biases_of(shard, cut.up_bias));
-      const auto [gate, pre] = halves(values, shape);
+      const auto [gate, pre] = gate_and_up(values, shape);
       const at::Tensor factor = factors.index_select(0, group.place).unsqueeze(1);
       const at::Tensor d_rows = dy.index_select(0, group.token);
       // without the router's weight, so that its own gradient is a product with the hidden values
@@ -254,7 +254,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
         d_factors.index_copy_(0, group.place, along);
       }
       const at::Tensor d_values = at::empty({group.rows, cut.up_rows}, x.options());
-      const auto [d_gate, d_pre] = halves(d_values, shape);
+      const auto [d_gate, d_pre] = gate_and_up(d_values, shape);
       d_pre.copy_(slice.d_pre);
       if (d_gate.defined()) d_gate.copy_(slice.d_gate);
       if (needs_x) dx.index_add_(0, group.token, group.product(d_values, shard[cut.up], shape.transposed).to(sums));

@@ -151,6 +151,7 @@ void bind_executor(py::module_& m) {
       .def("prefetched", [](Executor& e) { return std::pair(e.prefetcher().sent(), e.prefetcher().used()); })
       .def(
           "set_delay", [](Executor& e, std::chrono::microseconds most) { e.hops().set_delay(most); }, py::arg("most"))
+      .def("schedules", &Executor::schedules, "How many schedules have been made; each is made once.")
       .def("reset_peak", [](Executor& e) { e.pool().reset_peak(); })
       .def(
           "clear_slots",

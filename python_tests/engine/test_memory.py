@@ -1,12 +1,10 @@
 """What a training step holds: a Llama-style model at R = 4 against fully_shard, DDP and one process.
 
-Measured as benchmarks/memory.py does, by the kernel and the C library, right to about 3 MiB; so the model is large
-enough for its blocks to stand out.
+Measured as benchmarks/shared/memory.py does, by the kernel and the C library, right to about 3 MiB; so the model is
+large enough for its blocks to stand out.
 """
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,11 +23,9 @@ PRECISION = 3 << 20
 
 
 def _probe(rank, ranks, strategy):
-    # Here in the rank's own process: benchmarks and tests both have a module `models`.
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    from memory import PROBED_STEPS, MemoryProbe
-    from models import Llama, random_tokens
-    from strategies import Trainer
+    from shared.memory import PROBED_STEPS, MemoryProbe
+    from shared.models import Llama, random_tokens
+    from shared.strategies import Trainer
 
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (ranks,))

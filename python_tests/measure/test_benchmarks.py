@@ -10,14 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import overlap
-import overlap_cases
-import overlap_options
 import pytest
 import torch
-from card import KEYS
 from harness import Cases, run_ranks
-from launch import Place
 from live_bytes import LiveBytes
+from shared import overlap_cases, overlap_options
+from shared.card import KEYS
+from shared.launch import Place
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -188,7 +187,7 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch, direction):
 
 
 def test_hops_that_are_not_those_of_the_operation_are_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(measured_layer.Layer, "c", lambda self, pass_: None)
+    monkeypatch.setattr(measured_layer.TimedLayer, "c", lambda self, pass_: None)
     with pytest.raises(measured_layer.WrongResult, match="hops run alone"):
         measure(tmp_path)
 
@@ -199,14 +198,14 @@ def test_hops_alone_travel_as_the_layer_does(ranks):
     hops = {}
     for halves in (False, True):
         ring = rtp_ext.Ring.emulated(ranks, gradient_halves=halves, prefetch=0)
-        layer = measured_layer.Layer(ring, 8 * ranks, 16, 12, torch.float32)
+        layer = measured_layer.TimedLayer(ring, 8 * ranks, 16, 12, torch.float32)
         layer.check("step")
         layer.check_hops(("forward", "backward"))
         assert layer.halves is halves
         hops[halves] = layer._sent_by(layer.c, "backward")[1]
     assert hops[True] == 2 * hops[False] > 0
     with pytest.raises(ValueError, match="expected a layer that rotates, got one that is gathered: as asked"):
-        measured_layer.Layer(rtp_ext.Ring.emulated(ranks, route="gather"), 8 * ranks, 16, 12, torch.float32)
+        measured_layer.TimedLayer(rtp_ext.Ring.emulated(ranks, route="gather"), 8 * ranks, 16, 12, torch.float32)
 
 
 def test_shards_that_travel_in_pieces(tmp_path):
@@ -266,8 +265,7 @@ MEMORY |= {"parameter_dtype": "float32", "checkpoint": False, "device": "cpu", "
 
 
 def _remembers(rank, ranks):
-    """In a process of its own, where `models` can be that of the benchmarks, and a fake process group the default."""
-    sys.path.insert(0, str(BENCHMARKS))
+    """In a process of its own, where a fake process group can be the default."""
     dist.destroy_process_group()
     import memory_per_rank
 

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 import report
 import torch
-from card import KEYS, refusal_to_write
 from harness import Cases, run_ranks
+from shared.card import KEYS, refusal_to_write
 from torch.distributed.device_mesh import init_device_mesh
 
 from rtp_ext import RotationError, bench, functional
@@ -25,7 +25,7 @@ from rtp_ext.measure.metrics import Times
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# -- compare.py, in processes where `models` is that of the benchmarks -------------------------------------------------
+# -- compare.py --------------------------------------------------------------------------------------------------------
 
 
 def _arguments(compare, file, *options):
@@ -34,10 +34,9 @@ def _arguments(compare, file, *options):
 
 
 def _compares(rank, ranks, file):
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import compare
-    from launch import Place
-    from models import GPT, WORKLOADS, Llama, Workload, random_tokens
+    from shared.launch import Place
+    from shared.models import GPT, WORKLOADS, Llama, Workload, random_tokens
 
     sizes = {"layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "inner": 48, "vocabulary": 64}
     sample = partial(random_tokens, seq=8, vocabulary=64)
@@ -219,7 +218,7 @@ def test_a_results_file_is_tried_before_the_run(tmp_path):
 LAUNCHED_TWICE = """
 import argparse, sys
 sys.path.insert(0, {benchmarks!r})
-from launch import gather, launch
+from shared.launch import gather, launch
 
 def worker(place, args):
     return gather(float(place.rank + args.add), place).tolist()

@@ -12,14 +12,13 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import overlap
-import overlap_options
 import pytest
 import simulated_cuda
 import torch
-import tracing
 from harness import Cases, run_ranks
-from launch import Place
 from reference import random
+from shared import overlap_options, tracing
+from shared.launch import Place
 from simulated_cuda import run_threads, values
 from torch import nn
 from trace_checks import check_arrivals, check_trace, from_raw, steps_of

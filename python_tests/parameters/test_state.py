@@ -1,8 +1,6 @@
 """State of converted models: made on the meta device, saved, loaded at another number of ranks, given out whole."""
 
 import copy
-import importlib.util
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from harness import Cases, run_ranks
 from live_bytes import LiveBytes
 from models import VOCABULARY, batch_loss, make_model, mean_loss
 from reference import TOLERANCE, adamw, assert_same, chunk, differs, full, local
+from shared.models import GPT
 from test_convert import _initialise, assert_same_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -32,21 +31,10 @@ COPIES, IN_PLACE = (False, "shm"), (True, "c10d")
 EXACT = 1e-10
 
 
-def load_benchmark_models():
-    """benchmarks/models.py, whose name the tests' own models.py has taken."""
-    name = "benchmark_models"
-    if name not in sys.modules:
-        file = Path(__file__).resolve().parents[2] / "benchmarks" / "models.py"
-        spec = importlib.util.spec_from_file_location(name, file)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 def make_gpt(hidden: int = 46) -> nn.Module:
     """The GPT of the benchmarks, tied: with norms and biases, and no scalars."""
     torch.manual_seed(5)
-    return load_benchmark_models().GPT(seq=13, layers=1, hidden=hidden, heads=2).double()
+    return GPT(seq=13, layers=1, hidden=hidden, heads=2).double()
 
 
 def make_tied() -> nn.Module:

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rtp_ext._native import RotationError
 from rtp_ext.convert import fully_rotate, ring_of
 from rtp_ext.host import cores, cpu_name
-from rtp_ext.measure.layer import Layer, layer_times, together
+from rtp_ext.measure.layer import TimedLayer, layer_times, together
 from rtp_ext.measure.metrics import Times, metrics
 from rtp_ext.measure.timing import timed
 from rtp_ext.ring import Ring
@@ -192,7 +192,7 @@ def measure(plan: Plan, mesh: Any) -> dict[str, Any]:
     ring.gate.link = None  # rotation itself is measured, and not what the gate would choose
     try:
         measured = {
-            tokens: layer_times(Layer(ring, plan.rows, plan.columns, tokens, plan.dtype), plan.seconds)
+            tokens: layer_times(TimedLayer(ring, plan.rows, plan.columns, tokens, plan.dtype), plan.seconds)
             for tokens in plan.tokens
         }
         return {

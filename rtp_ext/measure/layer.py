@@ -34,7 +34,7 @@ from rtp_ext.measure.metrics import Times
 from rtp_ext.measure.timing import Stopwatch, Together, samples
 from rtp_ext.ring import Ring
 
-__all__ = ["PASSES", "Layer", "WrongResult", "layer_times", "together"]
+__all__ = ["PASSES", "TimedLayer", "WrongResult", "layer_times", "together"]
 
 PASSES = ("forward", "backward")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}  # of the largest value
@@ -69,7 +69,7 @@ def _half(step: Any, rows: slice) -> slice:
     return (rows, slice(rows.start, middle), slice(middle, rows.stop))[step.half]
 
 
-class Layer:
+class TimedLayer:
     """The tensors of one shape and number of tokens on one rank of `ring`, and the actions on them.
 
     Every action runs on the current CUDA stream, which must be the same one all the time.
@@ -336,7 +336,7 @@ def together(ring: Ring) -> Together:
     return Together(ring.device, lambda: ring.exchange(None), gather)
 
 
-def layer_times(layer: Layer, seconds: float) -> tuple[Times, float]:
+def layer_times(layer: TimedLayer, seconds: float) -> tuple[Times, float]:
     """Times of a step: medians of the slowest rank, and how far apart the 20th and 80th percentile of GEMMs or of the
     rotation are.
 

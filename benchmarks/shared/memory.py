@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from strategies import Trainer
 from torch.distributed.tensor import DTensor
+
+from shared.strategies import Trainer
 
 # The first step makes gradients and optimizer state, DDP lays out its buckets anew in the second.
 PROBED_STEPS = 3

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from card import RESULTS, command_line, machine_name, refusal_to_write
-from launch import add_launch_options, repetition, under_torchrun
-from models import WORKLOADS
-from strategies import DTYPES, STRATEGIES
-from tracing import add_trace_option
+
+from shared.card import RESULTS, command_line, machine_name, refusal_to_write
+from shared.launch import add_launch_options, repetition, under_torchrun
+from shared.models import WORKLOADS
+from shared.strategies import DTYPES, STRATEGIES
+from shared.tracing import add_trace_option
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from card import RESULTS, command_line, machine_name, refusal_to_write
-from launch import add_launch_options, repetition, under_torchrun
-from overlap_cases import DIRECTIONS, SHAPES, cpu_cases, gpu_cases, grid
-from strategies import DTYPES
-from tracing import add_trace_option
 
 from rtp_ext.host import cores
+from shared.card import RESULTS, command_line, machine_name, refusal_to_write
+from shared.launch import add_launch_options, repetition, under_torchrun
+from shared.overlap_cases import DIRECTIONS, SHAPES, cpu_cases, gpu_cases, grid
+from shared.strategies import DTYPES
+from shared.tracing import add_trace_option
 
 LINKS = r"ce-local(:[124])?|sm-local|nccl-self(:[1-9]\d*)?|pcie"  # a number: of streams, of CTAs
 

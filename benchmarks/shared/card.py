@@ -1,6 +1,7 @@
 """What a result was measured on, and the one shape of line that every benchmark appends to its file.
 
-`python benchmarks/card.py FILE` writes the card of this machine, with the NCCL that rtp_ext was compiled against.
+`python benchmarks/shared/card.py FILE` writes the card of this machine, with the NCCL that rtp_ext was compiled
+against.
 """
 
 import json
@@ -18,7 +19,7 @@ import torch
 
 from rtp_ext.host import cores, cpu_name
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 # fmt: off
 KEYS = (
     "benchmark", "case", "shape", "n", "k", "tokens", "ranks", "direction", "transport", "link", "dtype",
