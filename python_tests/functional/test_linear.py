@@ -215,8 +215,7 @@ def _training(rank, ranks, transport):
     cases.finish()
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "shm"), (2, "c10d"), (3, "shm"), (4, "c10d")])
 def test_parameters_after_adamw_steps(ranks, transport):
     run_ranks(_training, ranks, transport)
 
