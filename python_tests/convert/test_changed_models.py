@@ -316,14 +316,14 @@ def generation(rank, ranks, kind, variant):
     check_trained(model.train(), plain.train(), kind, rank, ranks)
 
 
-LLAMA_GPT2 = [("llama", SHM), ("llama", IN_PLACE), ("gpt2", IN_PLACE)]
+LLAMA_GPT2 = [("llama", SHM), ("gpt2", IN_PLACE)]
 THREE = [*LLAMA_GPT2, ("encoder", SHM)]
 CASES = {
     "structure": [
         (exceptions, THREE),
         (skipped_layer, LLAMA_GPT2),
         (used_twice, LLAMA_GPT2),
-        (projections_apart, LLAMA_GPT2[:2]),
+        (projections_apart, [("llama", SHM), ("llama", IN_PLACE)]),
         (deep_copies, THREE),
         (hooks, THREE),
     ],

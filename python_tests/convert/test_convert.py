@@ -59,8 +59,7 @@ def _trains(rank, ranks, transport):
     cases.finish()
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "shm"), (2, "c10d"), (3, "shm"), (4, "c10d")])
 def test_trains_like_the_plain_model(ranks, transport):
     run_ranks(_trains, ranks, transport)
 
@@ -139,7 +138,8 @@ def _transient_slots(rank, ranks, transport, in_place):
         ring.reset_peak()
         loss.backward()
         backward = ring.slot_count("weight").peak_slots, ring.slot_count("gradient").peak_slots
-        train(model, lambda step, model=model: batch_loss(model, rank, step), 2)
+        for step in range(2):  # the order of the layers is known from the second on
+            batch_loss(model, rank, step).backward()
         bytes_ = ring.slot_count("weight").peak_bytes, ring.slot_count("gradient").peak_bytes
         found.append((forward, backward, bytes_))
         ring.close()

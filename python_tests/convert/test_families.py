@@ -18,7 +18,7 @@ from torch import nn
 
 import rtp_ext
 
-STEPS, LEARNING_RATE, EXACT = 5, 2e-3, 1e-4
+STEPS, LEARNING_RATE, EXACT = 5, 4e-3, 1e-4
 FUSED = {"loss_head": "fused"}
 OPTIONS = ({}, {"bundle": False}, {"bundle": "recompute", "in_place": True, "transport": "c10d"}, FUSED)
 

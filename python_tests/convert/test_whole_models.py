@@ -280,13 +280,13 @@ def low_precision(rank, ranks, kind, variant):
                 assert coarse > 2.0 * its, f"control: weights of five bits are off by {coarse}"
 
 
-LLAMA_GPT2 = [("llama", SHM), ("llama", IN_PLACE), ("gpt2", IN_PLACE)]
+LLAMA_GPT2 = [("llama", SHM), ("gpt2", IN_PLACE)]
 THREE = [*LLAMA_GPT2, ("encoder", SHM)]
 CASES = {
     "training": [
         (controls, [("llama", SHM), ("tied", SHM), ("gpt2", C10D), ("encoder", IN_PLACE)]),
         (evaluations, THREE),
-        (several_forwards, [*LLAMA_GPT2, ("tied", SHM), ("llama", C10D)]),
+        (several_forwards, [*LLAMA_GPT2, ("llama", IN_PLACE), ("tied", SHM), ("llama", C10D)]),
         (leftovers, [("llama", SHM), ("tied", IN_PLACE), ("gpt2", C10D), ("encoder", SHM)]),
         (frozen, THREE),
     ],

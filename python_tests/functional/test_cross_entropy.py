@@ -125,7 +125,7 @@ def _passes(rank, ranks, transport):
                     operation = make_head(settings=settings, bias=variant, transposed=not variant, tokens=530)
                     check_pass(operation, ring, in_place=in_place)
             dtypes = TOLERANCES if route == "ring" else (torch.float64,)
-            for size, dtype, form in pairs(SIZES, dtypes, FORMS):
+            for size, dtype, form in pairs(SIZES, dtypes, forms=FORMS):
                 settings = {"reduction": "none" if form == "3d" else "sum" if "empty" in form else "mean"}
                 with cases.case(f"{route} {size} {dtype} {form}"):
                     operation = make_head(size, settings, dtype)

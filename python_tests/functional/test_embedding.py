@@ -98,11 +98,11 @@ def _passes(rank, ranks, transport):
     cases = Cases()
     for route in ("ring", "direct"):
         with rtp_ext.Ring(transport=transport, route=route, timeout=TIMEOUT) as ring:
-            for case in pairs(SIZES, DTYPES, (None, 0, -1), (0, 1), (False, True), FORMS):
-                size, dtype, padding, shard_dim, in_place, form = case
+            for shard_dim, case in product((0, 1), pairs(SIZES, DTYPES, (None, 0, -1), (False, True), forms=FORMS)):
+                size, dtype, padding, in_place, form = case
                 plain = make_embedding(size, dtype, padding)
                 module = RotatedEmbedding.from_module(plain, ring, shard_dim=shard_dim, in_place=in_place)
-                with cases.case(f"{route} {case}"):
+                with cases.case(f"{route} shard_dim={shard_dim} {case}"):
                     check_pass(module, form, padding, shard_dim)
     cases.finish()
 
@@ -148,7 +148,7 @@ def test_tolerances_fail_on_wrong_results():
 def _training(rank, ranks, transport):
     cases = Cases()
     with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-        for size, dtype, shard_dim, in_place in pairs(SIZES, DTYPES, (0, 1), (False, True)):
+        for shard_dim, (size, dtype, in_place) in product((0, 1), pairs(SIZES, DTYPES, (False, True))):
             plain = make_embedding(size, dtype)
             expected = double_copy(plain)
             module = RotatedEmbedding.from_module(plain, ring, shard_dim=shard_dim, in_place=in_place)
@@ -169,8 +169,7 @@ def _training(rank, ranks, transport):
     cases.finish()
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "shm"), (2, "c10d"), (3, "shm"), (4, "c10d")])
 def test_parameters_after_adamw_steps(ranks, transport):
     run_ranks(_training, ranks, transport)
 

@@ -142,7 +142,7 @@ def _passes(rank, ranks, transport):
                     operation = make_experts(size, choices, routing=routing, ranks=ranks)
                     check_pass(operation, ring, in_place=in_place)
             dtypes = TOLERANCES if route == "ring" else (torch.float64,)
-            for size, dtype, activation, form in pairs(SIZES, dtypes, ("gelu", "swiglu"), FORMS):
+            for size, dtype, activation, form in pairs(SIZES, dtypes, ("gelu", "swiglu"), forms=FORMS):
                 with cases.case(f"{route} {size} {dtype} {activation} {form}"):
                     operation = make_experts(size, activation=activation, dtype=dtype)
                     check_pass(operation, ring, form, TOLERANCES[dtype], in_place=in_place)

@@ -128,7 +128,7 @@ def _passes(rank, ranks, transport):
                 operation = make_biased(activation=activation, biases=biases, **layout)
                 check_pass(operation, ring, in_place=in_place)
         layouts = ({}, {"activation": "clamped_swiglu", "transposed": True, "interleaved": True})
-        for size, dtype, layout, form in pairs(SIZES, TOLERANCES, layouts, FORMS):
+        for size, dtype, layout, form in pairs(SIZES, TOLERANCES, layouts, forms=FORMS):
             with cases.case(f"{size} {dtype} {layout} {form}"):
                 operation = make_biased(size, dtype=dtype, **layout)
                 check_pass(operation, ring, form, TOLERANCES[dtype], in_place=in_place)

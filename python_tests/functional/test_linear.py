@@ -107,11 +107,12 @@ def _passes(rank, ranks, transport):
     for route in ("ring", "direct"):
         with rtp_ext.Ring(transport=transport, route=route, timeout=TIMEOUT) as ring:
             assert ring.transport == (transport if ranks > 1 else "emulated") and ring.route == route
-            for case in pairs(SIZES, DTYPES, (True, False), (0, 1), (False, True), FORMS):
-                size, dtype, bias, shard_dim, in_place, form = case
+            # the two shard dimensions are two operations
+            for shard_dim, case in product((0, 1), pairs(SIZES, DTYPES, (True, False), (False, True), forms=FORMS)):
+                size, dtype, bias, in_place, form = case
                 plain = make_linear(size, bias, dtype)
                 module = RotatedLinear.from_module(plain, ring, shard_dim=shard_dim, in_place=in_place)
-                with cases.case(f"{route} {case}"):
+                with cases.case(f"{route} shard_dim={shard_dim} {case}"):
                     check_pass(module, form, dtype, shard_dim)
     cases.finish()
 
@@ -192,7 +193,7 @@ def _training(rank, ranks, transport):
     for route in ("ring", "direct"):
         with rtp_ext.Ring(transport=transport, route=route, timeout=TIMEOUT) as ring:
             dtypes = DTYPES if route == "ring" else DTYPES[:1]
-            for size, dtype, shard_dim, in_place in pairs(SIZES, dtypes, (0, 1), (False, True)):
+            for shard_dim, (size, dtype, in_place) in product((0, 1), pairs(SIZES, dtypes, (False, True))):
                 plain = make_linear(size, True, dtype)
                 expected = train_reference(size, ranks, dtype)
                 lacking = train_reference(size, ranks, dtype, skipped=(rank + 1) % ranks)
@@ -215,8 +216,7 @@ def _training(rank, ranks, transport):
     cases.finish()
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "shm"), (2, "c10d"), (3, "shm"), (4, "c10d")])
 def test_parameters_after_adamw_steps(ranks, transport):
     run_ranks(_training, ranks, transport)
 

@@ -110,7 +110,7 @@ def _passes(rank, ranks, transport):
                     operation = make_mlp(activation=activation, bias=bias, transposed=transposed, recompute=recompute)
                     check_pass(operation, ring, in_place=in_place)
             dtypes = TOLERANCES if route == "ring" else (torch.float64,)
-            for size, dtype, activation, form in pairs(SIZES, dtypes, ("gelu", "swiglu"), FORMS):
+            for size, dtype, activation, form in pairs(SIZES, dtypes, ("gelu", "swiglu"), forms=FORMS):
                 with cases.case(f"{route} {size} {dtype} {activation} {form}"):
                     operation = make_mlp(size, activation, dtype)
                     check_pass(operation, ring, form, TOLERANCES[dtype], in_place=in_place)

@@ -59,9 +59,9 @@ def _passes(rank, ranks, transport, route, in_place, every):
         (1, "shm", "ring", False, 3),
         (2, "shm", "ring", False, 3),
         (3, "shm", "direct", False, 3),
-        (4, "shm", "ring", False, 3),
+        (4, "shm", "ring", False, 5),
         (2, "c10d", "ring", False, 5),
-        (2, "c10d", "ring", True, 3),
+        (2, "c10d", "ring", True, 5),
         (3, "c10d", "ring", True, 5),
     ],
 )

@@ -7,12 +7,25 @@ from itertools import combinations, product
 from typing import Any
 
 
-def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
+def pairs(*parameters: Iterable[Any], forms: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
     """Rows with a value of each parameter, such that every two values of two parameters stand together in some row.
 
     The same rows in the same order wherever it is called. A mistake that shows for one value, or for two values
-    together, shows in one of them; for three that must meet, write the product.
+    together, shows in one of them; where three must meet, take the product of one parameter with the pairs of the rest.
+
+    Args:
+        forms: values of one parameter more, of forms of a batch. Where the batch is empty on some rank, a mistake in
+            another parameter may not show: each of these meets every value of the others besides their own pairs.
     """
+    if given := list(forms):
+        full = [form for form in given if "empty" not in form]
+        empty = [form for form in given if "empty" in form]
+        values = [list(parameter) for parameter in parameters]
+        return pairs(*values, full) + [
+            (*(value[row % len(value)] for value in values), form)
+            for form in empty
+            for row in range(max(map(len, values)))
+        ]
     values = [tuple(parameter) for parameter in parameters]
     if len(values) < 2:
         return list(product(*values))

@@ -20,3 +20,9 @@ def test_every_pair_of_values_stands_in_a_row(sizes, most):
 
 def test_values_need_not_be_hashable_or_different():
     assert pairs(({}, {"a": 1}), [None]) == [({}, None), ({"a": 1}, None)]
+
+
+def test_forms_without_tokens_come_on_top():
+    rows = pairs("ab", "xyz", forms=("2d", "1d", "empty"))
+    assert rows[:-3] == pairs("ab", "xyz", ("2d", "1d"))
+    assert rows[-3:] == [("a", "x", "empty"), ("b", "y", "empty"), ("a", "z", "empty")]
