@@ -17,7 +17,7 @@ from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.functional import rotated_linear
 from rtp_ext.measure.metrics import Times
-from rtp_ext.ring import Ring
+from rtp_ext.ring import Prepared, Ring
 
 __all__ = ["Layer", "clocked", "layer_times"]
 
@@ -41,6 +41,7 @@ class Layer:
         self.shards = [(random(1000 + owner, self.size, columns) * scale).to(dtype) for owner in owners]
         self.whole = torch.cat(self.shards)
         self.home = self.shards[ring.rank].clone().requires_grad_()
+        self.prepared = Prepared()
         self.x = random(2000 + ring.rank, tokens, columns).to(dtype).requires_grad_()
         self.dy = random(3000 + ring.rank, tokens, rows).to(dtype)
         self.input = self.x.detach()
@@ -86,7 +87,7 @@ class Layer:
             pass
 
     def ov(self) -> tuple[torch.Tensor, ...]:
-        y = rotated_linear(self.x, self.home, ring=self.ring)
+        y = rotated_linear(self.x, self.home, ring=self.ring, prepared=self.prepared)
         return y.detach(), *torch.autograd.grad(y, (self.x, self.home), self.dy)
 
     def base(self) -> None:
