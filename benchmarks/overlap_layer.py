@@ -27,7 +27,6 @@ from timing import Stopwatch
 
 import rtp_ext.functional
 from rtp_ext import Ring, _native
-from rtp_ext.functional._call import Agreed, Call
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}  # of the largest value
 SAMPLED = 32  # rows that are compared
@@ -100,13 +99,19 @@ class Layer:
         self._output: torch.Tensor | None = None
         self.gradient_dtype = torch.float64 if dtype == torch.float64 else GRADIENT
         self._side: torch.cuda.Stream | None = None
-        call = Call.of(self.shard, ring=ring, name="hops alone", in_place=False, compute_dtype=None, reduce_dtype=None)
         self.ov("forward")  # the ranks agree on how this layer travels
         plan = ring.gate.plans["rotated_linear"]
         if plan.route == "gather":
             raise ValueError(f"expected a layer that rotates, got one that is gathered: {plan.reason}")
-        call.agreed = Agreed(shapes=[], serial=0, plan=plan)
-        self._options = call.options()
+        self._options = _native.RotationOptions(
+            route=plan.route,
+            in_place=False,
+            compute_dtype=dtype,
+            reduce_dtype=self.gradient_dtype,
+            slot_cap=ring.slot_cap,
+            halves=plan.halves,
+            name="hops alone",
+        )
         self.halves = plan.halves
 
     def _random(self, seed: int, *shape: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
@@ -264,7 +265,8 @@ def _functions(rank, ranks):
             with torch.no_grad():
                 assert exchanges(trained, wholes["long"], keeps["long"]) == 0
         with cases.case("copies"):
-            for twin in (copy.deepcopy(keeps["long"]), copy.copy(keeps["long"])):
+            pickled = pickle.loads(pickle.dumps(keeps["long"]))
+            for twin in (copy.deepcopy(keeps["long"]), copy.copy(keeps["long"]), pickled):
                 assert exchanges(trained, wholes["long"], twin) == 1
         sharded = {name: as_sharded(shard, wholes[name].shape, ring, 0) for name, shard in shards.items()}
         with cases.case("DTensors"):
