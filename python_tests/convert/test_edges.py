@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import rtp_ext
-from rtp_ext.functional import rotated_linear
+from rtp_ext.functional import Prepared, rotated_linear
 from rtp_ext.nn import (
     RotatedConv1d,
     RotatedEmbedding,
@@ -106,11 +106,13 @@ def _out_of_step(rank, ranks, transport):
     """A rank that is one layer ahead of its neighbours is an error, not somebody else's weights."""
     with rtp_ext.Ring(transport=transport, timeout=4.0) as ring:
         first, second = (take_shard(torch.full((4, 4), float(value)), ring, 0) for value in (1, 2))
-        x = torch.ones(1, 4)
-        for name, weight in (("first", first), ("second", second)):
-            rotated_linear(x, weight, ring=ring, name=name)  # in step, and agreed on
+        x, layers = torch.ones(1, 4), {"first": (first, Prepared()), "second": (second, Prepared())}
+        for name, (weight, prepared) in layers.items():
+            rotated_linear(x, weight, ring=ring, name=name, prepared=prepared)  # in step, and agreed on
+        name = "first" if rank == 0 else "second"
+        weight, prepared = layers[name]
         with pytest.raises(rtp_ext.RotationError):
-            rotated_linear(x, first if rank == 0 else second, ring=ring, name="first" if rank == 0 else "second")
+            rotated_linear(x, weight, ring=ring, name=name, prepared=prepared)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])

@@ -25,7 +25,7 @@ from trace_checks import check_arrivals, check_trace, from_raw, steps_of
 
 import rtp_ext
 from rtp_ext import _native, timeline, trace
-from rtp_ext.functional import rotated_linear
+from rtp_ext.functional import Prepared, rotated_linear
 from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
 
 MS = 1e-3
@@ -234,8 +234,8 @@ def _ranks(rank, ranks):
         ring.close()
 
     ring = rtp_ext.Ring(transport="shm", timeout=60.0)
-    shard = torch.ones(64)
-    list(ring.rotate(shard))  # the ranks agree on its shape
+    shard, prepared = torch.ones(64), Prepared()
+    list(ring.rotate(shard, prepared=prepared))  # the ranks agree on its shape
     shapes = {"hidden": 0.2, "exposed": 0.0}
     for name, pause in shapes.items():
         ring._executor.set_delay(timedelta(milliseconds=60 if name == "exposed" and rank == 0 else 0))
@@ -243,7 +243,7 @@ def _ranks(rank, ranks):
             if name == "hidden" and rank == 0:
                 time.sleep(0.15)  # its neighbour's first hop is under way that long
             for _ in range(1 if name == "hidden" else 4):
-                for _owner, _view in ring.rotate(shard):
+                for _owner, _view in ring.rotate(shard, prepared=prepared):
                     time.sleep(pause)
         traces = trace.gather(ring, recorded)
         with cases.case(name):

@@ -9,7 +9,7 @@ from reference import assert_same, chunk, random
 import rtp_ext
 from rtp_ext.functional import rotated_linear
 from rtp_ext.ring import gate
-from rtp_ext.ring.gate import Device, Layer, Link, decide, gemm_seconds, predict
+from rtp_ext.ring.gate import Device, LayerSize, Link, decide, gemm_seconds, predict
 
 LINK = Link(bytes_per_second=400e9, seconds_per_hop=6e-6, source="assumed")
 DEVICE = Device(flops=650e12, multiprocessors=132, seconds_per_launch=4e-6, source="assumed")
@@ -29,7 +29,7 @@ def test_a_gemm_counts_its_last_wave_whole():
 
 
 def test_tiny_layers_are_gathered_and_large_ones_rotate():
-    tiny, large = Layer(512, 512, 2, 4), Layer(14336, 4096, 2, 4)
+    tiny, large = LayerSize(512, 512, 2, 4), LayerSize(14336, 4096, 2, 4)
     few, many = _plan(128, tiny), _plan(16384, large)
     assert few.route == "gather" and few.seconds["gather"] < few.seconds["rotate"]
     assert many.route == "direct" and many.seconds["rotate"] < many.seconds["gather"]
@@ -38,7 +38,7 @@ def test_tiny_layers_are_gathered_and_large_ones_rotate():
 
 def test_a_large_layer_is_never_gathered():
     """However few its tokens: no rank is to hold a large layer."""
-    layer = Layer(14336, 4096, 2, 4)
+    layer = LayerSize(14336, 4096, 2, 4)
     fast = Link(4e12, 6e-6, "assumed")
     seconds = predict(RANKS, 16, layer, fast, DEVICE)
     assert seconds["gather"] < gate.MARGIN * seconds["rotate"], "control: by time alone it would be"
@@ -46,7 +46,7 @@ def test_a_large_layer_is_never_gathered():
 
 
 def test_halves_where_a_gradient_hop_outlasts_a_dgrad():
-    layer = Layer(14336, 4096, 2, 4)
+    layer = LayerSize(14336, 4096, 2, 4)
     hop = LINK.seconds_per_hop + 14336 / 8 * 4096 * 4 / LINK.bytes_per_second
     assert _plan(1024, layer).halves == (hop > gemm_seconds(DEVICE, 1024, 4096, 14336 // 8)) is True
     assert _plan(16384, layer).halves == (hop > gemm_seconds(DEVICE, 16384, 4096, 14336 // 8)) is False
@@ -54,7 +54,7 @@ def test_halves_where_a_gradient_hop_outlasts_a_dgrad():
 
 @pytest.mark.parametrize("change", [{"ranks": 1}, {"link": None}, {"device": None}])
 def test_nothing_to_decide(change):
-    plan = _plan(128, Layer(512, 512, 2, 4), **change)
+    plan = _plan(128, LayerSize(512, 512, 2, 4), **change)
     assert (plan.route, plan.halves, plan.seconds) == ("direct", False, {})
 
 
@@ -70,7 +70,7 @@ def test_devices_of_different_kinds_decide_nothing(monkeypatch):
     monkeypatch.setattr(gate, "device_of", lambda device, dtype: slow)
     deciding = gate.Gate(4, torch.device("cpu"), "direct", "auto", None)
     deciding.link = LINK
-    layer = Layer(24, 16, 8, 8)
+    layer = LayerSize(24, 16, 8, 8)
     assert deciding.plan("alike", 1, layer, torch.float64).route == "gather", "control"
     deciding.alike = False
     plan = deciding.plan("different", 1, layer, torch.float64)
@@ -82,7 +82,7 @@ def _decides(rank, ranks):
     slow = Device(flops=1e9, multiprocessors=0, seconds_per_launch=20e-6, source="assumed")
     gate.device_of = lambda device, dtype: slow
     cases, weight = Cases(), random(24, 16, dtype=torch.float64, seed=1)
-    layer = Layer(24, 16, 8, 8)
+    layer = LayerSize(24, 16, 8, 8)
     border = next(2**k for k in range(24) if _plan(2**k, layer, device=slow, ranks=ranks).route != "gather")
     routes = []
     for name, tokens in {"few": border // 4, "many on one rank": 2 * border if rank == 0 else border // 4}.items():

@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,23 +28,25 @@ _PER_RANK = re.compile(
 )
 
 
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
 @dataclass(frozen=True)
 class Mode:
     """What decides the hops of a forward besides the model."""
 
-    autocast: bool
-    dtype: torch.dtype
+    autocast: torch.dtype | None  # None: not enabled
 
     @classmethod
     def now(cls, ring: Ring) -> Mode:
-        enabled, dtype = torch.is_autocast_enabled(ring.device.type), torch.get_autocast_dtype(ring.device.type)
-        return cls(enabled, dtype)
+        kind = ring.device.type
+        return cls(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
 
 
-def facts_of(root: nn.Module) -> tuple[list[tuple], list[Any]]:
+def facts_of(root: nn.Module, named: Named) -> tuple[list[tuple], list[Any]]:
     """What may change of a model between two forwards and decides their hops: of its parameters, and how its modules
     rotate. Cheap: asked for in every forward."""
-    return _parameters(root), [_rotation(module) for module in root.modules() if isinstance(module, LiveModule)]
+    return _parameters(named), [_rotation(module) for module in root.modules() if isinstance(module, LiveModule)]
 
 
 def agree_on_model(root: nn.Module, ring: Ring, mode: Mode) -> None:
@@ -57,7 +59,7 @@ def agree_on_model(root: nn.Module, ring: Ring, mode: Mode) -> None:
     not; and the state of torch.autocast. With that, operations of the model's modules need not agree before their
     forwards. Collective.
     """
-    mine = (_parameters(root), [("torch.autocast", str(mode)), *_modules(root)])
+    mine = (_parameters(root.named_parameters()), [("torch.autocast", str(mode.autocast)), *_modules(root)])
     told = ring.exchange(hashlib.sha256(repr(mine).encode()).digest())
     differ = any(theirs != told[0] for theirs in told)
     every = ring.exchange(mine) if differ else [mine]
@@ -121,8 +123,8 @@ def _refuse_meta(root: nn.Module, names: list[str], where: str) -> None:
 # -- parameters ------------------------------------------------------------------------------------------------------
 
 
-def _parameters(root: nn.Module) -> list[tuple]:
-    return [(name, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for name, p in root.named_parameters()]
+def _parameters(named: Named) -> list[tuple]:
+    return [(name, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for name, p in named]
 
 
 def _parameters_differ(expected: list[tuple], actual: list[tuple], rank: int) -> str:

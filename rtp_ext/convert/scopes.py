@@ -125,7 +125,7 @@ class RotationState(ForwardScope):
     def _facts(self, root: nn.Module, named: list[tuple[str, nn.Parameter]]) -> Any:
         """With the names of the plain parameters that are averaged: one in the place of such a one is not yet."""
         plain = [name for name, p in named if not isinstance(p, DTensor) and is_averaged(p, self.ring)]
-        return facts_of(root), plain
+        return facts_of(root, named), plain
 
     def _average_newcomers(self, root: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
         """Parameters that were added after conversion, such as adapters', stay whole, and are averaged."""

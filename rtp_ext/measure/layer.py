@@ -32,7 +32,7 @@ from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.measure.metrics import Times
 from rtp_ext.measure.timing import Stopwatch, Together, samples
-from rtp_ext.ring import Ring
+from rtp_ext.ring import Prepared, Ring
 
 __all__ = ["PASSES", "TimedLayer", "WrongResult", "layer_times", "together"]
 
@@ -85,6 +85,7 @@ class TimedLayer:
         shards = [self._random(seed + 1000 + owner, self.rows, k) * k**-0.5 for owner in owners]
         self.whole = torch.cat(shards).to(dtype)
         self.shard = shards[ring.rank].to(dtype).requires_grad_()
+        self.prepared = Prepared()
         del shards
         self.x = self._random(seed + 2000 + ring.rank, tokens, k).to(dtype).requires_grad_()
         self.dy = self._random(seed + 3000 + ring.rank, tokens, n).to(dtype)
@@ -232,13 +233,16 @@ class TimedLayer:
         """Forward: y, and keeps nothing. Backward: dx and the gradient of the home shard."""
         if pass_ == "forward":
             with torch.no_grad():
-                return (rtp_ext.functional.rotated_linear(self.x, self.shard, ring=self.ring),)
+                return (self._linear(),)
         if self._output is None:
-            self._output = rtp_ext.functional.rotated_linear(self.x, self.shard, ring=self.ring)
+            self._output = self._linear()
         return torch.autograd.grad(self._output, (self.x, self.shard), self.dy, retain_graph=True)
 
+    def _linear(self) -> torch.Tensor:
+        return rtp_ext.functional.rotated_linear(self.x, self.shard, ring=self.ring, prepared=self.prepared)
+
     def step(self) -> tuple[torch.Tensor, ...]:
-        y = rtp_ext.functional.rotated_linear(self.x, self.shard, ring=self.ring)
+        y = self._linear()
         return y.detach(), *torch.autograd.grad(y, (self.x, self.shard), self.dy)
 
     def base(self, pass_: str) -> None:
