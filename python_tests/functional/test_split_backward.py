@@ -189,10 +189,6 @@ def _leaves(ring: rtp_ext.Ring, cases: Cases) -> None:
         assert hops.new() == (0, once)
         assert_same(shards[0].grad, weight, TOLERANCE, "weight")
         assert shards[1].grad is None and x.grad is None
-    with cases.case("leaves: a node called by hand"):
-        node = rotated_linear(x, *shards, ring=ring).grad_fn.next_functions[0][0]
-        found = node(random(3, 7, dtype=torch.float64, seed=9))
-        assert [gradient is not None for gradient in found[-3:]] == [True] * 3, "expected everything"
 
 
 def _disagreeing(ring: rtp_ext.Ring, cases: Cases) -> None:

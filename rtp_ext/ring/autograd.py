@@ -67,8 +67,6 @@ def wanted(ctx: Any) -> tuple[bool, ...]:
     Zero-bubble pipelines, and torch.autograd.grad of some tensors, run a backward for inputs alone or parameters alone,
     of which `needs_input_grad` knows nothing. In a backward only.
     """
-    if torch._C._current_graph_task_id() == -1:  # somebody calls the node by hand
-        return ctx.needs_input_grad
     nodes = (node for node, _ in ctx.next_functions if node is not None)  # of the arguments that need a gradient
     return tuple(needed and _will_be_executed(next(nodes)) for needed in ctx.needs_input_grad)
 
