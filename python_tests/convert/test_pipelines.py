@@ -96,9 +96,11 @@ class Pipeline:
         self.first, self.last = 0 in stages, count - 1 in stages
         self.optimizer = adamw([p for stage in stages.values() for p in stage.parameters()], lr=0.01)
 
-    def hops(self) -> dict[int, tuple[int, int]]:
-        rings = {index: rtp_ext.ring_of(stage) for index, stage in self.stages.items()}
-        return {index: (ring.hops("weight"), ring.hops("gradient")) for index, ring in rings.items()}
+    def hops(self) -> dict[int, tuple[int, ...]]:
+        """By stage: hops of weights, of gradients; those that were sent ahead, and how many of these were used."""
+        rings = [rtp_ext.ring_of(stage) for stage in self.stages.values()]
+        counts = [(ring.hops("weight"), ring.hops("gradient"), *ring.prefetched()) for ring in rings]
+        return dict(zip(self.stages, counts, strict=True))
 
     def step(self, ids: Tensor, targets: Tensor) -> float | None:
         losses: list[Tensor] = []
@@ -157,14 +159,15 @@ def _trains(rank, ranks, schedules):
 
 def test_like_one_process():
     for hops in run_ranks(_trains, 4, SCHEDULES):
-        for (schedule, index), (weights, gradients) in hops.items():
+        for (schedule, index), (weights, gradients, sent, used) in hops.items():
+            assert sent == used > 0, f"{schedule}, stage {index}: {used} of {sent} hops that were sent ahead were used"
             if schedule != ScheduleInterleavedZeroBubble.__name__:
                 continue
             at_once = hops[ScheduleInterleaved1F1B.__name__, index]
             # The weights of the MLP bundle travel in both backwards; the first stage has one of the usual kind.
             bundle = MICRO if index > 0 else 0
-            expected = at_once[0] + bundle, at_once[1]
-            assert (weights, gradients) == expected, f"stage {index}: expected {expected}, got {(weights, gradients)}"
+            expected = at_once[0] + bundle, *at_once[1:]
+            assert (weights, gradients, sent, used) == expected, f"stage {index}: expected {expected}"
 
 
 def test_rings_of_three():

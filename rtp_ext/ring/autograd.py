@@ -65,10 +65,15 @@ def wanted(ctx: Any) -> tuple[bool, ...]:
     what the engine will not follow.
 
     Zero-bubble pipelines, and torch.autograd.grad of some tensors, run a backward for inputs alone or parameters alone,
-    of which `needs_input_grad` knows nothing. In a backward only.
+    of which `needs_input_grad` knows nothing. In a backward only, and for Functions that take inputs before parameters.
     """
-    nodes = (node for node, _ in ctx.next_functions if node is not None)  # of the arguments that need a gradient
-    return tuple(needed and _will_be_executed(next(nodes)) for needed in ctx.needs_input_grad)
+    nodes = [node for node, _ in ctx.next_functions if node is not None]  # of the arguments that need a gradient
+    executed = [_will_be_executed(node) for node in nodes]
+    call = getattr(ctx, "call", None)
+    if call is not None and executed and not executed[0]:
+        call.ring.pass_by()
+    found = iter(executed)
+    return tuple(needed and next(found) for needed in ctx.needs_input_grad)
 
 
 def _will_be_executed(node: Any) -> bool:

@@ -173,6 +173,7 @@ class Ring(Rotation):
         self.slot_cap, self.prefetch = slot_cap, prefetch
         self._agreements = itertools.count(1)
         self._forward_phase = 0
+        self._passing_by = -1  # id of the backward that told nothing of the order of others
 
     def _prepare(self, native: Any, route: str, gradient_halves: bool | None) -> None:
         """The executor and the gate, once transport and routes are known."""
@@ -258,7 +259,7 @@ class Ring(Rotation):
         """
         self.check_alive(operation)
         task = torch._C._current_graph_task_id()
-        phase = task + 1 if task >= 0 else self._forward_phase
+        phase = self._forward_phase if task < 0 else 0 if task == self._passing_by else task + 1
         self._executor.enter(phase, task >= 0, serial, watched)
         try:
             return function(self._executor, *arguments)
@@ -278,6 +279,11 @@ class Ring(Rotation):
 
     def end_forward(self) -> None:
         self._forward_phase = 0
+
+    def pass_by(self) -> None:
+        """The backward that runs computes gradients of parameters alone. Such come between backwards that compute those
+        of inputs, whose order stays known."""
+        self._passing_by = torch._C._current_graph_task_id()
 
     def measure_link(self, shard_bytes: int = 16 << 20, repeats: int = 5) -> Link:
         """Times hops of this ring, and lets the gate reckon with them. Collective; for layers that come after it.
