@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from autograd_subjects import SUBJECTS, Subject, converted, features
+from autograd_subjects import SUBJECTS, Subject, converted, features, numbers
 from harness import Cases, run_ranks
 from reference import assert_same, chunk, differs, full, local, random
 from test_autograd import named, weighed
@@ -191,6 +191,29 @@ def _leaves(ring: rtp_ext.Ring, cases: Cases) -> None:
         assert shards[1].grad is None and x.grad is None
 
 
+def _parts(ring: rtp_ext.Ring, cases: Cases) -> None:
+    """A part that was converted before the model: what the model was called with tells of its backward too."""
+    plain = Subject(lambda: nn.Sequential(nn.Embedding(5, 6), Scaled(), nn.Linear(7, 6), Scaled()), features()).make()
+    for split in (True, False):  # what comes after the embedding is a stage whose inputs want gradients
+        expected = nn.Sequential(*plain[1:]) if split else plain
+        model = copy.deepcopy(expected)
+        model.zero_grad()
+        converted(model[-1], ring, False)
+        converted(model, ring, False)
+        inputs = [random(3, 6, dtype=torch.float64, seed=rank).requires_grad_() for rank in range(ring.size)]
+        batches = inputs if split else [numbers(3, 4, seed=rank) for rank in range(ring.size)]
+        expected.zero_grad()
+        (sum(weighed(expected(x)) for x in batches) / ring.size).backward()
+        loss = weighed(model(batches[ring.rank]))
+        if split:
+            _, groups = stage_backward_input([loss], None, [batches[ring.rank]], model.parameters())
+            stage_backward_weight(model.parameters(), groups)
+        else:
+            loss.backward()
+        with cases.case(f"a model with a part, split {split}"):
+            gradients_of(model, {name: parameter.grad for name, parameter in expected.named_parameters()})
+
+
 def _disagreeing(ring: rtp_ext.Ring, cases: Cases) -> None:
     model = converted(Subject(Scaled, features(3, 6)).make(), ring, False)
     with cases.case("inputs that want gradients on one rank"), pytest.raises(ValueError, match="on all ranks"):
@@ -207,6 +230,7 @@ def _splits(rank, ranks):
         _checkpointed(ring, cases)
         _adapted(ring, cases)
         _leaves(ring, cases)
+        _parts(ring, cases)
         _disagreeing(ring, cases)
     cases.finish()
 
