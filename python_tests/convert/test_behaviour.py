@@ -309,8 +309,15 @@ def test_like_one_process(behaviour):
 
 
 def _subgroups(rank, ranks, members):
-    """Every group of ranks trains its own model; ranks outside all groups do nothing."""
+    """Every group of ranks trains its own model; ranks outside all groups do nothing. Then all make a group again."""
     groups = [dist.new_group(group) for group in members]
+    _train_apart(rank, groups, members)
+    together = torch.ones(())
+    dist.all_reduce(together, group=dist.new_group())
+    assert together == ranks
+
+
+def _train_apart(rank, groups, members):
     mine = next((number for number, group in enumerate(members) if rank in group), None)
     if mine is None:
         return

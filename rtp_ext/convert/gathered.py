@@ -8,6 +8,8 @@ averages the gradient over the ring. Outside, the module shows the Parameter.
 from __future__ import annotations
 
 import copy
+import functools
+import types
 import weakref
 from typing import Any
 
@@ -19,6 +21,7 @@ from rtp_ext.parameters.gather import gather
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
 from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import first_order_only
 
 # Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
 # once in a forward. Autograd keeps them for backward in any case; larger ones are gathered when they are used.
@@ -33,6 +36,7 @@ class ForwardScope:
         self.mp_policy = mp_policy
         self.depth = 0
         self.root_depth = 0  # of forwards of the whole model
+        self.split = False  # a backward may compute the gradients of the inputs first, those of parameters later
         self.small: list[GatheredModule] = []  # gathered all at once in a forward of the whole model
         self.gathered: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}  # by id of the owner
 
@@ -69,7 +73,12 @@ class ForwardScope:
     def _gather(self, owners: list[GatheredModule]) -> list[dict[str, torch.Tensor]]:
         """The whole parameters of each owner, by one collective."""
         own = [owner.sharded() for owner in owners]
-        whole = iter(gather([p for parameters in own for p in parameters.values()], self.ring, self.mp_policy))
+        # A pipeline that computes the gradients of inputs first, and those of parameters later, does the latter for one
+        # node of autograd after the other, and frees what lies between the places where its parameters are used.
+        counts = None
+        if self.split or self.root_depth == 0:
+            counts = [count for owner in owners for count in owner.used_together()]
+        whole = iter(gather([p for parameters in own for p in parameters.values()], self.ring, self.mp_policy, counts))
         return [{name: next(whole) for name in parameters} for parameters in own]
 
 
@@ -83,12 +92,18 @@ class GatheredModule(LiveModule):
     """Mixin of modules whose own parameters are gathered. Made by `make_gathered`."""
 
     _parameters: dict[str, Any]
+    _modules: dict[str, Any]
     scope: ForwardScope
     gathered_names: tuple[str, ...]
 
     def sharded(self) -> dict[str, torch.Tensor]:
         """The registered parameters that are gathered, by name."""
         return {name: self._parameters[name] for name in self.gathered_names}
+
+    def used_together(self) -> list[int]:
+        """How many of the parameters that are gathered are used at one place, with no other module in between."""
+        count = len(self.gathered_names)
+        return [1] * count if self._modules else [count]
 
 
 class GatheredRNN(GatheredModule):
@@ -158,24 +173,24 @@ def is_averaged(parameter: torch.Tensor, ring: Ring) -> bool:
 
 
 def average_gradient(parameter: torch.Tensor, ring: Ring) -> bool:
-    """Averages the gradient of a whole parameter over the ring as it accumulates. Returns whether it did not yet."""
+    """Averages every gradient of a whole parameter over the ring. Returns whether it did not yet."""
     if is_averaged(parameter, ring):
         return False
 
-    def average(parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        # what was averaged before is equal on all ranks, and stays as it is
-        dense = ring.all_reduce(gradient.to_dense().clone()).div_(ring.size)
-        parameter.grad = dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
+    @first_order_only
+    def average(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        dense = ring.all_reduce(gradient.to_dense().clone(memory_format=torch.contiguous_format)).div_(ring.size)
+        return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
+    # Not when the gradient has accumulated: torch.autograd.grad, which zero-bubble pipelines use, accumulates nothing.
+    hook = torch.utils.hooks.unserializable_hook(functools.partial(average, types.SimpleNamespace()))
     # torch.utils.swap_tensors leaves the hooks listed, and nobody calls them until the list is set again.
     holder: Any = parameter
-    listed = holder._post_accumulate_grad_hooks or {}
-    for key in [key for key, hook in listed.items() if hasattr(hook, _WATCHED)]:
+    listed = holder._backward_hooks or {}
+    for key in [key for key, other in listed.items() if hasattr(other, _WATCHED)]:
         del listed[key]
-    holder._post_accumulate_grad_hooks = listed or None
-    setattr(average, _WATCHED, ring.serial)
-    parameter.register_post_accumulate_grad_hook(average)
+    holder._backward_hooks = listed or None
+    setattr(hook, _WATCHED, ring.serial)
+    parameter.register_hook(hook)
     parameter.__dict__[_WATCHED] = ring.serial
     return True

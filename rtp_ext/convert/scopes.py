@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rtp_ext.convert.adapters import let_adapters_merge
 from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew
@@ -48,6 +48,7 @@ class RotationState(ForwardScope):
         self.failing: Any = None  # the exception that was being handled then
         self.agreed: Any = None  # facts of the model that the ranks have compared
         self.modes: set[Mode] = set()  # and the modes, with these facts
+        self.agreed_splits: set[bool] = set()  # values of `split` that the ranks have seen together
         self.ignored: set[str] = set()  # names of parameters that are not averaged
 
     def __deepcopy__(self, memo: dict) -> RotationState:
@@ -107,6 +108,26 @@ class RotationState(ForwardScope):
         self.failing = None
         if not failed:
             self.ring.settle()
+
+    def foresee(self, root: nn.Module, arguments: Any) -> None:
+        """Whether the backward of the forward that has begun may be split: what the whole model was called with wants
+        gradients. Collective where that is new, for the reductions of the backward follow from it."""
+        if self.root_depth > 1 or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+            return
+        around = next((state for state in self.outer() if state.root_depth), None)
+        if around is not None:
+            self.split = around.split
+            return
+        self.split = any(isinstance(value, torch.Tensor) and value.requires_grad for value in tree_leaves(arguments))
+        if self.split in self.agreed_splits:
+            return
+        told = self.ring.exchange(self.split)
+        if len(set(told)) > 1:
+            raise ValueError(
+                f"{type(root).__name__}: expected inputs that want gradients on all ranks of the ring or on none, got "
+                f"requires_grad {told}"
+            )
+        self.agreed_splits.add(self.split)
 
     def check_agreement(self, root: nn.Module) -> None:
         """Before the first forward, and whenever something has changed that decides hops, all ranks compare their
@@ -216,6 +237,7 @@ def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple
     state.enter()
     state.plan(root)
     state.ring.check_alive(f"{type(root).__name__} forward")
+    state.foresee(root, (arguments, keywords))
     policy = state.mp_policy
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return None

@@ -21,7 +21,7 @@ from rtp_ext.functional._call import (
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
 from rtp_ext.parameters.sharding import lay_out
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import first_order_only, wanted
 
 _aten = torch.ops.aten
 
@@ -127,8 +127,8 @@ class _RotatedConvolution(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = saved(ctx)
         call, convolution = ctx.call, ctx.convolution
-        needs_x, needs_weight, needs_bias = ctx.needs
-        if not any(ctx.needs):
+        needs_x, needs_weight, needs_bias = wanted(ctx)[2:]
+        if not (needs_x or needs_weight or needs_bias):
             return None, None, None, None, None
         scale = 1.0 / call.ring.size
         dx = None

@@ -17,7 +17,7 @@ from rtp_ext.functional._call import (
     saved,
 )
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import first_order_only, wanted
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -26,7 +26,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, shape: Any, targets, x, *parameters):
         ctx.call, ctx.shape = call, shape
-        ctx.needs_x, *ctx.needs_parameter = ctx.needs_input_grad[3:]
         result = call.run(_native.cross_entropy_forward, x, targets, parameters, shape, call.options)
         ctx.save_for_backward(x, targets, result.lse, *parameters)
         return result.loss
@@ -35,6 +34,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @first_order_only
     def backward(ctx, dloss):
         x, targets, lse, *parameters = saved(ctx)
+        needs_x, *needs_parameter = wanted(ctx)[3:]
         dx, *gradients = ctx.call.run(
             _native.cross_entropy_backward,
             dloss.contiguous(),
@@ -43,8 +43,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             lse,
             parameters,
             ctx.shape,
-            ctx.needs_x,
-            ctx.needs_parameter,
+            needs_x,
+            needs_parameter,
             ctx.call.options,
         )
         return None, None, None, dx, *in_dtypes_of(parameters, gradients)

@@ -21,7 +21,7 @@ from rtp_ext.functional._call import (
 )
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import first_order_only, wanted
 
 CLAMPED_SWIGLU = "clamped_swiglu"  # the gate of GPT-OSS
 # name -> (activation of the engine, gated)
@@ -32,7 +32,6 @@ class _RotatedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, shape: Any, keep: bool, read: list[bool], index, x, weights, *parameters):
         ctx.call, ctx.shape = call, shape
-        ctx.needs = ctx.needs_input_grad[5:]
         routed = call.run(_native.experts_forward, x, weights, index, parameters, shape, keep, call.options)
         ctx.starts = routed.starts
         ctx.save_for_backward(x, weights, *watched_where_read(parameters, read), routed.order, routed.kept)
@@ -50,7 +49,7 @@ class _RotatedExperts(torch.autograd.Function):
             _native.ExpertsResult(kept, order, ctx.starts),
             parameters,
             ctx.shape,
-            ctx.needs,
+            wanted(ctx)[5:],
             ctx.call.options,
         )
         return None, None, None, None, None, dx, dweights, *in_dtypes_of(parameters, gradients)

@@ -15,7 +15,7 @@ from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, 
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
 from rtp_ext.parameters.sharding import lay_out, local_shard
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import first_order_only, wanted
 
 
 class _Sum:
@@ -75,17 +75,17 @@ class _Flyweight(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         call, copies = ctx.call, ctx.copies
         ring, device = call.ring, call.ring.device
-        needs = ctx.needs_input_grad[2:]
+        needs = wanted(ctx)[2:]
         inputs, replicated, homes = copies.split(saved(ctx))
         _, needs_replicated, needs_shard = copies.split(needs)
-        wanted = [index for index, needed in enumerate(needs_shard) if needed]
-        gradients = [homes[i].new_empty(homes[i].shape, dtype=call.reduce_dtype) for i in wanted]
+        travelling = [index for index, needed in enumerate(needs_shard) if needed]
+        gradients = [homes[i].new_empty(homes[i].shape, dtype=call.reduce_dtype) for i in travelling]
         execution = call.run(
             _native.Execution.backward,
             list(homes),
             copies.shapes(copies.cuts, ring),
             gradients,
-            copies.shapes([copies.cuts[i] for i in wanted], ring),
+            copies.shapes([copies.cuts[i] for i in travelling], ring),
             call.options,
             True,
             True,
@@ -108,7 +108,7 @@ class _Flyweight(torch.autograd.Function):
             for total, share in zip(sums, shares, strict=True):
                 if share is not None:
                     total.add(share)
-            pending[owner] = [of_shards[i] for i in wanted]
+            pending[owner] = [of_shards[i] for i in travelling]
 
         def wgrad(owner: int) -> None:
             out = execution.gradient_out()
@@ -118,7 +118,7 @@ class _Flyweight(torch.autograd.Function):
 
         def compute(step: Any) -> None:
             if copies.skips(step.owner):
-                pending[step.owner] = [None] * len(wanted)
+                pending[step.owner] = [None] * len(travelling)
             if step.compute == "wgrad":
                 wgrad(step.owner)
             elif not copies.skips(step.owner):
@@ -136,7 +136,7 @@ class _Flyweight(torch.autograd.Function):
         ]
         of_inputs, of_replicated = totals[: len(inputs)], totals[len(inputs) :]
         of_homes: list[Tensor | None] = [None] * len(homes)
-        for index, gradient in zip(wanted, gradients, strict=True):
+        for index, gradient in zip(travelling, gradients, strict=True):
             of_homes[index] = gradient.to(homes[index].dtype)
         return None, None, *of_inputs, *_average(call, replicated, of_replicated, needs_replicated), *of_homes
 

@@ -19,7 +19,7 @@ from rtp_ext.functional._call import (
     watched_where_read,
 )
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import first_order_only, wanted
 from rtp_ext.ring.gate import LayerSize
 
 
@@ -37,10 +37,11 @@ class _PartialLinear(torch.autograd.Function):
     @first_order_only
     def backward(ctx, dy):
         x, weight = saved(ctx)
-        if not any(ctx.needs):
+        needs = wanted(ctx)[2:]
+        if not any(needs):
             return None, None, None, None, None
         dx, dweight, dbias = ctx.call.run(
-            _native.partial_linear_backward, dy.contiguous(), x, weight, ctx.shape, ctx.needs, ctx.call.options
+            _native.partial_linear_backward, dy.contiguous(), x, weight, ctx.shape, needs, ctx.call.options
         )
         dweight = None if dweight is None else dweight.to(weight.dtype)
         dbias = None if dbias is None else dbias.to(ctx.bias_dtype)
@@ -78,6 +79,7 @@ class _Linears(torch.autograd.Function):
         bundle = ctx.bundle
         kept = saved(ctx)
         inputs, parameters = kept[: bundle.inputs], kept[bundle.inputs :]
+        needs = wanted(ctx)[2:]
         gradients = ctx.call.run(
             _native.linear_backward,
             [None if dy is None else dy.contiguous() for dy in dys],
@@ -85,8 +87,8 @@ class _Linears(torch.autograd.Function):
             parameters,
             bundle.layers,
             bundle.projections,
-            ctx.needs_input,
-            ctx.needs_parameter,
+            needs[: bundle.inputs],
+            needs[bundle.inputs :],
             ctx.call.options,
         )
         of_inputs, of_parameters = gradients[: bundle.inputs], gradients[bundle.inputs :]

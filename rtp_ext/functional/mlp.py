@@ -19,7 +19,7 @@ from rtp_ext.functional._call import (
     watched_where_read,
 )
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import first_order_only, wanted
 
 # name -> (activation of the engine, gated)
 ACTIVATIONS = {
@@ -38,8 +38,6 @@ class _RotatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, shape: Any, keep: bool, read: list[bool], x, *parameters):
         ctx.call, ctx.shape = call, shape
-        needs_x, *ctx.needs_parameter = ctx.needs_input_grad[4:]
-        ctx.needs_x = needs_x
         result = call.run(_native.mlp_forward, x, parameters, shape, keep, call.options)
         ctx.parameters = len(parameters)
         ctx.save_for_backward(x, *watched_where_read(parameters, read), *result.kept)
@@ -50,6 +48,7 @@ class _RotatedMLP(torch.autograd.Function):
     def backward(ctx, dy):
         x, *rest = saved(ctx)
         parameters, kept = rest[: ctx.parameters], rest[ctx.parameters :]
+        needs_x, *needs_parameter = wanted(ctx)[4:]
         dx, *gradients = ctx.call.run(
             _native.mlp_backward,
             dy.contiguous(),
@@ -57,8 +56,8 @@ class _RotatedMLP(torch.autograd.Function):
             kept,
             parameters,
             ctx.shape,
-            ctx.needs_x,
-            ctx.needs_parameter,
+            needs_x,
+            needs_parameter,
             ctx.call.options,
         )
         return None, None, None, None, dx, *in_dtypes_of(parameters, gradients)

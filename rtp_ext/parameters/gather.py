@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +12,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from rtp_ext._native import shard_sizes, share_version
 from rtp_ext.parameters.sharding import local_shard, shard_dim_of
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import first_order_only, wanted
 
 _ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
 
 
-def gather(parameters: list[torch.Tensor], ring: Ring, mp_policy: MixedPrecisionPolicy) -> list[torch.Tensor]:
+def gather(
+    parameters: list[torch.Tensor],
+    ring: Ring,
+    mp_policy: MixedPrecisionPolicy,
+    reduced_together: Sequence[int] | None = None,
+) -> list[torch.Tensor]:
     """Whole parameters from their shards, differentiable. Collective.
 
-    One flat all-gather; in backward one flat reduction, which averages over the ring.
+    One flat all-gather; in backward one flat reduction, which averages over the ring; or several, of as many parameters
+    each as `reduced_together` says.
     """
     shards = []
     for parameter in parameters:
@@ -28,10 +35,15 @@ def gather(parameters: list[torch.Tensor], ring: Ring, mp_policy: MixedPrecision
             shard = shard.to(mp_policy.param_dtype)
         shards.append(shard)
     layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, shards, strict=True)]
-    gathered = _Gather.apply(ring, layouts, mp_policy.reduce_dtype, *shards)
+    with torch.no_grad():
+        every = _gather_flat(ring, layouts, shards)
+    gathered: list[torch.Tensor] = []
+    for count in reduced_together or [len(parameters)]:
+        these = slice(len(gathered), len(gathered) + count)
+        gathered += _Gather.apply(ring, layouts[these], mp_policy.reduce_dtype, every[these], *shards[these])
     for parameter, whole in zip(parameters, gathered, strict=True):
         share_version(whole, parameter)  # a backward that needs it notices that the parameter was written since
-    return list(gathered)
+    return gathered
 
 
 @dataclass(frozen=True)
@@ -63,61 +75,71 @@ class _Layout:
         return whole.narrow(self.dim, sum(self.sizes[:owner]), self.sizes[owner])
 
 
-class _Gather(torch.autograd.Function):
+def _gather_flat(ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor]) -> list[torch.Tensor]:
     """Shards travel as bytes, so that parameters of several dtypes share one collective."""
+    sections = [layout.flat_bytes for layout in layouts]
+    flat = torch.zeros(sum(sections), dtype=torch.uint8, device=ring.device)
+    for shard, layout, section in zip(shards, layouts, flat.split(sections), strict=True):
+        if layout.dim is not None:
+            section[: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
+    # [R, bytes] cut into one [R, bytes of a parameter] for each
+    gathered = ring.all_gather(flat) if flat.numel() else flat.expand(ring.size, -1)
+    return [
+        shard.clone() if layout.dim is None else _assemble(layout, part, shard.dtype)
+        for shard, layout, part in zip(shards, layouts, gathered.split(sections, dim=1), strict=True)
+    ]
+
+
+class _Gather(torch.autograd.Function):
+    """Whole parameters out of shards, which have been gathered already."""
 
     @staticmethod
-    def forward(ctx, ring: Ring, layouts: list[_Layout], reduce_dtype: torch.dtype | None, *shards: torch.Tensor):
+    def forward(
+        ctx,
+        ring: Ring,
+        layouts: list[_Layout],
+        reduce_dtype: torch.dtype | None,
+        whole: list[torch.Tensor],
+        *shards: torch.Tensor,
+    ):
         ctx.ring, ctx.layouts, ctx.reduce_dtype = ring, layouts, reduce_dtype
         ctx.dtypes = [shard.dtype for shard in shards]
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
-        sections = [layout.flat_bytes for layout in layouts]
-        flat = torch.zeros(sum(sections), dtype=torch.uint8, device=ring.device)
-        for shard, layout, section in zip(shards, layouts, flat.split(sections), strict=True):
-            if layout.dim is not None:
-                section[: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
-        # [R, bytes] cut into one [R, bytes of a parameter] for each
-        gathered = ring.all_gather(flat) if flat.numel() else flat.expand(ring.size, -1)
-        every = gathered.split(sections, dim=1)
-        whole = tuple(
-            shard.clone() if layout.dim is None else _assemble(layout, part, shard.dtype)
-            for shard, layout, part in zip(shards, layouts, every, strict=True)
-        )
         # A frozen parameter stays one, whoever is gathered along with it: activation checkpointing compares what
         # autograd saves in the forward and in the recomputation, where other parameters come along.
         ctx.mark_non_differentiable(
-            *(tensor for tensor, wanted in zip(whole, ctx.needs_input_grad[3:], strict=True) if not wanted)
+            *(tensor for tensor, needed in zip(whole, ctx.needs_input_grad[4:], strict=True) if not needed)
         )
-        return whole
+        return tuple(whole)
 
     @staticmethod
     @first_order_only
     def backward(ctx, *gradients: torch.Tensor | None):
         ring, layouts = ctx.ring, ctx.layouts
         # All ranks reduce the same parameters, whether they used them or not; behind the values, who did.
-        wanted = [i for i in range(len(layouts)) if ctx.needs_input_grad[3 + i]]
+        reduced = [i for i, needed in enumerate(wanted(ctx)[4:]) if needed]
         result: list[torch.Tensor | None] = [None] * len(layouts)
-        if wanted:
-            double = any(ctx.dtypes[i] == torch.float64 for i in wanted)
+        if reduced:
+            double = any(ctx.dtypes[i] == torch.float64 for i in reduced)
             dtype = ctx.reduce_dtype or (torch.float64 if double else torch.float32)
-            counts = [math.prod(layouts[i].shape) for i in wanted]
-            flat = torch.zeros(sum(counts) + len(wanted), dtype=dtype, device=ring.device)
-            *values, used = flat.split([*counts, len(wanted)])
-            for position, i in enumerate(wanted):
+            counts = [math.prod(layouts[i].shape) for i in reduced]
+            flat = torch.zeros(sum(counts) + len(reduced), dtype=dtype, device=ring.device)
+            *values, used = flat.split([*counts, len(reduced)])
+            for position, i in enumerate(reduced):
                 gradient = gradients[i]
                 if gradient is not None:
                     values[position].copy_(gradient.reshape(-1))
                     used[position] = 1
             ring.all_reduce(flat).div_(ring.size)
             # On CUDA nobody waits to learn who used what: a parameter that no rank used gets zeros there.
-            everywhere_unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(wanted)
-            for position, i in enumerate(wanted):
+            everywhere_unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(reduced)
+            for position, i in enumerate(reduced):
                 if everywhere_unused[position]:
                     continue
                 mine = layouts[i].take(values[position].view(layouts[i].shape), ring.rank)
                 # a copy: the gradient must not keep the whole buffer alive
                 result[i] = mine.to(ctx.dtypes[i], copy=True, memory_format=torch.contiguous_format)
-        return None, None, None, *result
+        return None, None, None, None, *result
 
 
 def _assemble(layout: _Layout, every: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

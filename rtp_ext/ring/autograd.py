@@ -52,12 +52,38 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         sources = [source for source in sources if source is not None and source.requires_grad]
         several = results if isinstance(results, tuple) else (results,)
         made = [result for result in several if result is not None]
-        name = call.name if call else "the gradient of a sharded parameter"
+        name = call.name if call else "the gradient of a parameter"
         refusing = iter(_FirstOrder.apply(name, len(made), *made, *sources))
         several = tuple(None if result is None else next(refusing) for result in several)
         return several if isinstance(results, tuple) else several[0]
 
     return once
+
+
+def wanted(ctx: Any) -> tuple[bool, ...]:
+    """Of which arguments of an autograd Function this backward wants gradients: what `ctx.needs_input_grad` says, less
+    what the engine will not follow.
+
+    Zero-bubble pipelines, and torch.autograd.grad of some tensors, run a backward for inputs alone or parameters alone,
+    of which `needs_input_grad` knows nothing. In a backward only, and for Functions that take inputs before parameters.
+    """
+    nodes = [node for node, _ in ctx.next_functions if node is not None]  # of the arguments that need a gradient
+    executed = [_will_be_executed(node) for node in nodes]
+    call = getattr(ctx, "call", None)
+    if call is not None and executed and not executed[0]:
+        call.ring.pass_by()
+    found = iter(executed)
+    return tuple(needed and next(found) for needed in ctx.needs_input_grad)
+
+
+def _will_be_executed(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        # It tells all but the leaves whose gradients torch.autograd.grad was asked for: those it refuses to tell.
+        if "A leaf node was passed" not in str(error):
+            raise
+        return True
 
 
 _followed: set[DeviceMesh] = set()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,9 +52,10 @@ class Groups:
                 self._collective = self.new_group("nccl")
 
     def new_group(self, backend: str) -> dist.ProcessGroup:
-        group: Any = dist.new_group(
-            self._members, timeout=self.timeout, backend=backend, use_local_synchronization=True
-        )
+        with _counted_apart(self._members):
+            group: Any = dist.new_group(
+                self._members, timeout=self.timeout, backend=backend, use_local_synchronization=True
+            )
         self._groups.append(group)
         return group
 
@@ -123,6 +126,31 @@ class Groups:
             return values.mul_(self.size)
         self._collectively("all_reduce", dist.all_reduce, values, group=self._collective)
         return values
+
+
+# By world: how many groups of rings were made there over the same ranks.
+_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _counted_apart(members: list[int]) -> Iterator[None]:
+    """Lets torch make a group that it does not count.
+
+    It names a group by how many its process has made, and members wait for each other under that name. Of rings a
+    process may have made more than another, as stages of a pipeline do, or ranks outside of all rings: the next group
+    that both are in would never come about.
+    """
+    if not _NAMES_ARE_COUNTED:
+        yield
+        return
+    state: Any = dist.distributed_c10d._world
+    counts = _made.setdefault(dist.group.WORLD, Counter())
+    counts[tuple(members)] += 1
+    before, state.group_count = state.group_count, -counts[tuple(members)]  # torch's own are not negative
+    try:
+        yield
+    finally:
+        state.group_count = before
 
 
 def _destroy(groups: list[dist.ProcessGroup], world: Any, owner: int, unclosed: bool = False) -> None:

@@ -176,6 +176,7 @@ class Ring(Primitives):
         self.slot_cap, self.prefetch = slot_cap, prefetch
         self._agreements = itertools.count(1)
         self._forward_phase = 0
+        self._passing_by = -1  # id of the backward that told nothing of the order of others
         self._forwards = 0  # of models, one within another, that are running
         self._ledger = Ledger()
         self.common = Prepared()
@@ -269,7 +270,8 @@ class Ring(Primitives):
             self.check_alive(operation)
         if backward and self._ledger.open:  # of a forward that did not end, or has not yet
             self.settle()
-        self._executor.enter(task + 1 if backward else self._forward_phase, backward, serial, watched)
+        phase = self._forward_phase if not backward else 0 if task == self._passing_by else task + 1
+        self._executor.enter(phase, backward, serial, watched)
         try:
             return function(self._executor, *arguments)
         except RotationError:
@@ -303,6 +305,11 @@ class Ring(Primitives):
         """Has the ranks compare what was postponed. Raises ValueError on every rank where it differs. Collective, where
         there is anything."""
         self._ledger.settle(self.exchange)
+
+    def pass_by(self) -> None:
+        """The backward that runs computes gradients of parameters alone. Such come between backwards that compute those
+        of inputs, whose order stays known."""
+        self._passing_by = torch._C._current_graph_task_id()
 
     def measure_link(self, shard_bytes: int = 16 << 20, repeats: int = 5) -> Link:
         """Times hops of this ring, and lets the gate reckon with them. Collective; for layers that come after it.
