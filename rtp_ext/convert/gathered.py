@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from rtp_ext.outer import OuterPolicy
 from rtp_ext.parameters.gather import gather
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
@@ -152,25 +153,27 @@ def _gathered_property(name: str) -> property:
 _WATCHED = "_rtp_averaged"  # attribute of a whole parameter: the serial of the ring that averages its gradient
 
 
-def average_gradient(parameter: torch.Tensor, ring: Ring) -> bool:
-    """Averages the gradient of a whole parameter over the ring as it accumulates. Returns whether it did not yet."""
+def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: OuterPolicy | None) -> bool:
+    """Averages every new gradient of a whole parameter over the ring and its replicas, in each backward, whatever the
+    outer policy leaves for later. Returns whether it did not yet."""
     if parameter.__dict__.get(_WATCHED) == ring.serial:
         return False
 
-    def average(parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        # what was averaged before is equal on all ranks, and stays as it is
+    def average(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:
+            return None
         dense = ring.all_reduce(gradient.to_dense().clone()).div_(ring.size)
-        parameter.grad = dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
+        if outer is not None:
+            dense = outer.reduce_whole(dense, name)
+        return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
     # torch.utils.swap_tensors leaves the hooks listed, and nobody calls them until the list is set again.
     holder: Any = parameter
-    listed = holder._post_accumulate_grad_hooks or {}
+    listed = holder._backward_hooks or {}
     for key in [key for key, hook in listed.items() if hasattr(hook, _WATCHED)]:
         del listed[key]
-    holder._post_accumulate_grad_hooks = listed or None
+    holder._backward_hooks = listed or None
     setattr(average, _WATCHED, ring.serial)
-    parameter.register_post_accumulate_grad_hook(average)
+    parameter.register_hook(average)
     parameter.__dict__[_WATCHED] = ring.serial
     return True

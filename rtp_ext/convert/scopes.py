@@ -23,6 +23,7 @@ from rtp_ext.convert.agreement import agree_on_model
 from rtp_ext.convert.bundled import OWN_HOOKS
 from rtp_ext.convert.gathered import ForwardScope, GatheredModule, average_gradient
 from rtp_ext.convert.whole_embedding import WholeEmbedding
+from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import expect_own_shard
 
@@ -46,11 +47,13 @@ class RotationState(ForwardScope):
         self.began = False  # whether this state told the ring that a forward started
         self.agreed: list[tuple[Any, torch.dtype, bool]] | None = None
         self.ignored: set[str] = set()  # names of parameters that are not averaged
+        self.outer_policy: OuterPolicy | None = None  # what happens between replicas
 
     def __deepcopy__(self, memo: dict) -> RotationState:
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, RotationState)
         twin.ignored = set(self.ignored)
+        twin.outer_policy = copy.deepcopy(self.outer_policy, memo)
         twin.root = _copy_of(self.root, memo)
         for around in self.around:
             state = around()
@@ -82,6 +85,8 @@ class RotationState(ForwardScope):
             return
         if not any(state.root_depth for state in self.outer()):
             self.ring.begin_forward()
+            if self.outer_policy is not None:
+                self.outer_policy.restart()
             self.began = True
 
     def end(self) -> None:
@@ -97,6 +102,8 @@ class RotationState(ForwardScope):
         if now == self.agreed:
             return
         agree_on_model(root, self.ring)
+        if self.outer_policy is not None:
+            self.outer_policy.claim(root)
         self._average_newcomers(root, named)
         let_adapters_merge(root)
         self.agreed = now
@@ -113,7 +120,7 @@ class RotationState(ForwardScope):
             and not isinstance(parameter, DTensor)
             and name not in self.ignored
             and id(parameter) not in tables  # a sparse one, averaged already
-            and average_gradient(parameter, self.ring)
+            and average_gradient(name, parameter, self.ring, self.outer_policy)
         ]
         if added:
             logger.info(

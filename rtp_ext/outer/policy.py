@@ -1,0 +1,238 @@
+"""What all outer policies share: the parameters that are theirs, the scale of gradients, and what replicas compare."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rtp_ext.outer.replicas import Replicas
+from rtp_ext.parameters.sharding import held
+from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import CLAIM
+
+
+@dataclass
+class Member:
+    """A parameter of a policy, as its replicas compare it."""
+
+    name: str
+    shape: tuple[int, ...]  # of this rank's shard
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Claim:
+    """See rtp_ext.ring.autograd.Claim."""
+
+    policy: OuterPolicy
+    index: int
+
+    def take(self, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return self.policy.take(self.index, ctx, gradient)
+
+
+class OuterPolicy:
+    """What becomes of gradients once they are averaged over a ring. One policy belongs to one model.
+
+    Attributes:
+        ring: set by `fully_rotate`.
+        requires_all_reduce: see rtp_ext.set_requires_all_reduce.
+    """
+
+    def __init__(self) -> None:
+        self.ring: Ring | None = None
+        self.replicas: Replicas | None = None  # None: there is one ring
+        self.requires_all_reduce = True
+        self.reduce_dtype: torch.dtype | None = None
+        self._divide_factor: float | None = None
+        self._members: list[Member] = []
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._verified = ""  # fingerprint of the members whose values the replicas have compared
+
+    # -- made and ended by fully_rotate ------------------------------------------------------------------------------
+
+    def connect(self, ring: Ring, reduce_dtype: torch.dtype | None) -> None:
+        """Gives the policy to a model on `ring`. Collective over all replicas."""
+        if self.ring is ring:
+            return  # the one of parts that were converted before
+        if self.ring is not None:
+            raise ValueError(
+                f"fully_rotate: expected an outer policy of its own for every model, got a {type(self).__name__} that "
+                "belongs to another ring"
+            )
+        self.ring, self.reduce_dtype = ring, reduce_dtype
+        if ring.replicas > 1:
+            self.replicas = Replicas(ring)
+
+    def claim(self, root: nn.Module) -> None:
+        """Makes the sharded parameters of a model the policy's."""
+        if self.size == 1 and self._divide_factor is None:
+            return  # their gradients are right as they come home
+        if not any(reference() is root for reference in self._roots):
+            self._roots.append(weakref.ref(root))
+        for name, parameter in root.named_parameters():
+            if not isinstance(parameter, DTensor):
+                continue
+            member = Member(name, tuple(held(parameter).shape), parameter.dtype)
+            known = parameter.__dict__.get(CLAIM)
+            if known is not None and known.policy is self:
+                self._members[known.index].dtype = member.dtype  # .to(dtype) keeps the parameter
+            else:
+                parameter.__dict__[CLAIM] = Claim(self, len(self._members))
+                self._members.append(member)
+            if parameter.dtype.itemsize < 4:
+                parameter.grad_dtype = None  # type: ignore[attr-defined]  # micro-batches add up in float32
+
+    def parameter(self, index: int) -> torch.Tensor | None:
+        """A parameter by its number; None where the model has it no longer."""
+        for reference in self._roots:
+            root = reference()
+            for parameter in () if root is None else root.parameters():
+                known = parameter.__dict__.get(CLAIM)
+                if known is not None and known.policy is self and known.index == index:
+                    return parameter
+        return None
+
+    def __deepcopy__(self, memo: dict) -> OuterPolicy:
+        memo[id(self)] = twin = type(self)()  # a copy of a model has the same replicas
+        twin.ring, twin.replicas, twin.reduce_dtype = self.ring, self.replicas, self.reduce_dtype
+        twin.requires_all_reduce, twin._divide_factor = self.requires_all_reduce, self._divide_factor
+        return twin
+
+    # -- settings ----------------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """K, the number of replicas."""
+        return 1 if self.replicas is None else self.replicas.size
+
+    def set_divide_factor(self, factor: float | None) -> None:
+        """Collective. None: the number of ranks, which averages."""
+        assert self.ring is not None, "set by fully_rotate"
+        told = self._everywhere(factor)
+        if any(theirs != told[0] for theirs in told):
+            raise ValueError(
+                f"set_gradient_divide_factor: expected the same factor on every rank, got {factor} here and "
+                f"{sorted(set(told), key=str)} altogether"
+            )
+        self._divide_factor = factor
+
+    def _everywhere(self, value: Any) -> list[Any]:
+        """Every rank's `value`, of all replicas and ring positions. Collective."""
+        assert self.ring is not None, "set by fully_rotate"
+        column = [[value]] if self.replicas is None else self.exchange([value])
+        return [theirs[0] for told in self.ring.exchange(column) for theirs in told]
+
+    @property
+    def scale(self) -> float:
+        """What the mean over all ranks is multiplied by."""
+        assert self.ring is not None, "set by fully_rotate"
+        ranks = self.ring.size * self.size
+        return 1.0 if self._divide_factor is None else ranks / self._divide_factor
+
+    # -- what replicas compare ---------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        """Of all members; the same on all replicas."""
+        text = repr([(member.name, member.shape, str(member.dtype)) for member in self._members])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every replica's `value`. Raises ValueError where they are not of one kind. Collective."""
+        assert self.replicas is not None, "one replica tells nobody"
+        told = self.replicas.exchange(value)
+        for replica, theirs in enumerate(told):
+            if type(theirs) is not type(told[0]):
+                raise ValueError(
+                    f"replicas disagree on what comes next: replica 0 told {told[0]}, replica {replica} told {theirs}: "
+                    "every rank has to do the same with its model"
+                )
+        return told
+
+    def verify(self) -> None:
+        """Raises ValueError on every rank where replicas hold different models or weights; once for a set of
+        parameters. Collective over all ranks."""
+        print_ = self.fingerprint()
+        if self._verified == print_ or self.replicas is None:
+            return
+        mine = (print_, {} if self.replicas is None else self._checksums())
+        told = self.exchange(mine)
+        problem = _difference(told)
+        for theirs in self._everywhere(problem):
+            if theirs is not None:
+                raise ValueError(theirs)
+        self._verified = print_
+
+    def _checksums(self) -> dict[str, int]:
+        sums: dict[str, int] = {}
+        for reference in self._roots:
+            root = reference()
+            for name, parameter in () if root is None else root.named_parameters():
+                if isinstance(parameter, DTensor):
+                    sums[name] = checksum(held(parameter).detach())
+        return sums
+
+    # -- what a policy does ------------------------------------------------------------------------------------------
+
+    def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """See rtp_ext.ring.autograd.Claim."""
+        raise NotImplementedError
+
+    def reduce_whole(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
+        """The average over replicas, times `scale`, of the gradient of a parameter that every rank holds whole."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """A forward begins: forgets what a backward has left that did not come to its end."""
+
+    def bytes_sent(self) -> int:
+        """Bytes of gradients that this rank has sent to other replicas since the start."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs of the policy beyond the model and its optimizer."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        if state:
+            raise ValueError(f"{type(self).__name__}: expected an empty state, got one of {', '.join(map(str, state))}")
+
+
+_PIECE = 1 << 18  # elements
+
+
+def checksum(values: torch.Tensor) -> int:
+    """A number that differs, but for chance, where any byte of two tensors differs or stands elsewhere."""
+    flat = values.contiguous().view(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for number, piece in enumerate(flat.split(_PIECE)):
+        places = torch.arange(1, piece.numel() + 1, device=flat.device)
+        total += (piece.long() * places * places).sum() * (2 * number + 1)
+    return int(total)
+
+
+def _difference(told: list[tuple[str, dict[str, int]]]) -> str | None:
+    """What replicas disagree on."""
+    names, sums = told[0]
+    for replica, (their_names, their_sums) in enumerate(told):
+        if their_names != names:
+            missing = sorted(set(sums).symmetric_difference(their_sums))[:5]
+            return (
+                f"the model differs between replicas 0 and {replica}: expected the same parameters, of the same shapes "
+                f"and dtypes, in the same order{', got differences in ' + ', '.join(missing) if missing else ''}"
+            )
+        for name, value in sums.items():
+            if their_sums[name] != value:
+                return (
+                    f"expected the same weights in all replicas, got values of {name} in replica {replica} that are "
+                    "not those of replica 0: the ranks were built with different seeds or weights, and training would "
+                    "drift apart. Seed every rank alike, or load a checkpoint on every rank"
+                )
+    return None
