@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import hashlib
 import weakref
 from dataclasses import dataclass
@@ -35,6 +37,12 @@ class Claim:
 
     def take(self, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return self.policy.take(self.index, ctx, gradient)
+
+    def __deepcopy__(self, memo: dict) -> Claim:
+        return Claim(copy.deepcopy(self.policy, memo), self.index)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a parameter that was pickled is nobody's
 
 
 class OuterPolicy:
@@ -102,6 +110,7 @@ class OuterPolicy:
     def __deepcopy__(self, memo: dict) -> OuterPolicy:
         memo[id(self)] = twin = type(self)()  # a copy of a model has the same replicas
         twin.ring, twin.replicas, twin.reduce_dtype = self.ring, self.replicas, self.reduce_dtype
+        twin._members = [dataclasses.replace(member) for member in self._members]
         twin.requires_all_reduce, twin._divide_factor = self.requires_all_reduce, self._divide_factor
         return twin
 
