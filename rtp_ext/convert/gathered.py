@@ -167,8 +167,9 @@ def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: Oute
             dense = outer.reduce_whole(dense, name)
         return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
-    # torch.utils.swap_tensors leaves the hooks listed, and nobody calls them until the list is set again.
+    # torch.utils.swap_tensors leaves hooks listed, and nobody calls them, ours or others', until the list is set again.
     holder: Any = parameter
+    holder._post_accumulate_grad_hooks = holder._post_accumulate_grad_hooks
     listed = holder._backward_hooks or {}
     for key in [key for key, hook in listed.items() if hasattr(hook, _WATCHED)]:
         del listed[key]

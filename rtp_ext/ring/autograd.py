@@ -178,20 +178,23 @@ class Claim(Protocol):
 
 
 def claim_of(parameter: DTensor) -> Claim | None:
-    """Raises RotationError where replicas hold the parameter and nobody would bring its gradients together."""
-    claim = parameter.__dict__.get(CLAIM)
-    if claim is None and parameter.device_mesh.ndim > 1 and parameter.device_mesh.size(0) > 1:
-        raise RotationError(
-            f"a parameter of shape {tuple(parameter.shape)} lies on {parameter.device_mesh.size(0)} replicas, but "
-            "belongs to no outer policy: expected one of a model that fully_rotate has converted, and of a forward of "
-            "that model"
-        )
-    return claim
+    """What an outer policy knows of a parameter; None where it is no policy's."""
+    return parameter.__dict__.get(CLAIM)
 
 
 def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient of a parameter as a DTensor, of this rank's part of it: in the backward of a function that kept
-    `spec` and `claim` of the parameter. None where a policy delivers it at the end of the backward."""
+    `spec` and `claim` of the parameter. None where a policy delivers it at the end of the backward.
+
+    Raises RotationError where replicas hold the parameter and nobody would bring its gradients together.
+    """
+    mesh = ctx.spec.mesh
+    if ctx.claim is None and mesh.ndim > 1 and mesh.size(0) > 1:
+        raise RotationError(
+            f"a parameter of shape {tuple(ctx.spec.shape)} lies on {mesh.size(0)} replicas, but belongs to no outer "
+            "policy, so that its gradient would stay that of one: expected a parameter of a model that fully_rotate "
+            "has converted, and a forward of that model before"
+        )
     if ctx.claim is not None:
         gradient = ctx.claim.take(ctx, gradient)
     return None if gradient is None else as_gradient(gradient.detach().contiguous(), ctx.spec)
