@@ -304,6 +304,15 @@ def _others(rank, ranks, cases):
             total.backward()
             assert (model.mix.weight.grad is None) == (step == 0), "nobody used it"
             assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
+    with cases.case("frozen and thawed everywhere"):
+        for step, wanted in enumerate((False, True, True)):
+            for each in (model, plain):
+                each.mixes = True
+                each.zero_grad()
+                each.mix.weight.requires_grad_(wanted)
+            batch_loss(model, rank, step).backward()
+            all_losses(plain, ranks, step).backward()
+            assert_same_gradients(gradients(model), plain, f"wanted {wanted}", 1 / ranks)
     for reentrant in (True, False):
         with cases.case(f"checkpointing, reentrant {reentrant}"):
             model, plain = replicated((2, 2)), Tiny()

@@ -93,6 +93,11 @@ def _refuses(rank, ranks):
     loss = batch_loss(model, rank, 0)
     refused(cases, "models differ", "differs between replicas 0 and 1.*mix.extra", loss.backward)
     model = replicated((2, 2))
+    batch_loss(model, rank, 0).backward()
+    model.mix.bias.requires_grad_(rank < 2)
+    loss = batch_loss(model, rank, 0)
+    refused(cases, "frozen in one replica", "replicas disagree on what comes next", loss.backward)
+    model = replicated((2, 2))
     rtp_ext.set_requires_all_reduce(model, rank < 2)
 
     def two_backwards():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from rtp_ext.convert.model import outer_of
+from rtp_ext.convert.scopes import state_of
 
 
 def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool) -> None:
@@ -56,4 +57,5 @@ def set_gradient_divide_factor(module: nn.Module, factor: float | None) -> None:
         raise ValueError(f"set_gradient_divide_factor: expected a positive number or None, got {factor!r}")
     policy = outer_of(module)
     policy.set_divide_factor(None if factor is None else float(factor))
-    policy.claim(module)
+    state = state_of(module)
+    policy.claim(module, None if state is None else state.mp_policy.reduce_dtype)

@@ -115,7 +115,7 @@ def fully_rotate(
         check_options(place, transport, route, None if timeout == _TIMEOUT else timeout)
     ring = place if isinstance(place, Ring) else Ring(place, transport=transport, route=route, timeout=timeout)
     state = RotationState(ring, mp_policy or MixedPrecisionPolicy(), module)
-    policy.connect(ring, state.mp_policy.reduce_dtype)
+    policy.connect(ring)
     state.outer_policy = policy
     state.ignored = {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in not_ours}
     before, values = weak_parameters(module), checksums(module, state.ignored, ring)
@@ -123,7 +123,7 @@ def fully_rotate(
     adopt(parts, state)
     rewriter.run()
     install(module, state)
-    policy.claim(module)
+    policy.claim(module, state.mp_policy.reduce_dtype)
     mark_replaced(module, before)
     compare_weights(values, ring)
     if in_place:

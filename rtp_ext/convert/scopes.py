@@ -103,7 +103,7 @@ class RotationState(ForwardScope):
             return
         agree_on_model(root, self.ring)
         if self.outer_policy is not None:
-            self.outer_policy.claim(root)
+            self.outer_policy.claim(root, self.mp_policy.reduce_dtype)
         self._average_newcomers(root, named)
         let_adapters_merge(root)
         self.agreed = now

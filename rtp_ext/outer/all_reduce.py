@@ -88,7 +88,7 @@ class AllReduce(OuterPolicy):
 
     Each is reduced once in a backward, on process groups apart from the ring's, in reduce_dtype of the model's
     MixedPrecisionPolicy or float32 (float64 for float64). Large shards are reduced where they are, small ones in
-    buckets.
+    buckets. What is new is held until the backward ends, beside the p.grad that it is added to.
 
     Args:
         bucket_bytes: how much travels at once at most, unless one shard is larger.
@@ -200,26 +200,21 @@ class AllReduce(OuterPolicy):
 
     # -- what travels --------------------------------------------------------------------------------------------------
 
-    def _wire(self, index: int) -> torch.dtype:
-        dtype = self._members[index].dtype
-        return self.reduce_dtype or torch.promote_types(dtype, torch.float32)
-
     def _buckets(self, indices: Iterable[int]) -> list[tuple[int, ...]]:
         """Parameters that travel together: of one dtype, up to `bucket_bytes`."""
         buckets: list[tuple[int, ...]] = []
-        filled = 0
+        filled, wire = 0, None
         for index in indices:
-            size = self._numel(index) * self._wire(index).itemsize
-            joins = buckets and self._wire(buckets[-1][0]) == self._wire(index) and filled + size <= self.bucket_bytes
+            member = self._members[index]
+            size = member.numel * member.wire.itemsize
+            joins = member.wire == wire and filled + size <= self.bucket_bytes
+            wire = member.wire
             if joins:
                 buckets[-1] += (index,)
             else:
                 buckets.append((index,))
             filled = filled + size if joins else size
         return buckets
-
-    def _numel(self, index: int) -> int:
-        return torch.Size(self._members[index].shape).numel()
 
     def _launch_next(self, current: _Pass) -> None:
         """Sends the next bucket of the plan, with zeros for what has not arrived."""
@@ -229,13 +224,14 @@ class AllReduce(OuterPolicy):
 
     def _launch(self, current: _Pass, bucket: tuple[int, ...]) -> None:
         assert self.replicas is not None, "one replica sends nothing"
-        wire = self._wire(bucket[0])
+        wire = self._members[bucket[0]].wire
+        sizes = [self._members[index].numel for index in bucket]
         values = [current.values.pop(index, None) for index in bucket]
         if len(bucket) == 1 and values[0] is not None:
             flat = values[0].to(wire).contiguous().view(-1)
         else:
-            flat = torch.zeros(sum(map(self._numel, bucket)), dtype=wire, device=self.replicas.device)
-            for part, value in zip(flat.split([self._numel(index) for index in bucket]), values, strict=True):
+            flat = torch.zeros(sum(sizes), dtype=wire, device=self.replicas.device)
+            for part, value in zip(flat.split(sizes), values, strict=True):
                 if value is not None:
                     part.copy_(value.reshape(-1))
         if flat.numel() == 0:
@@ -247,7 +243,7 @@ class AllReduce(OuterPolicy):
         """The mean over replicas of one gradient, waited for. Collective."""
         assert self.replicas is not None, "one replica reduces nothing"
         self._meet(self._current(), f"the gradient of {self._members[index].name}")
-        return self._mean(value, self._wire(index))
+        return self._mean(value, self._members[index].wire)
 
     def _mean(self, value: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
         assert self.replicas is not None, "one replica reduces nothing"
@@ -261,8 +257,7 @@ class AllReduce(OuterPolicy):
         if self.size == 1:
             return gradient.mul_(self.scale)
         self._meet(self._current(), f"the gradient of {name}")
-        wire = self.reduce_dtype or torch.promote_types(gradient.dtype, torch.float32)
-        return self._mean(gradient.mul_(self.scale), wire)
+        return self._mean(gradient.mul_(self.scale), torch.promote_types(gradient.dtype, torch.float32))
 
     def _meet(self, current: _Pass, what: str) -> list[_Told]:
         """Replicas compare what they are about to do, and send what others have sent. Collective."""
@@ -332,7 +327,7 @@ class AllReduce(OuterPolicy):
         for flight in current.flights:
             self.replicas.end_sum(flight.work)
             flight.flat.div_(self.size)
-            parts = flight.flat.split([self._numel(index) for index in flight.indices])
+            parts = flight.flat.split([self._members[index].numel for index in flight.indices])
             for index, part in zip(flight.indices, parts, strict=True):
                 totals[index] = totals[index] + part if index in totals else part
         parameters, gradients = [], []

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import math
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,17 @@ class Member:
     name: str
     shape: tuple[int, ...]  # of this rank's shard
     dtype: torch.dtype
+    reduce_dtype: torch.dtype | None
+    requires_grad: bool
+
+    @property
+    def wire(self) -> torch.dtype:
+        """What its gradients travel in."""
+        return self.reduce_dtype or torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -57,15 +70,16 @@ class OuterPolicy:
         self.ring: Ring | None = None
         self.replicas: Replicas | None = None  # None: there is one ring
         self.requires_all_reduce = True
-        self.reduce_dtype: torch.dtype | None = None
         self._divide_factor: float | None = None
         self._members: list[Member] = []
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._verified = ""  # fingerprint of the members whose values the replicas have compared
+        self._fingerprint: str | None = None
+        self._verified = ""  # fingerprint that replicas have compared
+        self._compared = 0  # members whose values they have compared
 
     # -- made and ended by fully_rotate ------------------------------------------------------------------------------
 
-    def connect(self, ring: Ring, reduce_dtype: torch.dtype | None) -> None:
+    def connect(self, ring: Ring) -> None:
         """Gives the policy to a model on `ring`. Collective over all replicas."""
         if self.ring is ring:
             return  # the one of parts that were converted before
@@ -74,42 +88,47 @@ class OuterPolicy:
                 f"fully_rotate: expected an outer policy of its own for every model, got a {type(self).__name__} that "
                 "belongs to another ring"
             )
-        self.ring, self.reduce_dtype = ring, reduce_dtype
+        self.ring = ring
         if ring.replicas > 1:
             self.replicas = Replicas(ring)
 
-    def claim(self, root: nn.Module) -> None:
-        """Makes the sharded parameters of a model the policy's."""
+    def claim(self, root: nn.Module, reduce_dtype: torch.dtype | None) -> None:
+        """Makes the sharded parameters of a model the policy's. Those that it has keep their `reduce_dtype`."""
         if self.size == 1 and self._divide_factor is None:
             return  # their gradients are right as they come home
+        self._fingerprint = None
         if not any(reference() is root for reference in self._roots):
             self._roots.append(weakref.ref(root))
         for name, parameter in root.named_parameters():
             if not isinstance(parameter, DTensor):
                 continue
-            member = Member(name, tuple(held(parameter).shape), parameter.dtype)
             known = parameter.__dict__.get(CLAIM)
             if known is not None and known.policy is self:
-                self._members[known.index].dtype = member.dtype  # .to(dtype) keeps the parameter
+                member = self._members[known.index]
+                member.dtype, member.requires_grad = parameter.dtype, parameter.requires_grad
             else:
                 parameter.__dict__[CLAIM] = Claim(self, len(self._members))
-                self._members.append(member)
+                shape = tuple(held(parameter).shape)
+                self._members.append(Member(name, shape, parameter.dtype, reduce_dtype, parameter.requires_grad))
             if parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # type: ignore[attr-defined]  # micro-batches add up in float32
 
     def parameter(self, index: int) -> torch.Tensor | None:
         """A parameter by its number; None where the model has it no longer."""
+        return next((parameter for number, parameter in self._claimed() if number == index), None)
+
+    def _claimed(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parameters that the model has, and their numbers."""
         for reference in self._roots:
             root = reference()
             for parameter in () if root is None else root.parameters():
                 known = parameter.__dict__.get(CLAIM)
-                if known is not None and known.policy is self and known.index == index:
-                    return parameter
-        return None
+                if known is not None and known.policy is self:
+                    yield known.index, parameter
 
     def __deepcopy__(self, memo: dict) -> OuterPolicy:
         memo[id(self)] = twin = type(self)()  # a copy of a model has the same replicas
-        twin.ring, twin.replicas, twin.reduce_dtype = self.ring, self.replicas, self.reduce_dtype
+        twin.ring, twin.replicas = self.ring, self.replicas
         twin._members = [dataclasses.replace(member) for member in self._members]
         twin.requires_all_reduce, twin._divide_factor = self.requires_all_reduce, self._divide_factor
         return twin
@@ -149,8 +168,9 @@ class OuterPolicy:
 
     def fingerprint(self) -> str:
         """Of all members; the same on all replicas."""
-        text = repr([(member.name, member.shape, str(member.dtype)) for member in self._members])
-        return hashlib.sha256(text.encode()).hexdigest()
+        if self._fingerprint is None:
+            self._fingerprint = hashlib.sha256(repr(self._members).encode()).hexdigest()
+        return self._fingerprint
 
     def exchange(self, value: Any) -> list[Any]:
         """Every replica's `value`. Raises ValueError where they are not of one kind. Collective."""
@@ -166,25 +186,23 @@ class OuterPolicy:
 
     def verify(self) -> None:
         """Raises ValueError on every rank where replicas hold different models or weights; once for a set of
-        parameters. Collective over all ranks."""
-        print_ = self.fingerprint()
-        if self._verified == print_ or self.replicas is None:
+        parameters, and of weights for each one that is new. Collective over all ranks."""
+        current = self.fingerprint()
+        if self._verified == current or self.replicas is None:
             return
-        mine = (print_, {} if self.replicas is None else self._checksums())
+        mine = (current, self._checksums())
         told = self.exchange(mine)
         problem = _difference(told)
         for theirs in self._everywhere(problem):
             if theirs is not None:
                 raise ValueError(theirs)
-        self._verified = print_
+        self._verified, self._compared = current, len(self._members)
 
     def _checksums(self) -> dict[str, int]:
         sums: dict[str, int] = {}
-        for reference in self._roots:
-            root = reference()
-            for name, parameter in () if root is None else root.named_parameters():
-                if isinstance(parameter, DTensor):
-                    sums[name] = checksum(held(parameter).detach())
+        for index, parameter in self._claimed():
+            if index >= self._compared:
+                sums[self._members[index].name] = checksum(held(parameter).detach())
         return sums
 
     # -- what a policy does ------------------------------------------------------------------------------------------
@@ -235,7 +253,7 @@ def _difference(told: list[tuple[str, dict[str, int]]]) -> str | None:
             missing = sorted(set(sums).symmetric_difference(their_sums))[:5]
             return (
                 f"the model differs between replicas 0 and {replica}: expected the same parameters, of the same shapes "
-                f"and dtypes, in the same order{', got differences in ' + ', '.join(missing) if missing else ''}"
+                f"and dtypes, in the same order, the same of them frozen{', got differences in ' + ', '.join(missing) if missing else ''}"
             )
         for name, value in sums.items():
             if their_sums[name] != value:
