@@ -2,11 +2,13 @@
 
 import copy
 import functools
+import os
 
 import pytest
 import torch
 from harness import Cases, run_ranks
 from reference import assert_same, differs, full, local
+from refusal_cases import refusal_cases
 from replica_models import (
     DIMS,
     EXACT,
@@ -18,6 +20,7 @@ from replica_models import (
     replicated,
     step_on,
 )
+from state_cases import example_cases, state_cases
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
@@ -59,9 +62,9 @@ def _trains_as_one(rank, ranks, cases, shapes):
 
 def _six(rank, ranks):
     cases = Cases()
-    _trains_as_one(rank, ranks, cases, [((2, 3), LINE, DIMS), ((3, 2), LINE, DIMS), ((3, 2), LINE[::-1], DIMS)])
-    for shape in ((2, 3), (3, 2)):
-        _accumulates(rank, ranks, cases, shape, [(True, True), (False, False, True)])
+    _trains_as_one(rank, ranks, cases, [((2, 3), LINE, DIMS), ((3, 2), LINE[::-1], DIMS)])
+    for shape, factor in (((2, 3), 1), ((3, 2), None)):
+        _accumulates(rank, ranks, cases, shape, factor, [(False, True)])
     cases.finish()
 
 
@@ -91,42 +94,61 @@ def test_three_dimensions():
 # -- micro-batches -----------------------------------------------------------------------------------------------------
 
 
-def _accumulates(rank, ranks, cases, shape, ways):
+def _accumulates(rank, ranks, cases, shape, factor, ways):
     """`ways`: which micro-batches of a step are reduced."""
-    for factor in (None, 1):
-        model, plain = replicated(shape), Tiny()
-        rtp_ext.set_gradient_divide_factor(model, factor)
-        share = 1.0 if factor else 1 / ranks
-        policy = rtp_ext.outer_of(model)
-        home = sum(local(p).nbytes for p in model.parameters())
-        for way in ways:
-            with cases.case(f"{shape} divided by {factor}, reduced {way}"):
-                before = policy.bytes_sent()
-                for step in range(2):
-                    for each in (model, plain):
-                        each.zero_grad()
-                    for micro, reduces in enumerate(way):
-                        rtp_ext.set_requires_all_reduce(model, reduces)
-                        batch_loss(model, rank, 10 * step + micro).backward()
-                        all_losses(plain, ranks, 10 * step + micro).backward()
-                    assert_same_gradients(gradients(model), plain, f"step {step}", share)
-                    assert wrong(gradients(model), plain, share * (1 + 1e-6)), "control"
-                sent = 2 * home * (shape[0] - 1) // shape[0] * sum(way) * 2
-                assert abs(policy.bytes_sent() - before - sent) <= 8, (policy.bytes_sent() - before, sent)
+    model, plain = replicated(shape), Tiny()
+    rtp_ext.set_gradient_divide_factor(model, factor)
+    share = 1.0 if factor else 1 / ranks
+    policy = rtp_ext.outer_of(model)
+    home = sum(local(p).nbytes for p in model.parameters())
+    for way in ways:
+        with cases.case(f"{shape} divided by {factor}, reduced {way}"):
+            before = policy.bytes_sent()
+            for step in range(2):
+                for each in (model, plain):
+                    each.zero_grad()
+                for micro, reduces in enumerate(way):
+                    rtp_ext.set_requires_all_reduce(model, reduces)
+                    batch_loss(model, rank, 10 * step + micro).backward()
+                    all_losses(plain, ranks, 10 * step + micro).backward()
+                assert_same_gradients(gradients(model), plain, f"step {step}", share)
+                assert wrong(gradients(model), plain, share * (1 + 1e-6)), "control"
+            sent = 2 * home * (shape[0] - 1) // shape[0] * sum(way) * 2
+            assert abs(policy.bytes_sent() - before - sent) <= 8, (policy.bytes_sent() - before, sent)
 
 
-def _four(rank, ranks):
+def _four(rank, ranks, folder):
     cases = Cases()
     _trains_as_one(rank, ranks, cases, [((2, 2), LINE, DIMS)])
-    ways = [(True,), (True, True), (False, False, True), (True, False, True), (False, True, False, True)]
-    _accumulates(rank, ranks, cases, (2, 2), ways)
+    ways = [(True, True), (False, False, True), (True, False, True), (False, True, False, True)]
+    for factor in (None, 1):
+        _accumulates(rank, ranks, cases, (2, 2), factor, ways)
     for part in (_clears, _keeps_sums_wide, _unequal_tokens, _gradients_asked_for, _hooks, _travels_early, _others):
         part(rank, ranks, cases)
+    state_cases(rank, ranks, cases, folder)
+    example_cases(rank, ranks, cases)
+    refusal_cases(rank, ranks, cases)
     cases.finish()
 
 
-def test_four_ranks():
-    run_ranks(_four, 4)
+def test_four_ranks(tmp_path):
+    run_ranks(_four, 4, str(tmp_path), timeout=300.0)
+
+
+def _dies(rank, ranks):
+    model = replicated((2, 2))
+    batch_loss(model, rank, 0).backward()
+    loss = batch_loss(model, rank, 1)
+    if rank == 3:
+        os._exit(1)
+    with pytest.raises(rtp_ext.RotationError):  # of the ring, or of the replicas
+        loss.backward()
+    with pytest.raises(rtp_ext.RotationError):
+        batch_loss(model, rank, 2)
+
+
+def test_a_replica_that_dies_ends_the_others():
+    run_ranks(_dies, 4, lost={3})
 
 
 def _clears(rank, ranks, cases):
@@ -291,15 +313,15 @@ def _travels_early(rank, ranks, cases):
 def _others(rank, ranks, cases):
     replica = rank // 2
     with cases.case("what one replica leaves out"):
-        model, plain = replicated((2, 2)), Tiny()
-        for step in range(3):
+        model, plain = replicated((2, 2), outer=AllReduce(bucket_bytes=300)), Tiny()
+        for step, users in enumerate([(), (0, 1), (1,), (0,), (0, 1), (0,), (1,)]):
             for each in (model, plain):
                 each.zero_grad()
-            model.mixes = replica == 1 if step else False
+            model.mixes = replica in users
             batch_loss(model, rank, step).backward()
             total = 0
             for other in range(ranks):
-                plain.mixes = other // 2 == 1 if step else False
+                plain.mixes = other // 2 in users
                 total = total + batch_loss(plain, other, step)
             total.backward()
             assert (model.mix.weight.grad is None) == (step == 0), "nobody used it"
