@@ -1,5 +1,7 @@
 """What cannot be combined with replicas, and replicas that do not do the same: errors that say what to do."""
 
+import os
+
 import pytest
 import torch
 from replica_models import DIMS, Tiny, adamw, batch_loss, replicated
@@ -103,3 +105,16 @@ def refusal_cases(rank, ranks, cases):
 
     refused(cases, "not as often", "replicas disagree.*backward 1, with.*backward 2, with", two_backwards)
     ring.close()
+
+
+def dies(rank, ranks):
+    """Rank 3 does, before a backward; all others, of its ring and of the other, get an error and no hang."""
+    model = replicated((2, 2))
+    batch_loss(model, rank, 0).backward()
+    loss = batch_loss(model, rank, 1)
+    if rank == 3:
+        os._exit(1)
+    with pytest.raises(rtp_ext.RotationError):  # of the ring, or of the replicas
+        loss.backward()
+    with pytest.raises(rtp_ext.RotationError):
+        batch_loss(model, rank, 2)
