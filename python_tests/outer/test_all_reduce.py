@@ -382,7 +382,7 @@ def _others(rank, ranks, cases):
             assert_same_gradients(gradients(model), plain, "gradients", 1 / ranks)
             assert model.mix.weight.device_mesh.shape == shape
     with cases.case("one ring of a mesh"):
-        mesh = model.mix.weight.device_mesh["ring"]
+        mesh = replicated((2, 2)).mix.weight.device_mesh["ring"]
         alone, plain = rtp_ext.fully_rotate(Tiny(), mesh=mesh, timeout=30.0), Tiny()
         batch_loss(alone, rank, 0).backward()
         (batch_loss(plain, 2 * replica, 0) + batch_loss(plain, 2 * replica + 1, 0)).backward()
