@@ -6,13 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rtp_ext import functional, nn
+    from rtp_ext import functional, nn, outer
     from rtp_ext._native import CudaError, NcclError, RingTimeout, RotationError
-    from rtp_ext.convert import fully_rotate, ring_of
+    from rtp_ext.convert import fully_rotate, outer_of, ring_of
+    from rtp_ext.convert.controls import (
+        no_sync,
+        set_gradient_divide_factor,
+        set_requires_all_reduce,
+        set_requires_gradient_sync,
+    )
     from rtp_ext.convert.scopes import register_forward_method
     from rtp_ext.parameters.loading import load_safetensors
     from rtp_ext.parameters.sharding import init_weights
-    from rtp_ext.ring import Ring
+    from rtp_ext.ring import Ring, RotationDims
 
 __version__ = "0.1.0"
 
@@ -21,14 +27,21 @@ __all__ = [
     "NcclError",
     "Ring",
     "RingTimeout",
+    "RotationDims",
     "RotationError",
     "fully_rotate",
     "functional",
     "init_weights",
     "load_safetensors",
     "nn",
+    "no_sync",
+    "outer",
+    "outer_of",
     "register_forward_method",
     "ring_of",
+    "set_gradient_divide_factor",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
 ]
 
 # Found when first asked for: the planner must not wait for torch, nor need it.
@@ -37,12 +50,18 @@ _MODULES = {
     "NcclError": "_native",
     "Ring": "ring",
     "RingTimeout": "_native",
+    "RotationDims": "ring",
     "RotationError": "_native",
     "fully_rotate": "convert",
     "init_weights": "parameters.sharding",
     "load_safetensors": "parameters.loading",
+    "no_sync": "convert.controls",
+    "outer_of": "convert",
     "register_forward_method": "convert.scopes",
     "ring_of": "convert",
+    "set_gradient_divide_factor": "convert.controls",
+    "set_requires_all_reduce": "convert.controls",
+    "set_requires_gradient_sync": "convert.controls",
 }
 
 

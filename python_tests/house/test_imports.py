@@ -16,6 +16,7 @@ PYTHON_FLOORS = [
     {"_native", "host"},
     {"ring"},
     {"parameters", "observe"},
+    {"outer"},
     {"functional"},
     {"families"},
     {"nn"},

@@ -1,5 +1,5 @@
 """Whole models: `fully_rotate`, and what its conversion leaves in a model."""
 
-from rtp_ext.convert.model import fully_rotate, ring_of
+from rtp_ext.convert.model import fully_rotate, outer_of, ring_of
 
-__all__ = ["fully_rotate", "ring_of"]
+__all__ = ["fully_rotate", "outer_of", "ring_of"]

@@ -19,9 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rtp_ext.convert.gathered import ForwardScope
 from rtp_ext.convert.scopes import RotationState, is_inside, mark_inside, state_of
-from rtp_ext.nn import Flyweight
+from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.ring import Ring
-from rtp_ext.ring.mesh import resolve_mesh
+from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 
 logger = logging.getLogger("rtp_ext")
 
@@ -56,7 +56,7 @@ def _state(part: nn.Module) -> RotationState:
 # -- parameters that are not ours to cut -----------------------------------------------------------------------------
 
 
-def refuse_foreign(root: nn.Module, where: Ring | DeviceMesh, ignored: Collection[int]) -> None:
+def refuse_foreign(root: nn.Module, where: Ring | RingMesh, ignored: Collection[int]) -> None:
     """Raises ValueError where somebody else shards or manages parameters: another mesh or ring, FSDP, DDP.
 
     `ignored`: ids of parameters that the caller answers for.
@@ -95,6 +95,19 @@ def refuse_foreign(root: nn.Module, where: Ring | DeviceMesh, ignored: Collectio
                 )
 
 
+def refuse_whole_tables(root: nn.Module, ignored: Collection[int], replicas: int) -> None:
+    """Raises ValueError where an embedding depends on what all ranks look up, and replicas do not tell each other."""
+    for name, part in root.named_modules():
+        if replicas > 1 and isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and id(part.weight) not in ignored:
+            problem = RotatedEmbedding.refusal(part)
+            if problem is not None:
+                raise ValueError(
+                    f"fully_rotate: {name or 'the model'} ({type(part).__name__}): {problem}, which cannot be combined "
+                    "with replicas: expected a mesh of one ring, an embedding without it, or its parameters in "
+                    "ignored_params"
+                )
+
+
 def _ring_of_module(part: nn.Module) -> Ring | None:
     """The ring that a module's own parameters are on."""
     scope = part.__dict__.get("scope")
@@ -102,20 +115,22 @@ def _ring_of_module(part: nn.Module) -> Ring | None:
     return ring if isinstance(ring, Ring) else None
 
 
-def _mesh_of(where: Ring | DeviceMesh) -> DeviceMesh | None:
-    return where.mesh if isinstance(where, Ring) else where
+def _mesh_of(where: Ring | RingMesh | DeviceMesh) -> DeviceMesh | None:
+    if isinstance(where, Ring):
+        return where.parameter_mesh
+    return where.parameters if isinstance(where, RingMesh) else where
 
 
-def _members(where: Ring | DeviceMesh) -> tuple:
+def _members(where: Ring | RingMesh) -> tuple:
     """What two rings, or a ring and a mesh, over the same ranks have in common."""
     mesh = _mesh_of(where)
     if mesh is None:
         assert isinstance(where, Ring)
         return "emulated", where.device.type, where.rank, where.size
-    return mesh.device_type, mesh.ndim, *mesh.mesh.flatten().tolist()
+    return mesh.device_type, tuple(mesh.shape), *mesh.mesh.flatten().tolist()
 
 
-def _describe(where: Ring | DeviceMesh) -> str:
+def _describe(where: Ring | RingMesh | DeviceMesh) -> str:
     mesh = _mesh_of(where)
     if mesh is None:
         assert isinstance(where, Ring)
@@ -127,19 +142,27 @@ def _describe(where: Ring | DeviceMesh) -> str:
 # -- the ring --------------------------------------------------------------------------------------------------------
 
 
-def place_of(mesh: DeviceMesh | dist.ProcessGroup | Ring | None, parts: Parts) -> Ring | DeviceMesh:
-    """The ring that a model gets, or the mesh to make one over: the ring of its first part, where it has parts.
+def place_of(
+    mesh: DeviceMesh | dist.ProcessGroup | Ring | None, dims: RotationDims | None, parts: Parts
+) -> Ring | RingMesh:
+    """The ring that a model gets, or the meshes to make one over: the ring of its first part, where it has parts.
 
     Raises ValueError for parts over other ranks than `mesh`, on another ring than a given one, or on rings that differ
     in their options.
     """
+    if dims is not None and (mesh is None or isinstance(mesh, Ring)):
+        raise ValueError(
+            f"fully_rotate: dims names dimensions of a mesh: expected mesh to be a DeviceMesh, got {mesh!r}; a Ring, "
+            "and the ring of parts that were converted before, have their dimensions"
+        )
     rings = [(name, _state(part).ring) for name, part in parts]
     if not rings:
-        return mesh if isinstance(mesh, Ring) else resolve_mesh(mesh)
+        return mesh if isinstance(mesh, Ring) else resolve_mesh(mesh, dims)
     first, ring = rings[0]
     if isinstance(mesh, Ring) and mesh is not ring:
         raise ValueError(f"fully_rotate: expected mesh={ring!r}, the ring of module {first}, or None, got {mesh!r}")
-    if mesh is not None and not isinstance(mesh, Ring) and _members(given := resolve_mesh(mesh)) != _members(ring):
+    given = ring if mesh is None or isinstance(mesh, Ring) else resolve_mesh(mesh, dims)
+    if _members(given) != _members(ring):
         raise ValueError(
             f"fully_rotate: expected {_describe(ring)}, as module {first} was converted with, got {_describe(given)}"
         )
@@ -198,7 +221,7 @@ def adopt(parts: Parts, around: RotationState) -> None:
                 module.__dict__["ring"] = around.ring
             inner = state_of(module)
             if inner is not None and inner.ring is before:
-                inner.ring = around.ring
+                inner.ring, inner.outer_policy = around.ring, around.outer_policy
         state.around.append(weakref.ref(around))
         mark_inside(part)
         logger.info("fully_rotate: %s (%s) was converted before, and keeps its policy", name, type(part).__name__)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from rtp_ext.outer import OuterPolicy
 from rtp_ext.parameters.gather import gather
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
@@ -172,20 +173,26 @@ def is_averaged(parameter: torch.Tensor, ring: Ring) -> bool:
     return parameter.__dict__.get(_WATCHED) == ring.serial
 
 
-def average_gradient(parameter: torch.Tensor, ring: Ring) -> bool:
-    """Averages every gradient of a whole parameter over the ring. Returns whether it did not yet."""
+def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: OuterPolicy | None) -> bool:
+    """Averages every new gradient of a whole parameter over the ring and its replicas, in each backward, whatever the
+    outer policy leaves for later. Returns whether it did not yet."""
     if is_averaged(parameter, ring):
         return False
 
     @first_order_only
-    def average(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def average(_: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:
+            return None
         dense = ring.all_reduce(gradient.to_dense().clone(memory_format=torch.contiguous_format)).div_(ring.size)
+        if outer is not None:
+            dense = outer.reduce_whole(dense, name)
         return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
     # Not when the gradient has accumulated: torch.autograd.grad, which zero-bubble pipelines use, accumulates nothing.
     hook = torch.utils.hooks.unserializable_hook(functools.partial(average, types.SimpleNamespace()))
-    # torch.utils.swap_tensors leaves the hooks listed, and nobody calls them until the list is set again.
+    # torch.utils.swap_tensors leaves hooks listed, and nobody calls them, ours or others', until the list is set again.
     holder: Any = parameter
+    holder._post_accumulate_grad_hooks = holder._post_accumulate_grad_hooks
     listed = holder._backward_hooks or {}
     for key in [key for key, other in listed.items() if hasattr(other, _WATCHED)]:
         del listed[key]

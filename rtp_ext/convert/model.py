@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rtp_ext.convert.admission import (
+    Parts,
     adopt,
     check_options,
     ignored_in,
@@ -20,12 +21,15 @@ from rtp_ext.convert.admission import (
     parts_of,
     place_of,
     refuse_foreign,
+    refuse_whole_tables,
     weak_parameters,
 )
 from rtp_ext.convert.agreement import checksums, compare_weights
 from rtp_ext.convert.rewrite import Rewriter
 from rtp_ext.convert.scopes import RotationState, install, state_of
-from rtp_ext.ring import Ring
+from rtp_ext.outer import AllReduce, OuterPolicy
+from rtp_ext.ring import Ring, RotationDims
+from rtp_ext.ring.mesh import RingMesh
 
 logger = logging.getLogger("rtp_ext")
 
@@ -36,6 +40,8 @@ def fully_rotate(
     module: nn.Module,
     *,
     mesh: DeviceMesh | dist.ProcessGroup | Ring | None = None,
+    dims: RotationDims | None = None,
+    outer: OuterPolicy | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     in_place: bool = False,
@@ -61,8 +67,13 @@ def fully_rotate(
 
     Args:
         module: the model, its parameters on the device of the mesh or on the meta device.
-        mesh: a one-dimensional DeviceMesh, a process group, a Ring, or None: the ring of parts that were converted
-            before, else the default process group.
+        mesh: a one-dimensional DeviceMesh, one of more dimensions with `dims`, a process group, a Ring, or None: the
+            ring of parts that were converted before, else the default process group.
+        dims: RotationDims(ring=..., replicate=...): which dimensions of the mesh are what, by name. Along replicate,
+            rings hold the same shards and have batches of their own. Parameters are then DTensors on the mesh of both,
+            Replicate() over the one and Shard over the other.
+        outer: what happens between replicas, see rtp_ext.outer; default outer.AllReduce(): gradients are averaged over
+            all ranks.
         mp_policy: param_dtype is what shards travel and compute in, reduce_dtype what gradients travel in (default
             float32); cast_forward_inputs and output_dtype apply to the whole model.
         ignored_params: left as they are, with the modules that own them: the same objects, plain and not averaged, so
@@ -77,10 +88,11 @@ def fully_rotate(
             where labels are given; their output then has no logits.
         route, transport, timeout: see Ring. Of a model with parts: those of their ring, or left out.
 
-    Raises ValueError, and changes nothing, where the model was converted before, itself or as a part of another; where
-    parts are on other ranks or differ in the options of their rings; where parameters are DTensors of somebody else
-    (tensor parallelism, another mesh) or managed by FSDP or DDP; and where loss_head="fused" finds no model that it
-    knows. Ranks whose models have different values get a warning. Collective: makes a ring.
+    Raises ValueError, and changes nothing, where dims do not fit the mesh; where the model was converted before, itself
+    or as a part of another; where parts are on other ranks or differ in the options of their rings; where parameters
+    are DTensors of somebody else (tensor parallelism, another mesh) or managed by FSDP or DDP; and where
+    loss_head="fused" finds no model that it knows. Ranks of a ring whose models have different values get a warning;
+    replicas that differ are a ValueError in the first backward. Collective: makes a ring.
     Source: RTP, arXiv 2311.01635.
     """
     if not isinstance(module, nn.Module):
@@ -94,19 +106,24 @@ def fully_rotate(
         raise TypeError("fully_rotate: expected ignored_params to be several parameters, got a single tensor")
     ignored = {id(parameter) for parameter in ignored_params or ()}
     not_ours = ignored | ignored_in(parts)
-    place = place_of(mesh, parts)
+    place = place_of(mesh, dims, parts)
+    policy = _policy_of(outer, parts, place)
+    refuse_whole_tables(module, not_ours, place.replicas)
     refuse_foreign(module, place, not_ours)
-    _check_device(module, place.device.type if isinstance(place, Ring) else place.device_type)
+    _check_device(module, place.device.type if isinstance(place, Ring) else place.hops.device_type)
     if isinstance(place, Ring) and not isinstance(mesh, Ring):
         check_options(place, transport, route, None if timeout == _TIMEOUT else timeout)
     ring = place if isinstance(place, Ring) else Ring(place, transport=transport, route=route, timeout=timeout)
     state = RotationState(ring, mp_policy or MixedPrecisionPolicy(), module)
+    policy.connect(ring)
+    state.outer_policy = policy
     state.ignored = {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in not_ours}
     before, values = weak_parameters(module), checksums(module, state.ignored, ring)
     rewriter = Rewriter(module, ring, state, ignored=ignored, in_place=in_place, bundle=bundle, loss_head=loss_head)
     adopt(parts, state)
     rewriter.run()
     install(module, state)
+    policy.claim(module, state.mp_policy.reduce_dtype)
     mark_replaced(module, before)
     compare_weights(values, ring)
     if in_place:
@@ -120,6 +137,34 @@ def ring_of(module: nn.Module) -> Ring:
     if state is None:
         raise ValueError(f"ring_of: expected a model converted by fully_rotate, got a {type(module).__name__}")
     return state.ring
+
+
+def outer_of(module: nn.Module) -> OuterPolicy:
+    """The outer policy of a model that `fully_rotate` converted. Raises ValueError for any other."""
+    state = state_of(module)
+    if state is None or state.outer_policy is None:
+        raise ValueError(f"outer_of: expected a model converted by fully_rotate, got a {type(module).__name__}")
+    return state.outer_policy
+
+
+def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Ring | RingMesh) -> OuterPolicy:
+    """The outer policy that a model gets: the given one, the one of its first part, or a new one."""
+    if outer is not None and not isinstance(outer, OuterPolicy):
+        raise TypeError(f"fully_rotate: expected outer to be a policy of rtp_ext.outer, got {outer!r:.100}")
+    mesh = place.parameter_mesh if isinstance(place, Ring) else place.parameters
+    if outer is not None and (mesh is None or mesh.ndim == 1):
+        raise ValueError(
+            f"fully_rotate: {type(outer).__name__} acts between replicas: expected a mesh of several dimensions "
+            "and dims=RotationDims(ring=..., replicate=...), got one ring"
+        )
+    known = [state.outer_policy for _, part in parts if (state := state_of(part)) is not None]
+    first = known[0] if known else None
+    if outer is not None and first is not None and outer is not first:
+        raise ValueError(
+            f"fully_rotate: module {parts[0][0]} was converted with another outer policy, a {type(first).__name__}: "
+            f"expected outer=None, or that one (outer_of the part), got a {type(outer).__name__}"
+        )
+    return outer or first or AllReduce()
 
 
 def _check_device(module: nn.Module, expected: str) -> None:

@@ -23,6 +23,7 @@ from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew
 from rtp_ext.convert.bundled import OWN_HOOKS
 from rtp_ext.convert.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
 from rtp_ext.convert.whole_embedding import WholeEmbedding
+from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import expect_own_shard
 
@@ -50,11 +51,13 @@ class RotationState(ForwardScope):
         self.modes: set[Mode] = set()  # and the modes, with these facts
         self.agreed_splits: set[bool] = set()  # values of `split` that the ranks have seen together
         self.ignored: set[str] = set()  # names of parameters that are not averaged
+        self.outer_policy: OuterPolicy | None = None  # what happens between replicas
 
     def __deepcopy__(self, memo: dict) -> RotationState:
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, RotationState)
         twin.ignored = set(self.ignored)
+        twin.outer_policy = copy.deepcopy(self.outer_policy, memo)
         twin.root = _copy_of(self.root, memo)
         for around in self.around:
             state = around()
@@ -86,6 +89,8 @@ class RotationState(ForwardScope):
             return
         if not any(state.root_depth for state in self.outer()):
             self.ring.begin_forward()
+            if self.outer_policy is not None:
+                self.outer_policy.restart()
             self.began = True
             self.forwards += 1
             self.failing = sys.exc_info()[1]
@@ -138,6 +143,8 @@ class RotationState(ForwardScope):
             return
         agree_on_model(root, self.ring, mode)
         if facts != self.agreed:
+            if self.outer_policy is not None:
+                self.outer_policy.claim(root, self.mp_policy.reduce_dtype)
             self._average_newcomers(root, named)
             let_adapters_merge(root)
             self.agreed, self.modes = self._facts(root, named), set()
@@ -160,7 +167,7 @@ class RotationState(ForwardScope):
             and not isinstance(parameter, DTensor)
             and name not in self.ignored
             and id(parameter) not in tables  # a sparse one, averaged already
-            and average_gradient(parameter, self.ring)
+            and average_gradient(name, parameter, self.ring, self.outer_policy)
         ]
         if added:
             logger.info(

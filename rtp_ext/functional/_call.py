@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from rtp_ext import _native
 from rtp_ext.parameters.sharding import held, local_shard, reserve, shard_dim_of
 from rtp_ext.ring import Prepared, Ring
+from rtp_ext.ring.autograd import rounded
 from rtp_ext.ring.gate import LayerSize
 
 # What indices and targets may be of.
@@ -132,8 +133,9 @@ class Home:
         if tensor.dim() != self.dims:
             raise ValueError(f"{label} of {self.dims} dimensions, got shape {tuple(tensor.shape)}")
         if isinstance(tensor, DTensor):
-            if tensor.device_mesh.size() != call.ring.size:
-                raise ValueError(f"{label} on {call.ring.size} ranks, got {tensor.device_mesh.size()}")
+            ranks = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)  # replicas come first, the ring last
+            if ranks != call.ring.size:
+                raise ValueError(f"{label} on {call.ring.size} ranks, got {ranks}")
             if shard_dim_of(tensor) != self.dim:
                 raise ValueError(f"{label} cut along {self.dim}, got placements {tensor.placements}")
 
@@ -149,7 +151,7 @@ def in_dtypes_of(
 ) -> list[torch.Tensor | None]:
     """Gradients, which travelled in the reduce dtype, as autograd wants them: in the dtypes of their parameters."""
     pairs = zip(parameters, gradients, strict=True)
-    return [None if gradient is None else gradient.to(parameter.dtype) for parameter, gradient in pairs]
+    return [None if gradient is None else rounded(gradient, parameter.dtype) for parameter, gradient in pairs]
 
 
 def watched_where_read(parameters: Sequence[torch.Tensor], read: Sequence[bool]) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from rtp_ext.functional._call import (
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
 from rtp_ext.parameters.sharding import lay_out
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, wanted
+from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 
 _aten = torch.ops.aten
 
@@ -173,8 +173,8 @@ class _RotatedConvolution(torch.autograd.Function):
             None,
             None,
             None if dx is None else dx.to(dy.dtype),
-            next(gradients).to(weight.dtype) if needs_weight else None,
-            next(gradients).to(ctx.bias_dtype) if needs_bias else None,
+            rounded(next(gradients), weight.dtype) if needs_weight else None,
+            rounded(next(gradients), ctx.bias_dtype) if needs_bias else None,
         )
 
 

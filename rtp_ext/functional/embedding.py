@@ -7,7 +7,7 @@ import torch
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, Home, prepare, saved
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import first_order_only, rounded
 
 
 class _RotatedEmbedding(torch.autograd.Function):
@@ -32,7 +32,7 @@ class _RotatedEmbedding(torch.autograd.Function):
             ctx.padding_idx,
             ctx.call.options,
         )
-        return None, None, None, None, None, dweight.to(ctx.weight_dtype)
+        return None, None, None, None, None, rounded(dweight, ctx.weight_dtype)
 
 
 def rotated_embedding(

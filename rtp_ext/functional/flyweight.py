@@ -15,7 +15,7 @@ from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, 
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
 from rtp_ext.parameters.sharding import lay_out, local_shard
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, wanted
+from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 
 
 class _Sum:
@@ -137,7 +137,7 @@ class _Flyweight(torch.autograd.Function):
         of_inputs, of_replicated = totals[: len(inputs)], totals[len(inputs) :]
         of_homes: list[Tensor | None] = [None] * len(homes)
         for index, gradient in zip(travelling, gradients, strict=True):
-            of_homes[index] = gradient.to(homes[index].dtype)
+            of_homes[index] = rounded(gradient, homes[index].dtype)
         return None, None, *of_inputs, *_average(call, replicated, of_replicated, needs_replicated), *of_homes
 
 

@@ -19,7 +19,7 @@ from rtp_ext.functional._call import (
     watched_where_read,
 )
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, wanted
+from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 from rtp_ext.ring.gate import LayerSize
 
 
@@ -43,8 +43,8 @@ class _PartialLinear(torch.autograd.Function):
         dx, dweight, dbias = ctx.call.run(
             _native.partial_linear_backward, dy.contiguous(), x, weight, ctx.shape, needs, ctx.call.options
         )
-        dweight = None if dweight is None else dweight.to(weight.dtype)
-        dbias = None if dbias is None else dbias.to(ctx.bias_dtype)
+        dweight = None if dweight is None else rounded(dweight, weight.dtype)
+        dbias = None if dbias is None else rounded(dbias, ctx.bias_dtype)
         return None, None, dx, dweight, dbias
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from rtp_ext._native import shard_sizes, share_version
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import claim_of, come_home, first_order_only
 
 logger = logging.getLogger("rtp_ext")
 
@@ -86,10 +87,12 @@ def _slice_elements(shape: torch.Size | tuple[int, ...], dim: int) -> int:
 
 def as_sharded(home: torch.Tensor, full_shape: torch.Size, ring: Ring, dim: int) -> torch.Tensor:
     """The DTensor whose shard on this rank is `home`; `home` itself on an emulated ring."""
-    if ring.mesh is None:
+    if ring.parameter_mesh is None:
         return home
     stride = torch.empty(full_shape, device="meta").stride()
-    return DTensor.from_local(home, ring.mesh, [Shard(dim)], run_check=False, shape=full_shape, stride=stride)
+    return DTensor.from_local(
+        home, ring.parameter_mesh, ring.placements(dim), run_check=False, shape=full_shape, stride=stride
+    )
 
 
 def _let_grad_scaler_see_shards() -> None:
@@ -132,9 +135,9 @@ def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Paramet
 def replicate_parameter(parameter: nn.Parameter, ring: Ring) -> nn.Parameter:
     """A parameter that every rank holds whole, in place of a plain one (meta device included)."""
     whole = parameter.detach().clone()
-    if ring.mesh is not None:
+    if ring.parameter_mesh is not None:
         _let_grad_scaler_see_shards()
-        whole = DTensor.from_local(whole, ring.mesh, [Replicate()], run_check=False)
+        whole = DTensor.from_local(whole, ring.parameter_mesh, ring.placements(None), run_check=False)
     return _in_place_of(parameter, whole)
 
 
@@ -160,16 +163,14 @@ class _LocalShard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, parameter: DTensor) -> torch.Tensor:
-        ctx.spec = parameter._spec
+        ctx.spec, ctx.claim = parameter._spec, claim_of(parameter)
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
         return held(parameter).detach()  # not a view, which autograd would refuse to unpack after a write
 
     @staticmethod
     @first_order_only
     def backward(ctx, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None:
-            return None
-        return DTensor(gradient.detach().contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg]
+        return come_home(ctx, gradient)
 
 
 def shard_dim_of(parameter: torch.Tensor) -> int | None:
@@ -177,6 +178,11 @@ def shard_dim_of(parameter: torch.Tensor) -> int | None:
     if not isinstance(parameter, DTensor):
         return None
     return next((p.dim for p in parameter.placements if isinstance(p, Shard)), None)
+
+
+def _ring_dimension(mesh: DeviceMesh) -> int:
+    """Replicas come first in the mesh of a parameter, the ring last."""
+    return mesh.ndim - 1
 
 
 _BLOCK = 1 << 20  # bytes that `gather_full` sends at once
@@ -192,8 +198,8 @@ def gather_full(parameter: torch.Tensor) -> torch.Tensor:
         whole = torch.empty(parameter.shape, dtype=parameter.dtype)
         if whole.numel() == 0:
             return whole
-        mesh = parameter.device_mesh
-        pieces = whole.split(shard_sizes(whole.shape[dim], mesh.size()), dim)
+        mesh, ring = parameter.device_mesh, _ring_dimension(parameter.device_mesh)
+        pieces = whole.split(shard_sizes(whole.shape[dim], mesh.size(ring)), dim)
         # one buffer for all blocks: a process group may hold on to what it has sent for a moment
         rows = max(1, _BLOCK // pieces[0][0].nbytes)
         buffer = torch.empty(pieces[0][:rows].numel(), dtype=home.dtype, device=home.device)
@@ -201,9 +207,9 @@ def gather_full(parameter: torch.Tensor) -> torch.Tensor:
             for start in range(0, piece.shape[0] if piece.numel() else 0, rows):
                 block = piece[start : start + rows]
                 flat = buffer[: block.numel()]
-                if owner == mesh.get_local_rank():
+                if owner == mesh.get_local_rank(ring):
                     flat.view(block.shape).copy_(home[start : start + rows])
-                dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(), group_src=owner)
+                dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(ring), group_src=owner)
                 block.copy_(flat.view(block.shape))
         return whole
 
@@ -269,7 +275,8 @@ def _own_part(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     dim = next((p.dim for p in spec.placements if isinstance(p, Shard)), None)
     if dim is None:
         return full
-    return full.split(shard_sizes(full.shape[dim], spec.mesh.size()), dim)[spec.mesh.get_local_rank()]
+    ring = _ring_dimension(spec.mesh)
+    return full.split(shard_sizes(full.shape[dim], spec.mesh.size(ring)), dim)[spec.mesh.get_local_rank(ring)]
 
 
 def placed_as(full: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:

@@ -1,6 +1,7 @@
 """The ring: which ranks, over which transport, by which route, and the two primitives `rotate` and `collect`."""
 
+from rtp_ext.ring.mesh import RotationDims
 from rtp_ext.ring.prepared import Prepared
 from rtp_ext.ring.ring import ROUTES, TRANSPORTS, Ring, ce_refusal, nccl_put_refusal, nccl_refusal
 
-__all__ = ["ROUTES", "TRANSPORTS", "Prepared", "Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
+__all__ = ["ROUTES", "TRANSPORTS", "Prepared", "Ring", "RotationDims", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]

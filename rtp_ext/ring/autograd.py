@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rtp_ext._native import shard_sizes, share_version
+from rtp_ext._native import RotationError, shard_sizes, share_version
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -42,6 +43,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.create_graph = torch.is_grad_enabled()
         with torch.no_grad():
             results = backward(ctx, *gradients)
         unpacked = ctx.__dict__.pop("unpacked", ())
@@ -166,7 +168,7 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, parameter: DTensor, stock: Callable[..., torch.Tensor]):
-        ctx.spec = parameter._spec
+        ctx.spec, ctx.claim = parameter._spec, claim_of(parameter)
         whole = stock(parameter.detach()).clone()
         share_version(whole, parameter)
         return whole
@@ -174,14 +176,78 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, gradient: torch.Tensor):
-        mesh, (placement,) = ctx.spec.mesh, ctx.spec.placements
+        mesh, placement = ctx.spec.mesh, ctx.spec.placements[-1]
+        ring, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
         mean = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(mean, group=mesh.get_group())
-        mean.div_(mesh.size())
+        dist.all_reduce(mean, group=ring)
+        mean.div_(ranks)
         if isinstance(placement, Shard):
-            sizes = shard_sizes(mean.shape[placement.dim], mesh.size())
-            mean = mean.split(sizes, placement.dim)[mesh.get_local_rank()]
+            sizes = shard_sizes(mean.shape[placement.dim], ranks)
+            mean = mean.split(sizes, placement.dim)[mesh.get_local_rank(mesh.ndim - 1)]
         # a copy: the gradient must not keep the whole one alive
-        mine = mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)
-        return DTensor(mine, ctx.spec, requires_grad=False), None  # type: ignore[call-arg]
+        return come_home(ctx, mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)), None
+
+
+# -- from the ring to the parameter ------------------------------------------------------------------------------------
+
+CLAIM = "_rtp_claim"  # attribute of a parameter whose gradients are an outer policy's matter: a Claim
+
+
+class Claim(Protocol):
+    """What an outer policy knows of one parameter."""
+
+    def take(self, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Called in backward with this rank's gradient of the parameter, averaged over the ring, which is the policy's
+        to write to; None where nobody on the ring used it. Returns what goes on to the parameter now, if anything."""
+        ...
+
+
+def claim_of(parameter: DTensor) -> Claim | None:
+    """What an outer policy knows of a parameter; None where it is no policy's."""
+    return parameter.__dict__.get(CLAIM)
+
+
+def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient of a parameter as a DTensor, of this rank's part of it: in the backward of a function that kept
+    `spec` and `claim` of the parameter. None where a policy delivers it at the end of the backward.
+
+    Raises RotationError where replicas hold the parameter and nobody would bring its gradients together.
+    """
+    mesh = ctx.spec.mesh
+    if ctx.claim is None and mesh.ndim > 1 and mesh.size(0) > 1:
+        raise RotationError(
+            f"a parameter of shape {tuple(ctx.spec.shape)} lies on {mesh.size(0)} replicas, but belongs to no outer "
+            "policy, so that its gradient would stay that of one: expected a parameter of a model that fully_rotate "
+            "has converted, and a forward of that model before"
+        )
+    if ctx.claim is not None:
+        gradient = ctx.claim.take(ctx, gradient)
+    return None if gradient is None else as_gradient(gradient.detach().contiguous(), ctx.spec)
+
+
+def as_gradient(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """A DTensor laid out as a parameter is, which may be of another dtype."""
+    meta = spec.tensor_meta
+    if meta is not None and meta.dtype != local.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+_WIDE = "_rtp_wide"  # attribute of a rounded gradient: what it was rounded from, and its version then
+
+
+def rounded(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient in the dtype that autograd wants of it. `unrounded` finds what it was."""
+    result = gradient.to(dtype)
+    if dtype.itemsize < gradient.dtype.itemsize:
+        setattr(result, _WIDE, (gradient, result._version))
+    return result
+
+
+def unrounded(gradient: torch.Tensor) -> torch.Tensor:
+    """What a gradient was before it was rounded, in float32 at least: many may be added up."""
+    wide, version = getattr(gradient, _WIDE, (None, None))
+    if wide is not None and version == gradient._version:  # autograd has added nothing to it
+        return wide
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))

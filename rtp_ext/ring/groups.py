@@ -40,6 +40,7 @@ class Groups:
     _control: dist.ProcessGroup | None = None  # for what the host tells
     _collective: dist.ProcessGroup | None = None  # for tensors on the device
     _groups: list[dist.ProcessGroup]
+    companions: tuple[Groups, ...] = ()  # end with this one
 
     def _open_groups(self, members: list[int]) -> None:
         self._world, self._members, self._groups = dist.group.WORLD, members, []
@@ -60,6 +61,8 @@ class Groups:
         return group
 
     def drop_groups(self) -> None:
+        for companion in self.companions:
+            companion.drop_groups()
         self._control = self._collective = None
         if self._world is not None:
             _destroy(self._groups, self._world, self._owner)

@@ -1,6 +1,10 @@
-"""Which ranks a ring is made of."""
+"""Which ranks a ring is made of, and the mesh that its parameters lie on."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,21 +13,118 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rtp_ext._native import RotationError
 
 
-def resolve_mesh(mesh_or_group: DeviceMesh | dist.ProcessGroup | None) -> DeviceMesh:
-    """The mesh that a Ring's `mesh_or_group` stands for."""
+@dataclass(frozen=True)
+class RotationDims:
+    """Which dimensions of a mesh are what, by their names.
+
+    Each is a name or a tuple of names, whose dimensions count as one, the last name turning fastest.
+
+    Args:
+        ring: shards rotate over it.
+        replicate: rings along it hold the same shards, and what becomes of their gradients is the outer policy's matter
+            (rtp_ext.outer); None: there is one ring.
+    """
+
+    ring: str | tuple[str, ...] = "ring"
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for what, names in (("ring", self.ring), ("replicate", self.replicate)):
+            if names is None and what == "replicate":
+                continue
+            several = (names,) if isinstance(names, str) else names
+            if not isinstance(several, tuple) or not several or not all(isinstance(name, str) for name in several):
+                raise TypeError(f"RotationDims: expected {what} to be a name or a tuple of names, got {names!r}")
+        twice = [name for name, count in Counter(self.ring_names + self.replicate_names).items() if count > 1]
+        if twice:
+            raise ValueError(f"RotationDims: expected every dimension once, got {', '.join(twice)} more than once")
+
+    @property
+    def ring_names(self) -> tuple[str, ...]:
+        return _names(self.ring)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else given
+
+
+@dataclass(frozen=True)
+class RingMesh:
+    """The mesh of a ring's hops, and the one of its parameters: the same, or with the replicas before the ring."""
+
+    hops: DeviceMesh
+    parameters: DeviceMesh
+
+    @property
+    def replicas(self) -> int:
+        return self.parameters.size() // self.hops.size()
+
+
+def resolve_mesh(
+    mesh_or_group: DeviceMesh | dist.ProcessGroup | RingMesh | None, dims: RotationDims | None = None
+) -> RingMesh:
+    """The meshes that a Ring's `mesh_or_group` and `dims` stand for. Collective where names are flattened."""
+    if isinstance(mesh_or_group, RingMesh):
+        return mesh_or_group
     if not dist.is_initialized():
         raise RotationError("Ring: torch.distributed is not initialised; call init_process_group, or use Ring.emulated")
+    if dims is not None:
+        return _named(mesh_or_group, dims)
     if isinstance(mesh_or_group, DeviceMesh):
         if mesh_or_group.ndim != 1:
             raise ValueError(
-                f"Ring: expected a one-dimensional mesh, got one with dimensions {mesh_or_group.mesh_dim_names}; "
-                'pass one of them, such as mesh["rtp"]'
+                f"Ring: expected a one-dimensional mesh, got one with dimensions {mesh_or_group.mesh_dim_names}; pass "
+                "dims=RotationDims(ring=..., replicate=...), which says what they are by name, or one of them, "
+                'such as mesh["ring"]'
             )
-        return mesh_or_group
+        return RingMesh(mesh_or_group, mesh_or_group)
     if mesh_or_group is not None and not isinstance(mesh_or_group, dist.ProcessGroup):
         raise TypeError(f"Ring: expected a DeviceMesh or a process group, got {type(mesh_or_group).__name__}")
     backend = str(dist.get_backend(mesh_or_group))
     device_type = "cuda" if "nccl" in backend and torch.cuda.is_available() else "cpu"
     if mesh_or_group is None:
-        return init_device_mesh(device_type, (dist.get_world_size(),))
-    return DeviceMesh.from_group(mesh_or_group, device_type)
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    else:
+        mesh = DeviceMesh.from_group(mesh_or_group, device_type)
+    return RingMesh(mesh, mesh)
+
+
+def _named(mesh: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims) -> RingMesh:
+    if not isinstance(dims, RotationDims):
+        raise TypeError(f"Ring: expected dims to be RotationDims, got {type(dims).__name__}")
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"Ring: dims names dimensions of a mesh: expected mesh to be a DeviceMesh, got {mesh!r:.100}")
+    names: tuple[str, ...] = mesh.mesh_dim_names or ()
+    asked = dims.ring_names + dims.replicate_names
+    unknown = [name for name in asked if name not in names]
+    if unknown:
+        raise ValueError(
+            f"Ring: expected names of dimensions of the mesh, which are {names or 'unnamed'}, got {', '.join(unknown)}"
+        )
+    left = [f"{name} of {mesh.size(i)}" for i, name in enumerate(names) if name not in asked and mesh.size(i) > 1]
+    if left:
+        raise ValueError(
+            f"Ring: expected every dimension of the mesh to be named, got {', '.join(left)} in neither ring "
+            f"{dims.ring_names} nor replicate {dims.replicate_names}: parameters would be repeated along it and their "
+            "gradients never brought together. Name it in one of them, or pass a mesh without it, such as "
+            f"mesh[{', '.join(map(repr, (name for name in names if name in asked)))}]"
+        )
+    ring = _flattened(mesh, dims.ring_names)
+    if not dims.replicate_names:
+        return RingMesh(ring, ring)
+    # sliced, flattened and put together of groups that exist: ranks outside of this mesh need not take part
+    return RingMesh(ring, DeviceMesh._concatenate([_flattened(mesh, dims.replicate_names), ring]))
+
+
+def _flattened(mesh: DeviceMesh, names: Iterable[str]) -> DeviceMesh:
+    names = tuple(names)
+    if len(names) == 1:
+        return mesh[names[0]]
+    order = [(mesh.mesh_dim_names or ()).index(name) for name in names]
+    if order != sorted(order):
+        raise ValueError(f"Ring: expected names in the order of the mesh {mesh.mesh_dim_names}, got {names}")
+    return mesh[names]._flatten("_".join(names))

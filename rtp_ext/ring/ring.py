@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch._C import _TorchDispatchModeKey as _Mode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow
 from rtp_ext.ring.gate import Gate, Link, kind_of
-from rtp_ext.ring.mesh import resolve_mesh
+from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.options import TransportOptions
 from rtp_ext.ring.prepared import Ledger, Prepared
 from rtp_ext.ring.primitives import Primitives
@@ -50,7 +51,9 @@ class Ring(Primitives):
     """Ranks that rotate shards among themselves.
 
     Args:
-        mesh_or_group: a one-dimensional DeviceMesh, a process group, or None for the default process group.
+        mesh_or_group: a one-dimensional DeviceMesh, one of more dimensions with `dims`, a process group, or None for
+            the default process group.
+        dims: which dimensions of the mesh the ring runs over, and along which rings hold the same shards.
         transport: `shm` (CPU ranks of one host), `c10d` (any torch.distributed backend), `ce` (copy engines, without
             SMs: GPUs of one host that all have direct access to each other, NCCL 2.29.2 or newer), `nccl` (direct
             NCCL), `nccl-put` (NCCL's puts and signals; what waits for a dead rank there stays stuck until the process
@@ -77,7 +80,9 @@ class Ring(Primitives):
         rank, size: this rank's place, and the number of ranks R.
         serial: the how manieth ring of this process this is.
         device: where shards live.
-        mesh: the DeviceMesh of parameters sharded over the ring; None for an emulated ring.
+        mesh: the one-dimensional DeviceMesh of the ring; None for an emulated ring.
+        parameter_mesh: the DeviceMesh of parameters: `mesh`, or with the replicas as its first dimension.
+        replicas: how many rings hold the same shards.
         link: what stands in for the wire in an emulated ring on a GPU; None for any other.
         hop_route: `ring` or `direct`, what the hops of a rotation take.
         gate: decides how each linear layer travels, and remembers it: `gate.plans`.
@@ -88,8 +93,9 @@ class Ring(Primitives):
 
     def __init__(
         self,
-        mesh_or_group: DeviceMesh | dist.ProcessGroup | None = None,
+        mesh_or_group: DeviceMesh | dist.ProcessGroup | RingMesh | None = None,
         *,
+        dims: RotationDims | None = None,
         transport: str = "auto",
         route: str = "auto",
         timeout: float | datetime.timedelta = 600.0,
@@ -105,12 +111,15 @@ class Ring(Primitives):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
         self._settle(slot_cap, prefetch)
         self.transport_options = TransportOptions.of(transport_options)
-        self.mesh: DeviceMesh | None = resolve_mesh(mesh_or_group)
-        follow(self.mesh)
-        group = self.mesh.get_group()
+        meshes = resolve_mesh(mesh_or_group, dims)
+        self.mesh: DeviceMesh | None = meshes.hops
+        self.parameter_mesh: DeviceMesh | None = meshes.parameters
+        self.replicas = meshes.replicas
+        follow(meshes.parameters)
+        group = meshes.hops.get_group()
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.device = torch.device(self.mesh.device_type)
+        self.device = torch.device(meshes.hops.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._open_groups(dist.get_process_group_ranks(group))
@@ -150,7 +159,8 @@ class Ring(Primitives):
         _check_choice("route", route, ROUTES[1:])
         ring._settle(SLOT_CAP, prefetch)
         ring.transport_options = TransportOptions.of(None)
-        ring.mesh = None
+        ring.mesh = ring.parameter_mesh = None
+        ring.replicas = 1
         ring.rank, ring.size = rank, size
         ring.device = torch.device(device)
         if ring.device.type == "cuda" and ring.device.index is None:
@@ -277,6 +287,12 @@ class Ring(Primitives):
         except RotationError:
             self.abandon()
             raise
+
+    def placements(self, dim: int | None) -> list[Placement]:
+        """How a parameter lies on `parameter_mesh` that is cut along `dim` over the ring; None: one that is whole."""
+        assert self.parameter_mesh is not None, "an emulated ring has no mesh"
+        over_ring: Placement = Replicate() if dim is None else Shard(dim)
+        return [Replicate() for _ in range(self.parameter_mesh.ndim - 1)] + [over_ring]
 
     # -- agreements, the gate and the prefetcher ---------------------------------------------------------------------
 

@@ -1,0 +1,83 @@
+"""A tiny model on replicas of rings, and the same in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from reference import full, random
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import rtp_ext
+from rtp_ext import RotationDims
+
+EXACT = 1e-9
+VOCABULARY, WIDTH, HIDDEN = 11, 7, 9  # divisible by 3 at most
+DIMS = RotationDims(ring="ring", replicate="replicas")
+
+
+class Tiny(nn.Module):
+    """Embedding, norm, MLP block, linear, a scalar, a head tied to the embedding."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.mixes = True
+        self.to(dtype)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(random(*parameter.shape, dtype=dtype, seed=number) * 0.4 + (parameter.dim() < 2))
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.mlp(x))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.mixes:
+            x = x + self.mix(x)
+        return self.head(self.block(x)) * self.temperature
+
+
+def batch_loss(model: nn.Module, rank: int, step: int, tokens: int = 5, reduction: str = "mean") -> Tensor:
+    """The loss of the batch of one rank and (micro-)step."""
+    ids = torch.randint(VOCABULARY, (2, tokens + 1), generator=torch.Generator().manual_seed(1000 * rank + step))
+    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten(), reduction=reduction)
+
+
+def all_losses(model: nn.Module, ranks: int, step: int, share: float = 1.0) -> Tensor:
+    """The sum of the losses of all ranks, times `share`, for the plain model."""
+    return torch.stack([batch_loss(model, rank, step) for rank in range(ranks)]).sum() * share
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, foreach=True)
+
+
+def replicated(shape: tuple[int, ...], names: tuple[str, ...] = ("replicas", "ring"), model=None, **options) -> Tiny:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    options.setdefault("dims", DIMS)
+    return rtp_ext.fully_rotate(Tiny() if model is None else model, mesh=mesh, timeout=30.0, **options)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else full(p.grad).clone() for name, p in model.named_parameters()}
+
+
+def step_on(
+    model: nn.Module, optimizer: torch.optim.Optimizer, losses: Sequence[Callable[[], Tensor]]
+) -> tuple[dict[str, Tensor | None], Tensor]:
+    """One clipped step on losses, each of a micro-batch. Returns the gradients and their norm."""
+    optimizer.zero_grad()
+    for loss in losses:
+        loss().backward()
+    found = gradients(model)
+    norm = full(nn.utils.clip_grad_norm_(model.parameters(), 0.1)).clone()
+    optimizer.step()
+    return found, norm

@@ -1,0 +1,390 @@
+"""Replicas of rings, whose gradients are all-reduced: against one process on the batches of all ranks."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from harness import Cases, run_ranks
+from reference import assert_same, differs, full, local
+from refusal_cases import dies, refusal_cases
+from replica_models import (
+    DIMS,
+    EXACT,
+    Tiny,
+    adamw,
+    all_losses,
+    batch_loss,
+    gradients,
+    replicated,
+    step_on,
+)
+from state_cases import example_cases, state_cases
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import rtp_ext
+from rtp_ext import RotationDims
+from rtp_ext.outer.all_reduce import AllReduce
+from rtp_ext.outer.replicas import Replicas
+
+LINE = ("replicas", "ring")
+
+
+def assert_same_gradients(found, plain, what, factor=1.0):
+    for name, expected in gradients(plain).items():
+        assert_same(found[name], None if expected is None else expected * factor, EXACT, f"{what}: {name}")
+
+
+def wrong(found, plain, factor):
+    """Whether any gradient would be seen to be wrong by a factor."""
+    return any(differs(found[name], expected * factor, EXACT) for name, expected in gradients(plain).items())
+
+
+# -- ten steps ---------------------------------------------------------------------------------------------------------
+
+
+def _trains_as_one(rank, ranks, cases, shapes):
+    for shape, names, dims in shapes:
+        with cases.case(f"training on {dict(zip(names, shape, strict=True))}"):
+            model, plain = replicated(shape, names, dims=dims), Tiny()
+            optimizer, reference = adamw(model), adamw(plain)
+            for step in range(10):
+                found, norm = step_on(model, optimizer, [functools.partial(batch_loss, model, rank, step)])
+                _, expected = step_on(plain, reference, [functools.partial(all_losses, plain, ranks, step, 1 / ranks)])
+                assert_same(norm, expected, EXACT, f"norm of step {step}")
+            for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert_same(full(parameter), other, EXACT, name)
+            assert differs(found["mix.weight"], local(plain.mix.weight.grad) * 2, EXACT), "control: clipped, and other"
+
+
+def _six(rank, ranks):
+    cases = Cases()
+    _trains_as_one(rank, ranks, cases, [((2, 3), LINE, DIMS), ((3, 2), LINE[::-1], DIMS)])
+    for shape, factor in (((2, 3), 1), ((3, 2), None)):
+        _accumulates(rank, ranks, cases, shape, factor, [(False, True)])
+    cases.finish()
+
+
+def _eight(rank, ranks):
+    cases = Cases()
+    flattened = RotationDims(ring=("a", "b"), replicate="replicas")
+    _trains_as_one(rank, ranks, cases, [((2, 2, 2), ("replicas", "a", "b"), flattened)])
+    with cases.case("flattened replicas"):
+        model = replicated((2, 2, 2), ("a", "ring", "b"), dims=RotationDims(replicate=("a", "b")))
+        batch_loss(model, rank, 0).backward()
+        plain = Tiny()
+        all_losses(plain, ranks, 0).backward()
+        assert_same_gradients(gradients(model), plain, "a", 1 / ranks)
+        assert tuple(model.mix.weight.placements) == (Replicate(), Shard(0))
+        assert model.mix.weight.device_mesh.shape == (4, 2), model.mix.weight.device_mesh
+    cases.finish()
+
+
+def test_six_ranks_train_as_one_process():
+    run_ranks(_six, 6)
+
+
+def test_three_dimensions():
+    run_ranks(_eight, 8)
+
+
+# -- micro-batches -----------------------------------------------------------------------------------------------------
+
+
+def _accumulates(rank, ranks, cases, shape, factor, ways):
+    """`ways`: which micro-batches of a step are reduced."""
+    model, plain = replicated(shape), Tiny()
+    rtp_ext.set_gradient_divide_factor(model, factor)
+    share = 1.0 if factor else 1 / ranks
+    policy = rtp_ext.outer_of(model)
+    home = sum(local(p).nbytes for p in model.parameters())
+    for way in ways:
+        with cases.case(f"{shape} divided by {factor}, reduced {way}"):
+            before = policy.bytes_sent()
+            for step in range(2):
+                for each in (model, plain):
+                    each.zero_grad()
+                for micro, reduces in enumerate(way):
+                    rtp_ext.set_requires_all_reduce(model, reduces)
+                    batch_loss(model, rank, 10 * step + micro).backward()
+                    all_losses(plain, ranks, 10 * step + micro).backward()
+                assert_same_gradients(gradients(model), plain, f"step {step}", share)
+                assert wrong(gradients(model), plain, share * (1 + 1e-6)), "control"
+            sent = 2 * home * (shape[0] - 1) // shape[0] * sum(way) * 2
+            assert abs(policy.bytes_sent() - before - sent) <= 8, (policy.bytes_sent() - before, sent)
+
+
+def _four(rank, ranks, folder):
+    cases = Cases()
+    _trains_as_one(rank, ranks, cases, [((2, 2), LINE, DIMS)])
+    ways = [(True, True), (False, False, True), (True, False, True), (False, True, False, True)]
+    for factor in (None, 1):
+        _accumulates(rank, ranks, cases, (2, 2), factor, ways)
+    for part in (_clears, _keeps_sums_wide, _unequal_tokens, _gradients_asked_for, _hooks, _travels_early, _others):
+        part(rank, ranks, cases)
+    state_cases(rank, ranks, cases, folder)
+    example_cases(rank, ranks, cases)
+    refusal_cases(rank, ranks, cases)
+    cases.finish()
+
+
+def test_four_ranks(tmp_path):
+    run_ranks(_four, 4, str(tmp_path), timeout=300.0)
+
+
+def test_a_replica_that_dies_ends_the_others():
+    run_ranks(dies, 4, lost={3})
+
+
+def _clears(rank, ranks, cases):
+    """zero_grad, either way, forgets micro-batches that were not reduced."""
+    model, plain = replicated((2, 2)), Tiny()
+    all_losses(plain, ranks, 1).backward()
+    for to_none in (True, False):
+        with cases.case(f"zero_grad({to_none})"):
+            model.zero_grad()
+            with rtp_ext.no_sync(model):
+                batch_loss(model, rank, 0).backward()
+            assert wrong(gradients(model), plain, 1 / ranks), "control: something to forget"
+            model.zero_grad(set_to_none=to_none)
+            batch_loss(model, rank, 1).backward()
+            assert_same_gradients(gradients(model), plain, "after zero_grad", 1 / ranks)
+    with cases.case("not reduced, and not reached by the backward that reduces"):
+        for each in (model, plain):
+            each.zero_grad()
+        with rtp_ext.no_sync(model):
+            batch_loss(model, rank, 0).backward()
+        model.mixes = False
+        batch_loss(model, rank, 1).backward()
+        all_losses(plain, ranks, 0).backward()
+        plain.mixes = False
+        all_losses(plain, ranks, 1).backward()
+        assert_same_gradients(gradients(model), plain, "flushed", 1 / ranks)
+
+
+def _keeps_sums_wide(rank, ranks, cases):
+    """Micro-batches of bfloat16 parameters add up in float32, unrounded."""
+    with cases.case("bfloat16"):
+        model, plain = replicated((2, 2), model=Tiny(torch.bfloat16)), Tiny(torch.bfloat16)
+        rtp_ext.set_requires_all_reduce(model, False)
+        batch_loss(model, rank, 0).backward()
+        for name in ("embed.weight", "mlp.0.weight", "mlp.2.bias", "mix.weight", "norm.weight"):
+            gradient = local(model.get_parameter(name).grad)
+            assert gradient.dtype == torch.float32, name
+            assert (gradient != gradient.bfloat16().float()).any(), f"{name} was rounded"
+        unreduced = {name: local(p.grad).clone() for name, p in model.named_parameters()}
+        batch_loss(model, rank, 0).backward()
+        for name, parameter in model.named_parameters():
+            assert_same(local(parameter.grad), unreduced[name] * 2, 1e-5, f"{name}, twice")
+        rtp_ext.set_requires_all_reduce(model, True)
+        batch_loss(model, rank, 0).backward()
+        all_losses(plain, ranks, 0).backward()
+        for name, expected in gradients(plain).items():
+            assert model.get_parameter(name).grad.dtype == torch.bfloat16
+            assert_same(full(model.get_parameter(name).grad), expected * 3 / ranks, 0.05, name)
+        adamw(model).step()
+
+
+def _unequal_tokens(rank, ranks, cases):
+    with cases.case("unequal tokens, divided by 1"):
+        tokens = [2 + 3 * other for other in range(ranks)]
+        model, plain = replicated((2, 2)), Tiny()
+        rtp_ext.set_gradient_divide_factor(model, 1)
+        (batch_loss(model, rank, 0, tokens[rank], "sum") / sum(tokens)).backward()
+        sum(batch_loss(plain, other, 0, tokens[other], "sum") / sum(tokens) for other in range(ranks)).backward()
+        assert_same_gradients(gradients(model), plain, "sum")
+        rtp_ext.set_gradient_divide_factor(model, None)
+        model.zero_grad()
+        (batch_loss(model, rank, 0, tokens[rank], "sum") / sum(tokens)).backward()
+        assert_same_gradients(gradients(model), plain, "mean", 1 / ranks)
+    with cases.case("one ring divides too"):
+        model = rtp_ext.fully_rotate(Tiny(), timeout=30.0)
+        rtp_ext.set_gradient_divide_factor(model, 1)
+        rtp_ext.set_requires_all_reduce(model, False)  # changes nothing there
+        (batch_loss(model, rank, 0, tokens[rank], "sum") / sum(tokens)).backward()
+        assert_same_gradients(gradients(model), plain, "a ring")
+        model.zero_grad()
+        rtp_ext.set_gradient_divide_factor(model, None)
+        (batch_loss(model, rank, 0, tokens[rank], "sum") / sum(tokens)).backward()
+        assert_same_gradients(gradients(model), plain, "a ring, averaged", 1 / ranks)
+
+
+def _gradients_asked_for(rank, ranks, cases):
+    model, plain = replicated((2, 2)), Tiny()
+    all_losses(plain, ranks, 0).backward()
+    with cases.case("torch.autograd.grad"):
+        for _ in range(2):
+            found = torch.autograd.grad(batch_loss(model, rank, 0), list(model.parameters()))
+            for (name, p), gradient in zip(plain.named_parameters(), found, strict=True):
+                assert_same(full(gradient), p.grad / ranks, EXACT, name)
+                assert model.get_parameter(name).grad is None
+    with cases.case("backward(inputs=)"):
+        batch_loss(model, rank, 0).backward(inputs=[model.mix.weight])
+        assert_same(full(model.mix.weight.grad), plain.mix.weight.grad / ranks, EXACT, "mix.weight")
+        assert model.mix.bias.grad is None and model.norm.weight.grad is None
+    with cases.case("create_graph"):
+        model.zero_grad()
+        (gradient,) = torch.autograd.grad(batch_loss(model, rank, 0), [model.mix.weight], create_graph=True)
+        assert_same(full(gradient.detach()), plain.mix.weight.grad / ranks, EXACT, "mix.weight")
+        with pytest.raises(RuntimeError, match="double backward is not supported"):
+            gradient.to_local().square().sum().backward()
+    with cases.case("whole parameters, used by hand"):
+        for each in (model, plain):
+            each.zero_grad()
+        ((rank + 1) * full(model.mix.weight).square().sum()).backward()
+        placed = model.mlp[0].weight.redistribute(placements=[Replicate(), Replicate()])
+        ((rank + 1) * full(model.mix.weight).square().sum() + rank * placed.to_local().exp().sum()).backward()
+        mean = sum(range(ranks)) / ranks
+        expected = torch.autograd.grad(plain.mix.weight.square().sum(), plain.mix.weight)[0]
+        assert_same(full(model.mix.weight.grad), expected * (mean + 1) * 2, EXACT, "full_tensor")
+        assert_same(full(model.mlp[0].weight.grad), plain.mlp[0].weight.exp() * mean, EXACT, "redistribute")
+
+
+def _hooks(rank, ranks, cases):
+    """Hooks of a user see gradients of all ranks, once for each backward."""
+    model, plain = replicated((2, 2)), Tiny()
+    seen = []
+    model.mix.weight.register_hook(lambda g: (seen.append(full(g)), g * 2)[1])
+    model.mlp[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(full(p.grad).clone()))
+    for each in (model.mix, plain.mix):
+        each.adapter = nn.Parameter(torch.ones(7, dtype=torch.float64))  # whole on every rank
+        each.register_forward_hook(lambda module, _, y: y * module.adapter)
+    for factor, share in ((None, 1 / ranks), (1, 1.0)):
+        rtp_ext.set_gradient_divide_factor(model, factor)
+        with cases.case(f"hooks and adapters, divided by {factor}"):
+            for each in (model, plain):
+                each.zero_grad()
+            for micro, reduces in enumerate((True, False, True)):
+                rtp_ext.set_requires_all_reduce(model, reduces)
+                seen.clear()
+                batch_loss(model, rank, micro).backward()
+                all_losses(plain, ranks, micro).backward()
+            assert len(seen) == 2
+            found = gradients(model)
+            assert_same(found.pop("mix.weight") / 2, plain.mix.weight.grad * share, EXACT, "hooked")
+            for name, gradient in found.items():
+                assert_same(gradient, plain.get_parameter(name).grad * share, EXACT, name)
+
+
+def _travels_early(rank, ranks, cases):
+    """From the second backward on gradients leave under the backward; each once."""
+    sent, ends = [], []
+    begin, rest = Replicas.begin_sum, AllReduce._reduce_rest
+    model = replicated((2, 2), outer=AllReduce(bucket_bytes=300))
+    homes = sum(local(p).numel() for p in model.parameters())
+
+    def begin_sum(self, values):
+        sent.append((values.numel(), bool(ends)))
+        return begin(self, values)
+
+    def reduce_rest(self, current):
+        ends.append(None)
+        rest(self, current)
+
+    with cases.case("early"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replicas, "begin_sum", begin_sum)
+        patch.setattr(AllReduce, "_reduce_rest", reduce_rest)
+        for step in range(3):
+            sent.clear()
+            ends.clear()
+            model.zero_grad()
+            batch_loss(model, rank, step).backward()
+            assert sum(size for size, _ in sent) == homes, (sent, homes)
+            assert len(sent) > 3 and len(sent) < len(list(model.parameters())), "small ones share a bucket"
+            assert all(late == (step == 0) for _, late in sent), (step, sent)
+
+
+def _others(rank, ranks, cases):
+    replica = rank // 2
+    with cases.case("what one replica leaves out"):
+        model, plain = replicated((2, 2), outer=AllReduce(bucket_bytes=300)), Tiny()
+        for step, users in enumerate([(), (0, 1), (1,), (0,), (0, 1), (0,), (1,)]):
+            for each in (model, plain):
+                each.zero_grad()
+            model.mixes = replica in users
+            batch_loss(model, rank, step).backward()
+            total = 0
+            for other in range(ranks):
+                plain.mixes = other // 2 in users
+                total = total + batch_loss(plain, other, step)
+            total.backward()
+            assert (model.mix.weight.grad is None) == (step == 0), "nobody used it"
+            assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
+    with cases.case("frozen and thawed everywhere"):
+        for step, wanted in enumerate((False, True, True)):
+            for each in (model, plain):
+                each.mixes = True
+                each.zero_grad()
+                each.mix.weight.requires_grad_(wanted)
+            batch_loss(model, rank, step).backward()
+            all_losses(plain, ranks, step).backward()
+            assert_same_gradients(gradients(model), plain, f"wanted {wanted}", 1 / ranks)
+    for reentrant in (True, False):
+        with cases.case(f"checkpointing, reentrant {reentrant}"):
+            model, plain = replicated((2, 2)), Tiny()
+            inner = model.block
+            model.block = functools.partial(checkpoint, inner, use_reentrant=reentrant)
+            policy = rtp_ext.outer_of(model)
+            home = sum(local(p).nbytes for p in model.parameters())
+            for step in range(2):
+                for each in (model, plain):
+                    each.zero_grad()
+                before = policy.bytes_sent()
+                batch_loss(model, rank, step).backward()
+                all_losses(plain, ranks, step).backward()
+                assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
+                table = local(model.embed.weight).nbytes  # a nested backward ends between its two uses
+                assert policy.bytes_sent() - before == home + (table if reentrant else 0)
+    with cases.case("a penalty on the weights counts once"):
+        model, plain = replicated((2, 2)), Tiny()
+        rtp_ext.set_gradient_divide_factor(model, 1)
+        for reduces in (False, True):
+            rtp_ext.set_requires_all_reduce(model, reduces)
+            (batch_loss(model, rank, 0) + full(model.mix.weight.square().sum())).backward()
+            (all_losses(plain, ranks, 0) + plain.mix.weight.square().sum()).backward()
+        assert_same_gradients(gradients(model), plain, "penalty")
+    with cases.case("parts, a copy, and GradScaler"):
+        model, plain = Tiny(), Tiny()
+        replicated((2, 2), model=model.mlp)
+        policy = rtp_ext.outer_of(model.mlp)
+        model = rtp_ext.fully_rotate(model)
+        assert rtp_ext.outer_of(model) is policy and rtp_ext.outer_of(model.mlp) is policy
+        optimizer, reference = adamw(model), adamw(plain)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(2):
+            optimizer.zero_grad()
+            reference.zero_grad()
+            scaler.scale(batch_loss(model, rank, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            (all_losses(plain, ranks, step) / ranks).backward()
+            reference.step()
+        for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_same(full(parameter), other, EXACT, name)
+        optimizer.zero_grad()
+        loss = batch_loss(model, rank, 9) * (float("inf") if rank == 3 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        assert_same(full(model.mix.weight), plain.mix.weight, EXACT, "a step that was left out on every rank")
+        copied = copy.deepcopy(model)
+        for each in (copied, plain):
+            each.zero_grad()
+        batch_loss(copied, rank, 5).backward()
+        all_losses(plain, ranks, 5).backward()
+        assert_same_gradients(gradients(copied), plain, "a copy", 1 / ranks)
+    for shape, outer in (((4, 1), None), ((1, 4), AllReduce())):
+        with cases.case(f"a mesh of {shape}"):
+            model, plain = replicated(shape, outer=outer), Tiny()
+            batch_loss(model, rank, 0).backward()
+            all_losses(plain, ranks, 0).backward()
+            assert_same_gradients(gradients(model), plain, "gradients", 1 / ranks)
+            assert model.mix.weight.device_mesh.shape == shape
+    with cases.case("one ring of a mesh"):
+        mesh = replicated((2, 2)).mix.weight.device_mesh["ring"]
+        alone, plain = rtp_ext.fully_rotate(Tiny(), mesh=mesh, timeout=30.0), Tiny()
+        batch_loss(alone, rank, 0).backward()
+        (batch_loss(plain, 2 * replica, 0) + batch_loss(plain, 2 * replica + 1, 0)).backward()
+        assert_same_gradients(gradients(alone), plain, "a ring of two", 1 / 2)
+        assert tuple(alone.mix.weight.placements) == (Shard(0),)

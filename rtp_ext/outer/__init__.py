@@ -1,0 +1,9 @@
+"""What happens between replicas: rings along a mesh dimension that hold the same shards and have batches of their own.
+
+A policy is given to `fully_rotate(model, mesh=, dims=RotationDims(ring=..., replicate=...), outer=policy)`.
+"""
+
+from rtp_ext.outer.all_reduce import AllReduce
+from rtp_ext.outer.policy import OuterPolicy
+
+__all__ = ["AllReduce", "OuterPolicy"]

@@ -1,0 +1,393 @@
+"""AllReduce: gradients are averaged over replicas, under the rest of backward.
+
+Where it takes hold. Every gradient of a sharded parameter passes the autograd node between the parameter and its local
+shard (`come_home`), once for each use of the parameter, when its last ring hop has landed. The policy takes it there,
+and autograd gets nothing: a gradient that were handed on while it is being reduced would be read at once, by a sum of
+two uses of a tied weight or by `p.grad += g`. At the end of the backward, in the engine's final callback, what was
+reduced is given to the parameter by a backward of its own, so that p.grad is what stock code makes of it, and is right
+when backward() returns. So only what is new is reduced: p.grad is added to, never reduced again.
+
+Where that cannot be, the gradient is reduced in the node itself and handed on: for torch.autograd.grad, for a backward
+with create_graph=True, and for parameters with hooks, which must see it.
+
+Without a reduction (`requires_all_reduce` False) gradients are handed on unreduced, and p.grad is where they add up, in
+float32 where the parameter has 16 bits: zero_grad clears them as it clears any gradient. They are in the scale of the
+result, so that a reduction is the mean over replicas, whatever the divide factor, and what replicas have in common
+(a gradient that was reduced before, a penalty on the weights) stays as it is. Optimizers refuse to step on them.
+
+What travels when. Buckets are filled in the order in which gradients were complete in the backward before, as replica 0
+tells at the end of each, and leave in that order only. At the end replicas tell each other how many buckets have left
+and what else has arrived, and then send the rest: whatever a replica does or does not use, all send the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rtp_ext.outer.policy import OuterPolicy
+from rtp_ext.parameters.sharding import held
+from rtp_ext.ring.autograd import CLAIM, as_gradient, unrounded
+
+BUCKET = 4 << 20  # bytes
+
+Order = tuple[tuple[int, int], ...]  # numbers of parameters, and how many gradients each got
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What replicas tell each other."""
+
+    what: str
+    backward: int  # the how manieth with gradients
+    reduces: bool
+    scale: float
+    model: str
+    launched: int  # buckets
+    pending: tuple[int, ...]  # numbers of parameters with gradients that have not left
+    order: Order  # of all that arrived, by when they were complete
+
+    def comparable(self) -> tuple:
+        return self.what, self.backward, self.reduces, self.scale, self.model
+
+    def __str__(self) -> str:
+        kind = "with" if self.reduces else "without"
+        return f"{self.what} of backward {self.backward}, {kind} a reduction, gradients times {self.scale}"
+
+
+@dataclass
+class _Flight:
+    """A bucket on its way."""
+
+    work: Any
+    flat: torch.Tensor
+    indices: tuple[int, ...]
+
+
+@dataclass
+class _Pass:
+    """What has arrived since a backward began, or since the last one ended in it (activation checkpointing)."""
+
+    reduces: bool
+    tasks: set[int] = field(default_factory=set)  # graph tasks that will call at their end
+    values: dict[int, torch.Tensor] = field(default_factory=dict)  # not yet on their way
+    counts: dict[int, int] = field(default_factory=dict)  # the last to be complete last
+    parameters: dict[int, Any] = field(default_factory=dict)
+    launched: int = 0
+    flights: list[_Flight] = field(default_factory=list)
+
+
+class AllReduce(OuterPolicy):
+    """Averages gradients over replicas: the exact gradient of all batches, as HSDP.
+
+    Each is reduced once in a backward, on process groups apart from the ring's, in reduce_dtype of the model's
+    MixedPrecisionPolicy or float32 (float64 for float64). Large shards are reduced where they are, small ones in
+    buckets. What is new is held until the backward ends, beside the p.grad that it is added to.
+
+    Args:
+        bucket_bytes: how much travels at once at most, unless one shard is larger.
+    """
+
+    def __init__(self, bucket_bytes: int = BUCKET) -> None:
+        super().__init__()
+        if bucket_bytes < 1:
+            raise ValueError(f"AllReduce: expected bucket_bytes >= 1, got {bucket_bytes}")
+        self.bucket_bytes = bucket_bytes
+        self._pass: _Pass | None = None
+        self._backwards = 0
+        self._plan: list[tuple[int, ...]] = []  # buckets, by numbers of parameters
+        self._order: Order = ()  # that the plan was made of
+        self._places: dict[int, tuple[int, int]] = {}  # by number: bucket, and how many gradients to wait for
+        self._unreduced: dict[int, tuple[Any, torch.Tensor]] = {}  # by number: parameter, and what its grad holds
+        self._reduced_bytes = 0
+        _refuse_unreduced()
+
+    def __deepcopy__(self, memo: dict) -> AllReduce:
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, AllReduce)
+        twin.bucket_bytes = self.bucket_bytes
+        return twin
+
+    def bytes_sent(self) -> int:
+        """2 (K - 1) / K of what was reduced, as a ring all-reduce sends it; without the few bytes of bookkeeping."""
+        return 2 * (self.size - 1) * self._reduced_bytes // self.size
+
+    # -- in backward ---------------------------------------------------------------------------------------------------
+
+    def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if self.size == 1:
+            if gradient is None or self.scale == 1.0:
+                return gradient
+            return (unrounded(gradient) * self.scale).to(gradient.dtype)
+        current = self._current()
+        if gradient is None:
+            return None
+        dtype = gradient.dtype
+        value = unrounded(gradient).contiguous()  # is written to, and reduced where it is
+        if self.scale != 1.0:
+            value.mul_(self.scale)
+        node = ctx.next_functions[0][0]
+        parameter = getattr(node, "variable", None)
+        if parameter is None or not _accumulates(node):
+            return self._reduce_now(index, value).to(dtype)
+        if not current.reduces:
+            current.parameters[index] = parameter
+            self._take_unreduced(index, parameter, keep=True)
+            return _in_wide_gradient(parameter, value)
+        if ctx.create_graph or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            before = self._take_unreduced(index, parameter)
+            if before is not None:
+                parameter.grad = self._as_gradient(parameter, self._reduce_now(index, before))
+            return self._reduce_now(index, value).to(dtype)
+        self._add(current, index, parameter, value)
+        return None
+
+    def _current(self) -> _Pass:
+        """What this backward has gathered so far; its end is waited for."""
+        if self._pass is None:
+            self._backwards += 1
+            self._pass = _Pass(self.requires_all_reduce)
+        task = torch._C._current_graph_task_id()
+        if task not in self._pass.tasks:
+            self._pass.tasks.add(task)
+            Variable._execution_engine.queue_callback(functools.partial(self._end, self._pass))
+        return self._pass
+
+    def _add(self, current: _Pass, index: int, parameter: Any, value: torch.Tensor) -> None:
+        if index in current.values:
+            current.values[index].add_(value)
+        else:
+            before = None if index in current.counts else self._take_unreduced(index, parameter)
+            current.values[index] = value if before is None else before.add_(value)
+        current.parameters[index] = parameter
+        current.counts[index] = current.counts.pop(index, 0) + 1  # and is the last one now
+        while current.launched < len(self._plan) and all(
+            current.counts.get(i, 0) >= self._places[i][1] for i in self._plan[current.launched]
+        ):
+            self._launch_next(current)
+
+    def restart(self) -> None:
+        if self._pass is not None and torch._C._current_graph_task_id() == -1:
+            self._pass = None  # a backward that failed
+
+    # -- what is not reduced yet ---------------------------------------------------------------------------------------
+
+    def _take_unreduced(self, index: int, parameter: Any, keep: bool = False) -> torch.Tensor | None:
+        """What micro-batches without a reduction have left in p.grad, which is empty then; None where there is nothing,
+        or zero_grad has cleared it. `keep`: looks only."""
+        known = self._unreduced.get(index) if keep else self._unreduced.pop(index, None)
+        gradient = parameter.grad
+        if known is None or gradient is None:
+            return None
+        if held(gradient) is not known[1]:
+            name = self._members[index].name
+            raise ValueError(
+                f"{name}: expected the gradient that micro-batches without a reduction over replicas have left, or "
+                "none after zero_grad; got one that was put in its place"
+            )
+        if not keep:
+            parameter.grad = None
+        return known[1]
+
+    def _as_gradient(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
+        return as_gradient(value.to(parameter.dtype), parameter._spec)
+
+    # -- what travels --------------------------------------------------------------------------------------------------
+
+    def _buckets(self, indices: Iterable[int]) -> list[tuple[int, ...]]:
+        """Parameters that travel together: of one dtype, up to `bucket_bytes`."""
+        buckets: list[tuple[int, ...]] = []
+        filled, wire = 0, None
+        for index in indices:
+            member = self._members[index]
+            size = member.numel * member.wire.itemsize
+            joins = member.wire == wire and filled + size <= self.bucket_bytes
+            wire = member.wire
+            if joins:
+                buckets[-1] += (index,)
+            else:
+                buckets.append((index,))
+            filled = filled + size if joins else size
+        return buckets
+
+    def _launch_next(self, current: _Pass) -> None:
+        """Sends the next bucket of the plan, with zeros for what has not arrived."""
+        bucket = self._plan[current.launched]
+        current.launched += 1
+        self._launch(current, bucket)
+
+    def _launch(self, current: _Pass, bucket: tuple[int, ...]) -> None:
+        assert self.replicas is not None, "one replica sends nothing"
+        wire = self._members[bucket[0]].wire
+        sizes = [self._members[index].numel for index in bucket]
+        values = [current.values.pop(index, None) for index in bucket]
+        if len(bucket) == 1 and values[0] is not None:
+            flat = values[0].to(wire).contiguous().view(-1)
+        else:
+            flat = torch.zeros(sum(sizes), dtype=wire, device=self.replicas.device)
+            for part, value in zip(flat.split(sizes), values, strict=True):
+                if value is not None:
+                    part.copy_(value.reshape(-1))
+        if flat.numel() == 0:
+            return
+        self._reduced_bytes += flat.nbytes
+        current.flights.append(_Flight(self.replicas.begin_sum(flat), flat, bucket))
+
+    def _reduce_now(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """The mean over replicas of one gradient, waited for. Collective."""
+        assert self.replicas is not None, "one replica reduces nothing"
+        self._meet(self._current(), f"the gradient of {self._members[index].name}")
+        return self._mean(value, self._members[index].wire)
+
+    def _mean(self, value: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+        assert self.replicas is not None, "one replica reduces nothing"
+        flat = value.to(wire, copy=True, memory_format=torch.contiguous_format)
+        if flat.numel():
+            self._reduced_bytes += flat.nbytes
+            self.replicas.end_sum(self.replicas.begin_sum(flat))
+        return flat.div_(self.size).to(value.dtype)
+
+    def reduce_whole(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
+        if self.size == 1:
+            return gradient.mul_(self.scale)
+        self._meet(self._current(), f"the gradient of {name}")
+        return self._mean(gradient.mul_(self.scale), torch.promote_types(gradient.dtype, torch.float32))
+
+    def _meet(self, current: _Pass, what: str) -> list[_Told]:
+        """Replicas compare what they are about to do, and send what others have sent. Collective."""
+        assert self.replicas is not None, "one replica meets nobody"
+        self.verify()
+        order = tuple(current.counts.items())
+        mine = _Told(
+            what,
+            self._backwards,
+            current.reduces,
+            self.scale,
+            self.fingerprint(),
+            current.launched,
+            tuple(current.values),
+            order,
+        )
+        told = self.exchange(mine)
+        for replica, theirs in enumerate(told):
+            if theirs.comparable() != told[0].comparable():
+                model = "" if theirs.model == told[0].model else ", of a model with other parameters"
+                raise ValueError(
+                    f"replicas disagree: expected {told[0]} (replica 0), got {theirs} in replica {replica}{model}: "
+                    "every rank has to call backward as often, with the same settings"
+                )
+        while current.launched < max(theirs.launched for theirs in told):
+            self._launch_next(current)
+        return told
+
+    # -- the end of a backward -----------------------------------------------------------------------------------------
+
+    def _end(self, current: _Pass) -> None:
+        """The engine's final callback."""
+        if self._pass is not current:
+            return  # it has ended within this backward, or failed
+        try:
+            if current.reduces:
+                self._reduce_rest(current)
+            else:
+                for index, parameter in current.parameters.items():
+                    if parameter.grad is not None:
+                        self._unreduced[index] = (parameter, held(parameter.grad))
+        finally:
+            self._pass = None
+
+    def _reduce_rest(self, current: _Pass) -> None:
+        for index, (parameter, _) in list(self._unreduced.items()):  # that this backward did not reach
+            value = self._take_unreduced(index, parameter)
+            if value is not None:
+                current.values[index], current.parameters[index] = value, parameter
+                current.counts.setdefault(index, 0)
+        told = self._meet(current, "the end")
+        rest = {index for theirs in told for index in theirs.pending if not self._left(index, theirs.launched, told)}
+        for bucket in self._buckets(sorted(rest)):
+            self._launch(current, bucket)
+        self._deliver(current, {index for theirs in told for index, _ in theirs.order})
+        self._learn(told[0].order)
+
+    def _left(self, index: int, launched: int, told: Sequence[_Told]) -> bool:
+        """Whether what a replica had not sent has left with a bucket that others had sent."""
+        place = self._places.get(index)
+        return place is not None and launched <= place[0] < max(theirs.launched for theirs in told)
+
+    def _deliver(self, current: _Pass, used: set[int]) -> None:
+        """Waits for all that travels, and adds it to p.grad of the parameters that any replica has used."""
+        assert self.replicas is not None, "one replica sends nothing"
+        totals: dict[int, torch.Tensor] = {}
+        for flight in current.flights:
+            self.replicas.end_sum(flight.work)
+            flight.flat.div_(self.size)
+            parts = flight.flat.split([self._members[index].numel for index in flight.indices])
+            for index, part in zip(flight.indices, parts, strict=True):
+                totals[index] = totals[index] + part if index in totals else part
+        parameters, gradients = [], []
+        for index in sorted(used):
+            parameter = current.parameters.get(index)
+            parameter = self.parameter(index) if parameter is None else parameter
+            if parameter is None or not parameter.requires_grad:
+                continue
+            member = self._members[index]
+            value = totals.get(index)
+            value = held(parameter).new_zeros(member.shape) if value is None else value.view(member.shape)
+            parameters.append(parameter)
+            gradients.append(self._as_gradient(parameter, value))
+        if parameters:
+            torch.autograd.backward(parameters, gradients)
+
+    def _learn(self, order: Order) -> None:
+        """The next backward is expected to be like this one of replica 0."""
+        if order == self._order:
+            return
+        self._order = order
+        counts = {index: count for index, count in order if count}
+        self._plan = self._buckets(counts)
+        self._places = {i: (number, counts[i]) for number, bucket in enumerate(self._plan) for i in bucket}
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether the backward that runs adds to the gradient of a leaf, and does not just return what it would add."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch's answer for torch.autograd.grad
+        return False
+
+
+def _in_wide_gradient(parameter: Any, value: torch.Tensor) -> torch.Tensor:
+    """`value`, of which p.grad is of the same dtype then: a rounded p.grad would round what is added."""
+    if parameter.grad is not None and parameter.grad.dtype != value.dtype:
+        parameter.grad = as_gradient(held(parameter.grad).to(value.dtype), parameter._spec)
+    return value
+
+
+_watching: list[Any] = []  # the handle of the hook
+
+
+def _refuse_unreduced() -> None:
+    """Has optimizers refuse gradients that are not reduced yet."""
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_check_reduced))
+
+
+def _check_reduced(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            claim = parameter.__dict__.get(CLAIM) if parameter.grad is not None else None
+            if claim is None or not isinstance(claim.policy, AllReduce):
+                continue
+            known = claim.policy._unreduced.get(claim.index)
+            if known is not None and held(parameter.grad) is known[1]:
+                raise ValueError(
+                    f"{type(optimizer).__name__}: expected gradients that are reduced over replicas, got those of "
+                    f"{claim.policy._members[claim.index].name} as micro-batches have left them: call "
+                    "set_requires_all_reduce(model, True) before the last backward of a step"
+                )

@@ -1,0 +1,265 @@
+"""What all outer policies share: the parameters that are theirs, the scale of gradients, and what replicas compare."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rtp_ext.outer.replicas import Replicas
+from rtp_ext.parameters.sharding import held
+from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import CLAIM
+
+
+@dataclass
+class Member:
+    """A parameter of a policy, as its replicas compare it."""
+
+    name: str
+    shape: tuple[int, ...]  # of this rank's shard
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype | None
+    requires_grad: bool
+
+    @property
+    def wire(self) -> torch.dtype:
+        """What its gradients travel in."""
+        return self.reduce_dtype or torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """See rtp_ext.ring.autograd.Claim."""
+
+    policy: OuterPolicy
+    index: int
+
+    def take(self, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return self.policy.take(self.index, ctx, gradient)
+
+    def __deepcopy__(self, memo: dict) -> Claim:
+        return Claim(copy.deepcopy(self.policy, memo), self.index)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a parameter that was pickled is nobody's
+
+
+class OuterPolicy:
+    """What becomes of gradients once they are averaged over a ring. One policy belongs to one model.
+
+    Attributes:
+        ring: set by `fully_rotate`.
+        requires_all_reduce: see rtp_ext.set_requires_all_reduce.
+    """
+
+    def __init__(self) -> None:
+        self.ring: Ring | None = None
+        self.replicas: Replicas | None = None  # None: there is one ring
+        self.requires_all_reduce = True
+        self._divide_factor: float | None = None
+        self._members: list[Member] = []
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._fingerprint: str | None = None
+        self._verified = ""  # fingerprint that replicas have compared
+        self._compared = 0  # members whose values they have compared
+
+    # -- made and ended by fully_rotate ------------------------------------------------------------------------------
+
+    def connect(self, ring: Ring) -> None:
+        """Gives the policy to a model on `ring`. Collective over all replicas."""
+        if self.ring is ring:
+            return  # the one of parts that were converted before
+        if self.ring is not None:
+            raise ValueError(
+                f"fully_rotate: expected an outer policy of its own for every model, got a {type(self).__name__} that "
+                "belongs to another ring"
+            )
+        self.ring = ring
+        if ring.replicas > 1:
+            self.replicas = Replicas(ring)
+
+    def claim(self, root: nn.Module, reduce_dtype: torch.dtype | None) -> None:
+        """Makes the sharded parameters of a model the policy's. Those that it has keep their `reduce_dtype`."""
+        if self.size == 1 and self._divide_factor is None:
+            return  # their gradients are right as they come home
+        self._fingerprint = None
+        if not any(reference() is root for reference in self._roots):
+            self._roots.append(weakref.ref(root))
+        for name, parameter in root.named_parameters():
+            if not isinstance(parameter, DTensor):
+                continue
+            known = parameter.__dict__.get(CLAIM)
+            if known is not None and known.policy is self:
+                member = self._members[known.index]
+                member.dtype, member.requires_grad = parameter.dtype, parameter.requires_grad
+            else:
+                parameter.__dict__[CLAIM] = Claim(self, len(self._members))
+                shape = tuple(held(parameter).shape)
+                self._members.append(Member(name, shape, parameter.dtype, reduce_dtype, parameter.requires_grad))
+            if parameter.dtype.itemsize < 4:
+                parameter.grad_dtype = None  # type: ignore[attr-defined]  # micro-batches add up in float32
+
+    def parameter(self, index: int) -> torch.Tensor | None:
+        """A parameter by its number; None where the model has it no longer."""
+        return next((parameter for number, parameter in self._claimed() if number == index), None)
+
+    def _claimed(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parameters that the model has, and their numbers."""
+        for reference in self._roots:
+            root = reference()
+            for parameter in () if root is None else root.parameters():
+                known = parameter.__dict__.get(CLAIM)
+                if known is not None and known.policy is self:
+                    yield known.index, parameter
+
+    def __deepcopy__(self, memo: dict) -> OuterPolicy:
+        memo[id(self)] = twin = type(self)()  # a copy of a model has the same replicas
+        twin.ring, twin.replicas = self.ring, self.replicas
+        twin._members = [dataclasses.replace(member) for member in self._members]
+        twin.requires_all_reduce, twin._divide_factor = self.requires_all_reduce, self._divide_factor
+        return twin
+
+    # -- settings ----------------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """K, the number of replicas."""
+        return 1 if self.replicas is None else self.replicas.size
+
+    def set_divide_factor(self, factor: float | None) -> None:
+        """Collective. None: the number of ranks, which averages."""
+        assert self.ring is not None, "set by fully_rotate"
+        told = self._everywhere(factor)
+        if any(theirs != told[0] for theirs in told):
+            raise ValueError(
+                f"set_gradient_divide_factor: expected the same factor on every rank, got {factor} here and "
+                f"{sorted(set(told), key=str)} altogether"
+            )
+        self._divide_factor = factor
+
+    def _everywhere(self, value: Any) -> list[Any]:
+        """Every rank's `value`, of all replicas and ring positions. Collective."""
+        assert self.ring is not None, "set by fully_rotate"
+        column = [[value]] if self.replicas is None else self.exchange([value])
+        return [theirs[0] for told in self.ring.exchange(column) for theirs in told]
+
+    @property
+    def scale(self) -> float:
+        """What the mean over all ranks is multiplied by."""
+        assert self.ring is not None, "set by fully_rotate"
+        ranks = self.ring.size * self.size
+        return 1.0 if self._divide_factor is None else ranks / self._divide_factor
+
+    # -- what replicas compare ---------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        """Of all members; the same on all replicas."""
+        if self._fingerprint is None:
+            self._fingerprint = hashlib.sha256(repr(self._members).encode()).hexdigest()
+        return self._fingerprint
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every replica's `value`. Raises ValueError where they are not of one kind. Collective."""
+        assert self.replicas is not None, "one replica tells nobody"
+        told = self.replicas.exchange(value)
+        for replica, theirs in enumerate(told):
+            if type(theirs) is not type(told[0]):
+                raise ValueError(
+                    f"replicas disagree on what comes next: replica 0 told {told[0]}, replica {replica} told {theirs}: "
+                    "every rank has to do the same with its model"
+                )
+        return told
+
+    def verify(self) -> None:
+        """Raises ValueError on every rank where replicas hold different models or weights; once for a set of
+        parameters, and of weights for each one that is new. Collective over all ranks."""
+        current = self.fingerprint()
+        if self._verified == current or self.replicas is None:
+            return
+        mine = (current, self._checksums())
+        told = self.exchange(mine)
+        problem = _difference(told)
+        for theirs in self._everywhere(problem):
+            if theirs is not None:
+                raise ValueError(theirs)
+        self._verified, self._compared = current, len(self._members)
+
+    def _checksums(self) -> dict[str, int]:
+        sums: dict[str, int] = {}
+        for index, parameter in self._claimed():
+            if index >= self._compared:
+                sums[self._members[index].name] = checksum(held(parameter).detach())
+        return sums
+
+    # -- what a policy does ------------------------------------------------------------------------------------------
+
+    def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """See rtp_ext.ring.autograd.Claim."""
+        raise NotImplementedError
+
+    def reduce_whole(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
+        """The average over replicas, times `scale`, of the gradient of a parameter that every rank holds whole."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """A forward begins: forgets what a backward has left that did not come to its end."""
+
+    def bytes_sent(self) -> int:
+        """Bytes of gradients that this rank has sent to other replicas since the start."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs of the policy beyond the model and its optimizer."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        if state:
+            raise ValueError(f"{type(self).__name__}: expected an empty state, got one of {', '.join(map(str, state))}")
+
+
+_PIECE = 1 << 18  # elements
+
+
+def checksum(values: torch.Tensor) -> int:
+    """A number that differs, but for chance, where any byte of two tensors differs or stands elsewhere."""
+    flat = values.contiguous().view(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for number, piece in enumerate(flat.split(_PIECE)):
+        places = torch.arange(1, piece.numel() + 1, device=flat.device)
+        total += (piece.long() * places * places).sum() * (2 * number + 1)
+    return int(total)
+
+
+def _difference(told: list[tuple[str, dict[str, int]]]) -> str | None:
+    """What replicas disagree on."""
+    names, sums = told[0]
+    for replica, (their_names, their_sums) in enumerate(told):
+        if their_names != names:
+            missing = ", ".join(sorted(set(sums).symmetric_difference(their_sums))[:5])
+            return (
+                f"the model differs between replicas 0 and {replica}: expected the same parameters, of the same shapes "
+                f"and dtypes, in the same order, the same of them frozen{missing and ', got differences in ' + missing}"
+            )
+        for name, value in sums.items():
+            if their_sums.get(name) != value:
+                return (
+                    f"expected the same weights in all replicas, got values of {name} in replica {replica} that are "
+                    "not those of replica 0: the ranks were built with different seeds or weights, and training would "
+                    "drift apart. Seed every rank alike, or load a checkpoint on every rank"
+                )
+    return None

@@ -1,0 +1,75 @@
+"""The ranks that hold the same shards: their process groups, apart from those of their rings."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rtp_ext._native import RingTimeout, RotationError
+from rtp_ext.ring import Ring
+from rtp_ext.ring.groups import Groups
+
+
+class Replicas(Groups):
+    """Rank r of every ring, in the order of the mesh. A failure here ends the ring too, so that its ranks learn of it.
+
+    Attributes:
+        rank, size: the number of this rank's ring, and K, how many there are.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        mesh = ring.parameter_mesh
+        assert mesh is not None and mesh.ndim == 2, "a ring without replicas"
+        group = mesh.get_group(0)
+        self._ring = weakref.ref(ring)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.device, self.timeout, self.transport = ring.device, ring.timeout, ring.transport
+        self.transport_options = ring.transport_options
+        self._open_groups(dist.get_process_group_ranks(group))
+        if self.size > 1 and self._collective is self._control:
+            self._collective = self.new_group(
+                "gloo"
+            )  # replicas may have sent different numbers of buckets when they meet
+        ring.companions = (*ring.companions, self)
+
+    def check_alive(self, operation: str) -> None:
+        ring = self._ring()
+        if ring is not None:
+            ring.check_alive(operation)
+        if self.size > 1 and self._control is None:
+            raise RotationError(f"{operation}: the ring was closed")
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every replica's `value`, in order. Collective."""
+        self.check_alive("replicas")
+        try:
+            return super().exchange(value)
+        except RingTimeout as error:
+            self._fail(str(error))
+            raise
+
+    def begin_sum(self, values: torch.Tensor) -> Any:
+        """Starts to sum `values` over the replicas, in place. Returns what `end_sum` waits for."""
+        self.check_alive("replicas")
+        return dist.all_reduce(values, group=self._collective, async_op=True)
+
+    def end_sum(self, work: Any) -> None:
+        """Waits for a sum; on a GPU the current stream does."""
+        start = time.monotonic()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            waited = time.monotonic() - start
+            message = f"replicas: a rank did not answer an all-reduce of gradients (waited {waited:.1f} s): {error}"
+            self._fail(message)
+            raise RingTimeout(message) from error
+
+    def _fail(self, message: str) -> None:
+        ring = self._ring()
+        if ring is not None:
+            ring._executor.fail(message)
+            ring.abandon()
