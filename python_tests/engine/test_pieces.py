@@ -93,3 +93,16 @@ def test_pieces():
         for transport in ("shm", "c10d"):
             if ranks > 1:  # control: the cap does cut
                 assert hops[transport, ROW] > hops[transport, 4 * ROW + 1] > hops[transport, 0]
+
+
+def test_a_schedule_is_made_once():
+    """Passes that hop alike share it, whatever their sizes, pieces and values."""
+    ring = rtp_ext.Ring.emulated(3)
+    made = []
+    for rows, cap, frozen in ((2, 0, False), (2, 0, False), (5, 0, False), (5, 1, False), (5, 0, True), (2, 0, True)):
+        ring.slot_cap = cap
+        weight = random(rows, 6, dtype=torch.float64, seed=rows).requires_grad_(not frozen)
+        x = random(4, 6, dtype=torch.float64, seed=1).requires_grad_()
+        rotated_linear(x, weight, ring=ring).sum().backward()
+        made.append(ring._executor.schedules())
+    assert made == [2, 2, 2, 2, 3, 3]
