@@ -10,10 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
-from rtp_ext.parameters.sharding import held, local_shard, reserve, shard_dim_of
+from rtp_ext.parameters.sharding import held, local_shard, reserve
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import rounded
 from rtp_ext.ring.gate import Plan
+from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.primitives import agreements
 
 # What indices and targets may be of.
@@ -83,7 +84,7 @@ class Call:
 
     def operand(self, x: torch.Tensor, what: str = "an input") -> torch.Tensor:
         """`x` [..., features] in the compute dtype (cast under autocast), checked."""
-        if not isinstance(x, torch.Tensor) or x.dim() < 1:
+        if not isinstance(x, torch.Tensor) or x.dim() < 1 or isinstance(x, DTensor):
             raise TypeError(f"{self.name}: expected {what} tensor [..., features], got {x!r:.100}")
         if torch.is_autocast_enabled(self.ring.device.type) and x.is_floating_point():
             x = x.to(self.compute_dtype)
@@ -124,7 +125,7 @@ class Home:
             ranks = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)  # replicas come first, the ring last
             if ranks != call.ring.size:
                 raise ValueError(f"{label} on {call.ring.size} ranks, got {ranks}")
-            if shard_dim_of(tensor) != self.dim:
+            if ring_dim(tensor) != self.dim:
                 raise ValueError(f"{label} cut along {self.dim}, got placements {tensor.placements}")
 
 
@@ -192,7 +193,7 @@ def _agree_anew(
     facts: tuple,
     planned: tuple[int, Callable[..., Plan]] | None,
 ) -> Agreed:
-    wholes = [tuple(h.tensor.shape) if isinstance(h.tensor, DTensor) else None for h in homes]
+    wholes = [ring_shape(h.tensor) if isinstance(h.tensor, DTensor) else None for h in homes]
     told = call.ring.exchange((call.name, wholes, mine, facts, planned[0] if planned else 0))
     for rank, theirs in enumerate(told):
         if _comparable(theirs) != _comparable(told[0]):

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rtp_ext._native import RotationError, shard_sizes, share_version
+from rtp_ext._native import RotationError, share_version
+from rtp_ext.ring.mesh import own_part
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -62,10 +63,10 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-_followed: set[DeviceMesh] = set()
+_followed: dict[DeviceMesh, int] = {}  # and on how many replicas its parameters lie
 
 
-def follow(mesh: DeviceMesh) -> None:
+def follow(mesh: DeviceMesh, replicas: int) -> None:
     """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
     that belongs to another rank refused."""
     if not _followed:
@@ -73,7 +74,7 @@ def follow(mesh: DeviceMesh) -> None:
         register_optimizer_step_post_hook(_count_writes)
         DTensor.full_tensor = _averaged_full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
         DTensor.redistribute = _averaged_redistribute(DTensor.redistribute)  # type: ignore[method-assign]
-    _followed.add(mesh)
+    _followed[mesh] = replicas
 
 
 def _rotates(tensor: Any) -> bool:
@@ -150,15 +151,13 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, gradient: torch.Tensor):
-        mesh, placement = ctx.spec.mesh, ctx.spec.placements[-1]
+        mesh = ctx.spec.mesh
         ring, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
         mean = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(mean, group=ring)
         mean.div_(ranks)
-        if isinstance(placement, Shard):
-            sizes = shard_sizes(mean.shape[placement.dim], ranks)
-            mean = mean.split(sizes, placement.dim)[mesh.get_local_rank(mesh.ndim - 1)]
+        mean = own_part(mean, mesh, ctx.spec.placements)
         # a copy: the gradient must not keep the whole one alive
         return come_home(ctx, mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)), None
 
@@ -188,10 +187,10 @@ def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
 
     Raises RotationError where replicas hold the parameter and nobody would bring its gradients together.
     """
-    mesh = ctx.spec.mesh
-    if ctx.claim is None and mesh.ndim > 1 and mesh.size(0) > 1:
+    replicas = _followed.get(ctx.spec.mesh, 1)
+    if ctx.claim is None and replicas > 1:
         raise RotationError(
-            f"a parameter of shape {tuple(ctx.spec.shape)} lies on {mesh.size(0)} replicas, but belongs to no outer "
+            f"a parameter of shape {tuple(ctx.spec.shape)} lies on {replicas} replicas, but belongs to no outer "
             "policy, so that its gradient would stay that of one: expected a parameter of a model that fully_rotate "
             "has converted, and a forward of that model before"
         )
