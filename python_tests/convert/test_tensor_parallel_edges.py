@@ -137,7 +137,10 @@ def called_wrongly(cases, rank):
     model, mesh = both(replicated_activations)
     with cases.case("a forward without its hooks"), pytest.raises(TypeError, match="head: expected a DTensor on .*tp"):
         model.head.forward(torch.ones(2, WIDTH, dtype=torch.float64))
-    with cases.case("an input on another mesh"), pytest.raises(ValueError, match="head: expected an input on .*tp.*ring"):
+    with (
+        cases.case("an input on another mesh"),
+        pytest.raises(ValueError, match="head: expected an input on .*tp.*ring"),
+    ):
         model.head(DTensor.from_local(torch.ones(2, WIDTH, dtype=torch.float64), mesh["ring"], [Replicate()]))
     with cases.case("a DTensor for a layer that no plan names"), pytest.raises(TypeError, match="mix: .*got DTensor"):
         model.mix(DTensor.from_local(torch.ones(2, VOCABULARY, dtype=torch.float64), mesh["tp"], [Replicate()]))

@@ -1,7 +1,9 @@
-"""State of tensor-parallel models under rotation: given out whole, saved on one mesh and loaded on another, initialised,
-copied."""
+"""State of tensor-parallel models under rotation: whole, saved on one mesh and loaded on another, initialised, copied;
+the example."""
 
 import copy
+import importlib.util
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import rtp_ext
 from rtp_ext import RotationDims
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor.py"
 WHOLE = StateDictOptions(full_state_dict=True)
 FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
@@ -164,6 +167,38 @@ def copies(cases):
         assert local(model.block.mlp[0].weight).shape[0] < 5 and model.block.mlp[0].weight.shape == (9, 7)
 
 
+def example_in_one_process():
+    """The same, in one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(32, 64), nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 32)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generators = [torch.Generator().manual_seed(1 + position) for position in range(2)]
+    losses = []
+    for _ in range(12):
+        batches = [torch.randint(32, (8, 16), generator=generator) for generator in generators]
+        loss = sum(
+            nn.functional.cross_entropy(model(ids).flatten(0, 1), (3 * ids + 1).flatten() % 32) / 2 for ids in batches
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def example(cases, rank):
+    with cases.case("the example"):
+        spec = importlib.util.spec_from_file_location("tensor_example", EXAMPLE)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        losses, expected = module.main(["--tensor", "2", "--steps", "12"]), example_in_one_process()
+        assert losses[-1] < 0.5 * losses[0], losses
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-4 * losses[0], (losses, expected)
+
+
 def _state(rank, ranks, folder):
     cases = Cases()
     whole_state(cases, rank)
@@ -171,6 +206,7 @@ def _state(rank, ranks, folder):
     initial(cases)
     safetensors(cases, rank, folder)
     copies(cases)
+    example(cases, rank)
     cases.finish()
 
 

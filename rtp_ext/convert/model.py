@@ -30,6 +30,7 @@ from rtp_ext.convert.scopes import RotationState, install, state_of
 from rtp_ext.convert.tensor_parallel import tensor_dimension
 from rtp_ext.outer import AllReduce, OuterPolicy
 from rtp_ext.ring import Ring, RotationDims
+from rtp_ext.ring.mesh import RingMesh
 
 logger = logging.getLogger("rtp_ext")
 
@@ -110,9 +111,8 @@ def fully_rotate(
     ignored = {id(parameter) for parameter in ignored_params or ()}
     not_ours = ignored | ignored_in(parts)
     place = place_of(mesh, dims, parts, tensor_dimension(module, mesh, dims, not_ours))
-    replicas = place.replicas
-    policy = _policy_of(outer, parts, replicas)
-    refuse_whole_tables(module, not_ours, replicas)
+    policy = _policy_of(outer, parts, place)
+    refuse_whole_tables(module, not_ours, place.replicas)
     refuse_foreign(module, place, not_ours)
     _check_device(module, place.device.type if isinstance(place, Ring) else place.hops.device_type)
     if isinstance(place, Ring) and not isinstance(mesh, Ring):
@@ -151,14 +151,16 @@ def outer_of(module: nn.Module) -> OuterPolicy:
     return state.outer_policy
 
 
-def _policy_of(outer: OuterPolicy | None, parts: Parts, replicas: int) -> OuterPolicy:
+def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Ring | RingMesh) -> OuterPolicy:
     """The outer policy that a model gets: the given one, the one of its first part, or a new one."""
     if outer is not None and not isinstance(outer, OuterPolicy):
         raise TypeError(f"fully_rotate: expected outer to be a policy of rtp_ext.outer, got {outer!r:.100}")
-    if outer is not None and replicas == 1:
+    mesh = place.parameter_mesh if isinstance(place, Ring) else place.parameters
+    tensor = place.tensor_mesh if isinstance(place, Ring) else place.tensor
+    if outer is not None and (mesh is None or mesh.ndim == (1 if tensor is None else 2)):
         raise ValueError(
-            f"fully_rotate: {type(outer).__name__} acts between replicas: expected a mesh with several and "
-            "dims=RotationDims(ring=..., replicate=...), got one ring"
+            f"fully_rotate: {type(outer).__name__} acts between replicas: expected a mesh of several dimensions "
+            "and dims=RotationDims(ring=..., replicate=...), got one ring"
         )
     known = [state.outer_policy for _, part in parts if (state := state_of(part)) is not None]
     first = known[0] if known else None

@@ -129,7 +129,7 @@ class AllReduce(OuterPolicy):
         if gradient is None:
             return None
         dtype = gradient.dtype
-        value = unrounded(gradient)
+        value = unrounded(gradient).contiguous()  # is written to, and reduced where it is
         if self.scale != 1.0:
             value.mul_(self.scale)
         node = ctx.next_functions[0][0]

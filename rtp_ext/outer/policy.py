@@ -250,13 +250,13 @@ def _difference(told: list[tuple[str, dict[str, int]]]) -> str | None:
     names, sums = told[0]
     for replica, (their_names, their_sums) in enumerate(told):
         if their_names != names:
-            missing = sorted(set(sums).symmetric_difference(their_sums))[:5]
+            missing = ", ".join(sorted(set(sums).symmetric_difference(their_sums))[:5])
             return (
                 f"the model differs between replicas 0 and {replica}: expected the same parameters, of the same shapes "
-                f"and dtypes, in the same order, the same of them frozen{', got differences in ' + ', '.join(missing) if missing else ''}"
+                f"and dtypes, in the same order, the same of them frozen{missing and ', got differences in ' + missing}"
             )
         for name, value in sums.items():
-            if their_sums[name] != value:
+            if their_sums.get(name) != value:
                 return (
                     f"expected the same weights in all replicas, got values of {name} in replica {replica} that are "
                     "not those of replica 0: the ranks were built with different seeds or weights, and training would "

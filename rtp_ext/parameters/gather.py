@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from rtp_ext._native import shard_sizes, share_version
 from rtp_ext.parameters.sharding import local_shard
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import first_order_only, rounded
 from rtp_ext.ring.mesh import ring_dim
 
 _ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
@@ -117,7 +117,7 @@ class _Gather(torch.autograd.Function):
                     continue
                 mine = layouts[i].take(values[position].view(layouts[i].shape), ring.rank)
                 # a copy: the gradient must not keep the whole buffer alive
-                result[i] = mine.to(ctx.dtypes[i], copy=True, memory_format=torch.contiguous_format)
+                result[i] = rounded(mine.clone(memory_format=torch.contiguous_format), ctx.dtypes[i])
         return None, None, None, *result
 
 

@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-from harness import Cases, run_ranks
 from replica_models import DIMS, Tiny, adamw, batch_loss, replicated
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,8 +18,7 @@ def refused(cases, what, match, act, error=ValueError):
         act()
 
 
-def _refuses(rank, ranks):
-    cases = Cases()
+def refusal_cases(rank, ranks, cases):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ring"))
     cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "replicas", "ring"))
     unnamed = init_device_mesh("cpu", (2, 2))
@@ -107,14 +105,10 @@ def _refuses(rank, ranks):
 
     refused(cases, "not as often", "replicas disagree.*backward 1, with.*backward 2, with", two_backwards)
     ring.close()
-    cases.finish()
 
 
-def test_refusals():
-    run_ranks(_refuses, 4)
-
-
-def _dies(rank, ranks):
+def dies(rank, ranks):
+    """Rank 3 does, before a backward; all others, of its ring and of the other, get an error and no hang."""
     model = replicated((2, 2))
     batch_loss(model, rank, 0).backward()
     loss = batch_loss(model, rank, 1)
@@ -124,7 +118,3 @@ def _dies(rank, ranks):
         loss.backward()
     with pytest.raises(rtp_ext.RotationError):
         batch_loss(model, rank, 2)
-
-
-def test_a_replica_that_dies_ends_the_others():
-    run_ranks(_dies, 4, lost={3})

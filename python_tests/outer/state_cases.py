@@ -1,13 +1,14 @@
 """State of models on replicas of rings: saved on one mesh and loaded on another, given out whole, initialised."""
 
 import copy
+import importlib.util
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Cases, run_ranks
 from reference import assert_same, differs, full, local
 from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
 from torch import nn
@@ -46,8 +47,7 @@ def assert_same_weights(model, plain, what):
         assert_same(full(parameter), other, EXACT, f"{what}: {name}")
 
 
-def _state(rank, ranks, folder):
-    cases = Cases()
+def state_cases(rank, ranks, cases, folder):
     plain = Tiny()
     reference = adamw(plain)
     step_on(plain, reference, [partial(all_losses, plain, ranks, 0, 1 / ranks)])
@@ -126,8 +126,17 @@ def _state(rank, ranks, folder):
         y = linear(torch.ones(2, 7, dtype=torch.float64))
         with pytest.raises(rtp_ext.RotationError, match="on 2 replicas, but belongs to no outer policy"):
             y.sum().backward()
-    cases.finish()
 
 
-def test_state(tmp_path):
-    run_ranks(_state, 4, str(tmp_path))
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "replicas.py"
+
+
+def example_cases(rank, ranks, cases):
+    """examples/replicas.py: a loss that falls, the same on another mesh of as many ranks."""
+    spec = importlib.util.spec_from_file_location("replicas_example", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with cases.case("example"):
+        replicas, one_ring = (example.main(["--ring", str(ring), "--steps", "8"]) for ring in (2, 4))
+        assert replicas[-1] < 0.7 * replicas[0], replicas
+        assert max(abs(a - b) for a, b in zip(replicas, one_ring, strict=True)) < 1e-4 * replicas[0]
