@@ -45,7 +45,7 @@ def test_four_ranks():
         4,
         [
             ((2, 2), ("ring", "tp"), sequence_parallel, RowwiseParallel, False, 10),
-            ((2, 2), ("tp", "ring"), replicated_activations, RowwiseParallel, True, 10),
+            ((2, 2), ("tp", "ring"), replicated_activations, RowwiseParallel, True, 3),
             ((2, 2), ("tp", "ring"), sequence_parallel, ColwiseParallel, False, 3),
         ],
     )

@@ -135,14 +135,14 @@ def loss_on_shards(cases):
 
 def called_wrongly(cases, rank):
     model, mesh = both(replicated_activations)
-    with cases.case("a forward without its hooks"), pytest.raises(TypeError, match="head: expected a DTensor on .*tp"):
+    with cases.case("a forward without its hooks"), pytest.raises(TypeError, match=r"head: expected a DTensor on .*tp"):
         model.head.forward(torch.ones(2, WIDTH, dtype=torch.float64))
     with (
         cases.case("an input on another mesh"),
-        pytest.raises(ValueError, match="head: expected an input on .*tp.*ring"),
+        pytest.raises(ValueError, match=r"head: expected an input on .*tp.*ring"),
     ):
         model.head(DTensor.from_local(torch.ones(2, WIDTH, dtype=torch.float64), mesh["ring"], [Replicate()]))
-    with cases.case("a DTensor for a layer that no plan names"), pytest.raises(TypeError, match="mix: .*got DTensor"):
+    with cases.case("a DTensor for a layer that no plan names"), pytest.raises(TypeError, match=r"mix: .*got DTensor"):
         model.mix(DTensor.from_local(torch.ones(2, VOCABULARY, dtype=torch.float64), mesh["tp"], [Replicate()]))
     with cases.case("an id out of range"), pytest.raises(IndexError):
         model.embed(torch.tensor([[0, VOCABULARY]]))
@@ -150,6 +150,20 @@ def called_wrongly(cases, rank):
         x = random(4, WIDTH, dtype=torch.float64, seed=5)
         y = model.head(distribute_tensor(x, mesh["tp"], [Shard(0)]))
         assert_same(y, Tiny().head(x), EXACT, "head")
+
+
+def different_inputs(cases, rank):
+    for name, layer in (("a norm", nn.RMSNorm(4)), ("a linear layer", nn.Linear(4, 4)), ("alike", nn.Identity())):
+        with cases.case(f"different inputs: {name}"):
+            model = nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 4), nn.LayerNorm(4))
+            model, _ = rotated((2, 2), NAMES, {"0": ColwiseParallel(), "2": RowwiseParallel()}, model=model)
+            x, weights = (random(3, 4, dtype=torch.float32, seed=rank // 2 + seed) for seed in (0, 5))
+            loss = (model(x) * weights).sum()
+            if name == "alike":
+                loss.backward()
+            else:
+                with pytest.raises(ValueError, match=r"of shape \(4,\), which every rank .* not the same on them"):
+                    loss.backward()
 
 
 class Records(logging.Handler):
@@ -303,6 +317,7 @@ def _edges(rank, ranks):
     running(cases)
     loss_on_shards(cases)
     called_wrongly(cases, rank)
+    different_inputs(cases, rank)
     logged(cases, rank)
     refused(cases)
     cases.finish()

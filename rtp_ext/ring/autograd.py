@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rtp_ext._native import RotationError, share_version
+from rtp_ext.ring.alike import expect_alike
 from rtp_ext.ring.mesh import own_part
 
 
@@ -63,10 +64,11 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-_followed: dict[DeviceMesh, int] = {}  # and on how many replicas its parameters lie
+# how many replicas hold the parameters on a mesh, and whether tensor parallelism is a dimension of it
+_followed: dict[DeviceMesh, tuple[int, bool]] = {}
 
 
-def follow(mesh: DeviceMesh, replicas: int) -> None:
+def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
     """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
     that belongs to another rank refused."""
     if not _followed:
@@ -74,7 +76,7 @@ def follow(mesh: DeviceMesh, replicas: int) -> None:
         register_optimizer_step_post_hook(_count_writes)
         DTensor.full_tensor = _averaged_full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
         DTensor.redistribute = _averaged_redistribute(DTensor.redistribute)  # type: ignore[method-assign]
-    _followed[mesh] = replicas
+    _followed[mesh] = replicas, tensor
 
 
 def _rotates(tensor: Any) -> bool:
@@ -185,15 +187,20 @@ def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient of a parameter as a DTensor, of this rank's part of it: in the backward of a function that kept
     `spec` and `claim` of the parameter. None where a policy delivers it at the end of the backward.
 
-    Raises RotationError where replicas hold the parameter and nobody would bring its gradients together.
+    Raises RotationError where replicas hold the parameter and nobody would bring its gradients together; ValueError
+    where ranks of tensor parallelism, which each have a copy of it, have different gradients.
     """
-    replicas = _followed.get(ctx.spec.mesh, 1)
+    mesh = ctx.spec.mesh
+    replicas, tensor = _followed.get(mesh, (1, False))
     if ctx.claim is None and replicas > 1:
         raise RotationError(
             f"a parameter of shape {tuple(ctx.spec.shape)} lies on {replicas} replicas, but belongs to no outer "
             "policy, so that its gradient would stay that of one: expected a parameter of a model that fully_rotate "
             "has converted, and a forward of that model before"
         )
+    parameter = getattr(ctx.next_functions[0][0], "variable", None)
+    if tensor and parameter is not None and isinstance(ctx.spec.placements[-2], Replicate):
+        expect_alike(parameter, gradient, mesh)
     if ctx.claim is not None:
         gradient = ctx.claim.take(ctx, gradient)
     return None if gradient is None else as_gradient(gradient.detach().contiguous(), ctx.spec)

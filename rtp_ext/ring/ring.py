@@ -115,7 +115,7 @@ class Ring(Rotation):
         self.parameter_mesh: DeviceMesh | None = meshes.parameters
         self.tensor_mesh: DeviceMesh | None = meshes.tensor
         self.replicas = meshes.replicas
-        follow(meshes.parameters, meshes.replicas)
+        follow(meshes.parameters, meshes.replicas, meshes.tensor is not None)
         group = meshes.hops.get_group()
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
