@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rtp_ext.convert.gathered import ForwardScope
 from rtp_ext.convert.scopes import RotationState, is_inside, mark_inside, state_of
+from rtp_ext.convert.tensor_parallel import on_tensor_mesh
 from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.ring import Ring
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
@@ -81,12 +82,13 @@ def refuse_foreign(root: nn.Module, where: Ring | RingMesh, ignored: Collection[
         if ring is not None or id(part) in inside:
             continue
         for key, parameter in part._parameters.items():
-            if isinstance(parameter, DTensor) and id(parameter) not in ignored:
+            if isinstance(parameter, DTensor) and id(parameter) not in ignored and not on_tensor_mesh(parameter, where):
                 raise ValueError(
                     f"fully_rotate: expected plain parameters, which become DTensors on {_describe(where)}; got "
                     f"{key} of {label}, a DTensor with placements {tuple(parameter.placements)} on "
-                    f"{_describe(parameter.device_mesh)}. Tensor parallelism and other sharding cannot be combined "
-                    "with rotation"
+                    f"{_describe(parameter.device_mesh)}. Tensor parallelism goes with rotation over another dimension "
+                    "of the same mesh: mesh=mesh, dims=RotationDims(ring=...) for a model that was parallelized over "
+                    'mesh["tp"]. Other sharding cannot be combined with it'
                 )
             if parameter is not None and _REPLACED in parameter.__dict__ and id(parameter) not in ignored:
                 raise ValueError(
@@ -143,9 +145,10 @@ def _describe(where: Ring | RingMesh | DeviceMesh) -> str:
 
 
 def place_of(
-    mesh: DeviceMesh | dist.ProcessGroup | Ring | None, dims: RotationDims | None, parts: Parts
+    mesh: DeviceMesh | dist.ProcessGroup | Ring | None, dims: RotationDims | None, parts: Parts, tensor: str | None
 ) -> Ring | RingMesh:
     """The ring that a model gets, or the meshes to make one over: the ring of its first part, where it has parts.
+    `tensor`: the dimension of tensor parallelism.
 
     Raises ValueError for parts over other ranks than `mesh`, on another ring than a given one, or on rings that differ
     in their options.
@@ -157,11 +160,11 @@ def place_of(
         )
     rings = [(name, _state(part).ring) for name, part in parts]
     if not rings:
-        return mesh if isinstance(mesh, Ring) else resolve_mesh(mesh, dims)
+        return mesh if isinstance(mesh, Ring) else resolve_mesh(mesh, dims, tensor)
     first, ring = rings[0]
     if isinstance(mesh, Ring) and mesh is not ring:
         raise ValueError(f"fully_rotate: expected mesh={ring!r}, the ring of module {first}, or None, got {mesh!r}")
-    given = ring if mesh is None or isinstance(mesh, Ring) else resolve_mesh(mesh, dims)
+    given = ring if mesh is None or isinstance(mesh, Ring) else resolve_mesh(mesh, dims, tensor)
     if _members(given) != _members(ring):
         raise ValueError(
             f"fully_rotate: expected {_describe(ring)}, as module {first} was converted with, got {_describe(given)}"
@@ -234,13 +237,14 @@ _watching: list[Any] = []  # the handle of the hook, once there is something to 
 
 
 def weak_parameters(module: nn.Module) -> list[tuple[str, weakref.ref]]:
-    """The plain parameters of a model by name, not kept alive."""
+    """The parameters of a model by name, not kept alive."""
     kind = type(module).__name__
-    return [(f"{kind}.{name}", weakref.ref(p)) for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+    return [(f"{kind}.{name}", weakref.ref(p)) for name, p in module.named_parameters()]
 
 
 def mark_replaced(module: nn.Module, before: Iterable[tuple[str, weakref.ref]]) -> None:
-    """Marks the parameters that a model had `before`, has no longer, and that somebody still holds.
+    """Marks the parameters, plain or of tensor parallelism, that a model had `before` and has no longer, but somebody
+    still holds.
 
     An optimizer that was built too early is such a holder, and would go on to train them: its step raises ValueError.
     """

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from rtp_ext.convert.bundled import BundledMLP
 from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Prepared, Ring
 
 logger = logging.getLogger("rtp_ext")
@@ -250,12 +252,15 @@ _SAMPLES = 8  # along each dimension
 
 
 def checksums(module: nn.Module, ignored: Collection[str], ring: Ring) -> dict[str, int]:
-    """A number for each plain parameter that has values, from a few of its bytes; `ignored`: names to leave out."""
+    """A number for each parameter that has values and is not on the ring yet, from a few bytes of what this rank has of
+    it; `ignored`: names to leave out."""
     if ring.size == 1 or ring.mesh is None:
         return {}
     sums = {}
     for name, parameter in module.named_parameters():
-        data = parameter.data
+        if isinstance(parameter, DTensor) and parameter.device_mesh == ring.parameter_mesh:
+            continue
+        data = held(parameter).data
         if name in ignored or type(data) is not torch.Tensor or data.is_meta or data.layout != torch.strided:
             continue
         sample = data[tuple(slice(None, None, -(-extent // _SAMPLES) or 1) for extent in data.shape)]

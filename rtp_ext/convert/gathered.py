@@ -2,7 +2,8 @@
 
 The registered Parameter is a DTensor shard and stays registered. While a forward of the converted model runs, the
 module sees the gathered parameter instead, through a property of its subclass; autograd's backward of the gather
-averages the gradient over the ring. Outside, the module shows the Parameter.
+averages the gradient over the ring. Outside, the module shows the Parameter. What tensor parallelism has replicated is
+seen as a DTensor on its mesh, whose backward sums what the ranks there have of the gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate
 
+from rtp_ext._native import share_version
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.parameters.gather import gather
 from rtp_ext.parameters.live import LiveModule
@@ -80,7 +83,19 @@ class ForwardScope:
         if self.split or self.root_depth == 0:
             counts = [count for owner in owners for count in owner.used_together()]
         whole = iter(gather([p for parameters in own for p in parameters.values()], self.ring, self.mp_policy, counts))
-        return [{name: next(whole) for name in parameters} for parameters in own]
+        return [
+            {name: self._shown(owner, name, next(whole)) for name in parameters}
+            for owner, parameters in zip(owners, own, strict=True)
+        ]
+
+    def _shown(self, owner: GatheredModule, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What a module gets to see of a whole parameter."""
+        if name not in owner.replicated_names:
+            return whole
+        assert self.ring.tensor_mesh is not None, "somebody replicated it"
+        shown = DTensor.from_local(whole, self.ring.tensor_mesh, [Replicate()], run_check=False)
+        share_version(shown, owner._parameters[name])
+        return shown
 
 
 def _version(owner: GatheredModule) -> Any:
@@ -96,6 +111,7 @@ class GatheredModule(LiveModule):
     _modules: dict[str, Any]
     scope: ForwardScope
     gathered_names: tuple[str, ...]
+    replicated_names: frozenset[str]  # of those: DTensors of tensor parallelism
 
     def sharded(self) -> dict[str, torch.Tensor]:
         """The registered parameters that are gathered, by name."""
@@ -141,6 +157,7 @@ _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
 def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict[int, nn.Parameter]) -> None:
     """Shards the module's own parameters along their first dimension and shows them gathered in forwards."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    replicated = frozenset(name for name, parameter in own.items() if isinstance(parameter, DTensor))
     for name, parameter in own.items():
         if id(parameter) not in memo:
             memo[id(parameter)] = shard_parameter(parameter, ring, 0)
@@ -155,6 +172,7 @@ def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict
     module.__class__ = _CLASSES[base, names]
     module.__dict__["scope"] = scope
     module.__dict__["gathered_names"] = names
+    module.__dict__["replicated_names"] = replicated
     if isinstance(module, GatheredRNN):
         module.list_registered()
     if size <= _SMALL:

@@ -27,6 +27,7 @@ from rtp_ext.convert.admission import (
 from rtp_ext.convert.agreement import checksums, compare_weights
 from rtp_ext.convert.rewrite import Rewriter
 from rtp_ext.convert.scopes import RotationState, install, state_of
+from rtp_ext.convert.tensor_parallel import tensor_dimension
 from rtp_ext.outer import AllReduce, OuterPolicy
 from rtp_ext.ring import Ring, RotationDims
 from rtp_ext.ring.mesh import RingMesh
@@ -71,7 +72,9 @@ def fully_rotate(
             ring of parts that were converted before, else the default process group.
         dims: RotationDims(ring=..., replicate=...): which dimensions of the mesh are what, by name. Along replicate,
             rings hold the same shards and have batches of their own. Parameters are then DTensors on the mesh of both,
-            Replicate() over the one and Shard over the other.
+            Replicate() over the one and Shard over the other. A dimension that is named in neither is the one of tensor
+            parallelism, where parallelize_module has cut the model over it before: every part rotates over a ring of
+            its own, and parameters lie on (replicate, tensor parallelism, ring).
         outer: what happens between replicas, see rtp_ext.outer; default outer.AllReduce(): gradients are averaged over
             all ranks.
         mp_policy: param_dtype is what shards travel and compute in, reduce_dtype what gradients travel in (default
@@ -90,7 +93,8 @@ def fully_rotate(
 
     Raises ValueError, and changes nothing, where dims do not fit the mesh; where the model was converted before, itself
     or as a part of another; where parts are on other ranks or differ in the options of their rings; where parameters
-    are DTensors of somebody else (tensor parallelism, another mesh) or managed by FSDP or DDP; and where
+    are DTensors of somebody else (another mesh, styles of tensor parallelism other than colwise, rowwise and
+    replicated) or managed by FSDP or DDP; and where
     loss_head="fused" finds no model that it knows. Ranks of a ring whose models have different values get a warning;
     replicas that differ are a ValueError in the first backward. Collective: makes a ring.
     Source: RTP, arXiv 2311.01635.
@@ -106,7 +110,7 @@ def fully_rotate(
         raise TypeError("fully_rotate: expected ignored_params to be several parameters, got a single tensor")
     ignored = {id(parameter) for parameter in ignored_params or ()}
     not_ours = ignored | ignored_in(parts)
-    place = place_of(mesh, dims, parts)
+    place = place_of(mesh, dims, parts, tensor_dimension(module, mesh, dims, not_ours))
     policy = _policy_of(outer, parts, place)
     refuse_whole_tables(module, not_ours, place.replicas)
     refuse_foreign(module, place, not_ours)
@@ -152,7 +156,8 @@ def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Ring | RingMesh) 
     if outer is not None and not isinstance(outer, OuterPolicy):
         raise TypeError(f"fully_rotate: expected outer to be a policy of rtp_ext.outer, got {outer!r:.100}")
     mesh = place.parameter_mesh if isinstance(place, Ring) else place.parameters
-    if outer is not None and (mesh is None or mesh.ndim == 1):
+    tensor = place.tensor_mesh if isinstance(place, Ring) else place.tensor
+    if outer is not None and (mesh is None or mesh.ndim == (1 if tensor is None else 2)):
         raise ValueError(
             f"fully_rotate: {type(outer).__name__} acts between replicas: expected a mesh of several dimensions "
             "and dims=RotationDims(ring=..., replicate=...), got one ring"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from rtp_ext.convert.fast_path import keep_from_fast_path
 from rtp_ext.convert.gathered import ForwardScope, make_gathered
 from rtp_ext.convert.head import FusedHead, FusedLossModel
 from rtp_ext.convert.scopes import is_inside
+from rtp_ext.convert.tensor_parallel import GATHERED, parallel_class, style_of
 from rtp_ext.convert.together import join
 from rtp_ext.convert.whole_embedding import WholeEmbedding
 from rtp_ext.families import blocks
@@ -77,6 +78,7 @@ class Rewriter:
         # on an emulated ring their shards are plain parameters
         self.inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}
         self.leftovers: list[nn.Module] = []
+        self.styles = {id(part): style_of(name, part, ring, ignored) for name, part in self.modules}
         self._check_tables()
         _check_ties(self.modules, self.ignored)
         self.fused = self._fused_heads()
@@ -119,16 +121,31 @@ class Rewriter:
         own = [id(parameter) for layer in layers for parameter in layer.parameters()]
         return not self.ignored.intersection(own) and not self.tied.intersection(own)
 
+    def _parallel(self, block: nn.Module, paths: Iterable[str], what: str) -> bool:
+        """Whether tensor parallelism has cut a layer of a block; its layers rotate one by one then."""
+        if not any(self.styles.get(id(block.get_submodule(path))) for path in paths):
+            return False
+        self.counts[f"{type(block).__name__}: {what} rotate one by one: tensor parallelism has cut them"] += 1
+        return True
+
     def _bundles(self) -> tuple[dict, dict]:
         """MLP blocks, and attention blocks with a shared input, by id."""
         bundles, shared = {}, {}
         for name, part in self.modules:
             label = name or type(part).__name__
             block = blocks.mlp_block(part)
-            if block is not None and self._free([part.get_submodule(path) for path in block.spec.paths]):
+            if (
+                block is not None
+                and self._free([part.get_submodule(path) for path in block.spec.paths])
+                and not self._parallel(part, block.spec.paths, "layers of its MLP")
+            ):
                 bundles[id(part)] = (part, block, label)
             names = blocks.shared_inputs(part)
-            if names is not None and self._free([part.get_submodule(path) for path in names]):
+            if (
+                names is not None
+                and self._free([part.get_submodule(path) for path in names])
+                and not self._parallel(part, names, ", ".join(names))
+            ):
                 shared[id(part)] = (part, names, label)
         return bundles, shared
 
@@ -144,6 +161,12 @@ class Rewriter:
                 raise ValueError(
                     f"fully_rotate: loss_head='fused' expected {type(part).__name__}.lm_head to be a linear layer that "
                     f"has not been converted, got a {type(head).__name__}"
+                )
+            if self.styles.get(id(head)) is not None:
+                raise ValueError(
+                    f"fully_rotate: loss_head='fused' expected {type(part).__name__}.lm_head to be a layer that tensor "
+                    "parallelism has not cut, got DTensors: leave out loss_head, or the head from the plan of "
+                    "parallelize_module"
                 )
             if self.ignored.intersection(map(id, head.parameters())):
                 raise ValueError(
@@ -178,7 +201,12 @@ class Rewriter:
             return
         if isinstance(part, RotatedModule) and part.ring is self.ring:
             return  # converted along with the module around it
-        if isinstance(part, RotatedModule) or all(isinstance(parameter, DTensor) for parameter in own):
+        style = self.styles.get(id(part))
+        if style == GATHERED:
+            self.leftovers.append(part)
+        elif style is not None:
+            self._replace_parallel(name, part, style)
+        elif isinstance(part, RotatedModule) or all(isinstance(parameter, DTensor) for parameter in own):
             self.counts[f"{kind}: already sharded, left alone"] += 1
         elif any(id(parameter) in self.ignored for parameter in own):
             self.counts[f"{kind}: ignored"] += 1
@@ -215,6 +243,16 @@ class Rewriter:
         else:
             self._rotate(part, cls, name, **options)
         self.counts[f"{kind}: rotated"] += 1
+
+    def _replace_parallel(self, name: str, part: Any, style: str) -> None:
+        kind, cls = type(part).__name__, _drop_in(part)
+        assert cls is not None, "style_of has looked"
+        # of a tied table both owners cut the rows
+        options = {"shard_dim": 0 if id(part.weight) in self.tied else 1} if cls is RotatedEmbedding else {}
+        self._rotate(part, cls, name, **options)
+        part.__class__ = mixed_class(parallel_class(part), type(part))
+        part.style = style
+        self.counts[f"{kind}: rotated, {style} tensor parallel"] += 1
 
     def _keep_whole(self, name: str, part: Any, problem: str) -> None:
         part.__class__ = mixed_class(WholeEmbedding, type(part))

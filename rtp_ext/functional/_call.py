@@ -10,10 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
-from rtp_ext.parameters.sharding import held, local_shard, reserve, shard_dim_of
+from rtp_ext.parameters.sharding import held, local_shard, reserve
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import rounded
 from rtp_ext.ring.gate import LayerSize
+from rtp_ext.ring.mesh import ring_dim, ring_shape
 
 # What indices and targets may be of.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -94,7 +95,7 @@ class Call:
 
     def operand(self, x: torch.Tensor, what: str = "an input") -> torch.Tensor:
         """`x` [..., features] in the compute dtype (cast under autocast), checked."""
-        if not isinstance(x, torch.Tensor) or x.dim() < 1:
+        if not isinstance(x, torch.Tensor) or x.dim() < 1 or isinstance(x, DTensor):
             raise TypeError(f"{self.name}: expected {what} tensor [..., features], got {x!r:.100}")
         if x.dtype != self.compute_dtype and torch.is_autocast_enabled(self.ring.device.type) and x.is_floating_point():
             x = x.to(self.compute_dtype)
@@ -136,7 +137,7 @@ class Home:
             ranks = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)  # replicas come first, the ring last
             if ranks != call.ring.size:
                 raise ValueError(f"{label} on {call.ring.size} ranks, got {ranks}")
-            if shard_dim_of(tensor) != self.dim:
+            if ring_dim(tensor) != self.dim:
                 raise ValueError(f"{label} cut along {self.dim}, got placements {tensor.placements}")
 
 
@@ -241,7 +242,7 @@ def _agree(
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None,
 ) -> Ready:
     ring = call.ring
-    wholes = [tuple(home.tensor.shape) if isinstance(home.tensor, DTensor) else None for home in homes]
+    wholes = [ring_shape(home.tensor) if isinstance(home.tensor, DTensor) else None for home in homes]
     shards = [(home.what, tuple(held(home.tensor).shape), str(home.tensor.dtype), home.dim) for home in homes]
     words = [
         f"dtype {call.compute_dtype}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, Home, prepare, saved
@@ -70,8 +71,9 @@ def rotated_embedding(
     )
     if shard_dim not in (0, 1):
         raise ValueError(f"{name}: expected shard_dim 0 or 1, got {shard_dim}")
-    if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: expected int32 or int64 ids, got {getattr(ids, 'dtype', type(ids).__name__)}")
+    if not isinstance(ids, torch.Tensor) or isinstance(ids, DTensor) or ids.dtype not in (torch.int32, torch.int64):
+        kind = type(ids).__name__
+        raise TypeError(f"{name}: expected int32 or int64 ids, got {getattr(ids, 'dtype', kind)} in a {kind}")
     if ids.device != ring.device:
         raise TypeError(f"{name}: expected ids on {ring.device}, the device of the ring, got {ids.device}")
     home = Home("weight", weight, shard_dim, 2)

@@ -23,7 +23,7 @@ class Replicas(Groups):
 
     def __init__(self, ring: Ring) -> None:
         mesh = ring.parameter_mesh
-        assert mesh is not None and mesh.ndim == 2, "a ring without replicas"
+        assert mesh is not None and ring.replicas > 1, "a ring without replicas"
         group = mesh.get_group(0)
         self._ring = weakref.ref(ring)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)

@@ -10,9 +10,10 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rtp_ext._native import shard_sizes, share_version
-from rtp_ext.parameters.sharding import local_shard, shard_dim_of
+from rtp_ext.parameters.sharding import local_shard
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
+from rtp_ext.ring.mesh import ring_dim
 
 _ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
 
@@ -57,7 +58,7 @@ class _Layout:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, shard: torch.Tensor, ring: Ring) -> _Layout:
-        shape, dim = tuple(parameter.shape), shard_dim_of(parameter)
+        shape, dim = tuple(parameter.shape), ring_dim(parameter)
         if dim is None:
             return cls(shape, None, (), 0)
         sizes = tuple(shard_sizes(shape[dim], ring.size))

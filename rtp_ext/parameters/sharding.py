@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from rtp_ext._native import shard_sizes, share_version
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import claim_of, come_home, first_order_only
+from rtp_ext.ring.mesh import own_part, ring_shape
 
 logger = logging.getLogger("rtp_ext")
 
@@ -85,13 +86,20 @@ def _slice_elements(shape: torch.Size | tuple[int, ...], dim: int) -> int:
     return elements
 
 
-def as_sharded(home: torch.Tensor, full_shape: torch.Size, ring: Ring, dim: int) -> torch.Tensor:
-    """The DTensor whose shard on this rank is `home`; `home` itself on an emulated ring."""
+def as_sharded(
+    home: torch.Tensor, full_shape: torch.Size, ring: Ring, dim: int | None, tensor: Placement | None = None
+) -> torch.Tensor:
+    """The DTensor whose shard on this rank is `home`; `home` itself on an emulated ring.
+
+    `dim`: what the ring cuts; None: nothing. `tensor`: how the parameter lies over the dimension of tensor parallelism.
+    """
     if ring.parameter_mesh is None:
         return home
+    if ring.tensor_mesh is not None:
+        _let_grad_scaler_see_shards()
     stride = torch.empty(full_shape, device="meta").stride()
     return DTensor.from_local(
-        home, ring.parameter_mesh, ring.placements(dim), run_check=False, shape=full_shape, stride=stride
+        home, ring.parameter_mesh, ring.placements(dim, tensor), run_check=False, shape=full_shape, stride=stride
     )
 
 
@@ -99,8 +107,8 @@ def _let_grad_scaler_see_shards() -> None:
     """Has GradScaler look at sharded gradients before replicated ones.
 
     torch decides by the first gradient of a group whether ranks have to tell each other of infinities; where that is a
-    scalar's, which every rank holds whole, an overflow in another rank's shard would go unnoticed, and the ranks would
-    no longer take the same steps.
+    scalar's, which every rank holds whole, or a norm's, which tensor parallelism does not cut, an overflow in another
+    rank's shard would go unnoticed, and the ranks would no longer take the same steps.
     """
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     try:
@@ -116,7 +124,7 @@ def _let_grad_scaler_see_shards() -> None:
         return
 
     def sharded_first(op_call: Any, args: tuple, kwargs: dict) -> Any:
-        gradients = sorted(args[0], key=lambda gradient: all(isinstance(p, Replicate) for p in gradient.placements))
+        gradients = sorted(args[0], key=lambda gradient: sum(isinstance(p, Replicate) for p in gradient.placements))
         return stock(op_call, (gradients, *args[1:]), kwargs)
 
     sharded_first._rtp_sorts = True  # type: ignore[attr-defined]
@@ -124,21 +132,32 @@ def _let_grad_scaler_see_shards() -> None:
 
 
 def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Parameter:
-    """A sharded parameter in place of a whole one (meta device included). Scalars are replicated."""
-    if isinstance(parameter, DTensor):
-        raise ValueError(f"expected a plain parameter, got a DTensor of shape {tuple(parameter.shape)}")
+    """A sharded parameter in place of a whole one (meta device included). Scalars are replicated.
+
+    Of a DTensor on the ring's dimension of tensor parallelism the ring cuts the local part.
+    """
     if parameter.dim() == 0:
         return replicate_parameter(parameter, ring)
-    return _in_place_of(parameter, as_sharded(take_shard(parameter, ring, dim), parameter.shape, ring, dim))
+    home, tensor = take_shard(held(parameter), ring, dim), _over_tensor(parameter, ring)
+    return _in_place_of(parameter, as_sharded(home, parameter.shape, ring, dim, tensor))
 
 
 def replicate_parameter(parameter: nn.Parameter, ring: Ring) -> nn.Parameter:
     """A parameter that every rank holds whole, in place of a plain one (meta device included)."""
-    whole = parameter.detach().clone()
+    whole, tensor = held(parameter).detach().clone(), _over_tensor(parameter, ring)
     if ring.parameter_mesh is not None:
         _let_grad_scaler_see_shards()
-        whole = DTensor.from_local(whole, ring.parameter_mesh, ring.placements(None), run_check=False)
+        whole = as_sharded(whole, parameter.shape, ring, None, tensor)
     return _in_place_of(parameter, whole)
+
+
+def _over_tensor(parameter: nn.Parameter, ring: Ring) -> Placement | None:
+    """How tensor parallelism has laid out a parameter that the ring has not cut yet; None for a plain one."""
+    if not isinstance(parameter, DTensor):
+        return None
+    if ring.tensor_mesh is None or parameter.device_mesh != ring.tensor_mesh:
+        raise ValueError(f"expected a plain parameter, got a DTensor of shape {tuple(parameter.shape)}")
+    return parameter.placements[0]
 
 
 def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
@@ -173,45 +192,45 @@ class _LocalShard(torch.autograd.Function):
         return come_home(ctx, gradient)
 
 
-def shard_dim_of(parameter: torch.Tensor) -> int | None:
-    """The dimension along which a DTensor is cut; None for plain and replicated tensors."""
-    if not isinstance(parameter, DTensor):
-        return None
-    return next((p.dim for p in parameter.placements if isinstance(p, Shard)), None)
-
-
-def _ring_dimension(mesh: DeviceMesh) -> int:
-    """Replicas come first in the mesh of a parameter, the ring last."""
-    return mesh.ndim - 1
-
-
 _BLOCK = 1 << 20  # bytes that `gather_full` sends at once
 
 
 def gather_full(parameter: torch.Tensor) -> torch.Tensor:
-    """The whole parameter on every rank, on the CPU, with no second copy of it on the way. Collective."""
+    """The whole parameter on every rank, on the CPU, with no second copy of it on the way, but for what the ring cuts
+    of a parameter that tensor parallelism cuts too. Collective."""
     with torch.no_grad():
-        home = held(parameter).detach()
-        dim = shard_dim_of(parameter)
-        if not isinstance(parameter, DTensor) or dim is None:
-            return home.to("cpu", copy=True)
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-        if whole.numel() == 0:
-            return whole
-        mesh, ring = parameter.device_mesh, _ring_dimension(parameter.device_mesh)
-        pieces = whole.split(shard_sizes(whole.shape[dim], mesh.size(ring)), dim)
-        # one buffer for all blocks: a process group may hold on to what it has sent for a moment
-        rows = max(1, _BLOCK // pieces[0][0].nbytes)
-        buffer = torch.empty(pieces[0][:rows].numel(), dtype=home.dtype, device=home.device)
-        for owner, piece in enumerate(pieces):
-            for start in range(0, piece.shape[0] if piece.numel() else 0, rows):
-                block = piece[start : start + rows]
-                flat = buffer[: block.numel()]
-                if owner == mesh.get_local_rank(ring):
-                    flat.view(block.shape).copy_(home[start : start + rows])
-                dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(ring), group_src=owner)
-                block.copy_(flat.view(block.shape))
+        part = held(parameter).detach()
+        if not isinstance(parameter, DTensor):
+            return part.to("cpu", copy=True)
+        mesh, shape = parameter.device_mesh, ring_shape(parameter)
+        cut = [(index, p.dim) for index, p in enumerate(parameter.placements) if isinstance(p, Shard)]
+        for index, dim in reversed(cut):  # the ring's cut is the last one
+            if index != mesh.ndim - 1:
+                shape = tuple(parameter.shape)
+            part = _gather_along(part, mesh, index, dim, shape, held(parameter).device)
+        return part if cut else part.to("cpu", copy=True)
+
+
+def _gather_along(
+    part: torch.Tensor, mesh: DeviceMesh, index: int, dim: int, shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    """The tensor of `shape`, on the CPU, of which ranks along a dimension of the mesh have parts, cut along `dim`."""
+    whole = torch.empty(shape, dtype=part.dtype)
+    if whole.numel() == 0:
         return whole
+    pieces = whole.split(shard_sizes(whole.shape[dim], mesh.size(index)), dim)
+    # one buffer for all blocks: a process group may hold on to what it has sent for a moment
+    rows = max(1, _BLOCK // pieces[0][0].nbytes)
+    buffer = torch.empty(pieces[0][:rows].numel(), dtype=part.dtype, device=device)
+    for owner, piece in enumerate(pieces):
+        for start in range(0, piece.shape[0] if piece.numel() else 0, rows):
+            block = piece[start : start + rows]
+            flat = buffer[: block.numel()]
+            if owner == mesh.get_local_rank(index):
+                flat.view(block.shape).copy_(part[start : start + rows])
+            dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(index), group_src=owner)
+            block.copy_(flat.view(block.shape))
+    return whole
 
 
 class _WholeCopies(TorchDispatchMode):
@@ -267,21 +286,12 @@ def _init_module(owner: nn.Module, fn: Callable[[nn.Module], object]) -> None:
 
 
 def _keep_shard(parameter: DTensor, full: torch.Tensor) -> None:
-    parameter.to_local().copy_(_own_part(full, parameter._spec))
-
-
-def _own_part(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """This rank's part, a view, of a whole tensor that is to be laid out as `spec` says."""
-    dim = next((p.dim for p in spec.placements if isinstance(p, Shard)), None)
-    if dim is None:
-        return full
-    ring = _ring_dimension(spec.mesh)
-    return full.split(shard_sizes(full.shape[dim], spec.mesh.size(ring)), dim)[spec.mesh.get_local_rank(ring)]
+    parameter.to_local().copy_(own_part(full, parameter.device_mesh, parameter.placements))
 
 
 def placed_as(full: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:
     """A whole tensor, which is the same on every rank, as a parameter laid out as `spec` says."""
-    home = _own_part(full.detach(), spec).clone(memory_format=torch.contiguous_format)
+    home = own_part(full.detach(), spec.mesh, spec.placements).clone(memory_format=torch.contiguous_format)
     data = DTensor.from_local(home, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
     return nn.Parameter(data, requires_grad=full.requires_grad)
 

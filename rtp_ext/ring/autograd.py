@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rtp_ext._native import RotationError, shard_sizes, share_version
+from rtp_ext._native import RotationError, share_version
+from rtp_ext.ring.alike import expect_alike
+from rtp_ext.ring.mesh import own_part
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -88,10 +90,11 @@ def _will_be_executed(node: Any) -> bool:
         return True
 
 
-_followed: set[DeviceMesh] = set()
+# how many replicas hold the parameters on a mesh, and whether tensor parallelism is a dimension of it
+_followed: dict[DeviceMesh, tuple[int, bool]] = {}
 
 
-def follow(mesh: DeviceMesh) -> None:
+def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
     """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
     that belongs to another rank refused."""
     if not _followed:
@@ -99,7 +102,7 @@ def follow(mesh: DeviceMesh) -> None:
         register_optimizer_step_post_hook(_count_writes)
         DTensor.full_tensor = _averaged_full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
         DTensor.redistribute = _averaged_redistribute(DTensor.redistribute)  # type: ignore[method-assign]
-    _followed.add(mesh)
+    _followed[mesh] = replicas, tensor
 
 
 def _rotates(tensor: Any) -> bool:
@@ -176,15 +179,13 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, gradient: torch.Tensor):
-        mesh, placement = ctx.spec.mesh, ctx.spec.placements[-1]
+        mesh = ctx.spec.mesh
         ring, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
         mean = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(mean, group=ring)
         mean.div_(ranks)
-        if isinstance(placement, Shard):
-            sizes = shard_sizes(mean.shape[placement.dim], ranks)
-            mean = mean.split(sizes, placement.dim)[mesh.get_local_rank(mesh.ndim - 1)]
+        mean = own_part(mean, mesh, ctx.spec.placements)
         # a copy: the gradient must not keep the whole one alive
         return come_home(ctx, mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)), None
 
@@ -212,15 +213,20 @@ def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient of a parameter as a DTensor, of this rank's part of it: in the backward of a function that kept
     `spec` and `claim` of the parameter. None where a policy delivers it at the end of the backward.
 
-    Raises RotationError where replicas hold the parameter and nobody would bring its gradients together.
+    Raises RotationError where replicas hold the parameter and nobody would bring its gradients together; ValueError
+    where ranks of tensor parallelism, which each have a copy of it, have different gradients.
     """
     mesh = ctx.spec.mesh
-    if ctx.claim is None and mesh.ndim > 1 and mesh.size(0) > 1:
+    replicas, tensor = _followed.get(mesh, (1, False))
+    if ctx.claim is None and replicas > 1:
         raise RotationError(
-            f"a parameter of shape {tuple(ctx.spec.shape)} lies on {mesh.size(0)} replicas, but belongs to no outer "
+            f"a parameter of shape {tuple(ctx.spec.shape)} lies on {replicas} replicas, but belongs to no outer "
             "policy, so that its gradient would stay that of one: expected a parameter of a model that fully_rotate "
             "has converted, and a forward of that model before"
         )
+    parameter = getattr(ctx.next_functions[0][0], "variable", None)
+    if tensor and parameter is not None and isinstance(ctx.spec.placements[-2], Replicate):
+        expect_alike(parameter, gradient, mesh)
     if ctx.claim is not None:
         gradient = ctx.claim.take(ctx, gradient)
     return None if gradient is None else as_gradient(gradient.detach().contiguous(), ctx.spec)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
-from rtp_ext._native import RotationError
+from rtp_ext._native import RotationError, shard_sizes
 
 
 @dataclass(frozen=True)
@@ -54,26 +55,61 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RingMesh:
-    """The mesh of a ring's hops, and the one of its parameters: the same, or with the replicas before the ring."""
+    """The mesh of a ring's hops, and the one of its parameters: the same, or with more dimensions before the ring.
+
+    `tensor`: the dimension of tensor parallelism, as a mesh of its own. Parameters lie on (replicas, tensor, ring): a
+    parameter is cut for tensor parallelism first, and each part is cut for the ring.
+    """
 
     hops: DeviceMesh
     parameters: DeviceMesh
+    tensor: DeviceMesh | None = None
 
     @property
     def replicas(self) -> int:
-        return self.parameters.size() // self.hops.size()
+        return self.parameters.size() // self.hops.size() // (1 if self.tensor is None else self.tensor.size())
+
+
+def own_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Placement]) -> torch.Tensor:
+    """This rank's part, a view, of a whole tensor that is to lie on `mesh`: cut once for each dimension, in order."""
+    for index, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            sizes = shard_sizes(whole.shape[placement.dim], mesh.size(index))
+            whole = whole.split(sizes, placement.dim)[mesh.get_local_rank(index)]
+    return whole
+
+
+def ring_dim(parameter: torch.Tensor) -> int | None:
+    """The dimension along which the ring cuts a parameter; None for plain and replicated tensors. In the mesh of a
+    parameter the ring comes last."""
+    if not isinstance(parameter, DTensor):
+        return None
+    placement = parameter.placements[-1]
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def ring_shape(parameter: DTensor) -> tuple[int, ...]:
+    """The shape of what the ring cuts: the whole parameter, or what tensor parallelism leaves of it on this rank."""
+    shape, mesh = [*parameter.shape], parameter.device_mesh
+    for index, placement in enumerate(parameter.placements[:-1]):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = shard_sizes(shape[placement.dim], mesh.size(index))[mesh.get_local_rank(index)]
+    return tuple(shape)
 
 
 def resolve_mesh(
-    mesh_or_group: DeviceMesh | dist.ProcessGroup | RingMesh | None, dims: RotationDims | None = None
+    mesh_or_group: DeviceMesh | dist.ProcessGroup | RingMesh | None,
+    dims: RotationDims | None = None,
+    tensor: str | None = None,
 ) -> RingMesh:
-    """The meshes that a Ring's `mesh_or_group` and `dims` stand for. Collective where names are flattened."""
+    """The meshes that a Ring's `mesh_or_group` and `dims` stand for; `tensor` names the dimension of tensor
+    parallelism. Collective where names are flattened."""
     if isinstance(mesh_or_group, RingMesh):
         return mesh_or_group
     if not dist.is_initialized():
         raise RotationError("Ring: torch.distributed is not initialised; call init_process_group, or use Ring.emulated")
     if dims is not None:
-        return _named(mesh_or_group, dims)
+        return _named(mesh_or_group, dims, tensor)
     if isinstance(mesh_or_group, DeviceMesh):
         if mesh_or_group.ndim != 1:
             raise ValueError(
@@ -93,7 +129,7 @@ def resolve_mesh(
     return RingMesh(mesh, mesh)
 
 
-def _named(mesh: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims) -> RingMesh:
+def _named(mesh: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims, tensor: str | None) -> RingMesh:
     if not isinstance(dims, RotationDims):
         raise TypeError(f"Ring: expected dims to be RotationDims, got {type(dims).__name__}")
     if not isinstance(mesh, DeviceMesh):
@@ -105,19 +141,43 @@ def _named(mesh: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims) -> R
         raise ValueError(
             f"Ring: expected names of dimensions of the mesh, which are {names or 'unnamed'}, got {', '.join(unknown)}"
         )
-    left = [f"{name} of {mesh.size(i)}" for i, name in enumerate(names) if name not in asked and mesh.size(i) > 1]
+    known = (*asked, tensor)
+    left = [f"{name} of {mesh.size(i)}" for i, name in enumerate(names) if name not in known and mesh.size(i) > 1]
     if left:
         raise ValueError(
             f"Ring: expected every dimension of the mesh to be named, got {', '.join(left)} in neither ring "
             f"{dims.ring_names} nor replicate {dims.replicate_names}: parameters would be repeated along it and their "
-            "gradients never brought together. Name it in one of them, or pass a mesh without it, such as "
-            f"mesh[{', '.join(map(repr, (name for name in names if name in asked)))}]"
+            "gradients never brought together. Name it in one of them, pass a mesh without it, such as "
+            f"mesh[{', '.join(map(repr, (name for name in names if name in known)))}], or have parallelize_module cut "
+            "the model over it before"
         )
     ring = _flattened(mesh, dims.ring_names)
+    if tensor is not None:
+        return RingMesh(ring, _with_tensor(mesh, dims, tensor, ring), mesh[tensor])
     if not dims.replicate_names:
         return RingMesh(ring, ring)
     # sliced, flattened and put together of groups that exist: ranks outside of this mesh need not take part
     return RingMesh(ring, DeviceMesh._concatenate([_flattened(mesh, dims.replicate_names), ring]))
+
+
+def _with_tensor(mesh: DeviceMesh, dims: RotationDims, tensor: str, ring: DeviceMesh) -> DeviceMesh:
+    """The mesh (replicas, tensor, ring), over process groups that exist.
+
+    In this order whatever the order of `mesh`, so that each cut is a plain Shard: for a ring before tensor parallelism
+    DTensor has _StridedShard, and torch 2.14 cannot cut a whole tensor that way where sizes do not divide. It is a mesh
+    of its own, since torch does not redistribute on a slice whose dimensions are in another order than its root's.
+    """
+    replicas = [_flattened(mesh, dims.replicate_names)] if dims.replicate_names else []
+    parts = [*replicas, mesh[tensor], ring]
+    names = [*dims.replicate_names, tensor, *dims.ring_names]
+    in_order: tuple[str, ...] = tuple(name for name in mesh.mesh_dim_names or () if name in names)
+    ranks = mesh[in_order].mesh.permute([in_order.index(name) for name in names])
+    return DeviceMesh.from_group(
+        [part.get_group() for part in parts],
+        mesh.device_type,
+        mesh=ranks.reshape([part.size() for part in parts]),
+        mesh_dim_names=tuple(part.mesh_dim_names[0] for part in parts),  # type: ignore[index]
+    )
 
 
 def _flattened(mesh: DeviceMesh, names: Iterable[str]) -> DeviceMesh:

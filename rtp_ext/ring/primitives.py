@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.ring.groups import Groups
+from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.prepared import Prepared
 
 
@@ -41,9 +42,11 @@ class Primitives(Groups):
         if all(isinstance(o, DTensor) for o in originals):
             result = []
             for original in originals:
-                dim = next(p.dim for p in original.placements if isinstance(p, Shard))
-                sizes = _native.shard_sizes(original.shape[dim], self.size)
-                result.append([[*original.shape[:dim], size, *original.shape[dim + 1 :]] for size in sizes])
+                dim, shape = ring_dim(original), ring_shape(original)
+                if dim is None:
+                    raise ValueError(f"Ring: expected a DTensor cut along the ring, got {original.placements}")
+                sizes = _native.shard_sizes(shape[dim], self.size)
+                result.append([[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes])
             return result
         mine = [(tuple(t.shape), str(t.dtype)) for t in tensors]
         known = {} if prepared is None else prepared.found

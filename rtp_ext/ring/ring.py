@@ -81,7 +81,9 @@ class Ring(Primitives):
         serial: the how manieth ring of this process this is.
         device: where shards live.
         mesh: the one-dimensional DeviceMesh of the ring; None for an emulated ring.
-        parameter_mesh: the DeviceMesh of parameters: `mesh`, or with the replicas as its first dimension.
+        parameter_mesh: the DeviceMesh of parameters: `mesh`, or with the replicas, and then the dimension of tensor
+            parallelism, before it.
+        tensor_mesh: the DeviceMesh of tensor parallelism, as it was applied to the model; None where there is none.
         replicas: how many rings hold the same shards.
         link: what stands in for the wire in an emulated ring on a GPU; None for any other.
         hop_route: `ring` or `direct`, what the hops of a rotation take.
@@ -114,8 +116,9 @@ class Ring(Primitives):
         meshes = resolve_mesh(mesh_or_group, dims)
         self.mesh: DeviceMesh | None = meshes.hops
         self.parameter_mesh: DeviceMesh | None = meshes.parameters
+        self.tensor_mesh: DeviceMesh | None = meshes.tensor
         self.replicas = meshes.replicas
-        follow(meshes.parameters)
+        follow(meshes.parameters, meshes.replicas, meshes.tensor is not None)
         group = meshes.hops.get_group()
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -159,7 +162,7 @@ class Ring(Primitives):
         _check_choice("route", route, ROUTES[1:])
         ring._settle(SLOT_CAP, prefetch)
         ring.transport_options = TransportOptions.of(None)
-        ring.mesh = ring.parameter_mesh = None
+        ring.mesh = ring.parameter_mesh = ring.tensor_mesh = None
         ring.replicas = 1
         ring.rank, ring.size = rank, size
         ring.device = torch.device(device)
@@ -288,11 +291,15 @@ class Ring(Primitives):
             self.abandon()
             raise
 
-    def placements(self, dim: int | None) -> list[Placement]:
-        """How a parameter lies on `parameter_mesh` that is cut along `dim` over the ring; None: one that is whole."""
+    def placements(self, dim: int | None, tensor: Placement | None = None) -> list[Placement]:
+        """How a parameter lies on `parameter_mesh` that is cut along `dim` over the ring; None: one that is whole.
+        `tensor`: how it lies over `tensor_mesh`."""
         assert self.parameter_mesh is not None, "an emulated ring has no mesh"
         over_ring: Placement = Replicate() if dim is None else Shard(dim)
-        return [Replicate() for _ in range(self.parameter_mesh.ndim - 1)] + [over_ring]
+        placements: list[Placement] = [Replicate() for _ in range(self.parameter_mesh.ndim - 1)] + [over_ring]
+        if tensor is not None:
+            placements[-2] = tensor
+        return placements
 
     # -- agreements, the gate and the prefetcher ---------------------------------------------------------------------
 
