@@ -187,8 +187,10 @@ def _scales(rank, ranks, code):
         for features, dtype, form in pairs((7, 2), TOLERANCES, forms=FORMS):
             with cases.case(f"{features} {dtype} {form}"):
                 check_pass(make(features, dtype), ring, form, TOLERANCES[dtype])
+        for dtype, tolerances in TOLERANCES.items():
+            check_controls(make(dtype=dtype), ring, tolerances)
+        check_controls(shift, ring, (EXACT, EXACT))
         for operation in (make(), shift):
-            check_controls(operation, ring, (EXACT, EXACT))
             check_frozen(cases, operation, ring)
         check_checkpointing(cases, make(), ring)
         with cases.case("training"):
