@@ -4,13 +4,31 @@ operation that docs/development.md prints works."""
 import importlib
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
+from grids import pairs
 from harness import Cases, run_ranks
-from reference import assert_same, chunk, random
+from operation_checks import (
+    EXACT,
+    FORMS,
+    ROUNDING,
+    Operation,
+    check_checkpointing,
+    check_controls,
+    check_frozen,
+    check_pass,
+    make_features,
+    train,
+)
+from reference import assert_same, random
+from torch import nn
 
 import rtp_ext
+from rtp_ext.convert import rewrite
+from rtp_ext.nn._base import RotatedModule
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -20,6 +38,12 @@ DESIGN, DEVELOPMENT, USAGE = (PAGES[Path(f"docs/{name}.md")] for name in ("desig
 PATH = re.compile(r"`((?:csrc|rtp_ext|benchmarks|python_tests|docs)/[\w/.-]+)`")
 # of an example that the reader is to fill in
 EXAMPLES = re.compile(r"MACHINE|NAME|FILE")
+# Of the printed operation: in bfloat16 each product is rounded, and so is a gradient, once more.
+TOLERANCES = {
+    torch.float64: (EXACT, EXACT),
+    torch.float32: (1e-6, 1e-6),
+    torch.bfloat16: (ROUNDING, 2 * ROUNDING),
+}
 
 
 def anchors(text: str) -> set[str]:
@@ -115,25 +139,79 @@ def test_the_walk_of_a_linear_is_what_the_design_says():
     assert sorted(walked) == sorted(described)
 
 
+class Scale(nn.Module):
+    """A layer of somebody's own."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.weight = nn.Parameter(random(features, dtype=torch.float64, seed=1))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Subclass(Scale):
+    pass
+
+
 def _scales(rank, ranks, code):
     names: dict = {}
     exec(code, names)
+    rotated_scale = names["rotated_scale"]
+
+    class RotatedScale(RotatedModule, Scale):
+        def _rotate(self, ring, **options):
+            self._adopt(ring, {"weight": 0}, **options)
+
+        def forward(self, x):
+            return rotated_scale(self._cast(x), self.weight, **self._rotation())
+
+    def make(features=7, dtype=torch.float64):
+        return Operation(
+            {"weight": random(features, dtype=dtype, seed=1)},
+            {"weight": 0},
+            lambda p, batch: batch[0] * p["weight"],
+            lambda p, batch, **options: rotated_scale(batch[0], p["weight"], **options),
+            lambda form, r, seed: [make_features(form, r, features, dtype, seed)],
+            weights_return=lambda needs_inputs: needs_inputs,
+        )
+
     cases = Cases()
-    for features in (7, 2):
-        whole = random(features, dtype=torch.float64, seed=1)
-        batches = [random(2, 3 + r, features, dtype=torch.float64, seed=2 + r) for r in range(ranks)]
-        outer = [random(*batch.shape, dtype=torch.float64, seed=20 + r) for r, batch in enumerate(batches)]
-        gradient = sum((dy * x).sum((0, 1)) for dy, x in zip(outer, batches, strict=True)) / ranks
-        with rtp_ext.Ring(timeout=30.0) as ring:
-            for needs_x, needs_weight in ((True, True), (True, False), (False, True)):
-                with cases.case(f"{features} features, gradients of x {needs_x}, of w {needs_weight}"):
-                    shard = chunk(whole, ranks, rank).clone().requires_grad_(needs_weight)
-                    x = batches[rank].clone().requires_grad_(needs_x)
-                    y = names["rotated_scale"](x, shard, ring=ring)
-                    y.backward(outer[rank])
-                    assert_same(y.detach(), batches[rank] * whole, 1e-10, "output")
-                    assert_same(x.grad, outer[rank] * whole if needs_x else None, 1e-10, "dx")
-                    assert_same(shard.grad, chunk(gradient, ranks, rank) if needs_weight else None, 1e-10, "dw")
+    shift = replace(  # a bias, of which no gradient reads the shards
+        make(),
+        plain=lambda p, batch: batch[0] + p["weight"],
+        rotated=lambda p, batch, **o: batch[0] + rotated_scale(torch.ones_like(batch[0]), p["weight"], **o),
+        weights_return=lambda needs_inputs: False,
+    )
+    with rtp_ext.Ring(timeout=30.0) as ring:
+        for features, dtype, form in pairs((7, 2), TOLERANCES, forms=FORMS):
+            with cases.case(f"{features} {dtype} {form}"):
+                check_pass(make(features, dtype), ring, form, TOLERANCES[dtype])
+        for dtype, tolerances in TOLERANCES.items():
+            check_controls(make(dtype=dtype), ring, tolerances)
+        check_controls(shift, ring, (EXACT, EXACT))
+        for operation in (make(), shift):
+            check_frozen(cases, operation, ring)
+        check_checkpointing(cases, make(), ring)
+        with cases.case("training"):
+            train(make(), rank, ranks, True, torch.float64, ring=ring)
+        x, shard = random(2, 7, dtype=torch.float64, seed=2).requires_grad_(), make().shards(rank, ranks)["weight"]
+        y = rotated_scale(x, shard, ring=ring)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="rotated_scale: double backward is not supported"):
+            (y.sum() + gradient.square().sum()).backward()
+    with rtp_ext.Ring(transport="c10d", timeout=30.0) as ring:
+        for features in (7, 2):
+            with cases.case(f"{features} features, in place"):
+                check_pass(make(features), ring, in_place=True)
+        rewrite._DROP_INS[Scale] = RotatedScale  # of this process, which ends with the test
+        for kind, in_place in ((Scale, True), (Subclass, False)):
+            with cases.case(f"{kind.__name__} in a model"):
+                plain, model = kind(7), nn.Sequential(kind(7))
+                rtp_ext.fully_rotate(model, mesh=ring, in_place=in_place)
+                assert isinstance(model[0], RotatedScale) and isinstance(model[0], kind)
+                for _ in range(2):
+                    assert_same(model(x).detach(), plain(x).detach(), EXACT, "output")
     cases.finish()
 
 

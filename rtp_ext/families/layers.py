@@ -37,6 +37,6 @@ def computes_like(module: Any, base: Any) -> bool:
         return False
     if "forward" in module.__dict__ or is_parametrized(module):
         return False
-    settings = {*base.__constants__, *inspect.signature(base.__init__).parameters} - {"device", "dtype"}
+    settings = {*getattr(base, "__constants__", ()), *inspect.signature(base.__init__).parameters} - {"device", "dtype"}
     between = cls.__mro__[: cls.__mro__.index(base)]
     return not any((_CALLS | settings | {"weight"}) & vars(each).keys() for each in between)
