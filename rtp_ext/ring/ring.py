@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _TorchDispatchModeKey as _Mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -25,7 +24,7 @@ from rtp_ext.ring.prepared import Ledger, Prepared
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Trace, record
 from rtp_ext.ring.routes import choose_ce_modes, choose_route
-from rtp_ext.ring.surroundings import keep_compilers_out
+from rtp_ext.ring.surroundings import keep_compilers_out, refuse_transforms
 from rtp_ext.ring.transports import (
     ce_refusal,
     connect,
@@ -40,8 +39,6 @@ __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 
 TRANSPORTS = ("auto", "shm", "c10d", "ce", "nccl", "nccl-put")
 ROUTES = ("auto", "ring", "direct", "gather")
-
-_MODES = {_Mode.FAKE: "fake tensors", _Mode.PROXY: "make_fx", _Mode.FUNCTIONAL: "functionalisation"}
 
 _serials = itertools.count()
 _phases = itertools.count(1)
@@ -109,7 +106,7 @@ class Ring(Primitives):
         self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
-        self._settle(slot_cap, prefetch)
+        self._take(slot_cap, prefetch)
         self.transport_options = TransportOptions.of(transport_options)
         meshes = resolve_mesh(mesh_or_group, dims)
         self.mesh: DeviceMesh | None = meshes.hops
@@ -157,7 +154,7 @@ class Ring(Primitives):
         ring = cls.__new__(cls)
         ring.timeout = datetime.timedelta(seconds=600)
         _check_choice("route", route, ROUTES[1:])
-        ring._settle(SLOT_CAP, prefetch)
+        ring._take(SLOT_CAP, prefetch)
         ring.transport_options = TransportOptions.of(None)
         ring.mesh = ring.parameter_mesh = None
         ring.replicas = 1
@@ -171,12 +168,12 @@ class Ring(Primitives):
         ring.transport = "emulated"
         if ring.device.type == "cuda":
             ring.link = link or "sm-local"
-        ring._prepare(_native.emulated_transport(ring.device, link), route, gradient_halves)
+        ring._build(_native.emulated_transport(ring.device, link), route, gradient_halves)
         return ring
 
     # -- making and ending -------------------------------------------------------------------------------------------
 
-    def _settle(self, slot_cap: int, prefetch: int) -> None:
+    def _take(self, slot_cap: int, prefetch: int) -> None:
         """Takes the options that need no other rank."""
         if slot_cap < 0:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
@@ -191,7 +188,7 @@ class Ring(Primitives):
         self._ledger = Ledger()
         self.common = Prepared()
 
-    def _prepare(self, native: Any, route: str, gradient_halves: bool | None) -> None:
+    def _build(self, native: Any, route: str, gradient_halves: bool | None) -> None:
         """The executor and the gate, once transport and routes are known."""
         self.gate = Gate(self.size, self.device, self.hop_route, route, gradient_halves)
         self._executor = _native.Executor(native, self.rank, self.size, self.device)
@@ -212,7 +209,7 @@ class Ring(Primitives):
         self.route: str = "gather" if route == "gather" else self.hop_route
         if self.transport == "ce":
             choose_ce_modes(connection.native, self.hop_route, self.transport_options.ce_mode)
-        self._prepare(connection.native, route, gradient_halves)
+        self._build(connection.native, route, gradient_halves)
         if self.device.type == "cuda":
             self.gate.alike = len(set(self.exchange(kind_of(self.device)))) == 1
         logger.info(
@@ -254,7 +251,7 @@ class Ring(Primitives):
     def check_alive(self, operation: str) -> None:
         """Raises RotationError if the ring was closed, has failed, outlived its process group, or is the ring of the
         process that this one was forked from; RuntimeError where something traces or transforms what is called."""
-        _refuse_transforms(operation)
+        refuse_transforms(operation)
         self._executor.check_alive(operation)
         if self._world is not None and self._world is not dist.group.WORLD:
             self._executor.fail("its process group was destroyed")
@@ -314,8 +311,12 @@ class Ring(Primitives):
         that has agreed on what decides its hops."""
         later = prepared.covered and self._forwards > 0 and torch._C._current_graph_task_id() == -1
         if later:
-            self._ledger.record(prepared.found, key, text)
+            self.compare_later(prepared.found, key, text)
         return later
+
+    def compare_later(self, table: dict[Any, Any], key: Any, text: str) -> None:
+        """`settle` will compare `text`, which has to be the same on every rank; `table[key]` goes if it is not."""
+        self._ledger.record(table, key, text)
 
     def settle(self) -> None:
         """Has the ranks compare what was postponed. Raises ValueError on every rank where it differs. Collective, where
@@ -384,20 +385,3 @@ class Ring(Primitives):
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"Ring: expected {what} to be one of {', '.join(choices)}, got {value!r}")
-
-
-def _refuse_transforms(operation: str) -> None:
-    """Raises RuntimeError where what is computed now is traced or transformed: hops cannot be."""
-    found = None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        found = "a transform of torch.func (grad, vjp, jvp, vmap, ...)"
-    elif torch._C._get_tracing_state() is not None:
-        found = "torch.jit.trace"
-    elif torch._C._len_torch_dispatch_stack() > 0:
-        modes = [name for key, name in _MODES.items() if torch._C._get_dispatch_mode(key) is not None]
-        found = modes[0] if modes else None
-    if found is not None:
-        raise RuntimeError(
-            f"{operation}: rtp_ext does not support {found}: shards travel between processes, which nothing can trace "
-            "or transform. Call it eagerly, or through torch.compile, which leaves it out of its graphs"
-        )
