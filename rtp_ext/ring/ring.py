@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _TorchDispatchModeKey as _Mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow
-from rtp_ext.ring.gate import Gate, Link, kind_of
+from rtp_ext.ring.gate import Gate, kind_of
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.options import TransportOptions
 from rtp_ext.ring.prepared import Ledger, Prepared
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Trace, record
 from rtp_ext.ring.routes import choose_ce_modes, choose_route
-from rtp_ext.ring.surroundings import keep_compilers_out, refuse_transforms
+from rtp_ext.ring.surroundings import keep_compilers_out
 from rtp_ext.ring.transports import (
     ce_refusal,
     connect,
@@ -39,6 +40,8 @@ __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 
 TRANSPORTS = ("auto", "shm", "c10d", "ce", "nccl", "nccl-put")
 ROUTES = ("auto", "ring", "direct", "gather")
+
+_MODES = {_Mode.FAKE: "fake tensors", _Mode.PROXY: "make_fx", _Mode.FUNCTIONAL: "functionalisation"}
 
 _serials = itertools.count()
 _phases = itertools.count(1)
@@ -251,7 +254,7 @@ class Ring(Primitives):
     def check_alive(self, operation: str) -> None:
         """Raises RotationError if the ring was closed, has failed, outlived its process group, or is the ring of the
         process that this one was forked from; RuntimeError where something traces or transforms what is called."""
-        refuse_transforms(operation)
+        _refuse_transforms(operation)
         self._executor.check_alive(operation)
         if self._world is not None and self._world is not dist.group.WORLD:
             self._executor.fail("its process group was destroyed")
@@ -328,19 +331,6 @@ class Ring(Primitives):
         of inputs, whose order stays known."""
         self._passing_by = torch._C._current_graph_task_id()
 
-    def measure_link(self, shard_bytes: int = 16 << 20, repeats: int = 5) -> Link:
-        """Times hops of this ring, and lets the gate reckon with them. Collective; for layers that come after it.
-
-        The rate comes from shards of `shard_bytes`, the latency from shards of a few bytes; the slowest rank counts.
-        """
-        if self.size == 1:
-            raise ValueError("Ring.measure_link: expected at least 2 ranks, got 1")
-        large, small = (
-            max(self.exchange(min(self.seconds_per_hop(size) for _ in range(repeats)))) for size in (shard_bytes, 64)
-        )
-        self.gate.link = Link(shard_bytes / max(large - small, 1e-9), small, "measured")
-        return self.gate.link
-
     # -- traces and counters -----------------------------------------------------------------------------------------
 
     def trace(self) -> AbstractContextManager[Trace]:
@@ -385,3 +375,20 @@ class Ring(Primitives):
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"Ring: expected {what} to be one of {', '.join(choices)}, got {value!r}")
+
+
+def _refuse_transforms(operation: str) -> None:
+    """Raises RuntimeError where what is computed now is traced or transformed: hops cannot be."""
+    found = None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        found = "a transform of torch.func (grad, vjp, jvp, vmap, ...)"
+    elif torch._C._get_tracing_state() is not None:
+        found = "torch.jit.trace"
+    elif torch._C._len_torch_dispatch_stack() > 0:
+        modes = [name for key, name in _MODES.items() if torch._C._get_dispatch_mode(key) is not None]
+        found = modes[0] if modes else None
+    if found is not None:
+        raise RuntimeError(
+            f"{operation}: rtp_ext does not support {found}: shards travel between processes, which nothing can trace "
+            "or transform. Call it eagerly, or through torch.compile, which leaves it out of its graphs"
+        )
