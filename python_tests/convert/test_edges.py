@@ -1,5 +1,6 @@
 """Cases at the edge: empty shards, ranks that disagree or fall out of step, views, ties, sums that lack a part."""
 
+import copy
 from itertools import product
 
 import pytest
@@ -100,6 +101,36 @@ def test_in_place_never_writes_beyond_its_shard():
     with pytest.raises(ValueError, match=r"rotated_linear: in_place .* storage of its own"):
         rotated_linear(torch.ones(1, 2), flat[:2].view(1, 2), ring=ring, in_place=True)
     assert torch.equal(flat, torch.full((20,), 7.0))
+
+
+def _plain_in_place(rank, ranks):
+    """A whole parameter put in the place of a shard is refused: each rank would take it for its own part."""
+    cases = Cases()
+
+    made = {
+        "linear": nn.Sequential(nn.Linear(4, 4, bias=False)),
+        "embedding": nn.Sequential(nn.Embedding(4, 4)),
+        "bundle": nn.Sequential(nn.Linear(4, 4, bias=False), nn.GELU(), nn.Linear(4, 4, bias=False)),
+    }
+    for name, plain in made.items():
+        model = rtp_ext.fully_rotate(plain, timeout=TIMEOUT)
+        x = torch.zeros(2, dtype=torch.long) if name == "embedding" else torch.ones(2, 4)
+        model(x)
+        for each in (model, copy.deepcopy(model)):
+            each[0].weight = nn.Parameter(torch.ones(4, 4))
+            with cases.case(name), pytest.raises(ValueError, match=r"expected a .*weight that is a DTensor .*\(4, 4\)"):
+                each(x)
+        rtp_ext.ring_of(model).close()
+    with cases.case("alone"), rtp_ext.Ring(timeout=TIMEOUT) as ring:
+        layer = RotatedLinear(4, 4, bias=False, ring=ring)
+        layer.weight = nn.Parameter(torch.ones(4, 4))
+        with pytest.raises(ValueError, match="plain tensor"):
+            layer(torch.ones(2, 4))
+    cases.finish()
+
+
+def test_plain_parameters_in_place_of_shards():
+    run_ranks(_plain_in_place, 2)
 
 
 def _out_of_step(rank, ranks, transport):

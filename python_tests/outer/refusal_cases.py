@@ -1,10 +1,12 @@
 """What cannot be combined with replicas, and replicas that do not do the same: errors that say what to do."""
 
+import copy
 import os
 
 import pytest
 import torch
-from replica_models import DIMS, Tiny, adamw, batch_loss, replicated
+from reference import assert_same
+from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, gradients, replicated
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -74,6 +76,7 @@ def refusal_cases(rank, ranks, cases):
     with rtp_ext.no_sync(model):
         batch_loss(model, rank, 0).backward()
     refused(cases, "a step too early", "AdamW: expected gradients that are reduced.*set_requires", optimizer.step)
+    refused(cases, "copied too early", "reduced over replicas, or none.*copied", lambda: copy.deepcopy(model))
     model.mix.weight.grad = model.mix.weight.grad * 2
     refused(cases, "replaced", "mix.weight.*put in its place", lambda: batch_loss(model, rank, 0).backward())
 
@@ -104,7 +107,34 @@ def refusal_cases(rank, ranks, cases):
             rtp_ext.set_requires_all_reduce(model, True)
 
     refused(cases, "not as often", "replicas disagree.*backward 1, with.*backward 2, with", two_backwards)
+    fails_and_goes_on(rank, ranks, cases)
     ring.close()
+
+
+def fails_and_goes_on(rank, ranks, cases):
+    """A backward that fails on all ranks leaves nothing to the next, whether a forward comes before that or not."""
+    model, plain = replicated((2, 2)), Tiny()
+    batch_loss(model, rank, 0).backward()  # what is ready early is sent early from now on
+    failing = []
+
+    def fail(gradient):
+        if failing:
+            raise KeyError("made up")
+
+    model.embed.register_forward_hook(lambda module, arguments, output: output.register_hook(fail) and None)
+    losses = [batch_loss(model, rank, step) for step in (1, 2)]
+    for step, loss in enumerate((*losses, None), start=1):
+        with cases.case(f"after a backward that failed {step}"):
+            failing.append(True)
+            with pytest.raises(KeyError):
+                losses[0].backward(retain_graph=True)
+            del failing[:]
+            model.zero_grad()
+            (batch_loss(model, rank, step) if loss is None else loss).backward(retain_graph=True)
+            plain.zero_grad()
+            all_losses(plain, ranks, step, 1 / ranks).backward()
+            for name, gradient in gradients(plain).items():
+                assert_same(gradients(model)[name], gradient, EXACT, name)
 
 
 def dies(rank, ranks):

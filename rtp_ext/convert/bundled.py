@@ -48,7 +48,7 @@ class BundledMLP(LiveModule):
         self.__dict__["mlp_spec"] = spec
         self.__dict__["mlp_seen"] = self._parts(spec)  # not by setattr, which would register modules
         self.__dict__["mlp_intact"] = True
-        self.__dict__["_prepared"] = Prepared()
+        self.__dict__["_prepared"] = Prepared(sharded=True)
 
     def _parts(self, spec: MLPSpec) -> list[Any]:
         """What stands between the layers, and the names of the block's modules."""

@@ -49,7 +49,7 @@ class RotationState(ForwardScope):
         self.failing: Any = None  # the exception that was being handled then
         self.agreed: Any = None  # facts of the model that the ranks have compared
         self.modes: set[Mode] = set()  # and the modes, with these facts
-        self.agreed_splits: set[bool] = set()  # values of `split` that the ranks have seen together
+        self.splits: dict[bool, str] = {}  # values of `split` that the ranks have seen together
         self.ignored: set[str] = set()  # names of parameters that are not averaged
         self.outer_policy: OuterPolicy | None = None  # what happens between replicas
 
@@ -116,7 +116,7 @@ class RotationState(ForwardScope):
 
     def foresee(self, root: nn.Module, arguments: Any) -> None:
         """Whether the backward of the forward that has begun may be split: what the whole model was called with wants
-        gradients. Collective where that is new, for the reductions of the backward follow from it."""
+        gradients. The reductions of the backward follow from it, so that the ranks compare it before that."""
         if self.root_depth > 1 or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
             return
         around = next((state for state in self.outer() if state.root_depth), None)
@@ -124,15 +124,9 @@ class RotationState(ForwardScope):
             self.split = around.split
             return
         self.split = any(isinstance(value, torch.Tensor) and value.requires_grad for value in tree_leaves(arguments))
-        if self.split in self.agreed_splits:
-            return
-        told = self.ring.exchange(self.split)
-        if len(set(told)) > 1:
-            raise ValueError(
-                f"{type(root).__name__}: expected inputs that want gradients on all ranks of the ring or on none, got "
-                f"requires_grad {told}"
-            )
-        self.agreed_splits.add(self.split)
+        if self.split not in self.splits:
+            self.splits[self.split] = f"{type(root).__name__} with inputs that want gradients: {self.split}"
+            self.ring.compare_later(self.splits, self.split, self.splits[self.split])
 
     def check_agreement(self, root: nn.Module) -> None:
         """Before the first forward, and whenever something has changed that decides hops, all ranks compare their

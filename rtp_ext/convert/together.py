@@ -29,7 +29,7 @@ class SharedInput:
         self.layers = list(layers)
         self.name = name
         self.shared = True
-        self.prepared = Prepared()
+        self.prepared = Prepared(sharded=True)
         self._source: Any = None  # weak, so that an input lives no longer than it would
         self._key: Any = None
         self._waiting: dict[int, torch.Tensor] = {}  # outputs that nobody has asked for yet, by place of their layer

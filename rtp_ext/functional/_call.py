@@ -140,6 +140,14 @@ class Home:
             if ring_dim(tensor) != self.dim:
                 raise ValueError(f"{label} cut along {self.dim}, got placements {tensor.placements}")
 
+    def expect_sharded(self, call: Call) -> None:
+        if not isinstance(self.tensor, DTensor):
+            raise ValueError(
+                f"{call.name}: expected a {self.what} that is a DTensor on the mesh of the ring, got a plain tensor of "
+                f"shape {tuple(self.tensor.shape)}: of a whole one every rank would take its own for a shard. Load "
+                "values into the parameter instead: load_state_dict, rtp_ext.init_weights, or copy_ of a shard"
+            )
+
 
 def wants(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
     """Which tensors will get gradients of what is computed now."""
@@ -219,6 +227,8 @@ def prepare(
     if ready is None:
         for home in homes:
             home.check(call)
+            if prepared is not None and prepared.sharded and ring.mesh is not None:
+                home.expect_sharded(call)
         serial = 0 if prepared is None else ring.new_agreement()
         ready = _agree(call, table, key, homes, facts, serial, tokens or 0, size)
         ready.made = derive(ready.shapes)

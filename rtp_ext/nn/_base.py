@@ -49,7 +49,7 @@ class RotatedModule(LiveModule):
         self.qualified_name = name or type(self).__name__
         self.mp_policy = mp_policy or MixedPrecisionPolicy()
         self.shard_dims = shard_dims
-        self._prepared = Prepared()
+        self._prepared = Prepared(sharded=True)
         memo = {} if memo is None else memo
         for key, parameter in self._parameters.items():
             if parameter is None:

@@ -75,7 +75,7 @@ class Flyweight(LiveModule, nn.Module):
         self.dim = dim
         self.added_once = tuple(added_once)
         self.module = module
-        self._prepared = Prepared()
+        self._prepared = Prepared(sharded=True)
         self._shard()
 
     def _shard(self) -> None:

@@ -80,7 +80,7 @@ class RotatedMLP(LiveModule, nn.Module):
         self.down_proj = RotatedLinear(hidden_features, out_features, bias, shard_dim=1, **options)
         self.spec = MLPSpec("up_proj", "down_proj", activation, "gate_proj" if gated else None)
         self.recompute = recompute
-        self._prepared = Prepared()
+        self._prepared = Prepared(sharded=True)
 
     @classmethod
     def from_module(
@@ -107,7 +107,7 @@ class RotatedMLP(LiveModule, nn.Module):
         twin.down_proj = layer(down, ring, shard_dim=1, in_place=in_place)
         twin.spec = MLPSpec("up_proj", "down_proj", spec.activation, spec.gate and "gate_proj")
         twin.recompute = recompute
-        twin._prepared = Prepared()
+        twin._prepared = Prepared(sharded=True)
         return twin
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ and what else has arrived, and then send the rest: whatever a replica does or do
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,12 +76,17 @@ class _Pass:
     """What has arrived since a backward began, or since the last one ended in it (activation checkpointing)."""
 
     reduces: bool
-    tasks: set[int] = field(default_factory=set)  # graph tasks that will call at their end
+    ends: dict[int, weakref.ref] = field(default_factory=dict)  # by graph task: what it will call at its end
     values: dict[int, torch.Tensor] = field(default_factory=dict)  # not yet on their way
     counts: dict[int, int] = field(default_factory=dict)  # the last to be complete last
     parameters: dict[int, Any] = field(default_factory=dict)
     launched: int = 0
     flights: list[_Flight] = field(default_factory=list)
+
+    @property
+    def running(self) -> bool:
+        """Whether it will come to an end: a graph task that fails calls nobody, and lets go of what it would call."""
+        return any(end() is not None for end in self.ends.values())
 
 
 class AllReduce(OuterPolicy):
@@ -109,6 +115,12 @@ class AllReduce(OuterPolicy):
         _refuse_unreduced()
 
     def __deepcopy__(self, memo: dict) -> AllReduce:
+        for index, (parameter, value) in self._unreduced.items():
+            if parameter.grad is not None and held(parameter.grad) is value:
+                raise ValueError(
+                    f"{self._members[index].name}: expected gradients that are reduced over replicas, or none, when a "
+                    "model is copied; got those that micro-batches have left: copy it before them, or after zero_grad"
+                )
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, AllReduce)
         twin.bucket_bytes = self.bucket_bytes
@@ -150,13 +162,15 @@ class AllReduce(OuterPolicy):
 
     def _current(self) -> _Pass:
         """What this backward has gathered so far; its end is waited for."""
+        self.restart()
         if self._pass is None:
             self._backwards += 1
             self._pass = _Pass(self.requires_all_reduce)
         task = torch._C._current_graph_task_id()
-        if task not in self._pass.tasks:
-            self._pass.tasks.add(task)
-            Variable._execution_engine.queue_callback(functools.partial(self._end, self._pass))
+        if task not in self._pass.ends:
+            end = functools.partial(self._end, self._pass)
+            self._pass.ends[task] = weakref.ref(end)
+            Variable._execution_engine.queue_callback(end)
         return self._pass
 
     def _add(self, current: _Pass, index: int, parameter: Any, value: torch.Tensor) -> None:
@@ -173,8 +187,8 @@ class AllReduce(OuterPolicy):
             self._launch_next(current)
 
     def restart(self) -> None:
-        if self._pass is not None and torch._C._current_graph_task_id() == -1:
-            self._pass = None  # a backward that failed
+        if self._pass is not None and not self._pass.running:
+            self._pass = None  # of a backward that failed
 
     # -- what is not reduced yet ---------------------------------------------------------------------------------------
 

@@ -216,7 +216,7 @@ class OuterPolicy:
         raise NotImplementedError
 
     def restart(self) -> None:
-        """A forward begins: forgets what a backward has left that did not come to its end."""
+        """Forgets what a backward has left that did not come to its end; at the beginning of a forward."""
 
     def bytes_sent(self) -> int:
         """Bytes of gradients that this rank has sent to other replicas since the start."""

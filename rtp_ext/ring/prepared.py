@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from itertools import zip_longest
@@ -31,18 +32,23 @@ class Prepared:
     One Prepared belongs to one set of parameters, whose values may change at will; parameters in their place are found
     by their shapes, and plain shards of another whole shape need another Prepared. A copy, and what was pickled, starts
     empty.
+
+    Args:
+        sharded: parameters are DTensors, as those of modules are: a plain one is refused, which may be a whole one that
+            somebody has put in the place of a shard.
     """
 
-    __slots__ = ("covered", "found", "most", "seen")
+    __slots__ = ("covered", "found", "most", "seen", "sharded")
 
-    def __init__(self) -> None:
+    def __init__(self, *, sharded: bool = False) -> None:
+        self.sharded = sharded
         self.found: dict[Any, Any] = {}  # by key
         self.covered = False  # a model has agreed on what decides its forwards
         self.seen = 0  # the largest number of tokens of any call on this rank
         self.most: int | None = None  # that of all ranks, as far as they have told each other
 
     def __reduce__(self) -> tuple:
-        return type(self), ()
+        return functools.partial(type(self), sharded=self.sharded), ()
 
 
 class Ledger:

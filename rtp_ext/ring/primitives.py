@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
+from rtp_ext.ring.gate import Gate, Link
 from rtp_ext.ring.groups import Groups
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.prepared import Prepared
@@ -33,6 +34,7 @@ class Primitives(Groups):
 
     serial: int
     hop_route: str
+    gate: Gate
     run: Callable[..., Any]
 
     def shapes(
@@ -153,3 +155,16 @@ class Primitives(Groups):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return (time.perf_counter() - start) / (self.size - 1)
+
+    def measure_link(self, shard_bytes: int = 16 << 20, repeats: int = 5) -> Link:
+        """Times hops of this ring, and lets the gate reckon with them. Collective; for layers that come after it.
+
+        The rate comes from shards of `shard_bytes`, the latency from shards of a few bytes; the slowest rank counts.
+        """
+        if self.size == 1:
+            raise ValueError("Ring.measure_link: expected at least 2 ranks, got 1")
+        large, small = (
+            max(self.exchange(min(self.seconds_per_hop(size) for _ in range(repeats)))) for size in (shard_bytes, 64)
+        )
+        self.gate.link = Link(shard_bytes / max(large - small, 1e-9), small, "measured")
+        return self.gate.link

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow
-from rtp_ext.ring.gate import Gate, Link, kind_of
+from rtp_ext.ring.gate import Gate, kind_of
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.options import TransportOptions
 from rtp_ext.ring.prepared import Ledger, Prepared
@@ -111,7 +111,7 @@ class Ring(Primitives):
         self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
-        self._settle(slot_cap, prefetch)
+        self._take(slot_cap, prefetch)
         self.transport_options = TransportOptions.of(transport_options)
         meshes = resolve_mesh(mesh_or_group, dims)
         self.mesh: DeviceMesh | None = meshes.hops
@@ -160,7 +160,7 @@ class Ring(Primitives):
         ring = cls.__new__(cls)
         ring.timeout = datetime.timedelta(seconds=600)
         _check_choice("route", route, ROUTES[1:])
-        ring._settle(SLOT_CAP, prefetch)
+        ring._take(SLOT_CAP, prefetch)
         ring.transport_options = TransportOptions.of(None)
         ring.mesh = ring.parameter_mesh = ring.tensor_mesh = None
         ring.replicas = 1
@@ -174,12 +174,12 @@ class Ring(Primitives):
         ring.transport = "emulated"
         if ring.device.type == "cuda":
             ring.link = link or "sm-local"
-        ring._prepare(_native.emulated_transport(ring.device, link), route, gradient_halves)
+        ring._build(_native.emulated_transport(ring.device, link), route, gradient_halves)
         return ring
 
     # -- making and ending -------------------------------------------------------------------------------------------
 
-    def _settle(self, slot_cap: int, prefetch: int) -> None:
+    def _take(self, slot_cap: int, prefetch: int) -> None:
         """Takes the options that need no other rank."""
         if slot_cap < 0:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
@@ -194,7 +194,7 @@ class Ring(Primitives):
         self._ledger = Ledger()
         self.common = Prepared()
 
-    def _prepare(self, native: Any, route: str, gradient_halves: bool | None) -> None:
+    def _build(self, native: Any, route: str, gradient_halves: bool | None) -> None:
         """The executor and the gate, once transport and routes are known."""
         self.gate = Gate(self.size, self.device, self.hop_route, route, gradient_halves)
         self._executor = _native.Executor(native, self.rank, self.size, self.device)
@@ -215,7 +215,7 @@ class Ring(Primitives):
         self.route: str = "gather" if route == "gather" else self.hop_route
         if self.transport == "ce":
             choose_ce_modes(connection.native, self.hop_route, self.transport_options.ce_mode)
-        self._prepare(connection.native, route, gradient_halves)
+        self._build(connection.native, route, gradient_halves)
         if self.device.type == "cuda":
             self.gate.alike = len(set(self.exchange(kind_of(self.device)))) == 1
         logger.info(
@@ -321,8 +321,12 @@ class Ring(Primitives):
         that has agreed on what decides its hops."""
         later = prepared.covered and self._forwards > 0 and torch._C._current_graph_task_id() == -1
         if later:
-            self._ledger.record(prepared.found, key, text)
+            self.compare_later(prepared.found, key, text)
         return later
+
+    def compare_later(self, table: dict[Any, Any], key: Any, text: str) -> None:
+        """`settle` will compare `text`, which has to be the same on every rank; `table[key]` goes if it is not."""
+        self._ledger.record(table, key, text)
 
     def settle(self) -> None:
         """Has the ranks compare what was postponed. Raises ValueError on every rank where it differs. Collective, where
@@ -333,19 +337,6 @@ class Ring(Primitives):
         """The backward that runs computes gradients of parameters alone. Such come between backwards that compute those
         of inputs, whose order stays known."""
         self._passing_by = torch._C._current_graph_task_id()
-
-    def measure_link(self, shard_bytes: int = 16 << 20, repeats: int = 5) -> Link:
-        """Times hops of this ring, and lets the gate reckon with them. Collective; for layers that come after it.
-
-        The rate comes from shards of `shard_bytes`, the latency from shards of a few bytes; the slowest rank counts.
-        """
-        if self.size == 1:
-            raise ValueError("Ring.measure_link: expected at least 2 ranks, got 1")
-        large, small = (
-            max(self.exchange(min(self.seconds_per_hop(size) for _ in range(repeats)))) for size in (shard_bytes, 64)
-        )
-        self.gate.link = Link(shard_bytes / max(large - small, 1e-9), small, "measured")
-        return self.gate.link
 
     # -- traces and counters -----------------------------------------------------------------------------------------
 
