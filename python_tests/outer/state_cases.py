@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from reference import assert_same, differs, full, local
+from reference import assert_same, differs, full, local, random
 from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -113,6 +113,21 @@ def state_cases(rank, ranks, cases, folder):
         policy = rtp_ext.outer_of(model)
         assert policy.state_dict() == {}
         policy.load_state_dict({})
+    with cases.case("a bias that is gathered and then rotates"):
+        plain = nn.MultiheadAttention(6, 2, kdim=5, vdim=4, batch_first=True, dtype=torch.float64)
+        with torch.no_grad():
+            for number, parameter in enumerate(plain.parameters()):
+                parameter.copy_(random(*parameter.shape, dtype=torch.float64, seed=number))
+        model = replicated((2, 2), model=copy.deepcopy(plain))
+
+        def squares(attention, seed):
+            x = random(2, 3, 6, dtype=torch.float64, seed=seed)
+            return attention(x, x[..., :5], x[..., :4], need_weights=False)[0].square().sum()
+
+        squares(model, rank).backward()
+        (sum(squares(plain, each) for each in range(ranks)) / ranks).backward()
+        for name, gradient in gradients(plain).items():
+            assert_same(gradients(model)[name], gradient, EXACT, name)
     with cases.case("a Ring with replicas"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ring"))
         ring = rtp_ext.Ring(mesh, dims=DIMS, timeout=30.0)

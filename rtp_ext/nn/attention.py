@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from rtp_ext.functional import rotated_linears
@@ -18,7 +18,7 @@ from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.gather import gather
 from rtp_ext.parameters.initial import construct
 from rtp_ext.parameters.live import LiveModule
-from rtp_ext.parameters.sharding import as_sharded, init_weights, shallow_copy, shard_bounds
+from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_bounds
 from rtp_ext.ring import Ring
 
 _SHARD_DIMS = {
@@ -290,7 +290,11 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
                 whole.register_hook(lambda gradient: gradient * self.ring.size)
         start, size = shard_bounds(self.embed_dim, self.ring)
         parts = [part.narrow(0, start, size).clone() for part in whole.chunk(3)]
-        return [as_sharded(part, torch.Size([self.embed_dim]), self.ring, 0) for part in parts]
+        if self.ring.mesh is None:
+            return [*parts]
+        # Not on the mesh of parameters: replicas bring the gradient together where the whole bias was gathered.
+        layout: dict[str, Any] = {"run_check": False, "shape": torch.Size([self.embed_dim]), "stride": (1,)}
+        return [DTensor.from_local(part, self.ring.mesh, [Shard(0)], **layout) for part in parts]
 
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k, v, each [..., E], by one rotation."""

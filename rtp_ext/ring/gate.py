@@ -209,7 +209,3 @@ class Gate:
         self.plans[name] = plan
         logger.debug("%s: route %s, gradients in halves: %s (%s)", name, plan.route, plan.halves, plan.reason)
         return plan
-
-
-# names of before
-Layer, Plan = LayerSize, LayerPlan

@@ -105,10 +105,6 @@ class RotationBytes:
     optimizer_bytes: int
     optimizer_steps_bytes: int  # AdamW's step counters, float32 scalars on the host; not part of optimizer_bytes
 
-    @property
-    def slots_bytes(self) -> int:
-        return self.weight_slots_bytes + self.gradient_slots_bytes
-
 
 def rtp_bytes(
     rotations: Iterable[RotatedOperation],
