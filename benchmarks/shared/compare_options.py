@@ -43,7 +43,9 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     """Fills in what depends on the machine; what cannot be run is an error."""
     workload = WORKLOADS[args.model]
     if args.strategies is None:
-        args.strategies = [name for name, kind in STRATEGIES.items() if kind.refusal(workload.make) is None]
+        args.strategies = [
+            name for name, kind in STRATEGIES.items() if kind.refusal(workload.make) is None and kind.replicas == 1
+        ]
     for strategy in args.strategies:
         if strategy not in STRATEGIES:
             error(f"unknown strategy {strategy!r}, expected some of {','.join(STRATEGIES)}")
@@ -63,6 +65,11 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     for tokens in args.tokens:
         if tokens % workload.seq:
             error(f"--tokens {tokens} is not a multiple of the sequences of {workload.seq} of {args.model}")
+    for strategy in args.strategies:
+        replicas = STRATEGIES[strategy].replicas
+        for ranks in args.ranks:
+            if ranks % replicas:
+                error(f"{strategy} cannot be run on {ranks} ranks: expected a multiple of {replicas} replicas")
     for name in workload.cut if any(STRATEGIES[strategy].whole_batch for strategy in args.strategies) else ():
         for ranks in args.ranks:
             if workload.sizes[name] % ranks:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +27,8 @@ class Strategy:
     compute comes from the policy (16-bit copies of float32 parameters, gradients reduced in float32) and not from
     autocast. `one_process`: a single process trains on the batches of all ranks. `whole_batch`: every rank computes
     with the batches of all ranks, and with its part of the weights. `model_method`: what a model must have for it.
-    `language`: only for causal language models of the transformers package.
+    `language`: only for causal language models of the transformers package. `replicas`: of the weights, each of them
+    spread over as many ranks.
     """
 
     convert: Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]
@@ -36,6 +37,7 @@ class Strategy:
     whole_batch: bool = False
     model_method: str | None = None
     language: bool = False
+    replicas: int = 1
 
     @property
     def every_batch(self) -> bool:
@@ -72,6 +74,20 @@ def _shard(*, reshard: bool | None = None) -> Callable[[nn.Module, DeviceMesh, M
     return convert
 
 
+def _in_replicas(mesh: DeviceMesh, replicas: int) -> DeviceMesh:
+    names = ("replicas", "ring")
+    return init_device_mesh(mesh.device_type, (replicas, mesh.size() // replicas), mesh_dim_names=names)
+
+
+def _rotate_replicas(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
+    dims = rtp_ext.RotationDims(ring="ring", replicate="replicas")
+    return _rotate(dims=dims)(model, _in_replicas(mesh, 2), policy)
+
+
+def _shard_replicas(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
+    return _shard()(model, _in_replicas(mesh, 2), policy)
+
+
 def _parallelize(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
     model.parallelize(mesh)
     return model
@@ -88,8 +104,10 @@ STRATEGIES = {
     "rtp-unbundled": Strategy(_rotate(bundle=False), follows_policy=True),
     "rtp-recompute": Strategy(_rotate(bundle="recompute"), follows_policy=True),
     "rtp-fused": Strategy(_rotate(bundle="recompute", loss_head="fused"), follows_policy=True, language=True),
+    "rtp-2rings": Strategy(_rotate_replicas, follows_policy=True, replicas=2),
     "fsdp2": Strategy(_shard(), follows_policy=True),
     "fsdp2-noreshard": Strategy(_shard(reshard=False), follows_policy=True),
+    "hsdp": Strategy(_shard_replicas, follows_policy=True, replicas=2),
     "ddp": Strategy(_replicate),
     "tp": Strategy(_parallelize, whole_batch=True, model_method="parallelize"),
     "single": Strategy(lambda model, mesh, policy: model, one_process=True),

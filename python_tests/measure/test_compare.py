@@ -57,7 +57,7 @@ def _compares(rank, ranks, file):
 
     parse = compare.parse_arguments
     with cases.case("mlp"):
-        new = "rtp,fsdp2,fsdp2-noreshard,ddp,tp,single"
+        new = "rtp,rtp-2rings,fsdp2,fsdp2-noreshard,hsdp,ddp,tp,single"
         told = run("--strategies", new)
         if rank == 0:
             lines = report.read_lines(Path(file))
@@ -67,7 +67,7 @@ def _compares(rank, ranks, file):
     with cases.case("llama"):
         run("--model", "llama-mini", "--strategies", "rtp-fused,tp,single")
         if rank == 0:
-            assert len(report.read_lines(Path(file))) == 9
+            assert len(report.read_lines(Path(file))) == 11
     with cases.case("bfloat16"):
         told = run("--dtype", "bfloat16", "--strategies", "rtp,tp,fsdp2")
         assert rank or ("autocast" in told and "rtp by a mixed-precision policy" in told)
@@ -186,6 +186,7 @@ def _check_compare(cases, compare, parse, file):
         (["--model", "gpt", "--tokens", "128", "--strategies", "tp"], "GPT has no parallelize"),
         (["--model", "llama-tiny", "--tokens", "100"], "not a multiple"),
         (["--model", "llama-tiny", "--tokens", "128", "--ranks", "3"], "cannot cut kv_heads 8 for 3 ranks"),
+        (["--strategies", "hsdp", "--ranks", "3"], "hsdp cannot be run on 3 ranks"),
         (["--device", "cuda"], "no GPU is available"),
         (["--output", "/proc/compare.jsonl"], "cannot be written"),
         (["--model", "gpt3"], "invalid choice"),
