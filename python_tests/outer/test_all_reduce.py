@@ -312,6 +312,21 @@ def _others(rank, ranks, cases):
             total.backward()
             assert (model.mix.weight.grad is None) == (step == 0), "nobody used it"
             assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
+    with cases.case("what one replica leaves out of a micro-batch between reductions"):
+        for step, users in enumerate([(1,), (0,)]):
+            for each in (model, plain):
+                each.zero_grad()
+            for micro, reduces in enumerate((True, False, True)):
+                rtp_ext.set_requires_all_reduce(model, reduces)
+                model.mixes = replica in users or micro != 1
+                batch_loss(model, rank, step + micro).backward()
+                total = 0
+                for other in range(ranks):
+                    plain.mixes = other // 2 in users or micro != 1
+                    total = total + batch_loss(plain, other, step + micro)
+                total.backward()
+            assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
+        model.mixes = plain.mixes = True
     with cases.case("frozen and thawed everywhere"):
         for step, wanted in enumerate((False, True, True)):
             for each in (model, plain):

@@ -154,7 +154,7 @@ def test_ranks_tell_each_other_the_kinds_of_their_gpus(gpus, other):
         def exchange(self, value):
             return [value, other] if isinstance(value, tuple) else self.exchange_others(value)
 
-        def _prepare(self, *_):
+        def _build(self, *_):
             self.gate = SimpleNamespace(alike=None)
 
     gpus.setattr(ring_module, "kind_of", lambda device: (9, 132))

@@ -85,6 +85,7 @@ class TensorParallelLinear(TensorParallel):
         bias = self.bias
         if bias is None or self.tensor_mesh.get_local_rank() == 0:
             return bias
+        self._prepared.sharded = False  # the zeros are a plain tensor
         home, zeros = held(bias), self.__dict__.get(_ZEROS)
         if zeros is None or (zeros.shape, zeros.dtype, zeros.device) != (home.shape, home.dtype, home.device):
             with torch.inference_mode(False):  # they outlive a first forward in inference mode

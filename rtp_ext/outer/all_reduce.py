@@ -310,7 +310,8 @@ class AllReduce(OuterPolicy):
             if current.reduces:
                 self._reduce_rest(current)
             else:
-                for index, parameter in current.parameters.items():
+                # All that there are: what this replica has not reached, others may have added to.
+                for index, parameter in self._claimed():
                     if parameter.grad is not None:
                         self._unreduced[index] = (parameter, held(parameter.grad))
         finally:
