@@ -25,6 +25,7 @@ from rtp_ext.convert.admission import (
     weak_parameters,
 )
 from rtp_ext.convert.agreement import checksums, compare_weights
+from rtp_ext.convert.gathered import GatheredRNN
 from rtp_ext.convert.rewrite import Rewriter
 from rtp_ext.convert.scopes import RotationState, install, state_of
 from rtp_ext.outer import AllReduce, OuterPolicy
@@ -108,6 +109,11 @@ def fully_rotate(
     not_ours = ignored | ignored_in(parts)
     place = place_of(mesh, dims, parts)
     policy = _policy_of(outer, parts, place)
+    if in_place and not policy.allows_in_place:
+        raise ValueError(
+            f"fully_rotate: in_place=True cannot be combined with {type(policy).__name__}, whose shards are made of "
+            "the pieces of all replicas: expected in_place=False, or another outer policy"
+        )
     refuse_whole_tables(module, not_ours, place.replicas)
     refuse_foreign(module, place, not_ours)
     _check_device(module, place.device.type if isinstance(place, Ring) else place.hops.device_type)
@@ -123,6 +129,10 @@ def fully_rotate(
     adopt(parts, state)
     rewriter.run()
     install(module, state)
+    policy.cut(module)
+    for part in module.modules():
+        if isinstance(part, GatheredRNN):
+            part.list_registered()
     policy.claim(module, state.mp_policy.reduce_dtype)
     mark_replaced(module, before)
     compare_weights(values, ring)

@@ -62,11 +62,12 @@ class _Told:
 
 
 @dataclass
-class _Flight:
+class Flight:
     """A bucket on its way."""
 
     work: Any
-    flat: torch.Tensor
+    sent: torch.Tensor  # alive until it has arrived
+    flat: torch.Tensor  # what arrives
     indices: tuple[int, ...]
 
 
@@ -80,7 +81,7 @@ class _Pass:
     counts: dict[int, int] = field(default_factory=dict)  # the last to be complete last
     parameters: dict[int, Any] = field(default_factory=dict)
     launched: int = 0
-    flights: list[_Flight] = field(default_factory=list)
+    flights: list[Flight] = field(default_factory=list)
 
 
 class AllReduce(OuterPolicy):
@@ -139,7 +140,7 @@ class AllReduce(OuterPolicy):
         if not current.reduces:
             current.parameters[index] = parameter
             self._take_unreduced(index, parameter, keep=True)
-            return _in_wide_gradient(parameter, value)
+            return self._to_add_up(index, parameter, value)
         if ctx.create_graph or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             before = self._take_unreduced(index, parameter)
             if before is not None:
@@ -195,6 +196,17 @@ class AllReduce(OuterPolicy):
             parameter.grad = None
         return known[1]
 
+    def _to_add_up(self, index: int, parameter: Any, value: torch.Tensor) -> torch.Tensor:
+        """`value`, of which p.grad is of the same dtype then: a rounded p.grad would round what is added."""
+        if parameter.grad is not None and parameter.grad.dtype != value.dtype:
+            parameter.grad = as_gradient(held(parameter.grad).to(value.dtype), parameter._spec)
+        return value
+
+    def has_unreduced(self, index: int, parameter: Any) -> bool:
+        """Whether p.grad, which is there, holds what micro-batches without a reduction have left."""
+        known = self._unreduced.get(index)
+        return known is not None and held(parameter.grad) is known[1]
+
     def _as_gradient(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
         return as_gradient(value.to(parameter.dtype), parameter._spec)
 
@@ -218,15 +230,19 @@ class AllReduce(OuterPolicy):
 
     def _launch_next(self, current: _Pass) -> None:
         """Sends the next bucket of the plan, with zeros for what has not arrived."""
-        bucket = self._plan[current.launched]
         current.launched += 1
-        self._launch(current, bucket)
+        self._launch(current, self._plan[current.launched - 1])
 
     def _launch(self, current: _Pass, bucket: tuple[int, ...]) -> None:
+        flat = self._pack(bucket, [current.values.pop(index, None) for index in bucket])
+        if flat.numel():
+            current.flights.append(self._begin(flat, bucket))
+
+    def _pack(self, bucket: tuple[int, ...], values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """What travels of gradients: one after the other, with zeros for those that are not there."""
         assert self.replicas is not None, "one replica sends nothing"
         wire = self._members[bucket[0]].wire
         sizes = [self._members[index].numel for index in bucket]
-        values = [current.values.pop(index, None) for index in bucket]
         if len(bucket) == 1 and values[0] is not None:
             flat = values[0].to(wire).contiguous().view(-1)
         else:
@@ -234,10 +250,18 @@ class AllReduce(OuterPolicy):
             for part, value in zip(flat.split(sizes), values, strict=True):
                 if value is not None:
                     part.copy_(value.reshape(-1))
-        if flat.numel() == 0:
-            return
+        return flat
+
+    def _begin(self, flat: torch.Tensor, bucket: tuple[int, ...]) -> Flight:
+        assert self.replicas is not None, "one replica sends nothing"
         self._reduced_bytes += flat.nbytes
-        current.flights.append(_Flight(self.replicas.begin_sum(flat), flat, bucket))
+        return Flight(self.replicas.begin_sum(flat), flat, flat, bucket)
+
+    def _land(self, flight: Flight) -> Sequence[torch.Tensor]:
+        """Waits for a bucket: the mean of each gradient, flat."""
+        assert self.replicas is not None, "one replica sends nothing"
+        self.replicas.end_sum(flight.work)
+        return flight.flat.div_(self.size).split([self._members[index].numel for index in flight.indices])
 
     def _reduce_now(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """The mean over replicas of one gradient, waited for. Collective."""
@@ -322,13 +346,9 @@ class AllReduce(OuterPolicy):
 
     def _deliver(self, current: _Pass, used: set[int]) -> None:
         """Waits for all that travels, and adds it to p.grad of the parameters that any replica has used."""
-        assert self.replicas is not None, "one replica sends nothing"
         totals: dict[int, torch.Tensor] = {}
         for flight in current.flights:
-            self.replicas.end_sum(flight.work)
-            flight.flat.div_(self.size)
-            parts = flight.flat.split([self._members[index].numel for index in flight.indices])
-            for index, part in zip(flight.indices, parts, strict=True):
+            for index, part in zip(flight.indices, self._land(flight), strict=True):
                 totals[index] = totals[index] + part if index in totals else part
         parameters, gradients = [], []
         for index in sorted(used):
@@ -336,9 +356,8 @@ class AllReduce(OuterPolicy):
             parameter = self.parameter(index) if parameter is None else parameter
             if parameter is None or not parameter.requires_grad:
                 continue
-            member = self._members[index]
-            value = totals.get(index)
-            value = held(parameter).new_zeros(member.shape) if value is None else value.view(member.shape)
+            value, part = totals.get(index), held(parameter)
+            value = part.new_zeros(part.shape) if value is None else value.view(part.shape)
             parameters.append(parameter)
             gradients.append(self._as_gradient(parameter, value))
         if parameters:
@@ -362,13 +381,6 @@ def _accumulates(node: Any) -> bool:
         return False
 
 
-def _in_wide_gradient(parameter: Any, value: torch.Tensor) -> torch.Tensor:
-    """`value`, of which p.grad is of the same dtype then: a rounded p.grad would round what is added."""
-    if parameter.grad is not None and parameter.grad.dtype != value.dtype:
-        parameter.grad = as_gradient(held(parameter.grad).to(value.dtype), parameter._spec)
-    return value
-
-
 _watching: list[Any] = []  # the handle of the hook
 
 
@@ -384,8 +396,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords:
             claim = parameter.__dict__.get(CLAIM) if parameter.grad is not None else None
             if claim is None or not isinstance(claim.policy, AllReduce):
                 continue
-            known = claim.policy._unreduced.get(claim.index)
-            if known is not None and held(parameter.grad) is known[1]:
+            if claim.policy.has_unreduced(claim.index, parameter):
                 raise ValueError(
                     f"{type(optimizer).__name__}: expected gradients that are reduced over replicas, got those of "
                     f"{claim.policy._members[claim.index].name} as micro-batches have left them: call "

@@ -16,7 +16,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from rtp_ext._native import shard_sizes, share_version
+from rtp_ext._native import RotationError, shard_sizes, share_version
+from rtp_ext.parameters.pieces import gather_home, is_piece, own_piece
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import claim_of, come_home, first_order_only
 
@@ -151,10 +152,16 @@ def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter, differentiable; a plain tensor is its own part."""
     if not isinstance(parameter, DTensor):
         return parameter
-    home = held(parameter)
+    claim = claim_of(parameter)
+    if claim is None and is_piece(parameter):
+        raise RotationError(
+            f"a parameter of shape {tuple(parameter.shape)} is cut over the replicas, but belongs to no outer policy: "
+            "expected a parameter of a model that fully_rotate has converted, and a forward of that model before"
+        )
+    home = held(parameter) if claim is None else claim.home(parameter)
     share_version(home, parameter)  # whoever writes to one of them writes to both
     if torch.is_grad_enabled() and parameter.requires_grad:
-        return _LocalShard.apply(parameter)
+        return _LocalShard.apply(parameter, home)
     return home
 
 
@@ -162,22 +169,22 @@ class _LocalShard(torch.autograd.Function):
     """`to_local`, whose backward takes 0.1 ms per parameter to find out what the parameter's own spec says."""
 
     @staticmethod
-    def forward(ctx, parameter: DTensor) -> torch.Tensor:
+    def forward(ctx, parameter: DTensor, home: torch.Tensor) -> torch.Tensor:
         ctx.spec, ctx.claim = parameter._spec, claim_of(parameter)
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
-        return held(parameter).detach()  # not a view, which autograd would refuse to unpack after a write
+        return home.detach()  # not a view, which autograd would refuse to unpack after a write
 
     @staticmethod
     @first_order_only
-    def backward(ctx, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return come_home(ctx, gradient)
+    def backward(ctx, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return come_home(ctx, gradient), None
 
 
 def shard_dim_of(parameter: torch.Tensor) -> int | None:
-    """The dimension along which a DTensor is cut; None for plain and replicated tensors."""
+    """The dimension along which a DTensor is cut over the ring; None for plain and replicated tensors."""
     if not isinstance(parameter, DTensor):
         return None
-    return next((p.dim for p in parameter.placements if isinstance(p, Shard)), None)
+    return next((p.dim for p in reversed(parameter.placements) if isinstance(p, Shard)), None)  # the ring comes last
 
 
 def _ring_dimension(mesh: DeviceMesh) -> int:
@@ -191,7 +198,7 @@ _BLOCK = 1 << 20  # bytes that `gather_full` sends at once
 def gather_full(parameter: torch.Tensor) -> torch.Tensor:
     """The whole parameter on every rank, on the CPU, with no second copy of it on the way. Collective."""
     with torch.no_grad():
-        home = held(parameter).detach()
+        home = gather_home(parameter) if is_piece(parameter) else held(parameter).detach()  # type: ignore[arg-type]
         dim = shard_dim_of(parameter)
         if not isinstance(parameter, DTensor) or dim is None:
             return home.to("cpu", copy=True)
@@ -272,11 +279,12 @@ def _keep_shard(parameter: DTensor, full: torch.Tensor) -> None:
 
 def _own_part(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part, a view, of a whole tensor that is to be laid out as `spec` says."""
-    dim = next((p.dim for p in spec.placements if isinstance(p, Shard)), None)
+    dim = next((p.dim for p in reversed(spec.placements) if isinstance(p, Shard)), None)
     if dim is None:
         return full
     ring = _ring_dimension(spec.mesh)
-    return full.split(shard_sizes(full.shape[dim], spec.mesh.size(ring)), dim)[spec.mesh.get_local_rank(ring)]
+    home = full.split(shard_sizes(full.shape[dim], spec.mesh.size(ring)), dim)[spec.mesh.get_local_rank(ring)]
+    return own_piece(home, spec)
 
 
 def placed_as(full: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:

@@ -199,7 +199,13 @@ class Claim(Protocol):
 
     def take(self, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Called in backward with this rank's gradient of the parameter, averaged over the ring, which is the policy's
-        to write to; None where nobody on the ring used it. Returns what goes on to the parameter now, if anything."""
+        to write to; None where nobody on the ring used it. Returns what goes on to the parameter now, if anything: laid
+        out as the parameter is, or a DTensor."""
+        ...
+
+    def home(self, parameter: DTensor) -> torch.Tensor:
+        """This rank's shard, which rotates. Outside forwards and backwards of its model it may be collective over the
+        replicas."""
         ...
 
 
@@ -223,7 +229,9 @@ def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         )
     if ctx.claim is not None:
         gradient = ctx.claim.take(ctx, gradient)
-    return None if gradient is None else as_gradient(gradient.detach().contiguous(), ctx.spec)
+    if gradient is None or isinstance(gradient, DTensor):
+        return gradient
+    return as_gradient(gradient.detach().contiguous(), ctx.spec)
 
 
 def as_gradient(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
@@ -18,6 +18,11 @@ from rtp_ext.ring.prepared import Prepared
 def as_tensor(value: Any) -> torch.Tensor:
     """A tensor over the memory of `value`: a tensor, or any array that speaks DLPack (CuPy, NumPy)."""
     if isinstance(value, DTensor):
+        if not all(isinstance(placement, Replicate) for placement in value.placements[:-1]):
+            raise ValueError(
+                "Ring: expected a tensor that is cut over the ring alone, got a DTensor with placements "
+                f"{value.placements}, of which this rank holds no shard of the ring: pass the shard, a plain tensor"
+            )
         with torch.no_grad():
             return value.to_local()
     if isinstance(value, torch.Tensor):
