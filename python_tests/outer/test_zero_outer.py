@@ -356,8 +356,11 @@ def _refusals(rank, ranks, cases):
     model.mix.weight.grad = model.mix.weight.grad * 2
     refused("replaced", "mix.weight.*put in its place", lambda: batch_loss(model, rank, 0).backward())
     model = replicated((2, 2), outer=ZeroOuter())
-    model.mix.register_forward_pre_hook(lambda module, _: module.norm_it())
-    model.mix.norm_it = lambda: torch.nn.init.ones_(model.mix.weight)
+
+    def write(module, _):
+        torch.nn.init.ones_(module.weight)
+
+    model.mix.register_forward_pre_hook(write)
     refused(
         "written within", "mix.weight: expected weights that stay", lambda: batch_loss(model, rank, 0), RuntimeError
     )
