@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
+from rtp_ext.outer import AllReduce
 
 WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -38,8 +39,8 @@ def on_a_ring() -> nn.Module:
     return rtp_ext.fully_rotate(other_values(), timeout=30.0)
 
 
-def on_replicas() -> nn.Module:
-    return replicated((2, 2), model=other_values())
+def on_replicas(policy) -> nn.Module:
+    return replicated((2, 2), model=other_values(), outer=policy())
 
 
 def assert_same_weights(model, plain, what):
@@ -47,11 +48,12 @@ def assert_same_weights(model, plain, what):
         assert_same(full(parameter), other, EXACT, f"{what}: {name}")
 
 
-def state_cases(rank, ranks, cases, folder):
+def state_cases(rank, ranks, cases, folder, policy=AllReduce):
+    on_these = partial(on_replicas, policy)
     plain = Tiny()
     reference = adamw(plain)
     step_on(plain, reference, [partial(all_losses, plain, ranks, 0, 1 / ranks)])
-    for name, make, other in (("replicas", on_replicas, on_a_ring), ("ring", on_a_ring, on_replicas)):
+    for name, make, other in (("replicas", on_these, on_a_ring), ("ring", on_a_ring, on_these)):
         with cases.case(f"checkpoint of {name}"):
             model = make()
             set_model_state_dict(model, Tiny().state_dict(), options=WHOLE)
@@ -79,7 +81,7 @@ def state_cases(rank, ranks, cases, folder):
                 last.load_state_dict(whole)
                 assert_same_weights(last, again, "a plain model")
     with cases.case("whole tensors, assigned"):
-        model = on_replicas()
+        model = on_these()
         model.load_state_dict(plain.state_dict(), assign=True)
         assert model.head.weight is model.embed.weight
         assert_same_weights(model, plain, "assigned")
@@ -94,7 +96,7 @@ def state_cases(rank, ranks, cases, folder):
             empty = Tiny.__new__(Tiny)
             nn.Module.__init__(empty)
             empty.mix, empty.norm = nn.Linear(7, 5, dtype=torch.float64), nn.LayerNorm(5, dtype=torch.float64)
-        model = replicated((2, 2), model=empty).to_empty(device="cpu")
+        model = replicated((2, 2), model=empty, outer=policy()).to_empty(device="cpu")
         torch.manual_seed(3)
         rtp_ext.init_weights(model, lambda part: hasattr(part, "reset_parameters") and part.reset_parameters())
         torch.manual_seed(3)
@@ -106,19 +108,19 @@ def state_cases(rank, ranks, cases, folder):
             own = {name: value for name, value in plain.state_dict().items() if name != "head.weight"}
             save_file(own, f"{folder}/model.safetensors")
         dist.barrier()
-        model = on_replicas()
+        model = on_these()
         rtp_ext.load_safetensors(model, f"{folder}/model.safetensors")
         assert_same_weights(model, plain, "safetensors")
     with cases.case("the policy has no state"):
-        policy = rtp_ext.outer_of(model)
-        assert policy.state_dict() == {}
-        policy.load_state_dict({})
+        its_policy = rtp_ext.outer_of(model)
+        assert its_policy.state_dict() == {}
+        its_policy.load_state_dict({})
     with cases.case("a bias that is gathered and then rotates"):
         plain = nn.MultiheadAttention(6, 2, kdim=5, vdim=4, batch_first=True, dtype=torch.float64)
         with torch.no_grad():
             for number, parameter in enumerate(plain.parameters()):
                 parameter.copy_(random(*parameter.shape, dtype=torch.float64, seed=number))
-        model = replicated((2, 2), model=copy.deepcopy(plain))
+        model = replicated((2, 2), model=copy.deepcopy(plain), outer=policy())
 
         def squares(attention, seed):
             x = random(2, 3, 6, dtype=torch.float64, seed=seed)
@@ -128,6 +130,9 @@ def state_cases(rank, ranks, cases, folder):
         (sum(squares(plain, each) for each in range(ranks)) / ranks).backward()
         for name, gradient in gradients(plain).items():
             assert_same(gradients(model)[name], gradient, EXACT, name)
+
+
+def ring_cases(rank, ranks, cases):
     with cases.case("a Ring with replicas"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ring"))
         ring = rtp_ext.Ring(mesh, dims=DIMS, timeout=30.0)

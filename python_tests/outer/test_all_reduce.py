@@ -6,8 +6,9 @@ import functools
 import pytest
 import torch
 from harness import Cases, run_ranks
-from reference import assert_same, differs, full, local
+from reference import assert_same, full, local
 from refusal_cases import dies, refusal_cases
+from replica_cases import LINE, accumulates, assert_same_gradients, trains_as_one, wrong
 from replica_models import (
     DIMS,
     EXACT,
@@ -17,9 +18,8 @@ from replica_models import (
     batch_loss,
     gradients,
     replicated,
-    step_on,
 )
-from state_cases import example_cases, state_cases
+from state_cases import example_cases, ring_cases, state_cases
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
@@ -29,48 +29,21 @@ from rtp_ext import RotationDims
 from rtp_ext.outer.all_reduce import AllReduce
 from rtp_ext.outer.replicas import Replicas
 
-LINE = ("replicas", "ring")
-
-
-def assert_same_gradients(found, plain, what, factor=1.0):
-    for name, expected in gradients(plain).items():
-        assert_same(found[name], None if expected is None else expected * factor, EXACT, f"{what}: {name}")
-
-
-def wrong(found, plain, factor):
-    """Whether any gradient would be seen to be wrong by a factor."""
-    return any(differs(found[name], expected * factor, EXACT) for name, expected in gradients(plain).items())
-
-
 # -- ten steps ---------------------------------------------------------------------------------------------------------
-
-
-def _trains_as_one(rank, ranks, cases, shapes):
-    for shape, names, dims in shapes:
-        with cases.case(f"training on {dict(zip(names, shape, strict=True))}"):
-            model, plain = replicated(shape, names, dims=dims), Tiny()
-            optimizer, reference = adamw(model), adamw(plain)
-            for step in range(10):
-                found, norm = step_on(model, optimizer, [functools.partial(batch_loss, model, rank, step)])
-                _, expected = step_on(plain, reference, [functools.partial(all_losses, plain, ranks, step, 1 / ranks)])
-                assert_same(norm, expected, EXACT, f"norm of step {step}")
-            for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-                assert_same(full(parameter), other, EXACT, name)
-            assert differs(found["mix.weight"], local(plain.mix.weight.grad) * 2, EXACT), "control: clipped, and other"
 
 
 def _six(rank, ranks):
     cases = Cases()
-    _trains_as_one(rank, ranks, cases, [((2, 3), LINE, DIMS), ((3, 2), LINE[::-1], DIMS)])
+    trains_as_one(rank, ranks, cases, [((2, 3), LINE, DIMS), ((3, 2), LINE[::-1], DIMS)])
     for shape, factor in (((2, 3), 1), ((3, 2), None)):
-        _accumulates(rank, ranks, cases, shape, factor, [(False, True)])
+        accumulates(rank, ranks, cases, shape, factor, [(False, True)])
     cases.finish()
 
 
 def _eight(rank, ranks):
     cases = Cases()
     flattened = RotationDims(ring=("a", "b"), replicate="replicas")
-    _trains_as_one(rank, ranks, cases, [((2, 2, 2), ("replicas", "a", "b"), flattened)])
+    trains_as_one(rank, ranks, cases, [((2, 2, 2), ("replicas", "a", "b"), flattened)])
     with cases.case("flattened replicas"):
         model = replicated((2, 2, 2), ("a", "ring", "b"), dims=RotationDims(replicate=("a", "b")))
         batch_loss(model, rank, 0).backward()
@@ -93,38 +66,16 @@ def test_three_dimensions():
 # -- micro-batches -----------------------------------------------------------------------------------------------------
 
 
-def _accumulates(rank, ranks, cases, shape, factor, ways):
-    """`ways`: which micro-batches of a step are reduced."""
-    model, plain = replicated(shape), Tiny()
-    rtp_ext.set_gradient_divide_factor(model, factor)
-    share = 1.0 if factor else 1 / ranks
-    policy = rtp_ext.outer_of(model)
-    home = sum(local(p).nbytes for p in model.parameters())
-    for way in ways:
-        with cases.case(f"{shape} divided by {factor}, reduced {way}"):
-            before = policy.bytes_sent()
-            for step in range(2):
-                for each in (model, plain):
-                    each.zero_grad()
-                for micro, reduces in enumerate(way):
-                    rtp_ext.set_requires_all_reduce(model, reduces)
-                    batch_loss(model, rank, 10 * step + micro).backward()
-                    all_losses(plain, ranks, 10 * step + micro).backward()
-                assert_same_gradients(gradients(model), plain, f"step {step}", share)
-                assert wrong(gradients(model), plain, share * (1 + 1e-6)), "control"
-            sent = 2 * home * (shape[0] - 1) // shape[0] * sum(way) * 2
-            assert abs(policy.bytes_sent() - before - sent) <= 8, (policy.bytes_sent() - before, sent)
-
-
 def _four(rank, ranks, folder):
     cases = Cases()
-    _trains_as_one(rank, ranks, cases, [((2, 2), LINE, DIMS)])
+    trains_as_one(rank, ranks, cases, [((2, 2), LINE, DIMS)])
     ways = [(True, True), (False, False, True), (True, False, True), (False, True, False, True)]
     for factor in (None, 1):
-        _accumulates(rank, ranks, cases, (2, 2), factor, ways)
+        accumulates(rank, ranks, cases, (2, 2), factor, ways)
     for part in (_clears, _keeps_sums_wide, _unequal_tokens, _gradients_asked_for, _hooks, _travels_early, _others):
         part(rank, ranks, cases)
     state_cases(rank, ranks, cases, folder)
+    ring_cases(rank, ranks, cases)
     example_cases(rank, ranks, cases)
     refusal_cases(rank, ranks, cases)
     cases.finish()

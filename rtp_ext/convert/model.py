@@ -25,6 +25,7 @@ from rtp_ext.convert.admission import (
     weak_parameters,
 )
 from rtp_ext.convert.agreement import checksums, compare_weights
+from rtp_ext.convert.gathered import GatheredRNN
 from rtp_ext.convert.rewrite import Rewriter
 from rtp_ext.convert.scopes import RotationState, install, state_of
 from rtp_ext.convert.tensor_parallel import tensor_dimension
@@ -112,6 +113,11 @@ def fully_rotate(
     not_ours = ignored | ignored_in(parts)
     place = place_of(mesh, dims, parts, tensor_dimension(module, mesh, dims, not_ours))
     policy = _policy_of(outer, parts, place)
+    if in_place and not policy.allows_in_place:
+        raise ValueError(
+            f"fully_rotate: in_place=True cannot be combined with {type(policy).__name__}, whose shards are made of "
+            "the pieces of all replicas: expected in_place=False, or another outer policy"
+        )
     refuse_whole_tables(module, not_ours, place.replicas)
     refuse_foreign(module, place, not_ours)
     _check_device(module, place.device.type if isinstance(place, Ring) else place.hops.device_type)
@@ -127,6 +133,10 @@ def fully_rotate(
     adopt(parts, state)
     rewriter.run()
     install(module, state)
+    policy.cut(module)
+    for part in module.modules():
+        if isinstance(part, GatheredRNN):
+            part.list_registered()
     policy.claim(module, state.mp_policy.reduce_dtype)
     mark_replaced(module, before)
     compare_weights(values, ring)
@@ -169,7 +179,14 @@ def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Ring | RingMesh) 
             f"fully_rotate: module {parts[0][0]} was converted with another outer policy, a {type(first).__name__}: "
             f"expected outer=None, or that one (outer_of the part), got a {type(outer).__name__}"
         )
-    return outer or first or AllReduce()
+    policy = outer or first or AllReduce()
+    if tensor is not None and not policy.allows_tensor_parallel:
+        raise ValueError(
+            f"fully_rotate: {type(policy).__name__} cannot be combined with tensor parallelism (over "
+            f"{tensor.mesh_dim_names}), whose parts it does not cut over replicas: expected outer=outer.AllReduce(), "
+            "or a model that parallelize_module has not cut"
+        )
+    return policy
 
 
 def _check_device(module: nn.Module, expected: str) -> None:

@@ -95,6 +95,11 @@ class RotationState(ForwardScope):
             self.forwards += 1
             self.failing = sys.exc_info()[1]
 
+    def bring_home(self) -> None:
+        """The outer policy sees to it that the shards are up to date."""
+        if self.began and self.root_depth == 1 and self.outer_policy is not None:
+            self.outer_policy.begin_forward()
+
     def plan(self, root: nn.Module) -> None:
         """At the beginning of its forwards 2, 4, 8, ..., a model's layers are decided on again."""
         number = self.forwards
@@ -108,6 +113,8 @@ class RotationState(ForwardScope):
         if self.root_depth > 0 or not self.began:
             return
         self.ring.end_forward()
+        if self.outer_policy is not None:
+            self.outer_policy.end_forward()
         self.began = False
         failed = sys.exc_info()[1] is not self.failing
         self.failing = None
@@ -236,6 +243,7 @@ def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple
     state: RotationState = root.__dict__[_STATE]
     state.begin()
     state.enter()
+    state.bring_home()
     state.plan(root)
     state.ring.check_alive(f"{type(root).__name__} forward")
     state.foresee(root, (arguments, keywords))

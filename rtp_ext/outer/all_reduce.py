@@ -25,7 +25,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,60 +32,11 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rtp_ext.outer.policy import OuterPolicy
+from rtp_ext.outer.travel import Flight, Order, Pass, Told
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import CLAIM, as_gradient, unrounded
 
 BUCKET = 4 << 20  # bytes
-
-Order = tuple[tuple[int, int], ...]  # numbers of parameters, and how many gradients each got
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What replicas tell each other."""
-
-    what: str
-    backward: int  # the how manieth with gradients
-    reduces: bool
-    scale: float
-    model: str
-    launched: int  # buckets
-    pending: tuple[int, ...]  # numbers of parameters with gradients that have not left
-    order: Order  # of all that arrived, by when they were complete
-
-    def comparable(self) -> tuple:
-        return self.what, self.backward, self.reduces, self.scale, self.model
-
-    def __str__(self) -> str:
-        kind = "with" if self.reduces else "without"
-        return f"{self.what} of backward {self.backward}, {kind} a reduction, gradients times {self.scale}"
-
-
-@dataclass
-class _Flight:
-    """A bucket on its way."""
-
-    work: Any
-    flat: torch.Tensor
-    indices: tuple[int, ...]
-
-
-@dataclass
-class _Pass:
-    """What has arrived since a backward began, or since the last one ended in it (activation checkpointing)."""
-
-    reduces: bool
-    ends: dict[int, weakref.ref] = field(default_factory=dict)  # by graph task: what it will call at its end
-    values: dict[int, torch.Tensor] = field(default_factory=dict)  # not yet on their way
-    counts: dict[int, int] = field(default_factory=dict)  # the last to be complete last
-    parameters: dict[int, Any] = field(default_factory=dict)
-    launched: int = 0
-    flights: list[_Flight] = field(default_factory=list)
-
-    @property
-    def running(self) -> bool:
-        """Whether it will come to an end: a graph task that fails calls nobody, and lets go of what it would call."""
-        return any(end() is not None for end in self.ends.values())
 
 
 class AllReduce(OuterPolicy):
@@ -105,7 +55,7 @@ class AllReduce(OuterPolicy):
         if bucket_bytes < 1:
             raise ValueError(f"AllReduce: expected bucket_bytes >= 1, got {bucket_bytes}")
         self.bucket_bytes = bucket_bytes
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._backwards = 0
         self._plan: list[tuple[int, ...]] = []  # buckets, by numbers of parameters
         self._order: Order = ()  # that the plan was made of
@@ -151,7 +101,7 @@ class AllReduce(OuterPolicy):
         if not current.reduces:
             current.parameters[index] = parameter
             self._take_unreduced(index, parameter, keep=True)
-            return _in_wide_gradient(parameter, value)
+            return self._to_add_up(index, parameter, value)
         if ctx.create_graph or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             before = self._take_unreduced(index, parameter)
             if before is not None:
@@ -160,12 +110,12 @@ class AllReduce(OuterPolicy):
         self._add(current, index, parameter, value)
         return None
 
-    def _current(self) -> _Pass:
+    def _current(self) -> Pass:
         """What this backward has gathered so far; its end is waited for."""
         self.restart()
         if self._pass is None:
             self._backwards += 1
-            self._pass = _Pass(self.requires_all_reduce)
+            self._pass = Pass(self.requires_all_reduce)
         task = torch._C._current_graph_task_id()
         if task not in self._pass.ends:
             end = functools.partial(self._end, self._pass)
@@ -173,7 +123,7 @@ class AllReduce(OuterPolicy):
             Variable._execution_engine.queue_callback(end)
         return self._pass
 
-    def _add(self, current: _Pass, index: int, parameter: Any, value: torch.Tensor) -> None:
+    def _add(self, current: Pass, index: int, parameter: Any, value: torch.Tensor) -> None:
         if index in current.values:
             current.values[index].add_(value)
         else:
@@ -209,6 +159,17 @@ class AllReduce(OuterPolicy):
             parameter.grad = None
         return known[1]
 
+    def _to_add_up(self, index: int, parameter: Any, value: torch.Tensor) -> torch.Tensor:
+        """`value`, of which p.grad is of the same dtype then: a rounded p.grad would round what is added."""
+        if parameter.grad is not None and parameter.grad.dtype != value.dtype:
+            parameter.grad = as_gradient(held(parameter.grad).to(value.dtype), parameter._spec)
+        return value
+
+    def has_unreduced(self, index: int, parameter: Any) -> bool:
+        """Whether p.grad, which is there, holds what micro-batches without a reduction have left."""
+        known = self._unreduced.get(index)
+        return known is not None and held(parameter.grad) is known[1]
+
     def _as_gradient(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
         return as_gradient(value.to(parameter.dtype), parameter._spec)
 
@@ -230,17 +191,21 @@ class AllReduce(OuterPolicy):
             filled = filled + size if joins else size
         return buckets
 
-    def _launch_next(self, current: _Pass) -> None:
+    def _launch_next(self, current: Pass) -> None:
         """Sends the next bucket of the plan, with zeros for what has not arrived."""
-        bucket = self._plan[current.launched]
         current.launched += 1
-        self._launch(current, bucket)
+        self._launch(current, self._plan[current.launched - 1])
 
-    def _launch(self, current: _Pass, bucket: tuple[int, ...]) -> None:
+    def _launch(self, current: Pass, bucket: tuple[int, ...]) -> None:
+        flat = self._pack(bucket, [current.values.pop(index, None) for index in bucket])
+        if flat.numel():
+            current.flights.append(self._begin(flat, bucket))
+
+    def _pack(self, bucket: tuple[int, ...], values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """What travels of gradients: one after the other, with zeros for those that are not there."""
         assert self.replicas is not None, "one replica sends nothing"
         wire = self._members[bucket[0]].wire
         sizes = [self._members[index].numel for index in bucket]
-        values = [current.values.pop(index, None) for index in bucket]
         if len(bucket) == 1 and values[0] is not None:
             flat = values[0].to(wire).contiguous().view(-1)
         else:
@@ -248,10 +213,18 @@ class AllReduce(OuterPolicy):
             for part, value in zip(flat.split(sizes), values, strict=True):
                 if value is not None:
                     part.copy_(value.reshape(-1))
-        if flat.numel() == 0:
-            return
+        return flat
+
+    def _begin(self, flat: torch.Tensor, bucket: tuple[int, ...]) -> Flight:
+        assert self.replicas is not None, "one replica sends nothing"
         self._reduced_bytes += flat.nbytes
-        current.flights.append(_Flight(self.replicas.begin_sum(flat), flat, bucket))
+        return Flight(self.replicas.begin_sum(flat), flat, flat, bucket)
+
+    def _land(self, flight: Flight) -> Sequence[torch.Tensor]:
+        """Waits for a bucket: the mean of each gradient, flat."""
+        assert self.replicas is not None, "one replica sends nothing"
+        self.replicas.end_sum(flight.work)
+        return flight.flat.div_(self.size).split([self._members[index].numel for index in flight.indices])
 
     def _reduce_now(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """The mean over replicas of one gradient, waited for. Collective."""
@@ -273,12 +246,12 @@ class AllReduce(OuterPolicy):
         self._meet(self._current(), f"the gradient of {name}")
         return self._mean(gradient.mul_(self.scale), torch.promote_types(gradient.dtype, torch.float32))
 
-    def _meet(self, current: _Pass, what: str) -> list[_Told]:
+    def _meet(self, current: Pass, what: str) -> list[Told]:
         """Replicas compare what they are about to do, and send what others have sent. Collective."""
         assert self.replicas is not None, "one replica meets nobody"
         self.verify()
         order = tuple(current.counts.items())
-        mine = _Told(
+        mine = Told(
             what,
             self._backwards,
             current.reduces,
@@ -302,7 +275,7 @@ class AllReduce(OuterPolicy):
 
     # -- the end of a backward -----------------------------------------------------------------------------------------
 
-    def _end(self, current: _Pass) -> None:
+    def _end(self, current: Pass) -> None:
         """The engine's final callback."""
         if self._pass is not current:
             return  # it has ended within this backward, or failed
@@ -317,7 +290,7 @@ class AllReduce(OuterPolicy):
         finally:
             self._pass = None
 
-    def _reduce_rest(self, current: _Pass) -> None:
+    def _reduce_rest(self, current: Pass) -> None:
         for index, (parameter, _) in list(self._unreduced.items()):  # that this backward did not reach
             value = self._take_unreduced(index, parameter)
             if value is not None:
@@ -330,20 +303,16 @@ class AllReduce(OuterPolicy):
         self._deliver(current, {index for theirs in told for index, _ in theirs.order})
         self._learn(told[0].order)
 
-    def _left(self, index: int, launched: int, told: Sequence[_Told]) -> bool:
+    def _left(self, index: int, launched: int, told: Sequence[Told]) -> bool:
         """Whether what a replica had not sent has left with a bucket that others had sent."""
         place = self._places.get(index)
         return place is not None and launched <= place[0] < max(theirs.launched for theirs in told)
 
-    def _deliver(self, current: _Pass, used: set[int]) -> None:
+    def _deliver(self, current: Pass, used: set[int]) -> None:
         """Waits for all that travels, and adds it to p.grad of the parameters that any replica has used."""
-        assert self.replicas is not None, "one replica sends nothing"
         totals: dict[int, torch.Tensor] = {}
         for flight in current.flights:
-            self.replicas.end_sum(flight.work)
-            flight.flat.div_(self.size)
-            parts = flight.flat.split([self._members[index].numel for index in flight.indices])
-            for index, part in zip(flight.indices, parts, strict=True):
+            for index, part in zip(flight.indices, self._land(flight), strict=True):
                 totals[index] = totals[index] + part if index in totals else part
         parameters, gradients = [], []
         for index in sorted(used):
@@ -351,9 +320,8 @@ class AllReduce(OuterPolicy):
             parameter = self.parameter(index) if parameter is None else parameter
             if parameter is None or not parameter.requires_grad:
                 continue
-            member = self._members[index]
-            value = totals.get(index)
-            value = held(parameter).new_zeros(member.shape) if value is None else value.view(member.shape)
+            value, part = totals.get(index), held(parameter)
+            value = part.new_zeros(part.shape) if value is None else value.view(part.shape)
             parameters.append(parameter)
             gradients.append(self._as_gradient(parameter, value))
         if parameters:
@@ -377,13 +345,6 @@ def _accumulates(node: Any) -> bool:
         return False
 
 
-def _in_wide_gradient(parameter: Any, value: torch.Tensor) -> torch.Tensor:
-    """`value`, of which p.grad is of the same dtype then: a rounded p.grad would round what is added."""
-    if parameter.grad is not None and parameter.grad.dtype != value.dtype:
-        parameter.grad = as_gradient(held(parameter.grad).to(value.dtype), parameter._spec)
-    return value
-
-
 _watching: list[Any] = []  # the handle of the hook
 
 
@@ -399,8 +360,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords:
             claim = parameter.__dict__.get(CLAIM) if parameter.grad is not None else None
             if claim is None or not isinstance(claim.policy, AllReduce):
                 continue
-            known = claim.policy._unreduced.get(claim.index)
-            if known is not None and held(parameter.grad) is known[1]:
+            if claim.policy.has_unreduced(claim.index, parameter):
                 raise ValueError(
                     f"{type(optimizer).__name__}: expected gradients that are reduced over replicas, got those of "
                     f"{claim.policy._members[claim.index].name} as micro-batches have left them: call "

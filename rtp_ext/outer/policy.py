@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import logging
 import math
 import weakref
 from collections.abc import Iterator
@@ -16,9 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rtp_ext.outer.replicas import Replicas
+from rtp_ext.parameters.pieces import home_shape, is_piece
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import CLAIM
+
+logger = logging.getLogger("rtp_ext")
 
 
 @dataclass
@@ -50,6 +54,9 @@ class Claim:
 
     def take(self, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return self.policy.take(self.index, ctx, gradient)
+
+    def home(self, parameter: DTensor) -> torch.Tensor:
+        return self.policy.home(self.index, parameter)
 
     def __deepcopy__(self, memo: dict) -> Claim:
         return Claim(copy.deepcopy(self.policy, memo), self.index)
@@ -108,7 +115,7 @@ class OuterPolicy:
                 member.dtype, member.requires_grad = parameter.dtype, parameter.requires_grad
             else:
                 parameter.__dict__[CLAIM] = Claim(self, len(self._members))
-                shape = tuple(held(parameter).shape)
+                shape = home_shape(parameter)
                 self._members.append(Member(name, shape, parameter.dtype, reduce_dtype, parameter.requires_grad))
             if parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # type: ignore[attr-defined]  # micro-batches add up in float32
@@ -201,11 +208,27 @@ class OuterPolicy:
     def _checksums(self) -> dict[str, int]:
         sums: dict[str, int] = {}
         for index, parameter in self._claimed():
-            if index >= self._compared:
+            if index >= self._compared and not is_piece(parameter):
                 sums[self._members[index].name] = checksum(held(parameter).detach())
         return sums
 
     # -- what a policy does ------------------------------------------------------------------------------------------
+
+    allows_in_place = True  # whether the shards of its parameters may travel themselves
+    allows_tensor_parallel = True  # whether the ring may cut what tensor parallelism has cut
+
+    def cut(self, root: nn.Module) -> None:
+        """A model has been converted: lays its parameters out as the policy keeps them. Collective."""
+
+    def begin_forward(self) -> None:
+        """An outermost forward of the model begins, outside of backward. May be collective."""
+
+    def end_forward(self) -> None:
+        """It is over, or has failed."""
+
+    def home(self, index: int, parameter: DTensor) -> torch.Tensor:
+        """See rtp_ext.ring.autograd.Claim."""
+        return held(parameter)
 
     def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """See rtp_ext.ring.autograd.Claim."""

@@ -13,6 +13,9 @@ from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.ring import Ring
 from rtp_ext.ring.groups import Groups
 
+# torch 2.14 renamed it
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Replicas(Groups):
     """Rank r of every ring, in the order of the mesh. A failure here ends the ring too, so that its ranks learn of it.
@@ -57,6 +60,21 @@ class Replicas(Groups):
         self.check_alive("replicas")
         return dist.all_reduce(values, group=self._collective, async_op=True)
 
+    def begin_scatter(self, values: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Starts to sum `values` [K, n], of which this rank gets its own row [n]. Returns what `end_sum` waits for,
+        and that row."""
+        self.check_alive("replicas")
+        row = torch.empty_like(values[0])
+        return _reduce_scatter_single(row, values.view(-1), group=self._collective, async_op=True), row
+
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """[n] of every replica, as [K, n]. Collective."""
+        try:
+            return super().all_gather(shard)
+        except RingTimeout as error:
+            self._fail(str(error))
+            raise
+
     def end_sum(self, work: Any) -> None:
         """Waits for a sum; on a GPU the current stream does."""
         start = time.monotonic()
@@ -64,7 +82,7 @@ class Replicas(Groups):
             work.wait()
         except RuntimeError as error:
             waited = time.monotonic() - start
-            message = f"replicas: a rank did not answer an all-reduce of gradients (waited {waited:.1f} s): {error}"
+            message = f"replicas: a rank did not answer a reduction of gradients (waited {waited:.1f} s): {error}"
             self._fail(message)
             raise RingTimeout(message) from error
 

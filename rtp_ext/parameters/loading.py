@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from rtp_ext._native import shard_sizes
 
@@ -203,8 +204,10 @@ def _part(name: str, target: torch.Tensor) -> tuple[slice, ...]:
     place = mesh.get_coordinate()
     if place is None:
         raise ValueError(f"load_safetensors: {name} is sharded over {mesh}, which this rank is not part of")
-    for placement, coordinate, ranks in zip(target.placements, place, mesh.shape, strict=True):
-        if type(placement) is Shard:
+    cuts = list(zip(target.placements, place, mesh.shape, strict=True))
+    cuts = sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard))  # which cut what the others have left
+    for placement, coordinate, ranks in cuts:
+        if isinstance(placement, (Shard, _StridedShard)):
             whole = part[placement.dim]
             sizes = shard_sizes(whole.stop - whole.start, ranks)
             start = whole.start + sum(sizes[:coordinate])

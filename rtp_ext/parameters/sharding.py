@@ -16,10 +16,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from rtp_ext._native import shard_sizes, share_version
+from rtp_ext._native import RotationError, shard_sizes, share_version
+from rtp_ext.parameters.pieces import gather_home, is_piece
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import claim_of, come_home, first_order_only
-from rtp_ext.ring.mesh import own_part, ring_shape
+from rtp_ext.ring.mesh import home_placements, own_part, ring_shape
 
 logger = logging.getLogger("rtp_ext")
 
@@ -170,10 +171,16 @@ def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter, differentiable; a plain tensor is its own part."""
     if not isinstance(parameter, DTensor):
         return parameter
-    home = held(parameter)
+    claim = claim_of(parameter)
+    if claim is None and is_piece(parameter):
+        raise RotationError(
+            f"a parameter of shape {tuple(parameter.shape)} is cut over the replicas, but belongs to no outer policy: "
+            "expected a parameter of a model that fully_rotate has converted, and a forward of that model before"
+        )
+    home = held(parameter) if claim is None else claim.home(parameter)
     share_version(home, parameter)  # whoever writes to one of them writes to both
     if torch.is_grad_enabled() and parameter.requires_grad:
-        return _LocalShard.apply(parameter)
+        return _LocalShard.apply(parameter, home)
     return home
 
 
@@ -181,15 +188,15 @@ class _LocalShard(torch.autograd.Function):
     """`to_local`, whose backward takes 0.1 ms per parameter to find out what the parameter's own spec says."""
 
     @staticmethod
-    def forward(ctx, parameter: DTensor) -> torch.Tensor:
+    def forward(ctx, parameter: DTensor, home: torch.Tensor) -> torch.Tensor:
         ctx.spec, ctx.claim = parameter._spec, claim_of(parameter)
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
-        return held(parameter).detach()  # not a view, which autograd would refuse to unpack after a write
+        return home.detach()  # not a view, which autograd would refuse to unpack after a write
 
     @staticmethod
     @first_order_only
-    def backward(ctx, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return come_home(ctx, gradient)
+    def backward(ctx, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return come_home(ctx, gradient), None
 
 
 _BLOCK = 1 << 20  # bytes that `gather_full` sends at once
@@ -199,11 +206,12 @@ def gather_full(parameter: torch.Tensor) -> torch.Tensor:
     """The whole parameter on every rank, on the CPU, with no second copy of it on the way, but for what the ring cuts
     of a parameter that tensor parallelism cuts too. Collective."""
     with torch.no_grad():
-        part = held(parameter).detach()
         if not isinstance(parameter, DTensor):
-            return part.to("cpu", copy=True)
+            return parameter.detach().to("cpu", copy=True)
+        part = gather_home(parameter) if is_piece(parameter) else held(parameter).detach()
         mesh, shape = parameter.device_mesh, ring_shape(parameter)
-        cut = [(index, p.dim) for index, p in enumerate(parameter.placements) if isinstance(p, Shard)]
+        placements = home_placements(parameter._spec)
+        cut = [(index, p.dim) for index, p in enumerate(placements) if isinstance(p, Shard)]
         for index, dim in reversed(cut):  # the ring's cut is the last one
             if index != mesh.ndim - 1:
                 shape = tuple(parameter.shape)

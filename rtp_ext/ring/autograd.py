@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rtp_ext._native import RotationError, share_version
 from rtp_ext.ring.alike import expect_alike
-from rtp_ext.ring.mesh import own_part
+from rtp_ext.ring.mesh import followed, home_placements, own_part
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -90,23 +90,19 @@ def _will_be_executed(node: Any) -> bool:
         return True
 
 
-# how many replicas hold the parameters on a mesh, and whether tensor parallelism is a dimension of it
-_followed: dict[DeviceMesh, tuple[int, bool]] = {}
-
-
 def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
     """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
     that belongs to another rank refused."""
-    if not _followed:
+    if not followed:
         register_optimizer_step_pre_hook(_check_state)
         register_optimizer_step_post_hook(_count_writes)
         DTensor.full_tensor = _averaged_full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
         DTensor.redistribute = _averaged_redistribute(DTensor.redistribute)  # type: ignore[method-assign]
-    _followed[mesh] = replicas, tensor
+    followed[mesh] = replicas, tensor
 
 
 def _rotates(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.device_mesh in _followed
+    return isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.device_mesh in followed
 
 
 def expect_own_shard(tensor: Any, parameter: torch.Tensor, what: str) -> None:
@@ -185,7 +181,7 @@ class _FullTensor(torch.autograd.Function):
         mean = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(mean, group=ring)
         mean.div_(ranks)
-        mean = own_part(mean, mesh, ctx.spec.placements)
+        mean = own_part(mean, mesh, home_placements(ctx.spec))
         # a copy: the gradient must not keep the whole one alive
         return come_home(ctx, mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)), None
 
@@ -200,7 +196,13 @@ class Claim(Protocol):
 
     def take(self, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Called in backward with this rank's gradient of the parameter, averaged over the ring, which is the policy's
-        to write to; None where nobody on the ring used it. Returns what goes on to the parameter now, if anything."""
+        to write to; None where nobody on the ring used it. Returns what goes on to the parameter now, if anything: laid
+        out as the parameter is, or a DTensor."""
+        ...
+
+    def home(self, parameter: DTensor) -> torch.Tensor:
+        """This rank's shard, which rotates. Outside forwards and backwards of its model it may be collective over the
+        replicas."""
         ...
 
 
@@ -217,7 +219,7 @@ def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
     where ranks of tensor parallelism, which each have a copy of it, have different gradients.
     """
     mesh = ctx.spec.mesh
-    replicas, tensor = _followed.get(mesh, (1, False))
+    replicas, tensor = followed.get(mesh, (1, False))
     if ctx.claim is None and replicas > 1:
         raise RotationError(
             f"a parameter of shape {tuple(ctx.spec.shape)} lies on {replicas} replicas, but belongs to no outer "
@@ -229,7 +231,9 @@ def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         expect_alike(parameter, gradient, mesh)
     if ctx.claim is not None:
         gradient = ctx.claim.take(ctx, gradient)
-    return None if gradient is None else as_gradient(gradient.detach().contiguous(), ctx.spec)
+    if gradient is None or isinstance(gradient, DTensor):
+        return gradient
+    return as_gradient(gradient.detach().contiguous(), ctx.spec)
 
 
 def as_gradient(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

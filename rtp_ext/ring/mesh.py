@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from rtp_ext._native import RotationError, shard_sizes
 
@@ -70,10 +73,30 @@ class RingMesh:
         return self.parameters.size() // self.hops.size() // (1 if self.tensor is None else self.tensor.size())
 
 
+# of the meshes that rings have made: how many replicas hold the parameters on it, and whether tensor parallelism is a
+# dimension of it
+followed: dict[DeviceMesh, tuple[int, bool]] = {}
+
+
+def piece_dim(spec: DTensorSpec) -> int | None:
+    """The dimension along which replicas cut the shards laid out as `spec`, so that each has a piece of its own; None
+    where they do not. Nobody cuts over replicas what tensor parallelism cuts."""
+    over_replicas: Any = spec.placements[0]
+    if isinstance(over_replicas, Replicate) or spec.mesh.ndim == 1 or followed.get(spec.mesh, (1, False))[1]:
+        return None
+    return over_replicas.dim
+
+
+def home_placements(spec: DTensorSpec) -> tuple[Placement, ...]:
+    """How the shards lie that pieces laid out as `spec` belong to, the same ones on every replica."""
+    return spec.placements if piece_dim(spec) is None else (Replicate(), *spec.placements[1:])
+
+
 def own_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Placement]) -> torch.Tensor:
-    """This rank's part, a view, of a whole tensor that is to lie on `mesh`: cut once for each dimension, in order."""
-    for index, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+    """This rank's part, a view, of a whole tensor that is to lie on `mesh`: cut once for each dimension, in order, and
+    last where a cut is one of what the others leave."""
+    for index, placement in sorted(enumerate(placements), key=lambda cut: isinstance(cut[1], _StridedShard)):
+        if isinstance(placement, (Shard, _StridedShard)):
             sizes = shard_sizes(whole.shape[placement.dim], mesh.size(index))
             whole = whole.split(sizes, placement.dim)[mesh.get_local_rank(index)]
     return whole
@@ -91,7 +114,7 @@ def ring_dim(parameter: torch.Tensor) -> int | None:
 def ring_shape(parameter: DTensor) -> tuple[int, ...]:
     """The shape of what the ring cuts: the whole parameter, or what tensor parallelism leaves of it on this rank."""
     shape, mesh = [*parameter.shape], parameter.device_mesh
-    for index, placement in enumerate(parameter.placements[:-1]):
+    for index, placement in enumerate(home_placements(parameter._spec)[:-1]):
         if isinstance(placement, Shard):
             shape[placement.dim] = shard_sizes(shape[placement.dim], mesh.size(index))[mesh.get_local_rank(index)]
     return tuple(shape)

@@ -13,13 +13,18 @@ from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.ring.gate import Gate, Link
 from rtp_ext.ring.groups import Groups
-from rtp_ext.ring.mesh import ring_dim, ring_shape
+from rtp_ext.ring.mesh import piece_dim, ring_dim, ring_shape
 from rtp_ext.ring.prepared import Prepared
 
 
 def as_tensor(value: Any) -> torch.Tensor:
     """A tensor over the memory of `value`: a tensor, or any array that speaks DLPack (CuPy, NumPy)."""
     if isinstance(value, DTensor):
+        if piece_dim(value._spec) is not None:
+            raise ValueError(
+                "Ring: expected a tensor that is cut over the ring alone, got a DTensor that replicas cut too, with "
+                f"placements {value.placements}: this rank holds no shard of the ring. Pass the shard, a plain tensor"
+            )
         with torch.no_grad():
             return value.to_local()
     if isinstance(value, torch.Tensor):

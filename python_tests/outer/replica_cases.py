@@ -1,0 +1,63 @@
+"""Cases of replicas, for every policy that gives the exact gradient of all batches."""
+
+import functools
+
+import torch
+from reference import assert_same, differs, full, local
+from replica_models import EXACT, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
+
+import rtp_ext
+from rtp_ext.outer import AllReduce
+
+LINE = ("replicas", "ring")
+
+
+def assert_same_gradients(found, plain, what, factor=1.0):
+    for name, expected in gradients(plain).items():
+        assert_same(found[name], None if expected is None else expected * factor, EXACT, f"{what}: {name}")
+
+
+def wrong(found, plain, factor):
+    """Whether any gradient would be seen to be wrong by a factor."""
+    return any(differs(found[name], expected * factor, EXACT) for name, expected in gradients(plain).items())
+
+
+def trains_as_one(rank, ranks, cases, shapes, policy=AllReduce):
+    """Ten steps of AdamW, clipped."""
+    for shape, names, dims in shapes:
+        with cases.case(f"training on {dict(zip(names, shape, strict=True))}"):
+            model, plain = replicated(shape, names, dims=dims, outer=policy()), Tiny()
+            optimizer, reference = adamw(model), adamw(plain)
+            for step in range(10):
+                found, norm = step_on(model, optimizer, [functools.partial(batch_loss, model, rank, step)])
+                _, expected = step_on(plain, reference, [functools.partial(all_losses, plain, ranks, step, 1 / ranks)])
+                assert_same(norm, expected, EXACT, f"norm of step {step}")
+            for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert_same(full(parameter), other, EXACT, name)
+            assert differs(found["mix.weight"], local(plain.mix.weight.grad) * 2, EXACT), "control: clipped, and other"
+
+
+def accumulates(rank, ranks, cases, shape, factor, ways, outer=None, sent_by=None):
+    """`ways`: which micro-batches of a step are reduced. `sent_by`: the bytes of one reduction."""
+    model, plain = replicated(shape, outer=outer), Tiny()
+    rtp_ext.set_gradient_divide_factor(model, factor)
+    share = 1.0 if factor else 1 / ranks
+    policy = rtp_ext.outer_of(model)
+    home = sum(local(p).nbytes for p in model.parameters())
+    sent_by = 2 * home * (shape[0] - 1) // shape[0] if sent_by is None else sent_by
+    with torch.no_grad():
+        batch_loss(model, rank, 0)  # gathers what has to be
+    for way in ways:
+        with cases.case(f"{shape} divided by {factor}, reduced {way}"):
+            before = policy.bytes_sent()
+            for step in range(2):
+                for each in (model, plain):
+                    each.zero_grad()
+                for micro, reduces in enumerate(way):
+                    rtp_ext.set_requires_all_reduce(model, reduces)
+                    batch_loss(model, rank, 10 * step + micro).backward()
+                    all_losses(plain, ranks, 10 * step + micro).backward()
+                assert_same_gradients(gradients(model), plain, f"step {step}", share)
+                assert wrong(gradients(model), plain, share * (1 + 1e-6)), "control"
+            sent = sent_by * sum(way) * 2
+            assert abs(policy.bytes_sent() - before - sent) <= 8, (policy.bytes_sent() - before, sent)

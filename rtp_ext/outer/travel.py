@@ -1,0 +1,60 @@
+"""What AllReduce keeps of a backward: what has arrived, what is on its way, and what replicas tell each other."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Order = tuple[tuple[int, int], ...]  # numbers of parameters, and how many gradients each got
+
+
+@dataclass(frozen=True)
+class Told:
+    """What replicas tell each other."""
+
+    what: str
+    backward: int  # the how manieth with gradients
+    reduces: bool
+    scale: float
+    model: str
+    launched: int  # buckets
+    pending: tuple[int, ...]  # numbers of parameters with gradients that have not left
+    order: Order  # of all that arrived, by when they were complete
+
+    def comparable(self) -> tuple:
+        return self.what, self.backward, self.reduces, self.scale, self.model
+
+    def __str__(self) -> str:
+        kind = "with" if self.reduces else "without"
+        return f"{self.what} of backward {self.backward}, {kind} a reduction, gradients times {self.scale}"
+
+
+@dataclass
+class Flight:
+    """A bucket on its way."""
+
+    work: Any
+    sent: torch.Tensor  # alive until it has arrived
+    flat: torch.Tensor  # what arrives
+    indices: tuple[int, ...]
+
+
+@dataclass
+class Pass:
+    """What has arrived since a backward began, or since the last one ended in it (activation checkpointing)."""
+
+    reduces: bool
+    ends: dict[int, weakref.ref] = field(default_factory=dict)  # by graph task: what it will call at its end
+    values: dict[int, torch.Tensor] = field(default_factory=dict)  # not yet on their way
+    counts: dict[int, int] = field(default_factory=dict)  # the last to be complete last
+    parameters: dict[int, Any] = field(default_factory=dict)
+    launched: int = 0
+    flights: list[Flight] = field(default_factory=list)
+
+    @property
+    def running(self) -> bool:
+        """Whether it will come to an end: a graph task that fails calls nobody, and lets go of what it would call."""
+        return any(end() is not None for end in self.ends.values())

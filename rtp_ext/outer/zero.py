@@ -1,0 +1,333 @@
+"""ZeroOuter: gradients are reduce-scattered over replicas, so that optimizer state is cut over all ranks.
+
+What is registered. A parameter of a model with K replicas of rings of R ranks is a DTensor of which every rank holds
+1/(R K), its piece: cut over the ring as any parameter, and that shard cut over the replicas, along the same dimension
+where DTensors can express it, else along another. So it is from the end of fully_rotate on. Stock optimizers, clipping
+and checkpoints need to know no more. Scalars, and the few vectors of sizes that cannot be cut so, are not.
+
+What rotates. The shard, 1/R, is a plain tensor of the policy's, out of the pieces of all replicas. At the start of an
+outermost forward every rank compares its pieces with what its shards hold of them, value by value (writes through
+`.data`, and those of foreach optimizers, change no version counter), replicas tell each other what differs, and gather
+that. So it does not matter who wrote: an optimizer, load_state_dict, or the user on one rank. It costs, for each
+forward, one look at the pieces and one small exchange between the replicas, all of which have to take part.
+
+What is reduced when is as in AllReduce, with a reduce-scatter in the place of the all-reduce. Without a reduction
+p.grad is what adds up, as there: it is a DTensor of the whole shard then, the same shape in another layout, and becomes
+one of the piece with the next reduction. A reduced gradient that is there already goes into it times K, in the place of
+the own piece: the mean over replicas gives it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement
+
+from rtp_ext._native import RotationError, share_version
+from rtp_ext.outer.all_reduce import BUCKET, AllReduce
+from rtp_ext.outer.policy import checksum, logger
+from rtp_ext.outer.travel import Flight
+from rtp_ext.parameters.pieces import (
+    as_pieces,
+    cut_home,
+    home_spec,
+    is_piece,
+    let_state_dicts_fit,
+    own_piece,
+    piece_placements,
+)
+from rtp_ext.parameters.sharding import held
+from rtp_ext.ring.autograd import CLAIM, as_gradient
+from rtp_ext.ring.mesh import piece_dim, ring_dim
+
+
+@dataclass
+class _Home:
+    """A shard, out of the pieces of all replicas."""
+
+    tensor: torch.Tensor
+    version: int  # of the parameter when they were compared last
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """What replicas tell each other before shards are gathered."""
+
+    model: str
+    wanted: tuple[int, ...]  # numbers of parameters
+    changed: tuple[int, ...]
+
+
+class ZeroOuter(AllReduce):
+    """Averages gradients over replicas, of which each keeps 1/K of every shard, with its optimizer state.
+
+    The exact gradient of all batches, as with AllReduce, for the memory of optimizer state and p.grad of 1/(R K) and
+    fewer bytes: a reduce-scatter of gradients, and an all-gather of weights, in the dtype of the parameters, after they
+    have changed. Weights that rotate are 1/R of the model, beside the 1/(R K) that is registered.
+
+    Every replica has to call forward as often as the others. Modules may be called on their own; that is a small
+    exchange for each of their parameters.
+
+    Args:
+        bucket_bytes: how much travels at once at most, unless one shard is larger.
+    """
+
+    allows_in_place = False
+    allows_tensor_parallel = False
+
+    def __init__(self, bucket_bytes: int = BUCKET) -> None:
+        super().__init__(bucket_bytes)
+        self._homes: dict[int, _Home] = {}  # by number
+        self._dims: dict[int, int | None] = {}  # by number: what pieces are cut along; None: there are none
+        self._in_forward = False
+        self._sent_bytes = 0  # scattered and gathered
+
+    def __deepcopy__(self, memo: dict) -> ZeroOuter:
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, ZeroOuter)
+        twin._dims = dict(self._dims)
+        return twin
+
+    def bytes_sent(self) -> int:
+        """(K - 1) / K of what was reduced, and (K - 1) times the pieces that were gathered from this rank, each as long
+        as the longest of its shard; without the few bytes of bookkeeping."""
+        return super().bytes_sent() + self._sent_bytes
+
+    # -- what is registered --------------------------------------------------------------------------------------------
+
+    def cut(self, root: nn.Module) -> None:
+        if self.replicas is None:
+            return
+        assert self.ring is not None and self.ring.parameter_mesh is not None, "replicas have a mesh"
+        let_state_dicts_fit(self.ring.parameter_mesh)
+        shards: dict[str, torch.Tensor] = {}
+        pieces: dict[int, nn.Parameter] = {}
+        for name, parameter in root.named_parameters():
+            placements = self._placements(parameter)
+            if placements is not None:
+                pieces[id(parameter)] = as_pieces(parameter, placements)  # type: ignore[arg-type]
+                shards[name] = parameter
+        self._warn_of_other_values(shards)
+        for module in root.modules():
+            for name, shard in module._parameters.items():
+                if id(shard) in pieces:
+                    module._parameters[name] = pieces[id(shard)]
+
+    def _placements(self, parameter: Any) -> tuple[Placement, Placement] | None:
+        """How a parameter is to be cut over the replicas; None where it is already, or cannot be."""
+        assert self.ring is not None, "set by fully_rotate"
+        if not isinstance(parameter, DTensor) or parameter.device_mesh != self.ring.parameter_mesh:
+            return None
+        return None if ring_dim(parameter) is None or is_piece(parameter) else piece_placements(parameter)
+
+    def _warn_of_other_values(self, shards: dict[str, torch.Tensor]) -> None:
+        told = self.exchange({name: checksum(held(p).detach()) for name, p in shards.items() if not p.is_meta})
+        for replica, theirs in enumerate(told):
+            for name, value in told[0].items():
+                if theirs.get(name, value) != value:
+                    logger.warning(
+                        "fully_rotate: the values of %s in replica %d are not those of replica 0: the ranks were built "
+                        "with different seeds or weights, and the model is now made of pieces of both. Seed every rank "
+                        "alike, or load a checkpoint",
+                        name,
+                        replica,
+                    )
+                    return
+
+    def claim(self, root: nn.Module, reduce_dtype: torch.dtype | None) -> None:
+        for name, parameter in root.named_parameters() if self.size > 1 else ():
+            if self._placements(parameter) is not None:
+                raise ValueError(
+                    f"{name}: expected parameters that were in the model when fully_rotate was called, got a shard "
+                    "that joined it later, of which ZeroOuter can make no piece: optimizers may hold it already. "
+                    "Build the whole model before fully_rotate"
+                )
+        super().claim(root, reduce_dtype)
+        for index, claimed in self._claimed():
+            self._dims[index] = piece_dim(claimed._spec)  # type: ignore[attr-defined]
+
+    # -- what rotates --------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        self._refresh(dict(self._claimed()))
+        self._in_forward = True
+
+    def end_forward(self) -> None:
+        self._in_forward = False
+
+    def home(self, index: int, parameter: DTensor) -> torch.Tensor:
+        if self.size == 1 or self._dims[index] is None:
+            return held(parameter)
+        if not self._in_forward and torch._C._current_graph_task_id() == -1:
+            self._refresh({index: parameter})
+        home = self._homes.get(index)
+        if home is None or home.version != parameter._version:
+            raise RotationError(
+                f"{self._members[index].name}: expected weights that stay as they are from the start of a forward to "
+                "the end of its backward, got some that were written in between, which the shards that rotate do not "
+                "show: write to them before the forward of the whole model"
+            )
+        return home.tensor
+
+    def _refresh(self, parameters: dict[int, torch.Tensor]) -> None:
+        """Has the shards of parameters hold what the pieces of all replicas do. Collective over the replicas."""
+        if self.replicas is None:
+            return
+        self.verify()
+        wanted = {i: parameter for i, parameter in sorted(parameters.items()) if self._dims[i] is not None}
+        changed = self._changed(wanted)
+        told = self.exchange(_Changes(self.fingerprint(), tuple(wanted), changed))
+        for replica, theirs in enumerate(told):
+            if (theirs.model, theirs.wanted) != (told[0].model, told[0].wanted):
+                names = [", ".join(self._members[i].name for i in each.wanted[:5]) for each in (told[0], theirs)]
+                raise ValueError(
+                    f"replicas disagree on which weights they need: expected those of {names[0]}, ... (replica 0), got "
+                    f"those of {names[1]}, ... in replica {replica}: every rank has to call the same modules"
+                )
+        gathered = sorted({index for theirs in told for index in theirs.changed})
+        with torch.inference_mode(False), torch.no_grad():
+            for bucket in self._gathered_together(gathered, wanted):
+                self._gather(bucket, wanted)
+        for index, parameter in wanted.items():
+            self._homes[index].version = parameter._version
+
+    def _changed(self, parameters: dict[int, torch.Tensor]) -> tuple[int, ...]:
+        """The parameters of which the shard does not hold what this rank's piece does."""
+        differ: dict[int, Any] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for index, parameter in parameters.items():
+                home, piece = self._homes.get(index), held(parameter)
+                if home is None or (home.tensor.dtype, home.tensor.device) != (piece.dtype, piece.device):
+                    differ[index] = True
+                else:
+                    differ[index] = (own_piece(home.tensor, parameter._spec) != piece).any()  # type: ignore[attr-defined]
+        flags = [flag for flag in differ.values() if isinstance(flag, torch.Tensor)]
+        found = iter(torch.stack(flags).tolist() if flags else ())  # the device is waited for once
+        return tuple([i for i, flag in differ.items() if (next(found) if isinstance(flag, torch.Tensor) else flag)])
+
+    def _gathered_together(self, indices: Iterable[int], parameters: dict[int, torch.Tensor]) -> list[list[int]]:
+        """Parameters of one dtype, up to `bucket_bytes`."""
+        buckets: list[list[int]] = []
+        filled, last = 0, None
+        for index in indices:
+            dtype = parameters[index].dtype
+            size = self._members[index].numel * dtype.itemsize
+            if dtype == last and filled + size <= self.bucket_bytes:
+                buckets[-1].append(index)
+                filled += size
+            else:
+                buckets.append([index])
+                filled, last = size, dtype
+        return buckets
+
+    def _gather(self, bucket: Sequence[int], parameters: dict[int, torch.Tensor]) -> None:
+        assert self.replicas is not None, "one replica gathers nothing"
+        pieces = [held(parameters[index]) for index in bucket]
+        widths = [self._width(index) for index in bucket]
+        flat = torch.zeros(sum(widths), dtype=pieces[0].dtype, device=pieces[0].device)
+        for place, piece in zip(flat.split(widths), pieces, strict=True):
+            place[: piece.numel()].copy_(piece.reshape(-1))
+        if flat.numel():
+            self._sent_bytes += (self.size - 1) * flat.nbytes
+        rows = self.replicas.all_gather(flat) if flat.numel() else flat.expand(self.size, -1)
+        for index, columns in zip(bucket, rows.split(widths, dim=1), strict=True):
+            parameter = parameters[index]
+            known = self._homes.get(index)
+            if known is None or (known.tensor.dtype, known.tensor.device) != (flat.dtype, flat.device):
+                home = torch.empty(self._members[index].shape, dtype=flat.dtype, device=flat.device)
+                known = self._homes[index] = _Home(home, 0)
+            share_version(known.tensor, parameter)  # a backward that needs it notices that it was gathered anew
+            for place, row in zip(self._pieces(index, known.tensor), columns, strict=True):
+                place.copy_(row[: place.numel()].view(place.shape))
+
+    # -- what is reduced -----------------------------------------------------------------------------------------------
+
+    def _pieces(self, index: int, home: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What of a shard, or of its gradient, each replica has."""
+        dim = self._dims[index]
+        return [home] * self.size if dim is None else cut_home(home, dim, self.size)
+
+    def _width(self, index: int) -> int:
+        """Elements of the largest piece of a parameter."""
+        dim, shape = self._dims[index], list(self._members[index].shape)
+        if dim is not None:
+            shape[dim] = -(-shape[dim] // self.size)
+        return torch.Size(shape).numel()
+
+    def _pack(self, bucket: tuple[int, ...], values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """[K, n]: a row for each replica, of the pieces that are its own."""
+        assert self.replicas is not None, "one replica sends nothing"
+        widths = [self._width(index) for index in bucket]
+        wire = self._members[bucket[0]].wire
+        rows = torch.zeros(self.size, sum(widths), dtype=wire, device=self.replicas.device)
+        for index, value, columns in zip(bucket, values, rows.split(widths, dim=1), strict=True):
+            for piece, row in zip(() if value is None else self._pieces(index, value), columns, strict=False):
+                row[: piece.numel()].view(piece.shape).copy_(piece)
+        return rows
+
+    def _begin(self, flat: torch.Tensor, bucket: tuple[int, ...]) -> Flight:
+        assert self.replicas is not None, "one replica sends nothing"
+        work, row = self.replicas.begin_scatter(flat)
+        self._sent_bytes += (self.size - 1) * row.nbytes
+        return Flight(work, flat, row, bucket)
+
+    def _land(self, flight: Flight) -> Sequence[torch.Tensor]:
+        assert self.replicas is not None, "one replica sends nothing"
+        self.replicas.end_sum(flight.work)
+        columns = flight.flat.div_(self.size).split([self._width(index) for index in flight.indices])
+        return [column[: self._own_numel(i)] for i, column in zip(flight.indices, columns, strict=True)]
+
+    def _own_shape(self, index: int) -> torch.Size:
+        """Of this rank's piece."""
+        assert self.replicas is not None, "one replica cuts nothing"
+        like = torch.empty(self._members[index].shape, device="meta")
+        return self._pieces(index, like)[self.replicas.rank].shape
+
+    def _own_numel(self, index: int) -> int:
+        return self._own_shape(index).numel()
+
+    def _reduce_now(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        self._meet(self._current(), f"the gradient of {self._members[index].name}")
+        flat = self._pack((index,), [value])
+        if not flat.numel():
+            return value.new_empty(self._own_shape(index))
+        (part,) = self._land(self._begin(flat, (index,)))
+        return part.view(self._own_shape(index)).to(value.dtype)
+
+    # -- what is not reduced yet ---------------------------------------------------------------------------------------
+
+    def _to_add_up(self, index: int, parameter: Any, value: torch.Tensor) -> torch.Tensor:
+        """`value` as a gradient of the shard, and p.grad, where there is one, as another."""
+        if self._dims[index] is None:
+            return super()._to_add_up(index, parameter, value)
+        spec, before = home_spec(parameter._spec), parameter.grad
+        if before is not None and is_piece(before):
+            wide = value.new_zeros(value.shape)
+            own_piece(wide, parameter._spec).copy_(held(before)).mul_(self.size)
+            parameter.grad = as_gradient(wide, spec)
+        elif before is not None and before.dtype != value.dtype:
+            parameter.grad = as_gradient(held(before).to(value.dtype), spec)
+        return as_gradient(value.detach(), spec)
+
+    def _take_unreduced(self, index: int, parameter: Any, keep: bool = False) -> torch.Tensor | None:
+        gradient = parameter.grad
+        if index not in self._unreduced and gradient is not None and self.has_unreduced(index, parameter):
+            self._unreduced[index] = (parameter, held(gradient))  # of a backward that failed
+        return super()._take_unreduced(index, parameter, keep)
+
+    def has_unreduced(self, index: int, parameter: Any) -> bool:
+        if self._dims[index] is None:
+            return super().has_unreduced(index, parameter)
+        return isinstance(parameter.grad, DTensor) and not is_piece(parameter.grad)
+
+    def _as_gradient(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
+        if parameter.grad is not None and self.has_unreduced(parameter.__dict__[CLAIM].index, parameter):
+            raise RotationError(
+                f"a parameter of shape {tuple(parameter.shape)}: expected a gradient that is reduced over replicas, or "
+                "none, got what a backward without a reduction has left that failed: call zero_grad"
+            )
+        return super()._as_gradient(parameter, value)

@@ -1,0 +1,119 @@
+"""Parameters that are cut over replicas too: of the shard that rotates, every replica holds one piece."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _state_dict_utils
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from rtp_ext._native import shard_sizes
+from rtp_ext.ring.mesh import home_placements, own_part, piece_dim, ring_dim, ring_shape
+
+
+def is_piece(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor of which replicas hold different parts."""
+    return isinstance(tensor, DTensor) and piece_dim(tensor._spec) is not None
+
+
+def piece_placements(parameter: DTensor) -> tuple[Placement, Placement] | None:
+    """How the pieces lie of a parameter whose shard every replica holds; None where they cannot.
+
+    Along the dimension that the ring cuts, where DTensor's arithmetic for uneven sizes has the shards of all rings cut
+    alike: it cuts over the replicas first, and what that leaves of all shards over the ring, by the chunk rule each
+    time. Else along the largest other dimension.
+    """
+    mesh, over_ring = parameter.device_mesh, parameter.placements[-1]
+    assert isinstance(over_ring, Shard), "a shard"
+    replicas, ring = mesh.shape
+    shape = parameter.shape
+    pieces = [shard_sizes(home, replicas) for home in shard_sizes(shape[over_ring.dim], ring)]
+    if all(list(of_one) == list(shard_sizes(sum(of_one), ring)) for of_one in zip(*pieces, strict=True)):
+        return _StridedShard(over_ring.dim, split_factor=ring), over_ring
+    others = [dim for dim in range(len(shape)) if dim != over_ring.dim]
+    return (Shard(max(others, key=lambda dim: shape[dim])), over_ring) if others else None
+
+
+def home_spec(spec: DTensorSpec) -> DTensorSpec:
+    """How the shards lie that pieces laid out as `spec` belong to: the same ones on every replica."""
+    return DTensorSpec(spec.mesh, home_placements(spec), tensor_meta=spec.tensor_meta)
+
+
+def home_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of this rank's shard of a parameter, whole or cut over the replicas."""
+    if not isinstance(parameter, DTensor):
+        return tuple(parameter.shape)
+    shape, dim, mesh = list(ring_shape(parameter)), ring_dim(parameter), parameter.device_mesh
+    if dim is not None:
+        shape[dim] = shard_sizes(shape[dim], mesh.size(mesh.ndim - 1))[mesh.get_local_rank(mesh.ndim - 1)]
+    return tuple(shape)
+
+
+def cut_home(home: torch.Tensor, dim: int, replicas: int) -> tuple[torch.Tensor, ...]:
+    """The pieces of a shard, views of it, by the chunk rule of DTensor's Shard."""
+    return home.split(shard_sizes(home.shape[dim], replicas), dim)
+
+
+def own_piece(home: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's piece, a view, of a shard that is to be laid out as `spec` says."""
+    dim = piece_dim(spec)
+    return home if dim is None else cut_home(home, dim, spec.mesh.size(0))[spec.mesh.get_local_rank(0)]
+
+
+def as_pieces(parameter: DTensor, placements: tuple[Placement, Placement]) -> nn.Parameter:
+    """A parameter whose shard every replica holds, cut over the replicas; with memory of its own."""
+    spec = DTensorSpec(parameter.device_mesh, placements, tensor_meta=parameter._spec.tensor_meta)
+    local = own_piece(parameter._local_tensor.detach(), spec).clone(memory_format=torch.contiguous_format)
+    data = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    cut = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    cut.__dict__.update(parameter.__dict__)
+    return cut
+
+
+_meshes: set[DeviceMesh] = set()
+_WRAPS = "_rtp_cuts"  # attribute of the function that knows them
+
+
+def let_state_dicts_fit(mesh: DeviceMesh) -> None:
+    """Has whole state dicts (full_state_dict=True) be cut into pieces as the parameters on `mesh` are.
+
+    torch cuts along the replicas first, and then evenly what that leaves of the shards of all rings: it asserts where
+    sizes do not divide, or cuts elsewhere.
+    """
+    _meshes.add(mesh)
+    stock: Any = _state_dict_utils.distribute_tensor  # type: ignore[attr-defined]
+    if hasattr(stock, _WRAPS):
+        return
+
+    @functools.wraps(stock)
+    def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **keywords: Any) -> Any:
+        ours = placements is not None and isinstance(placements[0], _StridedShard) and device_mesh in _meshes
+        if not ours or isinstance(tensor, DTensor):
+            return stock(tensor, device_mesh, placements, **keywords)
+        spec = DTensorSpec(device_mesh, tuple(placements), TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
+        piece = own_part(tensor.detach(), device_mesh, placements).clone(memory_format=torch.contiguous_format)
+        return DTensor(piece, spec, requires_grad=False)  # type: ignore[call-arg]
+
+    setattr(distribute_tensor, _WRAPS, True)
+    _state_dict_utils.distribute_tensor = distribute_tensor  # type: ignore[attr-defined]
+
+
+def gather_home(parameter: DTensor) -> torch.Tensor:
+    """This rank's shard out of the pieces of all replicas, outside autograd. Collective over the replicas."""
+    spec, dim = parameter._spec, piece_dim(parameter._spec)
+    assert dim is not None, "pieces"
+    local = parameter._local_tensor.detach().contiguous()
+    home = local.new_empty(home_shape(parameter))
+    for replica, place in enumerate(cut_home(home, dim, spec.mesh.size(0))):
+        if place.numel():
+            piece = local if replica == spec.mesh.get_local_rank(0) else local.new_empty(place.shape)
+            dist.broadcast(piece.view(-1).view(torch.uint8), group=spec.mesh.get_group(0), group_src=replica)
+            place.copy_(piece)
+    return home
