@@ -216,7 +216,10 @@ def _parts(ring: rtp_ext.Ring, cases: Cases) -> None:
 
 def _disagreeing(ring: rtp_ext.Ring, cases: Cases) -> None:
     model = converted(Subject(Scaled, features(3, 6)).make(), ring, False)
-    with cases.case("inputs that want gradients on one rank"), pytest.raises(ValueError, match="inputs that want gradients"):
+    with (
+        cases.case("inputs that want gradients on one rank"),
+        pytest.raises(ValueError, match="inputs that want gradients"),
+    ):
         model(random(3, 6, dtype=torch.float64, seed=1).requires_grad_(ring.rank == 0))
 
 

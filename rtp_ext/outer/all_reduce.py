@@ -170,6 +170,11 @@ class AllReduce(OuterPolicy):
         known = self._unreduced.get(index)
         return known is not None and held(parameter.grad) is known[1]
 
+    def _counts_as_unreduced(self, index: int, parameter: Any) -> bool:
+        """Whether p.grad, which is there, takes part in the next reduction, after a backward without one. Each does:
+        what this replica has not reached, others may have added to."""
+        return True
+
     def _as_gradient(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
         return as_gradient(value.to(parameter.dtype), parameter._spec)
 
@@ -283,10 +288,10 @@ class AllReduce(OuterPolicy):
             if current.reduces:
                 self._reduce_rest(current)
             else:
-                # All that there are: what this replica has not reached, others may have added to.
                 for index, parameter in self._claimed():
-                    if parameter.grad is not None:
-                        self._unreduced[index] = (parameter, held(parameter.grad))
+                    gradient = parameter.grad
+                    if gradient is not None and self._counts_as_unreduced(index, parameter):
+                        self._unreduced[index] = (parameter, held(gradient))
         finally:
             self._pass = None
 

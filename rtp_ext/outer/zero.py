@@ -324,6 +324,11 @@ class ZeroOuter(AllReduce):
             return super().has_unreduced(index, parameter)
         return isinstance(parameter.grad, DTensor) and not is_piece(parameter.grad)
 
+    def _counts_as_unreduced(self, index: int, parameter: Any) -> bool:
+        if self._dims[index] is None:
+            return super()._counts_as_unreduced(index, parameter)
+        return self.has_unreduced(index, parameter)
+
     def _as_gradient(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
         if parameter.grad is not None and self.has_unreduced(parameter.__dict__[CLAIM].index, parameter):
             raise RotationError(
