@@ -284,12 +284,12 @@ def refused(cases):
             rtp_ext.fully_rotate(model, mesh=mesh["ring"])
     with cases.case("refused: ZeroOuter"):
         for shape in ((2, 2, 1), (1, 2, 2)):
-            model, three = parallel(shape, ("replicas", "tp", "ring"), sequence_parallel(RowwiseParallel))
-            before = dict(model.named_parameters())
+            other, three = parallel(shape, ("replicas", "tp", "ring"), sequence_parallel(RowwiseParallel))
+            before = dict(other.named_parameters())
             dims = RotationDims(replicate="replicas")
             with pytest.raises(ValueError, match=r"ZeroOuter cannot be .* tensor parallelism .*'tp'.*AllReduce\(\)"):
-                rtp_ext.fully_rotate(model, mesh=three, dims=dims, outer=rtp_ext.outer.ZeroOuter(), timeout=30.0)
-            assert all(before[name] is parameter for name, parameter in model.named_parameters())
+                rtp_ext.fully_rotate(other, mesh=three, dims=dims, outer=rtp_ext.outer.ZeroOuter(), timeout=30.0)
+            assert all(before[name] is parameter for name, parameter in other.named_parameters())
     with cases.case("refused: an optimizer of before"):
         early = adamw(model)
         rtp_ext.fully_rotate(model, mesh=mesh, dims=RotationDims(), timeout=30.0)
