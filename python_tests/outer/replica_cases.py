@@ -61,3 +61,40 @@ def accumulates(rank, ranks, cases, shape, factor, ways, outer=None, sent_by=Non
                 assert wrong(gradients(model), plain, share * (1 + 1e-6)), "control"
             sent = sent_by * sum(way) * 2
             assert abs(policy.bytes_sent() - before - sent) <= 8, (policy.bytes_sent() - before, sent)
+
+
+def not_reached_again(model, plain, rank, ranks, cases):
+    with cases.case("not reduced, and not reached by the backward that reduces"):
+        for each in (model, plain):
+            each.zero_grad()
+        with rtp_ext.no_sync(model):
+            batch_loss(model, rank, 0).backward()
+        model.mixes = False
+        batch_loss(model, rank, 1).backward()
+        all_losses(plain, ranks, 0).backward()
+        plain.mixes = False
+        all_losses(plain, ranks, 1).backward()
+        assert_same_gradients(gradients(model), plain, "flushed", 1 / ranks)
+
+
+def left_out_between_reductions(model, plain, rank, ranks, cases):
+    """One of two replicas does not use a layer in some micro-batches, of which the second is not reduced."""
+    both = (0, 1)
+    with cases.case("what one replica leaves out between reductions"):
+        for step, (users, without) in enumerate(
+            [(both, ()), ((1,), (1, 2)), ((0,), (1, 2)), ((1,), (1,)), ((0,), (1,))]
+        ):
+            for each in (model, plain):
+                each.zero_grad()
+            for micro, reduces in enumerate((True, False, True)):
+                mixing = users if micro in without else both
+                rtp_ext.set_requires_all_reduce(model, reduces)
+                model.mixes = rank // 2 in mixing
+                batch_loss(model, rank, step + micro).backward()
+                total = 0
+                for other in range(ranks):
+                    plain.mixes = other // 2 in mixing
+                    total = total + batch_loss(plain, other, step + micro)
+                total.backward()
+            assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
+    model.mixes = plain.mixes = True

@@ -8,7 +8,15 @@ import torch
 from harness import Cases, run_ranks
 from reference import assert_same, full, local
 from refusal_cases import dies, refusal_cases
-from replica_cases import LINE, accumulates, assert_same_gradients, trains_as_one, wrong
+from replica_cases import (
+    LINE,
+    accumulates,
+    assert_same_gradients,
+    left_out_between_reductions,
+    not_reached_again,
+    trains_as_one,
+    wrong,
+)
 from replica_models import (
     DIMS,
     EXACT,
@@ -102,17 +110,7 @@ def _clears(rank, ranks, cases):
             model.zero_grad(set_to_none=to_none)
             batch_loss(model, rank, 1).backward()
             assert_same_gradients(gradients(model), plain, "after zero_grad", 1 / ranks)
-    with cases.case("not reduced, and not reached by the backward that reduces"):
-        for each in (model, plain):
-            each.zero_grad()
-        with rtp_ext.no_sync(model):
-            batch_loss(model, rank, 0).backward()
-        model.mixes = False
-        batch_loss(model, rank, 1).backward()
-        all_losses(plain, ranks, 0).backward()
-        plain.mixes = False
-        all_losses(plain, ranks, 1).backward()
-        assert_same_gradients(gradients(model), plain, "flushed", 1 / ranks)
+    not_reached_again(model, plain, rank, ranks, cases)
 
 
 def _keeps_sums_wide(rank, ranks, cases):
@@ -263,21 +261,7 @@ def _others(rank, ranks, cases):
             total.backward()
             assert (model.mix.weight.grad is None) == (step == 0), "nobody used it"
             assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
-    with cases.case("what one replica leaves out of a micro-batch between reductions"):
-        for step, users in enumerate([(1,), (0,)]):
-            for each in (model, plain):
-                each.zero_grad()
-            for micro, reduces in enumerate((True, False, True)):
-                rtp_ext.set_requires_all_reduce(model, reduces)
-                model.mixes = replica in users or micro != 1
-                batch_loss(model, rank, step + micro).backward()
-                total = 0
-                for other in range(ranks):
-                    plain.mixes = other // 2 in users or micro != 1
-                    total = total + batch_loss(plain, other, step + micro)
-                total.backward()
-            assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
-        model.mixes = plain.mixes = True
+    left_out_between_reductions(model, plain, rank, ranks, cases)
     with cases.case("frozen and thawed everywhere"):
         for step, wanted in enumerate((False, True, True)):
             for each in (model, plain):

@@ -7,7 +7,14 @@ import pytest
 import torch
 from harness import Cases, run_ranks
 from reference import assert_same, differs, full, local
-from replica_cases import LINE, accumulates, assert_same_gradients, trains_as_one
+from replica_cases import (
+    LINE,
+    accumulates,
+    assert_same_gradients,
+    left_out_between_reductions,
+    not_reached_again,
+    trains_as_one,
+)
 from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
 from state_cases import assert_same_weights, other_values, state_cases
 from torch import nn
@@ -132,17 +139,7 @@ def _clears(rank, ranks, cases):
             who.zero_grad(set_to_none=to_none)
             batch_loss(model, rank, 1).backward()
             assert_same_gradients(gradients(model), plain, "after zero_grad", 1 / ranks)
-    with cases.case("not reduced, and not reached by the backward that reduces"):
-        for each in (model, plain):
-            each.zero_grad()
-        with rtp_ext.no_sync(model):
-            batch_loss(model, rank, 0).backward()
-        model.mixes = False
-        batch_loss(model, rank, 1).backward()
-        all_losses(plain, ranks, 0).backward()
-        plain.mixes = False
-        all_losses(plain, ranks, 1).backward()
-        assert_same_gradients(gradients(model), plain, "flushed", 1 / ranks)
+    not_reached_again(model, plain, rank, ranks, cases)
 
 
 def _keeps_sums_wide(rank, ranks, cases):
@@ -282,22 +279,8 @@ def rtp_ext_load(model, state):
 
 
 def _others(rank, ranks, cases):
-    replica = rank // 2
-    with cases.case("what one replica leaves out"):
-        model, plain = replicated((2, 2), outer=ZeroOuter(bucket_bytes=300)), Tiny()
-        for step, users in enumerate([(0, 1), (1,), (0,)]):
-            for each in (model, plain):
-                each.zero_grad()
-            for micro, reduces in enumerate((True, False, True)):
-                rtp_ext.set_requires_all_reduce(model, reduces)
-                model.mixes = replica in users or micro == 0
-                batch_loss(model, rank, step + micro).backward()
-                total = 0
-                for other in range(ranks):
-                    plain.mixes = other // 2 in users or micro == 0
-                    total = total + batch_loss(plain, other, step + micro)
-                total.backward()
-            assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
+    model, plain = replicated((2, 2), outer=ZeroOuter(bucket_bytes=300)), Tiny()
+    left_out_between_reductions(model, plain, rank, ranks, cases)
     for reentrant in (True, False):
         with cases.case(f"checkpointing, reentrant {reentrant}"):
             model, plain = replicated((2, 2), outer=ZeroOuter()), Tiny()

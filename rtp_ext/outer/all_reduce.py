@@ -32,7 +32,7 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rtp_ext.outer.policy import OuterPolicy
-from rtp_ext.outer.travel import Flight, Order, Pass, Told
+from rtp_ext.outer.travel import Flight, Order, Pass, Told, bucketed
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import CLAIM, as_gradient, unrounded
 
@@ -181,20 +181,9 @@ class AllReduce(OuterPolicy):
     # -- what travels --------------------------------------------------------------------------------------------------
 
     def _buckets(self, indices: Iterable[int]) -> list[tuple[int, ...]]:
-        """Parameters that travel together: of one dtype, up to `bucket_bytes`."""
-        buckets: list[tuple[int, ...]] = []
-        filled, wire = 0, None
-        for index in indices:
-            member = self._members[index]
-            size = member.numel * member.wire.itemsize
-            joins = member.wire == wire and filled + size <= self.bucket_bytes
-            wire = member.wire
-            if joins:
-                buckets[-1] += (index,)
-            else:
-                buckets.append((index,))
-            filled = filled + size if joins else size
-        return buckets
+        """Parameters whose gradients travel together."""
+        members = ((index, self._members[index]) for index in indices)
+        return bucketed(((index, member.wire, member.numel) for index, member in members), self.bucket_bytes)
 
     def _launch_next(self, current: Pass) -> None:
         """Sends the next bucket of the plan, with zeros for what has not arrived."""

@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+
+def bucketed(sizes: Iterable[tuple[int, torch.dtype, int]], most: int) -> list[tuple[int, ...]]:
+    """Parameters that travel together: neighbours of one dtype, up to `most` bytes, but at least one.
+
+    `sizes`: number, dtype and elements of each.
+    """
+    buckets: list[tuple[int, ...]] = []
+    filled, last = 0, None
+    for index, dtype, elements in sizes:
+        size = elements * dtype.itemsize
+        if dtype == last and filled + size <= most:
+            buckets[-1] += (index,)
+            filled += size
+        else:
+            buckets.append((index,))
+            filled, last = size, dtype
+    return buckets
+
 
 Order = tuple[tuple[int, int], ...]  # numbers of parameters, and how many gradients each got
 

@@ -19,7 +19,7 @@ the own piece: the mean over replicas gives it back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
-from rtp_ext._native import RotationError, share_version
+from rtp_ext._native import RotationError, shard_sizes, share_version
 from rtp_ext.outer.all_reduce import BUCKET, AllReduce
 from rtp_ext.outer.policy import checksum, logger
-from rtp_ext.outer.travel import Flight
+from rtp_ext.outer.travel import Flight, bucketed
 from rtp_ext.parameters.pieces import (
     as_pieces,
     cut_home,
@@ -190,7 +190,8 @@ class ZeroOuter(AllReduce):
                 )
         gathered = sorted({index for theirs in told for index in theirs.changed})
         with torch.inference_mode(False), torch.no_grad():
-            for bucket in self._gathered_together(gathered, wanted):
+            sizes = ((index, wanted[index].dtype, self._members[index].numel) for index in gathered)
+            for bucket in bucketed(sizes, self.bucket_bytes):
                 self._gather(bucket, wanted)
         for index, parameter in wanted.items():
             self._homes[index].version = parameter._version
@@ -208,21 +209,6 @@ class ZeroOuter(AllReduce):
         flags = [flag for flag in differ.values() if isinstance(flag, torch.Tensor)]
         found = iter(torch.stack(flags).tolist() if flags else ())  # the device is waited for once
         return tuple([i for i, flag in differ.items() if (next(found) if isinstance(flag, torch.Tensor) else flag)])
-
-    def _gathered_together(self, indices: Iterable[int], parameters: dict[int, torch.Tensor]) -> list[list[int]]:
-        """Parameters of one dtype, up to `bucket_bytes`."""
-        buckets: list[list[int]] = []
-        filled, last = 0, None
-        for index in indices:
-            dtype = parameters[index].dtype
-            size = self._members[index].numel * dtype.itemsize
-            if dtype == last and filled + size <= self.bucket_bytes:
-                buckets[-1].append(index)
-                filled += size
-            else:
-                buckets.append([index])
-                filled, last = size, dtype
-        return buckets
 
     def _gather(self, bucket: Sequence[int], parameters: dict[int, torch.Tensor]) -> None:
         assert self.replicas is not None, "one replica gathers nothing"
@@ -251,12 +237,20 @@ class ZeroOuter(AllReduce):
         dim = self._dims[index]
         return [home] * self.size if dim is None else cut_home(home, dim, self.size)
 
-    def _width(self, index: int) -> int:
-        """Elements of the largest piece of a parameter."""
+    def _piece_shape(self, index: int, replica: int) -> torch.Size:
         dim, shape = self._dims[index], list(self._members[index].shape)
         if dim is not None:
-            shape[dim] = -(-shape[dim] // self.size)
-        return torch.Size(shape).numel()
+            shape[dim] = shard_sizes(shape[dim], self.size)[replica]
+        return torch.Size(shape)
+
+    def _width(self, index: int) -> int:
+        """Elements of the largest piece of a parameter, the first."""
+        return self._piece_shape(index, 0).numel()
+
+    def _own_shape(self, index: int) -> torch.Size:
+        """Of this rank's piece."""
+        assert self.replicas is not None, "one replica cuts nothing"
+        return self._piece_shape(index, self.replicas.rank)
 
     def _pack(self, bucket: tuple[int, ...], values: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """[K, n]: a row for each replica, of the pieces that are its own."""
@@ -279,16 +273,7 @@ class ZeroOuter(AllReduce):
         assert self.replicas is not None, "one replica sends nothing"
         self.replicas.end_sum(flight.work)
         columns = flight.flat.div_(self.size).split([self._width(index) for index in flight.indices])
-        return [column[: self._own_numel(i)] for i, column in zip(flight.indices, columns, strict=True)]
-
-    def _own_shape(self, index: int) -> torch.Size:
-        """Of this rank's piece."""
-        assert self.replicas is not None, "one replica cuts nothing"
-        like = torch.empty(self._members[index].shape, device="meta")
-        return self._pieces(index, like)[self.replicas.rank].shape
-
-    def _own_numel(self, index: int) -> int:
-        return self._own_shape(index).numel()
+        return [column[: self._own_shape(i).numel()] for i, column in zip(flight.indices, columns, strict=True)]
 
     def _reduce_now(self, index: int, value: torch.Tensor) -> torch.Tensor:
         self._meet(self._current(), f"the gradient of {self._members[index].name}")
