@@ -17,10 +17,12 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
       pool_(transport_),
       trace_(transport_),
       hops_(transport_, trace_),
-      prefetcher_(transport_, pool_, hops_, trace_, rank) {}
+      prefetcher_(transport_, pool_, hops_, trace_, rank),
+      landings_(transport_, pool_, trace_) {}
 
 Executor::~Executor() {
-  if (alive()) transport_->drop();
+  if (!alive()) return;
+  landings_.empty() ? transport_->drop() : transport_->abort("dropped while a gradient was under way");
 }
 
 const Schedule& Executor::schedule(const ScheduleOptions& options) {
@@ -44,20 +46,31 @@ void Executor::check_alive(const std::string& operation) const {
 void Executor::fail(const std::string& reason) noexcept {
   if (!alive()) return;
   end_ = reason.empty() ? "unknown failure" : reason;
-  prefetcher_.forget();
   transport_->abort(end_);
+  prefetcher_.forget();
+  landings_.forget();
 }
 
 void Executor::close() {
   if (!alive()) return;
-  prefetcher_.drain();
+  drain();
   end_ = "it was closed";
   pool_.clear();
   transport_->close();
 }
 
+void Executor::land(const at::Tensor& gradient) {
+  check_alive("a gradient");
+  try {
+    landings_.land(gradient);
+  } catch (const RotationError& error) {
+    fail(error.what());
+    throw;
+  }
+}
+
 void Executor::set_trace(bool on) {
-  if (alive()) prefetcher_.drain();
+  if (alive()) drain();
   on ? trace_.start() : trace_.stop();
 }
 
@@ -268,6 +281,8 @@ const Step* Execution::next() {
       const Step& step = schedule_.steps[position_++];
       if (step.action == Action::hop) {
         hop(step);
+      } else if (schedule_.lands_late() && position_ == schedule_.steps.size()) {
+        land_later(step);
       } else if (step.action == Action::copy || step.action == Action::add) {
         copy_or_add(step);
       } else {
@@ -371,8 +386,16 @@ void Execution::copy_or_add(const Step& step) {
   after_compute(step);
 }
 
+// Leaves the last addition, and the slot that it reads, for after the pass.
+void Execution::land_later(const Step& step) {
+  auto arriving = views(step.send, step.send_owner), home = views(step.receive, step.receive_owner);
+  auto& slot = slots_[static_cast<size_t>(Channel::gradient)][static_cast<size_t>(step.send.slot)];
+  executor_.landings_.add(
+      {operation_, std::exchange(slot, nullptr), std::move(arriving), std::move(home), traced_, position(), step});
+}
+
 // Orders the compute lane after every hop, so that home tensors, outputs and slots are free for whoever comes next on
-// it. This is the one place where the lifetime of tensors across lanes is settled.
+// it, but for what lands late. This is the one place where the lifetime of tensors across lanes is settled.
 void Execution::end() {
   ended_ = true;
   Lanes& lanes = executor_.lanes();
@@ -389,6 +412,7 @@ void Execution::end() {
   trace.end_pass(traced_);
   executor_.last_ = lanes.mark_compute();
   return_slots();
+  executor_.landings_.end_pass();
 }
 
 }  // namespace rtp

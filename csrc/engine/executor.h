@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "engine/landings.h"
 #include "engine/prefetch.h"
 #include "engine/slots.h"
 #include "engine/trace.h"
@@ -33,8 +34,13 @@ class Executor {
   SlotPool& pool() { return pool_; }
   Hops& hops() { return hops_; }
   Prefetcher& prefetcher() { return prefetcher_; }
+  Landings& landings() { return landings_; }
   Trace& trace() { return trace_; }
-  // Starts or stops the recorder. A hop that was sent ahead is waited for first, so that passes are recorded whole.
+  // Waits for hops that are under way between two passes: what was sent ahead, and gradients that have yet to land.
+  void drain() { landings_.drain(), prefetcher_.drain(); }
+  // Lands a gradient of a pass that did not wait for it: see Schedule::lands_late.
+  void land(const at::Tensor& gradient);
+  // Starts or stops the recorder. What is under way is waited for first, so that passes are recorded whole.
   void set_trace(bool on);
 
   // The schedule of a pass. Each is made once; how many have been.
@@ -66,6 +72,7 @@ class Executor {
   Trace trace_;
   Hops hops_;
   Prefetcher prefetcher_;
+  Landings landings_;
   std::map<ScheduleOptions, Schedule> schedules_;
   std::string end_;  // why the ring is no longer usable; empty while it is
   Mark last_;        // the end of the newest execution on the compute lane
@@ -121,6 +128,7 @@ class Execution {
   void after_compute(const Step& step);
   void hop(const Step& step);
   void copy_or_add(const Step& step);
+  void land_later(const Step& step);
   void end();
   template <typename Action>
   auto guarded(Action&& action);

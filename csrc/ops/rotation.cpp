@@ -41,6 +41,7 @@ RotationOptions piecewise(const RotationOptions& options, const Piece& piece) {
   RotationOptions result = options;
   if (!piece.alone) {
     result.in_place = false;
+    result.late = false;  // one landing for each gradient
     if (result.route == Route::gather) result.route = Route::direct;
   }
   return result;
@@ -86,6 +87,7 @@ const Schedule& backward_schedule(Executor& executor, const RotationOptions& opt
   schedule.wgrad = needs.wgrad;
   schedule.bundle = needs.bundle;
   schedule.halves = needs.halves;
+  schedule.late = options.late;
   schedule.two_lanes = needs.two_lanes;
   schedule.receive_in_slots = !executor.transport().receives_anywhere();
   return executor.schedule(schedule);

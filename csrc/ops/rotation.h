@@ -21,6 +21,7 @@ struct RotationOptions {
   at::ScalarType reduce_dtype = at::kFloat;   // partial gradients travel in it
   int64_t slot_cap = 0;                       // most bytes of a slot; larger shards travel in pieces. 0: no cap
   bool halves = false;                        // gradients of single linear layers travel in two halves
+  bool late = false;                          // a backward may end before the last gradient hop has arrived
   std::string name;                           // of the module or function, for messages
 };
 

@@ -148,6 +148,11 @@ void bind_executor(py::module_& m) {
           py::arg("phase"), py::arg("backward"), py::arg("serial"), py::arg("watched"))
       .def(
           "prefetch", [](Executor& e, bool on) { e.prefetcher().enable(on); }, py::arg("on"))
+      .def(
+          "allow_late", [](Executor& e, size_t passes) { e.landings().allow(passes); }, py::arg("passes"),
+          "How many gradients may land after the pass that they are of.")
+      .def("land", &Executor::land, py::arg("gradient"), py::call_guard<NoGil>())
+      .def("landed_late", [](Executor& e) { return e.landings().landed(); })
       .def("prefetched", [](Executor& e) { return std::pair(e.prefetcher().sent(), e.prefetcher().used()); })
       .def(
           "set_delay", [](Executor& e, std::chrono::microseconds most) { e.hops().set_delay(most); }, py::arg("most"))
@@ -231,11 +236,11 @@ void bind_executor(py::module_& m) {
 void bind_operations(py::module_& m) {
   py::class_<RotationOptions>(m, "RotationOptions")
       .def(py::init([](const std::string& route, bool in_place, at::ScalarType compute, at::ScalarType reduce,
-                       int64_t slot_cap, bool halves, const std::string& name) {
-             return RotationOptions{parse_route(route), in_place, compute, reduce, slot_cap, halves, name};
+                       int64_t slot_cap, bool halves, const std::string& name, bool late) {
+             return RotationOptions{parse_route(route), in_place, compute, reduce, slot_cap, halves, late, name};
            }),
            py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
-           py::arg("slot_cap"), py::arg("halves"), py::arg("name"));
+           py::arg("slot_cap"), py::arg("halves"), py::arg("name"), py::arg("late") = false);
   py::class_<LinearShape>(m, "LinearShape")
       .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed) {
              return LinearShape{out_features, in_features, by_outputs, transposed};

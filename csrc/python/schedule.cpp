@@ -87,6 +87,7 @@ void bind_schedule(py::module_& m) {
       .def_property_readonly("route", [](const Schedule& schedule) { return name(schedule.options.route); })
       .def_property_readonly("in_place", [](const Schedule& schedule) { return schedule.options.in_place; })
       .def_property_readonly("halves", [](const Schedule& schedule) { return schedule.options.halves; })
+      .def_property_readonly("late", [](const Schedule& schedule) { return schedule.options.late; })
       .def_property_readonly("two_lanes", [](const Schedule& schedule) { return schedule.options.two_lanes; })
       .def_readonly("steps", &Schedule::steps)
       .def_readonly("weight_slots", &Schedule::weight_slots)
@@ -94,15 +95,15 @@ void bind_schedule(py::module_& m) {
   m.def(
       "make_schedule",
       [](int ranks, int rank, const std::string& pass, const std::string& route, bool in_place, bool dgrad, bool wgrad,
-         bool receive_in_slots, bool bundle, bool halves, bool two_lanes) {
+         bool receive_in_slots, bool bundle, bool halves, bool two_lanes, bool late) {
         return make_schedule(ranks, rank,
                              {parse_pass(pass), parse_route(route), in_place, dgrad, wgrad, receive_in_slots, bundle,
-                              halves, two_lanes});
+                              halves, two_lanes, late});
       },
       py::arg("ranks"), py::arg("rank"), py::kw_only(), py::arg("pass_"), py::arg("route") = "ring",
       py::arg("in_place") = false, py::arg("dgrad") = true, py::arg("wgrad") = true,
       py::arg("receive_in_slots") = false, py::arg("bundle") = false, py::arg("halves") = false,
-      py::arg("two_lanes") = false);
+      py::arg("two_lanes") = false, py::arg("late") = false);
   m.def(
       "hazards",
       [](const std::vector<Step>& steps, int ranks) {

@@ -1,5 +1,6 @@
 #include "schedule/footprint.h"
 
+#include <deque>
 #include <map>
 
 #include "base/checks.h"
@@ -54,6 +55,7 @@ class Walk {
           const bool follows = round > 0 && index + 1 < phase.size() && phase[index + 1].sent_ahead();
           ahead = run(phase[index], follows ? &phase[index + 1] : nullptr, std::move(ahead));
         }
+        land_all_but(0);
       }
     }
     return {weights_.count(), gradients_.count(), weights_.free(), gradients_.free()};
@@ -89,6 +91,7 @@ class Walk {
     options.dgrad = pass.weight.has_value();
     options.bundle = operation.bundle && !forward;
     options.receive_in_slots = !forward && !step_.travel.receives_anywhere;
+    options.late = step_.late > 0 && !forward && pieces.count == 1;
     auto& known = schedules_[options];
     if (known.steps.empty()) known = make_schedule(step_.ranks, 0, options);
     pass.schedule = &known;
@@ -102,6 +105,10 @@ class Walk {
   void lease(Held& held, int64_t bytes, int slots, bool staged) {
     while (static_cast<int>(held.slots.size()) < slots) held.slots.push_back(weights_.lease(bytes, Sizes{}));
     if (staged && !held.staged) held.staged = weights_.lease(bytes, Sizes{});
+  }
+
+  void land_all_but(int most) {
+    for (; static_cast<int>(landing_.size()) > most; landing_.pop_front()) gradients_.give_back(landing_.front());
   }
 
   // Returns what was leased for the next pass, where that has a hop that is sent ahead.
@@ -125,7 +132,11 @@ class Walk {
     }
     if (held.staged) weights_.give_back(*held.staged);
     for (const int64_t slot : held.slots) weights_.give_back(slot);
-    for (const int64_t slot : gradients) gradients_.give_back(slot);
+    for (size_t slot = 0; slot < gradients.size(); ++slot) {
+      const bool lands = pass.schedule->lands_late() && pass.schedule->steps.back().send.slot == static_cast<int>(slot);
+      lands ? landing_.push_back(gradients[slot]) : gradients_.give_back(gradients[slot]);
+    }
+    land_all_but(step_.late);
     return ahead;
   }
 
@@ -133,6 +144,7 @@ class Walk {
   std::map<ScheduleOptions, Schedule> schedules_;
   std::vector<PassSize> passes_[2];
   SlotLedger<int64_t> weights_, gradients_;
+  std::deque<int64_t> landing_;
 };
 
 }  // namespace

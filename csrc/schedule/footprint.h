@@ -163,6 +163,7 @@ struct StepSize {
   int64_t compute_bytes = 4;  // of a number of a weight that travels
   int64_t reduce_bytes = 4;   // and of a gradient
   int64_t slot_cap = kSlotCap;
+  int late = 0;  // gradients that may land after the pass that they are of
 };
 
 // What the pools of a ring hold once steps of these operations repeat. `free`: bytes of every slot at the end of a

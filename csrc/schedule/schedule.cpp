@@ -20,6 +20,8 @@ class Builder {
     chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
                     chosen.wgrad;
     chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.route != Route::gather;
+    chosen.late =
+        chosen.late && chosen.pass == Pass::backward && chosen.route != Route::gather && chosen.wgrad && !chosen.halves;
   }
 
   int ranks() const { return schedule_.ranks; }
@@ -157,16 +159,25 @@ class GradientJourney {
 
   // Adds this rank's part to the gradient of shard r + s, 1 <= s <= R.
   void compute(int s) {
-    out_ = s == builder_.ranks() ? home() : (partial_.exists() ? partial_ : slot(0));
-    builder_.compute(Compute::wgrad, builder_.at(s), kNoBuffer, partial_, out_, half_);
+    const bool last = s == builder_.ranks();
+    const bool from_zero = last && builder_.options().late;
+    out_ = last ? home() : (partial_.exists() ? partial_ : slot(0));
+    builder_.compute(Compute::wgrad, builder_.at(s), kNoBuffer, from_zero ? kNoBuffer : partial_, out_, half_);
   }
   void post(int s) {
     const int ranks = builder_.ranks();
     if (s == ranks) return;
-    const bool lands_home = s == ranks - 1 && !builder_.options().receive_in_slots;
+    const ScheduleOptions& options = builder_.options();
+    const bool lands_home = s == ranks - 1 && !options.receive_in_slots && !options.late;
     partial_ = lands_home ? home() : slot(s % 2);
     builder_.hop(Channel::gradient, builder_.at(-1), builder_.at(1), builder_.at(s), builder_.at(s + 1), out_, partial_,
                  half_);
+  }
+
+  // Adds what has arrived last, where the last product did not.
+  void land() {
+    const bool due = builder_.options().late && partial_.exists();
+    if (due) builder_.local(Action::add, Channel::gradient, builder_.at(0), partial_, home());
   }
 
  private:
@@ -184,7 +195,8 @@ class GradientJourney {
 
 // dgrad(r) | wgrad(r+1) dgrad(r+1) | ... | wgrad(r): a gradient hop hides under a dgrad, a weight hop under a
 // wgrad and a dgrad. Hops are enqueued w1, g1, w2, g2, ...: gradients first would deadlock a single communicator.
-// In halves, that of the first half hides under the wgrad of the second as well.
+// In halves, that of the first half hides under the wgrad of the second as well. Where gradients may land late, the
+// last wgrad starts from zero, and what arrives last is added at the end of the pass or after it.
 void build_backward(Builder& builder) {
   const int ranks = builder.ranks();
   const ScheduleOptions& options = builder.options();
@@ -211,6 +223,7 @@ void build_backward(Builder& builder) {
     }
   }
   if (options.dgrad) weights.settle();
+  for (GradientJourney& gradient : gradients) gradient.land();
 }
 
 // dgrad(r) | dgrad(r+1) wgrad(r+1) | ... | dgrad(r-1) wgrad(r-1) | wgrad(r): as for a single weight, but wgrad(j) can

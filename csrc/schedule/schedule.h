@@ -107,6 +107,7 @@ struct ScheduleOptions {
   bool bundle = false;            // backward only: wgrad(j) needs what dgrad(j) computed, so that weights always travel
   bool halves = false;            // backward only, not of bundles: gradients travel in two halves
   bool two_lanes = false;         // not of bundles: forwards alternate between lanes, dgrads and wgrads have one each
+  bool late = false;              // backward only: the pass may end before the last gradient hop has arrived, see below
 
   // Whether both make the same hops. Lanes are each rank's own affair: they follow from its own tokens and device.
   bool same_hops(const ScheduleOptions& other) const {
@@ -133,6 +134,10 @@ struct Schedule {
   int gradient_slots = 0;
   bool whole_weight = false;  // whether the steps name the slot that holds every shard
   bool whole_gradient = false;
+
+  // The gradient that arrives last is added to the home tensor by the last step, which nothing in the pass waits for:
+  // it may run after the pass.
+  bool lands_late() const { return options.late && gradient_hops > 0; }
 
   int slots(Channel channel) const { return channel == Channel::weight ? weight_slots : gradient_slots; }
   int hops(Channel channel) const { return channel == Channel::weight ? weight_hops : gradient_hops; }

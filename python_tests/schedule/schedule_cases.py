@@ -23,6 +23,7 @@ class Case:
     bundle: bool = False
     halves: bool = False
     two_lanes: bool = False
+    late: bool = False
 
     def schedules(self) -> list:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -92,6 +93,8 @@ class Case:
                     order.append(f"{'forward' if self.pass_ == 'forward' else 'dgrad'} {owner}")
         if hops["weight"] % 2 == 1 and self.in_place:
             order.append(f"copy weight {rank}")
+        if self.late and not self.halves:
+            order += [f"add gradient {rank}"] * (hops["gradient"] > 0)
         return order
 
     def _gather_order(self, rank: int) -> list[str]:

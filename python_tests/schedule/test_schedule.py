@@ -36,6 +36,11 @@ VARIANTS = [
         for route, needs in product(routes, NEEDS)
         if needs["wgrad"]
     ),
+    *(
+        {"pass_": "backward", **route, **needs, "late": 1, **way}
+        for route, needs, way in product(ROUTES, NEEDS, ({}, {"two_lanes": 1}, {"bundle": 1}))
+        if needs["wgrad"]
+    ),
     {"pass_": "forward", "route": "gather"},
     *({"pass_": "backward", "route": "gather", **needs} for needs in NEEDS),
 ]
@@ -85,6 +90,10 @@ def test_what_else_is_ignored():
                 assert case(ranks, pass_, route="gather", **way).ring() == gathered.ring()
         assert case(ranks, halves=1).ring() == case(ranks).ring()
         assert not case(ranks, halves=1).schedules()[0].halves
+        # what travels in halves, and what is gathered, lands within the pass
+        for pass_, way in (("forward", {}), ("backward", {"halves": 1}), ("backward", {"route": "gather"})):
+            assert case(ranks, pass_, late=1, **way).ring() == case(ranks, pass_, **way).ring()
+            assert not case(ranks, pass_, late=1, **way).schedules()[0].late
         assert case(ranks, "backward", halves=1, wgrad=0).ring() == case(ranks, "backward", wgrad=0).ring()
 
 

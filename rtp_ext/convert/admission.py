@@ -186,6 +186,7 @@ def _options(ring: Ring) -> dict[str, Any]:
         "slot_cap": ring.slot_cap,
         "prefetch": ring.prefetch,
         "gradient_halves": ring.gate.gradient_halves,
+        "late_gradients": ring.late_gradients,
         "transport_options": ring.transport_options,
     }
 

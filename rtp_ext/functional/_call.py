@@ -33,6 +33,7 @@ class Ready:
     size: LayerSize | None  # of what the gate decides on; None: the operation leaves no choice
     options: Any = None  # of the rotation, native
     made: Any = None  # by the operation
+    late: bool = False  # gradients may land after the pass
     rooms: list[tuple[int, int]] | None = None  # address and bytes of home shards that have room for the largest
 
     def plan(self, ring: Ring, tokens: int | None) -> None:
@@ -48,6 +49,7 @@ class Ready:
             reduce_dtype=self.reduce_dtype,
             slot_cap=ring.slot_cap,
             halves=halves,
+            late=self.late,
             name=self.name,
         )
 
@@ -121,10 +123,11 @@ class Home:
     tensor: torch.Tensor
     dim: int
     dims: int
+    lands: tuple[Ring, int] | None = None  # late: see `local_shard`
 
     @property
     def local(self) -> torch.Tensor:
-        return local_shard(self.tensor)
+        return local_shard(self.tensor, self.lands)
 
     def check(self, call: Call) -> None:
         """Raises where this cannot be a shard of such a parameter on the ring of the call."""
@@ -190,6 +193,7 @@ def prepare(
     *,
     tokens: int | None = None,
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None = None,
+    late: bool = False,
 ) -> Any:
     """What `derive` made of the whole shapes of the parameters, kept where `rtp_ext.functional.Prepared` says; and
     `call` made ready to run.
@@ -205,6 +209,7 @@ def prepare(
             hold no tensor, and nothing of an input.
         tokens, size: of an operation that the gate decides on: this rank's number of tokens, and the size as made of
             the whole shapes.
+        late: its backward hands gradients of parameters on without reading them.
     """
     ring, plain = call.ring, False
     looks: list[tuple] = []
@@ -230,13 +235,17 @@ def prepare(
             if prepared is not None and prepared.sharded and ring.mesh is not None:
                 home.expect_sharded(call)
         serial = 0 if prepared is None else ring.new_agreement()
-        ready = _agree(call, table, key, homes, facts, serial, tokens or 0, size)
+        ready = _agree(call, table, key, homes, facts, serial, tokens or 0, size, late)
         ready.made = derive(ready.shapes)
         table.found[key] = ready
     if tokens is not None and prepared is not None and tokens > prepared.seen:
         prepared.seen = tokens
     if call.in_place and ring.transport != "shm":  # over which copies travel
         _make_room(call, ready, homes)
+    if ready.late:
+        lands = ring, ring.landing_after()
+        for home in homes:
+            home.lands = lands
     call.options, call.serial = ready.options, ready.serial
     return ready.made
 
@@ -250,6 +259,7 @@ def _agree(
     serial: int,
     tokens: int,
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None,
+    late: bool,
 ) -> Ready:
     ring = call.ring
     wholes = [ring_shape(home.tensor) if isinstance(home.tensor, DTensor) else None for home in homes]
@@ -281,6 +291,9 @@ def _agree(
         shapes.append(whole or _assemble(f"{call.name}: {home.what}", locals_, home.dim))
     layer = None if size is None else size(shapes)
     ready = Ready(call.name, call.in_place, call.compute_dtype, call.reduce_dtype, shapes, serial, layer)
+    # Only what autograd hands on to the node of a shard, and nobody reads before.
+    unread = all(isinstance(home.tensor, DTensor) and home.tensor.dtype == call.reduce_dtype for home in homes)
+    ready.late = late and unread and ring.late_gradients > 0
     ready.plan(ring, most)
     return ready
 

@@ -161,7 +161,7 @@ def rotated_linear(
         return outputs, inputs, _native.LinearShape(outputs, inputs, by_outputs=False, transposed=transposed)
 
     facts = (("transposed", transposed),)
-    outputs, inputs, native = prepare(call, prepared, "partial linear", homes, [x], facts, derive)
+    outputs, inputs, native = prepare(call, prepared, "partial linear", homes, [x], facts, derive, late=True)
     _expect_features(call, x, inputs)
     y = _PartialLinear.apply(call, native, call.rows(x), homes[0].local, None if bias is None else homes[1].local)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
@@ -221,7 +221,7 @@ def rotated_linears(
     facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed))
     tokens = max([x.shape[:-1].numel() for x in inputs])
     planned: dict[str, Any] = {} if transposed else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
-    bundle = prepare(call, prepared, "linears", homes, inputs, facts, derive, **planned)
+    bundle = prepare(call, prepared, "linears", homes, inputs, facts, derive, late=True, **planned)
     for x, features in zip(inputs, bundle.features, strict=True):
         for expected in features:
             _expect_features(call, x, expected)

@@ -158,7 +158,7 @@ def rotated_mlp(
         return features, out_features, shape
 
     facts = (("activation", activation), ("recompute", recompute))
-    features, out_features, shape = prepare(call, prepared, "mlp", homes, [x], facts, derive)
+    features, out_features, shape = prepare(call, prepared, "mlp", homes, [x], facts, derive, late=True)
     if x.shape[-1] != features:
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
     keep = not recompute and any(call.needs)

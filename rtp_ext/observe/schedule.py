@@ -63,6 +63,7 @@ def schedule_of(
     receive_in_slots: bool = False,
     halves: bool = False,
     two_lanes: bool = False,
+    late: bool = False,
 ) -> Schedule:
     """The schedule of one pass of one operation on rank `rank` of a ring of `ranks`.
 
@@ -79,6 +80,8 @@ def schedule_of(
         receive_in_slots: gradients arrive in slots only, as shared memory needs it.
         halves: the gradients of a backward travel in two halves of their rows, each a chain of its own.
         two_lanes: forwards alternate between two lanes, dgrads and wgrads have one each.
+        late: the last gradient that arrives in a backward is added at its end, or after it; not where gradients travel
+            in halves or shards are gathered.
 
     Raises:
         ValueError: an unknown name, fewer than one rank, a rank outside the ring, or an input gradient wanted from an
@@ -100,6 +103,7 @@ def schedule_of(
         bundle=op in BUNDLES,
         halves=halves,
         two_lanes=two_lanes,
+        late=late,
     )
 
 

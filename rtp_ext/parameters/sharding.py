@@ -167,8 +167,12 @@ def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     return converted
 
 
-def local_shard(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, differentiable; a plain tensor is its own part."""
+def local_shard(parameter: torch.Tensor, lands: tuple[Ring, int] | None = None) -> torch.Tensor:
+    """This rank's part of a parameter, differentiable; a plain tensor is its own part.
+
+    `lands`: its gradient may still be under way when the backward of what is computed with it has returned it: on which
+    ring, and where in the order of a backward it has to be waited for.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
     claim = claim_of(parameter)
@@ -180,7 +184,12 @@ def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     home = held(parameter) if claim is None else claim.home(parameter)
     share_version(home, parameter)  # whoever writes to one of them writes to both
     if torch.is_grad_enabled() and parameter.requires_grad:
-        return _LocalShard.apply(parameter, home)
+        if lands is None:
+            return _LocalShard.apply(parameter, home, None)
+        ring, after = lands
+        shard = _LocalShard.apply(parameter, home, ring)
+        shard.grad_fn._set_sequence_nr(after)
+        return shard
     return home
 
 
@@ -188,15 +197,17 @@ class _LocalShard(torch.autograd.Function):
     """`to_local`, whose backward takes 0.1 ms per parameter to find out what the parameter's own spec says."""
 
     @staticmethod
-    def forward(ctx, parameter: DTensor, home: torch.Tensor) -> torch.Tensor:
-        ctx.spec, ctx.claim = parameter._spec, claim_of(parameter)
+    def forward(ctx, parameter: DTensor, home: torch.Tensor, ring: Ring | None) -> torch.Tensor:
+        ctx.spec, ctx.claim, ctx.ring = parameter._spec, claim_of(parameter), ring
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
         return home.detach()  # not a view, which autograd would refuse to unpack after a write
 
     @staticmethod
     @first_order_only
-    def backward(ctx, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return come_home(ctx, gradient), None
+    def backward(ctx, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if ctx.ring is not None and gradient is not None:
+            ctx.ring.land(gradient)
+        return come_home(ctx, gradient), None, None
 
 
 _BLOCK = 1 << 20  # bytes that `gather_full` sends at once

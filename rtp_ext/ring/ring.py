@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _TorchDispatchModeKey as _Mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow
+from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.gate import Gate, kind_of
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.options import TransportOptions
@@ -25,8 +25,9 @@ from rtp_ext.ring.prepared import Ledger, Prepared
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Trace, record
 from rtp_ext.ring.routes import choose_ce_modes, choose_route
-from rtp_ext.ring.surroundings import keep_compilers_out
+from rtp_ext.ring.surroundings import keep_compilers_out, refuse_transforms
 from rtp_ext.ring.transports import (
+    NETWORKED,
     ce_refusal,
     connect,
     nccl_put_refusal,
@@ -41,13 +42,11 @@ __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 TRANSPORTS = ("auto", "shm", "c10d", "ce", "nccl", "nccl-put")
 ROUTES = ("auto", "ring", "direct", "gather")
 
-_MODES = {_Mode.FAKE: "fake tensors", _Mode.PROXY: "make_fx", _Mode.FUNCTIONAL: "functionalisation"}
-
 _serials = itertools.count()
 _phases = itertools.count(1)
 
 
-class Ring(Primitives):
+class Ring(Primitives, Counters):
     """Ranks that rotate shards among themselves.
 
     Args:
@@ -66,6 +65,8 @@ class Ring(Primitives):
         prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
             the forward or backward before. 0 turns it off.
         gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
+        late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
+            each takes a gradient slot more. None: 1 where hops cross a network (a CPU ring over `c10d`), else 0.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
@@ -104,6 +105,7 @@ class Ring(Primitives):
         slot_cap: int = SLOT_CAP,
         prefetch: int = 1,
         gradient_halves: bool | None = None,
+        late_gradients: int | None = None,
         transport_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_choice("transport", transport, TRANSPORTS)
@@ -111,7 +113,7 @@ class Ring(Primitives):
         self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
-        self._take(slot_cap, prefetch)
+        self._take(slot_cap, prefetch, late_gradients)
         self.transport_options = TransportOptions.of(transport_options)
         meshes = resolve_mesh(mesh_or_group, dims)
         self.mesh: DeviceMesh | None = meshes.hops
@@ -129,9 +131,9 @@ class Ring(Primitives):
         self.serial = next(_serials)
         self._agree_on_options(
             f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}, prefetch {prefetch}, "
-            f"gradient_halves {gradient_halves}, {self.transport_options}"
+            f"gradient_halves {gradient_halves}, late_gradients {late_gradients}, {self.transport_options}"
         )
-        self._start(transport, route, gradient_halves)
+        self._start(transport, route, gradient_halves, late_gradients)
 
     @classmethod
     def emulated(
@@ -144,6 +146,7 @@ class Ring(Primitives):
         route: str = "ring",
         prefetch: int = 1,
         gradient_halves: bool | None = None,
+        late_gradients: int = 0,
     ) -> Ring:
         """A ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
 
@@ -160,7 +163,7 @@ class Ring(Primitives):
         ring = cls.__new__(cls)
         ring.timeout = datetime.timedelta(seconds=600)
         _check_choice("route", route, ROUTES[1:])
-        ring._take(SLOT_CAP, prefetch)
+        ring._take(SLOT_CAP, prefetch, late_gradients)
         ring.transport_options = TransportOptions.of(None)
         ring.mesh = ring.parameter_mesh = ring.tensor_mesh = None
         ring.replicas = 1
@@ -179,14 +182,17 @@ class Ring(Primitives):
 
     # -- making and ending -------------------------------------------------------------------------------------------
 
-    def _take(self, slot_cap: int, prefetch: int) -> None:
+    def _take(self, slot_cap: int, prefetch: int, late_gradients: int | None) -> None:
         """Takes the options that need no other rank."""
         if slot_cap < 0:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
         if prefetch not in (0, 1):
             raise ValueError(f"Ring: expected prefetch 0 or 1, got {prefetch!r}")
+        if late_gradients is not None and (isinstance(late_gradients, bool) or late_gradients < 0):
+            raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late_gradients!r}")
         keep_compilers_out()
-        self.slot_cap, self.prefetch = slot_cap, prefetch
+        self.slot_cap, self.prefetch, self.late_gradients = slot_cap, prefetch, late_gradients or 0
+        self._landing_after = 0  # number in autograd's order of what landings come after
         self._agreements = itertools.count(1)
         self._forward_phase = 0
         self._passing_by = -1  # id of the backward that told nothing of the order of others
@@ -199,6 +205,7 @@ class Ring(Primitives):
         self.gate = Gate(self.size, self.device, self.hop_route, route, gradient_halves)
         self._executor = _native.Executor(native, self.rank, self.size, self.device)
         self._executor.prefetch(self.prefetch > 0)
+        self._executor.allow_late(self.late_gradients)
         self._executor.set_delay(datetime.timedelta(microseconds=self.transport_options.delay_us))
 
     def _agree_on_options(self, mine: str) -> None:
@@ -207,7 +214,7 @@ class Ring(Primitives):
             if theirs != told[0]:
                 raise ValueError(f"Ring: ranks disagree: expected {told[0]} (rank 0), got {theirs} on rank {rank}")
 
-    def _start(self, transport: str, route: str, gradient_halves: bool | None) -> None:
+    def _start(self, transport: str, route: str, gradient_halves: bool | None, late_gradients: int | None) -> None:
         connection = connect(self, transport)
         self.transport: str = connection.name
         self.transport_reason: str = connection.reason
@@ -215,6 +222,8 @@ class Ring(Primitives):
         self.route: str = "gather" if route == "gather" else self.hop_route
         if self.transport == "ce":
             choose_ce_modes(connection.native, self.hop_route, self.transport_options.ce_mode)
+        if late_gradients is None and self.device.type == "cpu" and self.transport in NETWORKED:
+            self.late_gradients = 1
         self._build(connection.native, route, gradient_halves)
         if self.device.type == "cuda":
             self.gate.alike = len(set(self.exchange(kind_of(self.device)))) == 1
@@ -257,7 +266,7 @@ class Ring(Primitives):
     def check_alive(self, operation: str) -> None:
         """Raises RotationError if the ring was closed, has failed, outlived its process group, or is the ring of the
         process that this one was forked from; RuntimeError where something traces or transforms what is called."""
-        _refuse_transforms(operation)
+        refuse_transforms(operation)
         self._executor.check_alive(operation)
         if self._world is not None and self._world is not dist.group.WORLD:
             self._executor.fail("its process group was destroyed")
@@ -338,7 +347,22 @@ class Ring(Primitives):
         of inputs, whose order stays known."""
         self._passing_by = torch._C._current_graph_task_id()
 
-    # -- traces and counters -----------------------------------------------------------------------------------------
+    def landing_after(self) -> int:
+        """The operation that is called now may let its gradients land late: where in the order of a backward, which is
+        that of autograd's sequence numbers, they have to. Once the operation called before this one, which is the next
+        in a backward, has posted its hops."""
+        after, self._landing_after = self._landing_after, torch._C._autograd._get_sequence_nr()
+        return after
+
+    def land(self, gradient: torch.Tensor) -> None:
+        """Waits for what is under way of a gradient that an operation's backward has returned."""
+        try:
+            self._executor.land(gradient)
+        except RotationError:
+            self.abandon()
+            raise
+
+    # -- traces -----------------------------------------------------------------------------------------
 
     def trace(self) -> AbstractContextManager[Trace]:
         """Records what every lane does when: `with ring.trace() as trace: ...`, and then `trace.events`.
@@ -353,49 +377,7 @@ class Ring(Primitives):
         """
         return record(self)
 
-    def slot_count(self, channel: str) -> Any:
-        """Slots of `weight` or `gradient`: .slots and .bytes that exist, .peak_slots leased at once, .peak_bytes,
-        .allocations ever."""
-        return self._executor.slots(channel)
-
-    def reset_peak(self) -> None:
-        """Starts the peaks of `slot_count` anew."""
-        self._executor.reset_peak()
-
-    def clear_slots(self) -> None:
-        """Frees the slots; the next operation allocates them again."""
-        self._executor.clear_slots()
-
-    def hops(self, channel: str) -> int:
-        """Hops of `weight` or `gradient` that this rank has posted."""
-        return self._executor.hops(channel)
-
-    def prefetched(self) -> tuple[int, int]:
-        """First hops that were sent before their layer was called, and how many of them it could use."""
-        return self._executor.prefetched()
-
-    def bytes_sent(self, channel: str) -> int:
-        """Bytes of `weight` or `gradient` that this rank has sent."""
-        return self._executor.bytes_sent(channel)
-
 
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"Ring: expected {what} to be one of {', '.join(choices)}, got {value!r}")
-
-
-def _refuse_transforms(operation: str) -> None:
-    """Raises RuntimeError where what is computed now is traced or transformed: hops cannot be."""
-    found = None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        found = "a transform of torch.func (grad, vjp, jvp, vmap, ...)"
-    elif torch._C._get_tracing_state() is not None:
-        found = "torch.jit.trace"
-    elif torch._C._len_torch_dispatch_stack() > 0:
-        modes = [name for key, name in _MODES.items() if torch._C._get_dispatch_mode(key) is not None]
-        found = modes[0] if modes else None
-    if found is not None:
-        raise RuntimeError(
-            f"{operation}: rtp_ext does not support {found}: shards travel between processes, which nothing can trace "
-            "or transform. Call it eagerly, or through torch.compile, which leaves it out of its graphs"
-        )

@@ -1,0 +1,40 @@
+#include "engine/landings.h"
+
+#include <algorithm>
+
+#include "base/checks.h"
+
+namespace rtp {
+
+void Landings::land(const at::Tensor& gradient) {
+  const auto found = std::find_if(landings_.begin(), landings_.end(), [&](const Landing& landing) {
+    return std::any_of(landing.home.begin(), landing.home.end(),
+                       [&](const at::Tensor& home) { return home.is_alias_of(gradient); });
+  });
+  if (found != landings_.end()) land_all_but(static_cast<size_t>(landings_.end() - found) - 1);
+}
+
+void Landings::land_all_but(size_t most) {
+  while (landings_.size() > most) land_next();
+}
+
+// It stays the first of the list until it has landed: where its hop fails, the memory that the hop fills must outlive
+// the transport's giving up.
+void Landings::land_next() {
+  const Landing& landing = landings_.front();
+  Lanes& lanes = transport_->lanes();
+  const EventHandle waiting =
+      trace_.begin(landing.traced, TraceKind::wait, landing.position, Lane::compute, "wait: " + label(landing.step));
+  landing.slot->usage.before_read([](const auto& transfer, End end) { wait(*transfer, end); },
+                                  [&](const Mark& mark) { lanes.order_compute_after(mark); });
+  trace_.end(waiting);
+  const EventHandle adding = trace_.begin(landing.traced, landing.position, landing.step);
+  for (size_t part = 0; part < landing.home.size(); ++part) landing.home[part].add_(landing.arriving[part]);
+  trace_.end(adding);
+  landing.slot->usage.enter_read(lanes.mark_compute());
+  pool_.give_back(Channel::gradient, landing.slot);
+  landings_.pop_front();
+  ++landed_;
+}
+
+}  // namespace rtp

@@ -1,0 +1,57 @@
+// Gradients whose last part is still under way when the pass that they are of has ended.
+//
+// The last hop of a gradient hides under one product of its own layer only. Where that is too short, the hop may go on
+// under the next layers' products: the pass leaves its last step, the addition to the home tensors, to this list.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/slots.h"
+
+namespace rtp {
+
+struct Landing {
+  std::string operation;
+  std::shared_ptr<Slot> slot;  // that it arrives in
+  std::vector<at::Tensor> arriving, home;
+  PassHandle traced;
+  int position;  // of the step that adds, in the schedule
+  Step step;
+};
+
+class Landings {
+ public:
+  Landings(std::shared_ptr<Transport> transport, SlotPool& pool, Trace& trace)
+      : transport_(std::move(transport)), pool_(pool), trace_(trace) {}
+
+  // How many may be left at the end of a pass. They land in the order in which they were added.
+  void allow(size_t passes) { allowed_ = passes; }
+  void add(Landing landing) { landings_.push_back(std::move(landing)); }
+  void end_pass() { land_all_but(allowed_); }
+  void drain() { land_all_but(0); }
+  // Lands `gradient`, and what was added before it; nothing where it has landed.
+  void land(const at::Tensor& gradient);
+  // Without waiting, for a ring that has failed.
+  void forget() { landings_.clear(); }
+
+  bool empty() const { return landings_.empty(); }
+  int64_t landed() const { return landed_; }  // ever
+
+ private:
+  void land_all_but(size_t most);
+  void land_next();
+
+  std::shared_ptr<Transport> transport_;
+  SlotPool& pool_;
+  Trace& trace_;
+  std::deque<Landing> landings_;
+  size_t allowed_ = 0;
+  int64_t landed_ = 0;
+};
+
+}  // namespace rtp
