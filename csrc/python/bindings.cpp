@@ -22,6 +22,8 @@
 #include "transport/nccl/peer_news.h"
 #include "transport/nccl/put.h"
 #include "transport/shm/shm.h"
+#include "transport/tcp/socket.h"
+#include "transport/tcp/tcp.h"
 
 namespace {
 
@@ -60,6 +62,13 @@ void bind_transports(py::module_& m) {
       .def(py::init(&make_shm_transport), py::arg("rank"), py::arg("ranks"), py::arg("timeout"))
       .def("address", &ShmTransport::address)
       .def("connect", &ShmTransport::connect, py::arg("addresses"));
+  py::class_<TcpTransport, Transport, std::shared_ptr<TcpTransport>>(m, "TcpTransport")
+      .def(py::init(&make_tcp_transport), py::arg("rank"), py::arg("ranks"), py::arg("host"), py::arg("timeout"))
+      .def("address", &TcpTransport::address)
+      .def("connect", &TcpTransport::connect, py::arg("addresses"), py::call_guard<NoGil>());
+  m.def("interface_address", &interface_address, py::arg("name"), "The address of a network interface, in numbers.");
+  m.def("address_toward", &address_toward, py::arg("host"), py::call_guard<NoGil>(),
+        "The address of this host, in numbers, that packets to another one leave from.");
   m.def("c10d_transport", &make_c10d_transport, py::arg("weight_group"), py::arg("gradient_group"), py::arg("device"),
         py::arg("timeout"));
   m.def("emulated_transport", &make_emulated_transport, py::arg("device"), py::arg("link") = py::none());

@@ -23,7 +23,7 @@ from rtp_ext.nn import RotatedEmbedding, RotatedLinear
 TIMEOUT = 2.0  # of rings whose ranks die
 PROMPT = TIMEOUT + 6.0  # the others must know within it, and some more for the scheduler
 PATIENT = 30.0  # of rings whose ranks live
-TRANSPORTS = ["shm", "c10d"]
+TRANSPORTS = ["shm", "tcp", "c10d"]
 
 
 class raises:

@@ -20,7 +20,7 @@ import rtp_ext
 from rtp_ext.functional import rotated_linears
 
 TIMEOUT = 30.0
-TRANSPORTS = ["shm", "c10d"]
+TRANSPORTS = ["shm", "tcp", "c10d"]
 
 
 def shard_of(owner: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
+from rtp_ext.ring.addresses import own_address
 from rtp_ext.ring.groups import Groups
 
 logger = logging.getLogger("rtp_ext")
@@ -50,7 +51,8 @@ def candidates(ring: Groups) -> list[Candidate]:
     """The transports for the device of `ring`, the preferred one first."""
     c10d = Candidate("c10d", "any backend of torch.distributed", lambda: None, _make_c10d)
     if ring.device.type == "cpu":
-        return [Candidate("shm", "all ranks are CPU processes of one host", lambda: None, _make_shm), c10d]
+        shm = Candidate("shm", "all ranks are CPU processes of one host", lambda: None, _make_shm)
+        return [shm, Candidate("tcp", "sockets between CPUs of any hosts", lambda: None, _make_tcp), c10d]
     if ring.device.type != "cuda":
         return [c10d]
     ce = Candidate("ce", "copy engines between GPUs of one host", ce_refusal, _make_ce)
@@ -118,6 +120,20 @@ def _make_shm(ring: Groups) -> Any:
     addresses = ring.exchange(address)
     if problem is not None or native is None or None in addresses:
         raise RotationError(problem or "a rank has no shared memory to offer")
+    native.connect(addresses)
+    return native
+
+
+def _make_tcp(ring: Groups) -> Any:
+    native, problem, address = None, None, None
+    try:
+        native = _native.TcpTransport(ring.rank, ring.size, own_address(ring.exchange), ring.timeout)
+        address = native.address()
+    except RotationError as error:
+        problem = str(error)
+    addresses = ring.exchange(address)
+    if problem is not None or native is None or None in addresses:
+        raise RotationError(problem or "a rank has no address to offer")
     native.connect(addresses)
     return native
 

@@ -1,0 +1,253 @@
+#include "transport/tcp/socket.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <utility>
+
+namespace rtp {
+namespace {
+
+constexpr auto kGlance = std::chrono::milliseconds(100);  // after which a message that stalls is looked at
+
+template <typename... What>
+[[noreturn]] void fail(const What&... what) {
+  const int cause = errno;
+  throw ConnectionError(concat(what..., ": ", std::strerror(cause)));
+}
+
+// What a forked process has to close. The lock is held over a fork, so that the copy is whole.
+struct OpenSockets {
+  std::mutex mutex;
+  std::set<int> descriptors;
+
+  static OpenSockets& all() {
+    static OpenSockets* const sockets = [] {
+      pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); },
+                     [] {
+                       for (const int fd : all().descriptors) close(fd);
+                       all().descriptors.clear();
+                       all().mutex.unlock();
+                     });
+      return new OpenSockets;
+    }();
+    return *sockets;
+  }
+};
+
+using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+
+Addresses resolve(const std::string& host, int port, int type, int flags) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = type;
+  hints.ai_flags = flags | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  const int problem = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+  if (problem != 0) throw ConnectionError(concat("cannot resolve ", host, ": ", gai_strerror(problem)));
+  return {found, &freeaddrinfo};
+}
+
+std::string in_numbers(const sockaddr* address, socklen_t length) {
+  char host[NI_MAXHOST];
+  const int problem = getnameinfo(address, length, host, sizeof host, nullptr, 0, NI_NUMERICHOST);
+  if (problem != 0) throw ConnectionError(concat("cannot write an address in numbers: ", gai_strerror(problem)));
+  return host;
+}
+
+Socket open_socket(const addrinfo& address, int flags) {
+  Socket socket(::socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC | flags, address.ai_protocol));
+  if (!socket) fail("cannot open a socket");
+  return socket;
+}
+
+void set_option(const Socket& socket, int level, int option, int value) {
+  if (setsockopt(socket.fd(), level, option, &value, sizeof value) != 0) fail("cannot set an option of a socket");
+}
+
+// Leaves out the first `bytes` of the pieces from `first` on, and returns the first one that is left.
+size_t advance(std::vector<iovec>& pieces, size_t first, size_t bytes) {
+  while (first < pieces.size() && bytes >= pieces[first].iov_len) bytes -= pieces[first++].iov_len;
+  if (bytes > 0) {
+    pieces[first].iov_base = static_cast<std::byte*>(pieces[first].iov_base) + bytes;
+    pieces[first].iov_len -= bytes;
+  }
+  return first;
+}
+
+}  // namespace
+
+Socket::Socket(int fd) {
+  if (fd < 0) return;
+  OpenSockets& open = OpenSockets::all();
+  const std::lock_guard lock(open.mutex);
+  open.descriptors.insert(fd);
+  fd_ = fd;
+}
+
+Socket::Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+
+Socket& Socket::operator=(Socket&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+Socket::~Socket() {
+  if (fd_ < 0) return;
+  OpenSockets& open = OpenSockets::all();
+  const std::lock_guard lock(open.mutex);
+  open.descriptors.erase(fd_);
+  close(fd_);
+}
+
+std::string interface_address(const std::string& name) {
+  ifaddrs* found = nullptr;
+  if (getifaddrs(&found) != 0) fail("cannot list the network interfaces");
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> all(found, &freeifaddrs);
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const ifaddrs* each = found; each != nullptr; each = each->ifa_next) {
+      if (each->ifa_addr == nullptr || each->ifa_addr->sa_family != family || name != each->ifa_name) continue;
+      if (family == AF_INET) return in_numbers(each->ifa_addr, sizeof(sockaddr_in));
+      const auto* address = reinterpret_cast<const sockaddr_in6*>(each->ifa_addr);
+      if (!IN6_IS_ADDR_LINKLOCAL(&address->sin6_addr)) return in_numbers(each->ifa_addr, sizeof(sockaddr_in6));
+    }
+  }
+  throw RotationError(concat("expected a network interface ", name, " with an address"));
+}
+
+std::string address_toward(const std::string& host) {
+  const Addresses found = resolve(host, 9, SOCK_DGRAM, 0);  // nothing is sent
+  for (const addrinfo* each = found.get(); each != nullptr; each = each->ai_next) {
+    const Socket socket = open_socket(*each, 0);
+    if (connect(socket.fd(), each->ai_addr, each->ai_addrlen) != 0) continue;
+    sockaddr_storage here{};
+    socklen_t length = sizeof here;
+    if (getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&here), &length) != 0) fail("cannot read an address");
+    return in_numbers(reinterpret_cast<const sockaddr*>(&here), length);
+  }
+  fail("no way leads to ", host);
+}
+
+Socket listen_at(const std::string& host, int backlog) {
+  const Addresses address = resolve(host, 0, SOCK_STREAM, AI_NUMERICHOST | AI_PASSIVE);
+  Socket listener = open_socket(*address, SOCK_NONBLOCK);
+  if (bind(listener.fd(), address->ai_addr, address->ai_addrlen) != 0) fail("cannot bind to ", host);
+  if (listen(listener.fd(), backlog) != 0) fail("cannot listen at ", host);
+  return listener;
+}
+
+int port_of(const Socket& listener) {
+  sockaddr_storage here{};
+  socklen_t length = sizeof here;
+  if (getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&here), &length) != 0) fail("cannot read a port");
+  return ntohs(here.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(here).sin6_port
+                                          : reinterpret_cast<sockaddr_in&>(here).sin_port);
+}
+
+Socket accept_at(const Socket& listener) {
+  return Socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+}
+
+Socket make_stop() {
+  Socket stop(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!stop) fail("cannot make an eventfd");
+  return stop;
+}
+
+void raise_stop(const Socket& stop) noexcept { eventfd_write(stop.fd(), 1); }
+
+bool wait_ready(const Socket& socket, short events, const Socket& stop, std::chrono::milliseconds longest) {
+  pollfd both[] = {{socket.fd(), events, 0}, {stop.fd(), POLLIN, 0}};
+  if (poll(both, 2, static_cast<int>(std::min<int64_t>(longest.count(), 1 << 30))) < 0 && errno != EINTR) {
+    fail("cannot wait for a connection");
+  }
+  if (both[1].revents != 0) throw Stopped{};
+  return both[0].revents != 0;
+}
+
+Socket connect_to(const std::string& host, int port, const Socket& stop, std::chrono::milliseconds timeout) {
+  const Addresses address = resolve(host, port, SOCK_STREAM, AI_NUMERICHOST);
+  Socket socket = open_socket(*address, SOCK_NONBLOCK);
+  set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  if (connect(socket.fd(), address->ai_addr, address->ai_addrlen) != 0) {
+    if (errno != EINPROGRESS) fail("cannot connect to ", host, " port ", port);
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    bool ready = false;
+    while (!ready) {
+      const auto left = deadline - std::chrono::steady_clock::now();
+      errno = ETIMEDOUT;
+      if (left <= left.zero()) fail("cannot connect to ", host, " port ", port);
+      ready = wait_ready(socket, POLLOUT, stop, std::chrono::ceil<std::chrono::milliseconds>(left));
+    }
+    int problem = 0;
+    socklen_t length = sizeof problem;
+    if (getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &problem, &length) != 0) fail("cannot read an error");
+    errno = problem;
+    if (problem != 0) fail("cannot connect to ", host, " port ", port);
+  }
+  return socket;
+}
+
+void send_all(const Socket& socket, std::vector<iovec> pieces, const Socket& stop) {
+  size_t first = 0;
+  while (first < pieces.size()) {
+    msghdr message{};
+    message.msg_iov = &pieces[first];
+    message.msg_iovlen = pieces.size() - first;
+    const ssize_t sent = sendmsg(socket.fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent >= 0) {
+      first = advance(pieces, first, static_cast<size_t>(sent));
+    } else if (errno == EAGAIN) {
+      wait_ready(socket, POLLOUT, stop, std::chrono::hours(1));
+    } else if (errno != EINTR) {
+      fail("cannot send");
+    }
+  }
+}
+
+void Incoming::set_low_water(size_t bytes) {
+  if (bytes == low_water_) return;
+  set_option(socket_, SOL_SOCKET, SO_RCVLOWAT, static_cast<int>(bytes));
+  low_water_ = bytes;
+}
+
+void Incoming::receive_all(std::vector<iovec> pieces, const Socket& stop, const std::function<void(size_t)>& progress) {
+  size_t total = 0, received = 0, first = 0;
+  for (const iovec& piece : pieces) total += piece.iov_len;
+  while (received < total) {
+    set_low_water(std::min(kLowWater, total - received));
+    // Less than that is read too where no more comes: it may be all of a message that is shorter than it should be.
+    wait_ready(socket_, POLLIN, stop, kGlance);
+    msghdr message{};
+    message.msg_iov = &pieces[first];
+    message.msg_iovlen = pieces.size() - first;
+    const ssize_t found = recvmsg(socket_.fd(), &message, MSG_DONTWAIT);
+    if (found > 0) {
+      received += static_cast<size_t>(found);
+      first = advance(pieces, first, static_cast<size_t>(found));
+      progress(received);
+    } else if (found == 0) {
+      throw ConnectionError("it ended the connection");
+    } else if (errno != EAGAIN && errno != EINTR) {
+      fail("cannot receive");
+    }
+  }
+}
+
+}  // namespace rtp
