@@ -386,12 +386,12 @@ void Execution::copy_or_add(const Step& step) {
   after_compute(step);
 }
 
-// Leaves the last addition, and the slot that it reads, for after the pass.
+// Leaves the last addition, and the slots that its hop uses, for after the pass.
 void Execution::land_later(const Step& step) {
   auto arriving = views(step.send, step.send_owner), home = views(step.receive, step.receive_owner);
-  auto& slot = slots_[static_cast<size_t>(Channel::gradient)][static_cast<size_t>(step.send.slot)];
+  auto& slots = slots_[static_cast<size_t>(Channel::gradient)];
   executor_.landings_.add(
-      {operation_, std::exchange(slot, nullptr), std::move(arriving), std::move(home), traced_, position(), step});
+      {operation_, std::exchange(slots, {}), std::move(arriving), std::move(home), traced_, position(), step});
 }
 
 // Orders the compute lane after every hop, so that home tensors, outputs and slots are free for whoever comes next on

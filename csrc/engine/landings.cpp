@@ -25,14 +25,15 @@ void Landings::land_next() {
   Lanes& lanes = transport_->lanes();
   const EventHandle waiting =
       trace_.begin(landing.traced, TraceKind::wait, landing.position, Lane::compute, "wait: " + label(landing.step));
-  landing.slot->usage.before_read([](const auto& transfer, End end) { wait(*transfer, end); },
-                                  [&](const Mark& mark) { lanes.order_compute_after(mark); });
+  for (const auto& slot : landing.slots) slot->usage.settle(lanes);
   trace_.end(waiting);
   const EventHandle adding = trace_.begin(landing.traced, landing.position, landing.step);
   for (size_t part = 0; part < landing.home.size(); ++part) landing.home[part].add_(landing.arriving[part]);
   trace_.end(adding);
-  landing.slot->usage.enter_read(lanes.mark_compute());
-  pool_.give_back(Channel::gradient, landing.slot);
+  for (const auto& slot : landing.slots) {
+    slot->usage.enter_read(lanes.mark_compute());
+    pool_.give_back(Channel::gradient, slot);
+  }
   landings_.pop_front();
   ++landed_;
 }

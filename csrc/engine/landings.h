@@ -17,7 +17,7 @@ namespace rtp {
 
 struct Landing {
   std::string operation;
-  std::shared_ptr<Slot> slot;  // that it arrives in
+  std::vector<std::shared_ptr<Slot>> slots;  // of the pass: one that it arrives in, and one that it may be leaving
   std::vector<at::Tensor> arriving, home;
   PassHandle traced;
   int position;  // of the step that adds, in the schedule

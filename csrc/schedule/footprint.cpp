@@ -108,7 +108,9 @@ class Walk {
   }
 
   void land_all_but(int most) {
-    for (; static_cast<int>(landing_.size()) > most; landing_.pop_front()) gradients_.give_back(landing_.front());
+    for (; static_cast<int>(landing_.size()) > most; landing_.pop_front()) {
+      for (const int64_t slot : landing_.front()) gradients_.give_back(slot);
+    }
   }
 
   // Returns what was leased for the next pass, where that has a hop that is sent ahead.
@@ -132,9 +134,10 @@ class Walk {
     }
     if (held.staged) weights_.give_back(*held.staged);
     for (const int64_t slot : held.slots) weights_.give_back(slot);
-    for (size_t slot = 0; slot < gradients.size(); ++slot) {
-      const bool lands = pass.schedule->lands_late() && pass.schedule->steps.back().send.slot == static_cast<int>(slot);
-      lands ? landing_.push_back(gradients[slot]) : gradients_.give_back(gradients[slot]);
+    if (pass.schedule->lands_late()) {
+      landing_.push_back(std::move(gradients));
+    } else {
+      for (const int64_t slot : gradients) gradients_.give_back(slot);
     }
     land_all_but(step_.late);
     return ahead;
@@ -144,7 +147,7 @@ class Walk {
   std::map<ScheduleOptions, Schedule> schedules_;
   std::vector<PassSize> passes_[2];
   SlotLedger<int64_t> weights_, gradients_;
-  std::deque<int64_t> landing_;
+  std::deque<std::vector<int64_t>> landing_;  // slots of passes whose gradients have yet to land
 };
 
 }  // namespace

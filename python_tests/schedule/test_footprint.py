@@ -68,7 +68,7 @@ def test_the_pool_keeps_slots_and_small_ones_make_way():
     assert footprint(sized(32, 32), ranks=2, in_place=True) == one, "not where it travels in place"
     for layers, late in ((2, 1), (3, 1), (4, 2)):
         _, gradients, _, most = footprint(sized(*[32] * layers), late=late)
-        assert (gradients, most) == ([128] * (2 + late), 128 * (2 + late)), "one more for each that lands late"
+        assert (gradients, most) == ([128] * (2 + 2 * late), 256 + 256 * late), "two more for each that lands late"
     assert footprint(sized(32, 32)) == ([64, 64], [128, 128], 128, 256), "into the slot that the first one is done with"
     # slots of 64 bytes make way for larger ones, one by one
     assert footprint(sized(32, 64)) == footprint(sized(64, 32)) == ([128, 128], [256, 256], 256, 512)

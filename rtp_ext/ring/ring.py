@@ -66,7 +66,8 @@ class Ring(Primitives, Counters):
             the forward or backward before. 0 turns it off.
         gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
-            each takes a gradient slot more. None: 1 where hops cross a network (a CPU ring over `c10d`), else 0.
+            each takes two gradient slots more. None: 1 where hops cross a network (a CPU ring over `tcp` or `c10d`),
+            else 0.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
