@@ -83,6 +83,29 @@ def mlp(ring, **options):
         yield y, x.grad, up.grad, gate.grad, down.grad
 
 
+def late(ring, layers=4):
+    """Gradients that land after the passes of two more layers, without autograd, which has nothing to wait for."""
+    executor, outputs = ring._executor, 4 * ring.size
+    executor.allow_late(2)
+    dtypes = {"compute_dtype": torch.float32, "reduce_dtype": torch.float32}
+    options = _native.RotationOptions(
+        route=ring.hop_route, in_place=False, slot_cap=0, halves=False, late=True, name="late", **dtypes
+    )
+    shape = _native.LinearBundle([_native.LinearShape(outputs, 6, by_outputs=True, transposed=False)], [False])
+    projections = [_native.Projection(0, 0, 0, outputs)]
+    gradients = []
+    for layer in range(layers):
+        dy, x, weight = (random(*sizes, dtype=torch.float32, seed=layer) for sizes in ((5, outputs), (5, 6), (4, 6)))
+        _, gradient = _native.linear_backward(
+            executor, [dy], [x], [weight], shape, projections, [True], [True], options
+        )
+        gradients.append(gradient)
+    for gradient in gradients[:-1]:
+        ring.land(gradient)
+    executor.trace(False)  # lands the last one too
+    yield gradients
+
+
 def vocabulary(ring):
     table, head = leaf(5, 6), leaf(5, 6, seed=1)
     ids = torch.arange(TOKENS) % 5
@@ -191,6 +214,9 @@ CASES = {
     "mlp, in place": Case(mlp, options={"in_place": True}),
     "mlp, slots": Case(mlp, SLOTS),
     "mlp, cast": Case(mlp, ring={"route": "direct"}, options=CAST),
+    "late": Case(late),
+    "late, lanes": Case(late, LANES),
+    "late, slots": Case(late, SLOTS, {"route": "direct"}),
     "vocabulary": Case(vocabulary),
     "vocabulary, slots": Case(vocabulary, SLOTS),
     "primitives": Case(primitives),
@@ -253,6 +279,7 @@ def test_what_is_recorded_is_what_is_run(recordings):
             linear,
             frozen,
             three,
+            late,
             pieces,
             layers,
             mixed,
@@ -263,7 +290,7 @@ def test_what_is_recorded_is_what_is_run(recordings):
             assert ring.prefetched() == ((16, 16) if ahead else (0, 0)), name  # 4 layers of 5, 2 steps of 3, 2 phases
 
 
-SIZED = (linear, frozen, three, mlp, vocabulary, primitives)  # programs for any number of ranks
+SIZED = (linear, frozen, three, late, mlp, vocabulary, primitives)  # programs for any number of ranks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

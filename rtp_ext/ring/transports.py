@@ -17,7 +17,10 @@ from rtp_ext.ring.groups import Groups
 
 logger = logging.getLogger("rtp_ext")
 
-NETWORKED = ("c10d", "tcp")  # transports of CPU rings whose hops cross a network: they hardly take the cores that compute
+NETWORKED = (
+    "c10d",
+    "tcp",
+)  # transports of CPU rings whose hops cross a network: they hardly take the cores that compute
 FEW_CONNECTIONS = 16  # of CUDA's 32 at most; streams share what there is
 REGISTERED_SINCE = 22300  # the NCCL that moves registered memory between GPUs of a host without copies of its own
 
