@@ -168,10 +168,11 @@ def test_a_transport_that_fails_is_reported_with_its_reason(monkeypatch):
         raise _native.RotationError("no memory files here")
 
     monkeypatch.setattr(_native, "ShmTransport", fail)
+    monkeypatch.setattr(_native, "TcpTransport", fail)
     monkeypatch.setattr(_native, "emulated_transport", fail)
     monkeypatch.setattr(ring, "nccl_refusal", lambda: "no GPU at all")
     found = doctor.transports()
-    assert found["shm"] == found["emulated"] == (False, "no memory files here")
+    assert found["shm"] == found["tcp"] == found["emulated"] == (False, "no memory files here")
     assert found["nccl"] == (False, "no GPU at all")
     assert "  shm        does not work: no memory files here" in doctor.report()
 

@@ -213,7 +213,12 @@ def test_casts_and_pieces_and_lanes_of_a_ring_of_two():
 
 def _ranks(rank, ranks):
     cases, found = Cases(), {}
-    for transport, route, in_place in (("shm", "ring", False), ("shm", "direct", False), ("c10d", "ring", True)):
+    for transport, route, in_place in (
+        ("shm", "ring", False),
+        ("shm", "direct", False),
+        ("tcp", "ring", False),
+        ("c10d", "ring", True),
+    ):
         ring = rtp_ext.Ring(transport=transport, route=route, timeout=60.0)
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))

@@ -75,7 +75,7 @@ def _drop(rank, ranks, transport):
     cases.finish()
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "c10d"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_dropped_rings_leave_nothing(ranks, transport):
     run_ranks(_drop, ranks, transport)

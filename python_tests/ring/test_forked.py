@@ -118,7 +118,7 @@ def _fork(rank, ranks, transport):
     cases.finish()
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "c10d"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_forked_process_is_no_rank(ranks, transport):
     run_ranks(_fork, ranks, transport)

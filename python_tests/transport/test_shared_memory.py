@@ -140,7 +140,7 @@ def test_addresses_that_are_none_and_places_out_of_reach(tmp_path):
 
 
 def _contained(rank, ranks):
-    """Rank 1 says that it lives in another container: everybody takes c10d, and says why."""
+    """Rank 1 says that it lives in another container: everybody takes tcp, and says why."""
     make = _native.ShmTransport
 
     class Contained:
@@ -155,7 +155,7 @@ def _contained(rank, ranks):
 
     _native.ShmTransport = Contained
     with rtp_ext.Ring(timeout=30.0) as ring:
-        assert ring.transport == "c10d"
+        assert ring.transport == "tcp"
         assert (
             "in another container of this host" in ring.transport_reason and "cannot open" not in ring.transport_reason
         )

@@ -199,9 +199,11 @@ def test_an_emulated_ring_on_a_cpu_has_no_link():
 
 
 def test_doctor_says_what_would_be_taken(gpus):
-    works = {name: (True, "") for name in ("shm", "ce", "nccl", "c10d")}
+    works = {name: (True, "") for name in ("shm", "tcp", "ce", "nccl", "c10d")}
     assert doctor.automatic(works) == {"GPUs": "ce", "CPUs": "shm"}
-    assert doctor.automatic({**works, "ce": (False, ""), "shm": (False, "")}) == {"GPUs": "nccl", "CPUs": "c10d"}
+    without = {**works, "ce": (False, ""), "shm": (False, "")}
+    assert doctor.automatic(without) == {"GPUs": "nccl", "CPUs": "tcp"}
+    assert doctor.automatic({**without, "tcp": (False, "")}) == {"GPUs": "nccl", "CPUs": "c10d"}
     assert doctor.transports()["ce"] == (True, "GPUs of one host, without SMs")
     assert "  auto takes ce on GPUs\n  auto takes shm on CPUs" in doctor.report()
     gpus.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < other)

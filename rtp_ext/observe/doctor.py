@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from rtp_ext import _native
 from rtp_ext._native import version_name
 from rtp_ext.ring import ring
+from rtp_ext.ring.addresses import LOOPBACK
 
 _PROBE_SECONDS = 30
 
@@ -110,6 +112,19 @@ def shm_refusal() -> str | None:
     return None
 
 
+def tcp_refusal() -> str | None:
+    """Why CPU ranks of this host cannot use sockets, or None. Lets two ranks connect over the loopback interface."""
+    try:
+        limit = timedelta(seconds=_PROBE_SECONDS)
+        ranks = [_native.TcpTransport(rank, 2, LOOPBACK, limit) for rank in range(2)]
+        addresses = [transport.address() for transport in ranks]
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda transport: transport.connect(addresses), ranks))
+    except _native.RotationError as error:
+        return str(error)
+    return None
+
+
 def c10d_backends() -> list[str]:
     """The backends of torch.distributed that this torch was built with and that can be loaded."""
     if not dist.is_available():
@@ -153,7 +168,7 @@ def _access_refusal() -> str | None:
 def automatic(found: dict[str, tuple[bool, str]]) -> dict[str, str]:
     """What transport="auto" takes on each kind of device, given `transports()`. All ranks have to agree: what one of
     them lacks, or what two cannot reach, shows only when they meet."""
-    orders = {"GPUs": ("ce", "nccl", "c10d"), "CPUs": ("shm", "c10d")}
+    orders = {"GPUs": ("ce", "nccl", "c10d"), "CPUs": ("shm", "tcp", "c10d")}
     if not torch.cuda.is_available():
         del orders["GPUs"]
     return {
@@ -167,6 +182,7 @@ def transports() -> dict[str, tuple[bool, str]]:
     backends = c10d_backends()
     refusals = {
         "shm": (shm_refusal(), "CPU ranks of one host"),
+        "tcp": (tcp_refusal(), "CPU ranks of any hosts"),
         "c10d": (
             None if backends else "this torch has no torch.distributed backend",
             f"any backend of torch.distributed; here {', '.join(backends)}",

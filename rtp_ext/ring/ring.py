@@ -53,11 +53,12 @@ class Ring(Primitives, Counters):
         mesh_or_group: a one-dimensional DeviceMesh, one of more dimensions with `dims`, a process group, or None for
             the default process group.
         dims: which dimensions of the mesh the ring runs over, and along which rings hold the same shards.
-        transport: `shm` (CPU ranks of one host), `tcp` (CPU ranks of any hosts), `c10d` (any torch.distributed backend), `ce` (copy engines, without
-            SMs: GPUs of one host that all have direct access to each other, NCCL 2.29.2 or newer), `nccl` (direct
-            NCCL), `nccl-put` (NCCL's puts and signals; what waits for a dead rank there stays stuck until the process
-            ends), or `auto`: `ce`, else `nccl` on GPUs, `shm`, else `tcp` on CPUs, else `c10d`. What was chosen, and why others
-            were not, is logged and kept in `transport` and `transport_reason`.
+        transport: `shm` (CPU ranks of one host), `tcp` (CPU ranks of any hosts), `c10d` (any torch.distributed
+            backend), `ce` (copy engines, without SMs: GPUs of one host that all have direct access to each other, NCCL
+            2.29.2 or newer), `nccl` (direct NCCL), `nccl-put` (NCCL's puts and signals; what waits for a dead rank
+            there stays stuck until the process ends), or `auto`: `ce`, else `nccl` on GPUs, `shm`, else `tcp` on CPUs,
+            else `c10d`. What was chosen, and why others were not, is logged and kept in `transport` and
+            `transport_reason`.
         route: `ring` (every hop goes to the neighbour), `direct` (a shard comes straight from its owner), `gather`
             (linear layers gather the whole weight first; everything else goes as `auto` chooses), or `auto`: the gate
             decides for every linear layer.

@@ -1,6 +1,7 @@
 #include "transport/tcp/tcp.h"
 
 #include <ATen/ops/empty.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <array>
@@ -78,7 +79,10 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
     peers_.join(addresses, std::min<std::chrono::milliseconds>(timeout_, kJoining));
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
       for (const Way way : {Way::out, Way::in}) {
-        line(channel, way).thread = std::thread([this, channel, way] { serve(channel, way); });
+        std::thread& thread = line(channel, way).thread;
+        thread = std::thread([this, channel, way] { serve(channel, way); });
+        pthread_setname_np(thread.native_handle(),
+                           concat("rtp_", rtp::name(channel), way == Way::out ? "_out" : "_in").c_str());
       }
     }
   }
