@@ -17,6 +17,7 @@ py::dict keywords(const ScheduleOptions& options) {
   made["bundle"] = options.bundle;
   made["halves"] = options.halves;
   made["two_lanes"] = options.two_lanes;
+  made["hosts"] = options.hosts;
   return made;
 }
 

@@ -163,6 +163,8 @@ struct StepSize {
   int64_t compute_bytes = 4;  // of a number of a weight that travels
   int64_t reduce_bytes = 4;   // and of a gradient
   int64_t slot_cap = kSlotCap;
+  Route route = Route::ring;
+  int hosts = 1;  // of route two_level
 };
 
 // What the pools of a ring hold once steps of these operations repeat. `free`: bytes of every slot at the end of a

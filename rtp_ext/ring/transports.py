@@ -49,7 +49,9 @@ def candidates(ring: Groups) -> list[Candidate]:
     """The transports for the device of `ring`, the preferred one first."""
     c10d = Candidate("c10d", "any backend of torch.distributed", lambda: None, _make_c10d)
     if ring.device.type == "cpu":
-        return [Candidate("shm", "all ranks are CPU processes of one host", lambda: None, _make_shm), c10d]
+        shm = Candidate("shm", "all ranks are CPU processes of one host", lambda: _several_hosts(ring), _make_shm)
+        virtue = "shared memory inside hosts, any backend of torch.distributed between them"
+        return [shm, Candidate("shm+c10d", virtue, lambda: ring.placed.unlevel, _make_composite), c10d]
     if ring.device.type != "cuda":
         return [c10d]
     ce = Candidate("ce", "copy engines between GPUs of one host", ce_refusal, _make_ce)
@@ -107,18 +109,36 @@ def _make_c10d(ring: Groups) -> Any:
     return _native.c10d_transport(weight, gradient, ring.device, ring.timeout)
 
 
+def _several_hosts(ring: Groups) -> str | None:
+    return None if ring.placed.count == 1 else f"its ranks are on {ring.placed.count} hosts"
+
+
 def _make_shm(ring: Groups) -> Any:
+    """Between the ranks of this host."""
     native, problem, address = None, None, None
+    here = [rank for rank, host in enumerate(ring.placed.of) if host == ring.placed.of[ring.rank]]
     try:
-        native = _native.ShmTransport(ring.rank, ring.size, ring.timeout)
+        native = _native.ShmTransport(here.index(ring.rank), len(here), ring.timeout, here[0])
         address = native.address()
     except RotationError as error:
         problem = str(error)
     addresses = ring.exchange(address)
     if problem is not None or native is None or None in addresses:
         raise RotationError(problem or "a rank has no shared memory to offer")
-    native.connect(addresses)
+    native.connect([addresses[rank] for rank in here])
     return native
+
+
+def _make_composite(ring: Groups) -> Any:
+    inner, problem = None, None
+    try:
+        inner = _make_shm(ring)
+    except RotationError as error:
+        problem = str(error)
+    problem = _first(ring.exchange(problem))
+    if problem is not None:  # before there are process groups that nobody needs
+        raise RotationError(problem)
+    return _native.CompositeTransport(inner, _make_c10d(ring), ring.rank, ring.placed.per_host)
 
 
 # -- NCCL --------------------------------------------------------------------------------------------------------------
