@@ -41,6 +41,7 @@ class Primitives(Groups):
     hop_route: str
     gate: Gate
     run: Callable[..., Any]
+    _native: Any = None  # the transport, but for an emulated one
 
     def expect_in_place(self, name: str) -> None:
         """Raises ValueError where home shards cannot be asked to travel themselves."""
@@ -158,6 +159,17 @@ class Primitives(Groups):
         finally:
             execution.finish()
         return home[0] if single else home
+
+    def bytes_between_hosts(self, channel: str) -> int:
+        """Bytes of `weight` or `gradient` that this rank has sent to other hosts. Raises RotationError where the
+        transport does not tell them from those that stayed on its own: only `shm+c10d` does."""
+        if self.hosts == 1:
+            return 0
+        if self.hosts == self.size:
+            return self._executor.bytes_sent(channel)
+        if not isinstance(self._native, _native.CompositeTransport):
+            raise RotationError(f"transport {self.transport} does not tell what left the host from what stayed there")
+        return self._native.bytes_between_hosts(channel)
 
     def seconds_per_hop(self, shard_bytes: int) -> float:
         """Times one rotation of shards of `shard_bytes` on this rank. Collective."""

@@ -220,9 +220,11 @@ class Ring(Primitives):
     def _start(self, transport: str, route: str, gradient_halves: bool | None) -> None:
         self.placed = find_hosts(self)
         connection = connect(self, transport)
-        self.transport: str = connection.name
+        self._native, self.transport = connection.native, connection.name
         self.transport_reason: str = connection.reason
-        self.hop_route, missed = choose_hops(self, self.transport, "auto" if route == "gather" else route, gradient_halves)
+        self.hop_route, missed = choose_hops(
+            self, self.transport, "auto" if route == "gather" else route, gradient_halves
+        )
         self.transport_reason += missed
         self.route: str = "gather" if route == "gather" else self.hop_route
         if self.transport == "ce":
