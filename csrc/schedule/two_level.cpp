@@ -104,10 +104,9 @@ class Gradients {
     const Buffer out = s == 1 ? inner(0) : (ends && comes_home ? home() : partial_);
     levels_.builder().compute(Compute::wgrad, levels_.at(q, s), kNoBuffer, in, out);
     if (!ends) {
+      const bool last = s + 1 == levels_.places();
       const bool lands_home = comes_home && !levels_.options().receive_in_slots;
-      partial_ = inner(s);
-      if (s + 1 == levels_.places() && q == 1) partial_ = sum(q);
-      if (s + 1 == levels_.places() && lands_home) partial_ = home();
+      partial_ = last && q == 1 ? sum(q) : (last && lands_home ? home() : inner(s));
       levels_.hop_inside(Channel::gradient, -1, levels_.at(q, s), levels_.at(q, s + 1), out, partial_);
     } else if (comes_home) {
       levels_.add(levels_.at(0, 0), sum(q), home());

@@ -32,7 +32,7 @@ C_FLOORS = [
     {"device", "device/nccl"},
     {"compute"},
     {"transport"},
-    {"transport/shm"},
+    {"transport/shm", "transport/composite"},
     {"transport/emulated", "transport/nccl"},
     {"transport/ce"},
     {"engine"},

@@ -1,10 +1,12 @@
 """Rings of two levels on real data, over hosts that are pretended: the results are those of one process, fewer bytes
 leave a host, and a lost rank is an error on all others."""
 
+import copy
 import os
 import re
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from rtp_ext.functional import rotated_embedding, rotated_linear
 from rtp_ext.nn import Flyweight, RotatedLinear
 
 PATIENT = 60.0
+TRAINED = ("linear", "mlp", "cross entropy")  # by several steps of AdamW
 
 
 def _partial() -> Operation:
@@ -67,7 +70,7 @@ def _operations() -> dict[str, Operation]:
         "mlp": make_mlp(),
         "mlp without gate": make_mlp(activation="gelu", bias=False),
         "experts": make_experts(),
-        "cross entropy": make_head(settings={"reduction": "mean", "label_smoothing": 0.1, "z_loss": 0.1}),
+        "cross entropy": make_head(settings={"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.1}),
         "cross entropy in chunks of tokens": make_head(tokens=300),
     }
 
@@ -85,14 +88,16 @@ def _same_as_one_process(rank, ranks, per_host, transport, steps):
         for name, operation in _operations().items():
             with cases.case(name):
                 check_pass(operation, ring)
-            with cases.case(f"{name}, no tokens on rank 0"):
-                check_pass(operation, ring, "empty on rank 0")
-            if steps:
+            if name != "cross entropy in chunks of tokens":  # whose mean there is none of
+                with cases.case(f"{name}, no tokens on rank 0"):
+                    check_pass(operation, ring, "empty on rank 0")
+            if steps and name in TRAINED:
                 with cases.case(f"{name}, trained"):
                     train(operation, rank, ranks, True, torch.float64, ring=ring)
         if steps:
             check_frozen(cases, make_mlp(bias=False), ring)
-            check_frozen(cases, _linear(9, 4, torch.float64, biased=True), ring)
+            linear = _linear(9, 4, torch.float64, biased=True)
+            check_frozen(cases, replace(linear, weights_return=lambda needs_inputs: needs_inputs), ring)
             check_controls(make_mlp(), ring, (EXACT, EXACT))
         shard = torch.full((3 + rank, 2), float(rank))
         host, place = divmod(rank, per_host)
@@ -172,7 +177,7 @@ def _model(rank, ranks, per_host):
         with torch.no_grad():
             whole.weight.copy_(random(9, 6, dtype=torch.float64, seed=3))
             whole.bias.copy_(random(9, dtype=torch.float64, seed=4))
-        copies = Flyweight(whole, ring, shard_dims={"weight": 0, "bias": 0})
+        copies = Flyweight(copy.deepcopy(whole), ring, shard_dims={"weight": 0, "bias": 0})
         x = random(4, 6, dtype=torch.float64, seed=5)
         copies(x).square().sum().backward()
         whole(x).square().sum().backward()
@@ -287,7 +292,7 @@ def _refused(rank, ranks):
     with rtp_ext.Ring(timeout=PATIENT) as ring:
         assert (ring.route, ring.transport, ring.hosts, ring.per_host) == ("ring", "c10d", 2, 2)
         assert "not neighbours in the ring: they are on hosts 0, 1, 0, 1" in ring.transport_reason
-    with pytest.raises(rtp_ext.RotationError, match="shm cannot be used .*: its ranks are on 2 hosts"):
+    with pytest.raises(rtp_ext.RotationError, match=r"shm cannot be used .*: its ranks are on 2 hosts"):
         rtp_ext.Ring(transport="shm", timeout=PATIENT)
     os.environ["RTP_DEBUG_HOST"] = str(rank)
     with rtp_ext.Ring(timeout=PATIENT) as ring:

@@ -14,7 +14,8 @@
                     one where there are two hosts
     parts           a buffer is used as a whole or in halves, and each half has slots of its own
     route           hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
-                    weights come straight from their owner's home (where shards are gathered, from its place in the whole)
+                    weights come straight from their owner's home (where shards are gathered, from its place in the
+                    whole)
     pairing         every send meets its receive at the same position on the peer, and both name the same shard or half
     contents        whatever is read is the shard that the step names
     overwritten     nobody overwrites a shard that a later step reads

@@ -84,7 +84,7 @@ def names(ring):
 
 
 def test_candidates_by_device_and_options():
-    assert names(StandIn("cpu")) == [("shm", True), ("c10d", True)]
+    assert names(StandIn("cpu")) == [("shm", True), ("shm+c10d", True), ("c10d", True)]
     assert names(StandIn()) == [("ce", True), ("nccl", True), ("nccl", True), ("c10d", True), ("nccl-put", False)]
     assert names(StandIn(options={"registered": True}))[1:3] == [("nccl", True), ("c10d", True)]
     assert names(StandIn(options={"registered": False}))[1:3] == [("nccl", True), ("c10d", True)]
