@@ -34,7 +34,10 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         "in_place": options.in_place,
         "halves": options.halves,
         "two_lanes": options.two_lanes,
+        "hosts": options.hosts,
     }
+    if options.hosts > 1 and options.route != "two-level":
+        parser.error(f"argument --hosts: expected --route two-level, got {options.route}")
     try:
         every = schedule.schedules(options.ranks, **form)
     except ValueError as error:
@@ -44,7 +47,7 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     if options.plot is None:
         return 0
     try:
-        times = {"hop_time": options.hop_time, "copy_time": options.copy_time}
+        times = {"hop_time": options.hop_time, "copy_time": options.copy_time, "outer_time": options.outer_time}
         timeline.plot(options.plot, every, title=title, rank=options.rank_only, **times)
     except (ImportError, OSError, ValueError) as error:
         print(f"rtp_ext schedule: cannot draw {options.plot}: {error}", file=sys.stderr)
@@ -104,10 +107,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.add_argument(
         "--route",
-        choices=("ring", "direct", "gather"),
+        choices=("ring", "direct", "gather", "two-level"),
         default="ring",
-        help="hops to the neighbour, weights straight from their owner, or all shards first and then one product; "
-        "default: %(default)s",
+        help="hops to the neighbour, weights straight from their owner, all shards first and then one product, or "
+        "shards that turn inside hosts and are handed on between them; default: %(default)s",
+    )
+    show.add_argument(
+        "--hosts",
+        type=_at_least_one,
+        default=1,
+        metavar="K",
+        help="of the route two-level, each with R / K ranks; default: %(default)s",
     )
     show.add_argument("--in-place", action="store_true", help="the home shard itself travels")
     show.add_argument("--halves", action="store_true", help="gradients travel in two halves, each a chain of its own")
@@ -120,6 +130,12 @@ def _parser() -> argparse.ArgumentParser:
         default=0.5,
         metavar="T",
         help="duration of a shard's hop in the plot, where a product with it takes 1; default: %(default)s",
+    )
+    show.add_argument(
+        "--outer-time",
+        type=_duration,
+        metavar="T",
+        help="the same of a hop between hosts, on the route two-level; default: that of --hop-time",
     )
     show.add_argument(
         "--copy-time",

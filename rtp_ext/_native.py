@@ -34,6 +34,7 @@ for _error, _meaning in (
     _error.__doc__ = _meaning
 
 with_cuda: bool = _C.with_cuda
+CompositeTransport = _C.CompositeTransport
 CrossEntropyShape = _C.CrossEntropyShape
 Execution = _C.Execution
 Executor = _C.Executor
@@ -74,6 +75,7 @@ mlp_backward = _C.mlp_backward
 mlp_forward = _C.mlp_forward
 partial_linear_backward = _C.partial_linear_backward
 partial_linear_forward = _C.partial_linear_forward
+processes_id = _C.processes_id
 shard_size = _C.shard_size
 shard_sizes = _C.shard_sizes
 share_version = _C.share_version

@@ -1,5 +1,7 @@
 #include "base/host.h"
 
+#include <unistd.h>
+
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -14,6 +16,12 @@ std::string host_id() {
   std::string id;
   if (!(file >> id)) throw RotationError(concat("which host this is: cannot read ", path, ": ", std::strerror(errno)));
   return id;
+}
+
+std::string processes_id() {
+  char name[64];
+  const ssize_t length = readlink("/proc/self/ns/pid", name, sizeof(name));
+  return length > 0 ? std::string(name, static_cast<size_t>(length)) : "unknown";
 }
 
 }  // namespace rtp

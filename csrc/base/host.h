@@ -10,4 +10,8 @@ namespace rtp {
 // host would choose otherwise than its neighbours.
 std::string host_id();
 
+// The namespace that this process's id counts in: equal on two processes of a host only if they can open each other's
+// memory by process id. Containers have one each.
+std::string processes_id();
+
 }  // namespace rtp

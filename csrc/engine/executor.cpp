@@ -8,12 +8,13 @@
 
 namespace rtp {
 
-Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at::Device device)
+Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at::Device device, int hosts)
     : transport_(std::move(transport)),
       owner_(getpid()),
       rank_(rank),
       ranks_(ranks),
       device_(device),
+      hosts_(hosts),
       pool_(transport_),
       trace_(transport_),
       hops_(transport_, trace_),
@@ -25,7 +26,8 @@ Executor::~Executor() {
   landings_.empty() ? transport_->drop() : transport_->abort("dropped while a gradient was under way");
 }
 
-const Schedule& Executor::schedule(const ScheduleOptions& options) {
+const Schedule& Executor::schedule(ScheduleOptions options) {
+  if (options.route == Route::two_level) options.hosts = hosts_;
   const auto found = schedules_.find(options);
   if (found != schedules_.end()) return found->second;
   return schedules_.emplace(options, make_schedule(ranks_, rank_, options)).first->second;

@@ -23,7 +23,8 @@ namespace rtp {
 // What one ring needs to run schedules: the transport, the slots, and whether it is still alive.
 class Executor {
  public:
-  Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at::Device device);
+  // `hosts`: how many the ranks lie on, for route two_level.
+  Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at::Device device, int hosts = 1);
   ~Executor();
 
   int rank() const { return rank_; }
@@ -44,7 +45,7 @@ class Executor {
   void set_trace(bool on);
 
   // The schedule of a pass. Each is made once; how many have been.
-  const Schedule& schedule(const ScheduleOptions& options);
+  const Schedule& schedule(ScheduleOptions options);
   size_t schedules() const { return schedules_.size(); }
   // Where the home tensors of a cargo may leave from and land.
   Travel travel(const Cargo& weights) const;
@@ -68,6 +69,7 @@ class Executor {
   int rank_;
   int ranks_;
   at::Device device_;
+  int hosts_;
   SlotPool pool_;
   Trace trace_;
   Hops hops_;

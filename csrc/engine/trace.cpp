@@ -32,14 +32,24 @@ class FollowedTransfer : public Transfer {
 };
 
 Lane lane_of(const Step& step) {
+  if (step.action == Action::hop && step.outer) {
+    return step.channel == Channel::weight ? Lane::outer_weight : Lane::outer_gradient;
+  }
   if (step.action == Action::hop) return step.channel == Channel::weight ? Lane::weight : Lane::gradient;
   return step.lane > 0 ? Lane::side : Lane::compute;
+}
+
+bool computes(Lane lane) { return lane == Lane::compute || lane == Lane::side; }
+
+// Of the hops of a lane.
+Channel channel_of(Lane lane) {
+  return lane == Lane::weight || lane == Lane::outer_weight ? Channel::weight : Channel::gradient;
 }
 
 }  // namespace
 
 const char* name(Lane lane) {
-  constexpr std::array names{"compute", "side", "weight", "gradient"};
+  constexpr std::array names{"compute", "side", "weight", "gradient", "outer weight", "outer gradient"};
   return names[static_cast<size_t>(lane)];
 }
 
@@ -80,7 +90,7 @@ EventHandle Trace::add(const PassHandle& pass, const std::string& operation, Tra
                        const std::string& label) {
   events_.push_back(std::make_shared<TraceEvent>(TraceEvent{pass, operation, step, kind, lane, label, {}, {}}));
   // A hop departs later.
-  if (lane == Lane::compute || lane == Lane::side) events_.back()->start = transport_->lanes().compute_moment();
+  if (computes(lane)) events_.back()->start = transport_->lanes().compute_moment();
   return events_.back();
 }
 
@@ -110,14 +120,13 @@ void Trace::end(const EventHandle& event) {
 
 void Trace::depart(const EventHandle& event) {
   if (!event) return;
-  const Moment moment =
-      transport_->lanes().channel_moment(event->lane == Lane::weight ? Channel::weight : Channel::gradient);
+  const Moment moment = transport_->lanes().channel_moment(channel_of(event->lane));
   event->start = moment ? moment : host_moment();
 }
 
 std::shared_ptr<Transfer> Trace::follow(const EventHandle& event, std::unique_ptr<Transfer> transfer) {
   if (!event) return transfer;
-  event->end = transport_->lanes().channel_moment(event->lane == Lane::weight ? Channel::weight : Channel::gradient);
+  event->end = transport_->lanes().channel_moment(channel_of(event->lane));
   if (event->end) return transfer;
   return std::make_shared<FollowedTransfer>(std::move(transfer), event);
 }
@@ -128,14 +137,14 @@ Trace::Result Trace::read() {
   for (const PassHandle& pass : passes_) {
     result.passes.push_back({pass->operation, pass->options, at(pass->start), at(pass->end)});
   }
-  std::array<double, 4> arrived{};  // of each lane, all hops so far
+  std::array<double, 6> arrived{};  // of each lane, all hops so far
   for (const EventHandle& event : events_) {
     if (!event->start || !event->end) continue;
     const int pass = event->pass ? event->pass->number : -1;
     const double posted = at(event->start);
     double start = posted;
     const double end = at(event->end);
-    if (event->lane == Lane::weight || event->lane == Lane::gradient) {
+    if (!computes(event->lane)) {
       double& before = arrived[static_cast<size_t>(event->lane)];
       start = std::min(std::max(start, before), end);
       before = std::max(before, end);

@@ -114,6 +114,18 @@ void check_targets(const at::Tensor& x, const at::Tensor& targets, const CrossEn
                     ", got ", wrong[0].item<int64_t>());
 }
 
+// Of every owner, whether another compute lies between its dgrad and its wgrad.
+std::vector<bool> wgrads_apart(const Schedule& schedule) {
+  std::vector<bool> apart(static_cast<size_t>(schedule.ranks), false);
+  int last = kAllOwners;  // the owner of the compute before
+  for (const Step& step : schedule.steps) {
+    if (step.action != Action::compute) continue;
+    if (step.compute == Compute::wgrad) apart[static_cast<size_t>(step.owner)] = step.owner != last;
+    last = step.owner;
+  }
+  return apart;
+}
+
 }  // namespace
 
 CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x, const at::Tensor& targets,
@@ -213,12 +225,13 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
     const Schedule& schedule =
         backward_schedule(executor, piecewise(options, piece), weights, {.wgrad = gradients.any(), .bundle = true});
     Execution pass(executor, schedule, std::move(weights), std::move(travelling), options.name + " backward");
+    const std::vector<bool> apart_of = wgrads_apart(schedule);
     at::Tensor first_chunk;  // of a shard: made in its dgrad, for its wgrad
     while (const Step* step = pass.next()) {
       if (cut.sizes[step->owner] == 0) continue;
       const VocabularyShard shard(pass.weight(), shape, cut.starts[step->owner], buffer);
-      // This rank's own wgrad comes at the end of the pass, and there its logits are made once more.
-      const bool apart = step->owner == executor.rank() && executor.ranks() > 1;
+      // A wgrad that comes later makes its logits once more.
+      const bool apart = apart_of[static_cast<size_t>(step->owner)];
       if (step->compute == Compute::dgrad) {
         // The first chunk hides the hop that brings the partial gradient; the others follow in wgrad.
         const bool alone = apart || !gradients.any();

@@ -17,6 +17,7 @@
 #include "schedule/schedule.h"
 #include "transport/c10d.h"
 #include "transport/ce/ce.h"
+#include "transport/composite/composite.h"
 #include "transport/emulated/emulated.h"
 #include "transport/nccl/nccl.h"
 #include "transport/nccl/peer_news.h"
@@ -59,7 +60,7 @@ void bind_transports(py::module_& m) {
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport")
       .def_property_readonly("name", [](const Transport& t) { return t.name(); });
   py::class_<ShmTransport, Transport, std::shared_ptr<ShmTransport>>(m, "ShmTransport")
-      .def(py::init(&make_shm_transport), py::arg("rank"), py::arg("ranks"), py::arg("timeout"))
+      .def(py::init(&make_shm_transport), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("first") = 0)
       .def("address", &ShmTransport::address)
       .def("connect", &ShmTransport::connect, py::arg("addresses"));
   py::class_<TcpTransport, Transport, std::shared_ptr<TcpTransport>>(m, "TcpTransport")
@@ -69,6 +70,12 @@ void bind_transports(py::module_& m) {
   m.def("interface_address", &interface_address, py::arg("name"), "The address of a network interface, in numbers.");
   m.def("address_toward", &address_toward, py::arg("host"), py::call_guard<NoGil>(),
         "The address of this host, in numbers, that packets to another one leave from.");
+  py::class_<CompositeTransport, Transport, std::shared_ptr<CompositeTransport>>(m, "CompositeTransport")
+      .def(py::init(&make_composite_transport), py::arg("inner"), py::arg("outer"), py::arg("rank"),
+           py::arg("per_host"))
+      .def("bytes_between_hosts", [](const CompositeTransport& composite, const std::string& channel) {
+        return composite.bytes_between_hosts(parse_channel(channel));
+      });
   m.def("c10d_transport", &make_c10d_transport, py::arg("weight_group"), py::arg("gradient_group"), py::arg("device"),
         py::arg("timeout"));
   m.def("emulated_transport", &make_emulated_transport, py::arg("device"), py::arg("link") = py::none());
@@ -138,8 +145,8 @@ Cargo make_cargo(const std::vector<at::Tensor>& home, const Shapes& shapes,
 void bind_executor(py::module_& m) {
   py::class_<Executor, std::shared_ptr<Executor>> executor(m, "Executor", "The transport and the slots of one ring.");
   executor
-      .def(py::init<std::shared_ptr<Transport>, int, int, at::Device>(), py::arg("transport"), py::arg("rank"),
-           py::arg("ranks"), py::arg("device"))
+      .def(py::init<std::shared_ptr<Transport>, int, int, at::Device, int>(), py::arg("transport"), py::arg("rank"),
+           py::arg("ranks"), py::arg("device"), py::arg("hosts") = 1)
       .def_property_readonly("alive", &Executor::alive)
       .def("check_alive", &Executor::check_alive, py::arg("operation"))
       .def("fail", &Executor::fail, py::arg("reason"), py::call_guard<NoGil>())
@@ -194,15 +201,17 @@ void bind_executor(py::module_& m) {
           py::keep_alive<0, 1>(), py::call_guard<NoGil>())
       .def_static(
           "collect",
-          [](Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes) {
+          [](Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes, const std::string& route) {
             ScheduleOptions options;
             options.pass = Pass::backward;
             options.dgrad = false;
+            options.route = parse_route(route);
             options.receive_in_slots = !executor.transport().receives_anywhere();
             return std::make_unique<Execution>(executor, executor.schedule(options), std::nullopt,
                                                make_cargo(home, shapes), "collect");
           },
-          py::arg("executor"), py::arg("home"), py::arg("shapes"), py::keep_alive<0, 1>(), py::call_guard<NoGil>())
+          py::arg("executor"), py::arg("home"), py::arg("shapes"), py::arg("route") = "ring", py::keep_alive<0, 1>(),
+          py::call_guard<NoGil>())
       .def_static(
           "forward",
           [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
@@ -390,6 +399,7 @@ PYBIND11_MODULE(_C, m) {
   bind_schedule(m);
   bind_footprint(m);
   m.def("host_id", &host_id, "Equal on two processes only if they share a host.");
+  m.def("processes_id", &processes_id, "Equal on two processes of a host only if they share process ids.");
   bind_transports(m);
   bind_executor(m);
   bind_operations(m);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/checks.h"
+#include "python/schedule.h"
 #include "schedule/footprint.h"
 #include "schedule/waves.h"
 
@@ -41,14 +42,15 @@ void bind_footprint(py::module_& m) {
   m.def(
       "footprint",
       [](const std::vector<OperationSize>& operations, int ranks, bool in_place, bool sends_anywhere,
-         bool receives_anywhere, bool cast, int64_t compute_bytes, int64_t reduce_bytes, int64_t slot_cap, int late) {
-        return footprint(
-            operations,
-            {ranks, {cast, sends_anywhere, receives_anywhere}, in_place, compute_bytes, reduce_bytes, slot_cap, late});
+         bool receives_anywhere, bool cast, int64_t compute_bytes, int64_t reduce_bytes, int64_t slot_cap, int late,
+         const std::string& route, int hosts) {
+        const Travel travel{cast, sends_anywhere, receives_anywhere};
+        return footprint(operations, {ranks, travel, in_place, compute_bytes, reduce_bytes, slot_cap, late,
+                                      parse_route(route), hosts});
       },
       py::arg("operations"), py::kw_only(), py::arg("ranks"), py::arg("in_place"), py::arg("sends_anywhere"),
       py::arg("receives_anywhere"), py::arg("cast"), py::arg("compute_bytes"), py::arg("reduce_bytes"),
-      py::arg("slot_cap"), py::arg("late") = 0);
+      py::arg("slot_cap"), py::arg("late") = 0, py::arg("route") = "ring", py::arg("hosts") = 1);
   m.def(
       "travels_in_place",
       [](bool cast, bool sends_anywhere, bool receives_anywhere) {

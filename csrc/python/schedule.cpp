@@ -37,10 +37,10 @@ Pass parse_pass(const std::string& text) {
 }
 
 Route parse_route(const std::string& text) {
-  for (const Route route : {Route::ring, Route::direct, Route::gather}) {
+  for (const Route route : {Route::ring, Route::direct, Route::gather, Route::two_level}) {
     if (text == name(route)) return route;
   }
-  RTP_CHECK_VALUE(false, "expected a route of ring, direct or gather, got ", text);
+  RTP_CHECK_VALUE(false, "expected a route of ring, direct, gather or two-level, got ", text);
   return Route::ring;
 }
 
@@ -58,6 +58,7 @@ void bind_schedule(py::module_& m) {
                                if (step.action == Action::compute) return std::nullopt;
                                return name(step.channel);
                              })
+      .def_readonly("outer", &Step::outer)
       .def_readonly("to", &Step::to)
       .def_readonly("from_", &Step::from)
       .def_readonly("send_owner", &Step::send_owner)
@@ -89,21 +90,22 @@ void bind_schedule(py::module_& m) {
       .def_property_readonly("halves", [](const Schedule& schedule) { return schedule.options.halves; })
       .def_property_readonly("late", [](const Schedule& schedule) { return schedule.options.late; })
       .def_property_readonly("two_lanes", [](const Schedule& schedule) { return schedule.options.two_lanes; })
+      .def_property_readonly("hosts", [](const Schedule& schedule) { return schedule.options.hosts; })
       .def_readonly("steps", &Schedule::steps)
       .def_readonly("weight_slots", &Schedule::weight_slots)
       .def_readonly("gradient_slots", &Schedule::gradient_slots);
   m.def(
       "make_schedule",
       [](int ranks, int rank, const std::string& pass, const std::string& route, bool in_place, bool dgrad, bool wgrad,
-         bool receive_in_slots, bool bundle, bool halves, bool two_lanes, bool late) {
+         bool receive_in_slots, bool bundle, bool halves, bool two_lanes, bool late, int hosts) {
         return make_schedule(ranks, rank,
                              {parse_pass(pass), parse_route(route), in_place, dgrad, wgrad, receive_in_slots, bundle,
-                              halves, two_lanes, late});
+                              halves, two_lanes, late, hosts});
       },
       py::arg("ranks"), py::arg("rank"), py::kw_only(), py::arg("pass_"), py::arg("route") = "ring",
       py::arg("in_place") = false, py::arg("dgrad") = true, py::arg("wgrad") = true,
       py::arg("receive_in_slots") = false, py::arg("bundle") = false, py::arg("halves") = false,
-      py::arg("two_lanes") = false, py::arg("late") = false);
+      py::arg("two_lanes") = false, py::arg("late") = false, py::arg("hosts") = 1);
   m.def(
       "hazards",
       [](const std::vector<Step>& steps, int ranks) {

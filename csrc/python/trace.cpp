@@ -18,6 +18,7 @@ py::dict keywords(const ScheduleOptions& options) {
   made["halves"] = options.halves;
   made["two_lanes"] = options.two_lanes;
   made["late"] = options.late;
+  made["hosts"] = options.hosts;
   return made;
 }
 

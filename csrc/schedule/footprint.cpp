@@ -87,6 +87,8 @@ class Walk {
     if (!forward) pass.gradient = slot_bytes(operation, pieces, piece, step_.reduce_bytes, true);
     ScheduleOptions options;
     options.pass = kind;
+    options.route = step_.route;
+    options.hosts = step_.hosts;
     options.in_place = step_.in_place && pieces.count == 1 && pass.weight && step_.travel.in_place();
     options.dgrad = pass.weight.has_value();
     options.bundle = operation.bundle && !forward;

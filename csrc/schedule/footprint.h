@@ -164,6 +164,8 @@ struct StepSize {
   int64_t reduce_bytes = 4;   // and of a gradient
   int64_t slot_cap = kSlotCap;
   int late = 0;  // gradients that may land after the pass that they are of
+  Route route = Route::ring;
+  int hosts = 1;  // of route two_level
 };
 
 // What the pools of a ring hold once steps of these operations repeat. `free`: bytes of every slot at the end of a

@@ -1,102 +1,11 @@
 #include "schedule/schedule.h"
 
-#include <algorithm>
-
 #include "base/checks.h"
+#include "schedule/builder.h"
+#include "schedule/two_level.h"
 
 namespace rtp {
 namespace {
-
-// Appends steps to a schedule and hands out the slots that they alternate between.
-class Builder {
- public:
-  Builder(int ranks, int rank, const ScheduleOptions& options) {
-    schedule_.ranks = ranks;
-    schedule_.rank = rank;
-    schedule_.options = options;
-    ScheduleOptions& chosen = schedule_.options;
-    if (chosen.in_place) chosen.route = Route::ring;                                   // the shard itself is handed on
-    if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;  // a bundle works shard by shard
-    chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
-                    chosen.wgrad;
-    chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.route != Route::gather;
-    chosen.late =
-        chosen.late && chosen.pass == Pass::backward && chosen.route != Route::gather && chosen.wgrad && !chosen.halves;
-  }
-
-  int ranks() const { return schedule_.ranks; }
-  const ScheduleOptions& options() const { return schedule_.options; }
-
-  // The rank, or owner, `distance` places up the ring (down it when negative).
-  int at(int distance) const {
-    const int ranks = schedule_.ranks;
-    return ((schedule_.rank + distance) % ranks + ranks) % ranks;
-  }
-
-  Buffer whole(Channel channel) {
-    (channel == Channel::weight ? schedule_.whole_weight : schedule_.whole_gradient) = true;
-    return {channel, Buffer::kWhole};
-  }
-
-  Buffer slot(Channel channel, int index) {
-    int& used = channel == Channel::weight ? schedule_.weight_slots : schedule_.gradient_slots;
-    used = std::max(used, index + 1);
-    return {channel, index};
-  }
-
-  void hop(Channel channel, int to, int from, int send_owner, int receive_owner, Buffer send, Buffer receive,
-           Half half = Half::whole) {
-    Step step;
-    step.action = Action::hop;
-    step.channel = channel;
-    step.to = to;
-    step.from = from;
-    step.send_owner = send_owner;
-    step.receive_owner = receive_owner;
-    step.send = send;
-    step.receive = receive;
-    step.half = half;
-    ++(channel == Channel::weight ? schedule_.weight_hops : schedule_.gradient_hops);
-    schedule_.steps.push_back(step);
-  }
-
-  // Copies `from` to `to` on this rank, or adds it.
-  void local(Action action, Channel channel, int owner, Buffer from, Buffer to) {
-    Step step;
-    step.action = action;
-    step.channel = channel;
-    step.send_owner = step.receive_owner = owner;
-    step.send = from;
-    step.receive = to;
-    schedule_.steps.push_back(step);
-  }
-
-  void compute(Compute kind, int owner, Buffer weight, Buffer gradient_in = kNoBuffer, Buffer gradient_out = kNoBuffer,
-               Half half = Half::whole) {
-    Step step;
-    step.compute = kind;
-    step.owner = owner;
-    step.weight = weight;
-    step.gradient_in = gradient_in;
-    step.gradient_out = gradient_out;
-    step.half = half;
-    if (options().two_lanes) {
-      step.lane = kind == Compute::forward ? forwards_++ % 2 : (kind == Compute::wgrad ? 1 : 0);
-    }
-    schedule_.steps.push_back(step);
-  }
-
-  Schedule finish() {
-    for (const Step& step : schedule_.steps) {
-      schedule_.accesses.push_back({reads(step, schedule_.ranks), writes(step, schedule_.ranks)});
-    }
-    return std::move(schedule_);
-  }
-
- private:
-  Schedule schedule_;
-  int forwards_ = 0;
-};
 
 // The journey of the weights through one rank. `direction` is -1 when the shard in hand goes r, r-1, ... (forward)
 // and +1 when it goes r, r+1, ... (backward).
@@ -340,8 +249,9 @@ std::string label(const Step& step) {
   }
   const char letter = step.channel == Channel::weight ? 'W' : 'G';
   if (step.action != Action::hop) {
-    return concat(step.action == Action::add ? "add " : "", shard_name(step, letter, step.send_owner), " to ",
-                  step.receive.is_whole() ? "whole" : "home");
+    const Buffer& to = step.receive;
+    const std::string place = to.is_whole() ? "whole" : (to.is_home() ? "home" : concat("slot ", to.slot));
+    return concat(step.action == Action::add ? "add " : "", shard_name(step, letter, step.send_owner), " to ", place);
   }
   return concat(shard_name(step, letter, step.send_owner), " -> ", step.to, ", ",
                 shard_name(step, letter, step.receive_owner), " <- ", step.from);
@@ -350,9 +260,13 @@ std::string label(const Step& step) {
 Schedule make_schedule(int ranks, int rank, const ScheduleOptions& options) {
   RTP_CHECK_VALUE(ranks >= 1, "schedule: expected ranks >= 1, got ", ranks);
   RTP_CHECK_VALUE(rank >= 0 && rank < ranks, "schedule: expected 0 <= rank < ", ranks, ", got ", rank);
+  RTP_CHECK_VALUE(options.hosts >= 1 && ranks % options.hosts == 0, "schedule: expected hosts of equally many of the ",
+                  ranks, " ranks, got ", options.hosts, " hosts");
   Builder builder(ranks, rank, options);
   const bool gathers = builder.options().route == Route::gather;
-  if (options.pass == Pass::forward) {
+  if (builder.options().route == Route::two_level) {
+    build_two_level(builder);
+  } else if (options.pass == Pass::forward) {
     gathers ? build_gather_forward(builder) : build_forward(builder);
   } else if (gathers) {
     build_gather_backward(builder);
@@ -374,6 +288,8 @@ const char* name(Route route) {
       return "direct";
     case Route::gather:
       return "gather";
+    case Route::two_level:
+      return "two-level";
   }
   return "?";
 }

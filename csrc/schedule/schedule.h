@@ -20,9 +20,10 @@ enum class Pass : uint8_t {
 };
 
 enum class Route : uint8_t {
-  ring,    // every hop goes to the neighbour
-  direct,  // step s receives the shard straight from its owner
-  gather,  // all shards first, then one product with the whole: for layers too small to hide a hop
+  ring,       // every hop goes to the neighbour
+  direct,     // step s receives the shard straight from its owner
+  gather,     // all shards first, then one product with the whole: for layers too small to hide a hop
+  two_level,  // shards turn inside a host, while each rank hands its own of the phase to the next host
 };
 
 enum class Compute : uint8_t { forward, dgrad, wgrad };
@@ -55,8 +56,10 @@ struct Step {
   Action action = Action::compute;
 
   // hop: `send` leaves for rank `to` with the shard of `send_owner`; the shard of `receive_owner` arrives from `from`
-  // in `receive`. copy: `send` is copied to `receive` on this rank (both of owner `send_owner`); add: added to it.
+  // in `receive`. `outer`: between hosts, beside those inside a host. copy: `send` is copied to `receive` on this rank
+  // (both of owner `send_owner`); add: added to it.
   Channel channel = Channel::weight;
+  bool outer = false;
   int to = -1;
   int from = -1;
   int send_owner = -1;
@@ -105,9 +108,10 @@ struct ScheduleOptions {
   bool wgrad = true;              // backward only: is the weight gradient wanted (gradients travel)
   bool receive_in_slots = false;  // the transport can receive gradients in slots only, not in the home tensor
   bool bundle = false;            // backward only: wgrad(j) needs what dgrad(j) computed, so that weights always travel
-  bool halves = false;            // backward only, not of bundles: gradients travel in two halves
+  bool halves = false;            // backward only, not of bundles nor two levels: gradients travel in two halves
   bool two_lanes = false;         // not of bundles: forwards alternate between lanes, dgrads and wgrads have one each
   bool late = false;              // backward only: the pass may end before the last gradient hop has arrived, see below
+  int hosts = 1;                  // of route two_level: how many, neighbours in the ring, each with as many ranks
 
   // Whether both make the same hops. Lanes are each rank's own affair: they follow from its own tokens and device.
   bool same_hops(const ScheduleOptions& other) const {

@@ -32,7 +32,7 @@ C_FLOORS = [
     {"device", "device/nccl"},
     {"compute"},
     {"transport"},
-    {"transport/shm", "transport/tcp"},
+    {"transport/shm", "transport/tcp", "transport/composite"},
     {"transport/emulated", "transport/nccl"},
     {"transport/ce"},
     {"engine"},

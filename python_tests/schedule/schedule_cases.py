@@ -24,6 +24,7 @@ class Case:
     halves: bool = False
     two_lanes: bool = False
     late: bool = False
+    hosts: int = 1
 
     def schedules(self) -> list:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -38,7 +39,7 @@ class Case:
     @property
     def taken(self) -> str:
         """The route that is taken."""
-        if self.in_place:
+        if self.in_place or (self.route == "two-level" and self.hosts in (1, self.ranks)):
             return "ring"
         return "direct" if self.bundle and self.route == "gather" else self.route
 
@@ -49,7 +50,17 @@ class Case:
     @property
     def parts(self) -> tuple[int, ...]:
         """The halves that gradients travel in; 0: as a whole."""
-        return (1, 2) if self.halves and not self.bundle and not self.gathers else (0,)
+        return (1, 2) if self.halves and not self.bundle and self.taken in ("ring", "direct") else (0,)
+
+    @property
+    def places(self) -> int:
+        """Ranks of each host."""
+        return self.ranks // self.hosts
+
+    def at(self, rank: int, hosts: int, places: int) -> int:
+        """The rank so many hosts, and places on a host, up the ring."""
+        host, place = divmod(rank, self.places)
+        return (host + hosts) % self.hosts * self.places + (place + places) % self.places
 
     @property
     def products(self) -> list[str]:
@@ -75,6 +86,8 @@ class Case:
         """DESIGN.md section 2, written down a second time."""
         if self.gathers:
             return self._gather_order(rank)
+        if self.taken == "two-level":
+            return self._two_level_order(rank)
         if self.bundle and self.pass_ == "backward":
             return self._bundle_order(rank)
         ranks, direction = self.ranks, -1 if self.pass_ == "forward" else 1
@@ -95,6 +108,48 @@ class Case:
             order.append(f"copy weight {rank}")
         if self.late and not self.halves:
             order += [f"add gradient {rank}"] * (hops["gradient"] > 0)
+        return order
+
+    def _two_level_order(self, rank: int) -> list[str]:
+        """DESIGN.md section 8, written down a second time."""
+        up = -1 if self.pass_ == "forward" else 1
+        phases, steps, order = self.hosts, self.places, []
+
+        def owner(phase: int, step: int) -> int:
+            return self.at(rank, up * phase, up * step)
+
+        def multiply(phase: int, step: int) -> None:
+            if not self.multiplies_weights:
+                return
+            order.extend([f"outer weight hop {owner(phase + 1, 0)}"] * (step == 0 and phase + 1 < phases))
+            order.extend([f"weight hop {owner(phase, step + 1)}"] * (step + 1 < steps))
+            order.append(f"{self.products[0]} {owner(phase, step)}")
+
+        def add_up(phase: int, step: int) -> None:
+            """Step 0 (of a bundle) or `steps` (of others) is the last of a phase."""
+            mine = owner(phase, step)
+            order.append(f"wgrad {mine}")
+            if step % steps:
+                order.append(f"gradient hop {mine} {owner(phase, step + 1)}")
+                return
+            home = phase % phases == 0
+            order.extend([f"add gradient {mine}"] * (self.bundle or phase > 1))
+            order.extend([f"outer gradient hop {mine} {owner(phase + 1, 0)}"] * (not home))
+
+        if self.bundle and self.pass_ == "backward":
+            for phase in range(phases):
+                for step in range(steps):
+                    multiply(phase, step)
+                    if step and self.wgrad:
+                        add_up(phase, step)
+                if self.wgrad:
+                    add_up(phase, 0)
+            return order + [f"add gradient {rank}"] * self.wgrad
+        for at in range(self.ranks + 1):
+            if "wgrad" in self.products and at > 0:
+                add_up(1 + (at - 1) // steps, 1 + (at - 1) % steps)
+            if at < self.ranks:
+                multiply(*divmod(at, steps))
         return order
 
     def _gather_order(self, rank: int) -> list[str]:
@@ -125,4 +180,5 @@ class Case:
 
 def case(ranks: int, pass_: str = "forward", **options) -> Case:
     """A case whose flags may be written 0 and 1."""
-    return Case(ranks, pass_, **{key: bool(value) if value in (0, 1) else value for key, value in options.items()})
+    flags = {key: bool(value) for key, value in options.items() if value in (0, 1) and key != "hosts"}
+    return Case(ranks, pass_, **{**options, **flags})

@@ -7,12 +7,15 @@
     lanes           with two lanes forwards alternate, dgrads are on lane 0 and wgrads on lane 1; else all are on lane 0
     wgrad inputs    in a bundle wgrad(j) follows dgrad(j) and reads the same buffer; elsewhere it reads no weight
     hop count       R - 1 hops of each kind that is needed, R weight hops in place, twice as many of half gradients,
-                    none of the others; R - 1 shards (in place R) in all
+                    none of the others; R - 1 shards (in place R) in all; of K hosts K - 1 between them, on two levels
     slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half; where
-                    shards are gathered no weight slot, and one that holds all shards for each kind that is needed
+                    shards are gathered no weight slot, and one that holds all shards for each kind that is needed; two
+                    of each kind more on two levels, of which a weight slot is missing where a host has two ranks, and
+                    one where there are two hosts
     parts           a buffer is used as a whole or in halves, and each half has slots of its own
-    route           hops go to the neighbour, or weights come straight from their owner's home (where shards are
-                    gathered, from its place in the whole)
+    route           hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
+                    weights come straight from their owner's home (where shards are gathered, from its place in the
+                    whole)
     pairing         every send meets its receive at the same position on the peer, and both name the same shard or half
     contents        whatever is read is the shard that the step names
     overwritten     nobody overwrites a shard that a later step reads
@@ -77,6 +80,7 @@ def _in_words(case: Case, step: Step) -> str:
         words = f"gradient hop {step.send_owner} {step.receive_owner}"
     else:
         words = f"weight hop {step.receive_owner}"
+    words = "outer " * step.outer + words
     return f"{words} {HALVES[step.half]}".strip()
 
 
@@ -121,6 +125,9 @@ def hop_count(case: Case, ring: Ring) -> Iterator[str]:
             if len(done) != count:
                 yield f"rank {rank}: expected {count} {channel} hops, got {len(done)}"
             expected, shards = count / (len(case.parts) if channel == "gradient" else 1), 0.0
+            outer = (case.hosts - 1) * bool(count) * (case.taken == "two-level")
+            if outer != (found := sum(step.outer for step in done)):
+                yield f"rank {rank}: expected {outer} {channel} hops between hosts, got {found}"
             shards += sum(0.5 if step.half else 1.0 for step in done)
             if shards != expected:
                 yield f"rank {rank}: expected {expected} {channel} shards to be sent, got {shards}"
@@ -129,6 +136,9 @@ def hop_count(case: Case, ring: Ring) -> Iterator[str]:
 def slots(case: Case, ring: Ring) -> Iterator[str]:
     most = {"weight slot": 1 if case.in_place else 2, "gradient slot": 2 * len(case.parts)}
     most |= {"weight whole": 0, "gradient whole": 0}
+    if case.taken == "two-level":
+        most["weight slot"] = min(2, case.places - 1) + min(2, case.hosts - 1)
+        most["gradient slot"] = 4
     if case.gathers:
         most |= {"weight slot": 0, "weight whole": int(case.multiplies_weights)}
         most |= {"gradient whole": int("wgrad" in case.products)}
@@ -162,10 +172,17 @@ def route(case: Case, ring: Ring) -> Iterator[str]:
         for position, step in enumerate(steps):
             if step.action != "hop":
                 continue
-            if case.taken != "ring" and step.channel == "weight":
+            if case.taken in ("direct", "gather") and step.channel == "weight":
                 source = "weight whole" if case.gathers else "weight home"
                 if (step.send_owner, step.send, step.from_) != (rank, source, step.receive_owner):
                     yield f"rank {rank}, step {position}: expected {source} to send and the owner to be received from"
+            elif case.taken == "two-level":
+                away = 1 if case.pass_ == "forward" else -1
+                by = (away, 0) if step.outer else (0, away)
+                to, from_ = case.at(rank, *by), case.at(rank, *(-distance for distance in by))
+                if (step.to, step.from_) != (to, from_):
+                    where = f"rank {rank}, step {position}, outer {step.outer}"
+                    yield f"{where}: expected a hop to {to} and from {from_}, got {step.to} and {step.from_}"
             else:
                 up, down = (rank + 1) % case.ranks, (rank - 1) % case.ranks
                 to, from_ = (up, down) if case.pass_ == "forward" else (down, up)

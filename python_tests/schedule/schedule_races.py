@@ -34,6 +34,12 @@ class Step:
     lane: int
     half: int
     label: str
+    outer: bool = False
+
+    @property
+    def link(self) -> str:
+        """What a hop takes: hops of one link are in order."""
+        return f"{'outer ' * self.outer}{self.channel}"
 
     def parts(self, buffer: str | None, owner: int, ranks: int) -> list[str]:
         """What a step about the shard of `owner` uses of a buffer: of the whole, shards; of a home, perhaps a half."""
@@ -141,17 +147,17 @@ def waits_of(steps: list[Step], ranks: int, without: Collection[str] = ()) -> Wa
 def _happens_before(ring: Ring, waits: list[Waits]) -> dict[Node, int]:
     """For each node the set (bits) of nodes that must have happened before it, itself included.
 
-    As little as any transport promises: hops of one channel are posted in order but may overlap; a message arrives
+    As little as any transport promises: hops of one link are posted in order but may overlap; a message arrives
     after it was sent for and after the receiver has posted; a sent message may still be under way. Computes of one lane
     are in order, those of different lanes run side by side. The end, the step after the last one, is on lane 0.
     """
     before: dict[Node, list[Node]] = {}
     for rank, steps in enumerate(ring):
-        last: dict[str, Node] = {}  # newest compute of each lane, newest post on each channel
+        last: dict[str, Node] = {}  # newest compute of each lane, newest post on each link
         for position, (step, needed) in enumerate(zip([*steps, None], waits[rank], strict=True)):
             hop = step is not None and step.action == "hop"
             first: Node = (rank, position, "posted" if hop else "done")
-            lane = f"compute {step.lane if step else 0}" if not hop else str(step.channel)
+            lane = f"compute {step.lane if step else 0}" if not hop else step.link
             before[first] = [(rank, at, what) for at, what in needed]
             if lane in last:
                 before[first].append(last[lane])
@@ -219,6 +225,10 @@ def races(ring: Ring, without: Collection[str] = (), waits: list[Waits] | None =
 # Who executes the steps, in order. `blocking`: the next step starts after this one has ended, not when it is posted.
 Lane = Callable[[Step], str]
 LANES: dict[str, tuple[Lane, bool]] = {
+    "communicators of both levels": (
+        lambda step: step.link if step.action == "hop" else f"compute {step.lane}",
+        True,
+    ),
     "two communicators": (lambda step: str(step.channel) if step.action == "hop" else f"compute {step.lane}", True),
     "one communicator": (lambda step: "hop" if step.action == "hop" else f"compute {step.lane}", True),
     "posting host": (lambda step: "host", False),
@@ -234,7 +244,7 @@ def deadlocks(
     """Runs all ranks until nothing moves, and yields where each lane is stuck.
 
     A hop is a rendezvous: it ends when its two peers have started hops that name this rank, with the same index among
-    the hops of its channel.
+    the hops of its link.
 
     Args:
         lanes: one of LANES.
@@ -249,13 +259,13 @@ def deadlocks(
     if enqueue is not None:
         queues = {key: enqueue(queue, ring[key[0]]) for key, queue in queues.items()}
     waits = waits or [waits_of(steps, len(ring)) for steps in ring]
-    channels: dict[tuple[int, str | None], list[int]] = {}
-    index: dict[tuple[int, int], int] = {}  # of a hop on its channel
+    channels: dict[tuple[int, str], list[int]] = {}
+    index: dict[tuple[int, int], int] = {}  # of a hop on its link
     for rank, steps in enumerate(ring):
         for position, step in enumerate(steps):
             if step.action == "hop":
-                index[rank, position] = len(channels.setdefault((rank, step.channel), []))
-                channels[rank, step.channel].append(position)
+                index[rank, position] = len(channels.setdefault((rank, step.link), []))
+                channels[rank, step.link].append(position)
     heads = dict.fromkeys(queues, 0)
     started: set[tuple[int, int]] = set()
     ended: set[tuple[int, int]] = set()
@@ -263,7 +273,7 @@ def deadlocks(
     def meets(rank: int, position: int) -> bool:
         step = ring[rank][position]
         for peer, back in ((step.to, "from_"), (step.from_, "to")):
-            theirs = channels.get((peer, step.channel), [])[index[rank, position] :][:1]
+            theirs = channels.get((peer, step.link), [])[index[rank, position] :][:1]
             if not theirs or (peer, theirs[0]) not in started or getattr(ring[peer][theirs[0]], back) != rank:
                 return False
         return True

@@ -173,7 +173,10 @@ def test_lanes_that_meet_wait_for_each_other():
         ({"ranks": 4, "rank": 4, "pass_": "forward"}, "expected 0 <= rank < 4, got 4"),
         ({"ranks": 4, "rank": -1, "pass_": "forward"}, "expected 0 <= rank < 4, got -1"),
         ({"ranks": 4, "rank": 0, "pass_": "sideways"}, "expected a pass of forward or backward, got sideways"),
-        ({"ranks": 4, "rank": 0, "pass_": "forward", "route": "scenic"}, "route of ring, direct or gather, got scenic"),
+        (
+            {"ranks": 4, "rank": 0, "pass_": "forward", "route": "scenic"},
+            "route of ring, direct, gather or two-level, got scenic",
+        ),
     ],
 )
 def test_errors_of_make_schedule(arguments, message):

@@ -84,7 +84,8 @@ def names(ring):
 
 
 def test_candidates_by_device_and_options():
-    assert names(StandIn("cpu")) == [("shm", True), ("tcp", True), ("c10d", True)]
+    both = [("shm+tcp", True), ("shm+c10d", True)]
+    assert names(StandIn("cpu")) == [("shm", True), *both, ("tcp", True), ("c10d", True)]
     assert names(StandIn()) == [("ce", True), ("nccl", True), ("nccl", True), ("c10d", True), ("nccl-put", False)]
     assert names(StandIn(options={"registered": True}))[1:3] == [("nccl", True), ("c10d", True)]
     assert names(StandIn(options={"registered": False}))[1:3] == [("nccl", True), ("c10d", True)]

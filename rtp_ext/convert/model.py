@@ -124,6 +124,8 @@ def fully_rotate(
     if isinstance(place, Ring) and not isinstance(mesh, Ring):
         check_options(place, transport, route, None if timeout == _TIMEOUT else timeout)
     ring = place if isinstance(place, Ring) else Ring(place, transport=transport, route=route, timeout=timeout)
+    if in_place:
+        ring.expect_in_place("fully_rotate")
     state = RotationState(ring, mp_policy or MixedPrecisionPolicy(), module)
     policy.connect(ring)
     state.outer_policy = policy
@@ -198,7 +200,7 @@ def _check_device(module: nn.Module, expected: str) -> None:
 
 
 def _say_what_in_place_means(ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
-    if ring.transport == "shm":
+    if ring.transport.startswith("shm"):
         logger.info("fully_rotate: in_place: transport shm receives in its own slots, so that copies travel")
     elif mp_policy.param_dtype is not None:
         logger.info("fully_rotate: in_place: shards are cast to %s, so that copies travel", mp_policy.param_dtype)

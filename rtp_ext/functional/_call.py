@@ -83,6 +83,8 @@ class Call:
     ) -> Call:
         """With dtypes chosen: torch.autocast's where it is enabled, else the ones asked for, else the weight's own."""
         ring.check_alive(name)
+        if in_place:
+            ring.expect_in_place(name)
         if not isinstance(weight, torch.Tensor) or not weight.dtype.is_floating_point:
             raise TypeError(f"{name}: expected a floating-point weight, got {getattr(weight, 'dtype', type(weight))}")
         compute = compute_dtype or weight.dtype
@@ -240,7 +242,7 @@ def prepare(
         table.found[key] = ready
     if tokens is not None and prepared is not None and tokens > prepared.seen:
         prepared.seen = tokens
-    if call.in_place and ring.transport != "shm":  # over which copies travel
+    if call.in_place and not ring.transport.startswith("shm"):  # over which copies travel
         _make_room(call, ready, homes)
     if ready.late:
         lands = ring, ring.landing_after()

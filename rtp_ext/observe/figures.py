@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rtp_ext._native import Schedule, Step, make_schedule
+from rtp_ext.observe.schedule import lane
 from rtp_ext.observe.timeline import Event, timeline
 from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
 
@@ -93,7 +94,7 @@ def summaries(traces: Sequence[Trace]) -> list[Summary]:
             if each.end != each.end:
                 continue
             own = [event for event in trace.events if event.pass_ == each.number and event.kind != "wait"]
-            hops = {name: _of(event for event in own if event.lane == name) for name in HOPS}
+            hops = {name: _of(event for event in own if event.lane.endswith(name)) for name in HOPS}
             travelling = _union(interval for found in hops.values() for interval in found)
             under_way = _length(travelling)
             made.append(
@@ -164,7 +165,7 @@ class _Durations:
 
     @staticmethod
     def key(step: Step) -> str:
-        return {"compute": step.compute, "hop": step.channel}.get(step.action, step.action)
+        return {"compute": step.compute, "hop": lane(step)}.get(step.action, step.action)
 
     def __call__(self, rank: int, step: Step) -> float:
         median = self.medians.get(self.key(step), 0.0)

@@ -64,6 +64,7 @@ def schedule_of(
     halves: bool = False,
     two_lanes: bool = False,
     late: bool = False,
+    hosts: int = 1,
 ) -> Schedule:
     """The schedule of one pass of one operation on rank `rank` of a ring of `ranks`.
 
@@ -71,8 +72,9 @@ def schedule_of(
         ranks: the size of the ring, at least 1.
         op: ``"linear"``, ``"embedding"``, or one of the bundles ``"mlp"``, ``"cross_entropy"`` and ``"experts"``.
         pass_: ``"forward"`` or ``"backward"``.
-        route: ``"ring"`` (every hop goes to the neighbour), ``"direct"`` (weights come straight from their owner), or
-            ``"gather"`` (all shards first, then one product with the whole; bundles go the direct route instead).
+        route: ``"ring"`` (every hop goes to the neighbour), ``"direct"`` (weights come straight from their owner),
+            ``"gather"`` (all shards first, then one product with the whole; bundles go the direct route instead), or
+            ``"two-level"`` (shards turn inside each host while every rank hands one on to the next host).
         in_place: the home shard itself travels; one weight slot less, one hop more.
         dgrad: whether the backward computes the input's gradient; by default where the operation has one. The
             backward of a bundle has its dgrad steps either way, because wgrad needs what they compute.
@@ -82,10 +84,11 @@ def schedule_of(
         two_lanes: forwards alternate between two lanes, dgrads and wgrads have one each.
         late: the last gradient that arrives in a backward is added at its end, or after it; not where gradients travel
             in halves or shards are gathered.
+        hosts: of the route two-level: how many, each with as many ranks that are neighbours.
 
     Raises:
-        ValueError: an unknown name, fewer than one rank, a rank outside the ring, or an input gradient wanted from an
-            embedding.
+        ValueError: an unknown name, fewer than one rank, a rank outside the ring, hosts that do not divide the ranks,
+            in_place on two levels, or an input gradient wanted from an embedding.
     """
     if op not in OPERATIONS:
         raise ValueError(f"expected an operation of {', '.join(OPERATIONS[:-1])} or {OPERATIONS[-1]}, got {op}")
@@ -104,16 +107,18 @@ def schedule_of(
         halves=halves,
         two_lanes=two_lanes,
         late=late,
+        hosts=hosts,
     )
 
 
 def lane(step: Step) -> str:
-    """Where a step runs: ``"weight"``, ``"gradient"`` (hops), ``"compute"`` or ``"side"`` (computes, copies, adds).
+    """Where a step runs: ``"weight"``, ``"gradient"`` (hops; between hosts, on two levels, ``"outer weight"`` and
+    ``"outer gradient"``), ``"compute"`` or ``"side"`` (computes, copies, adds).
 
     The side lane computes beside the other where a single GEMM leaves much of a GPU idle.
     """
     if step.action == "hop":
-        return step.channel
+        return f"outer {step.channel}" if step.outer else step.channel
     return "side" if step.lane else "compute"
 
 
@@ -128,6 +133,8 @@ def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes
         why = "to a forward"
     elif op in BUNDLES:
         why = "to a bundle"
+    elif schedule.route == "two-level":
+        why = "on two levels"
     else:
         why = "where shards are gathered" if schedule.route == "gather" else "without a weight gradient"
     names = " and ".join(name for name, ignored in wanted.items() if ignored)
@@ -143,6 +150,7 @@ def describe(
     in_place: bool,
     halves: bool = False,
     two_lanes: bool = False,
+    hosts: int = 1,
 ) -> str:
     """Two lines: which pass this is, and what each rank computes, sends and holds.
 
@@ -160,7 +168,11 @@ def describe(
             hops[step.channel] += 1
     taken = first.route
     if taken != route:
-        taken += f" ({route} does not apply {'in place' if in_place else 'to a bundle'})"
+        one = "of one host" if hosts == 1 else "of hosts with one rank each"
+        why = one if route == "two-level" else "in place" if in_place else "to a bundle"
+        taken += f" ({route} does not apply {why})"
+    elif taken == "two-level":
+        taken += f" ({hosts} hosts of {first.ranks // hosts} ranks)"
     variant = "in place" if in_place else "out of place"
     if in_place and first.ranks > 1 and hops["weight"] == 0:
         variant, taken = "out of place (no weights travel)", taken if route == "gather" else route
@@ -168,6 +180,8 @@ def describe(
     variant += _ignored(first, op=op, pass_=pass_, halves=halves, two_lanes=two_lanes)
     what = [f"{number} {kind}" for kind, number in computes.items()]
     what += [_count(hops[channel], f"{channel} hop") for channel in hops]
+    outer = sum(step.outer for step in first.steps)
+    what += [f"{outer} of them between hosts"] * (outer > 0)
     slots = [_count(first.weight_slots, "weight slot"), _count(first.gradient_slots, "gradient slot")]
     wholes = [channel for channel in hops if any(f"{channel} whole" in _named(step) for step in first.steps)]
     slots += [f"1 whole {channel}" for channel in wholes]

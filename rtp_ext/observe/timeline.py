@@ -16,7 +16,7 @@ from rtp_ext.observe.schedule import ALL, HALVES, check_rank, lane
 
 __all__ = ["Event", "Lockstep", "plot", "timeline"]
 
-LANES = ("compute", "side", "weight", "gradient")
+LANES = ("compute", "side", "weight", "gradient", "outer weight", "outer gradient")
 
 LARGEST_RING = 128  # that is simulated rank by rank: a ring of R ranks has some R * R steps that wait for each other
 
@@ -38,9 +38,17 @@ class Event:
 class _Simulator:
     """Runs the schedules of all ranks against the clock. Lanes run in order; hops are rendezvous."""
 
-    def __init__(self, schedules: Sequence[Schedule], compute_time: Duration, hop_time: Duration, copy_time: Duration):
+    def __init__(
+        self,
+        schedules: Sequence[Schedule],
+        compute_time: Duration,
+        hop_time: Duration,
+        copy_time: Duration,
+        outer_time: Duration,
+    ):
         self.steps = [list(schedule.steps) for schedule in schedules]
         self.times = {"compute": compute_time, "hop": hop_time, "copy": copy_time, "add": copy_time}
+        self.times["outer hop"] = outer_time
         self.waits = [hazards(schedule.steps, schedule.ranks) for schedule in schedules]
         self.queues: dict[tuple[int, str], list[int]] = {
             (rank, name): [position for position, step in enumerate(steps) if lane(step) == name]
@@ -49,11 +57,11 @@ class _Simulator:
         }
         self.heads = dict.fromkeys(self.queues, 0)
         self.free = dict.fromkeys(self.queues, 0.0)
-        self.ready: dict[tuple[int, str, int], float] = {}  # rank, channel, index of the hop on that channel
+        self.ready: dict[tuple[int, str, int], float] = {}  # rank, lane, index of the hop on that lane
         self.ends: dict[tuple[int, int, str], float] = {}  # rank, position, which end
 
     def duration(self, rank: int, step: Step) -> float:
-        time = self.times[step.action]
+        time = self.times["outer hop" if step.outer else step.action]
         if callable(time):
             return time(rank, step)
         if step.action == "compute" and step.owner == ALL:
@@ -73,10 +81,10 @@ class _Simulator:
     def partner(self, step: Step, rank: int, index: int, *, sends: bool) -> tuple[Step, float] | None:
         """The step that a hop meets at its other end and when that end is ready; None while it is not there."""
         peer = step.to if sends else step.from_
-        ready = self.ready.get((peer, step.channel, index))
+        ready = self.ready.get((peer, lane(step), index))
         if ready is None:
             return None
-        other = self.steps[peer][self.queues[peer, step.channel][index]]
+        other = self.steps[peer][self.queues[peer, lane(step)][index]]
         return (other, ready) if rank == (other.from_ if sends else other.to) else None
 
     def place(self, rank: int, name: str) -> Event | None:
@@ -130,13 +138,15 @@ def timeline(
     compute_time: Duration = 1.0,
     hop_time: Duration = 0.5,
     copy_time: Duration = 0.0,
+    outer_time: Duration | None = None,
 ) -> list[Event]:
     """When every step of every rank runs, if nothing but the schedule holds it up.
 
-    Each rank has four lanes that work in order and side by side: computes (with copies and adds), weight hops, gradient
-    hops, and, in a schedule of two lanes, computes on the side. A hop starts when both ends have reached it and its
-    buffers are free; a compute starts when what it reads has arrived. Computes side by side share a device, which the
-    simulator does not know: of two lanes a timeline shows the order, not the speed.
+    Each rank has lanes that work in order and side by side: computes (with copies and adds), weight hops, gradient
+    hops, on two levels both kinds between hosts too, and, in a schedule of two lanes, computes on the side. A hop starts
+    when both ends have reached it and its buffers are free; a compute starts when what it reads has arrived. Computes
+    side by side share a device, which the simulator does not know: of two lanes a timeline shows the order, not the
+    speed.
 
     With constant durations, where w and g are hops of weights and gradients and R ranks take part:
 
@@ -149,9 +159,21 @@ def timeline(
         gathered backward       max(start + R compute, copy + R compute + g) + R copy + (R - 2) g, for R > 1, where
                                 start = copy + max(R compute, (R - 1) w)
 
+    On two levels, K hosts of G ranks, where w and g are hops inside a host, W and H of weights and gradients between
+    hosts, and P is what one phase takes:
+
+        forward                 P + (K - 1) max(P, W), where P = compute + (G - 1) max(compute, w)
+        backward                P + (K - 1) max(P, W, H), where P = 2 G compute + (G - 1) max(0, g - compute),
+                                for w <= 2 compute, and additions that take no time
+        backward of a bundle    P + max(P, W) + (K - 2) max(P, W, H + compute + copy) + H + copy, where
+                                P = 2 G compute + copy, for w, g <= compute
+
+    Where a hop inside outlasts that, a later phase may begin it while the phase before ends, and take less.
+
     Args:
         schedules: those of all ranks, in order, as `schedules` returns them.
-        compute_time, hop_time, copy_time: durations in any one unit, or functions ``(rank, step) -> duration``. A
+        compute_time, hop_time, copy_time, outer_time: durations in any one unit, or functions
+            ``(rank, step) -> duration``. `outer_time` is that of hops between hosts, by default as of others. A
             constant is that of one shard: a step of half a gradient takes half of it, a product with all shards R times
             as long. A hop takes as long as its receiver's duration says. copy_time is that of whatever a rank does to
             its own buffers, copies and adds.
@@ -173,10 +195,12 @@ def timeline(
     ):
         got = [f"{schedule.rank} of {schedule.ranks}" for schedule in schedules]
         raise ValueError(f"expected the schedules of all ranks of one ring in order, got ranks {', '.join(got)}")
-    for name, time in {"compute_time": compute_time, "hop_time": hop_time, "copy_time": copy_time}.items():
+    outer_time = hop_time if outer_time is None else outer_time
+    times = {"compute_time": compute_time, "hop_time": hop_time, "copy_time": copy_time, "outer_time": outer_time}
+    for name, time in times.items():
         if not callable(time) and not 0 <= time < math.inf:
             raise ValueError(f"expected a finite {name} >= 0, got {time}")
-    events = _Simulator(schedules, compute_time, hop_time, copy_time).run()
+    events = _Simulator(schedules, **times).run()
     return sorted(events, key=lambda event: (event.start, event.rank, LANES.index(event.lane), event.step))
 
 
@@ -201,8 +225,9 @@ class Lockstep:
         """When the last step ends.
 
         Args:
-            durations: of `forward`, `dgrad` and `wgrad` (computes), `weight` and `gradient` (hops), `copy` and `add`,
-                in any one unit, as far as the schedule has them. Steps on half of the rows take half as long, products
+            durations: of `forward`, `dgrad` and `wgrad` (computes), `weight` and `gradient` (hops), `outer weight` and
+                `outer gradient` (hops between hosts), `copy` and `add`, in any one unit, as far as the schedule has
+                them. Steps on half of the rows take half as long, products
                 with all shards R times as long.
 
         Raises:
@@ -229,11 +254,13 @@ LOOKS: dict[str, dict[str, Any]] = {
     "add": {"facecolor": "#7a7a7a", "color": "white"},
     "weight": {"facecolor": "#1f4e79", "color": "white"},
     "gradient": {"facecolor": "#ffffff", "hatch": "////"},
+    "outer weight": {"facecolor": "#0b1d2e", "color": "white"},
+    "outer gradient": {"facecolor": "#ffffff", "hatch": "xxxx"},
 }
 
 
 def _look(step: Step) -> str:
-    return {"compute": step.compute, "hop": step.channel}.get(step.action, step.action)
+    return {"compute": step.compute, "hop": lane(step)}.get(step.action, step.action)
 
 
 def _caption(step: Step) -> str:
@@ -247,7 +274,7 @@ def _caption(step: Step) -> str:
 def _targets(steps: Sequence[Step], action: str) -> str:
     """Where the copies or additions of a schedule go, for the legend."""
     buffers = [step.receive or "" for step in steps if step.action == action]
-    places = {"to whole": any("whole" in buffer for buffer in buffers)}
+    places = {f"to {kind}": any(kind in buffer for buffer in buffers) for kind in ("whole", "slot")}
     places["home" if action == "copy" else "to home"] = any("home" in buffer for buffer in buffers)
     return f"{action} {' and '.join(place for place, named in places.items() if named)}"
 
@@ -274,7 +301,7 @@ def legend(seen: set[str], steps: Sequence[Step]) -> list[Any]:
     """Patches that explain the looks in `seen`, of `steps`."""
     from matplotlib.patches import Patch
 
-    names = {"weight": "weight hop (what arrives)", "gradient": "gradient hop (what arrives)"}
+    names = {name: f"{name} hop (what arrives)" for name in LANES[2:]}
     names |= {action: _targets(steps, action) for action in ("copy", "add")}
     return [
         Patch(label=names.get(name, name), edgecolor="#222222", **{k: v for k, v in look.items() if k != "color"})
@@ -291,6 +318,7 @@ def plot(
     compute_time: Duration = 1.0,
     hop_time: Duration = 0.5,
     copy_time: Duration = 0.0,
+    outer_time: Duration | None = None,
     rank: int | None = None,
 ) -> None:
     """Draws `timeline` into an image file: a band for each rank with its lanes, a box for each step.
@@ -309,7 +337,8 @@ def plot(
     except ImportError as error:
         raise ImportError("a plot needs matplotlib: pip install 'rtp-ext[plot]'") from error
 
-    events = timeline(schedules, compute_time=compute_time, hop_time=hop_time, copy_time=copy_time)
+    times = {"compute_time": compute_time, "hop_time": hop_time, "copy_time": copy_time, "outer_time": outer_time}
+    events = timeline(schedules, **times)
     check_rank(schedules, rank)
     ranks = [rank] if rank is not None else list(range(len(schedules)))
     lanes = [name for name in LANES if any(event.lane == name for event in events)]

@@ -10,13 +10,16 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from rtp_ext._native import RingTimeout
 from rtp_ext.ring.options import TransportOptions
+
+if TYPE_CHECKING:
+    from rtp_ext.ring.hosts import Hosts
 
 # torch 2.14 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,6 +36,7 @@ class Groups:
     timeout: datetime.timedelta
     transport: str
     transport_options: TransportOptions
+    placed: Hosts  # where its ranks are
     check_alive: Callable[[str], None]
     _executor: Any
 
@@ -90,6 +94,14 @@ class Groups:
             self._executor.fail(message)
             self.abandon()
             raise RingTimeout(message) from error
+
+    @property
+    def hosts(self) -> int:
+        return self.placed.count
+
+    @property
+    def per_host(self) -> int | None:
+        return self.placed.per_host
 
     @property
     def alone(self) -> bool:

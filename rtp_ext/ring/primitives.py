@@ -41,6 +41,15 @@ class Primitives(Groups):
     hop_route: str
     gate: Gate
     run: Callable[..., Any]
+    _native: Any = None  # the transport, but for an emulated one
+
+    def expect_in_place(self, name: str) -> None:
+        """Raises ValueError where home shards cannot be asked to travel themselves."""
+        if self.hop_route == "two-level":
+            raise ValueError(
+                f"{name}: expected in_place=False on route two-level, where a shard leaves in two directions at once, "
+                "got True; a ring of route='ring' moves shards in place"
+            )
 
     def shapes(
         self, tensors: Sequence[torch.Tensor], originals: Sequence[Any], prepared: Prepared | None
@@ -95,7 +104,8 @@ class Primitives(Groups):
         Args:
             shard: this rank's tensor (or list of tensors that travel together), any dtype; DTensors and DLPack
                 arrays are taken too. Shards of different ranks may differ in size.
-            reverse: the order r, r+1, ... of a backward instead of r, r-1, ...
+            reverse: the order r, r+1, ... of a backward instead of r, r-1, ... On route two-level it is that of hosts,
+                and of the places on each.
             prepared: keeps the shapes of all ranks' shards, which the ranks tell each other in every call otherwise;
                 DTensors know them. One for each shard, passed alike on every rank: see rtp_ext.functional.Prepared.
 
@@ -136,7 +146,7 @@ class Primitives(Groups):
         """
         tensors, shapes, single = self._shards("collect", like, prepared)
         home = [torch.empty_like(tensor) for tensor in tensors]
-        execution = self.run("collect", _native.Execution.collect, home, shapes, checked=True)
+        execution = self.run("collect", _native.Execution.collect, home, shapes, self.hop_route, checked=True)
         try:
             while (step := self._next(execution)) is not None:
                 arrived, partial = execution.gradient_in(), execution.gradient_out()
@@ -149,6 +159,17 @@ class Primitives(Groups):
         finally:
             execution.finish()
         return home[0] if single else home
+
+    def bytes_between_hosts(self, channel: str) -> int:
+        """Bytes of `weight` or `gradient` that this rank has sent to other hosts. Raises RotationError where the
+        transport does not tell them from those that stayed on its own: only `shm+c10d` does."""
+        if self.hosts == 1:
+            return 0
+        if self.hosts == self.size:
+            return self._executor.bytes_sent(channel)
+        if not isinstance(self._native, _native.CompositeTransport):
+            raise RotationError(f"transport {self.transport} does not tell what left the host from what stayed there")
+        return self._native.bytes_between_hosts(channel)
 
     def seconds_per_hop(self, shard_bytes: int) -> float:
         """Times one rotation of shards of `shard_bytes` on this rank. Collective."""

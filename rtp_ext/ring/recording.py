@@ -23,7 +23,8 @@ class TraceEvent:
 
     Attributes:
         rank: of the ring.
-        lane: `compute`, `side` (a second lane of computes), `weight` or `gradient` (hops).
+        lane: `compute`, `side` (a second lane of computes), `weight` or `gradient` (hops), `outer weight` or
+            `outer gradient` (hops between hosts, on route two-level).
         label: of the step, as in the table of the schedule.
         step: its position in the schedule; of a wait, that of the step that waited; -1 at either end of a pass.
         pass_: the number of its pass; -1: a hop that was sent ahead for a pass that did not come.

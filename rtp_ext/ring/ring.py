@@ -19,12 +19,13 @@ from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow
 from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.gate import Gate, kind_of
+from rtp_ext.ring.hosts import Hosts, find_hosts
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.options import TransportOptions
 from rtp_ext.ring.prepared import Ledger, Prepared
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Trace, record
-from rtp_ext.ring.routes import choose_ce_modes, choose_route
+from rtp_ext.ring.routes import choose_ce_modes, choose_hops
 from rtp_ext.ring.surroundings import keep_compilers_out, refuse_transforms
 from rtp_ext.ring.transports import (
     NETWORKED,
@@ -39,8 +40,8 @@ logger = logging.getLogger("rtp_ext")
 __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 
 
-TRANSPORTS = ("auto", "shm", "tcp", "c10d", "ce", "nccl", "nccl-put")
-ROUTES = ("auto", "ring", "direct", "gather")
+TRANSPORTS = ("auto", "shm", "shm+tcp", "shm+c10d", "tcp", "c10d", "ce", "nccl", "nccl-put")
+ROUTES = ("auto", "ring", "direct", "gather", "two-level")
 
 _serials = itertools.count()
 _phases = itertools.count(1)
@@ -53,22 +54,25 @@ class Ring(Primitives, Counters):
         mesh_or_group: a one-dimensional DeviceMesh, one of more dimensions with `dims`, a process group, or None for
             the default process group.
         dims: which dimensions of the mesh the ring runs over, and along which rings hold the same shards.
-        transport: `shm` (CPU ranks of one host), `tcp` (CPU ranks of any hosts), `c10d` (any torch.distributed
-            backend), `ce` (copy engines, without SMs: GPUs of one host that all have direct access to each other, NCCL
-            2.29.2 or newer), `nccl` (direct NCCL), `nccl-put` (NCCL's puts and signals; what waits for a dead rank
-            there stays stuck until the process ends), or `auto`: `ce`, else `nccl` on GPUs, `shm`, else `tcp` on CPUs,
-            else `c10d`. What was chosen, and why others were not, is logged and kept in `transport` and
-            `transport_reason`.
+        transport: `shm` (CPU ranks of one host), `shm+tcp` and `shm+c10d` (the same inside hosts, the other between
+            them), `tcp` (CPU ranks of any hosts), `c10d` (any torch.distributed backend), `ce` (copy engines, without
+            SMs: GPUs of one host that all have direct access to each other, NCCL 2.29.2 or newer), `nccl` (direct
+            NCCL), `nccl-put` (NCCL's puts and signals; what waits for a dead rank there stays stuck until the process
+            ends), or `auto`: `ce`, else `nccl` on GPUs, `shm`, `shm+tcp` or `tcp` on CPUs, else `c10d`. What was
+            chosen, and why others were not, is logged and kept in `transport` and `transport_reason`.
         route: `ring` (every hop goes to the neighbour), `direct` (a shard comes straight from its owner), `gather`
-            (linear layers gather the whole weight first; everything else goes as `auto` chooses), or `auto`: the gate
-            decides for every linear layer.
+            (linear layers gather the whole weight first; everything else goes as `auto` chooses), `two-level` (shards
+            turn inside each host while every rank hands one on to the next host; where ranks are not spread so, what
+            `auto` takes, and `transport_reason` says why), or `auto`: two-level where it can be, and the gate decides
+            for every linear layer.
         timeout: seconds (or a timedelta) after which a neighbour that does not answer is an error, RingTimeout.
         prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
             the forward or backward before. 0 turns it off.
         gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
+            Not on route two-level.
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
             each takes two gradient slots more. None: 1 where hops cross a network (a CPU ring over `tcp` or `c10d`),
-            else 0.
+            else 0. On route two-level they land within the pass.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
@@ -89,7 +93,8 @@ class Ring(Primitives, Counters):
         tensor_mesh: the DeviceMesh of tensor parallelism, as it was applied to the model; None where there is none.
         replicas: how many rings hold the same shards.
         link: what stands in for the wire in an emulated ring on a GPU; None for any other.
-        hop_route: `ring` or `direct`, what the hops of a rotation take.
+        hosts, per_host: on how many hosts its ranks are, and how many on each; None where not equally many.
+        hop_route: `ring`, `direct` or `two-level`, what the hops of a rotation take.
         gate: decides how each linear layer travels, and remembers it: `gate.plans`.
         common: what functional forms without `prepared=` keep of operations on DTensors.
     """
@@ -112,6 +117,8 @@ class Ring(Primitives, Counters):
     ) -> None:
         _check_choice("transport", transport, TRANSPORTS)
         _check_choice("route", route, ROUTES)
+        if route == "two-level" and gradient_halves:
+            raise ValueError("Ring: expected gradient_halves None or False with route two-level, got True")
         self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
@@ -146,6 +153,7 @@ class Ring(Primitives, Counters):
         device: torch.device | str = "cpu",
         link: str | None = None,
         route: str = "ring",
+        hosts: int = 1,
         prefetch: int = 1,
         gradient_halves: bool | None = None,
         late_gradients: int = 0,
@@ -153,7 +161,7 @@ class Ring(Primitives, Counters):
         """A ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
 
         A layer on it computes what the plain layer with this rank's shard repeated `size` times would. For
-        microbenchmarks of the timeline of one rank, and for memory per rank.
+        microbenchmarks of the timeline of one rank, and for memory per rank. `hosts`: of route two-level.
 
         `link`, for a GPU: `sm-local` (a plain copy within the GPU, which runs on SMs; the default), `ce-local` or
         `ce-local:N` (copies asked to leave the SMs alone, cut for N = 1, 2 or 4 streams), `nccl-self` or
@@ -174,6 +182,7 @@ class Ring(Primitives, Counters):
         if ring.device.type == "cuda" and ring.device.index is None:
             ring.device = torch.device("cuda", torch.cuda.current_device())
         ring.serial = next(_serials)
+        ring.placed = Hosts.even(size, hosts)
         ring.route, ring.transport_reason = route, "one process stands for the ring"
         ring.hop_route = "ring" if route == "gather" else route
         ring.transport = "emulated"
@@ -205,7 +214,7 @@ class Ring(Primitives, Counters):
     def _build(self, native: Any, route: str, gradient_halves: bool | None) -> None:
         """The executor and the gate, once transport and routes are known."""
         self.gate = Gate(self.size, self.device, self.hop_route, route, gradient_halves)
-        self._executor = _native.Executor(native, self.rank, self.size, self.device)
+        self._executor = _native.Executor(native, self.rank, self.size, self.device, self.placed.count)
         self._executor.prefetch(self.prefetch > 0)
         self._executor.allow_late(self.late_gradients)
         self._executor.set_delay(datetime.timedelta(microseconds=self.transport_options.delay_us))
@@ -217,10 +226,14 @@ class Ring(Primitives, Counters):
                 raise ValueError(f"Ring: ranks disagree: expected {told[0]} (rank 0), got {theirs} on rank {rank}")
 
     def _start(self, transport: str, route: str, gradient_halves: bool | None, late_gradients: int | None) -> None:
+        self.placed = find_hosts(self)
         connection = connect(self, transport)
-        self.transport: str = connection.name
+        self._native, self.transport = connection.native, connection.name
         self.transport_reason: str = connection.reason
-        self.hop_route: str = choose_route(self, self.transport, "auto" if route == "gather" else route)
+        self.hop_route, missed = choose_hops(
+            self, self.transport, "auto" if route == "gather" else route, gradient_halves
+        )
+        self.transport_reason += missed
         self.route: str = "gather" if route == "gather" else self.hop_route
         if self.transport == "ce":
             choose_ce_modes(connection.native, self.hop_route, self.transport_options.ce_mode)

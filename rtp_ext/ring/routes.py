@@ -8,6 +8,7 @@ import torch
 
 from rtp_ext import _native
 from rtp_ext.ring.groups import Groups
+from rtp_ext.ring.hosts import levels_refusal
 
 
 def choose_route(ring: Groups, transport: str, wish: str) -> str:
@@ -25,6 +26,17 @@ def choose_route(ring: Groups, transport: str, wish: str) -> str:
         )
         return "direct" if all(ring.exchange(one_host and peers)) else "ring"
     return "ring"
+
+
+def choose_hops(ring: Groups, transport: str, wish: str, gradient_halves: bool | None) -> tuple[str, str]:
+    """The same with two levels, which `auto` takes where they can be. With what to say of a wish that cannot be met.
+    Collective."""
+    refusal = levels_refusal(ring.placed, ring.device, gradient_halves)
+    if wish in ("auto", "two-level") and refusal is None:
+        return "two-level", ""
+    if wish == "two-level":
+        return choose_route(ring, transport, "auto"), f"; route two-level cannot be taken: {refusal}"
+    return choose_route(ring, transport, wish), ""
 
 
 def choose_ce_modes(native: Any, hop_route: str, wish: str) -> None:

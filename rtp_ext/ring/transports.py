@@ -17,10 +17,8 @@ from rtp_ext.ring.groups import Groups
 
 logger = logging.getLogger("rtp_ext")
 
-NETWORKED = (
-    "c10d",
-    "tcp",
-)  # transports of CPU rings whose hops cross a network: they hardly take the cores that compute
+# Of CPU rings, whose hops cross a network: they hardly take the cores that compute.
+NETWORKED = ("tcp", "c10d", "shm+tcp", "shm+c10d")
 FEW_CONNECTIONS = 16  # of CUDA's 32 at most; streams share what there is
 REGISTERED_SINCE = 22300  # the NCCL that moves registered memory between GPUs of a host without copies of its own
 
@@ -54,8 +52,16 @@ def candidates(ring: Groups) -> list[Candidate]:
     """The transports for the device of `ring`, the preferred one first."""
     c10d = Candidate("c10d", "any backend of torch.distributed", lambda: None, _make_c10d)
     if ring.device.type == "cpu":
-        shm = Candidate("shm", "all ranks are CPU processes of one host", lambda: None, _make_shm)
-        return [shm, Candidate("tcp", "sockets between CPUs of any hosts", lambda: None, _make_tcp), c10d]
+        shm = Candidate("shm", "all ranks are CPU processes of one host", lambda: _several_hosts(ring), _make_shm)
+        tcp = Candidate("tcp", "sockets between CPUs of any hosts", lambda: None, _make_tcp)
+        levels = [
+            Candidate(f"shm+{outer.name}", f"shared memory inside hosts, {outer.virtue} between them", refusal, make)
+            for outer, refusal, make in (
+                (tcp, lambda: ring.placed.unlevel, lambda ring: _make_composite(ring, _make_tcp)),
+                (c10d, lambda: ring.placed.unlevel, lambda ring: _make_composite(ring, _make_c10d)),
+            )
+        ]
+        return [shm, *levels, tcp, c10d]
     if ring.device.type != "cuda":
         return [c10d]
     ce = Candidate("ce", "copy engines between GPUs of one host", ce_refusal, _make_ce)
@@ -113,17 +119,23 @@ def _make_c10d(ring: Groups) -> Any:
     return _native.c10d_transport(weight, gradient, ring.device, ring.timeout)
 
 
+def _several_hosts(ring: Groups) -> str | None:
+    return None if ring.placed.count == 1 else f"its ranks are on {ring.placed.count} hosts"
+
+
 def _make_shm(ring: Groups) -> Any:
+    """Between the ranks of this host."""
     native, problem, address = None, None, None
+    here = [rank for rank, host in enumerate(ring.placed.of) if host == ring.placed.of[ring.rank]]
     try:
-        native = _native.ShmTransport(ring.rank, ring.size, ring.timeout)
+        native = _native.ShmTransport(here.index(ring.rank), len(here), ring.timeout, here[0])
         address = native.address()
     except RotationError as error:
         problem = str(error)
     addresses = ring.exchange(address)
     if problem is not None or native is None or None in addresses:
         raise RotationError(problem or "a rank has no shared memory to offer")
-    native.connect(addresses)
+    native.connect([addresses[rank] for rank in here])
     return native
 
 
@@ -139,6 +151,18 @@ def _make_tcp(ring: Groups) -> Any:
         raise RotationError(problem or "a rank has no address to offer")
     native.connect(addresses)
     return native
+
+
+def _make_composite(ring: Groups, make_outer: Callable[[Groups], Any]) -> Any:
+    inner, problem = None, None
+    try:
+        inner = _make_shm(ring)
+    except RotationError as error:
+        problem = str(error)
+    problem = _first(ring.exchange(problem))
+    if problem is not None:  # before there are process groups that nobody needs
+        raise RotationError(problem)
+    return _native.CompositeTransport(inner, make_outer(ring), ring.rank, ring.placed.per_host)
 
 
 # -- NCCL --------------------------------------------------------------------------------------------------------------

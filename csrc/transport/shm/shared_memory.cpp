@@ -46,13 +46,6 @@ std::byte* map(const File& file, size_t bytes) {
   return static_cast<std::byte*>(data);
 }
 
-// Equal on two processes of a host only if they share process ids.
-std::string process_namespace() {
-  char name[64];
-  const ssize_t length = readlink("/proc/self/ns/pid", name, sizeof(name));
-  return length > 0 ? std::string(name, static_cast<size_t>(length)) : "unknown";
-}
-
 }  // namespace
 
 SharedMemory::SharedMemory(size_t bytes) : bytes_(bytes) {
@@ -99,7 +92,7 @@ SharedMemory::~SharedMemory() {
 }
 
 MemoryAddress::MemoryAddress(const SharedMemory& memory, uint64_t nonce)
-    : host(host_id()), processes(process_namespace()), pid(getpid()), fd(memory.fd()), nonce(nonce) {}
+    : host(host_id()), processes(processes_id()), pid(getpid()), fd(memory.fd()), nonce(nonce) {}
 
 MemoryAddress::MemoryAddress(const std::string& text) {
   std::istringstream fields(text);
@@ -113,7 +106,7 @@ std::string MemoryAddress::text() const { return concat(host, " ", processes, " 
 
 std::optional<std::string> MemoryAddress::out_of_reach() const {
   if (host != host_id()) return "on another host";
-  if (const std::string here = process_namespace(); processes != here) {
+  if (const std::string here = processes_id(); processes != here) {
     return concat("in another container of this host (its processes are in ", processes, ", these in ", here, ")");
   }
   return std::nullopt;

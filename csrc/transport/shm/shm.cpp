@@ -33,9 +33,10 @@ struct Segment {
 
 class HostTransport : public ShmTransport, public std::enable_shared_from_this<HostTransport> {
  public:
-  HostTransport(int rank, int ranks, std::chrono::milliseconds timeout)
+  HostTransport(int rank, int ranks, std::chrono::milliseconds timeout, int first)
       : rank_(rank),
         ranks_(ranks),
+        first_(first),
         timeout_(timeout),
         own_(Control::bytes(ranks)),
         received_(2 * ranks),
@@ -58,7 +59,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
     RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "transport shm: expected ", ranks_,
                     " addresses, got ", addresses.size());
     for (int peer = 0; peer < ranks_; ++peer) {
-      const auto named = [peer](const auto&... what) { return concat("transport shm: rank ", peer, what...); };
+      const auto named = [&](const auto&... what) { return concat("transport shm: rank ", first_ + peer, what...); };
       try {
         const MemoryAddress address(addresses[peer]);
         if (const auto where = address.out_of_reach()) throw RotationError(named(" is ", *where));
@@ -113,8 +114,9 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
       if (ready()) return;
       const auto waited = Clock::now() - start;
       if (control().life != Life::alive) throw_end(hop);
-      if (const auto lost = lost_rank(peer); lost && !ready()) throw_timeout(hop, lost->rank, waited, lost->reason);
-      if (waited > timeout_) throw_timeout(hop, peer, waited, "timeout");
+      if (const auto lost = lost_rank(peer); lost && !ready())
+        throw_timeout(hop, first_ + lost->rank, waited, lost->reason);
+      if (waited > timeout_) throw_timeout(hop, first_ + peer, waited, "timeout");
       control().bell.sleep(seen, std::min<std::chrono::nanoseconds>(kGlance, timeout_ - waited));
     }
   }
@@ -157,6 +159,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
 
   const int rank_;
   const int ranks_;
+  const int first_;  // what others call rank 0
   const std::chrono::milliseconds timeout_;
   SharedMemory own_;
   std::vector<Peer> peers_;
@@ -315,25 +318,25 @@ void HostTransport::deliver(const Job& job) {
   // A copy, so that what has been checked is what is used: the peer can write there at any time.
   const Landing landing = outbox.landing[job.sequence % kDepth];
   if (landing.identity != hop.identity()) {
-    throw RotationError(concat(hop.describe(), ": the ranks of the ring are out of step: rank ", hop.to,
+    throw RotationError(concat(hop.describe(), ": the ranks of the ring are out of step: rank ", first_ + hop.to,
                                " expects another operation or hop"));
   }
   if (landing.parts != hop.send.size()) {
-    throw RotationError(concat(hop.describe(), ": rank ", hop.to, " of the ring expects ", landing.parts,
+    throw RotationError(concat(hop.describe(), ": rank ", first_ + hop.to, " of the ring expects ", landing.parts,
                                " tensors, got ", hop.send.size()));
   }
   for (size_t part = 0; part < hop.send.size(); ++part) {
     if (landing.bytes[part] != hop.send[part].bytes) {
-      throw RotationError(concat(hop.describe(), ": rank ", hop.to, " of the ring expects ", landing.bytes[part],
-                                 " bytes, got ", hop.send[part].bytes));
+      throw RotationError(concat(hop.describe(), ": rank ", first_ + hop.to, " of the ring expects ",
+                                 landing.bytes[part], " bytes, got ", hop.send[part].bytes));
     }
   }
   const SharedMemory& target = map_landing(hop, landing);
   for (size_t part = 0; part < hop.send.size(); ++part) {
     const uint64_t offset = landing.offset[part], bytes = hop.send[part].bytes;
     if (bytes > target.bytes() || offset > target.bytes() - bytes) {
-      throw RotationError(concat(hop.describe(), ": rank ", hop.to, " of the ring expects ", bytes, " bytes at offset ",
-                                 offset, " of a segment that holds ", target.bytes(), " bytes"));
+      throw RotationError(concat(hop.describe(), ": rank ", first_ + hop.to, " of the ring expects ", bytes,
+                                 " bytes at offset ", offset, " of a segment that holds ", target.bytes(), " bytes"));
     }
   }
   for (size_t part = 0; part < hop.send.size(); ++part) {
@@ -359,7 +362,7 @@ const SharedMemory& HostTransport::map_landing(const Hop& hop, const Landing& la
     try {
       mapped.push_front({landing.segment, SharedMemory(peer.pid, landing.fd, landing.segment_bytes)});
     } catch (const MemoryError& error) {
-      throw RotationError(concat(hop.describe(), ": rank ", hop.to, " of the ring: ", error.what()));
+      throw RotationError(concat(hop.describe(), ": rank ", first_ + hop.to, " of the ring: ", error.what()));
     }
     if (mapped.size() > kMappingsPerPeer) mapped.pop_back();
   }
@@ -386,8 +389,8 @@ void HostTransport::end(Life life, const std::string& reason) noexcept {
 
 }  // namespace
 
-std::shared_ptr<ShmTransport> make_shm_transport(int rank, int ranks, std::chrono::milliseconds timeout) {
-  return make_owned<HostTransport>(rank, ranks, timeout);
+std::shared_ptr<ShmTransport> make_shm_transport(int rank, int ranks, std::chrono::milliseconds timeout, int first) {
+  return make_owned<HostTransport>(rank, ranks, timeout, first);
 }
 
 }  // namespace rtp

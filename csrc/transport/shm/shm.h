@@ -19,6 +19,7 @@ class ShmTransport : public Transport {
   virtual void connect(const std::vector<std::string>& addresses) = 0;
 };
 
-std::shared_ptr<ShmTransport> make_shm_transport(int rank, int ranks, std::chrono::milliseconds timeout);
+// `first`: what messages call rank 0, where these are a part of the ranks of a ring.
+std::shared_ptr<ShmTransport> make_shm_transport(int rank, int ranks, std::chrono::milliseconds timeout, int first);
 
 }  // namespace rtp

@@ -1,0 +1,109 @@
+// What the builders of schedules share.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "base/checks.h"
+#include "schedule/schedule.h"
+
+namespace rtp {
+
+// Appends steps to a schedule and hands out the slots that they alternate between.
+class Builder {
+ public:
+  Builder(int ranks, int rank, const ScheduleOptions& options) {
+    schedule_.ranks = ranks;
+    schedule_.rank = rank;
+    schedule_.options = options;
+    ScheduleOptions& chosen = schedule_.options;
+    // Of one host, or of hosts of one rank each, there is one level.
+    if (chosen.route == Route::two_level && (chosen.hosts == 1 || chosen.hosts == ranks)) chosen.route = Route::ring;
+    RTP_CHECK_VALUE(!chosen.in_place || chosen.route != Route::two_level,
+                    "schedule: expected shards that stay at home on route two-level, got in_place");
+    if (chosen.in_place) chosen.route = Route::ring;                                   // the shard itself is handed on
+    if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;  // a bundle works shard by shard
+    chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
+                    chosen.route != Route::two_level && chosen.wgrad;
+    chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.route != Route::gather;
+    chosen.late = chosen.late && chosen.pass == Pass::backward && chosen.route != Route::gather &&
+                  chosen.route != Route::two_level && chosen.wgrad && !chosen.halves;
+  }
+
+  int ranks() const { return schedule_.ranks; }
+  int rank() const { return schedule_.rank; }
+  const ScheduleOptions& options() const { return schedule_.options; }
+
+  // The rank, or owner, `distance` places up the ring (down it when negative).
+  int at(int distance) const {
+    const int ranks = schedule_.ranks;
+    return ((schedule_.rank + distance) % ranks + ranks) % ranks;
+  }
+
+  Buffer whole(Channel channel) {
+    (channel == Channel::weight ? schedule_.whole_weight : schedule_.whole_gradient) = true;
+    return {channel, Buffer::kWhole};
+  }
+
+  Buffer slot(Channel channel, int index) {
+    int& used = channel == Channel::weight ? schedule_.weight_slots : schedule_.gradient_slots;
+    used = std::max(used, index + 1);
+    return {channel, index};
+  }
+
+  void hop(Channel channel, int to, int from, int send_owner, int receive_owner, Buffer send, Buffer receive,
+           Half half = Half::whole, bool outer = false) {
+    Step step;
+    step.action = Action::hop;
+    step.channel = channel;
+    step.to = to;
+    step.from = from;
+    step.send_owner = send_owner;
+    step.receive_owner = receive_owner;
+    step.send = send;
+    step.receive = receive;
+    step.half = half;
+    step.outer = outer;
+    ++(channel == Channel::weight ? schedule_.weight_hops : schedule_.gradient_hops);
+    schedule_.steps.push_back(step);
+  }
+
+  // Copies `from` to `to` on this rank, or adds it.
+  void local(Action action, Channel channel, int owner, Buffer from, Buffer to) {
+    Step step;
+    step.action = action;
+    step.channel = channel;
+    step.send_owner = step.receive_owner = owner;
+    step.send = from;
+    step.receive = to;
+    schedule_.steps.push_back(step);
+  }
+
+  void compute(Compute kind, int owner, Buffer weight, Buffer gradient_in = kNoBuffer, Buffer gradient_out = kNoBuffer,
+               Half half = Half::whole) {
+    Step step;
+    step.compute = kind;
+    step.owner = owner;
+    step.weight = weight;
+    step.gradient_in = gradient_in;
+    step.gradient_out = gradient_out;
+    step.half = half;
+    if (options().two_lanes) {
+      step.lane = kind == Compute::forward ? forwards_++ % 2 : (kind == Compute::wgrad ? 1 : 0);
+    }
+    schedule_.steps.push_back(step);
+  }
+
+  Schedule finish() {
+    for (const Step& step : schedule_.steps) {
+      schedule_.accesses.push_back({reads(step, schedule_.ranks), writes(step, schedule_.ranks)});
+    }
+    return std::move(schedule_);
+  }
+
+ private:
+  Schedule schedule_;
+  int forwards_ = 0;
+};
+
+}  // namespace rtp

@@ -1,0 +1,97 @@
+#include "transport/composite/composite.h"
+
+#include <algorithm>
+#include <array>
+
+#include "base/checks.h"
+
+namespace rtp {
+namespace {
+
+// A hop that arrives one way and leaves the other.
+class SplitTransfer : public Transfer {
+ public:
+  SplitTransfer(std::unique_ptr<Transfer> receiving, std::unique_ptr<Transfer> sending)
+      : receiving_(std::move(receiving)), sending_(std::move(sending)) {}
+
+  void wait_received() override { receiving_->wait_received(); }
+  void wait_sent() override { sending_->wait_sent(); }
+  Moment arrived() const override { return receiving_->arrived(); }
+
+ private:
+  std::unique_ptr<Transfer> receiving_, sending_;
+};
+
+class Composite : public CompositeTransport {
+ public:
+  Composite(std::shared_ptr<Transport> inner, std::shared_ptr<Transport> outer, int rank, int per_host)
+      : inner_(std::move(inner)),
+        outer_(std::move(outer)),
+        first_(rank / per_host * per_host),
+        per_host_(per_host),
+        name_(concat(inner_->name(), "+", outer_->name())) {}
+
+  const char* name() const override { return name_.c_str(); }
+
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    if (here(hop.to) == here(hop.from)) return post(hop, here(hop.to));
+    // A ring that leaves the host at one end: either end alone is a hop that has nothing at the other.
+    Hop receiving = hop, sending = hop;
+    receiving.send.clear();
+    receiving.lands_at.clear();
+    sending.receive.clear();
+    sending.leaves_from.clear();
+    auto arriving = post(std::move(receiving), here(hop.from));
+    return std::make_unique<SplitTransfer>(std::move(arriving), post(std::move(sending), here(hop.to)));
+  }
+
+  at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
+  void release(Channel channel, const at::Tensor& memory) override { inner_->release(channel, memory); }
+  bool sends_anywhere() const override { return inner_->sends_anywhere() && outer_->sends_anywhere(); }
+  bool receives_anywhere() const override { return inner_->receives_anywhere() && outer_->receives_anywhere(); }
+  size_t most_parts() const override { return std::min(inner_->most_parts(), outer_->most_parts()); }
+
+  void abort(const std::string& reason) noexcept override {
+    inner_->abort(reason);
+    outer_->abort(reason);
+  }
+  void close() override {
+    inner_->close();
+    outer_->close();
+  }
+  void drop() noexcept override {
+    inner_->drop();
+    outer_->drop();
+  }
+
+  int64_t bytes_between_hosts(Channel channel) const override { return sent_[static_cast<size_t>(channel)]; }
+
+ private:
+  bool here(int rank) const { return rank >= first_ && rank < first_ + per_host_; }
+
+  std::unique_ptr<Transfer> post(Hop hop, bool inside) {
+    if (inside) {
+      hop.to -= first_;
+      hop.from -= first_;
+      return inner_->post(hop);
+    }
+    for (const Span& span : hop.send) sent_[static_cast<size_t>(hop.channel)] += static_cast<int64_t>(span.bytes);
+    return outer_->post(hop);
+  }
+
+  const std::shared_ptr<Transport> inner_, outer_;
+  const int first_, per_host_;
+  const std::string name_;
+  std::array<int64_t, 2> sent_{};
+};
+
+}  // namespace
+
+std::shared_ptr<CompositeTransport> make_composite_transport(std::shared_ptr<Transport> inner,
+                                                             std::shared_ptr<Transport> outer, int rank, int per_host) {
+  RTP_CHECK_VALUE(per_host >= 1 && rank >= 0, "transport composite: expected per_host >= 1 and rank >= 0, got ",
+                  per_host, " and ", rank);
+  return make_owned<Composite>(std::move(inner), std::move(outer), rank, per_host);
+}
+
+}  // namespace rtp

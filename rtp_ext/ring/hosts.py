@@ -1,0 +1,91 @@
+"""Which ranks of a ring share a host, and whether it may run on two levels: inside hosts, and between them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rtp_ext import _native
+from rtp_ext._native import RotationError
+from rtp_ext.ring.groups import Groups
+
+PRETENDED = "RTP_DEBUG_HOST"  # of the environment, for tests: ranks with another value are on another host
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a ring, alike on every rank.
+
+    Attributes:
+        of: for each rank, which host it is on, numbered in the order of the ring.
+        unlevel: why the ring has not several hosts, each with the same number, two or more, of neighbouring ranks;
+            None where it has.
+    """
+
+    of: tuple[int, ...]
+    unlevel: str | None
+
+    @property
+    def count(self) -> int:
+        return max(self.of) + 1
+
+    @property
+    def per_host(self) -> int | None:
+        """How many ranks each host has; None where they do not have equally many."""
+        sizes = self._sizes()
+        return sizes[0] if len(set(sizes)) == 1 else None
+
+    def _sizes(self) -> list[int]:
+        return [self.of.count(host) for host in range(self.count)]
+
+    @classmethod
+    def among(cls, places: list[Any]) -> Hosts:
+        """Of ranks that say where they are: in any values that are equal on those that reach each other's memory."""
+        numbers: dict[Any, int] = {}
+        hosts = cls(tuple([numbers.setdefault(place, len(numbers)) for place in places]), None)
+        return cls(hosts.of, hosts._unlevel())
+
+    @classmethod
+    def even(cls, ranks: int, hosts: int) -> Hosts:
+        """Of `ranks` neighbours that share `hosts` hosts evenly."""
+        if hosts < 1 or ranks % hosts:
+            raise ValueError(f"Ring: expected hosts of equally many of {ranks} ranks, got {hosts} hosts")
+        return cls.among([rank * hosts // ranks for rank in range(ranks)])
+
+    def _unlevel(self) -> str | None:
+        sizes = self._sizes()
+        if len(sizes) == 1:
+            return "its ranks are on one host"
+        if list(self.of) != sorted(self.of):
+            return f"ranks of one host are not neighbours in the ring: they are on hosts {', '.join(map(str, self.of))}"
+        if len(set(sizes)) > 1:
+            return f"its hosts have {', '.join(map(str, sizes))} ranks, not equally many"
+        return f"each of its {len(sizes)} hosts has one rank" if sizes[0] == 1 else None
+
+
+def find_hosts(ring: Groups) -> Hosts:
+    """Asks every rank where it is. Collective.
+
+    Ranks share a host where they can reach each other's memory: one kernel, and one namespace of processes, so that
+    each container is a host of its own. RTP_DEBUG_HOST in the environment of a rank parts it from those that have
+    another value, or none. A rank that cannot tell where it is counts as a host.
+    """
+    try:
+        mine = f"{_native.host_id()} {_native.processes_id()} {os.environ.get(PRETENDED, '')}"
+    except RotationError as error:
+        mine = f"rank {ring.rank} cannot tell: {error}"
+    return Hosts.among(ring.exchange(mine))
+
+
+def levels_refusal(hosts: Hosts, device: torch.device, gradient_halves: bool | None) -> str | None:
+    """Why a ring cannot take the route two-level; None if it can. The same on every rank."""
+    if hosts.unlevel is not None:
+        return hosts.unlevel
+    if device.type != "cpu":
+        return f"hops between hosts would wait for those inside on {device.type} devices"
+    if gradient_halves:
+        return "gradient_halves was asked for, and gradients of two levels travel whole"
+    return None
