@@ -41,9 +41,10 @@ def two_ranks(host="127.0.0.1", timeout=TIMEOUT, between=lambda addresses: None)
         list(threads.map(lambda executor: executor.close(), executors))
 
 
-def _drive(execution):
+def _drive(begin):
     """The owners' shards of one pass, as this rank saw them; an error instead."""
     try:
+        execution = begin()
         seen = []
         while execution.next() is not None:
             seen.append([view.clone() for view in execution.weight()])
@@ -62,9 +63,9 @@ def _rotations(executors, threads, sizes, name=None):
         shard = torch.full((both[rank],), rank + 1, dtype=torch.uint8)
         shapes = [[[size] for size in both]]
         if name is None:
-            return _drive(_native.Execution.rotate(executors[rank], [shard], shapes, "ring", False))
+            return _drive(lambda: _native.Execution.rotate(executors[rank], [shard], shapes, "ring", False))
         chosen = _native.RotationOptions(**options, halves=False, name=name[rank])
-        return _drive(_native.Execution.forward(executors[rank], [shard], shapes, chosen))
+        return _drive(lambda: _native.Execution.forward(executors[rank], [shard], shapes, chosen))
 
     return list(threads.map(run, range(2)))
 
@@ -145,7 +146,7 @@ def test_addresses(monkeypatch):
     transport = _native.TcpTransport(1, 2, "127.0.0.1", timedelta(seconds=1))
     with pytest.raises(RotationError, match=rf"rank 0 of the ring at 127\.0\.0\.1 port {port}: .*refused"):
         transport.connect([f"127.0.0.1 {port} 1 2", transport.address()])
-    transport = _native.TcpTransport(0, 2, "127.0.0.1", timedelta(milliseconds=50))
+    transport = _native.TcpTransport(0, 2, "127.0.0.1", timedelta(milliseconds=100))
     with pytest.raises(RotationError, match=r"rank 1 of the ring at .* did not join \(waited 0\.05 s\)"):
         transport.connect([transport.address(), f"127.0.0.1 {port} 1 2"])
     with pytest.raises(RotationError, match="cannot bind"):
@@ -191,7 +192,7 @@ def _out_of_reach(rank, ranks):
         raise RotationError("no memory files here")
 
     _native.ShmTransport, _native.TcpTransport = no_memory, Elsewhere
-    with rtp_ext.Ring(timeout=2.0) as ring:
+    with rtp_ext.Ring(timeout=4.0) as ring:
         assert ring.transport == "c10d"
         assert re.search(
             r"tcp cannot be used .*rank [01] of the ring at .*(refused|did not join)", ring.transport_reason

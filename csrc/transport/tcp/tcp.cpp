@@ -76,7 +76,8 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
   std::string address() const override { return peers_.address(); }
 
   void connect(const std::vector<std::string>& addresses) override {
-    peers_.join(addresses, std::min<std::chrono::milliseconds>(timeout_, kJoining));
+    // Ranks that are reached and wait for one that is not are still in time to hear of it from the caller.
+    peers_.join(addresses, std::min<std::chrono::milliseconds>(timeout_ / 2, kJoining));
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
       for (const Way way : {Way::out, Way::in}) {
         std::thread& thread = line(channel, way).thread;
