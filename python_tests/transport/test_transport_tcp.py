@@ -20,6 +20,7 @@ from reference import assert_same, full
 import rtp_ext
 from rtp_ext import RingTimeout, RotationError, _native
 from rtp_ext.ring import addresses
+from rtp_ext.ring.prepared import Prepared
 
 CPU = torch.device("cpu")
 TIMEOUT = 30.0  # of rings whose ranks answer
@@ -218,6 +219,8 @@ def _train(rank, ranks):
     cases.finish()
     ring = rtp_ext.ring_of(model)
     assert (ring.transport, ring.transport_reason) == ("tcp", "as asked; sockets between CPUs of any hosts")
+    shard, prepared = torch.ones(3), Prepared()
+    list(ring.rotate(shard, prepared=prepared))  # the ranks agree on its shape
     dist.barrier()
     start = time.monotonic()
     if rank == 0:
@@ -225,7 +228,7 @@ def _train(rank, ranks):
         ring._executor.fail("planted")
     else:  # waits for a neighbour that is well itself, perhaps
         with pytest.raises(RingTimeout, match=r"weight hop 1 of \d: rank \d of the ring did not answer .*planted"):
-            list(ring.rotate(torch.ones(3)))
+            list(ring.rotate(shard, prepared=prepared))
         assert time.monotonic() - start < PROMPT
     dist.barrier()
 
@@ -238,7 +241,8 @@ def test_training_and_a_failure_that_spreads(ranks):
 def _survived_by_a_fork(rank, ranks):
     """A rank whose forked process lives on is missed at once: its connections are not kept open there."""
     ring = rtp_ext.Ring(transport="tcp", timeout=TIMEOUT)
-    list(ring.rotate(torch.ones(3)))
+    shard, prepared = torch.ones(3), Prepared()
+    list(ring.rotate(shard, prepared=prepared))
     child = os.fork() if rank == 1 else 0
     if rank == 1 and child == 0:
         for name in os.listdir("/proc/self/fd"):  # but for what others wait for, of this test and its harness
@@ -258,7 +262,7 @@ def _survived_by_a_fork(rank, ranks):
     try:
         with pytest.raises(RingTimeout, match="rank 1 of the ring did not answer"):
             while True:
-                list(ring.rotate(torch.ones(3)))
+                list(ring.rotate(shard, prepared=prepared))
         assert time.monotonic() - start < PROMPT
         os.kill(told[1], 0)  # it is still there
     finally:

@@ -209,7 +209,8 @@ void SocketTransport::serve(Channel channel, Way way) {
       try {
         way == Way::out ? send(line, hop) : receive(line, *flight);
       } catch (const ConnectionError& error) {
-        throw_timeout(hop, way == Way::out ? hop.to : hop.from, Clock::now() - start, error.what());
+        const int peer = way == Way::out ? hop.to : hop.from;
+        throw_timeout(hop, peer, Clock::now() - start, peers_.why_lost(peer, error.what()));
       }
     } catch (const Stopped&) {
       return;
