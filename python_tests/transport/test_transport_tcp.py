@@ -20,6 +20,7 @@ from reference import assert_same, full
 import rtp_ext
 from rtp_ext import RingTimeout, RotationError, _native
 from rtp_ext.ring import addresses
+from rtp_ext.ring.prepared import Prepared
 
 CPU = torch.device("cpu")
 TIMEOUT = 30.0  # of rings whose ranks answer
@@ -41,9 +42,10 @@ def two_ranks(host="127.0.0.1", timeout=TIMEOUT, between=lambda addresses: None)
         list(threads.map(lambda executor: executor.close(), executors))
 
 
-def _drive(execution):
+def _drive(begin):
     """The owners' shards of one pass, as this rank saw them; an error instead."""
     try:
+        execution = begin()
         seen = []
         while execution.next() is not None:
             seen.append([view.clone() for view in execution.weight()])
@@ -62,9 +64,9 @@ def _rotations(executors, threads, sizes, name=None):
         shard = torch.full((both[rank],), rank + 1, dtype=torch.uint8)
         shapes = [[[size] for size in both]]
         if name is None:
-            return _drive(_native.Execution.rotate(executors[rank], [shard], shapes, "ring", False))
+            return _drive(lambda: _native.Execution.rotate(executors[rank], [shard], shapes, "ring", False))
         chosen = _native.RotationOptions(**options, halves=False, name=name[rank])
-        return _drive(_native.Execution.forward(executors[rank], [shard], shapes, chosen))
+        return _drive(lambda: _native.Execution.forward(executors[rank], [shard], shapes, chosen))
 
     return list(threads.map(run, range(2)))
 
@@ -145,7 +147,7 @@ def test_addresses(monkeypatch):
     transport = _native.TcpTransport(1, 2, "127.0.0.1", timedelta(seconds=1))
     with pytest.raises(RotationError, match=rf"rank 0 of the ring at 127\.0\.0\.1 port {port}: .*refused"):
         transport.connect([f"127.0.0.1 {port} 1 2", transport.address()])
-    transport = _native.TcpTransport(0, 2, "127.0.0.1", timedelta(milliseconds=50))
+    transport = _native.TcpTransport(0, 2, "127.0.0.1", timedelta(milliseconds=100))
     with pytest.raises(RotationError, match=r"rank 1 of the ring at .* did not join \(waited 0\.05 s\)"):
         transport.connect([transport.address(), f"127.0.0.1 {port} 1 2"])
     with pytest.raises(RotationError, match="cannot bind"):
@@ -191,7 +193,7 @@ def _out_of_reach(rank, ranks):
         raise RotationError("no memory files here")
 
     _native.ShmTransport, _native.TcpTransport = no_memory, Elsewhere
-    with rtp_ext.Ring(timeout=2.0) as ring:
+    with rtp_ext.Ring(timeout=4.0) as ring:
         assert ring.transport == "c10d"
         assert re.search(
             r"tcp cannot be used .*rank [01] of the ring at .*(refused|did not join)", ring.transport_reason
@@ -217,6 +219,8 @@ def _train(rank, ranks):
     cases.finish()
     ring = rtp_ext.ring_of(model)
     assert (ring.transport, ring.transport_reason) == ("tcp", "as asked; sockets between CPUs of any hosts")
+    shard, prepared = torch.ones(3), Prepared()
+    list(ring.rotate(shard, prepared=prepared))  # the ranks agree on its shape
     dist.barrier()
     start = time.monotonic()
     if rank == 0:
@@ -224,7 +228,7 @@ def _train(rank, ranks):
         ring._executor.fail("planted")
     else:  # waits for a neighbour that is well itself, perhaps
         with pytest.raises(RingTimeout, match=r"weight hop 1 of \d: rank \d of the ring did not answer .*planted"):
-            list(ring.rotate(torch.ones(3)))
+            list(ring.rotate(shard, prepared=prepared))
         assert time.monotonic() - start < PROMPT
     dist.barrier()
 
@@ -237,7 +241,8 @@ def test_training_and_a_failure_that_spreads(ranks):
 def _survived_by_a_fork(rank, ranks):
     """A rank whose forked process lives on is missed at once: its connections are not kept open there."""
     ring = rtp_ext.Ring(transport="tcp", timeout=TIMEOUT)
-    list(ring.rotate(torch.ones(3)))
+    shard, prepared = torch.ones(3), Prepared()
+    list(ring.rotate(shard, prepared=prepared))
     child = os.fork() if rank == 1 else 0
     if rank == 1 and child == 0:
         for name in os.listdir("/proc/self/fd"):  # but for what others wait for, of this test and its harness
@@ -257,7 +262,7 @@ def _survived_by_a_fork(rank, ranks):
     try:
         with pytest.raises(RingTimeout, match="rank 1 of the ring did not answer"):
             while True:
-                list(ring.rotate(torch.ones(3)))
+                list(ring.rotate(shard, prepared=prepared))
         assert time.monotonic() - start < PROMPT
         os.kill(told[1], 0)  # it is still there
     finally:

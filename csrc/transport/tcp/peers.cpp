@@ -105,7 +105,7 @@ std::string Peers::lost_reason(int peer) const {
     case Life::closed:
       return "it closed its ring";
     case Life::failed:
-      return "its ring failed";
+      return concat("its ring failed: ", peers_[static_cast<size_t>(peer)].reason);
     case Life::gone:
       return "its process has ended";
     default:
@@ -116,6 +116,13 @@ std::string Peers::lost_reason(int peer) const {
 void Peers::check(int peer) {
   const std::lock_guard lock(mutex_);
   if (const std::string reason = lost_reason(peer); !reason.empty()) throw ConnectionError(reason);
+}
+
+std::string Peers::why_lost(int peer, const std::string& seen) {
+  std::unique_lock lock(mutex_);
+  std::string reason;
+  changed_.wait_for(lock, kGrace, [&] { return left_ || !(reason = lost_reason(peer)).empty(); });
+  return reason.empty() ? seen : reason;
 }
 
 Socket Peers::connect(int peer, Channel channel) {
@@ -247,12 +254,12 @@ void Peers::listen_to(int rank) {
   if (peer.heard.size() < sizeof news) return;
   std::memcpy(text, peer.heard.data(), sizeof news);
   peer.heard.clear();
-  set_life(rank, news.life);
   news.reason[sizeof news.reason - 1] = '\0';
-  if (news.life == Life::failed) on_failure_({rank, concat("its ring failed: ", news.reason)});
+  set_life(rank, news.life, news.reason);
+  if (news.life == Life::failed) on_failure_({rank, lost_reason(rank)});  // this thread alone changes it
 }
 
-void Peers::set_life(int rank, Life life) {
+void Peers::set_life(int rank, Life life, const std::string& reason) {
   {
     const std::lock_guard lock(mutex_);
     Peer& peer = peers_[static_cast<size_t>(rank)];
@@ -261,6 +268,7 @@ void Peers::set_life(int rank, Life life) {
       if (peer.life == Life::closed || peer.life == Life::failed) return;
     }
     peer.life = life;
+    peer.reason = reason;
     peer.since = Clock::now();
   }
   changed_.notify_all();

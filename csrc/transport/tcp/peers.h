@@ -44,6 +44,8 @@ class Peers {
   Socket accept(int peer, Channel channel);
   // Throws ConnectionError if the peer takes no more hops.
   void check(int peer);
+  // Why a connection to `peer` has ended: what it told, which may arrive a little later, else what was `seen` of it.
+  std::string why_lost(int peer, const std::string& seen);
 
   // Tells all others that this rank's ring has failed, or was closed.
   void tell(Life life, const std::string& reason) noexcept;
@@ -64,6 +66,7 @@ class Peers {
     int port = 0;
     Life life = Life::awaited;
     std::chrono::steady_clock::time_point since;  // its life is this
+    std::string reason;                           // why it ended
     Socket news;
     std::string heard;           // of news that has not arrived in full
     std::array<Socket, 2> hops;  // connections that it made, by channel
@@ -73,7 +76,7 @@ class Peers {
   void greet(std::list<Stranger>& strangers);
   void admit(const Hello& hello, Socket socket);
   void listen_to(int rank);
-  void set_life(int rank, Life life);
+  void set_life(int rank, Life life, const std::string& reason = "");
   void say_hello(const Socket& socket, uint32_t purpose) const;
   std::string lost_reason(int peer) const;
 

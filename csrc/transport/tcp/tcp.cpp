@@ -76,7 +76,8 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
   std::string address() const override { return peers_.address(); }
 
   void connect(const std::vector<std::string>& addresses) override {
-    peers_.join(addresses, std::min<std::chrono::milliseconds>(timeout_, kJoining));
+    // Ranks that are reached and wait for one that is not are still in time to hear of it from the caller.
+    peers_.join(addresses, std::min<std::chrono::milliseconds>(timeout_ / 2, kJoining));
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
       for (const Way way : {Way::out, Way::in}) {
         std::thread& thread = line(channel, way).thread;
@@ -208,7 +209,8 @@ void SocketTransport::serve(Channel channel, Way way) {
       try {
         way == Way::out ? send(line, hop) : receive(line, *flight);
       } catch (const ConnectionError& error) {
-        throw_timeout(hop, way == Way::out ? hop.to : hop.from, Clock::now() - start, error.what());
+        const int peer = way == Way::out ? hop.to : hop.from;
+        throw_timeout(hop, peer, Clock::now() - start, peers_.why_lost(peer, error.what()));
       }
     } catch (const Stopped&) {
       return;
