@@ -95,7 +95,7 @@ def _same_as_one_process(rank, ranks, per_host, transport, steps):
                 with cases.case(f"{name}, trained"):
                     train(operation, rank, ranks, True, torch.float64, ring=ring)
         if steps:
-            check_frozen(cases, make_mlp(bias=False), ring)
+            check_frozen(cases, make_mlp(activation="gelu", bias=False), ring)
             linear = _linear(9, 4, torch.float64, biased=True)
             check_frozen(cases, replace(linear, weights_return=lambda needs_inputs: needs_inputs), ring)
             check_controls(make_mlp(), ring, (EXACT, EXACT))
@@ -163,9 +163,9 @@ def _model(rank, ranks, per_host):
     ring = rtp_ext.convert.model.ring_of(model)
     assert (ring.route, ring.transport) == ("two-level", "shm+c10d")
     losses = train_model(model, lambda step: batch_loss(model, rank, step), steps)
-    means = torch.tensor(ring.exchange(losses)).mean(0)
+    means = torch.tensor(ring.exchange(losses), dtype=torch.float64).mean(0)
     with cases.case("losses"):
-        assert_same(means, torch.tensor(expected), 1e-9, "losses")
+        assert_same(means, torch.tensor(expected, dtype=torch.float64), 1e-9, "losses")
     for name, parameter in plain.named_parameters():
         with cases.case(name):
             assert_same(full(model.get_parameter(name)), parameter, 1e-9, name)
