@@ -28,6 +28,7 @@ from torch.nn import functional as F
 import rtp_ext
 from rtp_ext.functional import rotated_embedding, rotated_linear
 from rtp_ext.nn import Flyweight, RotatedLinear
+from rtp_ext.trace import gather, predict, summaries
 
 PATIENT = 60.0
 TRAINED = ("linear", "mlp", "cross entropy")  # by several steps of AdamW
@@ -111,6 +112,21 @@ def _same_as_one_process(rank, ranks, per_host, transport, steps):
                 ]
                 assert [owner for owner, _ in seen] == order
                 assert all(torch.equal(view, torch.full((3 + owner, 2), float(owner))) for owner, view in seen)
+        with cases.case("trace"):
+            with ring.trace() as trace:
+                x = random(3, 4, dtype=torch.float64, seed=rank).requires_grad_()
+                rotated_linear(
+                    x, random(5, 4, dtype=torch.float64, seed=rank).requires_grad_(), ring=ring
+                ).sum().backward()
+            hops = {"weight", "gradient", "outer weight", "outer gradient"}
+            assert {event.lane for event in trace.events} == {"compute", *hops}
+            traces = gather(ring, trace)
+            for number in range(2):
+                lanes = {event.lane for event in predict(traces, number)}
+                assert lanes == {"compute", *(hops if number else {"weight", "outer weight"})}
+            assert all(
+                set(each.hops) == {"weight", "gradient"} and each.hops["weight"] > 0 for each in summaries(traces)
+            )
         with cases.case("collect"):
             owners = []
 

@@ -337,8 +337,9 @@ def plot(
     except ImportError as error:
         raise ImportError("a plot needs matplotlib: pip install 'rtp-ext[plot]'") from error
 
-    times = {"compute_time": compute_time, "hop_time": hop_time, "copy_time": copy_time, "outer_time": outer_time}
-    events = timeline(schedules, **times)
+    events = timeline(
+        schedules, compute_time=compute_time, hop_time=hop_time, copy_time=copy_time, outer_time=outer_time
+    )
     check_rank(schedules, rank)
     ranks = [rank] if rank is not None else list(range(len(schedules)))
     lanes = [name for name in LANES if any(event.lane == name for event in events)]
