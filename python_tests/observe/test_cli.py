@@ -32,6 +32,26 @@ def test_schedule_prints_the_table_and_draws_the_timeline(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_schedule_of_two_levels(tmp_path, capsys):
+    two_levels = ["schedule", "--ranks", "4", "--route", "two-level", "--hosts", "2"]
+    path = tmp_path / "timeline.svg"
+    assert main([*two_levels, "--outer-time", "3.5", "--plot", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "linear forward, 4 ranks, route two-level (2 hosts of 2 ranks), out of place\n"
+        "each rank: 4 forward, 3 weight hops, 0 gradient hops, 1 of them between hosts; 2 weight slots"
+    )
+    assert re.search(r"0 +outer weight +W0 -> 2, W2 <- 2 +W1 -> 3, W3 <- 3 +W2 -> 0, W0 <- 0", printed)
+    drawn = path.read_text()
+    assert "outer weight hop (what arrives)" in drawn and "time (5.5 in all, 4 without communication)" in drawn
+    assert main([*two_levels, "--pass", "backward", "--halves"]) == 0
+    assert "out of place (halves do not apply on two levels)" in capsys.readouterr().out
+    assert main(["schedule", "--ranks", "3", "--route", "two-level"]) == 0
+    assert "route ring (two-level does not apply to one host), out of place" in capsys.readouterr().out
+    assert main(["schedule", "--ranks", "3", "--route", "two-level", "--hosts", "3"]) == 0
+    assert "route ring (two-level does not apply to hosts of one rank)" in capsys.readouterr().out
+
+
 def test_a_wrong_argument_ends_with_exit_code_2():
     done = run("schedule", "--ranks", "0")
     assert done.returncode == 2
@@ -57,6 +77,15 @@ def test_doctor_runs():
         (["conquer"], "invalid choice: 'conquer'"),
         (["schedule"], "the following arguments are required: --ranks"),
         (["schedule", "--ranks", "two"], "argument --ranks: invalid"),
+        (
+            ["schedule", "--ranks", "4", "--hosts", "2"],
+            "argument --hosts: expected --route two-level, got ring",
+        ),
+        (
+            ["schedule", "--ranks", "4", "--hosts", "3", "--route", "two-level"],
+            "hosts of equally many of the 4 ranks, got 3 hosts",
+        ),
+        (["schedule", "--ranks", "4", "--hosts", "2", "--route", "two-level", "--in-place"], "got in_place"),
         (["schedule", "--ranks", "2", "--op", "conv"], "argument --op: invalid choice: 'conv'"),
         (["schedule", "--ranks", "2", "--pass", "up"], "argument --pass: invalid choice: 'up'"),
         (["schedule", "--ranks", "2", "--route", "scenic"], "argument --route: invalid choice: 'scenic'"),

@@ -31,13 +31,13 @@ def test_hosts_of_ranks(places):
 
 
 def test_what_else_keeps_a_ring_flat():
-    hosts = Hosts.even(6, 2)
+    hosts = Hosts.even(6, 2, "two-level")
     assert (hosts.of, hosts.unlevel) == ((0, 0, 0, 1, 1, 1), None)
     assert levels_refusal(hosts, torch.device("cpu"), False) is None
     assert "gradient_halves" in levels_refusal(hosts, torch.device("cpu"), True)
     assert "on cuda devices" in levels_refusal(hosts, torch.device("cuda", 0), None)
     with pytest.raises(ValueError, match="hosts of equally many of 6 ranks, got 4 hosts"):
-        Hosts.even(6, 4)
+        Hosts.even(6, 4, "ring")
 
 
 class Alone:
@@ -88,3 +88,6 @@ def test_an_emulated_ring_of_hosts():
         assert rotated_mlp(x, up, down, activation="relu", ring=ring).shape == x.shape
     with pytest.raises(ValueError, match="hosts of equally many of 9 ranks, got 2 hosts"):
         rtp_ext.Ring.emulated(9, route="two-level", hosts=2)
+    for hosts, why in ((1, "its ranks are on one host"), (9, "each of its 9 hosts has one rank")):
+        with pytest.raises(ValueError, match=f"route two-level cannot be taken: {why}"):
+            rtp_ext.Ring.emulated(9, route="two-level", hosts=hosts)

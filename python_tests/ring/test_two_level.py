@@ -28,6 +28,7 @@ from torch.nn import functional as F
 import rtp_ext
 from rtp_ext.functional import rotated_embedding, rotated_linear
 from rtp_ext.nn import Flyweight, RotatedLinear
+from rtp_ext.trace import gather, predict, summaries
 
 PATIENT = 60.0
 TRAINED = ("linear", "mlp", "cross entropy")  # by several steps of AdamW
@@ -95,7 +96,7 @@ def _same_as_one_process(rank, ranks, per_host, transport, steps):
                 with cases.case(f"{name}, trained"):
                     train(operation, rank, ranks, True, torch.float64, ring=ring)
         if steps:
-            check_frozen(cases, make_mlp(bias=False), ring)
+            check_frozen(cases, make_mlp(activation="gelu", bias=False), ring)
             linear = _linear(9, 4, torch.float64, biased=True)
             check_frozen(cases, replace(linear, weights_return=lambda needs_inputs: needs_inputs), ring)
             check_controls(make_mlp(), ring, (EXACT, EXACT))
@@ -111,6 +112,21 @@ def _same_as_one_process(rank, ranks, per_host, transport, steps):
                 ]
                 assert [owner for owner, _ in seen] == order
                 assert all(torch.equal(view, torch.full((3 + owner, 2), float(owner))) for owner, view in seen)
+        with cases.case("trace"):
+            with ring.trace() as trace:
+                x = random(3, 4, dtype=torch.float64, seed=rank).requires_grad_()
+                rotated_linear(
+                    x, random(5, 4, dtype=torch.float64, seed=rank).requires_grad_(), ring=ring
+                ).sum().backward()
+            hops = {"weight", "gradient", "outer weight", "outer gradient"}
+            assert {event.lane for event in trace.events} == {"compute", *hops}
+            traces = gather(ring, trace)
+            for number in range(2):
+                lanes = {event.lane for event in predict(traces, number)}
+                assert lanes == {"compute", *(hops if number else {"weight", "outer weight"})}
+            assert all(
+                set(each.hops) == {"weight", "gradient"} and each.hops["weight"] > 0 for each in summaries(traces)
+            )
         with cases.case("collect"):
             owners = []
 
@@ -163,9 +179,9 @@ def _model(rank, ranks, per_host):
     ring = rtp_ext.convert.model.ring_of(model)
     assert (ring.route, ring.transport) == ("two-level", "shm+c10d")
     losses = train_model(model, lambda step: batch_loss(model, rank, step), steps)
-    means = torch.tensor(ring.exchange(losses)).mean(0)
+    means = torch.tensor(ring.exchange(losses), dtype=torch.float64).mean(0)
     with cases.case("losses"):
-        assert_same(means, torch.tensor(expected), 1e-9, "losses")
+        assert_same(means, torch.tensor(expected, dtype=torch.float64), 1e-9, "losses")
     for name, parameter in plain.named_parameters():
         with cases.case(name):
             assert_same(full(model.get_parameter(name)), parameter, 1e-9, name)

@@ -85,7 +85,7 @@ def test_halves_are_ignored_and_in_place_is_refused():
             make_schedule(6, 0, pass_="forward", route="two-level", hosts=hosts)
 
 
-# -- the checks can fail -------------------------------------------------------------------------------------------------
+# -- the checks can fail --------------------------------------------------------------------------------------------
 
 
 def outer_hops(ring, rank, channel):
@@ -164,7 +164,7 @@ def test_levels_may_share_a_channel():
         assert list(deadlocks(shared, by_channel)) == [] == list(races(shared))
 
 
-# -- time ------------------------------------------------------------------------------------------------------------------
+# -- time -------------------------------------------------------------------------------------------------------------
 
 
 def spent(made, weight, gradient, outer_weight, outer_gradient, copy=0.0):
@@ -236,7 +236,7 @@ def test_what_it_saves():
     assert spent(schedule.schedule_of(4, 0, route="two-level", hosts=2), 0.5, 0.0, 6.0, 0.0) == 2 + 6
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------
+# -- memory ---------------------------------------------------------------------------------------------------------
 
 
 def test_footprint():

@@ -168,7 +168,7 @@ def describe(
             hops[step.channel] += 1
     taken = first.route
     if taken != route:
-        one = "of one host" if hosts == 1 else "of hosts with one rank each"
+        one = "to one host" if hosts == 1 else "to hosts of one rank"
         why = one if route == "two-level" else "in place" if in_place else "to a bundle"
         taken += f" ({route} does not apply {why})"
     elif taken == "two-level":

@@ -143,10 +143,10 @@ def timeline(
     """When every step of every rank runs, if nothing but the schedule holds it up.
 
     Each rank has lanes that work in order and side by side: computes (with copies and adds), weight hops, gradient
-    hops, on two levels both kinds between hosts too, and, in a schedule of two lanes, computes on the side. A hop starts
-    when both ends have reached it and its buffers are free; a compute starts when what it reads has arrived. Computes
-    side by side share a device, which the simulator does not know: of two lanes a timeline shows the order, not the
-    speed.
+    hops, on two levels both kinds between hosts too, and, in a schedule of two lanes, computes on the side. A hop
+    starts when both ends have reached it and its buffers are free; a compute starts when what it reads has arrived.
+    Computes side by side share a device, which the simulator does not know: of two lanes a timeline shows the order,
+    not the speed.
 
     With constant durations, where w and g are hops of weights and gradients and R ranks take part:
 
@@ -337,8 +337,9 @@ def plot(
     except ImportError as error:
         raise ImportError("a plot needs matplotlib: pip install 'rtp-ext[plot]'") from error
 
-    times = {"compute_time": compute_time, "hop_time": hop_time, "copy_time": copy_time, "outer_time": outer_time}
-    events = timeline(schedules, **times)
+    events = timeline(
+        schedules, compute_time=compute_time, hop_time=hop_time, copy_time=copy_time, outer_time=outer_time
+    )
     check_rank(schedules, rank)
     ranks = [rank] if rank is not None else list(range(len(schedules)))
     lanes = [name for name in LANES if any(event.lane == name for event in events)]

@@ -49,11 +49,15 @@ class Hosts:
         return cls(hosts.of, hosts._unlevel())
 
     @classmethod
-    def even(cls, ranks: int, hosts: int) -> Hosts:
-        """Of `ranks` neighbours that share `hosts` hosts evenly."""
+    def even(cls, ranks: int, hosts: int, route: str) -> Hosts:
+        """Of `ranks` neighbours that share `hosts` hosts evenly. Raises ValueError where they cannot, or not take the
+        route."""
         if hosts < 1 or ranks % hosts:
             raise ValueError(f"Ring: expected hosts of equally many of {ranks} ranks, got {hosts} hosts")
-        return cls.among([rank * hosts // ranks for rank in range(ranks)])
+        made = cls.among([rank * hosts // ranks for rank in range(ranks)])
+        if route == "two-level" and made.unlevel is not None:
+            raise ValueError(f"Ring: route two-level cannot be taken: {made.unlevel}")
+        return made
 
     def _unlevel(self) -> str | None:
         sizes = self._sizes()

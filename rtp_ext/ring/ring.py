@@ -182,7 +182,7 @@ class Ring(Primitives, Counters):
         if ring.device.type == "cuda" and ring.device.index is None:
             ring.device = torch.device("cuda", torch.cuda.current_device())
         ring.serial = next(_serials)
-        ring.placed = Hosts.even(size, hosts)
+        ring.placed = Hosts.even(size, hosts, route)
         ring.route, ring.transport_reason = route, "one process stands for the ring"
         ring.hop_route = "ring" if route == "gather" else route
         ring.transport = "emulated"
