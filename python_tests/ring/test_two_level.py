@@ -78,7 +78,7 @@ def _operations() -> dict[str, Operation]:
 
 def _same_as_one_process(rank, ranks, per_host, transport, steps):
     pretend_hosts(rank, per_host)
-    cases, taken = Cases(), "shm+c10d" if transport == "auto" else transport
+    cases, taken = Cases(), "shm+tcp" if transport == "auto" else transport
     with rtp_ext.Ring(transport=transport, timeout=PATIENT) as ring:
         assert (ring.route, ring.transport, ring.hosts, ring.per_host) == (
             "two-level",
@@ -177,7 +177,7 @@ def _model(rank, ranks, per_host):
     expected = train_model(plain, lambda step: mean_loss(plain, ranks, step), steps)
     model = rtp_ext.fully_rotate(_Convolved(), route="two-level", timeout=PATIENT)
     ring = rtp_ext.convert.model.ring_of(model)
-    assert (ring.route, ring.transport) == ("two-level", "shm+c10d")
+    assert (ring.route, ring.transport) == ("two-level", "shm+tcp")
     losses = train_model(model, lambda step: batch_loss(model, rank, step), steps)
     means = torch.tensor(ring.exchange(losses), dtype=torch.float64).mean(0)
     with cases.case("losses"):
@@ -245,7 +245,7 @@ def test_fewer_bytes_leave_a_host(hosts, per_host):
 def _lose_a_rank(rank, ranks, how, lost):
     pretend_hosts(rank, 2)
     ring = rtp_ext.Ring(route="two-level", timeout=TIMEOUT)
-    assert (ring.route, ring.transport) == ("two-level", "shm+c10d")
+    assert (ring.route, ring.transport) == ("two-level", "shm+tcp")
     layer = RotatedLinear(64, 64, ring=ring)
     x = torch.ones(4, 64, requires_grad=True)
     for _ in range(3):
@@ -287,12 +287,12 @@ def _refused(rank, ranks):
                 call()
         assert rotated_linear(x, shard, ring=ring).shape == (3, 8), "nobody waits for a hop"
     with rtp_ext.Ring(route="ring", timeout=PATIENT) as ring:
-        assert (ring.route, ring.transport) == ("ring", "shm+c10d")
+        assert (ring.route, ring.transport) == ("ring", "shm+tcp")
         rotated_linear(x, shard, ring=ring, in_place=True)
     with pytest.raises(ValueError, match="gradient_halves None or False with route two-level, got True"):
         rtp_ext.Ring(route="two-level", gradient_halves=True)
     with rtp_ext.Ring(gradient_halves=True, timeout=PATIENT) as ring:
-        assert ring.route == "ring" and ring.transport == "shm+c10d"
+        assert ring.route == "ring" and ring.transport == "shm+tcp"
     with rtp_ext.Ring(route="gather", timeout=PATIENT) as ring:
         assert (ring.route, ring.hop_route) == ("gather", "two-level")
         assert_same(rotated_linear(x, shard, ring=ring), torch.full((3, 8), 8.0), 0.0, "gathered")
