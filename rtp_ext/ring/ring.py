@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _TorchDispatchModeKey as _Mode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
@@ -20,6 +21,7 @@ from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow
 from rtp_ext.ring.gate import Gate, kind_of
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
+from rtp_ext.ring.offload import HostMemory, host_memory
 from rtp_ext.ring.options import TransportOptions
 from rtp_ext.ring.prepared import Ledger, Prepared
 from rtp_ext.ring.primitives import Primitives
@@ -89,9 +91,13 @@ class Ring(Primitives):
         hop_route: `ring` or `direct`, what the hops of a rotation take.
         gate: decides how each linear layer travels, and remembers it: `gate.plans`.
         common: what functional forms without `prepared=` keep of operations on DTensors.
+        offload_policy: what the models on the ring were converted with; None: none was yet.
+        host_memory: where their home shards stay, if that is not the memory of the device.
     """
 
     link: str | None = None
+    offload_policy: OffloadPolicy | None = None
+    host_memory: HostMemory | None = None
 
     def __init__(
         self,
@@ -300,6 +306,15 @@ class Ring(Primitives):
         if tensor is not None:
             placements[-2] = tensor
         return placements
+
+    def offload(self, policy: OffloadPolicy) -> None:
+        """Settles whether home shards stay on the host, for all models of the ring."""
+        self.offload_policy = policy
+        if isinstance(policy, CPUOffloadPolicy):
+            self.host_memory = host_memory(policy, self.device)
+        if self.host_memory is not None:  # a shard has no memory on the device before its layer runs
+            self.prefetch = 0
+            self._executor.prefetch(False)
 
     # -- agreements, the gate and the prefetcher ---------------------------------------------------------------------
 
