@@ -140,7 +140,7 @@ def trains(rank, ranks, cases, shape, factor):
                     yield lambda micro=micro: batch_loss(model, rank, 10 * step + micro)
 
             found, norm = step_on(model, optimizer, losses())
-            batches = [lambda m=micro: all_losses(plain, ranks, 10 * step + m, share) for micro in range(len(ways))]
+            batches = [lambda m=10 * step + micro: all_losses(plain, ranks, m, share) for micro in range(len(ways))]
             expected, expected_norm = step_on(plain, reference, batches)
             for name, gradient in negated(expected).items():
                 assert_same(found[name], gradient, EXACT, f"step {step}: {name}")
