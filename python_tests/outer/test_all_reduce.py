@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from byte_cases import byte_cases
 from harness import Cases, run_ranks
 from reference import assert_same, full, local
 from refusal_cases import dies, refusal_cases
@@ -45,6 +46,7 @@ def _six(rank, ranks):
     trains_as_one(rank, ranks, cases, [((2, 3), LINE, DIMS), ((3, 2), LINE[::-1], DIMS)])
     for shape, factor in (((2, 3), 1), ((3, 2), None)):
         accumulates(rank, ranks, cases, shape, factor, [(False, True)])
+        byte_cases(rank, ranks, cases, shape)
     cases.finish()
 
 
@@ -84,6 +86,7 @@ def _four(rank, ranks, folder):
         part(rank, ranks, cases)
     state_cases(rank, ranks, cases, folder)
     ring_cases(rank, ranks, cases)
+    byte_cases(rank, ranks, cases, (2, 2))
     example_cases(rank, ranks, cases)
     refusal_cases(rank, ranks, cases)
     cases.finish()
