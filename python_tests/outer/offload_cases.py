@@ -116,6 +116,8 @@ def refused_cases(rank, ranks, cases):
     with cases.case("the policy of its part"):
         whole = rtp_ext.fully_rotate(part)
         assert rtp_ext.ring_of(whole).offload_policy == cpu
+    elsewhere = offload.Kept(offload.HostMemory(torch.device("cpu"), False))
+    refused("moved", "on the host.*got it on meta", lambda: elsewhere.borrow(torch.empty(2, device="meta")))
     model = replicated((2, 2), offload_policy=cpu if rank == 3 else None)
     if rank > 1:  # of the other ring
         refused("ranks differ", "offload_policy: expected", lambda: batch_loss(model, rank, 0))
