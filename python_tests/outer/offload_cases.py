@@ -73,10 +73,7 @@ def offload_cases(rank, ranks, cases):
 
 def accepted(rank, ranks, cases):
     with cases.case("a CPU ring is its own host"):
-        models = [
-            replicated((2, 2), offload_policy=policy)
-            for policy in (None, OffloadPolicy(), CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False))
-        ]
+        models = [replicated((2, 2), offload_policy=policy) for policy in (None, CPUOffloadPolicy())]
         found = []
         for model in models:
             optimizer = adamw(model)
@@ -85,7 +82,7 @@ def accepted(rank, ranks, cases):
             found.append(gradients(model))
             assert rtp_ext.ring_of(model).host_memory is None and rtp_ext.ring_of(model).prefetch == 1
         for name, gradient in found[0].items():
-            assert all(torch.equal(other[name], gradient) for other in found[1:]), name
+            assert torch.equal(found[1][name], gradient), name
 
 
 def refused_cases(rank, ranks, cases):
@@ -118,7 +115,7 @@ def refused_cases(rank, ranks, cases):
         assert rtp_ext.ring_of(whole).offload_policy == cpu
     elsewhere = offload.Kept(offload.HostMemory(torch.device("cpu"), False))
     refused("moved", "on the host.*got it on meta", lambda: elsewhere.borrow(torch.empty(2, device="meta")))
-    model = replicated((2, 2), offload_policy=cpu if rank == 3 else None)
+    model = replicated((2, 2), offload_policy=cpu if rank == 3 else OffloadPolicy())
     if rank > 1:  # of the other ring
         refused("ranks differ", "offload_policy: expected", lambda: batch_loss(model, rank, 0))
 
@@ -133,8 +130,7 @@ def trains(rank, ranks, cases, shape, factor):
         optimizer, reference = adamw(model), adamw(plain)
         for name, parameter in plain.named_parameters():
             assert_same(full(model.get_parameter(name)), -parameter, 0.0, f"{name} on the host")
-        for step in range(4):
-            ways = ((True,), (False, True), (True, True), (True, False, True))[step]
+        for step, ways in enumerate(((True,), (False, True), (True, False, True))):
 
             def losses(ways=ways, step=step):
                 for micro, reduces in enumerate(ways):
@@ -151,7 +147,7 @@ def trains(rank, ranks, cases, shape, factor):
         for name, parameter in plain.named_parameters():
             assert_same(full(model.get_parameter(name)), -parameter, EXACT, name)
         assert differs(full(model.mix.weight), plain.mix.weight, EXACT), "control: the host holds other numbers"
-        assert memory.fetched == memory.waited > 4 * len(list(model.parameters())), (memory.fetched, memory.waited)
+        assert memory.fetched == memory.waited > 3 * len(list(model.parameters())), (memory.fetched, memory.waited)
         assert rtp_ext.ring_of(model).prefetched() == (0, 0)
 
 
@@ -227,7 +223,7 @@ def others(rank, ranks, cases):
             loss.backward()
     with cases.case("convolutions and attention"):
         plain = Convolutions()
-        model = replicated((2, 2), model=copy.deepcopy(plain), offload_policy=cpu)
+        model = replicated((2, 2), model=copy.deepcopy(plain), offload_policy=CPUOffloadPolicy(pin_memory=False))
         model(rank).backward()
         (sum(plain(other) for other in range(ranks)) / ranks).backward()
         for name, gradient in negated(gradients(plain)).items():

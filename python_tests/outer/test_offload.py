@@ -11,4 +11,4 @@ def _four(rank, ranks):
 
 
 def test_four_ranks():
-    run_ranks(_four, 4, timeout=200.0)
+    run_ranks(_four, 4, timeout=300.0)
