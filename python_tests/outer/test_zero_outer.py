@@ -85,7 +85,7 @@ def _four(rank, ranks, folder):
 
 
 def test_six_ranks():
-    run_ranks(_six, 6)
+    run_ranks(_six, 6, timeout=240.0)
 
 
 def test_four_ranks(tmp_path):
