@@ -63,6 +63,20 @@ def accumulates(rank, ranks, cases, shape, factor, ways, outer=None, sent_by=Non
             assert abs(policy.bytes_sent() - before - sent) <= 8, (policy.bytes_sent() - before, sent)
 
 
+def unequal_tokens(rank, ranks, cases, shape, outer=None):
+    """Losses that are shares of one sum over all tokens, of which ranks have different numbers: divided by 1."""
+    tokens = [2 + 3 * other for other in range(ranks)]
+    with cases.case(f"unequal tokens on {shape}"):
+        model, plain = replicated(shape, outer=outer), Tiny()
+        sum(batch_loss(plain, other, 0, tokens[other], "sum") / sum(tokens) for other in range(ranks)).backward()
+        for factor, share in ((1, 1.0), (None, 1 / ranks)):
+            rtp_ext.set_gradient_divide_factor(model, factor)
+            model.zero_grad()
+            (batch_loss(model, rank, 0, tokens[rank], "sum") / sum(tokens)).backward()
+            assert_same_gradients(gradients(model), plain, f"divided by {factor}", share)
+            assert wrong(gradients(model), plain, share * (1 + 1e-6)), "control"
+
+
 def not_reached_again(model, plain, rank, ranks, cases):
     with cases.case("not reduced, and not reached by the backward that reduces"):
         for each in (model, plain):

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from byte_cases import byte_cases
 from harness import Cases, run_ranks
 from reference import assert_same, full, local
 from refusal_cases import dies, refusal_cases
@@ -15,6 +16,7 @@ from replica_cases import (
     left_out_between_reductions,
     not_reached_again,
     trains_as_one,
+    unequal_tokens,
     wrong,
 )
 from replica_models import (
@@ -34,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rtp_ext
 from rtp_ext import RotationDims
-from rtp_ext.outer.all_reduce import AllReduce
+from rtp_ext.outer import AllReduce, ZeroOuter
 from rtp_ext.outer.replicas import Replicas
 
 # -- ten steps ---------------------------------------------------------------------------------------------------------
@@ -45,13 +47,15 @@ def _six(rank, ranks):
     trains_as_one(rank, ranks, cases, [((2, 3), LINE, DIMS), ((3, 2), LINE[::-1], DIMS)])
     for shape, factor in (((2, 3), 1), ((3, 2), None)):
         accumulates(rank, ranks, cases, shape, factor, [(False, True)])
+        byte_cases(rank, ranks, cases, shape)
     cases.finish()
 
 
 def _eight(rank, ranks):
     cases = Cases()
     flattened = RotationDims(ring=("a", "b"), replicate="replicas")
-    trains_as_one(rank, ranks, cases, [((2, 2, 2), ("replicas", "a", "b"), flattened)])
+    for policy in (AllReduce, ZeroOuter):
+        trains_as_one(rank, ranks, cases, [((2, 2, 2), ("replicas", "a", "b"), flattened)], policy)
     with cases.case("flattened replicas"):
         model = replicated((2, 2, 2), ("a", "ring", "b"), dims=RotationDims(replicate=("a", "b")))
         batch_loss(model, rank, 0).backward()
@@ -64,7 +68,7 @@ def _eight(rank, ranks):
 
 
 def test_six_ranks_train_as_one_process():
-    run_ranks(_six, 6)
+    run_ranks(_six, 6, timeout=240.0)
 
 
 def test_three_dimensions():
@@ -84,6 +88,7 @@ def _four(rank, ranks, folder):
         part(rank, ranks, cases)
     state_cases(rank, ranks, cases, folder)
     ring_cases(rank, ranks, cases)
+    byte_cases(rank, ranks, cases, (2, 2))
     example_cases(rank, ranks, cases)
     refusal_cases(rank, ranks, cases)
     cases.finish()
@@ -137,18 +142,10 @@ def _keeps_sums_wide(rank, ranks, cases):
 
 
 def _unequal_tokens(rank, ranks, cases):
-    with cases.case("unequal tokens, divided by 1"):
-        tokens = [2 + 3 * other for other in range(ranks)]
-        model, plain = replicated((2, 2)), Tiny()
-        rtp_ext.set_gradient_divide_factor(model, 1)
-        (batch_loss(model, rank, 0, tokens[rank], "sum") / sum(tokens)).backward()
-        sum(batch_loss(plain, other, 0, tokens[other], "sum") / sum(tokens) for other in range(ranks)).backward()
-        assert_same_gradients(gradients(model), plain, "sum")
-        rtp_ext.set_gradient_divide_factor(model, None)
-        model.zero_grad()
-        (batch_loss(model, rank, 0, tokens[rank], "sum") / sum(tokens)).backward()
-        assert_same_gradients(gradients(model), plain, "mean", 1 / ranks)
+    unequal_tokens(rank, ranks, cases, (2, 2))
     with cases.case("one ring divides too"):
+        tokens, plain = [2 + 3 * other for other in range(ranks)], Tiny()
+        sum(batch_loss(plain, other, 0, tokens[other], "sum") / sum(tokens) for other in range(ranks)).backward()
         model = rtp_ext.fully_rotate(Tiny(), timeout=30.0)
         rtp_ext.set_gradient_divide_factor(model, 1)
         rtp_ext.set_requires_all_reduce(model, False)  # changes nothing there

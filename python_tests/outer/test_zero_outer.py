@@ -14,6 +14,7 @@ from replica_cases import (
     left_out_between_reductions,
     not_reached_again,
     trains_as_one,
+    unequal_tokens,
 )
 from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
 from state_cases import assert_same_weights, other_values, state_cases
@@ -67,8 +68,9 @@ def _trains(rank, ranks, cases, shape, factor, ways):
 def _six(rank, ranks):
     cases = Cases()
     for shape in ((2, 3), (3, 2)):
-        _trains(rank, ranks, cases, shape, 1, [(True, False, True)])
+        _trains(rank, ranks, cases, shape, 1, [(True, True), (True, False, True)])
         _counts(rank, cases, shape)
+    unequal_tokens(rank, ranks, cases, (3, 2), ZeroOuter())
     cases.finish()
 
 
@@ -83,7 +85,7 @@ def _four(rank, ranks, folder):
 
 
 def test_six_ranks():
-    run_ranks(_six, 6)
+    run_ranks(_six, 6, timeout=240.0)
 
 
 def test_four_ranks(tmp_path):

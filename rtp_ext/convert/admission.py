@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -21,6 +21,7 @@ from rtp_ext.convert.gathered import ForwardScope
 from rtp_ext.convert.scopes import RotationState, is_inside, mark_inside, state_of
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh
 from rtp_ext.nn import Flyweight, RotatedEmbedding
+from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 
@@ -110,6 +111,57 @@ def refuse_whole_tables(root: nn.Module, ignored: Collection[int], replicas: int
                 )
 
 
+def offload_of(given: OffloadPolicy | None, place: Ring | RingMesh) -> OffloadPolicy:
+    """Whether home shards stay on the host: what was asked for, or what the models of the ring have. Raises TypeError
+    for what is no policy, ValueError where the ring has another."""
+    if given is not None and type(given) not in (OffloadPolicy, CPUOffloadPolicy):
+        raise TypeError(
+            "fully_rotate: expected offload_policy to be a CPUOffloadPolicy or OffloadPolicy of "
+            f"torch.distributed.fsdp, or None, got {given!r:.100}"
+        )
+    known = place.offload_policy if isinstance(place, Ring) else None
+    if given is not None and known is not None and given != known:
+        raise ValueError(
+            f"fully_rotate: expected offload_policy {known}, that of the ring's other models and parts, or None, got "
+            f"{given}"
+        )
+    return given or known or OffloadPolicy()
+
+
+def refuse_offload(
+    root: nn.Module, place: Ring | RingMesh, outer: OuterPolicy, in_place: bool, ignored: Collection[int]
+) -> None:
+    """Raises ValueError where home shards cannot stay on the host. `ignored`: as in `refuse_foreign`."""
+    label = "fully_rotate: offload_policy=CPUOffloadPolicy() cannot be combined with"
+    if in_place:
+        raise ValueError(
+            f"{label} in_place=True, by which the shards themselves travel: expected in_place=False, since copies on "
+            "the device travel, or no offload_policy"
+        )
+    if not outer.allows_offload:
+        raise ValueError(
+            f"{label} {type(outer).__name__}, which keeps the shards that rotate on the device: expected "
+            "outer=outer.AllReduce(), or no offload_policy"
+        )
+    if (place.tensor_mesh if isinstance(place, Ring) else place.tensor) is not None:
+        raise ValueError(
+            f"{label} tensor parallelism: expected a model that parallelize_module has not cut, or no offload_policy"
+        )
+    if isinstance(place, Ring) and place.mesh is None:
+        raise ValueError(f"{label} an emulated ring: expected a ring of processes, or no offload_policy")
+    for name, part in root.named_modules():
+        what = None
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and id(part.weight) not in ignored:
+            what = RotatedEmbedding.refusal(part)
+        elif isinstance(part, Flyweight):
+            what = "copies of a module"
+        if what is not None:
+            raise ValueError(
+                f"{label} {what}, of {name or 'the model'} ({type(part).__name__}): expected a model without it, "
+                "or no offload_policy"
+            )
+
+
 def _ring_of_module(part: nn.Module) -> Ring | None:
     """The ring that a module's own parameters are on."""
     scope = part.__dict__.get("scope")
@@ -188,6 +240,7 @@ def _options(ring: Ring) -> dict[str, Any]:
         "gradient_halves": ring.gate.gradient_halves,
         "late_gradients": ring.late_gradients,
         "transport_options": ring.transport_options,
+        "offload_policy": ring.offload_policy,
     }
 
 

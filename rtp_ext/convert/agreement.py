@@ -61,7 +61,8 @@ def agree_on_model(root: nn.Module, ring: Ring, mode: Mode) -> None:
     not; and the state of torch.autocast. With that, operations of the model's modules need not agree before their
     forwards. Collective.
     """
-    mine = (_parameters(root.named_parameters()), [("torch.autocast", str(mode.autocast)), *_modules(root)])
+    settings = [("torch.autocast", str(mode.autocast)), ("offload_policy", repr(ring.offload_policy))]
+    mine = (_parameters(root.named_parameters()), [*settings, *_modules(root)])
     told = ring.exchange(hashlib.sha256(repr(mine).encode()).digest())
     differ = any(theirs != told[0] for theirs in told)
     every = ring.exchange(mine) if differ else [mine]

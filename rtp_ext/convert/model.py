@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from rtp_ext.convert.admission import (
     Parts,
@@ -18,9 +18,11 @@ from rtp_ext.convert.admission import (
     check_options,
     ignored_in,
     mark_replaced,
+    offload_of,
     parts_of,
     place_of,
     refuse_foreign,
+    refuse_offload,
     refuse_whole_tables,
     weak_parameters,
 )
@@ -45,6 +47,7 @@ def fully_rotate(
     dims: RotationDims | None = None,
     outer: OuterPolicy | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     in_place: bool = False,
     bundle: bool | str = True,
@@ -80,6 +83,10 @@ def fully_rotate(
             all ranks.
         mp_policy: param_dtype is what shards travel and compute in, reduce_dtype what gradients travel in (default
             float32); cast_forward_inputs and output_dtype apply to the whole model.
+        offload_policy: CPUOffloadPolicy(): parameters, gradients and optimizer state stay on the host, in pinned memory
+            unless pin_memory is False. The device borrows the shards of a layer while it runs, and gradients are on the
+            host when backward returns. The model may then be on the host before, and no first hop is sent ahead. On a
+            CPU ring, where host and device are one, it changes nothing. None and OffloadPolicy(): no offload.
         ignored_params: left as they are, with the modules that own them: the same objects, plain and not averaged, so
             that they may differ between ranks. clip_grad_norm_ takes them in a call of their own, and foreach and fused
             optimizers in a parameter group of their own.
@@ -95,9 +102,10 @@ def fully_rotate(
     Raises ValueError, and changes nothing, where dims do not fit the mesh; where the model was converted before, itself
     or as a part of another; where parts are on other ranks or differ in the options of their rings; where parameters
     are DTensors of somebody else (another mesh, styles of tensor parallelism other than colwise, rowwise and
-    replicated) or managed by FSDP or DDP; and where
-    loss_head="fused" finds no model that it knows. Ranks of a ring whose models have different values get a warning;
-    replicas that differ are a ValueError in the first backward. Collective: makes a ring.
+    replicated) or managed by FSDP or DDP; where shards cannot stay on the host (outer.ZeroOuter, in_place, tensor
+    parallelism, Flyweight); and where loss_head="fused" finds no model that it knows. Ranks of a ring whose models have
+    different values get a warning; replicas that differ are a ValueError in the first backward. Collective: makes a
+    ring.
     Source: RTP, arXiv 2311.01635.
     """
     if not isinstance(module, nn.Module):
@@ -118,14 +126,20 @@ def fully_rotate(
             f"fully_rotate: in_place=True cannot be combined with {type(policy).__name__}, whose shards are made of "
             "the pieces of all replicas: expected in_place=False, or another outer policy"
         )
+    offload = offload_of(offload_policy, place)
+    if isinstance(offload, CPUOffloadPolicy):
+        refuse_offload(module, place, policy, in_place, not_ours)
     refuse_whole_tables(module, not_ours, place.replicas)
     refuse_foreign(module, place, not_ours)
-    _check_device(module, place.device.type if isinstance(place, Ring) else place.hops.device_type)
+    device = place.device.type if isinstance(place, Ring) else place.hops.device_type
+    _check_device(module, device, offload)
     if isinstance(place, Ring) and not isinstance(mesh, Ring):
         check_options(place, transport, route, None if timeout == _TIMEOUT else timeout)
     ring = place if isinstance(place, Ring) else Ring(place, transport=transport, route=route, timeout=timeout)
     if in_place:
         ring.expect_in_place("fully_rotate")
+    if ring.offload_policy is None:
+        ring.offload(offload)
     state = RotationState(ring, mp_policy or MixedPrecisionPolicy(), module)
     policy.connect(ring)
     state.outer_policy = policy
@@ -139,7 +153,7 @@ def fully_rotate(
     for part in module.modules():
         if isinstance(part, GatheredRNN):
             part.list_registered()
-    policy.claim(module, state.mp_policy.reduce_dtype)
+    state.claim(module)
     mark_replaced(module, before)
     compare_weights(values, ring)
     if in_place:
@@ -191,9 +205,10 @@ def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Ring | RingMesh) 
     return policy
 
 
-def _check_device(module: nn.Module, expected: str) -> None:
+def _check_device(module: nn.Module, expected: str, offload: OffloadPolicy) -> None:
+    host = {"cpu"} if isinstance(offload, CPUOffloadPolicy) else set()
     for name, parameter in module.named_parameters():
-        if parameter.device.type not in (expected, "meta"):
+        if parameter.device.type not in {expected, "meta"} | host:
             raise TypeError(
                 f"fully_rotate: expected {name} on {expected} (the ring's device) or meta, got {parameter.device}"
             )

@@ -26,6 +26,7 @@ from rtp_ext.convert.whole_embedding import WholeEmbedding
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import expect_own_shard
+from rtp_ext.ring.offload import keep_on_host
 
 logger = logging.getLogger("rtp_ext")
 
@@ -135,6 +136,13 @@ class RotationState(ForwardScope):
             self.splits[self.split] = f"{type(root).__name__} with inputs that want gradients: {self.split}"
             self.ring.compare_later(self.splits, self.split, self.splits[self.split])
 
+    def claim(self, root: nn.Module) -> None:
+        """Makes the sharded parameters of a model the outer policy's, and keeps on the host those that stay there."""
+        if self.outer_policy is not None:
+            self.outer_policy.claim(root, self.mp_policy.reduce_dtype)
+        if self.ring.host_memory is not None:
+            keep_on_host(root, self.ring.host_memory)
+
     def check_agreement(self, root: nn.Module) -> None:
         """Before the first forward, and whenever something has changed that decides hops, all ranks compare their
         models."""
@@ -144,8 +152,7 @@ class RotationState(ForwardScope):
             return
         agree_on_model(root, self.ring, mode)
         if facts != self.agreed:
-            if self.outer_policy is not None:
-                self.outer_policy.claim(root, self.mp_policy.reduce_dtype)
+            self.claim(root)
             self._average_newcomers(root, named)
             let_adapters_merge(root)
             self.agreed, self.modes = self._facts(root, named), set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,12 @@ from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import rounded
 from rtp_ext.ring.gate import LayerSize
 from rtp_ext.ring.mesh import ring_dim, ring_shape
+from rtp_ext.ring.offload import lent
 
 # What indices and targets may be of.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+_ALWAYS_THERE = nullcontext()
 
 
 @dataclass(slots=True)
@@ -95,7 +99,13 @@ class Call:
         return cls(ring, name, in_place, compute, reduce)
 
     def run(self, function: Any, *arguments: Any) -> Any:
-        return self.ring.run(self.name, function, *arguments, serial=self.serial, watched=self.watched, checked=True)
+        keywords: dict[str, Any] = {"serial": self.serial, "watched": self.watched, "checked": True}
+        with self.lent():
+            return self.ring.run(self.name, function, *arguments, **keywords)
+
+    def lent(self) -> AbstractContextManager[None]:
+        """While native code reads parameters: the device has those that stay on the host."""
+        return _ALWAYS_THERE if self.ring.host_memory is None else lent(self.watched)
 
     def operand(self, x: torch.Tensor, what: str = "an input") -> torch.Tensor:
         """`x` [..., features] in the compute dtype (cast under autocast), checked."""

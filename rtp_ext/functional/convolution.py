@@ -110,7 +110,6 @@ class _RotatedConvolution(torch.autograd.Function):
         y = x.new_empty(convolution.output_shape(x.shape)).contiguous(memory_format=_memory_format(x))
         weights = [weight] if bias is None else [weight, bias]
         shapes = _shapes(call, convolution, weights)
-        execution = call.run(_native.Execution.forward, weights, shapes, call.options)
 
         def compute(step: Any) -> None:
             shard, *bias_shard = execution.weight()
@@ -119,7 +118,9 @@ class _RotatedConvolution(torch.autograd.Function):
                 part = convolution.forward(piece, piece.of_input(x), piece.of_shard(shard), piece_bias)
                 piece.of_output(y).copy_(part)
 
-        drive(call.ring, execution, compute)
+        with call.lent():
+            execution = call.run(_native.Execution.forward, weights, shapes, call.options)
+            drive(call.ring, execution, compute)
         return y
 
     @staticmethod
@@ -142,9 +143,6 @@ class _RotatedConvolution(torch.autograd.Function):
             homes.append(weight.new_empty(weight.shape[:1], dtype=call.reduce_dtype))
         weights = [weight] if needs_x else []
         shapes = _shapes(call, convolution, weights), _shapes(call, convolution, homes)
-        execution = call.run(
-            _native.Execution.backward, weights, shapes[0], homes, shapes[1], call.options, needs_x, False
-        )
 
         def dgrad(owner: int) -> None:
             shard = execution.weight()[0]
@@ -167,7 +165,11 @@ class _RotatedConvolution(torch.autograd.Function):
                     dims = [0, *range(2, part.dim())]
                     add_scaled(*sums[-1], part.sum(dims, dtype=accumulation_dtype(part.dtype)), scale)
 
-        drive(call.ring, execution, lambda step: dgrad(step.owner) if step.compute == "dgrad" else wgrad(step.owner))
+        with call.lent():
+            execution = call.run(
+                _native.Execution.backward, weights, shapes[0], homes, shapes[1], call.options, needs_x, False
+            )
+            drive(call.ring, execution, lambda s: dgrad(s.owner) if s.compute == "dgrad" else wgrad(s.owner))
         gradients = iter(homes)
         return (
             None,

@@ -34,7 +34,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight, Order, Pass, Told, bucketed
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import CLAIM, as_gradient, unrounded
+from rtp_ext.ring.autograd import CLAIM, accumulates, as_gradient, read_within, unrounded
+from rtp_ext.ring.offload import kept_of
 
 BUCKET = 4 << 20  # bytes
 
@@ -96,16 +97,17 @@ class AllReduce(OuterPolicy):
             value.mul_(self.scale)
         node = ctx.next_functions[0][0]
         parameter = getattr(node, "variable", None)
-        if parameter is None or not _accumulates(node):
+        if parameter is None or not accumulates(node):
             return self._reduce_now(index, value).to(dtype)
         if not current.reduces:
             current.parameters[index] = parameter
             self._take_unreduced(index, parameter, keep=True)
             return self._to_add_up(index, parameter, value)
-        if ctx.create_graph or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if read_within(ctx, parameter):
             before = self._take_unreduced(index, parameter)
             if before is not None:
-                parameter.grad = self._as_gradient(parameter, self._reduce_now(index, before))
+                (reduced,) = self._at_home([parameter], [self._reduce_now(index, before)])
+                parameter.grad = self._as_gradient(parameter, reduced)
             return self._reduce_now(index, value).to(dtype)
         self._add(current, index, parameter, value)
         return None
@@ -155,9 +157,11 @@ class AllReduce(OuterPolicy):
                 f"{name}: expected the gradient that micro-batches without a reduction over replicas have left, or "
                 "none after zero_grad; got one that was put in its place"
             )
-        if not keep:
-            parameter.grad = None
-        return known[1]
+        if keep:
+            return known[1]
+        parameter.grad = None
+        kept = kept_of(parameter)
+        return known[1] if kept is None else kept.memory.load(known[1])
 
     def _to_add_up(self, index: int, parameter: Any, value: torch.Tensor) -> torch.Tensor:
         """`value`, of which p.grad is of the same dtype then: a rounded p.grad would round what is added."""
@@ -176,7 +180,15 @@ class AllReduce(OuterPolicy):
         return True
 
     def _as_gradient(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
+        """What p.grad is to be given, of a value that is where the parameter is."""
         return as_gradient(value.to(parameter.dtype), parameter._spec)
+
+    @staticmethod
+    def _at_home(parameters: Sequence[Any], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What replicas have reduced, in the dtypes of the parameters and where these are."""
+        values = [value.to(parameter.dtype) for parameter, value in zip(parameters, values, strict=True)]
+        kept = kept_of(parameters[0]) if parameters else None  # all of them are, or none
+        return list(values) if kept is None else kept.memory.store(values)
 
     # -- what travels --------------------------------------------------------------------------------------------------
 
@@ -308,18 +320,21 @@ class AllReduce(OuterPolicy):
         for flight in current.flights:
             for index, part in zip(flight.indices, self._land(flight), strict=True):
                 totals[index] = totals[index] + part if index in totals else part
-        parameters, gradients = [], []
+        parameters, values = [], []
         for index in sorted(used):
             parameter = current.parameters.get(index)
             parameter = self.parameter(index) if parameter is None else parameter
             if parameter is None or not parameter.requires_grad:
                 continue
             value, part = totals.get(index), held(parameter)
-            value = part.new_zeros(part.shape) if value is None else value.view(part.shape)
+            if value is None:
+                assert self.replicas is not None, "one replica delivers nothing"
+                value = part.new_zeros(part.shape, device=self.replicas.device)
             parameters.append(parameter)
-            gradients.append(self._as_gradient(parameter, value))
+            values.append(value.view(part.shape))
+        values = self._at_home(parameters, values)
         if parameters:
-            torch.autograd.backward(parameters, gradients)
+            torch.autograd.backward(parameters, list(map(self._as_gradient, parameters, values)))
 
     def _learn(self, order: Order) -> None:
         """The next backward is expected to be like this one of replica 0."""
@@ -329,14 +344,6 @@ class AllReduce(OuterPolicy):
         counts = {index: count for index, count in order if count}
         self._plan = self._buckets(counts)
         self._places = {i: (number, counts[i]) for number, bucket in enumerate(self._plan) for i in bucket}
-
-
-def _accumulates(node: Any) -> bool:
-    """Whether the backward that runs adds to the gradient of a leaf, and does not just return what it would add."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch's answer for torch.autograd.grad
-        return False
 
 
 _watching: list[Any] = []  # the handle of the hook

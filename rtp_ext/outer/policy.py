@@ -58,6 +58,10 @@ class Claim:
     def home(self, parameter: DTensor) -> torch.Tensor:
         return self.policy.home(self.index, parameter)
 
+    @property
+    def alone(self) -> bool:
+        return self.policy.size == 1
+
     def __deepcopy__(self, memo: dict) -> Claim:
         return Claim(copy.deepcopy(self.policy, memo), self.index)
 
@@ -215,6 +219,7 @@ class OuterPolicy:
     # -- what a policy does ------------------------------------------------------------------------------------------
 
     allows_in_place = True  # whether the shards of its parameters may travel themselves
+    allows_offload = True  # whether shards may stay on the host
     allows_tensor_parallel = True  # whether the ring may cut what tensor parallelism has cut
 
     def cut(self, root: nn.Module) -> None:

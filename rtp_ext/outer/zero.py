@@ -77,6 +77,7 @@ class ZeroOuter(AllReduce):
     """
 
     allows_in_place = False
+    allows_offload = False
     allows_tensor_parallel = False
 
     def __init__(self, bucket_bytes: int = BUCKET) -> None:

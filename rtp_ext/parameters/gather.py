@@ -14,6 +14,7 @@ from rtp_ext.parameters.sharding import local_shard
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 from rtp_ext.ring.mesh import ring_dim
+from rtp_ext.ring.offload import lent
 
 _ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
 
@@ -30,14 +31,15 @@ def gather(
     each as `reduced_together` says.
     """
     shards = []
-    for parameter in parameters:
-        shard = local_shard(parameter)
-        if mp_policy.param_dtype is not None and shard.is_floating_point():
-            shard = shard.to(mp_policy.param_dtype)
-        shards.append(shard)
-    layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, shards, strict=True)]
-    with torch.no_grad():
-        every = _gather_flat(ring, layouts, shards)
+    with lent(parameters):
+        for parameter in parameters:
+            shard = local_shard(parameter)
+            if mp_policy.param_dtype is not None and shard.is_floating_point():
+                shard = shard.to(mp_policy.param_dtype)
+            shards.append(shard)
+        layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, shards, strict=True)]
+        with torch.no_grad():
+            every = _gather_flat(ring, layouts, shards)
     gathered: list[torch.Tensor] = []
     for count in reduced_together or [len(parameters)]:
         these = slice(len(gathered), len(gathered) + count)

@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from rtp_ext._native import RotationError, shard_sizes, share_version
 from rtp_ext.parameters.pieces import gather_home, is_piece
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import claim_of, come_home, first_order_only
+from rtp_ext.ring.autograd import as_gradient, claim_of, come_home, first_order_only, keep_way_home
 from rtp_ext.ring.mesh import home_placements, own_part, ring_shape
+from rtp_ext.ring.offload import kept_of
 
 logger = logging.getLogger("rtp_ext")
 
@@ -99,9 +100,12 @@ def as_sharded(
     if ring.tensor_mesh is not None:
         _let_grad_scaler_see_shards()
     stride = torch.empty(full_shape, device="meta").stride()
-    return DTensor.from_local(
-        home, ring.parameter_mesh, ring.placements(dim, tensor), run_check=False, shape=full_shape, stride=stride
-    )
+    placements = ring.placements(dim, tensor)
+    if ring.host_memory is not None:  # from_local would take it to the device of the mesh
+        meta = TensorMeta(full_shape, stride, home.dtype)
+        spec = DTensorSpec(ring.parameter_mesh, tuple(placements), tensor_meta=meta)
+        return as_gradient(ring.host_memory.keep(home), spec)
+    return DTensor.from_local(home, ring.parameter_mesh, placements, run_check=False, shape=full_shape, stride=stride)
 
 
 def _let_grad_scaler_see_shards() -> None:
@@ -168,7 +172,8 @@ def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 
 def local_shard(parameter: torch.Tensor, lands: tuple[Ring, int] | None = None) -> torch.Tensor:
-    """This rank's part of a parameter, differentiable; a plain tensor is its own part.
+    """This rank's part of a parameter, differentiable; a plain tensor is its own part. Of one whose shard stays on the
+    host, what stands for it on the device: see rtp_ext.ring.offload.
 
     `lands`: its gradient may still be under way when the backward of what is computed with it has returned it: on which
     ring, and where in the order of a backward it has to be waited for.
@@ -183,6 +188,10 @@ def local_shard(parameter: torch.Tensor, lands: tuple[Ring, int] | None = None) 
         )
     home = held(parameter) if claim is None else claim.home(parameter)
     share_version(home, parameter)  # whoever writes to one of them writes to both
+    kept = kept_of(parameter)
+    if kept is not None:
+        home = kept.stand_in(home)
+        share_version(home, parameter)
     if torch.is_grad_enabled() and parameter.requires_grad:
         if lands is None:
             return _LocalShard.apply(parameter, home, None)
@@ -198,7 +207,8 @@ class _LocalShard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, parameter: DTensor, home: torch.Tensor, ring: Ring | None) -> torch.Tensor:
-        ctx.spec, ctx.claim, ctx.ring = parameter._spec, claim_of(parameter), ring
+        keep_way_home(ctx, parameter)
+        ctx.ring = ring
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
         return home.detach()  # not a view, which autograd would refuse to unpack after a write
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from rtp_ext._native import RotationError, share_version
 from rtp_ext.ring.alike import expect_alike
 from rtp_ext.ring.mesh import followed, home_placements, own_part
+from rtp_ext.ring.offload import kept_of
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -167,7 +168,7 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, parameter: DTensor, stock: Callable[..., torch.Tensor]):
-        ctx.spec, ctx.claim = parameter._spec, claim_of(parameter)
+        keep_way_home(ctx, parameter)
         whole = stock(parameter.detach()).clone()
         share_version(whole, parameter)
         return whole
@@ -182,6 +183,7 @@ class _FullTensor(torch.autograd.Function):
         dist.all_reduce(mean, group=ring)
         mean.div_(ranks)
         mean = own_part(mean, mesh, home_placements(ctx.spec))
+        mean = mean if ctx.kept is None else ctx.kept.memory.load(mean)
         # a copy: the gradient must not keep the whole one alive
         return come_home(ctx, mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)), None
 
@@ -205,15 +207,25 @@ class Claim(Protocol):
         replicas."""
         ...
 
+    @property
+    def alone(self) -> bool:
+        """Whether no replica has a part in its gradients."""
+        ...
+
 
 def claim_of(parameter: DTensor) -> Claim | None:
     """What an outer policy knows of a parameter; None where it is no policy's."""
     return parameter.__dict__.get(CLAIM)
 
 
+def keep_way_home(ctx: Any, parameter: DTensor) -> None:
+    """In the forward of a function whose backward calls `come_home`."""
+    ctx.spec, ctx.claim, ctx.kept = parameter._spec, claim_of(parameter), kept_of(parameter)
+
+
 def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient of a parameter as a DTensor, of this rank's part of it: in the backward of a function that kept
-    `spec` and `claim` of the parameter. None where a policy delivers it at the end of the backward.
+    """The gradient of a parameter as a DTensor, of this rank's part of it: in the backward of a function that called
+    `keep_way_home`. None where it is delivered at the end of the backward, by a policy or from the host.
 
     Raises RotationError where replicas hold the parameter and nobody would bring its gradients together; ValueError
     where ranks of tensor parallelism, which each have a copy of it, have different gradients.
@@ -233,7 +245,30 @@ def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         gradient = ctx.claim.take(ctx, gradient)
     if gradient is None or isinstance(gradient, DTensor):
         return gradient
-    return as_gradient(gradient.detach().contiguous(), ctx.spec)
+    gradient = gradient.detach().contiguous()
+    if ctx.kept is not None:
+        # Waited for where somebody reads it before the backward ends, or as soon as it does.
+        if parameter is not None and (ctx.claim is None or ctx.claim.alone) and not read_within(ctx, parameter):
+            ctx.kept.deliver(parameter, gradient, functools.partial(as_gradient, spec=ctx.spec))
+            return None
+        (gradient,) = ctx.kept.memory.store([gradient])
+    return as_gradient(gradient, ctx.spec)
+
+
+def read_within(ctx: Any, parameter: torch.Tensor) -> bool:
+    """Whether the backward that runs hands on the gradient of a parameter to somebody: the user, who asked for it with
+    torch.autograd.grad, a graph of this backward, or a hook."""
+    hooks: Any = parameter
+    seen = bool(ctx.create_graph or hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
+    return seen or not accumulates(ctx.next_functions[0][0])
+
+
+def accumulates(node: Any) -> bool:
+    """Whether the backward that runs adds to the gradient of a leaf, and does not just return what it would add."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch's answer for torch.autograd.grad
+        return False
 
 
 def as_gradient(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

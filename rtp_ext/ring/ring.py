@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
@@ -21,6 +22,7 @@ from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.gate import Gate, kind_of
 from rtp_ext.ring.hosts import Hosts, find_hosts
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
+from rtp_ext.ring.offload import HostMemory, host_memory
 from rtp_ext.ring.options import TransportOptions
 from rtp_ext.ring.prepared import Ledger, Prepared
 from rtp_ext.ring.primitives import Primitives
@@ -97,9 +99,13 @@ class Ring(Primitives, Counters):
         hop_route: `ring`, `direct` or `two-level`, what the hops of a rotation take.
         gate: decides how each linear layer travels, and remembers it: `gate.plans`.
         common: what functional forms without `prepared=` keep of operations on DTensors.
+        offload_policy: what the models on the ring were converted with; None: none was yet.
+        host_memory: where their home shards stay, if that is not the memory of the device.
     """
 
     link: str | None = None
+    offload_policy: OffloadPolicy | None = None
+    host_memory: HostMemory | None = None
 
     def __init__(
         self,
@@ -324,6 +330,15 @@ class Ring(Primitives, Counters):
         if tensor is not None:
             placements[-2] = tensor
         return placements
+
+    def offload(self, policy: OffloadPolicy) -> None:
+        """Settles whether home shards stay on the host, for all models of the ring."""
+        self.offload_policy = policy
+        if isinstance(policy, CPUOffloadPolicy):
+            self.host_memory = host_memory(policy, self.device)
+        if self.host_memory is not None:  # a shard has no memory on the device before its layer runs
+            self.prefetch = 0
+            self._executor.prefetch(False)
 
     # -- agreements, the gate and the prefetcher ---------------------------------------------------------------------
 
