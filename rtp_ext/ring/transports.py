@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.ring.groups import Groups
+from rtp_ext.ring.places import Place, describe
 
 logger = logging.getLogger("rtp_ext")
 
@@ -49,7 +50,7 @@ def candidates(ring: Groups) -> list[Candidate]:
     """The transports for the device of `ring`, the preferred one first."""
     c10d = Candidate("c10d", "any backend of torch.distributed", lambda: None, _make_c10d)
     if ring.device.type == "cpu":
-        return [Candidate("shm", "all ranks are CPU processes of one host", lambda: None, _make_shm), c10d]
+        return [Candidate("shm", "memory shared by CPU processes of one host", lambda: None, _make_shm), c10d]
     if ring.device.type != "cuda":
         return [c10d]
     ce = Candidate("ce", "copy engines between GPUs of one host", ce_refusal, _make_ce)
@@ -108,17 +109,30 @@ def _make_c10d(ring: Groups) -> Any:
 
 
 def _make_shm(ring: Groups) -> Any:
-    native, problem, address = None, None, None
+    native, problem, address, place = None, None, None, None
     try:
         native = _native.ShmTransport(ring.rank, ring.size, ring.timeout)
         address = native.address()
+        place = Place.of_address(address)
     except RotationError as error:
         problem = str(error)
-    addresses = ring.exchange(address)
-    if problem is not None or native is None or None in addresses:
-        raise RotationError(problem or "a rank has no shared memory to offer")
-    native.connect(addresses)
+    addresses, places, problems = zip(*ring.exchange((address, place, problem)), strict=True)
+    _refuse_any(problems)
+    if (apart := describe(places)) is not None:
+        raise RotationError(apart)
+    assert native is not None  # there was no problem
+    try:
+        native.connect(addresses)
+    except RotationError as error:
+        problem = str(error)
+    _refuse_any(ring.exchange(problem))  # nobody drops its memory before: others would report that they miss it
     return native
+
+
+def _refuse_any(problems: Sequence[str | None]) -> None:
+    """Raises RotationError where a rank has a problem; all of them are in the text. `problems`: by rank."""
+    if texts := [f"on rank {rank}, {text}" for rank, text in enumerate(problems) if text is not None]:
+        raise RotationError("; ".join(texts))
 
 
 # -- NCCL --------------------------------------------------------------------------------------------------------------
