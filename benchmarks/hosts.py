@@ -17,35 +17,20 @@ import signal
 import sys
 from typing import NoReturn
 
-from shared.hosts import Hosts, Links, NoHosts, bits_per_second
+from shared.host_options import add_host_options, asked_links
+from shared.hosts import Hosts, NoHosts
 
 CANNOT = 77
-
-
-def rate(text: str) -> str | None:
-    """As tc writes it, or `none`."""
-    try:
-        bits_per_second(None if text == "none" else text)
-    except ValueError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from problem
-    return None if text == "none" else text
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run a program on several hosts made here. See the top of the file.")
     add = parser.add_argument
-    add("--hosts", type=int, default=2)
-    add("--ranks-per-host", type=int, default=1)
-    add("--rate", type=rate, help="of what a host sends, such as 2gbit or 500mbit (default: none, no limit)")
-    add("--delay", help="of every packet, such as 1ms")
-    add("--pin", action=argparse.BooleanOptionalAction, help="cores of its own for every host")
+    add_host_options(parser, hosts=2)
     add("--max-restarts", type=int, default=0, help="of torchrun")
     add("program", nargs="+", metavar="-- PROGRAM", help="a Python script, or -m and a module, and its arguments")
     args = parser.parse_args(argv)
-    try:
-        args.links = Links(args.hosts, args.ranks_per_host, args.rate, args.delay, args.pin)
-    except ValueError as problem:
-        parser.error(str(problem))
+    (args.links,) = asked_links(args, parser.error) if len(args.rates) == 1 else parser.error("expected one --rate")
     if args.max_restarts < 0:
         parser.error(f"--max-restarts must be at least 0, got {args.max_restarts}")
     return args

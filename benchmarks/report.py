@@ -53,6 +53,7 @@ NAMES = {
     "ddp": "DDP",
     "tp": "tensor parallelism (DTensor)",
     "single": "one process, all batches",
+    "none": "no communication",
 }
 
 IMPOSSIBLE = 105  # % of the ceiling

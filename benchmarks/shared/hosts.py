@@ -17,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,8 @@ _TRIED = (
 _NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child")
 # The last line: children whose parents have died leave no zombies, and the host stays up.
 _HOST = """
-hostname "$1" && mount -t tmpfs tmpfs /dev/shm && mount --bind "$2" /etc/hosts && ip link set lo up && echo ready &&
+hostname "$1" && mount -t tmpfs tmpfs /dev/shm && printf '%s' "$2" > /dev/shm/hosts &&
+mount --bind /dev/shm/hosts /etc/hosts && rm /dev/shm/hosts && ip link set lo up && echo ready &&
 trap '' CHLD && exec sleep infinity
 """
 _SWITCH = "ip link add switch type bridge && ip link set switch up && echo ready && exec sleep infinity"
@@ -131,6 +131,11 @@ def card() -> dict[str, Any]:
     return json.loads(os.environ.get(CARD, "{}"))
 
 
+def address(host: int) -> str:
+    """Of the link of a host."""
+    return f"10.78.0.{host + 1}"
+
+
 def bytes_sent(pid: int | str = "self") -> int:
     """What the kernel has counted at `eth0` of the host on which process `pid` runs."""
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
@@ -160,14 +165,12 @@ class Hosts:
         self._holders: list[subprocess.Popen] = []
         self._pids: list[int] = []  # of the first process of each host, as seen from outside
         self._switch = 0
-        self._folder: tempfile.TemporaryDirectory | None = None
 
     def __enter__(self) -> "Hosts":
         if (why := refusal()) is not None:
             raise NoHosts(why)
-        self._folder = tempfile.TemporaryDirectory(prefix="rtp_hosts_")
         try:
-            self._make(Path(self._folder.name) / "hosts")
+            self._make()
         except BaseException:
             self.close()
             raise
@@ -176,20 +179,16 @@ class Hosts:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    def address(self, host: int) -> str:
-        return f"10.78.0.{host + 1}"
-
-    def _make(self, table: Path) -> None:
-        names = [f"{self.address(host)} host{host}\n" for host in range(self.links.hosts)]
-        table.write_text("127.0.0.1 localhost\n" + "".join(names))
+    def _make(self) -> None:
+        names = "127.0.0.1 localhost\n" + "".join(f"{address(host)} host{host}\n" for host in range(self.links.hosts))
         self._switch = self._hold(["unshare", "--net", "sh", "-c", _SWITCH]).pid
         for host in range(self.links.hosts):
-            holder = self._hold(["unshare", *_NAMESPACES, "sh", "-c", _HOST, "sh", f"host{host}", str(table)])
+            holder = self._hold(["unshare", *_NAMESPACES, "sh", "-c", _HOST, "sh", f"host{host}", names])
             (pid,) = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
             self._pids.append(int(pid))
             link = f"ip link add port{host} type veth peer name eth0 netns {pid}"
             self._shell(self._switch, f"{link} && ip link set port{host} master switch up")
-            self._shell(int(pid), f"ip addr add {self.address(host)}/24 dev eth0 && ip link set eth0 up")
+            self._shell(int(pid), f"ip addr add {address(host)}/24 dev eth0 && ip link set eth0 up")
             self._shape(int(pid))
 
     def _shape(self, pid: int) -> None:
@@ -260,7 +259,7 @@ class Hosts:
             host, local = divmod(rank, self.links.ranks_per_host)
             place = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": self.links.ranks, "MASTER_PORT": PORT}
             settings = {name: str(value) for name, value in place.items()}
-            settings |= {"MASTER_ADDR": self.address(0), **(environment or {})}
+            settings |= {"MASTER_ADDR": address(0), **(environment or {})}
             started.append(self.start(host, [sys.executable, *program], settings, **more))
         return started
 
@@ -271,7 +270,7 @@ class Hosts:
 
         Ranks are numbered host by host, unless there are restarts: then torch's rendezvous does so.
         """
-        first = self.address(0)
+        first = address(0)
         join = ["--master-addr", first, "--master-port", str(PORT)]
         if max_restarts > 0:  # all hosts have to meet again, which those with a fixed master do not
             join = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{PORT}", "--rdzv-id", "hosts"]
@@ -327,8 +326,6 @@ class Hosts:
     def close(self) -> None:
         """Kills everything on all hosts. More than once is fine."""
         self._end(self._holders, self._pids)
-        if self._folder is not None:
-            self._folder.cleanup()
 
     @staticmethod
     def _end(holders: Sequence[subprocess.Popen], pids: Sequence[int]) -> None:
