@@ -337,11 +337,12 @@ class Hosts:
                 if pipe is not None:
                     pipe.close()
         for pid in pids:
-            while _exists(pid):
+            while lives(pid):
                 time.sleep(0.005)
 
 
-def _exists(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that has ended and is not buried yet does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
