@@ -275,6 +275,8 @@ class Hosts:
         if max_restarts > 0:  # all hosts have to meet again, which those with a fixed master do not
             join = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{PORT}", "--rdzv-id", "hosts"]
             join += ["--max-restarts", str(max_restarts)]
+            # a store of its own for every life: the shared one still has the addresses of processes that have ended
+            environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(environment or {})}
         size = ["--nnodes", str(self.links.hosts), "--nproc-per-node", str(self.links.ranks_per_host)]
         return self.wait(
             [
