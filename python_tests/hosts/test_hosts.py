@@ -216,7 +216,8 @@ def test_torchrun_meets_across_hosts_and_again_after_a_failure(mark, tmp_path):
     assert status == 0
     told = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
     assert {each["host"] for each in told} == {0, 1}
-    assert all(each["first"] == 2 and each["life"] >= 1 for each in told), told
+    assert all(each["first"] == 2 for each in told), told
+    assert max(each["life"] for each in told) >= 1, "a host that only joins the others again does not count it"
     plain = make_model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=host_ranks.LR)
     for step in range(host_ranks.STEPS):
