@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py --model mlp --strategies rtp,fsdp2,ddp,tp,single --ranks 2 --tokens 256,1024
     python benchmarks/compare.py --model mlp --strategies rtp,fsdp2 --ranks 1,2,4,8 --tokens 256     # scaling
+    python benchmarks/compare.py --model mlp --hosts 2 --rate 1gbit,2gbit,none --tokens 256,1024     # between hosts
 
 All strategies live in the same processes and take turns, one training step (forward, backward, AdamW) each. The order
 changes from round to round so that after a number of rounds, which the table names, each has followed every other one
@@ -20,7 +21,12 @@ Exposed communication is the time of forward and backward beyond that of a refer
 every rank at once, a plain copy of the model on that rank's own batch, without any communication. So it has the same
 GEMMs and the same load of the cores. What it leaves out of account: GEMMs that take longer when cut, hooks and casts
 count as exposed, hops of the processor's own copies included; the optimizer counts on neither side, since sharded
-strategies have 1/R of it. `single` has no such number, its work being R times as much.
+strategies have 1/R of it. `single` has no such number, its work being R times as much. The reference is the row `none`.
+
+With `--hosts` the ranks run on hosts that are made on this machine (shared/hosts.py; needs root), which are linked at
+`--rate`: the bytes that leave a host in a step are counted by the kernel, beside the closed form, and each step time is
+compared with the least that it could be (`roof`: shared/wire.py), for which a bare socket program moves bytes in the
+same run.
 
 Memory is measured first (see memory.py), in other processes except under torchrun. `buffers` is the transient of
 forward and backward beyond that of the plain model on one local batch: unsharded weights, gradient buckets, send and
@@ -42,8 +48,7 @@ results/<machine>/compare.jsonl.
 """
 
 import argparse
-import json
-import math
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -51,16 +56,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared.agreement import TOLERANCES, gradient_spread, loss_spread, signature
-from shared.card import append_line, environment_card, result_line
+from shared.agreement import gradient_spread, loss_spread, signature
+from shared.card import environment_card, result_line
 from shared.compare_options import describe, parse_arguments
+from shared.compare_report import report
 from shared.launch import Place, gather, is_first, launch
 from shared.memory import PROBED_STEPS, Memory, MemoryProbe
 from shared.models import WORKLOADS
 from shared.strategies import STRATEGIES, Trainer
 from shared.tracing import record_steps
+from shared.wire import Counter, closed_form, measure_sockets, processors, roof
 
-from rtp_ext.host import cores
 from rtp_ext.measure.timing import Sample, Stopwatch
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -86,24 +92,22 @@ def seconds(device: torch.device, action: Callable[[], torch.Tensor]) -> tuple[f
 class Contestant:
     """One strategy in the run of one rank: its trainer, this rank's batch, losses and times.
 
-    A strategy of one process has work on rank 0 only. The `reference` is the plain model on every rank, each with its
-    own batch, without communication.
+    A strategy of one process has work on rank 0 only.
     """
 
-    def __init__(
-        self, strategy: str, place: Place, args: argparse.Namespace, tokens: int, *, reference: bool = False
-    ) -> None:
+    def __init__(self, strategy: str, place: Place, args: argparse.Namespace, tokens: int) -> None:
         self.strategy = strategy
         self.losses: list[torch.Tensor] = []
         self.gradients: list[list[float]] = []  # of the first step: signatures by parameter
         self.seconds: list[float] = []
         self.forward_backward: list[float] = []
+        self.optimizer: list[float] = []
+        self.sent: list[int] = []  # bytes, of this host
         self._device = place.device
         self._watch = Stopwatch(place.device)
         self._trainer: Trainer | None = None
-        if reference or place.rank == 0 or not STRATEGIES[strategy].one_process:
-            ranks = (place.rank,) if reference else batch_ranks(strategy, place)
-            self._batch = make_batch(args, tokens, ranks, place.device)
+        if place.rank == 0 or not STRATEGIES[strategy].one_process:
+            self._batch = make_batch(args, tokens, batch_ranks(strategy, place), place.device)
             self._trainer = make_trainer(strategy, place, args)
 
     @property
@@ -111,16 +115,21 @@ class Contestant:
         return None if self._trainer is None or self._trainer.ring is None else self._trainer.ring.transport
 
     def step(self, *, timed: bool) -> None:
-        taken, parts = 0.0, {"forward_backward": 0.0}
+        taken, parts = 0.0, {"forward_backward": 0.0, "optimizer": 0.0}
+        counter = Counter()
+        counter.start()
         if self._trainer is not None:
             trainer, self._watch = self._trainer, Stopwatch(self._device)
             taken, loss = seconds(self._device, lambda: trainer.step(*self._batch, phase=self._phase))
             parts = self._watch.totals()
             self.losses.append(loss)
             self.gradients = self.gradients or list(map(signature, trainer.model.parameters()))
+        sent = counter.stop()
         if timed:
             self.seconds.append(taken)
             self.forward_backward.append(parts["forward_backward"] / 1e6)
+            self.optimizer.append(parts["optimizer"] / 1e6)
+            self.sent += sent
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -202,13 +211,15 @@ def _probe(strategy: str, ranks: Iterable[int], place: Place, args: argparse.Nam
 def measure_time(place: Place, args: argparse.Namespace) -> list[Result]:
     """One result per strategy and number of tokens, without the memory."""
     card = environment_card(place.device, args.command)
-    return [row for tokens in args.tokens for row in _race(place, args, tokens, card)]
+    per_byte = 0.0 if args.network is None else measure_sockets(place)
+    return [row for tokens in args.tokens for row in _race(place, args, tokens, card, per_byte)]
 
 
-def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result) -> list[Result]:
-    reference = Contestant("single", place, args, tokens, reference=True)
-    contestants = [Contestant(strategy, place, args, tokens) for strategy in args.strategies]
-    takers = [reference, *contestants]
+def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result, per_byte: float) -> list[Result]:
+    reference = Contestant("none", place, args, tokens)
+    known = {"none": reference}
+    contestants = [known.get(name) or Contestant(name, place, args, tokens) for name in args.strategies]
+    takers = [reference, *(contestant for contestant in contestants if contestant is not reference)]
     orders = balanced_orders(len(takers))
     rounds = args.warmup + args.steps
     live = place.rank == 0 and sys.stderr.isatty()
@@ -222,6 +233,8 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result) -> 
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     local_ms = _slowest(reference.forward_backward, place).median / 1e3
     rows = [_result(contestant, place, args, tokens, card, local_ms) for contestant in contestants]
+    for row, contestant in zip(rows, contestants, strict=True):
+        row |= roof(row, contestant.sent, per_byte, place)
     record_steps(
         args.trace, {f"{c.strategy}-{place.ranks}-{tokens}": (c._trainer, c._batch) for c in contestants if c._trainer}
     )
@@ -241,7 +254,8 @@ def _slowest(mine: list[float], place: Place) -> Sample:
 def _result(
     contestant: Contestant, place: Place, args: argparse.Namespace, tokens: int, card: Result, local_ms: float
 ) -> Result:
-    one_process = STRATEGIES[contestant.strategy].one_process
+    kind = STRATEGIES[contestant.strategy]
+    one_process = kind.one_process
     idle = [0.0] * (args.warmup + args.steps)
     losses = gather([float(loss) for loss in contestant.losses] or idle, place)
     times = _slowest(contestant.seconds, place)
@@ -263,86 +277,45 @@ def _result(
         p80_ms=times.p80 / 1e3,
         forward_backward_ms=forward_backward_ms,
         reference_forward_backward_ms=local_ms,
+        optimizer_ms=_slowest(contestant.optimizer, place).median / 1e3,
         exposed_ms=None if one_process else forward_backward_ms - local_ms,
+        closed_form_bytes=None if args.dtype != "float32" else _closed_form(contestant.strategy, place, args),
         tokens_per_s=tokens * place.ranks / times.median * 1e6,
         losses=(losses[0] if one_process else losses.mean(0)).tolist(),
         gradients=[contestant.gradients] if one_process else gather(contestant.gradients, place).tolist(),
-        balanced_over=len(balanced_orders(len(args.strategies) + 1)),  # the reference takes turns too
+        balanced_over=len(balanced_orders(len({"none", *args.strategies}))),  # the reference takes turns too
         steps=args.steps,
         warmup=args.warmup,
         threads=torch.get_num_threads(),
-        cores_shared=place.device.type == "cpu" and place.ranks * torch.get_num_threads() > cores(),
+        cores_shared=place.device.type == "cpu" and place.ranks * torch.get_num_threads() > processors(),
         lr=args.lr,
         seed=args.seed,
         strategies=args.strategies,
     )
 
 
+def _closed_form(strategy: str, place: Place, args: argparse.Namespace) -> float | None:
+    with torch.device("meta"):
+        return closed_form(strategy, WORKLOADS[args.model].build(), place.ranks)
+
+
 def _add_comparisons(rows: list[Result], first_loss: float) -> None:
     """Adds rtp's step time relative to each, and the largest relative differences between any two.
 
     Of losses at any step, the first also from `first_loss`; and of signatures of a parameter's gradient on any rank.
+    Ranks that train alone, each on its own batches, agree with nobody.
     """
     rtp = next((row["step_ms"] for row in rows if row["strategy"] == "rtp"), None)
-    losses = [row.pop("losses") for row in rows]
-    spreads = loss_spread(losses, first_loss), gradient_spread([mine for row in rows for mine in row.pop("gradients")])
+    losses, gradients = ([row.pop(name) for row in rows] for name in ("losses", "gradients"))
+    same = [index for index, row in enumerate(rows) if not STRATEGIES[row["strategy"]].alone]
+    spreads = (
+        loss_spread([losses[index] for index in same], first_loss),
+        gradient_spread([mine for index in same for mine in gradients[index]]),
+    )
     for row, mine in zip(rows, losses, strict=True):
         row["rtp_ratio"] = None if rtp is None else rtp / row["step_ms"]
         row["loss"] = mine[-1]
         row["loss_spread"], row["gradient_spread"] = spreads
-
-
-COLUMNS = {  # heading: key, unit, digits
-    "step ms": ("step_ms", 1, 1),
-    "p20": ("p20_ms", 1, 1),
-    "p80": ("p80_ms", 1, 1),
-    "rtp/this": ("rtp_ratio", 1, 2),
-    "exposed": ("exposed_ms", 1, 1),
-    "tokens/s": ("tokens_per_s", 1, 0),
-    "scaling": ("scaling_efficiency", 1, 2),
-    "param": ("parameter_bytes", 2**20, 1),
-    "grad": ("gradient_bytes", 2**20, 1),
-    "optim": ("optimizer_bytes", 2**20, 1),
-    "transient": ("transient_bytes", 2**20, 1),
-    "buffers": ("buffer_bytes", 2**20, 1),
-    "kept eff": ("kept_efficiency", 1, 2),
-    "peak eff": ("peak_efficiency", 1, 2),
-    "loss": ("loss", 1, 6),
-}
-
-
-def print_table(rows: list[Result], args: argparse.Namespace) -> None:
-    """Of one number of ranks and of tokens."""
-    first = rows[0]
-    threads = f"{first['threads']} CPU thread{'s' * (first['threads'] > 1)} per rank"
-    print(
-        f"\n{args.model}: {first['shape']}; AdamW, {args.dtype}, {first['ranks']} ranks on {first['device']}, "
-        f"{threads}, collectives over {first['backend']}"
-    )
-    print(f"{first['tokens']} tokens per rank; {args.steps} interleaved steps after {args.warmup} warm-up steps")
-    print(f"each strategy follows every other one equally often in {first['balanced_over']} steps")
-    print(f"reference without communication: forward and backward {first['reference_forward_backward_ms']:.1f} ms")
-    if first["cores_shared"]:
-        print(f"TIME-SHARED: {first['ranks']} ranks take turns on {first['cores']} cores")
-    print(f"\n{'strategy':<16}" + "".join(f"{name:>10}" for name in COLUMNS))
-    for row in rows:
-        cells = (
-            "-" if row[key] is None else f"{row[key] / unit:,.{digits}f}" for key, unit, digits in COLUMNS.values()
-        )
-        print(f"{row['strategy']:<16}" + "".join(f"{cell:>10}" for cell in cells))
-    print(
-        f"\nMemory in MiB per rank. Largest relative loss difference at any step: {first['loss_spread']:.1e}; of a "
-        f"parameter's gradient: {first['gradient_spread']:.1e}",
-        flush=True,
-    )
-
-
-def add_scaling(rows: list[Result]) -> None:
-    """Tokens per second / (R times those of the same strategy at R = 1); None without that, and for one process."""
-    one = {(row["strategy"], row["tokens"]): row["tokens_per_s"] for row in rows if row["ranks"] == 1}
-    for row in rows:
-        base = None if STRATEGIES[row["strategy"]].one_process else one.get((row["strategy"], row["tokens"]))
-        row["scaling_efficiency"] = None if base is None else row["tokens_per_s"] / (row["ranks"] * base)
 
 
 def main() -> None:
@@ -352,43 +325,17 @@ def main() -> None:
     rows = []
     for ranks in args.ranks:
         # before and, where launch starts processes, apart: watching memory changes how memory is allocated
+        if args.network is not None:
+            args.network = dataclasses.replace(args.network, rate=None, delay=None)
         memory = launch(measure_memory, args, ranks)
-        part = launch(measure_time, args, ranks)
-        for row in part:
-            row.update(memory[row["strategy"], row["tokens"]])
-        rows += part
+        for network in args.networks or [None]:
+            args.network = network
+            part = launch(measure_time, args, ranks)
+            for row in part:
+                row.update(memory[row["strategy"], row["tokens"]])
+            rows += part
     if is_first():
         report(rows, args)
-
-
-def report(rows: list[Result], args: argparse.Namespace) -> None:
-    """Prints and records the results. Exits with an error where the losses disagree."""
-    add_scaling(rows)
-    for ranks in args.ranks:
-        for tokens in args.tokens:
-            print_table([row for row in rows if (row["ranks"], row["tokens"]) == (ranks, tokens)], args)
-    allowed = dict(zip(("loss_spread", "gradient_spread"), TOLERANCES[args.dtype], strict=True))
-    agreed = all(row[key] <= most for row in rows for key, most in allowed.items())  # NaN is not
-    if agreed:
-        for row in rows:
-            append_line(args.output, row)
-    keys = ("step_ms", "p20_ms", "p80_ms", "rtp_ratio", "exposed_ms", "tokens_per_s", "scaling_efficiency")
-    keys += ("peak_bytes", "buffer_bytes", "kept_efficiency", "peak_efficiency", "loss", *allowed)
-    cases = {
-        f"{row['strategy']}@R{row['ranks']}T{row['tokens']}": {key: _number(row[key]) for key in keys} for row in rows
-    }
-    print(json.dumps({"loss_agrees": agreed, "cases": cases}, allow_nan=False), flush=True)
-    if not agreed:
-        worst = [torch.tensor([row[key] for row in rows]).amax().item() for key in allowed]
-        sys.exit(
-            f"the strategies differ: losses by {worst[0]:.2e} (relative; at most {allowed['loss_spread']:.0e} are "
-            f"expected), a parameter's gradient by {worst[1]:.2e} (at most {allowed['gradient_spread']:.0e})"
-        )
-
-
-def _number(value: float | None) -> float | None:
-    """None for what JSON has no number for."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     python benchmarks/overlap.py --link nccl-self:1,nccl-self:4,nccl-self:16 --shapes llama3-8b
     python benchmarks/overlap.py --device cpu --transport c10d --tokens 128
     torchrun --nproc-per-node 8 benchmarks/overlap.py --ring real --ranks 8
+    python benchmarks/overlap.py --hosts 2 --rate 2gbit --shapes cpu-4k --tokens 512
 
 What each quantity is: rtp_ext/measure/layer.py; formulas: rtp_ext/measure/metrics.py; shapes and order:
 overlap_cases.py; options: overlap_options.py.
@@ -12,7 +13,9 @@ overlap_cases.py; options: overlap_options.py.
 On one GPU the ring is *emulated*: one process runs one rank's exact timeline with real copies over `--link`, and every
 owner's shard is its own. Nothing crosses NVLink. With `--ring real` every rank is a process; on a CPU each is pinned to
 its own cores, which its communication threads share with its GEMMs: where a rank has one core, only copies that need
-no core can be hidden. (`cores_per_rank` says how many it had.)
+no core can be hidden. (`cores_per_rank` says how many it had.) With `--hosts` the ranks run on hosts that are made on
+this machine (shared/hosts.py; needs root), where a hop takes little of a core; `sent_bytes` leave a host in a pass, as
+the kernel counts them, and `closed_form_bytes` should.
 
 Results are checked against float64 before anything is timed; a wrong one ends the run. `--graph` times replays of CUDA
 graphs instead of single launches. A case that the results file holds already for this commit and link is skipped,
@@ -23,6 +26,7 @@ Keys `model_*` of a GPU's line are no measurement: the timeline of the schedule 
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -38,6 +42,7 @@ from shared.overlap_cases import PASSES, Case, identity, measured
 from shared.overlap_options import parse_arguments
 from shared.strategies import DTYPES
 from shared.tracing import record
+from shared.wire import Counter
 
 import rtp_ext
 from rtp_ext.measure.layer import TimedLayer
@@ -48,6 +53,7 @@ PLAIN = "sm-local"  # what an emulated ring on a GPU is without a choice
 QUANTITIES = ("g1", "gr", "c", "ov", "base")
 STEADY = 1.2  # p80 over p20 of any quantity, above which differences of times say little
 PIECES_TIMED = 5  # passes that are timed GEMM by GEMM
+PARTS = {"forward": 1, "backward": 2}  # what travels: the weight, and its gradient
 
 
 class Bench:
@@ -183,9 +189,23 @@ class Bench:
         row |= {"tflops": self.tflops(case, taken["g1"].median), "threads": torch.get_num_threads()}
         row |= {"cores_per_rank": self.args.cores_per_rank, "cores_shared": self.args.cores_shared}
         row |= state
+        row |= {"closed_form_bytes": (case.ranks - 1) * sum(sum(bytes_[: PARTS[pass_]]) for pass_ in passes)}
+        if self.args.network is not None:
+            row |= {"sent_bytes": self.sent(case, layer)}
         if self.place.device.type == "cuda":
             row |= model(case.ranks, self.products(layer, passes), times.t_g1, *bytes_)
         return row
+
+    def sent(self, case: Case, layer: TimedLayer) -> float:
+        """Bytes that leave a host in one pass or step, of the host that sends most."""
+        action, counts = self.action("ov", case.direction, layer), []
+        for _ in range(PIECES_TIMED):
+            dist.barrier()
+            counter = Counter()
+            counter.start()
+            action()
+            counts += counter.stop()
+        return Sample.of(everyones(counts, self.place)).median
 
     def trace(self, case: Case, ring: rtp_ext.Ring, row: dict[str, Any]) -> None:
         layer = self.layer(case, ring)
@@ -283,7 +303,7 @@ def run_cases(place: Place, args: argparse.Namespace) -> dict[str, Any]:
 def pin(place: Place, args: argparse.Namespace) -> None:
     """Gives this rank cores of its own, as many as every other one."""
     available = sorted(os.sched_getaffinity(0))
-    if args.cores_per_rank:
+    if args.cores_per_rank and args.network is None:  # a made host has its own already
         mine = available[place.rank * args.cores_per_rank :][: args.cores_per_rank]
         os.sched_setaffinity(0, mine)
 
@@ -326,8 +346,9 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
         results = run_cases(Place(0, 1, device, None), args)
     else:
-        for ranks in sorted({case.ranks for case in args.all_cases}, reverse=True):
-            args.cases = [case for case in args.all_cases if case.ranks == ranks]
+        sizes = sorted({case.ranks for case in args.all_cases}, reverse=True)
+        for ranks, network in itertools.product(sizes, args.networks or [None]):
+            args.cases, args.network = [case for case in args.all_cases if case.ranks == ranks], network
             part = launch(run_cases, args, ranks)
             results = {key: results[key] + part[key] for key in results}
     if is_first():

@@ -4,6 +4,7 @@
     python benchmarks/plot.py memory benchmarks/results/h200-1gpu/memory_per_rank.jsonl --output docs/memory
     python benchmarks/plot.py memory benchmarks/results/cpu-2core/compare.jsonl --model mlp --tokens 256 --output FILE
     python benchmarks/plot.py scaling benchmarks/results/cpu-2core/compare.jsonl --model mlp --output FILE
+    python benchmarks/plot.py rates benchmarks/results/cpu-2core/hosts.jsonl --model mlp --output docs/rates
 
 Writes FILE.png and FILE.svg. The results must be committed as they are, unless --uncommitted says that this is a draft,
 which the figure then says too. Of a case that was measured several times the last line counts. Everything is told apart
@@ -19,9 +20,11 @@ from typing import Any
 
 import numpy as np
 from report import NAMES, Row, last_runs, read_lines
+from shared.hosts import bits_per_second
 
 MARKERS = "osD^vP*X"
 GREYS = ("#1f4e79", "#f2b366", "#7a7a7a", "#d6e6f5", "#b03a2e", "#117864", "#5b2c6f", "#000000")
+HOLLOW = {"linestyle": "--", "linewidth": 1, "markerfacecolor": "white", "zorder": 1}
 COMPONENTS = {
     "parameters": ("parameter_bytes", {"facecolor": "#1f4e79"}),
     "gradients": ("gradient_bytes", {"facecolor": "#ffffff", "hatch": "////"}),
@@ -188,7 +191,41 @@ def scaling(rows: list[Row], args: argparse.Namespace) -> Any:
     return figure, rows, f"{model}: {tokens} tokens per rank{note}"
 
 
-FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling}
+def rates(rows: list[Row], args: argparse.Namespace) -> Any:
+    """Step time over the rate of the links between made hosts, and the least it could be; a panel for every batch."""
+    model = args.model or rows[-1]["case"].split("/")[0]
+    rows = [row for row in rows if row["case"].startswith(f"{model}/") and row.get("roof_ms") is not None]
+    rows = [row for row in rows if args.tokens in (None, row["tokens"]) and args.ranks in (None, row["ranks"])]
+    if not rows:
+        raise CannotPlot(f"no line between made hosts of model {model!r} with these ranks and tokens")
+    kind = ("hosts", "ranks_per_host", "delay", "dtype", "device")
+    rows = [row for row in rows if all(row[key] == rows[-1][key] for key in kind)]
+    places: dict[str, int] = {}
+    for row in sorted(rows, key=lambda row: bits_per_second(None if row["rate"] == "none" else row["rate"]) or 1e99):
+        places.setdefault(row["rate"], len(places))
+    lines: dict[str, dict[tuple[int, str], Row]] = {}
+    for row in rows:  # of a case that was measured several times the last line counts
+        lines.setdefault(row["strategy"], {})[row["tokens"], row["rate"]] = row
+    tokens = sorted({row["tokens"] for row in rows})
+    figure, panels = canvas(len(tokens))
+    for axes, count in zip(panels, tokens, strict=True):
+        for index, (name, points) in enumerate(lines.items()):
+            some = [rate for rate in places if (count, rate) in points]
+            where, look = [places[rate] for rate in some], style(index)
+            for key, more in (("step_ms", {"label": NAMES.get(name, name).replace("`", "")}), ("roof_ms", HOLLOW)):
+                values = [points[count, rate][key] / 1e3 for rate in some]
+                axes.plot(where, values, **{**look, "linewidth": 1.2, **more})
+        axes.set_xticks(range(len(places)), ["no limit" if rate == "none" else rate for rate in places])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("rate of each host's link", fontsize=9)
+        axes.set_title(f"seconds a step, {count} tokens per rank", fontsize=9, loc="left")
+    panels[-1].plot([], [], color="black", marker="o", label="hollow: the least it could be", **HOLLOW)
+    panels[-1].legend(fontsize=7, frameon=False)
+    first, shown = rows[-1], [row for points in lines.values() for row in points.values()]
+    return figure, shown, f"{model}: {first['hosts']} hosts of {first['ranks_per_host']}, {first['dtype']}"
+
+
+FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -197,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("results", type=Path, nargs="+", metavar="FILE.jsonl")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="FILE.png and FILE.svg are written")
     parser.add_argument("--uncommitted", action="store_true", help="draw a draft from results that are not committed")
-    parser.add_argument("--model", help="of memory and scaling (default: the last measured)")
+    parser.add_argument("--model", help="of memory, scaling and rates (default: the last measured)")
     parser.add_argument("--shape", help="of overlap (default: the most measured)")
     parser.add_argument("--direction", choices=("forward", "backward", "step"))
     parser.add_argument("--ranks", type=int)

@@ -13,9 +13,12 @@ results/ and TABLE one of:
     scaling MODEL   the same over numbers of ranks, of scaling.jsonl
     overlap         cases of overlap.py, of each the last; WORDS choose them: a shape, a direction, a link, R8, T4096
     memory          strategies of memory_per_rank.py, of each the last
+    hosts MODEL     strategies between made hosts, of each the last; WORDS choose rows: a rate (2gbit, none), T1024, H2
+    hosts-brief MODEL   a few columns of it; WORDS as for `hosts`
+    hosts-overlap   cases of overlap.py between made hosts
 
 It holds the commands that made the results, what they were measured on, and the table. Columns of which a run knows
-nothing are left out.
+nothing are left out. A block of `hosts` is empty as long as there is no such result.
 """
 
 import argparse
@@ -39,6 +42,9 @@ FILES = {
     "scaling": "scaling.jsonl",
     "overlap": "overlap.jsonl",
     "memory": "memory_per_rank.jsonl",
+    "hosts": "hosts.jsonl",
+    "hosts-brief": "hosts.jsonl",
+    "hosts-overlap": "hosts_overlap.jsonl",
 }
 NAMES = {
     "rtp-c10d": 'rtp, `transport="c10d"`',
@@ -53,9 +59,11 @@ NAMES = {
     "ddp": "DDP",
     "tp": "tensor parallelism (DTensor)",
     "single": "one process, all batches",
+    "none": "no communication",
 }
 
 IMPOSSIBLE = 105  # % of the ceiling
+LINKS = ("hosts", "ranks_per_host", "rate", "delay")  # what tells results between made hosts apart
 
 Row = dict[str, Any]
 
@@ -200,6 +208,35 @@ OVERLAP: Columns = {
     "lost to split, interference, exposed, us": _losses,
     "largest p80 / p20": lambda row: _number(row, "spread", 1),
 }
+
+
+def _mebibytes_and_formula(row: Row) -> str | None:
+    counted, formula = _mebibytes(row, "sent_bytes"), _mebibytes(row, "closed_form_bytes")
+    return counted if counted is None or formula is None else f"{counted} ({formula})"
+
+
+def _of_roof(row: Row) -> str | None:
+    return None if row.get("roof_ms") is None else f"{row['roof_ms']:.0f} ({row['step_ms'] / row['roof_ms']:.2f})"
+
+
+HOSTS: Columns = {
+    "rate": lambda row: row["rate"],
+    "tokens per rank": COMPARE["tokens per rank"],
+    "strategy": COMPARE["strategy"],
+    "step, ms (median, p20-p80)": COMPARE["step, ms (median, p20-p80)"],
+    "rtp / this (all runs)": COMPARE["rtp / this (all runs)"],
+    "roof, ms (step / roof)": _of_roof,
+    "exposed, ms": COMPARE["exposed, ms"],
+    "hidden": lambda row: _number(row, "hidden_share", 2),
+    "MiB that leave a host (closed form)": _mebibytes_and_formula,
+    "kept, MiB per rank": lambda row: _mebibytes(row, "kept_bytes"),
+}
+HOSTS_BRIEF: Columns = {name: cell for name, cell in HOSTS.items() if name not in ("rate", "exposed, ms", "hidden")}
+HOSTS_OVERLAP: Columns = {
+    "rate": HOSTS["rate"],
+    **OVERLAP,
+    "bytes that leave a host (closed form)": lambda row: f"{row['sent_bytes']:.0f} ({row['closed_form_bytes']})",
+}
 MEMORY: Columns = {
     "strategy": lambda row: NAMES.get(row["strategy"], row["strategy"]),
     "layers": lambda row: f"{row['layers']} of {row['full_layers']}",
@@ -245,18 +282,19 @@ def compare_table(rows: list[Row], columns: Columns = COMPARE) -> str:
 
 
 def words_of(row: Row) -> set[Any]:
-    return {row["shape"], row["direction"], row["link"], row["transport"], f"R{row['ranks']}", f"T{row['tokens']}"}
+    words = {row["shape"], row["direction"], row["link"], row["transport"], f"R{row['ranks']}", f"T{row['tokens']}"}
+    return words | ({row["rate"], f"H{row['hosts']}"} if "hosts" in row else set())
 
 
 def _comparable(line: Row, row: Row) -> bool:
-    keys = ("case", "ranks", "tokens", "dtype", "device", "cores", "threads")
+    keys = ("case", "ranks", "tokens", "dtype", "device", "cores", "threads", *LINKS)
     return line.get("rtp_ratio") is not None and all(line.get(key) == row.get(key) for key in keys)
 
 
 def last_cases(lines: list[Row], words: list[str]) -> list[Row]:
     """Of each case that has all of the `words`, the last line. Raises ValueError where there is none."""
     keys = ("case", "link", "transport", "route", "dtype", "graph", "max_ctas", "tokens", "slot_cap", "checkpoint")
-    keys += ("parameter_dtype", "device", "cores", "threads", "cores_per_rank")
+    keys += ("parameter_dtype", "device", "cores", "threads", "cores_per_rank", *LINKS)
     same = [(tuple(line.get(key) for key in keys), line) for line in lines if set(words) <= words_of(line)]
     found = dict(same)
     if not found:
@@ -266,14 +304,51 @@ def last_cases(lines: list[Row], words: list[str]) -> list[Row]:
     return list(found.values())
 
 
+def _between(rows: list[Row]) -> str:
+    """The hosts and links of `rows`, for below a command."""
+    kinds = {(row["hosts"], row["ranks_per_host"], row["cores_per_host"], row["delay"]) for row in rows}
+    if len(kinds) > 1:
+        raise ValueError(f"expected rows of one kind of hosts in a table, got {sorted(kinds, key=str)}")
+    ((hosts, ranks, cores, delay),) = kinds
+    has = "which share all cores" if cores is None else f"of {cores} core{'s' * (cores > 1)} each"
+    rates = ", ".join(dict.fromkeys(row["rate"] for row in rows))
+    late = f", every packet {delay} late" if delay else ""
+    return f" {hosts} hosts made on this machine, {has}, {ranks} rank{'s' * (ranks > 1)} on each; links: {rates}{late}."
+
+
+def hosts_table(lines: list[Row], words: list[str], columns: Columns) -> str:
+    """Of compare.py between hosts. `words`: the model, and what chooses rows. Nothing where there are none."""
+    model, *words = words
+    mine = [line for line in lines if line["case"].startswith(f"{model}/") and set(words) <= words_of(line)]
+    if not mine:
+        return "\n"
+    rows = last_cases(mine, words)
+    for row in rows:
+        row["rtp_ratios"] = [line["rtp_ratio"] for line in mine if _comparable(line, row)]
+    note = (
+        f"{_between(rows)} Largest relative difference of losses: {max(row['loss_spread'] for row in rows):.0e}, of a "
+    )
+    note += f"parameter's gradient: {max(row['gradient_spread'] for row in rows):.0e}."
+    return table(rows, columns, note)
+
+
 def block(wish: str, results: Path) -> str:
     """What a page says between a marker and its end. `wish`: the words of the marker."""
     machine, kind, *words = wish.split() if " " in wish else (wish, "")
-    wrong = len(words) != 1 if kind in ("compare", "scaling") else kind == "brief" and not words
+    wrong = (
+        len(words) != 1 if kind in ("compare", "scaling") else kind in ("brief", "hosts", "hosts-brief") and not words
+    )
     if kind not in FILES or wrong:
-        expected = "<!-- report: MACHINE compare MODEL|scaling MODEL|brief MODEL WORDS|overlap WORDS|memory WORDS -->"
+        expected = "<!-- report: MACHINE compare MODEL|scaling MODEL|brief MODEL WORDS|overlap WORDS|memory WORDS|"
+        expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-overlap WORDS -->"
         raise ValueError(f"expected {expected}, got {wish!r}")
+    if kind.startswith("hosts") and not (results / machine / FILES[kind]).exists():
+        return "\n"
     lines = read_lines(results / machine / FILES[kind])
+    if kind in ("hosts", "hosts-brief"):
+        return hosts_table(lines, words, HOSTS if kind == "hosts" else HOSTS_BRIEF)
+    if kind == "hosts-overlap":
+        return table(last_cases(lines, words), HOSTS_OVERLAP, _between(lines))
     if kind == "scaling":
         return compare_table([row for run in last_runs(lines, words[0]) for row in run], SCALING)
     if kind in ("brief", "compare"):

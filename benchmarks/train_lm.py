@@ -57,7 +57,11 @@ class Progress:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT. See the top of the file.")
     add = parser.add_argument
-    add("--strategy", choices=[name for name, kind in STRATEGIES.items() if kind.refusal(GPT) is None], default="rtp")
+    add(
+        "--strategy",
+        choices=[n for n, kind in STRATEGIES.items() if kind.refusal(GPT) is None and not kind.alone],
+        default="rtp",
+    )
     add("--ranks", type=int, default=2, help="ranks; for `single`: the ranks whose batches it takes together")
     add("--steps", type=int, default=100)
     add("--data", type=Path, help="text file or folder (default: source of Python's standard library)")

@@ -59,7 +59,8 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 def _doctor(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from rtp_ext.observe import doctor
 
-    print(doctor.report())
+    if text := doctor.report():  # under torchrun one rank reports
+        print(text)
     return 0
 
 
@@ -160,7 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser(
         "doctor",
         help="report versions, GPUs, links, and which transports work here",
-        description="Report versions, GPUs, links, and which transports work here and why the others do not.",
+        description="Report versions, GPUs, links, and which transports work here and why the others do not. Under "
+        "torchrun also where the ranks are, and the ring that they make.",
     )
     check.set_defaults(run=_doctor, parser=check)
 

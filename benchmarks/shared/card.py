@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rtp_ext.host import cores, cpu_name
+from shared.hosts import card as made_hosts
 
 RESULTS = Path(__file__).parents[1] / "results"
 # fmt: off
@@ -45,14 +46,17 @@ def command_line() -> str:
 
 
 def environment_card(device: torch.device, command: str) -> dict[str, Any]:
-    """Hardware, versions, commit, time (UTC, ISO 8601) and `command`; unknown values are None."""
-    on_gpu = device.type == "cuda"
+    """Hardware, versions, commit, time (UTC, ISO 8601) and `command`; unknown values are None.
+
+    On made hosts also how many, their links and their cores; `cores` are those of all.
+    """
+    on_gpu, hosts = device.type == "cuda", made_hosts()
     return {
         "machine": machine_name(device),
         "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "gpus": torch.cuda.device_count(),
         "cpu": cpu_name(),
-        "cores": cores(),
+        "cores": hosts.get("cores", cores()),
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "cuda": torch.version.cuda if on_gpu else None,
         "torch": torch.__version__,
@@ -62,6 +66,7 @@ def environment_card(device: torch.device, command: str) -> dict[str, Any]:
         "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
+        **hosts,
     }
 
 
@@ -75,7 +80,7 @@ def _commit() -> str | None:
 def machine_name(device: torch.device) -> str:
     """Folder name for results from this kind of machine, such as `cpu-2core` or `h200-8gpu`."""
     if device.type == "cpu":
-        return f"cpu-{cores()}core"
+        return f"cpu-{made_hosts().get('cores', cores())}core"
     name = torch.cuda.get_device_name(device).lower().removeprefix("nvidia ")
     return f"{re.sub('[^a-z0-9]+', '-', name)}-{torch.cuda.device_count()}gpu"
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shared.card import RESULTS, command_line, machine_name, refusal_to_write
+from shared.host_options import add_host_options, complete_hosts
 from shared.launch import add_launch_options, repetition, under_torchrun
 from shared.models import WORKLOADS
 from shared.strategies import DTYPES, STRATEGIES
@@ -22,7 +23,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     numbers = {"type": lambda text: [int(part) for part in text.split(",")], "metavar": "N[,N...]"}
     add("--model", choices=WORKLOADS, default="mlp")
     add("--strategies", type=lambda text: text.split(","), help="separated by commas (default: all that the model can)")
-    add("--ranks", **numbers, default=[2], help="a run of its own for each")
+    add("--ranks", **numbers, help="a run of its own for each (default: 2, or those of --hosts)")
     add("--tokens", **numbers, default=[1024], help="per rank")
     add("--steps", type=int, default=20, help="timed steps of each strategy")
     add("--warmup", type=int, default=3, help="further steps before the timed ones")
@@ -33,6 +34,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead of results/<machine>/")
     add_trace_option(parser, "one more step of every rtp strategy")
     add_launch_options(parser)
+    add_host_options(parser)
     parser.set_defaults(threads=1)
     args = parser.parse_args(argv)
     complete(args, parser.error)
@@ -42,6 +44,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     """Fills in what depends on the machine; what cannot be run is an error."""
     workload = WORKLOADS[args.model]
+    complete_hosts(args, error)
+    on_hosts = [args.network.ranks] if args.network else None
+    args.ranks = args.ranks or on_hosts or [2]
+    if on_hosts and args.ranks != on_hosts:
+        error(f"--hosts and --ranks-per-host make {on_hosts[0]} ranks, got --ranks {args.ranks}")
+    if on_hosts and args.trace:
+        error("--trace is not of --hosts")
     if args.strategies is None:
         args.strategies = [
             name for name, kind in STRATEGIES.items() if kind.refusal(workload.make) is None and kind.replicas == 1
@@ -51,6 +60,8 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
             error(f"unknown strategy {strategy!r}, expected some of {','.join(STRATEGIES)}")
         if (refusal := STRATEGIES[strategy].refusal(workload.make)) is not None:
             error(f"--model {args.model} cannot be trained with {strategy}: {refusal}")
+    if all(STRATEGIES[strategy].alone for strategy in args.strategies):
+        error("--strategies: expected one in which ranks train together")
     lists = {"--strategies": args.strategies, "--ranks": args.ranks, "--tokens": args.tokens}
     if (refusal := repetition(lists)) is not None:
         error(refusal)
@@ -83,7 +94,9 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         error(f"{max(args.ranks)} ranks need as many GPUs, this machine has {torch.cuda.device_count()}")
     args.device = "cuda" if on_gpu else "cpu"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    args.output = args.output or RESULTS / (args.machine or machine_name(device)) / "compare.jsonl"
+    args.output = (
+        args.output or RESULTS / (args.machine or machine_name(device)) / f"{'hosts' if on_hosts else 'compare'}.jsonl"
+    )
     if (refusal := refusal_to_write(args.output)) is not None:
         error(refusal)
     args.command = command_line()

@@ -2,17 +2,16 @@
 
 import argparse
 import atexit
-import ctypes
+import importlib
 import os
 import pickle
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rtp_ext.host import cores
 from rtp_ext.measure.timing import Together
+from shared.hosts import Hosts, dies_with_us
 
 TIMEOUT = timedelta(minutes=30)  # one rank may train a model alone while the others wait
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,16 @@ def launch(worker: Worker, args: argparse.Namespace, ranks: int) -> Any:
 
     Args:
         worker: a function at module level, since local ranks are started by spawning.
-        args: reads `device` (auto, cpu, cuda) and `threads` (per rank, on CPU; 0 divides the cores among the ranks).
+        args: reads `device` (auto, cpu, cuda) and `threads` (per rank, on CPU; 0 divides the cores among the ranks);
+            where it has a `network`, hosts are made, and the ranks run on them.
         ranks: number of processes. Under torchrun it must equal the world size.
 
     Raises:
         ValueError: the number of ranks does not fit torchrun's world size or the GPUs of this machine.
         torch.multiprocessing.ProcessRaisedException: a rank failed; its traceback is the message.
     """
+    if getattr(args, "network", None) is not None:
+        return launch_on_hosts(worker, args)
     if under_torchrun():
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != ranks:
@@ -75,9 +76,42 @@ def launch(worker: Worker, args: argparse.Namespace, ranks: int) -> Any:
         return pickle.loads((folder / "returned").read_bytes())
 
 
+def launch_on_hosts(
+    worker: Worker, args: argparse.Namespace, meanwhile: Callable[[Hosts], None] = lambda hosts: None
+) -> Any:
+    """The same for ranks on hosts that are made for them, by `args.network`. `meanwhile` is called once.
+
+    Raises:
+        NoHosts: hosts cannot be made here.
+        ChildProcessError: a rank failed; its traceback is on stderr.
+    """
+    main = sys.modules["__main__"].__file__
+    module = Path(str(main)).stem if worker.__module__ == "__main__" else worker.__module__
+    with tempfile.TemporaryDirectory() as name, Hosts(args.network) as hosts:
+        folder = Path(name)
+        (folder / "work").write_bytes(pickle.dumps((module, worker.__name__, args)))
+        path = os.pathsep.join(dict.fromkeys(os.path.abspath(part) for part in (Path(__file__).parents[1], *sys.path)))
+        started = hosts.start_ranks(["-m", "shared.remote", name], {"PYTHONPATH": path})
+        meanwhile(hosts)
+        if (status := hosts.wait(started)) != 0:
+            raise ChildProcessError(f"a rank on a made host failed with status {status}")
+        return pickle.loads((folder / "returned").read_bytes())
+
+
+def run_on_host(folder: Path) -> NoReturn:
+    """One rank of `launch_on_hosts`, in its process."""
+    module, name, args = pickle.loads((folder / "work").read_bytes())
+    rank, local_rank, ranks = (int(os.environ[key]) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    worker = getattr(importlib.import_module(module), name)
+    _finish(rank, _run(rank, local_rank, worker, args, ranks, "env://"), folder)
+
+
 def _run_spawned(rank: int, worker: Worker, args: argparse.Namespace, ranks: int, folder: Path) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives whoever started it
-    returned = _run(rank, rank, worker, args, ranks, f"file://{folder}/rendezvous")
+    dies_with_us()
+    _finish(rank, _run(rank, rank, worker, args, ranks, f"file://{folder}/rendezvous"), folder)
+
+
+def _finish(rank: int, returned: Any, folder: Path) -> NoReturn:
     dist.destroy_process_group()
     if rank == 0:
         (folder / "returned").write_bytes(pickle.dumps(returned))

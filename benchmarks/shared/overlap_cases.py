@@ -73,6 +73,7 @@ def cpu_cases(directions: Sequence[str]) -> list[Case]:
 def identity(line: dict[str, Any]) -> tuple[Any, ...]:
     """What makes two lines measurements of the same thing by the same code."""
     keys = ("benchmark", "case", "link", "transport", "route", "dtype", "graph", "max_ctas", "slot_cap", "commit")
+    keys += ("hosts", "rate", "delay")
     return tuple(line.get(key) for key in keys)
 
 

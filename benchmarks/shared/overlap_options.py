@@ -13,6 +13,7 @@ import torch
 
 from rtp_ext.host import cores
 from shared.card import RESULTS, command_line, machine_name, refusal_to_write
+from shared.host_options import add_host_options, complete_hosts
 from shared.launch import add_launch_options, repetition, under_torchrun
 from shared.overlap_cases import DIRECTIONS, SHAPES, cpu_cases, gpu_cases, grid
 from shared.strategies import DTYPES
@@ -47,6 +48,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead")
     add_trace_option(parser, "one more forward, backward or step of every case")
     add_launch_options(parser)
+    add_host_options(parser)
     args = parser.parse_args(argv)
     complete(args, parser.error)
     return args
@@ -54,11 +56,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     """Fills in what depends on the machine; what cannot be measured is an error."""
+    complete_hosts(args, error)
     on_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     if args.device == "cuda" and not torch.cuda.is_available():
         error("--device cuda: no GPU is available")
     if args.ring == "auto":
         args.ring = "emulated" if on_gpu and not under_torchrun() else "real"
+    if args.network and (args.ring == "emulated" or args.trace):
+        error("--hosts is of a real ring without --trace")
     for given, known, what in ((args.shapes, SHAPES, "shape"), (args.directions, DIRECTIONS, "direction")):
         for name in given or ():
             if name not in known:
@@ -91,6 +96,10 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         error("--trace cannot look into the graphs of --graph")
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     world = [int(os.environ["WORLD_SIZE"])] if under_torchrun() else None
+    if args.network:
+        world = [args.network.ranks]
+        if args.ranks not in (None, world):
+            error(f"--hosts and --ranks-per-host make {world[0]} ranks, got --ranks {args.ranks}")
     if args.shapes or args.tokens or args.ranks:
         defaults = (["llama3-8b"], [4096], world or [8]) if on_gpu else (["cpu-4k"], [128], world or [2])
         chosen = (
@@ -116,7 +125,10 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     args.cores_per_rank = per_rank
     args.cores_shared = None if per_rank is None else per_rank == 0
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    args.output = args.output or RESULTS / (args.machine or machine_name(device)) / "overlap.jsonl"
+    args.output = (
+        args.output
+        or RESULTS / (args.machine or machine_name(device)) / f"{'hosts_' if args.network else ''}overlap.jsonl"
+    )
     if (refusal := refusal_to_write(args.output)) is not None:
         error(refusal)
     args.device = device.type

@@ -25,7 +25,8 @@ class Strategy:
 
     `convert(model, mesh, policy)` returns the model to call. `policy` is None in float32. `follows_policy`: 16-bit
     compute comes from the policy (16-bit copies of float32 parameters, gradients reduced in float32) and not from
-    autocast. `one_process`: a single process trains on the batches of all ranks. `whole_batch`: every rank computes
+    autocast. `one_process`: a single process trains on the batches of all ranks. `alone`: every rank trains a model of
+    its own on its own batch. `whole_batch`: every rank computes
     with the batches of all ranks, and with its part of the weights. `model_method`: what a model must have for it.
     `language`: only for causal language models of the transformers package. `replicas`: of the weights, each of them
     spread over as many ranks.
@@ -34,6 +35,7 @@ class Strategy:
     convert: Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]
     follows_policy: bool = False
     one_process: bool = False
+    alone: bool = False
     whole_batch: bool = False
     model_method: str | None = None
     language: bool = False
@@ -111,6 +113,7 @@ STRATEGIES = {
     "ddp": Strategy(_replicate),
     "tp": Strategy(_parallelize, whole_batch=True, model_method="parallelize"),
     "single": Strategy(lambda model, mesh, policy: model, one_process=True),
+    "none": Strategy(lambda model, mesh, policy: model, alone=True),
 }
 
 

@@ -16,7 +16,9 @@ import pytest
 import report
 import torch
 from harness import Cases, run_ranks
+from shared.agreement import TOLERANCES
 from shared.card import KEYS, refusal_to_write
+from shared.compare_report import add_scaling
 from torch.distributed.device_mesh import init_device_mesh
 
 from rtp_ext import RotationError, bench, functional
@@ -57,7 +59,7 @@ def _compares(rank, ranks, file):
 
     parse = compare.parse_arguments
     with cases.case("mlp"):
-        new = "rtp,rtp-2rings,fsdp2,fsdp2-noreshard,hsdp,ddp,tp,single"
+        new = "rtp,rtp-2rings,fsdp2,fsdp2-noreshard,hsdp,ddp,tp,single,none"
         told = run("--strategies", new)
         if rank == 0:
             lines = report.read_lines(Path(file))
@@ -67,7 +69,7 @@ def _compares(rank, ranks, file):
     with cases.case("llama"):
         run("--model", "llama-mini", "--strategies", "rtp-fused,tp,single")
         if rank == 0:
-            assert len(report.read_lines(Path(file))) == 11
+            assert len(report.read_lines(Path(file))) == 12
     with cases.case("bfloat16"):
         told = run("--dtype", "bfloat16", "--strategies", "rtp,tp,fsdp2")
         assert rank or ("autocast" in told and "rtp by a mixed-precision policy" in told)
@@ -145,7 +147,7 @@ def _check_agreement(cases, compare, run, rank):
     ):
         with cases.case(f"they differ: {what}"):
             found = refused(change, "--strategies", *options)
-            for value, bound, most in zip(found or (), least, compare.TOLERANCES["float32"], strict=rank == 0):
+            for value, bound, most in zip(found or (), least, TOLERANCES["float32"], strict=rank == 0):
                 if bound == 0:  # that is not what they differ in
                     assert value <= most, found
                 elif bound is not None:
@@ -160,6 +162,10 @@ def _check_lines(lines, ranks):
         assert line["kept_bytes"] == kept and line["forward_backward_ms"] <= line["step_ms"]
         gap = line["forward_backward_ms"] - line["reference_forward_backward_ms"]
         assert line["exposed_ms"] == (None if line["strategy"] == "single" else gap)
+        assert "roof_ms" not in line and "hosts" not in line, "of made hosts alone"
+    forms = {line["strategy"]: line["closed_form_bytes"] for line in lines}
+    assert forms["rtp"] == 1.5 * forms["ddp"] == 0.75 * forms["fsdp2"] > 0 and forms["tp"] is None
+    assert known["none"]["exposed_ms"] == 0.0 and known["none"]["rtp_ratio"] > 0
     for strategy, least, most in (("rtp", 0.9, 1.0), ("tp", 0.9, 1.0), ("fsdp2", 0.9, 1.0), ("ddp", 0.4, 0.51)):
         assert least <= known[strategy]["kept_efficiency"] <= most, known[strategy]
     assert known["single"]["kept_efficiency"] == known["single"]["peak_efficiency"] == 1 / ranks
@@ -170,7 +176,7 @@ def _check_compare(cases, compare, parse, file):
     with cases.case("scaling"):
         rows = [{"strategy": "rtp", "tokens": 8, "ranks": r, "tokens_per_s": 10.0 * r**0.5} for r in (1, 4)]
         rows.append({"strategy": "tp", "tokens": 8, "ranks": 4, "tokens_per_s": 1.0})
-        compare.add_scaling(rows)
+        add_scaling(rows)
         assert [row["scaling_efficiency"] for row in rows] == [1.0, 0.5, None]
     for options, message in (
         (["--steps", "0"], "at least 1"),

@@ -107,6 +107,41 @@ def test_tables_of_overlap_and_memory(tmp_path):
         report.rewrite("", tmp_path)
 
 
+def rows_between_hosts() -> list[dict]:
+    card = {"date": "2026-01-01T00", "commit": "abc", "device": "made up", "cores": 2, "torch": "2", "dtype": "float32"}
+    card |= {"command": "python x", "hosts": 2, "ranks_per_host": 1, "cores_per_host": 1, "delay": None, "ranks": 2}
+    card |= {"shape": "s", "direction": "step", "link": None, "transport": "c10d", "threads": 1, "kept_bytes": 3 << 20}
+    card |= {"loss_spread": 1e-7, "gradient_spread": 2e-7, "p20_ms": 90.0, "p80_ms": 130.0, "exposed_ms": 7.0}
+    card |= {"sent_bytes": 5 << 20, "closed_form_bytes": 4 << 20, "hidden_share": 0.25, "roof_ms": 80.0}
+    values = (("rtp", "2gbit", 100.0, 1.0), ("ddp", "2gbit", 125.0, 0.8), ("ddp", "none", 50.0, 0.5))
+    rows = [
+        card
+        | {"case": f"mlp/{name}", "strategy": name, "rate": rate, "step_ms": ms, "rtp_ratio": ratio, "tokens": tokens}
+        for tokens in (256, 1024)
+        for name, rate, ms, ratio in values
+    ]
+    return [*rows, rows[1] | {"step_ms": 110.0, "rtp_ratio": 0.9}, rows[0] | {"case": "gpt/rtp", "delay": "1ms"}]
+
+
+def test_tables_between_hosts(tmp_path):
+    assert report.block("m hosts mlp", tmp_path) == report.block("m hosts-overlap", tmp_path) == "\n", "none yet"
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "hosts.jsonl").write_text("\n".join(map(json.dumps, rows_between_hosts())))
+    assert report.block("m hosts llama", tmp_path) == report.block("m hosts mlp 8gbit", tmp_path) == "\n"
+    text = report.block("m hosts mlp", tmp_path)
+    assert text.count("| 2gbit |") == 4 and text.count("| none |") == 2
+    assert "| 2gbit | 256 | DDP | 110 (90-130) | 0.90 (0.80 to 0.90 in 2) | 80 (1.38) | 7 | 0.25 | 5 (4) | 3 |" in text
+    about = " ".join(text.split())
+    assert "2 hosts made on this machine, of 1 core each, 1 rank on each; links: 2gbit, none. Largest" in about
+    brief = report.block("m hosts-brief mlp 2gbit T256", tmp_path)
+    assert brief.count("(90-130)") == 2 and "hidden" not in brief and "links: 2gbit. Largest" in " ".join(brief.split())
+    for wish, message in (("m hosts", "got 'm hosts'"), ("m hosts-brief", "got 'm hosts-brief'")):
+        with pytest.raises(ValueError, match=message):
+            report.block(wish, tmp_path)
+    with pytest.raises(ValueError, match="rows of one kind of hosts"):
+        report.hosts_table([row | {"case": "mlp/a"} for row in rows_between_hosts()], ["mlp"], report.HOSTS)
+
+
 def test_figures_come_from_committed_results_alone(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     card = {"device": "made up", "commit": "abc", "date": "2026-01-01", "cores": 2}
@@ -130,6 +165,15 @@ def test_figures_come_from_committed_results_alone(tmp_path, monkeypatch, capsys
         drawn = (tmp_path / f"{name}.svg").read_text()
         assert "DRAFT" in drawn and (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "R = 4 take turns on 2 cores" in drawn and "ideal" in drawn
+    file = tmp_path / "rates.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows_between_hosts())))
+    plot.main(["rates", str(file), "--model", "mlp", "--output", str(tmp_path / "rates"), "--uncommitted"])
+    drawn = (tmp_path / "rates.svg").read_text()
+    assert all(
+        text in drawn for text in ("no limit", "2gbit", "DDP", "256 tokens", "1024 tokens", "the least it could be")
+    )
+    with pytest.raises(SystemExit, match="no line between made hosts of model 'gpt9'"):
+        plot.main(["rates", str(file), "--model", "gpt9", "--output", str(tmp_path / "x"), "--uncommitted"])
     monkeypatch.setattr(plot, "committed", lambda path: True)
     options = ["memory", str(COMPARE), "--model", "mlp", "--tokens", "256", "--output", str(tmp_path / "m.v2")]
     plot.main(options)

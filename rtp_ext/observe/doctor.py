@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
+import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,13 +17,16 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from rtp_ext import _native
 from rtp_ext._native import version_name
 from rtp_ext.ring import ring
 from rtp_ext.ring.addresses import LOOPBACK
+from rtp_ext.ring.places import Place, describe
 
 _PROBE_SECONDS = 30
+_MACHINES_OWN = "pid:[4026531836]"  # Linux numbers the first namespace of process ids so
 
 
 def _package_version() -> str:
@@ -195,13 +201,74 @@ def transports() -> dict[str, tuple[bool, str]]:
     return {name: (reason is None, reason or use) for name, (reason, use) in refusals.items()}
 
 
+def _host() -> list[str]:
+    """What ranks can tell of where they are: shared memory needs the same kernel and process ids, not the same name."""
+    place = Place.here()
+    whose = "the machine's own" if place.processes == _MACHINES_OWN else "those of a container"
+    return [f"{place.hostname}, boot {place.kernel}, process ids {place.processes} ({whose})", f"Gloo: {_gloo()}"]
+
+
+def _gloo() -> str:
+    """Which way ranks of other hosts reach those of this one over Gloo."""
+    name, links = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
+    if name:
+        missing = [each for each in name.split(",") if each not in links]
+        if missing:
+            return f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, this host has {', '.join(links)}: it cannot start"
+        return f"over {name} (GLOO_SOCKET_IFNAME)"
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, proto=socket.IPPROTO_TCP)[0][4][0]
+    except OSError as error:
+        return f"this host's name leads nowhere ({error}), other hosts cannot reach it: set GLOO_SOCKET_IFNAME"
+    if ipaddress.ip_address(str(found).partition("%")[0]).is_loopback:
+        return f"this host's name leads to {found}, where other hosts cannot reach it: set GLOO_SOCKET_IFNAME"
+    return f"over {found}, to which this host's name leads"
+
+
+def ring_of_ranks() -> list[str]:
+    """Where the ranks are that torchrun has started, and the ring that they make. Collective."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        with ring.Ring(init_device_mesh(device.type, (dist.get_world_size(),)), timeout=_PROBE_SECONDS) as made:
+            places = made.exchange(Place.here())
+            lines = [describe(places) or f"all {made.size} on {places[0].hostname}"]
+            shards = sum(shard.item() for _, shard in made.rotate(torch.ones(1, device=device)))
+            if shards != made.size:
+                raise _native.RotationError(f"expected {made.size} shards of 1.0, got a sum of {shards}")
+            return [*lines, f"{made.transport}: {made.transport_reason}"]
+    except _native.RotationError as error:
+        return [f"they make no ring: {error}"]
+    finally:
+        dist.destroy_process_group()
+
+
 def report() -> str:
-    """The whole report as text. Tries the transports of one host; needs no process group and starts none."""
-    lines = [*_versions(), "", "GPUs", *(f"  {line}" for line in _gpus())]
+    """The whole report as text. Tries the transports of one host; needs no process group and starts none.
+
+    Under torchrun it is collective: ranks tell where they are, and make a ring; all but rank 0 report nothing.
+    """
+    ranks = ring_of_ranks() if "TORCHELASTIC_RUN_ID" in os.environ else []
+    if ranks and os.environ["RANK"] != "0":
+        return ""
+    lines = [
+        *_versions(),
+        "",
+        "this host",
+        *(f"  {line}" for line in _host()),
+        "",
+        "GPUs",
+        *(f"  {line}" for line in _gpus()),
+    ]
     lines += ["", "links between GPUs", *(f"  {line}" for line in _links()), "", "transports"]
     found = transports()
     for name, (works, why) in found.items():
         lines.append(f"  {name:<9}  {'works' if works else 'does not work'}: {why}")
     for device, name in automatic(found).items():
-        lines.append(f"  auto takes {name} on {device}")
+        lines.append(f"  auto takes {name} on {device} of this host")
+    if ranks:
+        lines += ["", f"the ring of these {os.environ['WORLD_SIZE']} ranks", *(f"  {line}" for line in ranks)]
     return "\n".join(lines)

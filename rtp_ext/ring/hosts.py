@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import socket
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.ring.groups import Groups
-
-PRETENDED = "RTP_DEBUG_HOST"  # of the environment, for tests: ranks with another value are on another host
+from rtp_ext.ring.places import Place, describe
 
 
 @dataclass(frozen=True)
@@ -23,10 +21,12 @@ class Hosts:
         of: for each rank, which host it is on, numbered in the order of the ring.
         unlevel: why the ring has not several hosts, each with the same number, two or more, of neighbouring ranks;
             None where it has.
+        apart: which ranks are where, if they are not all on one host; None if they are.
     """
 
     of: tuple[int, ...]
     unlevel: str | None
+    apart: str | None = None
 
     @property
     def count(self) -> int:
@@ -42,11 +42,11 @@ class Hosts:
         return [self.of.count(host) for host in range(self.count)]
 
     @classmethod
-    def among(cls, places: list[Any]) -> Hosts:
+    def among(cls, places: list[Any], apart: str | None = None) -> Hosts:
         """Of ranks that say where they are: in any values that are equal on those that reach each other's memory."""
         numbers: dict[Any, int] = {}
         hosts = cls(tuple([numbers.setdefault(place, len(numbers)) for place in places]), None)
-        return cls(hosts.of, hosts._unlevel())
+        return cls(hosts.of, hosts._unlevel(), apart)
 
     @classmethod
     def even(cls, ranks: int, hosts: int, route: str) -> Hosts:
@@ -74,14 +74,14 @@ def find_hosts(ring: Groups) -> Hosts:
     """Asks every rank where it is. Collective.
 
     Ranks share a host where they can reach each other's memory: one kernel, and one namespace of processes, so that
-    each container is a host of its own. RTP_DEBUG_HOST in the environment of a rank parts it from those that have
-    another value, or none. A rank that cannot tell where it is counts as a host.
+    each container is a host of its own. A rank that cannot tell where it is counts as a host.
     """
     try:
-        mine = f"{_native.host_id()} {_native.processes_id()} {os.environ.get(PRETENDED, '')}"
+        mine = Place.here()
     except RotationError as error:
-        mine = f"rank {ring.rank} cannot tell: {error}"
-    return Hosts.among(ring.exchange(mine))
+        mine = Place(socket.gethostname(), f"rank {ring.rank} cannot tell: {error}", "")
+    places = ring.exchange(mine)
+    return Hosts.among([place.memory for place in places], describe(places))
 
 
 def levels_refusal(hosts: Hosts, device: torch.device, gradient_halves: bool | None) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ def candidates(ring: Groups) -> list[Candidate]:
     """The transports for the device of `ring`, the preferred one first."""
     c10d = Candidate("c10d", "any backend of torch.distributed", lambda: None, _make_c10d)
     if ring.device.type == "cpu":
-        shm = Candidate("shm", "all ranks are CPU processes of one host", lambda: _several_hosts(ring), _make_shm)
+        shm = Candidate("shm", "memory shared by CPU processes of one host", lambda: ring.placed.apart, _make_shm)
         tcp = Candidate("tcp", "sockets between CPUs of any hosts", lambda: None, _make_tcp)
         levels = [
             Candidate(f"shm+{outer.name}", f"shared memory inside hosts, {outer.virtue} between them", refusal, make)
@@ -119,10 +119,6 @@ def _make_c10d(ring: Groups) -> Any:
     return _native.c10d_transport(weight, gradient, ring.device, ring.timeout)
 
 
-def _several_hosts(ring: Groups) -> str | None:
-    return None if ring.placed.count == 1 else f"its ranks are on {ring.placed.count} hosts"
-
-
 def _make_shm(ring: Groups) -> Any:
     """Between the ranks of this host."""
     native, problem, address = None, None, None
@@ -132,11 +128,21 @@ def _make_shm(ring: Groups) -> Any:
         address = native.address()
     except RotationError as error:
         problem = str(error)
-    addresses = ring.exchange(address)
-    if problem is not None or native is None or None in addresses:
-        raise RotationError(problem or "a rank has no shared memory to offer")
-    native.connect([addresses[rank] for rank in here])
+    addresses, problems = zip(*ring.exchange((address, problem)), strict=True)
+    _refuse_any(problems)
+    assert native is not None  # there was no problem
+    try:
+        native.connect([addresses[rank] for rank in here])
+    except RotationError as error:
+        problem = str(error)
+    _refuse_any(ring.exchange(problem))  # nobody drops its memory before: others would report that they miss it
     return native
+
+
+def _refuse_any(problems: Sequence[str | None]) -> None:
+    """Raises RotationError where a rank has a problem; all of them are in the text. `problems`: by rank."""
+    if texts := [f"on rank {rank}, {text}" for rank, text in enumerate(problems) if text is not None]:
+        raise RotationError("; ".join(texts))
 
 
 def _make_tcp(ring: Groups) -> Any:
@@ -146,22 +152,15 @@ def _make_tcp(ring: Groups) -> Any:
         address = native.address()
     except RotationError as error:
         problem = str(error)
-    addresses = ring.exchange(address)
-    if problem is not None or native is None or None in addresses:
-        raise RotationError(problem or "a rank has no address to offer")
+    addresses, problems = zip(*ring.exchange((address, problem)), strict=True)
+    _refuse_any(problems)
+    assert native is not None  # there was no problem
     native.connect(addresses)
     return native
 
 
 def _make_composite(ring: Groups, make_outer: Callable[[Groups], Any]) -> Any:
-    inner, problem = None, None
-    try:
-        inner = _make_shm(ring)
-    except RotationError as error:
-        problem = str(error)
-    problem = _first(ring.exchange(problem))
-    if problem is not None:  # before there are process groups that nobody needs
-        raise RotationError(problem)
+    inner = _make_shm(ring)  # before there are process groups that nobody needs
     return _native.CompositeTransport(inner, make_outer(ring), ring.rank, ring.placed.per_host)
 
 

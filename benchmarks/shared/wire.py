@@ -1,0 +1,126 @@
+"""What strategies send between made hosts: counted by the kernel, by closed form, and how fast a step could be with it.
+
+`roof_ms` is the least that a step can take which computes as one without communication and sends as many bytes: the
+larger of computing and what the processor spends on a bare socket program that moves the bytes, and of the wire; the
+optimizer comes on top of either, since it needs all gradients and the next forward all parameters.
+"""
+
+import os
+import socket
+import statistics
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from rtp_ext.host import cores
+from shared.hosts import address, bits_per_second, bytes_sent, card
+from shared.launch import Place, gather
+
+MOVED = 64 * 2**20  # bytes that the socket program moves at a time
+PIECE = 4 * 2**20
+TIMES = 5
+
+
+class Counter:
+    """Bytes that leave this host from one step to the next, as the kernel counts them; nothing on hosts not made here.
+
+    With a barrier at either end, so that what other steps send is not among them.
+    """
+
+    def __init__(self) -> None:
+        self._made, self._before = bool(card()), 0
+
+    def start(self) -> None:
+        if self._made:
+            self._before = bytes_sent()
+
+    def stop(self) -> list[int]:
+        """One number, or none."""
+        if not self._made:
+            return []
+        dist.barrier()
+        return [bytes_sent() - self._before]
+
+
+def closed_form(strategy: str, model: nn.Module, ranks: int) -> float | None:
+    """Bytes that one rank sends in a step in float32; None for strategies without a formula here.
+
+    Between hosts it is also what leaves a host, however many of the ring's ranks it has, each next to the last one.
+    Gloo has no reduce-scatter: torch makes one of an all-reduce. `model`: the plain one.
+    """
+
+    def size(parameters: Any) -> int:
+        return sum({id(p): p.numel() * 4 for p in parameters}.values())
+
+    whole = size(model.parameters())
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tied = {id(p) for module in model.modules() if isinstance(module, nn.Linear) for p in module.parameters()}
+    only_looked_up = size(p for table in tables for p in table.parameters() if id(p) not in tied)
+    share = (ranks - 1) / ranks
+    if strategy in ("rtp", "rtp-c10d", "rtp-unbundled"):  # weights there and back; no backward of indices reads them
+        return share * (3 * whole - only_looked_up)
+    if strategy == "ddp":
+        return share * 2 * whole
+    if strategy == "fsdp2":  # what is no block's is gathered once
+        return share * (3 * whole + size(model.blocks.parameters()))
+    if strategy == "fsdp2-noreshard":
+        return share * 3 * whole
+    return 0.0 if strategy in ("none", "single") else None
+
+
+def measure_sockets(place: Place) -> float:
+    """Seconds of a processor per byte that a rank sends to the next one while as many arrive, through bare sockets."""
+    listener = socket.create_server(("", 0))
+    mine = address(int(os.environ["HOST"])), listener.getsockname()[1]
+    every: list[Any] = [None] * place.ranks
+    dist.all_gather_object(every, mine)
+    there = socket.create_connection(every[(place.rank + 1) % place.ranks])
+    here, _ = listener.accept()
+    out, into = memoryview(bytearray(PIECE)), memoryview(bytearray(PIECE))
+
+    def send() -> None:
+        for _ in range(MOVED // PIECE):
+            there.sendall(out)
+
+    taken = []
+    for _ in range(1 + TIMES):
+        dist.barrier()
+        start = time.process_time()
+        sender = threading.Thread(target=send)
+        sender.start()
+        left = MOVED
+        while left:
+            left -= here.recv_into(into, min(left, PIECE), socket.MSG_WAITALL)
+        sender.join()
+        taken.append(time.process_time() - start)
+    for each in (there, here, listener):
+        each.close()
+    return float(gather(statistics.median(taken[1:]), place).max()) / MOVED
+
+
+def roof(row: dict[str, Any], sent: list[int], per_byte: float, place: Place) -> dict[str, Any]:
+    """What a row says of the bytes that a step sends. `sent`: of this rank's host at every step. Collective."""
+    if not card() or row["exposed_ms"] is None:
+        return {}
+    count = gather(float(statistics.median(sent)), place).max().item()
+    rate = bits_per_second(None if row["rate"] == "none" else row["rate"])
+    wire = 0.0 if rate is None else count * 8 / rate * 1e3
+    compute, processor = row["reference_forward_backward_ms"], count * per_byte * 1e3
+    found = {
+        "sent_bytes": round(count),
+        "wire_ms": wire,
+        "socket_processor_ms": processor,
+        "roof_ms": max(compute + processor, wire) + row["optimizer_ms"],
+        "hidden_share": None,
+    }
+    if wire > 0 and row["strategy"] != "none":
+        found["hidden_share"] = (compute + wire - row["forward_backward_ms"]) / min(compute, wire)
+    return found
+
+
+def processors() -> int:
+    """Of all ranks together."""
+    return card().get("cores", cores())

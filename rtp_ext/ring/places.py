@@ -1,0 +1,83 @@
+"""Which host each rank of a ring is on, and what ranks share."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rtp_ext import _native
+
+__all__ = ["Place", "describe"]
+
+PRETENDED = "RTP_DEBUG_HOST"  # of the environment, for tests: ranks with another value are on another host
+
+
+@dataclass(frozen=True)
+class Place:
+    """What processes that can open each other's memory have in common.
+
+    hostname: what the host calls itself; neither unique nor shared by all containers of a machine. kernel: its boot id.
+    processes: its namespace of process ids, of which a machine has one for every container.
+    """
+
+    hostname: str
+    kernel: str
+    processes: str
+
+    @classmethod
+    def here(cls) -> Place:
+        """Where this process is. Raises RotationError where that cannot be found out.
+
+        RTP_DEBUG_HOST in its environment parts it from processes that have another value, or none.
+        """
+        pretended = os.environ.get(PRETENDED)
+        processes = _native.processes_id() + (f" {pretended}" if pretended else "")
+        return cls(socket.gethostname(), _native.host_id(), processes)
+
+    @property
+    def memory(self) -> tuple[str, str]:
+        """Equal where processes can open each other's memory, whatever their hosts call themselves."""
+        return self.kernel, self.processes
+
+
+def describe(places: Sequence[Place]) -> str | None:
+    """Which ranks are where, if they are not all in one place; None if they are. `places`: by rank."""
+    groups: list[list[int]] = []
+    for rank, place in enumerate(places):
+        near = next((group for group in groups if places[group[0]].memory == place.memory), None)
+        if near is None:
+            groups.append([rank])
+        else:
+            near.append(rank)
+    if len(groups) == 1:
+        return None
+    text = ", ".join(f"{_ranks(group)} on {_name(group[0], groups, places)}" for group in groups)
+    kernels = [places[group[0]].kernel for group in groups]
+    if len(set(kernels)) == len(kernels):
+        return f"{text}: different machines"
+    if len(set(kernels)) == 1:
+        return f"{text}: each in another container of this host"
+    return f"{text}: some in another container of this host, some on other machines"
+
+
+def _name(rank: int, groups: Iterable[list[int]], places: Sequence[Place]) -> str:
+    """The hostname, with what tells it from another place that has the same one."""
+    mine = places[rank]
+    others = [places[group[0]] for group in groups if group[0] != rank]
+    namesakes = [other for other in others if other.hostname == mine.hostname]
+    marks = []
+    if any(other.kernel != mine.kernel for other in namesakes):
+        marks.append(f"boot {mine.kernel[:8]}")
+    if any(other.kernel == mine.kernel for other in namesakes):
+        marks.append(mine.processes)
+    return mine.hostname + (f" ({', '.join(marks)})" if marks else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0 to 7`, `ranks 0, 2, 5`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    run = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1
+    return f"ranks {ranks[0]} to {ranks[-1]}" if run else f"ranks {', '.join(map(str, ranks))}"
