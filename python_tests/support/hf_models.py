@@ -217,7 +217,7 @@ def check_gradients(model, plain):
 
 
 def check_parameters(model, plain, of=lambda parameter: parameter):
-    """Every parameter, or what is `of` it. Each rank compares what it holds, and all raise where one of them differs."""
+    """Every parameter, or what is `of` it. Each rank compares what it holds; where one differs, all raise."""
     ours = {name: of(parameter) for name, parameter in model.named_parameters()}
     theirs = {name: of(parameter) for name, parameter in plain.named_parameters()}
     assert list(ours) == list(theirs)
