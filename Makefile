@@ -8,7 +8,7 @@ CLANG_FORMATTED := $(shell find csrc python_tests -name '*.h' -o -name '*.cpp' -
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 DOCUMENTED := rtp_ext rtp_ext.planner rtp_ext.trace rtp_ext.schedule rtp_ext.timeline
 
-.PHONY: build demo test lint format docs clean
+.PHONY: build simulators demo test lint format docs clean
 
 build: $(VENV)/.built
 
@@ -23,10 +23,14 @@ $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 	$(BIN)/pip install --quiet --no-build-isolation -e ".[dev]"
 	touch $@
 
+# What tests run on CPUs instead of CUDA. Only what has changed is compiled; a test that finds one missing makes it.
+simulators: build
+	$(BIN)/python python_tests/simulators
+
 demo: build
 	$(BIN)/python benchmarks/demo.py
 
-test: build
+test: simulators
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: build

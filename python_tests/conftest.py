@@ -20,12 +20,7 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def sim():
-    """The simulated CUDA runtime and NCCL, anew; at the end its streams have ended and nobody has misused it."""
     import simulated_cuda  # here: its place on the import path is known when tests run
 
-    module = simulated_cuda.load()
-    module.reset(1)
-    yield module
-    module.controls.released = True
-    assert simulated_cuda.settled(module), "streams did not end"
-    assert module.mistakes() == []
+    with simulated_cuda.simulation() as module:
+        yield module

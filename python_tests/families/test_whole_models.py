@@ -35,6 +35,13 @@ from torch.utils.checkpoint import checkpoint
 def controls(rank, ranks, kind, variant):
     """What the comparisons below refuse: a wrong learning rate, a batch too few, no averaging, one weight moved."""
     model, plain = pair(kind, variant)
+    shard = next(model.parameters()).detach().to_local()
+    for moved in (1e-6, -1e-6):
+        shard.view(-1)[:1] += moved * (rank == ranks - 1)
+        if moved > 0:
+            with refused("one number of the last rank's shard"):  # by every rank
+                check_parameters(model, plain)
+    check_parameters(model, plain)
     batch_loss(model, kind, rank, 0).backward()
     alone = copy.deepcopy(plain)
     batch_loss(alone, kind, rank, 0).backward()

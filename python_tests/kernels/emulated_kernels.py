@@ -1,22 +1,20 @@
 """Builds the kernels for emulated threads with the system's C++ compiler, and runs them on NumPy memory.
 
-The library is cached under build/, by the text of everything that goes into it. `sanitized`: with the address and
-undefined-behaviour sanitizers; then Python itself must run with them (see `sanitizer_environment`).
+`sanitized`: with the address and undefined-behaviour sanitizers; then Python itself must run with them (see
+`sanitizer_environment`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import shutil
 import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint8, c_void_p
 from pathlib import Path
 
+import compiled
 import numpy as np
+from compiled import compiler
 from kernel_arrays import BYTES, CANARY, ELEMENTS, POISON, Array, decode, encode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,22 +26,12 @@ SOURCES = [
     *sorted(FOLDER.glob("*.cu")),
     *sorted(FOLDER.glob("*.cpp")),
 ]
-HEADERS = [
-    *sorted((ROOT / "csrc" / "kernels").glob("*.h")),
-    *sorted((ROOT / "csrc" / "kernels").glob("*.cuh")),
-    ROOT / "csrc" / "compute" / "gemm_layout.h",
-    *sorted(FOLDER.glob("*.h")),
-]
 # Few blocks, so that small arrays go round the grid several times; locals that nobody set get a telling pattern.
 FLAGS = ["-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
-FLAGS += ["-DRTP_KERNEL_EMULATION", "-DRTP_MOST_BLOCKS=6", f"-I{ROOT / 'csrc'}", f"-I{FOLDER}"]
+FLAGS += ["-DRTP_KERNEL_EMULATION", "-DRTP_MOST_BLOCKS=6"]
 PLAIN = ["-O1"]
 SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # in the order of the kernels' enumeration
-
-
-def compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
 
 
 def telling_pattern(cxx: str) -> list[str]:
@@ -54,37 +42,11 @@ def telling_pattern(cxx: str) -> list[str]:
 
 
 def build(sanitized: bool = False) -> Path:
-    """The path of the library, built if it is not there yet. A few seconds."""
+    """The path of the library, compiled if it is not there."""
     cxx = compiler()
-    if cxx is None:
-        raise RuntimeError("no C++ compiler: neither $CXX, g++ nor c++ is on PATH")
-    flags = [*FLAGS, *telling_pattern(cxx), *(SANITIZED if sanitized else PLAIN)]
-    digest = hashlib.sha256(repr((cxx, flags)).encode())
-    for file in (*SOURCES, *HEADERS):
-        digest.update(file.read_bytes())
-    library = ROOT / "build" / "kernel_emulation" / digest.hexdigest()[:16] / "libkernels.so"
-    if library.exists():
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-
-        def compiled(source: Path) -> str:
-            target = str(Path(folder) / f"{source.name}.o")
-            _run(cxx, *flags, "-x", "c++", "-c", str(source), "-o", target)
-            return target
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compiled, SOURCES))
-        made = Path(folder) / library.name
-        _run(cxx, *flags, "-shared", *objects, "-o", str(made))
-        made.replace(library)
-    return library
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    flags = [*FLAGS, *(telling_pattern(cxx) if cxx else []), *(SANITIZED if sanitized else PLAIN)]
+    name = "kernel_emulation_sanitized" if sanitized else "kernel_emulation"
+    return compiled.build(name, SOURCES, flags, [ROOT / "csrc", FOLDER])
 
 
 def sanitizer_runtimes() -> list[str]:

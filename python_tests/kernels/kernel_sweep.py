@@ -12,8 +12,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 from kernel_checks import CHECKS, run_checks
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "simulators"))
 
 
 def make_runner(name: str):

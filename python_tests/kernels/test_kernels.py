@@ -78,6 +78,7 @@ def test_a_write_beyond_an_array_is_found_without_the_sanitizer(library):
 
 SANITIZED = """
 import sys
+sys.path.append("../simulators")
 import numpy as np
 from emulated_kernels import Emulated, build
 from kernel_arrays import Array

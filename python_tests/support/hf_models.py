@@ -7,9 +7,11 @@ import copy
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from models import train
-from reference import assert_same, full, random
+from reference import adamw, assert_same, own_part, random
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import rtp_ext
 
@@ -185,10 +187,24 @@ def refused(what: str) -> Iterator[None]:
 
 
 def check_trained(model, plain, kind, rank, ranks, steps=2, first=50):
-    """Both train on, and end alike: whatever came before has left no trace."""
+    """Both train on, and end alike: whatever came before has left no trace.
+
+    Of the plain model each rank computes its own batch, and the gradients are averaged as `mean_loss` averages them.
+    """
     train(model, lambda step: batch_loss(model, kind, rank, first + step), steps)
-    train(plain, lambda step: mean_loss(plain, kind, ranks, first + step), steps)
+    averaged = adamw([p for p in plain.parameters() if p.requires_grad], lr=0.01)
+    averaged.register_step_pre_hook(lambda *_: average_gradients(plain, ranks))
+    train(plain, lambda step: batch_loss(plain, kind, rank, first + step), steps, optimizer=averaged)
     check_parameters(model, plain)
+
+
+def average_gradients(model: nn.Module, ranks: int) -> None:
+    """Of a plain model. Collective."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, mean in zip(gradients, (flat / ranks).split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
 
 
 def check_logits(model, plain, kind, rank, step=90):
@@ -201,13 +217,30 @@ def check_gradients(model, plain):
 
 
 def check_parameters(model, plain, of=lambda parameter: parameter):
-    """Every parameter, or what is `of` it. All are gathered before any is compared: ranks that differ stay in step."""
+    """Every parameter, or what is `of` it. Each rank compares what it holds; where one differs, all raise."""
     ours = {name: of(parameter) for name, parameter in model.named_parameters()}
-    ours = {name: None if value is None else full(value) for name, value in ours.items()}
     theirs = {name: of(parameter) for name, parameter in plain.named_parameters()}
     assert list(ours) == list(theirs)
-    for name, expected in theirs.items():
-        assert_same(ours[name], expected, TOLERANCE, name)
+    difference = None
+    try:
+        for name, expected in theirs.items():
+            check_held(ours[name], expected, name)
+    except AssertionError as error:
+        difference = error
+    differing = torch.tensor(0.0 if difference is None else 1.0)
+    dist.all_reduce(differing)  # ranks that differ stay in step
+    if difference is not None:
+        raise difference
+    assert differing == 0, "another rank's part of the parameters differs"
+
+
+def check_held(actual: Tensor | None, expected: Tensor | None, what: str) -> None:
+    if actual is None or expected is None or not isinstance(actual, DTensor):
+        assert_same(actual, expected, TOLERANCE, what)
+        return
+    assert actual.shape == expected.shape, f"{what}: expected shape {tuple(expected.shape)}, got {tuple(actual.shape)}"
+    scale = expected.detach().abs().max().item()
+    assert_same(actual.to_local(), own_part(actual, expected), TOLERANCE, what, scale)
 
 
 def run_cases(rank, ranks, cases):

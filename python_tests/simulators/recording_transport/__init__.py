@@ -12,12 +12,12 @@ writes and the compute lane that it would run on, every hop with its memory and 
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import compiled
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -35,30 +35,17 @@ WAITS = {
 }
 
 
+def build() -> Path:
+    """The path of the module, compiled if it is not there."""
+    names = ("device/lanes", "schedule/schedule", "schedule/two_level", "transport/transport")
+    sources = [HERE / "recording.cpp", *(ROOT / "csrc" / f"{name}.cpp" for name in names)]
+    return compiled.build_module("rtp_recording_transport", sources, ["-DNDEBUG"], [ROOT / "csrc"])
+
+
 @functools.cache
 def load() -> Any:
-    """Builds the transport once, under build/, and returns its module; the ordinary extension's Executor takes it."""
-    from torch.utils import cpp_extension
-
-    from rtp_ext import _native  # noqa: F401  first: it registers the types that both extensions share
-
-    folder = ROOT / "build" / "recording_transport"
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return cpp_extension.load(
-        name="rtp_recording_transport",
-        sources=[
-            str(HERE / "recording.cpp"),
-            *(
-                str(ROOT / "csrc" / f"{name}.cpp")
-                for name in ("device/lanes", "schedule/schedule", "schedule/two_level", "transport/transport")
-            ),
-        ],
-        extra_include_paths=[str(ROOT / "csrc")],
-        extra_cflags=["-std=c++20", "-O0", "-g0", "-DNDEBUG", "-fvisibility=hidden"],
-        build_directory=str(folder),
-        with_cuda=False,
-    )
+    """The module; the ordinary extension's Executor takes its transport."""
+    return compiled.load_module("rtp_recording_transport", build())
 
 
 class _Memory:

@@ -1,6 +1,6 @@
 """A CUDA runtime and an NCCL in host memory: the transports' own sources run against it where there is no GPU.
 
-`load()` builds the module once (kept under build/) and returns it; ranks are threads, see
+`load()` returns the module, compiled if need be; ranks are threads, see
 `run_threads`. What the simulation keeps of the real ones: the order of streams and events, non-blocking communicators
 that must settle, the rendezvous of sends and receives, one communicator's work in order whatever stream it is on,
 signals counted by their source, windows that every rank registers together. What it does not know: speed, capture,
@@ -9,6 +9,7 @@ several GPUs, and whatever NVIDIA's libraries do that their documentation does n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -16,20 +17,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import compiled
 
 from simulated_cuda.mutants import write_ce_mutants
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 
+NAME = "rtp_simulated_cuda"
 SOURCES = ["bindings.cpp", "ce.cpp", "nccl.cpp", "nccl_windows.cpp", "runtime.cpp", "transports.cpp"]
 
 
-def include_folders() -> list[str] | None:
-    """The folders of CUDA's and NCCL's headers, the simulation's own first; None where there are none."""
+def include_folders() -> list[Path] | None:
+    """The folders of CUDA's and NCCL's headers; None where there are none."""
     site = [Path(folder) for folder in sys.path if (Path(folder) / "nvidia").is_dir()]
     pip = [include for folder in site for include in sorted((folder / "nvidia").glob("*/include"))]
     toolkit = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
@@ -37,28 +41,38 @@ def include_folders() -> list[str] | None:
     for header in ("cuda.h", "cuda_runtime_api.h", "nccl.h", "crt/host_defines.h"):
         if not any((folder / header).exists() for folder in folders):
             return None
-    return [str(folder) for folder in [HERE / "include", ROOT / "csrc", HERE, *folders]]
+    return folders
+
+
+def build() -> Path:
+    """The path of the module, compiled if it is not there."""
+    cuda = include_folders()
+    if cuda is None:
+        raise RuntimeError("the headers of CUDA and NCCL are not installed")
+    generated = ROOT / "build" / NAME / "include"
+    generated.mkdir(parents=True, exist_ok=True)
+    write_ce_mutants(ROOT / "csrc" / "transport" / "ce" / "ce.cpp", generated)
+    flags = ["-DRTP_WITH_CUDA", *(f"-I{folder}" for folder in cuda)]
+    folders = [generated, HERE / "include", ROOT / "csrc", HERE]
+    versions = [folder / header for folder in cuda for header in ("cuda.h", "nccl.h") if (folder / header).exists()]
+    return compiled.build_module(NAME, [HERE / source for source in SOURCES], flags, folders, versions)
 
 
 @functools.cache
 def load() -> Any:
     """The simulated module. Its transports are accepted by the ordinary extension's Executor."""
-    from torch.utils import cpp_extension
+    return compiled.load_module(NAME, build())
 
-    from rtp_ext import _native  # noqa: F401  first: it registers the types that both extensions share
 
-    folder = ROOT / "build" / "simulated_cuda"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_ce_mutants(ROOT / "csrc" / "transport" / "ce" / "ce.cpp", folder)
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return cpp_extension.load(
-        name="rtp_simulated_cuda",
-        sources=[str(HERE / source) for source in SOURCES],
-        extra_include_paths=[str(folder), *(include_folders() or [])],
-        extra_cflags=["-std=c++20", "-O1", "-g0", "-fvisibility=hidden", "-DRTP_WITH_CUDA"],
-        build_directory=str(folder),
-        with_cuda=False,
-    )
+@contextlib.contextmanager
+def simulation() -> Iterator[Any]:
+    """The module, anew; at the end its streams have ended and nobody has misused it."""
+    module = load()
+    module.reset(1)
+    yield module
+    module.controls.released = True
+    assert settled(module), "streams did not end"
+    assert module.mistakes() == []
 
 
 def run_threads(work: Callable[..., Any], ranks: int, *args: Any, timeout: float = 30.0) -> list[Any]:
