@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -237,6 +238,15 @@ class OuterPolicy:
     def reduce_whole(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
         """The average over replicas, times `scale`, of the gradient of a parameter that every rank holds whole."""
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def left_for_later(self) -> Iterator[None]:
+        """Backwards within, parts of those of a pipeline, hand gradients on as they come, for `reduce`: those of
+        torch.autograd.grad too, which somebody adds to p.grad."""
+        yield
+
+    def reduce(self) -> None:
+        """Reduces what was left for later, unless `requires_all_reduce` is False or a backward has. Collective."""
 
     def restart(self) -> None:
         """Forgets what a backward has left that did not come to its end; at the beginning of a forward."""
