@@ -11,7 +11,8 @@ from reference import assert_same, differs, full, random
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rtp_ext
 from rtp_ext import RotationDims
@@ -32,6 +33,7 @@ class Part(nn.Module):
     def __init__(self, index: int, count: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH) if index == 0 else None
+        self.positions = nn.Embedding(TOKENS, WIDTH) if index == 1 else None
         self.block = Block(WIDTH, 23)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 13), nn.GELU(), nn.Linear(13, WIDTH))
         self.attention = nn.MultiheadAttention(WIDTH, 3, batch_first=True) if index == 2 else None
@@ -41,11 +43,28 @@ class Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.embed is not None:
             x = self.embed(x)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(TOKENS))
         x = self.block(x)
         x = x + self.mlp(x)
         if self.attention is not None:
             x = x + self.attention(x, x, x, need_weights=False)[0]
         return x if self.head is None else self.head(self.norm(x))
+
+
+def tensor_parallel(part: Part, mesh: DeviceMesh) -> None:
+    """Attention, positions and norms are whole on every rank."""
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "block.up": ColwiseParallel(),
+        "block.down": RowwiseParallel(),
+        "mlp.0": ColwiseParallel(),
+        "mlp.2": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(
+        part, mesh, {path: style for path, style in plan.items() if getattr(part, path.split(".")[0]) is not None}
+    )
 
 
 def make_parts(count: int = 4) -> list[Part]:
@@ -101,13 +120,15 @@ def trained(count: int, places: int, steps: int) -> tuple[list[Part], list[float
 class Pipeline:
     """The stages of this rank, each on rings of its own, and their schedule.
 
-    `mesh`: ("pp", "ring"), or ("pp", "replicas", "ring") with a policy made by `outer` for each stage.
+    `mesh`: ("pp", "ring"), with "replicas" between them for a policy made by `outer` for each stage, or with "tp" after
+    them.
     """
 
     def __init__(
         self, schedule: type, mesh: DeviceMesh, parts: int = 4, inferred: bool = False, outer: type | None = None
     ) -> None:
         self.mesh, names = mesh, mesh.mesh_dim_names[1:]
+        self.batches = mesh[tuple(name for name in names if name != "tp")]
         ranks, rank = mesh.size(0), mesh.get_local_rank("pp")
         per_stage = parts // ranks if schedule is Schedule1F1B else 1
         count = parts // per_stage
@@ -117,7 +138,11 @@ class Pipeline:
         made = []
         for index, stage in self.stages.items():
             options = {}
-            if len(names) > 1:
+            if "tp" in names:
+                options = {"dims": RotationDims()}
+                for part in stage:
+                    tensor_parallel(part, mesh["tp"])
+            elif outer is not None:
                 options = {"dims": RotationDims(replicate="replicas"), "outer": outer()}
             rtp_ext.fully_rotate(stage, mesh=mesh[names], timeout=60.0, **options)
             ids, hidden = torch.zeros(ROWS, TOKENS, dtype=torch.int64), torch.zeros(ROWS, TOKENS, WIDTH).double()
@@ -134,9 +159,9 @@ class Pipeline:
 
     @property
     def place(self) -> int:
-        """Which batches this rank's ring has, and which of them are its own."""
+        """Which batches are this rank's own; those of one tensor-parallel group have the same."""
         place = 0
-        for name, size in zip(self.mesh.mesh_dim_names[1:], self.mesh.shape[1:], strict=True):
+        for name, size in zip(self.batches.mesh_dim_names, self.batches.shape, strict=True):
             place = place * size + self.mesh.get_local_rank(name)
         return place
 
@@ -159,9 +184,9 @@ class Pipeline:
         if not self.last:
             return None
         mean = torch.stack(losses).mean()
-        for name in self.mesh.mesh_dim_names[1:]:
+        for name in self.batches.mesh_dim_names:
             dist.all_reduce(mean, group=self.mesh.get_group(name))
-        return mean.item() / self.mesh[self.mesh.mesh_dim_names[1:]].size()
+        return mean.item() / self.batches.size()
 
     def step(self, step: int) -> tuple[float | None, float, float]:
         """The loss, and the norms of the gradients of all stages and of this rank's."""
@@ -180,8 +205,7 @@ def trains_like_one_process(
     cases: Cases, what: str, pipeline: Pipeline, parts: int, steps: int
 ) -> dict[int, tuple[int, ...]]:
     """Returns what was counted of the last step. Parameters say nothing of the scale of gradients; norms do."""
-    places = pipeline.mesh.size() // pipeline.mesh.size(0)
-    plain, losses, norms = trained(parts, places, steps)
+    plain, losses, norms = trained(parts, pipeline.batches.size(), steps)
     initial = make_parts(parts)
     for step in range(steps):
         before = pipeline.counted()
@@ -201,6 +225,4 @@ def trains_like_one_process(
                 assert_same(full(actual), other, TOLERANCE, name)
                 assert differs(other, start, 1e-3), f"control: {name} has not changed"
     after = pipeline.counted()
-    return {
-        index: tuple(now - then for now, then in zip(after[index], before[index], strict=True)) for index in after
-    }
+    return {index: tuple(now - then for now, then in zip(after[index], before[index], strict=True)) for index in after}

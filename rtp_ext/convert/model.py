@@ -118,7 +118,8 @@ def fully_rotate(
             f"fully_rotate: in_place=True cannot be combined with {type(policy).__name__}, whose shards are made of "
             "the pieces of all replicas: expected in_place=False, or another outer policy"
         )
-    refuse_whole_tables(module, not_ours, place.replicas)
+    tensor = place.tensor_mesh if isinstance(place, Ring) else place.tensor
+    refuse_whole_tables(module, not_ours, place.replicas, tensor is not None)
     refuse_foreign(module, place, not_ours)
     _check_device(module, place.device.type if isinstance(place, Ring) else place.hops.device_type)
     if isinstance(place, Ring) and not isinstance(mesh, Ring):

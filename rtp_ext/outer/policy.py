@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -160,10 +161,15 @@ class OuterPolicy:
         self._divide_factor = factor
 
     def _everywhere(self, value: Any) -> list[Any]:
-        """Every rank's `value`, of all replicas and ring positions. Collective."""
+        """Every rank's `value`, of all replicas, ring positions and parts of tensor parallelism. Collective."""
         assert self.ring is not None, "set by fully_rotate"
         column = [[value]] if self.replicas is None else self.exchange([value])
-        return [theirs[0] for told in self.ring.exchange(column) for theirs in told]
+        every = [theirs[0] for told in self.ring.exchange(column) for theirs in told]
+        if self.ring.tensor_mesh is None:
+            return every
+        parts: list[Any] = [None] * self.ring.tensor_mesh.size()
+        dist.all_gather_object(parts, every, group=self.ring.tensor_mesh.get_group())
+        return [theirs for part in parts for theirs in part]
 
     @property
     def scale(self) -> float:

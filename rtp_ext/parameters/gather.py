@@ -29,15 +29,11 @@ def gather(
     One flat all-gather; in backward one flat reduction, which averages over the ring; or several, of as many parameters
     each as `reduced_together` says.
     """
-    shards = []
-    for parameter in parameters:
-        shard = local_shard(parameter)
-        if mp_policy.param_dtype is not None and shard.is_floating_point():
-            shard = shard.to(mp_policy.param_dtype)
-        shards.append(shard)
-    layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, shards, strict=True)]
-    with torch.no_grad():
-        every = _gather_flat(ring, layouts, shards)
+    shards = [local_shard(parameter) for parameter in parameters]
+    with torch.no_grad():  # what travels; the gradients of the shards are in their own dtype
+        cast = [_cast(shard, mp_policy.param_dtype) for shard in shards]
+        layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, cast, strict=True)]
+        every = _gather_flat(ring, layouts, cast)
     gathered: list[torch.Tensor] = []
     for count in reduced_together or [len(parameters)]:
         these = slice(len(gathered), len(gathered) + count)
@@ -45,6 +41,10 @@ def gather(
     for parameter, whole in zip(parameters, gathered, strict=True):
         share_version(whole, parameter)  # a backward that needs it notices that the parameter was written since
     return gathered
+
+
+def _cast(shard: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return shard if dtype is None or not shard.is_floating_point() else shard.to(dtype)
 
 
 @dataclass(frozen=True)
