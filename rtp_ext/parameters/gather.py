@@ -104,7 +104,7 @@ class _Gather(torch.autograd.Function):
         *shards: torch.Tensor,
     ):
         ctx.ring, ctx.layouts, ctx.reduce_dtype = ring, layouts, reduce_dtype
-        ctx.dtypes = [shard.dtype for shard in shards]
+        ctx.dtypes, ctx.computed = [shard.dtype for shard in shards], [tensor.dtype for tensor in whole]
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
         # A frozen parameter stays one, whoever is gathered along with it: activation checkpointing compares what
         # autograd saves in the forward and in the recomputation, where other parameters come along.
@@ -121,7 +121,7 @@ class _Gather(torch.autograd.Function):
         reduced = [i for i, needed in enumerate(wanted(ctx)[4:]) if needed]
         result: list[torch.Tensor | None] = [None] * len(layouts)
         if reduced:
-            double = any(ctx.dtypes[i] == torch.float64 for i in reduced)
+            double = any(ctx.computed[i] == torch.float64 for i in reduced)
             dtype = ctx.reduce_dtype or (torch.float64 if double else torch.float32)
             counts = [math.prod(layouts[i].shape) for i in reduced]
             flat = torch.zeros(sum(counts) + len(reduced), dtype=dtype, device=ring.device)
