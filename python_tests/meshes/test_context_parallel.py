@@ -63,7 +63,8 @@ class CausalModel(nn.Module):
         q, k, v = (layer(self.norm(x)) for layer in (self.q, self.k, self.v))
         if sequence.group is not None:
             k, v = Whole.apply(k, sequence), Whole.apply(v, sequence)
-        q, k, v = (each.unflatten(2, (HEADS, -1)).transpose(1, 2) for each in (q, k, v))
+        # as many heads as there are here: tensor parallelism cuts them
+        q, k, v = (each.unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (q, k, v))
         later = torch.arange(SEQUENCE) > positions.unsqueeze(1)
         scores = (q @ k.mT).masked_fill(later, -torch.inf).softmax(-1)
         x = x + self.out((scores @ v).transpose(1, 2).flatten(2))

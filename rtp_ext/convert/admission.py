@@ -98,10 +98,18 @@ def refuse_foreign(root: nn.Module, where: Ring | RingMesh, ignored: Collection[
                 )
 
 
-def refuse_whole_tables(root: nn.Module, ignored: Collection[int], replicas: int) -> None:
-    """Raises ValueError where an embedding depends on what all ranks look up, and replicas do not tell each other."""
+def refuse_whole_tables(root: nn.Module, ignored: Collection[int], replicas: int, tensor: bool) -> None:
+    """Raises ValueError where an embedding depends on what all ranks look up, and replicas do not tell each other; and
+    where its table is no DTensor, which tensor parallelism compares."""
     for name, part in root.named_modules():
-        if replicas > 1 and isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and id(part.weight) not in ignored:
+        if not isinstance(part, (nn.Embedding, nn.EmbeddingBag)) or id(part.weight) in ignored:
+            continue
+        if tensor and part.sparse:
+            raise ValueError(
+                f"fully_rotate: {name or 'the model'} ({type(part).__name__}): sparse gradients cannot be combined "
+                "with tensor parallelism: expected an embedding with sparse=False, or its parameters in ignored_params"
+            )
+        if replicas > 1:
             problem = RotatedEmbedding.refusal(part)
             if problem is not None:
                 raise ValueError(

@@ -25,6 +25,7 @@ from rtp_ext.parameters.gather import gather
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
 from rtp_ext.ring import Ring
+from rtp_ext.ring.alike import expect_alike
 from rtp_ext.ring.autograd import first_order_only
 
 # Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
@@ -193,17 +194,23 @@ def is_averaged(parameter: torch.Tensor, ring: Ring) -> bool:
 
 def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: OuterPolicy | None) -> bool:
     """Averages every new gradient of a whole parameter over the ring and its replicas, in each backward, whatever the
-    outer policy leaves for later. Returns whether it did not yet."""
+    outer policy leaves for later. Returns whether it did not yet. Raises in the first backward where ranks of tensor
+    parallelism have different gradients."""
     if is_averaged(parameter, ring):
         return False
+    reference = weakref.ref(parameter)
 
     @first_order_only
     def average(_: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:
             return None
+        if isinstance(gradient, DTensor):  # of a scalar that was used with DTensors of tensor parallelism
+            gradient = gradient.full_tensor()
         dense = ring.all_reduce(gradient.to_dense().clone(memory_format=torch.contiguous_format)).div_(ring.size)
         if outer is not None:
             dense = outer.reduce_whole(dense, name)
+        if ring.tensor_mesh is not None and ring.parameter_mesh is not None:
+            expect_alike(reference(), dense, ring.parameter_mesh)
         return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
     # Not when the gradient has accumulated: torch.autograd.grad, which zero-bubble pipelines use, accumulates nothing.

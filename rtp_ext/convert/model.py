@@ -129,7 +129,8 @@ def fully_rotate(
     offload = offload_of(offload_policy, place)
     if isinstance(offload, CPUOffloadPolicy):
         refuse_offload(module, place, policy, in_place, not_ours)
-    refuse_whole_tables(module, not_ours, place.replicas)
+    tensor = place.tensor_mesh if isinstance(place, Ring) else place.tensor
+    refuse_whole_tables(module, not_ours, place.replicas, tensor is not None)
     refuse_foreign(module, place, not_ours)
     device = place.device.type if isinstance(place, Ring) else place.hops.device_type
     _check_device(module, device, offload)

@@ -24,6 +24,7 @@ from rtp_ext.convert.bundled import OWN_HOOKS
 from rtp_ext.convert.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
 from rtp_ext.convert.whole_embedding import WholeEmbedding
 from rtp_ext.outer import OuterPolicy
+from rtp_ext.outer.pipelines import follow_pipelines
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import expect_own_shard
 from rtp_ext.ring.offload import keep_on_host
@@ -92,6 +93,8 @@ class RotationState(ForwardScope):
             self.ring.begin_forward()
             if self.outer_policy is not None:
                 self.outer_policy.restart()
+                if self.outer_policy.replicas is not None:
+                    follow_pipelines()
             self.began = True
             self.forwards += 1
             self.failing = sys.exc_info()[1]

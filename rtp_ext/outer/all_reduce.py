@@ -14,6 +14,7 @@ Without a reduction (`requires_all_reduce` False) gradients are handed on unredu
 float32 where the parameter has 16 bits: zero_grad clears them as it clears any gradient. They are in the scale of the
 result, so that a reduction is the mean over replicas, whatever the divide factor, and what replicas have in common
 (a gradient that was reduced before, a penalty on the weights) stays as it is. Optimizers refuse to step on them.
+`left_for_later` and `reduce` are the same for a pipeline, whose parts of a backward are calls of torch.autograd.grad.
 
 What travels when. Buckets are filled in the order in which gradients were complete in the backward before, as replica 0
 tells at the end of each, and leave in that order only. At the end replicas tell each other how many buckets have left
@@ -22,9 +23,10 @@ and what else has arrived, and then send the rest: whatever a replica does or do
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight, Order, Pass, Told, bucketed
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import CLAIM, accumulates, as_gradient, read_within, unrounded
+from rtp_ext.ring.autograd import CLAIM, accumulates, as_gradient, hooked, read_within, unrounded
 from rtp_ext.ring.offload import kept_of
 
 BUCKET = 4 << 20  # bytes
@@ -62,6 +64,8 @@ class AllReduce(OuterPolicy):
         self._order: Order = ()  # that the plan was made of
         self._places: dict[int, tuple[int, int]] = {}  # by number: bucket, and how many gradients to wait for
         self._unreduced: dict[int, tuple[Any, torch.Tensor]] = {}  # by number: parameter, and what its grad holds
+        self._later = False  # whether gradients are handed on as they come, for `reduce`
+        self._left_over = False  # whether any were since the last reduction; the same on all ranks
         self._reduced_bytes = 0
         _refuse_unreduced()
 
@@ -88,7 +92,7 @@ class AllReduce(OuterPolicy):
             if gradient is None or self.scale == 1.0:
                 return gradient
             return (unrounded(gradient) * self.scale).to(gradient.dtype)
-        current = self._current()
+        current = None if self._later else self._current()
         if gradient is None:
             return None
         dtype = gradient.dtype
@@ -97,12 +101,13 @@ class AllReduce(OuterPolicy):
             value.mul_(self.scale)
         node = ctx.next_functions[0][0]
         parameter = getattr(node, "variable", None)
+        if current is None:
+            return value if parameter is None else self._hand_on(index, parameter, value)
         if parameter is None or not accumulates(node):
             return self._reduce_now(index, value).to(dtype)
         if not current.reduces:
             current.parameters[index] = parameter
-            self._take_unreduced(index, parameter, keep=True)
-            return self._to_add_up(index, parameter, value)
+            return self._hand_on(index, parameter, value)
         if read_within(ctx, parameter):
             before = self._take_unreduced(index, parameter)
             if before is not None:
@@ -143,6 +148,41 @@ class AllReduce(OuterPolicy):
             self._pass = None  # of a backward that failed
 
     # -- what is not reduced yet ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def left_for_later(self) -> Iterator[None]:
+        if self.size == 1:
+            yield
+            return
+        self.restart()
+        before, self._later, self._left_over = self._later, True, True
+        try:
+            yield
+        finally:
+            self._later = before
+            self._note_unreduced()
+
+    def reduce(self) -> None:
+        if not self._left_over or not self.requires_all_reduce:
+            return
+        self.restart()
+        self._backwards += 1
+        current = self._pass = Pass(reduces=True)
+        try:
+            self._reduce_rest(current)
+        finally:
+            self._pass = None
+
+    def _note_unreduced(self) -> None:
+        for index, parameter in self._claimed():
+            gradient = parameter.grad
+            if gradient is not None and self._counts_as_unreduced(index, parameter):
+                self._unreduced[index] = (parameter, held(gradient))
+
+    def _hand_on(self, index: int, parameter: Any, value: torch.Tensor) -> torch.Tensor:
+        """`value` as it is to be added to p.grad, unreduced."""
+        self._take_unreduced(index, parameter, keep=True)
+        return self._to_add_up(index, parameter, value)
 
     def _take_unreduced(self, index: int, parameter: Any, keep: bool = False) -> torch.Tensor | None:
         """What micro-batches without a reduction have left in p.grad, which is empty then; None where there is nothing,
@@ -289,10 +329,7 @@ class AllReduce(OuterPolicy):
             if current.reduces:
                 self._reduce_rest(current)
             else:
-                for index, parameter in self._claimed():
-                    gradient = parameter.grad
-                    if gradient is not None and self._counts_as_unreduced(index, parameter):
-                        self._unreduced[index] = (parameter, held(gradient))
+                self._note_unreduced()
         finally:
             self._pass = None
 
@@ -308,6 +345,7 @@ class AllReduce(OuterPolicy):
             self._launch(current, bucket)
         self._deliver(current, {index for theirs in told for index, _ in theirs.order})
         self._learn(told[0].order)
+        self._left_over = False
 
     def _left(self, index: int, launched: int, told: Sequence[Told]) -> bool:
         """Whether what a replica had not sent has left with a bucket that others had sent."""
@@ -330,8 +368,13 @@ class AllReduce(OuterPolicy):
             if value is None:
                 assert self.replicas is not None, "one replica delivers nothing"
                 value = part.new_zeros(part.shape, device=self.replicas.device)
+            value = value.view(part.shape)
+            if parameter.grad is None and hooked(parameter):  # hooks have seen every part of it
+                (value,) = self._at_home([parameter], [value])
+                parameter.grad = self._as_gradient(parameter, value)
+                continue
             parameters.append(parameter)
-            values.append(value.view(part.shape))
+            values.append(value)
         values = self._at_home(parameters, values)
         if parameters:
             torch.autograd.backward(parameters, list(map(self._as_gradient, parameters, values)))
@@ -365,5 +408,6 @@ def _check_reduced(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords:
                 raise ValueError(
                     f"{type(optimizer).__name__}: expected gradients that are reduced over replicas, got those of "
                     f"{claim.policy._members[claim.index].name} as micro-batches have left them: call "
-                    "set_requires_all_reduce(model, True) before the last backward of a step"
+                    "set_requires_all_reduce(model, True) before the last backward of a step (of a pipeline: before "
+                    "its schedule's step, which has to call PipelineStage.perform_reduce_grad at its end)"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -163,10 +165,15 @@ class OuterPolicy:
         self._divide_factor = factor
 
     def _everywhere(self, value: Any) -> list[Any]:
-        """Every rank's `value`, of all replicas and ring positions. Collective."""
+        """Every rank's `value`, of all replicas, ring positions and parts of tensor parallelism. Collective."""
         assert self.ring is not None, "set by fully_rotate"
         column = [[value]] if self.replicas is None else self.exchange([value])
-        return [theirs[0] for told in self.ring.exchange(column) for theirs in told]
+        every = [theirs[0] for told in self.ring.exchange(column) for theirs in told]
+        if self.ring.tensor_mesh is None:
+            return every
+        parts: list[Any] = [None] * self.ring.tensor_mesh.size()
+        dist.all_gather_object(parts, every, group=self.ring.tensor_mesh.get_group())
+        return [theirs for part in parts for theirs in part]
 
     @property
     def scale(self) -> float:
@@ -242,6 +249,15 @@ class OuterPolicy:
     def reduce_whole(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
         """The average over replicas, times `scale`, of the gradient of a parameter that every rank holds whole."""
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def left_for_later(self) -> Iterator[None]:
+        """Backwards within, parts of those of a pipeline, hand gradients on as they come, for `reduce`: those of
+        torch.autograd.grad too, which somebody adds to p.grad."""
+        yield
+
+    def reduce(self) -> None:
+        """Reduces what was left for later, unless `requires_all_reduce` is False or a backward has. Collective."""
 
     def restart(self) -> None:
         """Forgets what a backward has left that did not come to its end; at the beginning of a forward."""

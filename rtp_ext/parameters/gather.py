@@ -30,16 +30,12 @@ def gather(
     One flat all-gather; in backward one flat reduction, which averages over the ring; or several, of as many parameters
     each as `reduced_together` says.
     """
-    shards = []
     with lent(parameters):
-        for parameter in parameters:
-            shard = local_shard(parameter)
-            if mp_policy.param_dtype is not None and shard.is_floating_point():
-                shard = shard.to(mp_policy.param_dtype)
-            shards.append(shard)
-        layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, shards, strict=True)]
-        with torch.no_grad():
-            every = _gather_flat(ring, layouts, shards)
+        shards = [local_shard(parameter) for parameter in parameters]
+        with torch.no_grad():  # what travels; the gradients of the shards are in their own dtype
+            cast = [_cast(shard, mp_policy.param_dtype) for shard in shards]
+            layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, cast, strict=True)]
+            every = _gather_flat(ring, layouts, cast)
     gathered: list[torch.Tensor] = []
     for count in reduced_together or [len(parameters)]:
         these = slice(len(gathered), len(gathered) + count)
@@ -47,6 +43,10 @@ def gather(
     for parameter, whole in zip(parameters, gathered, strict=True):
         share_version(whole, parameter)  # a backward that needs it notices that the parameter was written since
     return gathered
+
+
+def _cast(shard: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return shard if dtype is None or not shard.is_floating_point() else shard.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _Gather(torch.autograd.Function):
         *shards: torch.Tensor,
     ):
         ctx.ring, ctx.layouts, ctx.reduce_dtype = ring, layouts, reduce_dtype
-        ctx.dtypes = [shard.dtype for shard in shards]
+        ctx.dtypes, ctx.computed = [shard.dtype for shard in shards], [tensor.dtype for tensor in whole]
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
         # A frozen parameter stays one, whoever is gathered along with it: activation checkpointing compares what
         # autograd saves in the forward and in the recomputation, where other parameters come along.
@@ -123,7 +123,7 @@ class _Gather(torch.autograd.Function):
         reduced = [i for i, needed in enumerate(wanted(ctx)[4:]) if needed]
         result: list[torch.Tensor | None] = [None] * len(layouts)
         if reduced:
-            double = any(ctx.dtypes[i] == torch.float64 for i in reduced)
+            double = any(ctx.computed[i] == torch.float64 for i in reduced)
             dtype = ctx.reduce_dtype or (torch.float64 if double else torch.float32)
             counts = [math.prod(layouts[i].shape) for i in reduced]
             flat = torch.zeros(sum(counts) + len(reduced), dtype=dtype, device=ring.device)

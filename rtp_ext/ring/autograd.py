@@ -93,7 +93,16 @@ def _will_be_executed(node: Any) -> bool:
 
 def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
     """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
-    that belongs to another rank refused."""
+    that belongs to another rank refused. Raises ValueError where an equal mesh stands for something else: what becomes
+    of a gradient is known by its mesh alone."""
+    known = followed.get(mesh, (replicas, tensor))
+    if known != (replicas, tensor):
+        what = ["tensor parallelism" if cut else "replicas" for _, cut in (known, (replicas, tensor))]
+        raise ValueError(
+            "fully_rotate: expected one meaning for each dimension of a mesh, got "
+            f"{mesh.mesh_dim_names} with {what[0]} in another model and with {what[1]} in this one, over the same "
+            "ranks: give the dimension another name for one of the two (init_device_mesh(..., mesh_dim_names=...))"
+        )
     if not followed:
         register_optimizer_step_pre_hook(_check_state)
         register_optimizer_step_post_hook(_count_writes)
@@ -258,9 +267,12 @@ def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
 def read_within(ctx: Any, parameter: torch.Tensor) -> bool:
     """Whether the backward that runs hands on the gradient of a parameter to somebody: the user, who asked for it with
     torch.autograd.grad, a graph of this backward, or a hook."""
-    hooks: Any = parameter
-    seen = bool(ctx.create_graph or hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
-    return seen or not accumulates(ctx.next_functions[0][0])
+    return ctx.create_graph or hooked(parameter) or not accumulates(ctx.next_functions[0][0])
+
+
+def hooked(parameter: Any) -> bool:
+    """Whether a hook sees the gradient of a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def accumulates(node: Any) -> bool:

@@ -1,0 +1,70 @@
+"""Stages of torch.distributed.pipelining whose models have replicas: one reduction at the end of a step.
+
+A stage runs a backward for every micro-batch; of zero-bubble schedules one for its inputs and, later, one for each set
+of parameters, by torch.autograd.grad, which fires no hooks. Every schedule ends with `perform_reduce_grad` of its
+stages, where torch has FSDP reduce gradients: policies of rtp_ext.outer do it there as well, and leave them alone
+before, but for a backward that is the last of a stage and whole, under which they reduce as under any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from rtp_ext._native import RotationError
+from rtp_ext.outer.policy import OuterPolicy
+from rtp_ext.ring.autograd import CLAIM
+
+_OURS = "_rtp_reduces"  # attribute of methods that have been replaced
+
+
+def follow_pipelines() -> None:
+    """Has stages reduce as described, once torch.distributed.pipelining is imported."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    if module is None:
+        return
+    base = getattr(module, "_PipelineStageBase", None)
+    for name, replace in (("backward_maybe_with_nosync", _leaving), ("perform_reduce_grad", _reducing)):
+        stock = getattr(base, name, None)
+        if stock is None:
+            raise RotationError(
+                f"this torch has pipelines without _PipelineStageBase.{name}, where gradients are left for, or reduced "
+                "at, the end of a step: expected one of torch 2.11 to 2.14 for a model with replicas"
+            )
+        if not hasattr(stock, _OURS):
+            replaced = replace(stock)
+            setattr(replaced, _OURS, True)
+            setattr(base, name, replaced)
+
+
+def _policies(model: nn.Module) -> list[OuterPolicy]:
+    """Those of a stage, which may consist of several converted models."""
+    claims = (parameter.__dict__.get(CLAIM) for parameter in model.parameters())
+    return list({id(claim.policy): claim.policy for claim in claims if claim is not None}.values())
+
+
+def _leaving(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def backward_maybe_with_nosync(self: Any, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        with contextlib.ExitStack() as stack:
+            if not (last_backward and backward_type == "full"):
+                for policy in _policies(self.submod):
+                    stack.enter_context(policy.left_for_later())
+            return stock(self, backward_type, bwd_kwargs, last_backward=last_backward)
+
+    return backward_maybe_with_nosync
+
+
+def _reducing(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def perform_reduce_grad(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        for policy in _policies(self.submod):
+            policy.reduce()
+        return stock(self, *arguments, **keywords)  # which scales them
+
+    return perform_reduce_grad
