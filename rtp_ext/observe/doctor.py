@@ -164,11 +164,13 @@ def automatic(found: dict[str, tuple[bool, str]]) -> dict[str, str]:
 
 def transports() -> dict[str, tuple[bool, str]]:
     """For each transport, whether it works here, and what it serves or why it does not work."""
-    backends = c10d_backends()
+    backends, memory = c10d_backends(), shm_refusal()
+    groups = None if backends else "this torch has no torch.distributed backend"
     refusals = {
-        "shm": (shm_refusal(), "CPU ranks of one host"),
+        "shm": (memory, "CPU ranks of one host"),
+        "shm+c10d": (memory or groups, "CPU ranks of several hosts, equally many neighbours on each"),
         "c10d": (
-            None if backends else "this torch has no torch.distributed backend",
+            groups,
             f"any backend of torch.distributed; here {', '.join(backends)}",
         ),
         "ce": (ring.ce_refusal() or _access_refusal(), "GPUs of one host, without SMs"),
