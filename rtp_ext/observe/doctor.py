@@ -185,12 +185,15 @@ def automatic(found: dict[str, tuple[bool, str]]) -> dict[str, str]:
 
 def transports() -> dict[str, tuple[bool, str]]:
     """For each transport, whether it works here, and what it serves or why it does not work."""
-    backends = c10d_backends()
+    backends, memory, sockets = c10d_backends(), shm_refusal(), tcp_refusal()
+    groups = None if backends else "this torch has no torch.distributed backend"
     refusals = {
-        "shm": (shm_refusal(), "CPU ranks of one host"),
-        "tcp": (tcp_refusal(), "CPU ranks of any hosts"),
+        "shm": (memory, "CPU ranks of one host"),
+        "shm+tcp": (memory or sockets, "CPU ranks of several hosts, equally many neighbours on each"),
+        "shm+c10d": (memory or groups, "the same"),
+        "tcp": (sockets, "CPU ranks of any hosts"),
         "c10d": (
-            None if backends else "this torch has no torch.distributed backend",
+            groups,
             f"any backend of torch.distributed; here {', '.join(backends)}",
         ),
         "ce": (ring.ce_refusal() or _access_refusal(), "GPUs of one host, without SMs"),

@@ -7,6 +7,7 @@ import rtp_ext
 from rtp_ext import RotationError, _native
 from rtp_ext.functional import rotated_linear, rotated_mlp
 from rtp_ext.ring.hosts import Hosts, find_hosts, levels_refusal
+from rtp_ext.ring.places import Place
 
 PLACES = {
     "aabb": (2, 2, None),
@@ -44,7 +45,7 @@ class Alone:
     rank = 1
 
     def exchange(self, value):
-        return ["another", value, value]
+        return [Place("another", "kernel", "processes"), value, value]
 
 
 def test_containers_and_pretended_hosts_are_hosts(monkeypatch):
@@ -62,13 +63,15 @@ def test_containers_and_pretended_hosts_are_hosts(monkeypatch):
 
     monkeypatch.setattr(_native, "host_id", fail)
     find_hosts(Alone())
-    assert len(set(told)) == 5
-    assert told[-1] == "rank 1 cannot tell: too many open files"
+    assert len({place.memory for place in told}) == 5
+    assert told[-1].kernel == "rank 1 cannot tell: too many open files"
 
 
 def test_this_process_knows_where_it_is():
     assert _native.processes_id().startswith("pid:[")
-    assert "rank" not in find_hosts(Alone()).of and find_hosts(Alone()).of == (0, 1, 1)
+    found = find_hosts(Alone())
+    assert found.of == (0, 1, 1)
+    assert found.apart.startswith("rank 0 on another, ranks 1, 2 on ")
 
 
 def test_an_emulated_ring_of_hosts():
