@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _TorchDispatchModeKey as _Mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -18,6 +19,25 @@ from rtp_ext._native import RotationError, share_version
 from rtp_ext.ring.alike import expect_alike
 from rtp_ext.ring.mesh import followed, home_placements, own_part
 from rtp_ext.ring.offload import kept_of
+
+_MODES = {_Mode.FAKE: "fake tensors", _Mode.PROXY: "make_fx", _Mode.FUNCTIONAL: "functionalisation"}
+
+
+def refuse_transforms(operation: str) -> None:
+    """Raises RuntimeError where what is computed now is traced or transformed: hops cannot be."""
+    found = None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        found = "a transform of torch.func (grad, vjp, jvp, vmap, ...)"
+    elif torch._C._get_tracing_state() is not None:
+        found = "torch.jit.trace"
+    elif torch._C._len_torch_dispatch_stack() > 0:
+        modes = [name for key, name in _MODES.items() if torch._C._get_dispatch_mode(key) is not None]
+        found = modes[0] if modes else None
+    if found is not None:
+        raise RuntimeError(
+            f"{operation}: rtp_ext does not support {found}: shards travel between processes, which nothing can trace "
+            "or transform. Call it eagerly, or through torch.compile, which leaves it out of its graphs"
+        )
 
 
 class _FirstOrder(torch.autograd.Function):

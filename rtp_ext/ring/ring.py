@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP, RotationError
-from rtp_ext.ring.autograd import follow
+from rtp_ext.ring.autograd import follow, refuse_transforms
 from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.gate import Gate, kind_of
 from rtp_ext.ring.hosts import Hosts, find_hosts
@@ -28,7 +28,7 @@ from rtp_ext.ring.prepared import Ledger, Prepared
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Trace, record
 from rtp_ext.ring.routes import choose_ce_modes, choose_hops
-from rtp_ext.ring.surroundings import keep_compilers_out, refuse_transforms
+from rtp_ext.ring.surroundings import keep_compilers_out
 from rtp_ext.ring.transports import (
     NETWORKED,
     ce_refusal,
