@@ -59,7 +59,7 @@ class LayerPlan:
     """How a layer's weights and gradients travel, and why.
 
     Attributes:
-        route: `ring`, `direct` or `gather`.
+        route: `ring`, `direct`, `two-level` or `gather`.
         halves: whether gradients travel in two halves.
         reason: in words.
         seconds: modelled time of one forward and backward by route; empty where nothing was modelled.
