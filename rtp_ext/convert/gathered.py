@@ -198,7 +198,8 @@ def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: Oute
     parallelism have different gradients."""
     if is_averaged(parameter, ring):
         return False
-    reference = weakref.ref(parameter)
+    # what is compared, not the parameter itself: torch swaps tensors only while nobody refers to them
+    compared = types.SimpleNamespace(shape=parameter.shape, device=parameter.device)
 
     @first_order_only
     def average(_: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -210,7 +211,7 @@ def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: Oute
         if outer is not None:
             dense = outer.reduce_whole(dense, name)
         if ring.tensor_mesh is not None and ring.parameter_mesh is not None:
-            expect_alike(reference(), dense, ring.parameter_mesh)
+            expect_alike(compared, dense, ring.parameter_mesh)
         return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
     # Not when the gradient has accumulated: torch.autograd.grad, which zero-bubble pipelines use, accumulates nothing.
