@@ -82,7 +82,8 @@ def report(traces: Sequence[Trace]) -> str:
 def write_chrome(path: str | os.PathLike[str], traces: Sequence[Trace]) -> None:
     """Writes the traces for chrome://tracing or Perfetto: a process for each rank, a thread for each lane and one for
     the passes. Times are microseconds."""
-    threads = ("pass", *LANES)
+    used = {event.lane for trace in traces for event in trace.events}
+    threads = ("pass", *(lane for lane in LANES if lane in used or not lane.startswith("outer")))
     events: list[dict[str, Any]] = []
     for trace in traces:
         name = f"rank {trace.rank}"
