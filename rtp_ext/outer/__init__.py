@@ -4,8 +4,11 @@ A policy is given to `fully_rotate(model, mesh=, dims=RotationDims(ring=..., rep
 """
 
 from rtp_ext.outer.all_reduce import AllReduce
+from rtp_ext.outer.diloco import DiLoCo
+from rtp_ext.outer.gossip import Gossip
+from rtp_ext.outer.local_sgd import LocalSGD
 from rtp_ext.outer.mixing import mixing_matrix
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.zero import ZeroOuter
 
-__all__ = ["AllReduce", "OuterPolicy", "ZeroOuter", "mixing_matrix"]
+__all__ = ["AllReduce", "DiLoCo", "Gossip", "LocalSGD", "OuterPolicy", "ZeroOuter", "mixing_matrix"]

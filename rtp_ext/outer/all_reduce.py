@@ -84,9 +84,7 @@ class AllReduce(OuterPolicy):
 
     def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if self.size == 1:
-            if gradient is None or self.scale == 1.0:
-                return gradient
-            return (unrounded(gradient) * self.scale).to(gradient.dtype)
+            return None if gradient is None else self.scaled(gradient)
         current = self._current()
         if gradient is None:
             return None
