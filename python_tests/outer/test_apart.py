@@ -1,12 +1,16 @@
 """Policies that act after steps: against n workers in one process."""
 
-import functools
+import os
+import time
 
+import pytest
 import torch
+from apart_cases import apart_refusals, checkpoint_cases, counting_cases, property_cases, training_cases
 from harness import Cases, run_ranks
-from reference import assert_same, differs
-from workers import EXACT, STEPS, Replica, Workers, adamw, assert_trained_alike, momentum
+from reference import differs
+from workers import STEPS, Replica, Workers, adamw, assert_trained_alike, momentum
 
+import rtp_ext
 from rtp_ext.outer import DiLoCo, Gossip, LocalSGD, mixing_matrix
 from rtp_ext.outer.diloco import nesterov
 
@@ -144,3 +148,45 @@ def _four(rank, ranks):
 
 def test_against_workers_in_one_process():
     run_ranks(_four, 4)
+
+
+def _two_by_two(rank, ranks, folder):
+    cases = Cases()
+    for part in (property_cases, counting_cases, training_cases, apart_refusals):
+        part(rank, ranks, cases)
+    checkpoint_cases(rank, ranks, cases, folder)
+    cases.finish()
+
+
+def test_two_by_two(tmp_path):
+    run_ranks(_two_by_two, 4, str(tmp_path), timeout=300.0)
+
+
+def _dies(rank, ranks, shape, policy, named):
+    """The last rank does, before a step. The others get an error that names its replica, and no hang."""
+    replica = Replica(rank, shape, policy())
+    if replica.policy.replicas is not None:
+        replica.policy.replicas.grace = 2.0
+    replica.train(1)
+    if rank == ranks - 1:
+        os._exit(1)
+    start = time.monotonic()
+    with pytest.raises(rtp_ext.RotationError, match=named if rank in (0, 1) or shape[1] == 1 else ""):
+        replica.train(3)
+    assert time.monotonic() - start < 25.0, "not by a timeout"
+
+
+def ring_of_four():
+    return Gossip("ring")
+
+
+def average_each():
+    return LocalSGD(1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "policy", "named"),
+    [((4, 1), ring_of_four, "gossip: replica 3 of 4 did not answer"), ((2, 2), average_each, "replica 1 of 2 did not")],
+)
+def test_a_replica_that_dies_is_named(shape, policy, named):
+    run_ranks(_dies, 4, shape, policy, named, lost={3})

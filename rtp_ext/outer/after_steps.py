@@ -389,6 +389,6 @@ def _check_attached(optimizer: Optimizer, arguments: Any, keywords: Any) -> None
 def _rehearses(optimizer: Optimizer, arguments: Any, keywords: Any) -> bool:
     """Whether a step without gradients since the last one is no step: so torch.distributed.checkpoint has optimizers
     make state that a checkpoint is loaded into."""
-    if any(argument is not None for argument in (*arguments, *keywords.values())):
+    if any(argument is not None for argument in (*arguments[1:], *keywords.values())):  # the first is the optimizer
         return False
     return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)

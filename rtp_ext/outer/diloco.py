@@ -70,7 +70,7 @@ class DiLoCo(AfterSteps):
             raise ValueError(f"DiLoCo: expected keep in [0, 1), got {keep}")
         self._factory = nesterov if outer_optimizer is None else outer_optimizer
         self._anchors: nn.Module | None = None  # parameters by name, / for .
-        self._outer: Optimizer | None = None
+        self._outer: list[Optimizer] = []  # by fragment
         self._checked: set[int] = set()  # numbers of trained parameters that were seen to have anchors
         self._parts: list[list[str]] = []  # names by fragment
         self._on_way: tuple[int, list[torch.Tensor], list[Flight]] | None = None  # fragment, what moved, and buckets
@@ -117,17 +117,16 @@ class DiLoCo(AfterSteps):
         for name, parameter in named.items():
             copied = as_gradient(held(parameter).detach().to(wide(parameter.dtype), copy=True), parameter._spec)
             self._anchors.register_parameter(name.replace(".", "/"), nn.Parameter(copied))
-        outer = self._factory(list(self._anchors.parameters()))
+        self._parts = _parted({name: p.numel() for name, p in named.items()}, self.fragments)
+        self._outer = [self._outer_of([self._anchor(name) for name in part]) for part in self._parts]
+
+    def _outer_of(self, anchors: list[nn.Parameter]) -> Optimizer:
+        outer = self._factory(anchors)
         if not isinstance(outer, Optimizer):
             raise TypeError(
                 f"DiLoCo: expected outer_optimizer to make a torch.optim.Optimizer, got a {type(outer).__name__}"
             )
-        self._outer, total, before = outer, sum(p.numel() for p in named.values()), 0
-        self._parts = [[] for _ in range(self.fragments)]
-        for name, parameter in named.items():  # by the middle of each, in elements of the whole parameters
-            place = (before + parameter.numel() / 2) * self.fragments / max(total, 1)
-            self._parts[min(int(place), self.fragments - 1)].append(name)
-            before += parameter.numel()
+        return outer
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -171,15 +170,15 @@ class DiLoCo(AfterSteps):
 
     def _step(self, fragment: int) -> None:
         """The outer step, and the weights that come of it."""
-        assert self._arrived_means is not None and self._outer is not None, "it has arrived"
+        assert self._arrived_means is not None, "it has arrived"
         _, means = self._arrived_means
         self._arrived_means = None
         weights = self._named()
         for name, mean in means.items():
             anchor = self._anchor(name)
             anchor.grad = as_gradient(mean, anchor._spec)
-        self._outer.step()
-        self._outer.zero_grad(set_to_none=True)
+        self._outer[fragment].step()
+        self._outer[fragment].zero_grad(set_to_none=True)
         for name in means:
             weight, anchor = held(weights[name][1]), held(self._anchor(name)).detach()
             if self.keep:
@@ -196,13 +195,12 @@ class DiLoCo(AfterSteps):
     def _own_state(self) -> dict[str, Any]:
         if self._anchors is None or (self._steps == 0 and not self._weights_differ):
             self._make_anchors()
-        assert self._anchors is not None and self._outer is not None, "made"
+        assert self._anchors is not None, "made"
         named = self._named()
         names = [name for name in named if name in self]
-        began = bool(self._outer.state)
+        began = [bool(outer.state) for outer in self._outer]
         state = get_optimizer_state_dict(self._anchors, self._outer)
-        if not began:
-            self._outer.state.clear()
+        self._forget(began)
         own: dict[str, Any] = {
             "anchors": {name: self._anchor(name).detach() for name in names},
             "outer": state,
@@ -220,9 +218,15 @@ class DiLoCo(AfterSteps):
             }
         return own
 
+    def _forget(self, began: list[bool]) -> None:
+        """What torch has made up for outer optimizers that have not stepped."""
+        for outer, real in zip(self._outer, began, strict=True):
+            if not real:
+                outer.state.clear()
+
     def _load_own(self, state: dict[str, Any]) -> None:
         self._make_anchors()
-        assert self._anchors is not None and self._outer is not None, "made"
+        assert self._anchors is not None, "made"
         mine = {name for name in self._named() if name in self}
         if mine != set(state["anchors"]):
             differences = ", ".join(sorted(mine ^ set(state["anchors"]))[:5])
@@ -230,9 +234,22 @@ class DiLoCo(AfterSteps):
         for name, anchor in state["anchors"].items():
             held(self._anchor(name)).copy_(held(anchor))
         set_optimizer_state_dict(self._anchors, self._outer, optim_state_dict=state["outer"])
-        if not state["outer_began"]:
-            self._outer.state.clear()
+        self._forget(state["outer_began"])
         self._on_way = self._arrived_means = None
         if self.delay and state["arrived"] >= 0:
             fragment = state["arrived"]
             self._arrived_means = fragment, {name: held(state["means"][name]).clone() for name in self._parts[fragment]}
+
+
+def _parted(sizes: dict[str, int], fragments: int) -> list[list[str]]:
+    """Names in so many parts, neighbours together, of about equal sizes, none empty: by where the middle of each is."""
+    if len(sizes) < fragments:
+        raise ValueError(f"DiLoCo: expected at most as many fragments as parameters, {len(sizes)}, got {fragments}")
+    parts: list[list[str]] = [[] for _ in range(fragments)]
+    total, before, part = max(sum(sizes.values()), 1), 0, -1
+    for number, (name, size) in enumerate(sizes.items()):
+        middle = int((before + size / 2) * fragments / total)
+        part = min(part + 1, max(part, middle, fragments - (len(sizes) - number)), fragments - 1)
+        parts[part].append(name)
+        before += size
+    return parts
