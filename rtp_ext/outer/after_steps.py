@@ -76,22 +76,6 @@ class AfterSteps(Means):
             if any(p is not None and self._has(p) for p in own) and not any(policy is self for policy in known):
                 module.register_state_dict_pre_hook(_Guard(self))
 
-    def _has(self, parameter: torch.Tensor) -> bool:
-        claim = parameter.__dict__.get(CLAIM)
-        return claim is not None and claim.policy is self
-
-    def _whole(self) -> nn.Module:
-        """The model with all parameters of the policy."""
-        roots = [root for reference in self._roots if (root := reference()) is not None]
-        if not roots:
-            raise ValueError(f"{type(self).__name__}: expected a policy that was given to fully_rotate")
-        return max(roots, key=lambda root: sum(self._has(p) for p in root.parameters()))
-
-    def _named(self) -> dict[str, tuple[int, Any]]:
-        """Number and parameter, by name in the whole model."""
-        named = self._whole().named_parameters()
-        return {name: (p.__dict__[CLAIM].index, p) for name, p in named if self._has(p)}
-
     def _weights(self) -> list[tuple[int, Any]]:
         """Parameters that training has changed, and their numbers, the same on all replicas."""
         return [(index, p) for index, p in sorted(dict(self._claimed()).items()) if index in self._trained]

@@ -136,6 +136,22 @@ class OuterPolicy:
                 if known is not None and known.policy is self:
                     yield known.index, parameter
 
+    def _has(self, parameter: torch.Tensor) -> bool:
+        claim = parameter.__dict__.get(CLAIM)
+        return claim is not None and claim.policy is self
+
+    def _whole(self) -> nn.Module:
+        """The model with all parameters of the policy."""
+        roots = [root for reference in self._roots if (root := reference()) is not None]
+        if not roots:
+            raise ValueError(f"{type(self).__name__}: expected a policy that was given to fully_rotate")
+        return max(roots, key=lambda root: sum(self._has(p) for p in root.parameters()))
+
+    def _named(self) -> dict[str, tuple[int, Any]]:
+        """Number and parameter, by name in the whole model."""
+        named = self._whole().named_parameters()
+        return {name: (p.__dict__[CLAIM].index, p) for name, p in named if self._has(p)}
+
     def __deepcopy__(self, memo: dict) -> OuterPolicy:
         memo[id(self)] = twin = self._anew()  # a copy of a model has the same replicas
         twin.ring, twin.replicas = self.ring, self.replicas
