@@ -58,6 +58,8 @@ class AfterSteps(Means):
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, AfterSteps)
         twin._weights_differ, twin._trained = self._weights_differ, set(self._trained)
+        copied = (memo.get(id(reference())) for reference in self._roots if reference() is not None)
+        twin._roots = [weakref.ref(root) for root in copied if root is not None]
         twin._verified, twin._compared = (self._verified, self._compared) if self._weights_differ else ("", 0)
         return twin
 
@@ -206,6 +208,7 @@ class AfterSteps(Means):
         """
         if not self._weights_differ and not self._states_differ:
             return
+        self._whole()  # or raises
         with torch.inference_mode(False), torch.no_grad():
             self._arrive()
             self._apply()
