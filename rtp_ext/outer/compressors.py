@@ -310,7 +310,7 @@ class EF21(_Around):
         self._keep(inner, memory)
         memory["estimate"] = memory["estimate"] + own
         memory["mean"] = memory["mean"] + mean
-        return memory["mean"], memory["estimate"]
+        return memory["mean"].clone(), memory["estimate"]  # a gradient, which clipping writes to
 
 
 class Neolithic(_Around):
