@@ -22,14 +22,6 @@ def mean(workers):
     workers.mix(mixing_matrix("complete", workers.replicas))
 
 
-def every(period, act, first=0):
-    def acts(workers):
-        if workers.step > first and (workers.step - first) % period == 0:
-            act(workers)
-
-    return acts
-
-
 def local_sgd(period, warmup=0):
     def act(workers):
         if workers.step <= warmup or (workers.step - warmup) % period == 0:

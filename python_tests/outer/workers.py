@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from reference import assert_same, full
 from replica_models import Tiny, batch_loss, replicated
@@ -107,7 +105,3 @@ def assert_trained_alike(replica, workers, what, tolerance=EXACT):
     named = workers.models[replica.number].named_parameters()
     for (name, expected), found in zip(named, replica.model.parameters(), strict=True):
         assert_same(full(found.detach()), expected, tolerance, f"{what}: {name}")
-
-
-def plain_copy(workers):
-    return copy.deepcopy(workers)
