@@ -200,8 +200,8 @@ def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Ring | RingMesh) 
     if tensor is not None and not policy.allows_tensor_parallel:
         raise ValueError(
             f"fully_rotate: {type(policy).__name__} cannot be combined with tensor parallelism (over "
-            f"{tensor.mesh_dim_names}), whose parts it does not cut over replicas: expected outer=outer.AllReduce(), "
-            "or a model that parallelize_module has not cut"
+            f"{tensor.mesh_dim_names}), of whose parts it knows nothing: expected outer=outer.AllReduce(), or a model "
+            "that parallelize_module has not cut"
         )
     return policy
 

@@ -24,6 +24,7 @@ and what else has arrived, and then send the rest: whatever a replica does or do
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,8 @@ import torch
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from rtp_ext.outer.compression import Compression
+from rtp_ext.outer.compressors import Compressor
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight, Order, Pass, Told, bucketed
 from rtp_ext.parameters.sharding import held
@@ -50,11 +53,15 @@ class AllReduce(OuterPolicy):
     buckets. What is new is held until the backward ends, beside the p.grad that it is added to.
 
     Args:
+        compressor: one of TopK, RandomK, Sign, Quantize, PowerSGD, EF21, Neolithic: what travels in the place of the
+            gradients, in as many rounds as it takes; of each parameter on its own. What compressors keep is in
+            `state_dict`. Gradients of parameters that every rank holds whole travel as they are.
         bucket_bytes: how much travels at once at most, unless one shard is larger.
     """
 
-    def __init__(self, bucket_bytes: int = BUCKET) -> None:
+    def __init__(self, compressor: Compressor | None = None, *, bucket_bytes: int = BUCKET) -> None:
         super().__init__()
+        self._compression = None if compressor is None else Compression(compressor)
         if bucket_bytes < 1:
             raise ValueError(f"AllReduce: expected bucket_bytes >= 1, got {bucket_bytes}")
         self.bucket_bytes = bucket_bytes
@@ -82,16 +89,39 @@ class AllReduce(OuterPolicy):
         return twin
 
     def bytes_sent(self) -> int:
-        """2 (K - 1) / K of what was reduced, as a ring all-reduce sends it; without the few bytes of bookkeeping."""
-        return 2 * (self.size - 1) * self._reduced_bytes // self.size
+        """2 (K - 1) / K of what was reduced, as a ring all-reduce sends it, and K - 1 times the payloads that were
+        gathered; without the few bytes of bookkeeping."""
+        summed, gathered = self._reduced_bytes, 0
+        if self._compression is not None:
+            summed, gathered = summed + self._compression.summed_bytes, self._compression.gathered_bytes
+        return 2 * (self.size - 1) * summed // self.size + (self.size - 1) * gathered
+
+    def _anew(self) -> OuterPolicy:
+        return type(self)() if self._compression is None else AllReduce(copy.deepcopy(self._compression.compressor))
+
+    def verify(self) -> None:
+        if self._compression is not None and self._verified != self.fingerprint():
+            told = self.exchange((repr(self._compression.compressor),))
+            if any(theirs != told[0] for theirs in told):
+                raise ValueError(f"replicas disagree on the compressor: got {', '.join(one[0] for one in told)}")
+        super().verify()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What compressors keep of each parameter, of every rank its own; empty without one."""
+        if self._compression is None or self.size == 1:
+            return {}
+        return self._compression.state_dict(self._named(), self._members)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._compression is None or self.size == 1:
+            return super().load_state_dict(state)
+        self._compression.load_state_dict(state, self._named(), self._members)
 
     # -- in backward ---------------------------------------------------------------------------------------------------
 
     def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if self.size == 1:
-            if gradient is None or self.scale == 1.0:
-                return gradient
-            return (unrounded(gradient) * self.scale).to(gradient.dtype)
+            return None if gradient is None else self.scaled(gradient)
         current = None if self._later else self._current()
         if gradient is None:
             return None
@@ -263,12 +293,17 @@ class AllReduce(OuterPolicy):
 
     def _begin(self, flat: torch.Tensor, bucket: tuple[int, ...]) -> Flight:
         assert self.replicas is not None, "one replica sends nothing"
+        if self._compression is not None:
+            members = [(index, self._members[index]) for index in bucket]
+            return Flight(self._compression.begin(self.replicas, flat, members), flat, flat, bucket)
         self._reduced_bytes += flat.nbytes
         return Flight(self.replicas.begin_sum(flat), flat, flat, bucket)
 
     def _land(self, flight: Flight) -> Sequence[torch.Tensor]:
         """Waits for a bucket: the mean of each gradient, flat."""
         assert self.replicas is not None, "one replica sends nothing"
+        if self._compression is not None:
+            return self._compression.end(self.replicas, flight.work)
         self.replicas.end_sum(flight.work)
         return flight.flat.div_(self.size).split([self._members[index].numel for index in flight.indices])
 
@@ -276,7 +311,10 @@ class AllReduce(OuterPolicy):
         """The mean over replicas of one gradient, waited for. Collective."""
         assert self.replicas is not None, "one replica reduces nothing"
         self._meet(self._current(), f"the gradient of {self._members[index].name}")
-        return self._mean(value, self._members[index].wire)
+        if self._compression is None or not value.numel():
+            return self._mean(value, self._members[index].wire)
+        (mean,) = self._land(self._begin(self._pack((index,), [value]), (index,)))
+        return mean.view(value.shape).to(value.dtype)
 
     def _mean(self, value: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
         assert self.replicas is not None, "one replica reduces nothing"

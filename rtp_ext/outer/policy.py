@@ -22,7 +22,7 @@ from rtp_ext.outer.replicas import Replicas
 from rtp_ext.parameters.pieces import home_shape, is_piece
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import CLAIM
+from rtp_ext.ring.autograd import CLAIM, unrounded
 
 logger = logging.getLogger("rtp_ext")
 
@@ -79,6 +79,9 @@ class OuterPolicy:
         requires_all_reduce: see rtp_ext.set_requires_all_reduce.
     """
 
+    replicas_type = Replicas
+    acts_alone = False  # whether it has something to do where there is one ring
+
     def __init__(self) -> None:
         self.ring: Ring | None = None
         self.replicas: Replicas | None = None  # None: there is one ring
@@ -103,11 +106,11 @@ class OuterPolicy:
             )
         self.ring = ring
         if ring.replicas > 1:
-            self.replicas = Replicas(ring)
+            self.replicas = self.replicas_type(ring)
 
     def claim(self, root: nn.Module, reduce_dtype: torch.dtype | None) -> None:
         """Makes the sharded parameters of a model the policy's. Those that it has keep their `reduce_dtype`."""
-        if self.size == 1 and self._divide_factor is None:
+        if self.size == 1 and self._divide_factor is None and not self.acts_alone:
             return  # their gradients are right as they come home
         self._fingerprint = None
         if not any(reference() is root for reference in self._roots):
@@ -139,12 +142,32 @@ class OuterPolicy:
                 if known is not None and known.policy is self:
                     yield known.index, parameter
 
+    def _has(self, parameter: torch.Tensor) -> bool:
+        claim = parameter.__dict__.get(CLAIM)
+        return claim is not None and claim.policy is self
+
+    def _whole(self) -> nn.Module:
+        """The model with all parameters of the policy."""
+        roots = [root for reference in self._roots if (root := reference()) is not None]
+        if not roots:
+            raise ValueError(f"{type(self).__name__}: expected a policy that was given to fully_rotate")
+        return max(roots, key=lambda root: sum(self._has(p) for p in root.parameters()))
+
+    def _named(self) -> dict[str, tuple[int, Any]]:
+        """Number and parameter, by name in the whole model."""
+        named = self._whole().named_parameters()
+        return {name: (p.__dict__[CLAIM].index, p) for name, p in named if self._has(p)}
+
     def __deepcopy__(self, memo: dict) -> OuterPolicy:
-        memo[id(self)] = twin = type(self)()  # a copy of a model has the same replicas
+        memo[id(self)] = twin = self._anew()  # a copy of a model has the same replicas
         twin.ring, twin.replicas = self.ring, self.replicas
         twin._members = [dataclasses.replace(member) for member in self._members]
         twin.requires_all_reduce, twin._divide_factor = self.requires_all_reduce, self._divide_factor
         return twin
+
+    def _anew(self) -> OuterPolicy:
+        """A policy with the same settings."""
+        return type(self)()
 
     # -- settings ----------------------------------------------------------------------------------------------------
 
@@ -181,6 +204,10 @@ class OuterPolicy:
         assert self.ring is not None, "set by fully_rotate"
         ranks = self.ring.size * self.size
         return 1.0 if self._divide_factor is None else ranks / self._divide_factor
+
+    def scaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient times `scale`, in its dtype."""
+        return gradient if self.scale == 1.0 else (unrounded(gradient) * self.scale).to(gradient.dtype)
 
     # -- what replicas compare ---------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.ring import Ring
-from rtp_ext.ring.groups import Groups
+from rtp_ext.ring.groups import Groups, _all_gather_single
 
 # torch 2.14 renamed it
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -66,6 +66,12 @@ class Replicas(Groups):
         self.check_alive("replicas")
         row = torch.empty_like(values[0])
         return _reduce_scatter_single(row, values.view(-1), group=self._collective, async_op=True), row
+
+    def begin_gather(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Starts to gather `mine` [n] of every replica. Returns what `end_sum` waits for, and what arrives, [K, n]."""
+        self.check_alive("replicas")
+        rows = mine.new_empty(self.size, mine.numel())
+        return _all_gather_single(rows.view(-1), mine, group=self._collective, async_op=True), rows
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
         """[n] of every replica, as [K, n]. Collective."""

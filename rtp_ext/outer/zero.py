@@ -81,7 +81,7 @@ class ZeroOuter(AllReduce):
     allows_tensor_parallel = False
 
     def __init__(self, bucket_bytes: int = BUCKET) -> None:
-        super().__init__(bucket_bytes)
+        super().__init__(bucket_bytes=bucket_bytes)
         self._homes: dict[int, _Home] = {}  # by number
         self._dims: dict[int, int | None] = {}  # by number: what pieces are cut along; None: there are none
         self._in_forward = False

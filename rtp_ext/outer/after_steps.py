@@ -1,0 +1,381 @@
+"""Policies by which replicas train apart and act together after steps of the optimizer.
+
+Gradients stay those of a replica: the mean over its ring. So do their norms: the norm of a DTensor that lies as
+Replicate() over the replicas is one of the ring alone, so that clip_grad_norm_ clips every replica by the norm of its
+own gradients, as n workers would. After each step the policy does with the shards what the algorithm does with whole
+models. Mixing over replicas commutes with cutting over a ring: what happens to a shard is what would happen to that
+part of the model.
+
+Replicas differ from then on. A plain state dict would be saved as a mixture of them, so that state dicts of the model
+and of the optimizer are refused until `average()` has made them one; the policy's own has a layer for each replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from rtp_ext.outer.layered import flattened, layered, own_layer
+from rtp_ext.outer.means import Means, written
+from rtp_ext.parameters.sharding import held
+from rtp_ext.ring.autograd import CLAIM
+
+
+class AfterSteps(Means):
+    """Replicas train apart, each on its own gradients, and act together after steps of the optimizer.
+
+    `attach` tells of the optimizer. What a model has beyond its parameters and the optimizer's state (buffers,
+    schedules) stays every rank's own.
+    """
+
+    allows_tensor_parallel = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._optimizers: list[Optimizer] = []
+        self._handles: list[Any] = []
+        self._stepped: set[int] = set()  # optimizers of which the others have to follow
+        self._rehearsing = False
+        self._arrived = False  # gradients, since the last step
+        self._trained: set[int] = set()  # numbers of parameters that a step may have changed
+        self._weights_differ = self._states_differ = False  # between replicas, or they may
+        self._own_state_dict = False
+        _refuse_unattached()
+
+    def __deepcopy__(self, memo: dict) -> AfterSteps:
+        """Of a copy of a model: without an optimizer, from step 0."""
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, AfterSteps)
+        twin._weights_differ, twin._trained = self._weights_differ, set(self._trained)
+        copied = (memo.get(id(reference())) for reference in self._roots if reference() is not None)
+        twin._roots = [weakref.ref(root) for root in copied if root is not None]
+        twin._verified, twin._compared = (self._verified, self._compared) if self._weights_differ else ("", 0)
+        return twin
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    @property
+    def acts(self) -> bool:
+        """Whether there is anything to do."""
+        return self.size > 1 or self.acts_alone
+
+    def claim(self, root: nn.Module, reduce_dtype: torch.dtype | None) -> None:
+        super().claim(root, reduce_dtype)
+        for module in root.modules() if self.size > 1 else ():
+            own = module._parameters.values()
+            known = (getattr(hook, "policy", None) for hook in module._state_dict_pre_hooks.values())
+            if any(p is not None and self._has(p) for p in own) and not any(policy is self for policy in known):
+                module.register_state_dict_pre_hook(_Guard(self))
+
+    def _weights(self) -> list[tuple[int, Any]]:
+        """Parameters that training has changed, and their numbers, the same on all replicas."""
+        return [(index, p) for index, p in sorted(dict(self._claimed()).items()) if index in self._trained]
+
+    def begin_forward(self) -> None:
+        if self.acts and self._arrived and not self._optimizers and torch.is_grad_enabled():
+            raise ValueError(
+                f"{self!r} acts after steps of the optimizer, of which it has not been told: expected "
+                "outer_of(model).attach(optimizer) before the second forward that trains"
+            )
+
+    def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self._arrived = True
+        return None if gradient is None else self.scaled(gradient)
+
+    def reduce_whole(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
+        if self.acts:
+            raise ValueError(
+                f"{name} is held whole by every rank, outside of what {self!r} keeps together: expected a parameter "
+                "that was in the model, or a part that fully_rotate has converted, when it was converted"
+            )
+        return gradient.mul_(self.scale)
+
+    # -- the optimizer -------------------------------------------------------------------------------------------------
+
+    def attach(self, *optimizers: Optimizer) -> None:
+        """Has the policy act after every step of the model's optimizer; of several, after each has stepped once.
+
+        In the place of those that were attached before. Raises TypeError for what is no torch.optim.Optimizer, and
+        ValueError for one that has none of the model's parameters.
+        """
+        if self.ring is None:
+            raise ValueError(f"{self!r}: expected fully_rotate(..., outer=this policy) before attach")
+        if not optimizers:
+            raise TypeError(f"{self!r}: expected an optimizer to attach to, got none")
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(f"{self!r}: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}")
+            if self.acts and not any(self._has(p) for group in optimizer.param_groups for p in group["params"]):
+                raise ValueError(
+                    f"{self!r}: expected an optimizer of the parameters of the model that the policy was given to, got "
+                    f"a {type(optimizer).__name__} that has none of them: build it after fully_rotate"
+                )
+        for handle in self._handles:
+            handle.remove()
+        self._optimizers, self._stepped = list(optimizers), set()
+        self._handles = []
+        for optimizer in optimizers if self.acts else ():
+            self._handles += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            ]
+
+    def _before_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        self._rehearsing = not self._arrived and _rehearses(optimizer, arguments, keywords)
+        if self._rehearsing:
+            return
+        if id(optimizer) in self._stepped:
+            raise ValueError(
+                f"{self!r} is attached to {len(self._optimizers)} optimizers: expected each to step once before any "
+                f"steps again, got a second step of a {type(optimizer).__name__}"
+            )
+        if self.replicas is not None and self._verified != self.fingerprint():
+            told = self.exchange((repr(self),))
+            if any(theirs != told[0] for theirs in told):
+                raise ValueError(f"replicas disagree on the policy: got {', '.join(theirs[0] for theirs in told)}")
+            self.verify()
+        self._trained |= {index for index, p in self._claimed() if p.requires_grad and p.is_floating_point()}
+        if self._steps == 0 and not self._stepped:
+            with torch.inference_mode(False), torch.no_grad():
+                self._start()
+
+    def _after_step(self, optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
+        if self._rehearsing:
+            return
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) < len(self._optimizers):
+            return
+        self._stepped.clear()
+        self._arrived = False
+        self._steps += 1
+        self._weights_differ = self._states_differ = self.size > 1
+        with torch.inference_mode(False), torch.no_grad():
+            self._act()
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        cut = (isinstance(value, DTensor) for state in optimizer.state.values() for value in state.values())
+        if self._states_differ and not self._own_state_dict and any(cut):
+            raise ValueError(_mixture(f"state_dict of {type(optimizer).__name__}", self))
+
+    # -- what a policy does --------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """The first step is about to be taken, with the same weights on all replicas."""
+
+    def _act(self) -> None:
+        """A step, number `_steps`, has been taken. Collective over all ranks."""
+        raise NotImplementedError
+
+    def _arrive(self) -> None:
+        """Waits for what is on its way, and keeps it for when it is due. Collective."""
+
+    def _apply(self) -> None:
+        """Puts what has arrived in its place, before its time."""
+
+    def _own_state(self) -> dict[str, Any]:
+        """What a checkpoint needs beyond weights, optimizer and number of steps."""
+        return {}
+
+    def _load_own(self, state: dict[str, Any]) -> None:
+        """Takes what `_own_state` gave."""
+
+    # -- all replicas alike --------------------------------------------------------------------------------------------
+
+    def _average_weights(self) -> None:
+        if self.size > 1:
+            weights = [parameter for _, parameter in self._weights()]
+            self._average([held(weight) for weight in weights])
+            written(weights)
+        self._weights_differ = False
+
+    def average(self) -> None:
+        """Gives all replicas the mean of their weights, and of what optimizers keep of each: from here on plain state
+        dicts are right, until the next step. Collective.
+
+        Raises ValueError where optimizers keep state of a parameter on some replicas only.
+        """
+        if not self._weights_differ and not self._states_differ:
+            return
+        self._whole()  # or raises
+        with torch.inference_mode(False), torch.no_grad():
+            self._arrive()
+            self._apply()
+            self._meet("average()")
+            self._average_weights()
+            self._average([held(value) for value in self._optimizer_state().values()])
+        self._states_differ = False
+
+    def _optimizer_state(self) -> dict[tuple[int, str], DTensor]:
+        """What optimizers keep of the shards of parameters, by number and key. Collective."""
+        found: dict[tuple[int, str], DTensor] = {}
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items() if self._has(parameter) else ():
+                    if isinstance(value, DTensor) and value.is_floating_point():
+                        found[parameter.__dict__[CLAIM].index, key] = value
+        found = dict(sorted(found.items()))
+        told = self.exchange(tuple(found))
+        for index, key in sorted({one for theirs in told for one in theirs}):
+            have = [replica for replica, theirs in enumerate(told) if (index, key) in theirs]
+            if len(have) < self.size:
+                raise ValueError(
+                    f"average: expected state {key} of {self._members[index].name} in the optimizers of all replicas, "
+                    f"or of none, got it in replicas {have}: the others have not used that parameter yet"
+                )
+        return found
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What training needs to go on: weights and the optimizer's state, with a layer for each replica, and what the
+        policy keeps. For torch.distributed.checkpoint: shares memory with the model. Collective.
+
+        Raises ValueError before `attach`. Empty where there is one replica and nothing to do.
+        """
+        if not self.acts:
+            return {}
+        self._expect_attached("state_dict")
+        with torch.inference_mode(False), torch.no_grad():
+            self._arrive()
+            named = self._named()
+            with self._as_its_own():
+                began = [bool(optimizer.state) for optimizer in self._optimizers]
+                optimizer_state = self._optimizer_state_dict()
+                for optimizer, had_any in zip(self._optimizers, began, strict=True):
+                    if not had_any:  # torch has made some up, for a checkpoint to be loaded into
+                        optimizer.state.clear()
+            return {
+                "policy": type(self).__name__,
+                "steps": self._steps,
+                "trained": [name for name, (index, _) in named.items() if index in self._trained],
+                "differ": [self._weights_differ, self._states_differ],
+                "began": began,
+                "parameters": {name: layered(parameter) for name, (_, parameter) in named.items()},
+                "optimizer": tree_map_only(DTensor, layered, optimizer_state),
+                **self._own_state(),
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave, of as many replicas. Raises ValueError for anything else. Collective."""
+        if not self.acts:
+            return super().load_state_dict(state)
+        self._expect_attached("load_state_dict")
+        if state.get("policy") != type(self).__name__:
+            raise ValueError(
+                f"{self!r}: expected the state of a {type(self).__name__}, got one of {state.get('policy')!r}"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            self._arrive()
+            named, given = self._named(), state["parameters"]
+            if given.keys() != named.keys():
+                differences = ", ".join(sorted(given.keys() ^ named.keys())[:5])
+                raise ValueError(f"{self!r}: expected a state of the same parameters, got differences in {differences}")
+            layers = {name: own_layer(given[name], p, f"load_state_dict of {name}") for name, (_, p) in named.items()}
+            for name, (_, parameter) in named.items():
+                held(parameter).copy_(layers[name])
+            written([parameter for _, parameter in named.values()])
+            with self._as_its_own():
+                root, own = self._whole(), tree_map_only(DTensor, flattened, state["optimizer"])
+                set_optimizer_state_dict(root, self._optimizers, optim_state_dict=own)
+            for optimizer, began in zip(self._optimizers, state["began"], strict=True):
+                if not began:
+                    optimizer.state.clear()
+            self._steps = state["steps"]
+            self._trained = {named[name][0] for name in state["trained"]}
+            self._weights_differ, self._states_differ = state["differ"]
+            self._verified, self._compared = self.fingerprint(), len(self._members)
+            self._arrived, self._stepped = False, set()
+            self._load_own(state)
+
+    def _optimizer_state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self._whole(), self._optimizers)  # type: ignore[return-value]
+
+    def _expect_attached(self, what: str) -> None:
+        if not self._optimizers:
+            raise ValueError(f"{self!r}: expected attach(optimizer) before {what}, which is of the optimizer too")
+
+    @contextlib.contextmanager
+    def _as_its_own(self) -> Iterator[None]:
+        """State dicts are the policy's own."""
+        before, self._own_state_dict = self._own_state_dict, True
+        try:
+            yield
+        finally:
+            self._own_state_dict = before
+
+
+def _mixture(what: str, policy: AfterSteps) -> str:
+    return (
+        f"{what}: replicas differ under {policy!r}, and a checkpoint would hold a mixture of them: expected "
+        "outer_of(model).average() before, or outer_of(model).state_dict() in its place, which has a layer for each"
+    )
+
+
+class _Guard:
+    """Refuses state dicts of a module of which replicas have different weights. A copy is for the copy's policy."""
+
+    def __init__(self, policy: AfterSteps | None) -> None:
+        self._reference = None if policy is None else weakref.ref(policy)
+
+    @property
+    def policy(self) -> AfterSteps | None:
+        return None if self._reference is None else self._reference()
+
+    def __call__(self, module: nn.Module, prefix: str, *_: Any) -> None:
+        policy = self.policy
+        if policy is not None and policy._weights_differ and not policy._own_state_dict:
+            raise ValueError(_mixture(f"state_dict of {prefix}{type(module).__name__}", policy))
+
+    def __deepcopy__(self, memo: dict) -> _Guard:
+        return _Guard(copy.deepcopy(self.policy, memo))
+
+    def __reduce__(self) -> Any:
+        return _Guard, (None,)
+
+
+# -- optimizers that nobody told of ------------------------------------------------------------------------------------
+
+_watching: list[Any] = []  # the handle of the hook
+
+
+def _refuse_unattached() -> None:
+    """Has optimizers refuse to step on parameters of a policy that does not know of them."""
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_check_attached))
+
+
+def _check_attached(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            claim = parameter.__dict__.get(CLAIM)
+            policy = None if claim is None else claim.policy
+            if not isinstance(policy, AfterSteps) or not policy.acts:
+                continue
+            if any(known is optimizer for known in policy._optimizers):
+                continue
+            if not policy._arrived and _rehearses(optimizer, arguments, keywords):
+                return
+            raise ValueError(
+                f"{type(optimizer).__name__}: expected an optimizer that {policy!r} knows of, which acts after its "
+                "steps: call outer_of(model).attach(optimizer) before"
+            )
+
+
+def _rehearses(optimizer: Optimizer, arguments: Any, keywords: Any) -> bool:
+    """Whether a step without gradients since the last one is no step: so torch.distributed.checkpoint has optimizers
+    make state that a checkpoint is loaded into."""
+    if any(argument is not None for argument in (*arguments[1:], *keywords.values())):  # the first is the optimizer
+        return False
+    return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)

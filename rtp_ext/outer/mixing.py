@@ -1,0 +1,83 @@
+"""Who mixes with whom in gossip: doubly stochastic matrices over the replicas."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+TOPOLOGIES = ("one-peer", "exponential", "ring", "grid", "complete")
+
+
+def mixing_matrix(topology: str, n: int, step: int = 0) -> torch.Tensor:
+    """W [n, n] in float64: replica i takes the sum over j of W[i, j] times what j has. Rows and columns sum to 1.
+
+    Topologies:
+        ring: one third each of itself and its two neighbours (two replicas: one half).
+        grid: the neighbours above, below, left and right in the most square arrangement of n, without wrapping around;
+            Metropolis weights.
+        exponential: the replicas 1, 2, 4, ... further on, in equal parts.
+        one-peer: one of those after the other, at step 0, 1, ..., one half each. log2(n) steps give the exact mean, for
+            which n has to be a power of two.
+        complete: the mean.
+
+    `step`: of one-peer; the others are the same at every step.
+
+    Raises ValueError for an unknown topology, n < 1, and one-peer with an n that is no power of two.
+    Source: Ying et al., Exponential graph is provably efficient for decentralized deep training (arXiv 2110.13363).
+    """
+    check_topology(topology, n)
+    if topology == "complete":
+        return torch.full((n, n), 1.0 / n, dtype=torch.float64)
+    if topology == "grid":
+        return _grid(n)
+    if topology == "ring":
+        return _circulant(n, sorted({0, 1, n - 1} - {n}))
+    hops = [1 << power for power in range((n - 1).bit_length())]
+    if topology == "exponential":
+        return _circulant(n, [0, *hops])
+    return _circulant(n, [0, hops[step % len(hops)]] if hops else [0])
+
+
+def check_topology(topology: str, n: int) -> None:
+    """Raises what `mixing_matrix` does."""
+    if topology not in TOPOLOGIES:
+        raise ValueError(f"expected a topology of {', '.join(TOPOLOGIES)}, got {topology!r}")
+    if n < 1:
+        raise ValueError(f"expected at least one replica, got {n}")
+    if topology == "one-peer" and n & (n - 1):
+        below = 1 << (n.bit_length() - 1)
+        others = ", ".join(repr(name) for name in TOPOLOGIES if name != topology)
+        raise ValueError(
+            f"topology 'one-peer' reaches the mean of a power of two replicas only: expected {below} or {2 * below}, "
+            f"got {n}; for {n} take one of {others}"
+        )
+
+
+def _circulant(n: int, hops: list[int]) -> torch.Tensor:
+    """Every replica takes equal parts of those `hops` further on, of which 0 is itself."""
+    matrix = torch.zeros(n, n, dtype=torch.float64)
+    for replica in range(n):
+        for hop in hops:
+            matrix[replica, (replica + hop) % n] += 1.0 / len(hops)
+    return matrix
+
+
+def _grid(n: int) -> torch.Tensor:
+    rows = next(count for count in range(math.isqrt(n), 0, -1) if n % count == 0)
+    columns = n // rows
+    neighbours = [
+        [
+            (row + down) * columns + column + right
+            for down, right in ((-1, 0), (1, 0), (0, -1), (0, 1))
+            if 0 <= row + down < rows and 0 <= column + right < columns
+        ]
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    matrix = torch.zeros(n, n, dtype=torch.float64)
+    for replica, others in enumerate(neighbours):
+        for other in others:
+            matrix[replica, other] = 1.0 / (1 + max(len(others), len(neighbours[other])))
+        matrix[replica, replica] = 1.0 - matrix[replica].sum()
+    return matrix
