@@ -21,7 +21,7 @@ from shared.hosts import Hosts, Links, NoHosts, bits_per_second, lives, refusal
 from shared.launch import launch
 
 from rtp_ext.host import cores
-from rtp_ext.ring.places import Place, describe
+from rtp_ext.ring.links.places import Place, describe
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNER = str(ROOT / "benchmarks" / "hosts.py")

@@ -13,7 +13,7 @@ from workers import EXACT, STEPS, Replica, Workers, adamw, momentum
 
 import rtp_ext
 from rtp_ext.outer import DiLoCo, Gossip, LocalSGD, mixing_matrix
-from rtp_ext.outer.diloco import nesterov
+from rtp_ext.outer.apart.diloco import nesterov
 
 # -- what the algorithms are, on whole models --------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ import torch
 import rtp_ext
 from rtp_ext import RotationError, _native
 from rtp_ext.functional import rotated_linear, rotated_mlp
-from rtp_ext.ring.hosts import Hosts, find_hosts, levels_refusal
-from rtp_ext.ring.places import Place
+from rtp_ext.ring.links.hosts import Hosts, find_hosts, levels_refusal
+from rtp_ext.ring.links.places import Place
 
 PLACES = {
     "aabb": (2, 2, None),

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rtp_ext import RotationError, _native
-from rtp_ext.ring import transports
-from rtp_ext.ring.options import TransportOptions
-from rtp_ext.ring.transports import Candidate
+from rtp_ext.ring.links import transports
+from rtp_ext.ring.links.options import TransportOptions
+from rtp_ext.ring.links.transports import Candidate
 
 
 class StandIn:

@@ -16,7 +16,7 @@ from harness import run_ranks
 
 import rtp_ext
 from rtp_ext import RotationError, _native
-from rtp_ext.ring import transports
+from rtp_ext.ring.links import transports
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=5)
 BYTES = 4056  # of the shard that travels, to be found in the memory that describes it

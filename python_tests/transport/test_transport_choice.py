@@ -12,9 +12,9 @@ import rtp_ext
 from rtp_ext import RotationError, _native
 from rtp_ext.observe import doctor
 from rtp_ext.ring import ring as ring_module
-from rtp_ext.ring.options import TransportOptions
-from rtp_ext.ring.routes import choose_ce_modes, choose_route
-from rtp_ext.ring.transports import connect
+from rtp_ext.ring.links.options import TransportOptions
+from rtp_ext.ring.links.routes import choose_ce_modes, choose_route
+from rtp_ext.ring.links.transports import connect
 
 
 class TwoRanks:

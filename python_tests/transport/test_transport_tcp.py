@@ -19,7 +19,7 @@ from reference import assert_same, full
 
 import rtp_ext
 from rtp_ext import RingTimeout, RotationError, _native
-from rtp_ext.ring import addresses
+from rtp_ext.ring.links import addresses
 from rtp_ext.ring.prepared import Prepared
 
 CPU = torch.device("cpu")

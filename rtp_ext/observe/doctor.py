@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from rtp_ext import _native
 from rtp_ext._native import version_name
 from rtp_ext.ring import ring
-from rtp_ext.ring.addresses import LOOPBACK
-from rtp_ext.ring.places import Place, describe
+from rtp_ext.ring.links.addresses import LOOPBACK
+from rtp_ext.ring.links.places import Place, describe
 
 _PROBE_SECONDS = 30
 _MACHINES_OWN = "pid:[4026531836]"  # Linux numbers the first namespace of process ids so

@@ -32,20 +32,19 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rtp_ext.outer.compression import Compression
 from rtp_ext.outer.compressors import Compressor
+from rtp_ext.outer.micro_batches import MicroBatches
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight, Order, Pass, Told, bucketed
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import CLAIM, accumulates, as_gradient, hooked, read_within, unrounded
-from rtp_ext.ring.offload import kept_of
+from rtp_ext.ring.autograd import accumulates, hooked, read_within, unrounded
 
 BUCKET = 4 << 20  # bytes
 
 
-class AllReduce(OuterPolicy):
+class AllReduce(MicroBatches):
     """Averages gradients over replicas: the exact gradient of all batches, as HSDP.
 
     Each is reduced once in a backward, on process groups apart from the ring's, in reduce_dtype of the model's
@@ -70,19 +69,11 @@ class AllReduce(OuterPolicy):
         self._plan: list[tuple[int, ...]] = []  # buckets, by numbers of parameters
         self._order: Order = ()  # that the plan was made of
         self._places: dict[int, tuple[int, int]] = {}  # by number: bucket, and how many gradients to wait for
-        self._unreduced: dict[int, tuple[Any, torch.Tensor]] = {}  # by number: parameter, and what its grad holds
         self._later = False  # whether gradients are handed on as they come, for `reduce`
         self._left_over = False  # whether any were since the last reduction; the same on all ranks
         self._reduced_bytes = 0
-        _refuse_unreduced()
 
     def __deepcopy__(self, memo: dict) -> AllReduce:
-        for index, (parameter, value) in self._unreduced.items():
-            if parameter.grad is not None and held(parameter.grad) is value:
-                raise ValueError(
-                    f"{self._members[index].name}: expected gradients that are reduced over replicas, or none, when a "
-                    "model is copied; got those that micro-batches have left: copy it before them, or after zero_grad"
-                )
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, AllReduce)
         twin.bucket_bytes = self.bucket_bytes
@@ -202,63 +193,6 @@ class AllReduce(OuterPolicy):
             self._reduce_rest(current)
         finally:
             self._pass = None
-
-    def _note_unreduced(self) -> None:
-        for index, parameter in self._claimed():
-            gradient = parameter.grad
-            if gradient is not None and self._counts_as_unreduced(index, parameter):
-                self._unreduced[index] = (parameter, held(gradient))
-
-    def _hand_on(self, index: int, parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        """`value` as it is to be added to p.grad, unreduced."""
-        self._take_unreduced(index, parameter, keep=True)
-        return self._to_add_up(index, parameter, value)
-
-    def _take_unreduced(self, index: int, parameter: Any, keep: bool = False) -> torch.Tensor | None:
-        """What micro-batches without a reduction have left in p.grad, which is empty then; None where there is nothing,
-        or zero_grad has cleared it. `keep`: looks only."""
-        known = self._unreduced.get(index) if keep else self._unreduced.pop(index, None)
-        gradient = parameter.grad
-        if known is None or gradient is None:
-            return None
-        if held(gradient) is not known[1]:
-            name = self._members[index].name
-            raise ValueError(
-                f"{name}: expected the gradient that micro-batches without a reduction over replicas have left, or "
-                "none after zero_grad; got one that was put in its place"
-            )
-        if keep:
-            return known[1]
-        parameter.grad = None
-        kept = kept_of(parameter)
-        return known[1] if kept is None else kept.memory.load(known[1])
-
-    def _to_add_up(self, index: int, parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        """`value`, of which p.grad is of the same dtype then: a rounded p.grad would round what is added."""
-        if parameter.grad is not None and parameter.grad.dtype != value.dtype:
-            parameter.grad = as_gradient(held(parameter.grad).to(value.dtype), parameter._spec)
-        return value
-
-    def has_unreduced(self, index: int, parameter: Any) -> bool:
-        """Whether p.grad, which is there, holds what micro-batches without a reduction have left."""
-        known = self._unreduced.get(index)
-        return known is not None and held(parameter.grad) is known[1]
-
-    def _counts_as_unreduced(self, index: int, parameter: Any) -> bool:
-        """Whether p.grad, which is there, takes part in the next reduction, after a backward without one. Each does:
-        what this replica has not reached, others may have added to."""
-        return True
-
-    def _as_gradient(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        """What p.grad is to be given, of a value that is where the parameter is."""
-        return as_gradient(value.to(parameter.dtype), parameter._spec)
-
-    @staticmethod
-    def _at_home(parameters: Sequence[Any], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What replicas have reduced, in the dtypes of the parameters and where these are."""
-        values = [value.to(parameter.dtype) for parameter, value in zip(parameters, values, strict=True)]
-        kept = kept_of(parameters[0]) if parameters else None  # all of them are, or none
-        return list(values) if kept is None else kept.memory.store(values)
 
     # -- what travels --------------------------------------------------------------------------------------------------
 
@@ -425,27 +359,3 @@ class AllReduce(OuterPolicy):
         counts = {index: count for index, count in order if count}
         self._plan = self._buckets(counts)
         self._places = {i: (number, counts[i]) for number, bucket in enumerate(self._plan) for i in bucket}
-
-
-_watching: list[Any] = []  # the handle of the hook
-
-
-def _refuse_unreduced() -> None:
-    """Has optimizers refuse gradients that are not reduced yet."""
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_check_reduced))
-
-
-def _check_reduced(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            claim = parameter.__dict__.get(CLAIM) if parameter.grad is not None else None
-            if claim is None or not isinstance(claim.policy, AllReduce):
-                continue
-            if claim.policy.has_unreduced(claim.index, parameter):
-                raise ValueError(
-                    f"{type(optimizer).__name__}: expected gradients that are reduced over replicas, got those of "
-                    f"{claim.policy._members[claim.index].name} as micro-batches have left them: call "
-                    "set_requires_all_reduce(model, True) before the last backward of a step (of a pipeline: before "
-                    "its schedule's step, which has to call PipelineStage.perform_reduce_grad at its end)"
-                )

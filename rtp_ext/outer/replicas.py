@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.ring import Ring
-from rtp_ext.ring.groups import Groups, _all_gather_single
+from rtp_ext.ring.links.groups import Groups, _all_gather_single
 
 # torch 2.14 renamed it
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

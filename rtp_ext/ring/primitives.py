@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.ring.gate import Gate, Link
-from rtp_ext.ring.groups import Groups
+from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.mesh import piece_dim, ring_dim, ring_shape
 from rtp_ext.ring.prepared import Prepared
 

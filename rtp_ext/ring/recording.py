@@ -12,7 +12,7 @@ import torch
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
-from rtp_ext.ring.groups import Groups
+from rtp_ext.ring.links.groups import Groups
 
 logger = logging.getLogger("rtp_ext")
 

@@ -20,22 +20,22 @@ from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow, refuse_transforms
 from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.gate import Gate, kind_of
-from rtp_ext.ring.hosts import Hosts, find_hosts
-from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
-from rtp_ext.ring.offload import HostMemory, host_memory
-from rtp_ext.ring.options import TransportOptions
-from rtp_ext.ring.prepared import Ledger, Prepared
-from rtp_ext.ring.primitives import Primitives
-from rtp_ext.ring.recording import Trace, record
-from rtp_ext.ring.routes import choose_ce_modes, choose_hops
-from rtp_ext.ring.surroundings import keep_compilers_out
-from rtp_ext.ring.transports import (
+from rtp_ext.ring.links.hosts import Hosts, find_hosts
+from rtp_ext.ring.links.options import TransportOptions
+from rtp_ext.ring.links.routes import choose_ce_modes, choose_hops
+from rtp_ext.ring.links.transports import (
     NETWORKED,
     ce_refusal,
     connect,
     nccl_put_refusal,
     nccl_refusal,
 )
+from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
+from rtp_ext.ring.offload import HostMemory, host_memory
+from rtp_ext.ring.prepared import Ledger, Prepared
+from rtp_ext.ring.primitives import Primitives
+from rtp_ext.ring.recording import Trace, record
+from rtp_ext.ring.surroundings import keep_compilers_out
 
 logger = logging.getLogger("rtp_ext")
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from rtp_ext import _native
-from rtp_ext.ring.groups import Groups
-from rtp_ext.ring.hosts import levels_refusal
+from rtp_ext.ring.links.groups import Groups
+from rtp_ext.ring.links.hosts import levels_refusal
 
 
 def choose_route(ring: Groups, transport: str, wish: str) -> str:

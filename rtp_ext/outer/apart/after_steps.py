@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from rtp_ext.outer.layered import flattened, layered, own_layer
-from rtp_ext.outer.means import Means, written
+from rtp_ext.outer.apart.layered import flattened, layered, own_layer
+from rtp_ext.outer.apart.means import Means, written
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import CLAIM
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from rtp_ext.outer.after_steps import AfterSteps
-from rtp_ext.outer.local_sgd import at_least
-from rtp_ext.outer.means import wide, written
+from rtp_ext.outer.apart.after_steps import AfterSteps
+from rtp_ext.outer.apart.local_sgd import at_least
+from rtp_ext.outer.apart.means import wide, written
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight
 from rtp_ext.parameters.sharding import held

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rtp_ext._native import RingTimeout
 from rtp_ext.outer.replicas import Replicas
 from rtp_ext.ring import Ring
-from rtp_ext.ring.groups import Groups
+from rtp_ext.ring.links.groups import Groups
 
 _POLL = 0.05  # seconds
 

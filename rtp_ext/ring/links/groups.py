@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from rtp_ext._native import RingTimeout
-from rtp_ext.ring.options import TransportOptions
+from rtp_ext.ring.links.options import TransportOptions
 
 if TYPE_CHECKING:
-    from rtp_ext.ring.hosts import Hosts
+    from rtp_ext.ring.links.hosts import Hosts
 
 # torch 2.14 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from rtp_ext.outer.peers import Peers
+from rtp_ext.outer.apart.peers import Peers
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight, bucketed
 

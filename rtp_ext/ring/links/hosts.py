@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from rtp_ext._native import RotationError
-from rtp_ext.ring.groups import Groups
-from rtp_ext.ring.places import Place, describe
+from rtp_ext.ring.links.groups import Groups
+from rtp_ext.ring.links.places import Place, describe
 
 
 @dataclass(frozen=True)

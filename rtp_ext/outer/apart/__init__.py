@@ -1,0 +1,1 @@
+"""Replicas that train apart and come together after steps of the optimizer."""
