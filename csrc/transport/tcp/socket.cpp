@@ -24,7 +24,7 @@
 namespace rtp {
 namespace {
 
-constexpr auto kGlance = std::chrono::milliseconds(20);  // after which a message that stalls is looked at
+constexpr auto kGlance = std::chrono::milliseconds(100);  // after which a message that stalls is looked at
 
 template <typename... What>
 [[noreturn]] void fail(const What&... what) {
@@ -219,13 +219,6 @@ void send_all(const Socket& socket, std::vector<iovec> pieces, const Socket& sto
       fail("cannot send");
     }
   }
-}
-
-// The kernel makes room for what is to be waited for. More than is waited for: a sender that has filled the room would
-// stop, and nobody would wake.
-Incoming::Incoming(Socket socket) : socket_(std::move(socket)) {
-  set_low_water(4 * kLowWater);
-  set_low_water(1);
 }
 
 void Incoming::set_low_water(size_t bytes) {

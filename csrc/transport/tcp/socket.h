@@ -69,7 +69,7 @@ class Incoming {
   static constexpr size_t kLowWater = 1 << 20;
 
   Incoming() = default;
-  explicit Incoming(Socket socket);
+  explicit Incoming(Socket socket) : socket_(std::move(socket)) {}
   explicit operator bool() const { return static_cast<bool>(socket_); }
 
   // Fills `pieces`. `progress` is told how many bytes have arrived, and may throw.
