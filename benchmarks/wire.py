@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import socket
 import threading
 import time
@@ -52,9 +53,12 @@ def gather(value: object) -> list[object]:
 def _receive(connection: socket.socket, target: memoryview, low_water: bool) -> None:
     at = 0
     while at < len(target):
-        if low_water:
+        if low_water:  # for poll: a recv that has to wait counts only what came since
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(LOW_WATER, len(target) - at))
-        received = connection.recv_into(target[at:], 0, 0 if low_water else socket.MSG_WAITALL)
+            poll = select.poll()
+            poll.register(connection, select.POLLIN)
+            poll.poll()
+        received = connection.recv_into(target[at:], 0, socket.MSG_DONTWAIT if low_water else socket.MSG_WAITALL)
         if received == 0:
             raise ConnectionError("the other rank has gone")
         at += received

@@ -160,7 +160,7 @@ def _ragged(rank, ranks):
         torch.manual_seed(0)
         mlp = nn.Sequential(nn.Linear(10, 23), nn.GELU(), nn.Linear(23, 10))
         model = nn.Sequential(nn.Embedding(17, 10), nn.LayerNorm(10), mlp)
-        with Ring(transport=transport, timeout=30.0) as ring:
+        with Ring(transport=transport, timeout=30.0, late_gradients=0) as ring:
             options = {"bundle": bundle, "low": low, "in_place": in_place}
             counted = _train(model, ring, lambda m: m(ids).float().square().sum(), **options)
         held = rtp_bytes(

@@ -159,7 +159,7 @@ def test_ranks_tell_each_other_the_kinds_of_their_gpus(gpus, other):
 
     gpus.setattr(ring_module, "kind_of", lambda device: (9, 132))
     ring = Starting()
-    rtp_ext.Ring._start(ring, "nccl", "auto", None)
+    rtp_ext.Ring._start(ring, "nccl", "auto", None, None)
     assert ring.gate.alike == (other == (9, 132))
 
 
@@ -205,7 +205,7 @@ def test_doctor_says_what_would_be_taken(gpus):
     assert doctor.automatic(without) == {"GPUs": "nccl", "CPUs": "tcp"}
     assert doctor.automatic({**without, "tcp": (False, "")}) == {"GPUs": "nccl", "CPUs": "c10d"}
     assert doctor.transports()["ce"] == (True, "GPUs of one host, without SMs")
-    assert "  auto takes ce on GPUs\n  auto takes shm on CPUs" in doctor.report()
+    assert "  auto takes ce on GPUs of this host\n  auto takes shm on CPUs of this host" in doctor.report()
     gpus.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < other)
     assert doctor.transports()["ce"] == (False, "GPU 1 has no direct access to GPU 0")
     assert "  ce         does not work: GPU 1 has no direct access to GPU 0" in doctor.report()
