@@ -85,8 +85,9 @@ def launch_on_hosts(
         NoHosts: hosts cannot be made here.
         ChildProcessError: a rank failed; its traceback is on stderr.
     """
-    main = sys.modules["__main__"].__file__
-    module = Path(str(main)).stem if worker.__module__ == "__main__" else worker.__module__
+    module = worker.__module__
+    if module == "__main__":
+        module = Path(str(sys.modules["__main__"].__file__)).stem
     with tempfile.TemporaryDirectory() as name, Hosts(args.network) as hosts:
         folder = Path(name)
         (folder / "work").write_bytes(pickle.dumps((module, worker.__name__, args)))
