@@ -211,7 +211,7 @@ def _probe(strategy: str, ranks: Iterable[int], place: Place, args: argparse.Nam
 def measure_time(place: Place, args: argparse.Namespace) -> list[Result]:
     """One result per strategy and number of tokens, without the memory."""
     card = environment_card(place.device, args.command)
-    per_byte = 0.0 if args.network is None else measure_sockets(place)
+    per_byte = 0.0 if args.network is None else measure_sockets(place, args.network.rate)
     return [row for tokens in args.tokens for row in _race(place, args, tokens, card, per_byte)]
 
 

@@ -19,7 +19,8 @@ from rtp_ext.host import cores
 from shared.hosts import address, bits_per_second, bytes_sent, card
 from shared.launch import Place, gather
 
-MOVED = 64 * 2**20  # bytes that the socket program moves at a time
+MOVED = 64 * 2**20  # most bytes that the socket program moves at a time
+SECONDS = 0.5  # about as long on a slow link
 PIECE = 4 * 2**20
 TIMES = 5
 
@@ -71,8 +72,13 @@ def closed_form(strategy: str, model: nn.Module, ranks: int) -> float | None:
     return 0.0 if strategy in ("none", "single") else None
 
 
-def measure_sockets(place: Place) -> float:
-    """Seconds of a processor per byte that a rank sends to the next one while as many arrive, through bare sockets."""
+def measure_sockets(place: Place, rate: str | None) -> float:
+    """Seconds of a processor per byte that a rank sends to the next one while as many arrive, through bare sockets.
+
+    `rate`: of the link of a host, None: no limit.
+    """
+    fits = (bits_per_second(rate) or 8 * MOVED / SECONDS) * SECONDS / 8
+    pieces = max(1, min(MOVED, int(fits)) // PIECE)
     listener = socket.create_server(("", 0))
     mine = address(int(os.environ["HOST"])), listener.getsockname()[1]
     every: list[Any] = [None] * place.ranks
@@ -82,7 +88,7 @@ def measure_sockets(place: Place) -> float:
     out, into = memoryview(bytearray(PIECE)), memoryview(bytearray(PIECE))
 
     def send() -> None:
-        for _ in range(MOVED // PIECE):
+        for _ in range(pieces):
             there.sendall(out)
 
     taken = []
@@ -91,14 +97,14 @@ def measure_sockets(place: Place) -> float:
         start = time.process_time()
         sender = threading.Thread(target=send)
         sender.start()
-        left = MOVED
+        left = pieces * PIECE
         while left:
             left -= here.recv_into(into, min(left, PIECE), socket.MSG_WAITALL)
         sender.join()
         taken.append(time.process_time() - start)
     for each in (there, here, listener):
         each.close()
-    return float(gather(statistics.median(taken[1:]), place).max()) / MOVED
+    return float(gather(statistics.median(taken[1:]), place).max()) / (pieces * PIECE)
 
 
 def roof(row: dict[str, Any], sent: list[int], per_byte: float, place: Place) -> dict[str, Any]:
