@@ -4,7 +4,8 @@ import functools
 
 import torch
 from reference import assert_same, differs, full, local
-from replica_models import EXACT, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
+from replica_models import EXACT, WIDTH, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
+from torch import nn
 
 import rtp_ext
 from rtp_ext.outer import AllReduce
@@ -112,3 +113,21 @@ def left_out_between_reductions(model, plain, rank, ranks, cases):
                 total.backward()
             assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
     model.mixes = plain.mixes = True
+
+
+def parts_of_backwards(rank, ranks, cases, outer=None):
+    """As a stage of a zero-bubble pipeline runs them, and reduces at the end; with an adapter, which is averaged at
+    once."""
+    model, plain = replicated((2, 2), outer=outer), Tiny()
+    for each in (model.mix, plain.mix):
+        each.adapter = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        each.register_forward_hook(lambda module, _, y: y * module.adapter)
+    policy = rtp_ext.outer_of(model)
+    with cases.case("parts of backwards, with an adapter"):
+        for micro in range(2):
+            with policy.left_for_later():
+                batch_loss(model, rank, micro).backward()
+            all_losses(plain, ranks, micro).backward()
+        assert wrong(gradients(model), plain, 1 / ranks), "control: nothing was left for later"
+        policy.reduce()
+        assert_same_gradients(gradients(model), plain, "reduced", 1 / ranks)

@@ -15,6 +15,7 @@ from replica_cases import (
     assert_same_gradients,
     left_out_between_reductions,
     not_reached_again,
+    parts_of_backwards,
     trains_as_one,
     unequal_tokens,
     wrong,
@@ -89,6 +90,7 @@ def _four(rank, ranks, folder):
     state_cases(rank, ranks, cases, folder)
     ring_cases(rank, ranks, cases)
     byte_cases(rank, ranks, cases, (2, 2))
+    parts_of_backwards(rank, ranks, cases)
     example_cases(rank, ranks, cases)
     refusal_cases(rank, ranks, cases)
     cases.finish()

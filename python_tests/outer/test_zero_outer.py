@@ -13,6 +13,7 @@ from replica_cases import (
     assert_same_gradients,
     left_out_between_reductions,
     not_reached_again,
+    parts_of_backwards,
     trains_as_one,
     unequal_tokens,
 )
@@ -80,6 +81,7 @@ def _four(rank, ranks, folder):
     for part in (_clears, _keeps_sums_wide, _gradients_asked_for, _hooks, _sees_writes, _others, _refusals):
         part(rank, ranks, cases)
     _counts(rank, cases, (2, 2))
+    parts_of_backwards(rank, ranks, cases, ZeroOuter())
     state_cases(rank, ranks, cases, folder, ZeroOuter)
     cases.finish()
 

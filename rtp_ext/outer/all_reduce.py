@@ -143,7 +143,7 @@ class AllReduce(MicroBatches):
         self.restart()
         if self._pass is None:
             self._backwards += 1
-            self._pass = Pass(self.requires_all_reduce)
+            self._pass = Pass(self.requires_all_reduce and not self._later)
         task = torch._C._current_graph_task_id()
         if task not in self._pass.ends:
             end = functools.partial(self._end, self._pass)
