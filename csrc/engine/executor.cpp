@@ -63,12 +63,7 @@ void Executor::close() {
 
 void Executor::land(const at::Tensor& gradient) {
   check_alive("a gradient");
-  try {
-    landings_.land(gradient);
-  } catch (const RotationError& error) {
-    fail(error.what());
-    throw;
-  }
+  or_fail([&] { landings_.land(gradient); });
 }
 
 void Executor::set_trace(bool on) {

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "base/checks.h"
 #include "engine/landings.h"
 #include "engine/prefetch.h"
 #include "engine/slots.h"
@@ -38,7 +39,9 @@ class Executor {
   Landings& landings() { return landings_; }
   Trace& trace() { return trace_; }
   // Waits for hops that are under way between two passes: what was sent ahead, and gradients that have yet to land.
-  void drain() { landings_.drain(), prefetcher_.drain(); }
+  void drain() {
+    or_fail([this] { landings_.drain(), prefetcher_.drain(); });
+  }
   // Lands a gradient of a pass that did not wait for it: see Schedule::lands_late.
   void land(const at::Tensor& gradient);
   // Starts or stops the recorder. What is under way is waited for first, so that passes are recorded whole.
@@ -63,6 +66,16 @@ class Executor {
   // Whether this is a copy in a process forked from the owner: the transport's threads are not here, and its memory and
   // connections are still the owner's.
   bool forked() const { return getpid() != owner_ && !transport_->alone(); }
+  // Runs `action`; an error of the transport kills the ring before it goes on to the caller.
+  template <typename Action>
+  void or_fail(Action&& action) {
+    try {
+      action();
+    } catch (const RotationError& error) {
+      fail(error.what());
+      throw;
+    }
+  }
 
   std::shared_ptr<Transport> transport_;
   const int owner_;  // process id

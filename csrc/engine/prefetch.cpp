@@ -156,16 +156,18 @@ bool Prefetcher::valid(const Pending& pending, const Record& record) const {
   return versions(record) == pending.versions;
 }
 
+// It stays pending until its hop has ended: where that fails, the memory that the hop fills must outlive the
+// transport's giving up.
 void Prefetcher::drain() {
   if (!pending_) return;
-  Ahead ahead = std::move(pending_->ahead);
-  pending_.reset();
+  Ahead& ahead = pending_->ahead;
   ahead.home_usage.settle(transport_->lanes());
   for (const auto& slot : {ahead.landing, ahead.staged}) {
     if (!slot) continue;
     slot->usage.settle(transport_->lanes());
     pool_.give_back(Channel::weight, slot);
   }
+  pending_.reset();
 }
 
 void Prefetcher::forget() { pending_.reset(); }

@@ -177,7 +177,7 @@ void bind_executor(py::module_& m) {
       .def(
           "clear_slots",
           [](Executor& e) {
-            e.prefetcher().drain();
+            e.drain();
             e.pool().clear();
           },
           py::call_guard<NoGil>())

@@ -52,7 +52,9 @@ def _trains(rank, ranks):
                 for name, parameter in plain.named_parameters():
                     assert_same(full(model.get_parameter(name)), parameter, TOLERANCE, name)
                 landed[transport, late] = ring.landed_late()
-                assert ring.slot_count("gradient").peak_slots <= 2 + 2 * late
+                most = 2 + 2 * late  # as many passes as that, and the one that runs, have two slots each
+                peak = ring.slot_count("gradient").peak_slots
+                assert (most - 1 if late else 1) <= peak <= most, f"{peak} gradient slots, expected {most}"
     with rtp_ext.Ring(transport="c10d", timeout=60.0) as ring:
         assert ring.late_gradients == 1, "hops of c10d cross a network"
     cases.finish()

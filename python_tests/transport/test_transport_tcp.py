@@ -9,6 +9,7 @@ import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +84,12 @@ def test_sizes_around_what_wakes_the_receiver(host):
                         assert view.numel() == sizes[owner] and bool((view == owner + 1).all()), (sizes, rank, owner)
 
 
+def test_threads_have_names():
+    with two_ranks():
+        names = {name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")}
+    assert names >= {f"rtp_{channel}_{way}" for channel in ("weight", "gradient") for way in ("tx", "rx")}
+
+
 def test_ranks_out_of_step_are_told_both_hops():
     for sizes, names, texts in (
         (
@@ -105,6 +112,32 @@ def test_ranks_out_of_step_are_told_both_hops():
                 errors = _rotations(executors, threads, [[1, 1], [1, 1]])
             told = [texts[1], "rank 0 of the ring did not answer .*its ring failed"]
             assert any(re.search(text, str(errors[1])) for text in told), errors[1]
+
+
+def test_a_close_that_waits_in_vain_ends_the_ring():
+    """Rank 0 has sent ahead for a pass that rank 1 does not begin: what would still arrive has no place any more."""
+    options = _native.RotationOptions(
+        route="ring", in_place=False, compute_dtype=torch.uint8, reduce_dtype=torch.uint8, slot_cap=0, halves=False,
+        name="layer",
+    )  # fmt: skip
+    shards = [torch.ones(5, dtype=torch.uint8) for _ in range(2)]
+
+    def run(rank, phase, serials):
+        for serial in serials:
+            executors[rank].enter(phase=phase if rank == 0 else 0, backward=False, serial=serial, watched=[])
+            seen = _drive(lambda: _native.Execution.forward(executors[rank], [shards[rank]], [[[5], [5]]], options))
+            assert not isinstance(seen, RotationError), seen
+
+    with two_ranks(timeout=1.0) as (executors, threads):
+        executors[0].prefetch(True)
+        for phase, serials in ((1, (1, 2)), (2, (1,))):
+            list(threads.map(lambda rank, phase=phase, serials=serials: run(rank, phase, serials), range(2)))
+        assert executors[0].prefetched() == (1, 0)
+        with pytest.raises(RingTimeout, match="layer forward, weight hop 1 of 1: rank 1 of the ring did not answer"):
+            executors[0].close()
+        assert not executors[0].alive
+        told = _drive(lambda: _native.Execution.forward(executors[1], [shards[1]], [[[5], [5]]], options))
+        assert re.search("rank 0 of the ring did not answer .*its ring failed: layer forward", str(told)), told
 
 
 def _hello(token, rank, purpose):

@@ -23,7 +23,7 @@ from rtp_ext import _native
 from rtp_ext._native import version_name
 from rtp_ext.ring import ring
 from rtp_ext.ring.links.addresses import LOOPBACK
-from rtp_ext.ring.links.places import Place, describe
+from rtp_ext.ring.links.places import Place
 
 _PROBE_SECONDS = 30
 _MACHINES_OWN = "pid:[4026531836]"  # Linux numbers the first namespace of process ids so
@@ -237,8 +237,7 @@ def ring_of_ranks() -> list[str]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         with ring.Ring(init_device_mesh(device.type, (dist.get_world_size(),)), timeout=_PROBE_SECONDS) as made:
-            places = made.exchange(Place.here())
-            lines = [describe(places) or f"all {made.size} on {places[0].hostname}"]
+            lines = [made.placed.apart or f"all {made.size} on {socket.gethostname()}"]
             shards = sum(shard.item() for _, shard in made.rotate(torch.ones(1, device=device)))
             if shards != made.size:
                 raise _native.RotationError(f"expected {made.size} shards of 1.0, got a sum of {shards}")

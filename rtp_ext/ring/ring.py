@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import itertools
 import logging
@@ -209,7 +210,6 @@ class Ring(Primitives, Counters):
             raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late_gradients!r}")
         keep_compilers_out()
         self.slot_cap, self.prefetch, self.late_gradients = slot_cap, prefetch, late_gradients or 0
-        self._landing_after = 0  # number in autograd's order of what landings come after
         self._agreements = itertools.count(1)
         self._forward_phase = 0
         self._passing_by = -1  # id of the backward that told nothing of the order of others
@@ -223,6 +223,8 @@ class Ring(Primitives, Counters):
         self._executor = _native.Executor(native, self.rank, self.size, self.device, self.placed.count)
         self._executor.prefetch(self.prefetch > 0)
         self._executor.allow_late(self.late_gradients)
+        # Numbers in autograd's order: when each of the newest operations whose gradients may land late was called.
+        self._called: collections.deque[int] = collections.deque(maxlen=self.late_gradients)
         self._executor.set_delay(datetime.timedelta(microseconds=self.transport_options.delay_us))
 
     def _agree_on_options(self, mine: str) -> None:
@@ -263,8 +265,10 @@ class Ring(Primitives, Counters):
         A ring that is dropped unclosed gives back its memory, threads and connections too, but waits for nobody: ranks
         that are still at work on it fail.
         """
-        self._executor.close()
-        self.drop_groups()
+        try:
+            self._executor.close()
+        finally:
+            self.drop_groups()
 
     def __enter__(self) -> Ring:
         return self
@@ -379,9 +383,10 @@ class Ring(Primitives, Counters):
 
     def landing_after(self) -> int:
         """The operation that is called now may let its gradients land late: where in the order of a backward, which is
-        that of autograd's sequence numbers, they have to. Once the operation called before this one, which is the next
-        in a backward, has posted its hops."""
-        after, self._landing_after = self._landing_after, torch._C._autograd._get_sequence_nr()
+        that of autograd's sequence numbers, they have to. Once the `late_gradients` operations called before this one,
+        which are the next in a backward, have posted their hops."""
+        after = self._called[0] if len(self._called) == self.late_gradients else 0
+        self._called.append(torch._C._autograd._get_sequence_nr())
         return after
 
     def land(self, gradient: torch.Tensor) -> None:

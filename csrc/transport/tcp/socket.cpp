@@ -134,8 +134,8 @@ std::string interface_address(const std::string& name) {
 std::string address_toward(const std::string& host) {
   const Addresses found = resolve(host, 9, SOCK_DGRAM, 0);  // nothing is sent
   for (const addrinfo* each = found.get(); each != nullptr; each = each->ai_next) {
-    const Socket socket = open_socket(*each, 0);
-    if (connect(socket.fd(), each->ai_addr, each->ai_addrlen) != 0) continue;
+    const Socket socket(::socket(each->ai_family, each->ai_socktype | SOCK_CLOEXEC, each->ai_protocol));
+    if (!socket || connect(socket.fd(), each->ai_addr, each->ai_addrlen) != 0) continue;  // a kernel may lack IPv6
     sockaddr_storage here{};
     socklen_t length = sizeof here;
     if (getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&here), &length) != 0) fail("cannot read an address");

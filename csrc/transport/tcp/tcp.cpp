@@ -82,8 +82,8 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
       for (const Way way : {Way::out, Way::in}) {
         std::thread& thread = line(channel, way).thread;
         thread = std::thread([this, channel, way] { serve(channel, way); });
-        pthread_setname_np(thread.native_handle(),
-                           concat("rtp_", rtp::name(channel), way == Way::out ? "_out" : "_in").c_str());
+        const std::string title = concat("rtp_", rtp::name(channel), way == Way::out ? "_tx" : "_rx");  // 15 at most
+        pthread_setname_np(thread.native_handle(), title.c_str());
       }
     }
   }
