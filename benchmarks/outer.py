@@ -5,15 +5,15 @@
     python benchmarks/outer.py --hosts 4 --ranks-per-host 2 --ring 2 --rate 200mbit
     python benchmarks/outer.py --problems
 
-Every policy trains the byte-level GPT of train_lm.py from the same weights, with AdamW, on the same windows of the same
-text, the last twentieth of which is held out. Policies run one after the other in the same processes. `loss` is the mean
-over all ranks of the loss of a step, each on its replica's weights; `eval_loss` is that of the mean of all replicas'
-weights (what `average()` gives) on held-out windows.
+Every policy trains the byte-level GPT of train_lm.py from the same weights, with AdamW, on the same windows of the
+same text, the last twentieth of which is held out. Policies run one after the other in the same processes. `losses` are
+means over all ranks of the loss of a step, each on its replica's weights; `eval_loss` is that of the mean of all
+replicas' weights (what `average()` gives) on held-out windows.
 
 `sent_bytes` is what a replica has sent to others by the policy's own count, all its ranks together, of the replica that
 sent most. With `--hosts` there is a host for every replica, so that all that leaves a host goes between replicas:
-`kernel_bytes` is what the kernel counted meanwhile, with headers and bookkeeping, and `kernel_ratio` the quotient of the
-two. Losses are collected at the end of a run, so that this adds nothing to either.
+`kernel_bytes` is what the kernel counted meanwhile, with headers and bookkeeping, and `kernel_ratio` the quotient of
+the two. Losses are collected at the end of a run, so that this adds nothing to either.
 
 With `--problems` two small problems instead, of which the answer is known (shared/outer_problems.py). The last line of
 stdout is JSON. One JSON line a policy is appended to results/MACHINE/outer.jsonl, unless --quick or --problems.

@@ -22,8 +22,8 @@ def noise_floor(workers: int, topology: str | None, period: int = 1) -> float:
     """Mean squared distance from the minimum of |x|^2 / 2 per dimension, of the mean of workers, in the long run.
 
     SGD with rate r and gradients with noise of variance s^2 ends at r s^2 / (2 - r) / n: linear speed-up over workers,
-    however they mix, since the mean of the workers takes the mean of their gradients. Simulated. `topology`: None: local
-    SGD with `period`.
+    however they mix, since the mean of the workers takes the mean of their gradients. Simulated. `topology`: None:
+    local SGD with `period`.
     """
     generator = torch.Generator().manual_seed(workers)
     x, total, counted = torch.zeros(workers, DIMS, dtype=torch.float64), 0.0, 0
