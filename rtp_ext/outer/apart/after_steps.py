@@ -49,6 +49,7 @@ class AfterSteps(Means):
         self._stepped: set[int] = set()  # optimizers of which the others have to follow
         self._rehearsing = False
         self._arrived = False  # gradients, since the last step
+        self._trained: set[int] = set()  # numbers of parameters that a step may have changed
         self._weights_differ = self._states_differ = False  # between replicas, or they may
         self._own_state_dict = False
         _refuse_unattached()
@@ -148,7 +149,6 @@ class AfterSteps(Means):
             if any(theirs != told[0] for theirs in told):
                 raise ValueError(f"replicas disagree on the policy: got {', '.join(told)}")
             self.verify()
-            self._verify_trained()
         if self._steps == 0 and not self._stepped:
             with torch.inference_mode(False), torch.no_grad():
                 self._start()
@@ -165,16 +165,6 @@ class AfterSteps(Means):
         self._weights_differ = self._states_differ = self.size > 1
         with torch.inference_mode(False), torch.no_grad():
             self._act()
-
-    def _verify_trained(self) -> None:
-        """Raises ValueError on every rank where some have frozen what others train. Collective over all ranks."""
-        names = {self._members[index].name for index in self._trained}
-        told = self._everywhere(sorted(names))
-        if differing := sorted({name for theirs in told for name in names.symmetric_difference(theirs)}):
-            raise ValueError(
-                f"{self!r}: expected every rank to train the same parameters, got {', '.join(differing[:5])} frozen on "
-                "some ranks only"
-            )
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         cut = (isinstance(value, DTensor) for state in optimizer.state.values() for value in state.values())

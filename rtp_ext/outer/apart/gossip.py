@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -111,8 +110,7 @@ class Gossip(AfterSteps):
         flats = [torch.cat([held(weights[index]).reshape(-1) for index in bucket]) for bucket in buckets]
         self._sent_bytes += len(targets) * sum(flat.nbytes for flat in flats)
         travels = [index for bucket in buckets for index in bucket]
-        model = hashlib.sha256(repr((self.fingerprint(), travels)).encode()).hexdigest()
-        ticket = (self._steps, int(model[:15], 16), travels[0] if travels else -1, len(travels))
+        ticket = (self._steps, int(self.fingerprint()[:15], 16), travels[0] if travels else -1, len(travels))
         return self.peers.begin_swap("gossip", ticket, flats, sources, targets)
 
     def _combined(

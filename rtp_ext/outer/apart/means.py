@@ -23,7 +23,6 @@ class Means(OuterPolicy):
     def __init__(self) -> None:
         super().__init__()
         self._steps = 0  # of the optimizer
-        self._trained: set[int] = set()  # numbers of parameters that a step may have changed
         self._sent_bytes = 0
 
     @property
@@ -40,13 +39,13 @@ class Means(OuterPolicy):
         """Raises ValueError where replicas are about to do something else. Collective."""
         if self.replicas is None:
             return
-        told = self.exchange((what, self._steps, self.fingerprint(), tuple(sorted(self._trained))))
+        told = self.exchange((what, self._steps, self.fingerprint()))
         for replica, theirs in enumerate(told):
             if theirs != told[0]:
                 raise ValueError(
                     f"replicas disagree: expected {told[0][0]} after step {told[0][1]} (replica 0), got {theirs[0]} "
                     f"after step {theirs[1]} in replica {replica}: every rank has to call its optimizer as often, with "
-                    "the same model, the same of it frozen, and the same policy"
+                    "the same model and policy"
                 )
 
     def _begin_means(self, values: Sequence[torch.Tensor], most: int = BUCKET) -> Iterator[Flight]:
