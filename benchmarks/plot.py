@@ -5,6 +5,7 @@
     python benchmarks/plot.py memory benchmarks/results/cpu-2core/compare.jsonl --model mlp --tokens 256 --output FILE
     python benchmarks/plot.py scaling benchmarks/results/cpu-2core/compare.jsonl --model mlp --output FILE
     python benchmarks/plot.py rates benchmarks/results/cpu-2core/hosts.jsonl --model mlp --output docs/rates
+    python benchmarks/plot.py outer benchmarks/results/cpu-2core/outer.jsonl --output docs/outer
 
 Writes FILE.png and FILE.svg. The results must be committed as they are, unless --uncommitted says that this is a draft,
 which the figure then says too. Of a case that was measured several times the last line counts. Everything is told apart
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 from report import NAMES, Row, last_runs, read_lines
 from shared.hosts import bits_per_second
+from shared.outer_report import last_outer_run
 
 MARKERS = "osD^vP*X"
 GREYS = ("#1f4e79", "#f2b366", "#7a7a7a", "#d6e6f5", "#b03a2e", "#117864", "#5b2c6f", "#000000")
@@ -225,7 +227,32 @@ def rates(rows: list[Row], args: argparse.Namespace) -> Any:
     return figure, shown, f"{model}: {first['hosts']} hosts of {first['ranks_per_host']}, {first['dtype']}"
 
 
-FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates}
+def outer(rows: list[Row], args: argparse.Namespace) -> Any:
+    """Loss of policies between replicas over steps, bytes and seconds, of the last run."""
+    if not (rows := last_outer_run(rows, [])):
+        raise CannotPlot("expected a run of outer.py with all-reduce among its policies, found none")
+    figure, panels = canvas(3)
+    kinds = {
+        "steps": lambda row: row["points"],
+        "MiB that a replica has sent": lambda row: [count / 2**20 for count in row["point_bytes"]],
+        "seconds": lambda row: row["point_seconds"],
+    }
+    for axes, (label, along) in zip(panels, kinds.items(), strict=True):
+        for index, row in enumerate(rows):
+            look = {**style(index), "markersize": 4, "linewidth": 1, "linestyle": ("-", "--")[index // len(GREYS) % 2]}
+            points = [(x, y) for x, y in zip(along(row), row["losses"], strict=True) if x > 0]
+            often = {"markevery": max(1, len(points) // 8)}
+            axes.plot([x for x, _ in points], [y for _, y in points], label=row["strategy"], **look, **often)
+        axes.set_xlabel(label, fontsize=9)
+    panels[1].set_xscale("log")
+    panels[0].set_title("loss, nats per byte, mean of all replicas", fontsize=9, loc="left")
+    panels[2].legend(fontsize=6, frameon=False, ncols=2)
+    first = rows[-1]
+    between = f", made hosts at {first['rate']}" if "rate" in first else ""
+    return figure, rows, f"{first['replicas']} replicas of {first['ring']}, {first['tokens']} tokens per rank{between}"
+
+
+FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates, "outer": outer}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -16,9 +16,10 @@ results/ and TABLE one of:
     hosts MODEL     strategies between made hosts, of each the last; WORDS choose rows: a rate (2gbit, none), T1024, H2
     hosts-brief MODEL   a few columns of it; WORDS as for `hosts`
     hosts-overlap   cases of overlap.py between made hosts
+    outer           policies between replicas, of the last run of outer.py; WORDS choose it: a rate, R2 for rings of two
 
 It holds the commands that made the results, what they were measured on, and the table. Columns of which a run knows
-nothing are left out. A block of `hosts` is empty as long as there is no such result.
+nothing are left out. A block of `hosts` or `outer` is empty as long as there is no such result.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.card import RESULTS
+from shared.outer_report import OUTER, last_outer_run, outer_note
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
@@ -45,6 +47,7 @@ FILES = {
     "hosts": "hosts.jsonl",
     "hosts-brief": "hosts.jsonl",
     "hosts-overlap": "hosts_overlap.jsonl",
+    "outer": "outer.jsonl",
 }
 NAMES = {
     "rtp-c10d": 'rtp, `transport="c10d"`',
@@ -340,13 +343,16 @@ def block(wish: str, results: Path) -> str:
     )
     if kind not in FILES or wrong:
         expected = "<!-- report: MACHINE compare MODEL|scaling MODEL|brief MODEL WORDS|overlap WORDS|memory WORDS|"
-        expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-overlap WORDS -->"
+        expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-overlap WORDS|outer WORDS -->"
         raise ValueError(f"expected {expected}, got {wish!r}")
-    if kind.startswith("hosts") and not (results / machine / FILES[kind]).exists():
+    if kind.startswith(("hosts", "outer")) and not (results / machine / FILES[kind]).exists():
         return "\n"
     lines = read_lines(results / machine / FILES[kind])
     if kind in ("hosts", "hosts-brief"):
         return hosts_table(lines, words, HOSTS if kind == "hosts" else HOSTS_BRIEF)
+    if kind == "outer":
+        rows = last_outer_run(lines, words)
+        return table(rows, OUTER, outer_note(rows)) if rows else "\n"
     if kind == "hosts-overlap":
         return table(last_cases(lines, words), HOSTS_OVERLAP, _between(lines))
     if kind == "scaling":

@@ -187,3 +187,32 @@ def test_figures_come_from_committed_results_alone(tmp_path, monkeypatch, capsys
         with pytest.raises(SystemExit, match=message):
             plot.main([*options, "--output", str(tmp_path / "x")])
     capsys.readouterr()
+
+
+def rows_of_policies(rate):
+    """Of two runs of outer.py, the last at `rate`."""
+    card = {**json.loads(COMPARE.read_text().splitlines()[0]), "dtype": "float32"}
+    rows = []
+    for date, scale in (("2026-01-01", 2.0), ("2026-01-02", 1.0)):
+        for name, sent in (("all-reduce", 40 * 2**20), ("diloco", 2**20)):
+            row = {"case": f"gpt/{name}", "strategy": name, "policy": f"{name}()", "date": date, "command": "outer.py"}
+            row |= {"replicas": 4, "ring": 1, "steps": 2, "tokens": 7, "shape": "byte GPT", "eval_loss": 1.25 * scale}
+            row |= {"sent_bytes": sent, "kernel_ratio": 1.01 if rate else None, "seconds": 3.0, "losses": [3.0, 2.5]}
+            row |= {"points": [1, 2], "point_bytes": [0, sent], "point_seconds": [1.0, 3.0]}
+            rows.append({**card, **row, **({"rate": rate} if rate else {})})
+    return rows
+
+
+@pytest.mark.parametrize("rate", [None, "200mbit"])
+def test_policies_between_replicas(tmp_path, rate):
+    assert report.block("m outer", tmp_path) == "\n", "no results yet"
+    (tmp_path / "m").mkdir()
+    file = tmp_path / "m" / "outer.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows_of_policies(rate))))
+    text = report.block("m outer", tmp_path)
+    assert "| `diloco()` | 1.2500 | 2.5000 | 1.00 | 40.0 | " in text and "2.5000 | 40.00 | 1.0 |" in text
+    assert ("1.010" in text and "links: 200mbit." in text) == bool(rate)
+    assert report.block("m outer 9gbit", tmp_path) == "\n"
+    plot.main(["outer", str(file), "--output", str(tmp_path / "outer"), "--uncommitted"])
+    drawn = (tmp_path / "outer.svg").read_text()
+    assert all(part in drawn for part in ("diloco", "MiB that a replica has sent", "seconds", "4 replicas of 1"))

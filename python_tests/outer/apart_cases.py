@@ -328,3 +328,47 @@ def apart_refusals(rank, ranks, cases):
         replica.train(1)
         with pytest.raises(ValueError, match=r"state exp_avg of mix.weight .* got it in replicas \[0\]"):
             replica.policy.average()
+    with cases.case("its gradients in one step only"):
+        replica = Replica(rank, SHAPE, LocalSGD(1))
+        replica.train(1)
+        replica.model.mixes = rank < 2
+        replica.train(1)
+        for act in (replica.policy.state_dict, replica.policy.average):
+            with pytest.raises(ValueError, match=r"step of mix.bias 2.0 in replica 0 and 1.0 in replica 1"):
+                act()
+        replica = Replica(rank, SHAPE, LocalSGD(1), momentum)
+        replica.train(1)
+        replica.policy.state_dict()
+        replica.optimizer.param_groups[0]["lr"] *= 1 + rank // 2
+        with pytest.raises(ValueError, match=r"lr of group 0 of optimizer 0 0.05 in replica 0 and 0.1 in replica 1"):
+            replica.policy.state_dict()
+
+
+def frozen_cases(rank, ranks, cases):
+    """What only some replicas have frozen."""
+    for shape, first in ((SHAPE, 2), ((4, 1), 3)):
+        with cases.case(f"frozen from rank {first} on, {shape}"):
+            replica = Replica(rank, shape, LocalSGD(1))
+            replica.model.mix.bias.requires_grad_(rank < first)
+            with pytest.raises(ValueError, match=r"in the same order, the same of them frozen"):
+                replica.train(1)
+    for frozen in (False, True):
+        with cases.case(f"later on one replica: frozen {frozen}"):
+            model = Tiny()
+            model.mix.requires_grad_(frozen)
+            replica = Replica(rank, SHAPE, LocalSGD(3), model=model)
+            replica.train(1)
+            if rank >= 2:
+                model.mix.requires_grad_(not frozen)
+            with pytest.raises(ValueError, match=r"what comes next: .*every rank has to do the same with its model"):
+                replica.train(2)
+    with cases.case("a GradScaler"):
+        replica = Replica(rank, SHAPE, LocalSGD(1))
+        for enabled in (False, True):
+            scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+            scaler.scale(batch_loss(replica.model, rank, 0)).backward()
+            if enabled:
+                with pytest.raises(ValueError, match=r"LocalSGD.*GradScaler leaves out steps on one replica alone"):
+                    scaler.step(replica.optimizer)
+            else:
+                scaler.step(replica.optimizer)

@@ -202,3 +202,26 @@ def compressed_state_cases(rank, ranks, cases, folder):
         loss = batch_loss(model, rank, 0)
         with pytest.raises(ValueError, match=r"disagree on the compressor: got TopK\(0.1, .*TopK\(0.2"):
             loss.backward()
+    with cases.case("a checkpoint on one replica only"):
+        first = Replica(rank, (2, 2), AllReduce(RandomK(0.5)), attach=False)
+        first.train(1)
+        state = copy.deepcopy(first.policy.state_dict())
+        first.train(1)
+        if rank >= 2:  # what it loads is what it had
+            first.policy.load_state_dict(state)
+        with pytest.raises(ValueError, match="every rank has to do the same"):
+            first.train(1)
+        first = Replica(rank, (2, 2), AllReduce(RandomK(0.5)), attach=False)
+        first.train(1)
+        early = copy.deepcopy(first.policy.state_dict())
+        first.train(1)
+        first.policy.load_state_dict(early if rank >= 2 else copy.deepcopy(first.policy.state_dict()))
+        with pytest.raises(ValueError, match=r"disagree on what RandomK\(0.5.* keeps for all of them"):
+            first.train(1)
+    for name in ("top", "sign", "quantized", "low rank"):
+        with cases.case(f"{name} of a gradient that is not finite on one replica"):
+            replica = Replica(rank, (4, 1), AllReduce(COMPRESSORS[name]()), attach=False)
+            replica.train(1)
+            loss = batch_loss(replica.model, rank, 1)
+            with pytest.raises(ValueError, match=r"takes gradients that are finite.*GradScaler"):
+                (loss * (float("inf") if rank == 2 else 1.0)).backward()

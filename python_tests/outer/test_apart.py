@@ -6,7 +6,15 @@ import time
 
 import pytest
 import torch
-from apart_cases import apart_refusals, checkpoint_cases, counting_cases, everyone, property_cases, training_cases
+from apart_cases import (
+    apart_refusals,
+    checkpoint_cases,
+    counting_cases,
+    everyone,
+    frozen_cases,
+    property_cases,
+    training_cases,
+)
 from harness import Cases, run_ranks
 from reference import assert_same, differs
 from workers import EXACT, STEPS, Replica, Workers, adamw, momentum
@@ -156,7 +164,7 @@ def test_against_workers_in_one_process():
 
 def _two_by_two(rank, ranks, folder):
     cases = Cases()
-    for part in (property_cases, counting_cases, training_cases, apart_refusals):
+    for part in (property_cases, counting_cases, training_cases, apart_refusals, frozen_cases):
         part(rank, ranks, cases)
     checkpoint_cases(rank, ranks, cases, folder)
     cases.finish()

@@ -92,9 +92,14 @@ class AllReduce(MicroBatches):
 
     def verify(self) -> None:
         if self._compression is not None and self._verified != self.fingerprint():
-            told = self.exchange((repr(self._compression.compressor),))
-            if any(theirs != told[0] for theirs in told):
+            told = self.exchange((repr(self._compression.compressor), self._compression.digest()))
+            if any(theirs[0] != told[0][0] for theirs in told):
                 raise ValueError(f"replicas disagree on the compressor: got {', '.join(one[0] for one in told)}")
+            if any(theirs != told[0] for theirs in told):
+                raise ValueError(
+                    f"replicas disagree on what {told[0][0]} keeps for all of them: expected every rank to load the "
+                    "same checkpoint, or none"
+                )
         super().verify()
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,6 +112,7 @@ class AllReduce(MicroBatches):
         if self._compression is None or self.size == 1:
             return super().load_state_dict(state)
         self._compression.load_state_dict(state, self._named(), self._members)
+        self._verified = ""  # replicas compare it
 
     # -- in backward ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.outer.compressors import Ask, Compressor, Memory, Payload, Way
-from rtp_ext.outer.policy import Member
+from rtp_ext.outer.policy import Member, checksum
 from rtp_ext.outer.replicas import Replicas
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import expect_own_shard
@@ -77,7 +77,8 @@ class Compression:
         return trip
 
     def end(self, replicas: Replicas, trip: Trip) -> list[torch.Tensor]:
-        """Waits, for all rounds: the means, flat."""
+        """Waits, for all rounds: the means, flat. Raises ValueError for means that are not finite, the same everywhere:
+        what compressors keep would never be again."""
         with torch.inference_mode(False), torch.no_grad():
             while trip.ways:
                 for place, answer in list(self._answers(replicas, trip)):
@@ -87,7 +88,15 @@ class Compression:
                     except StopIteration as done:
                         trip.means[place] = done.value
                 self._post(replicas, trip)
-        return [trip.means[place].reshape(-1) for place in range(trip.count)]
+            means = [trip.means[place].reshape(-1) for place in range(trip.count)]
+            if not torch.stack([mean.abs().max() for mean in means if mean.numel()]).isfinite().all():
+                message = (
+                    f"AllReduce: {self.compressor!r} takes gradients that are finite, got others: what overflows once "
+                    "would stay in what compressors keep. A GradScaler cannot be combined with it: use bfloat16"
+                )
+                replicas.fail(message)
+                raise ValueError(message)
+        return means
 
     def _way(self, index: int, values: torch.Tensor) -> Any:
         memory = self._memory_of(index, values.shape, values.dtype, values.device)
@@ -130,6 +139,15 @@ class Compression:
             for number, place in enumerate(places):
                 yield place, [theirs[number] for theirs in told]
         trip.sums, trip.gathered = [], []
+
+    def digest(self) -> tuple[tuple[int, str, int], ...]:
+        """Of what all replicas have to keep alike."""
+        return tuple(
+            (index, key, checksum(memory[key]))
+            for index, memory in sorted(self.memory.items())
+            for key in self.compressor.shared
+            if memory[key].numel()
+        )
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

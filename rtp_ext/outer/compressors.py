@@ -52,6 +52,7 @@ class Compressor:
     """
 
     linear = False  # whether the mean of payloads is the payload of a mean
+    shared: tuple[str, ...] = ()  # what of a memory all replicas have to have the same
 
     def __init__(self, error_feedback: bool = True) -> None:
         self.error_feedback = error_feedback
@@ -125,6 +126,7 @@ class RandomK(Compressor):
     """
 
     linear = True
+    shared = ("draws",)
 
     def __init__(self, fraction: float, error_feedback: bool = True, seed: int = 0) -> None:
         super().__init__(error_feedback)
@@ -207,6 +209,7 @@ class PowerSGD(Compressor):
     """
 
     linear = True
+    shared = ("q",)
 
     def __init__(self, rank: int, error_feedback: bool = True, seed: int = 0) -> None:
         super().__init__(error_feedback)
@@ -267,6 +270,7 @@ class _Around(Compressor):
         if not compressor.error_feedback:
             raise ValueError(f"{name}: expected a compressor with error_feedback=True, the contractive form")
         self.compressor = compressor
+        self.shared = tuple(f"inner.{key}" for key in compressor.shared)
 
     def _settings(self) -> str:
         return f"{self.compressor!r}, "
@@ -287,6 +291,7 @@ class EF21(_Around):
 
     def __init__(self, compressor: Compressor) -> None:
         super().__init__(compressor, False)
+        self.shared += ("mean",)
 
     def remember(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Memory:
         zeros = {key: torch.zeros(tuple(shape), dtype=dtype, device=device) for key in ("estimate", "mean")}

@@ -52,7 +52,7 @@ class Replicas(Groups):
         try:
             return super().exchange(value)
         except RingTimeout as error:
-            self._fail(str(error))
+            self.fail(str(error))
             raise
 
     def begin_sum(self, values: torch.Tensor) -> Any:
@@ -78,7 +78,7 @@ class Replicas(Groups):
         try:
             return super().all_gather(shard)
         except RingTimeout as error:
-            self._fail(str(error))
+            self.fail(str(error))
             raise
 
     def end_sum(self, work: Any) -> None:
@@ -89,10 +89,11 @@ class Replicas(Groups):
         except RuntimeError as error:
             waited = time.monotonic() - start
             message = f"replicas: a rank did not answer a reduction of gradients (waited {waited:.1f} s): {error}"
-            self._fail(message)
+            self.fail(message)
             raise RingTimeout(message) from error
 
-    def _fail(self, message: str) -> None:
+    def fail(self, message: str) -> None:
+        """Ends the ring, so that its ranks learn of it."""
         ring = self._ring()
         if ring is not None:
             ring._executor.fail(message)

@@ -15,6 +15,7 @@ from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
 from rtp_ext.planner.time.estimate import estimate_time
+from rtp_ext.planner.time.outer import OuterCost, outer_cost
 from rtp_ext.planner.time.report import TimeReport
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Measurement",
     "MemoryReport",
     "ModelSpec",
+    "OuterCost",
     "Plan",
     "RotatedOperation",
     "RotationBytes",
@@ -36,6 +38,7 @@ __all__ = [
     "estimate_time",
     "korthikanti",
     "lecture",
+    "outer_cost",
     "read_measurements",
     "rotations_of",
     "rtp_bytes",

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from rtp_ext.outer.apart.layered import flattened, layered, own_layer
 from rtp_ext.outer.apart.means import Means, written
+from rtp_ext.outer.apart.optimizers import beside_shards, refuse_scaler, rehearses
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import CLAIM
 
@@ -133,7 +134,7 @@ class AfterSteps(Means):
             ]
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        self._rehearsing = not self._arrived and _rehearses(optimizer, arguments, keywords)
+        self._rehearsing = not self._arrived and rehearses(optimizer, arguments, keywords)
         if self._rehearsing:
             return
         if id(optimizer) in self._stepped:
@@ -141,12 +142,13 @@ class AfterSteps(Means):
                 f"{self!r} is attached to {len(self._optimizers)} optimizers: expected each to step once before any "
                 f"steps again, got a second step of a {type(optimizer).__name__}"
             )
-        if self.replicas is not None and self._verified != self.fingerprint():
-            told = self.exchange((repr(self),))
-            if any(theirs != told[0] for theirs in told):
-                raise ValueError(f"replicas disagree on the policy: got {', '.join(theirs[0] for theirs in told)}")
-            self.verify()
+        refuse_scaler(self)
         self._trained |= {index for index, p in self._claimed() if p.requires_grad and p.is_floating_point()}
+        if self.replicas is not None and self._verified != self.fingerprint():
+            told = self.exchange(repr(self))
+            if any(theirs != told[0] for theirs in told):
+                raise ValueError(f"replicas disagree on the policy: got {', '.join(told)}")
+            self.verify()
         if self._steps == 0 and not self._stepped:
             with torch.inference_mode(False), torch.no_grad():
                 self._start()
@@ -204,7 +206,8 @@ class AfterSteps(Means):
         """Gives all replicas the mean of their weights, and of what optimizers keep of each: from here on plain state
         dicts are right, until the next step. Collective.
 
-        Raises ValueError where optimizers keep state of a parameter on some replicas only.
+        Raises ValueError where optimizers keep state of a parameter on some replicas only, or differ between replicas
+        in what has no mean: counts of steps, and settings of groups.
         """
         if not self._weights_differ and not self._states_differ:
             return
@@ -213,8 +216,10 @@ class AfterSteps(Means):
             self._arrive()
             self._apply()
             self._meet("average()")
+            states = self._optimizer_state()
+            self._compare_plain("average")
             self._average_weights()
-            self._average([held(value) for value in self._optimizer_state().values()])
+            self._average([held(value) for value in states.values()])
         self._states_differ = False
 
     def _optimizer_state(self) -> dict[tuple[int, str], DTensor]:
@@ -236,19 +241,41 @@ class AfterSteps(Means):
                 )
         return found
 
+    def _compare_plain(self, what: str) -> None:
+        """Raises ValueError where optimizers differ between replicas in what they keep beside shards (a parameter that
+        some have used more often has another count of steps), of which a checkpoint has one for all. Collective."""
+        if self.replicas is None:
+            return
+
+        def name_of(parameter: Any) -> str | None:
+            return self._members[parameter.__dict__[CLAIM].index].name if self._has(parameter) else None
+
+        mine = beside_shards(self._optimizers, name_of)
+        told = self.exchange(tuple(sorted(mine.items())))
+        for replica, theirs in enumerate(told):
+            differing = sorted({key for key, _ in {*theirs} ^ {*told[0]}})
+            if differing:
+                key = differing[0]
+                raise ValueError(
+                    f"{what}: expected optimizers of all replicas to agree on all but shards, got {key} "
+                    f"{dict(told[0]).get(key)} in replica 0 and {dict(theirs).get(key)} in replica {replica}"
+                )
+
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What training needs to go on: weights and the optimizer's state, with a layer for each replica, and what the
         policy keeps. For torch.distributed.checkpoint: shares memory with the model. Collective.
 
-        Raises ValueError before `attach`. Empty where there is one replica and nothing to do.
+        Raises ValueError before `attach`, and where optimizers differ between replicas in what has no layer for each:
+        counts of steps, and settings of groups. Empty where there is one replica and nothing to do.
         """
         if not self.acts:
             return {}
         self._expect_attached("state_dict")
         with torch.inference_mode(False), torch.no_grad():
             self._arrive()
+            self._compare_plain("state_dict")
             named = self._named()
             with self._as_its_own():
                 began = [bool(optimizer.state) for optimizer in self._optimizers]
@@ -365,17 +392,9 @@ def _check_attached(optimizer: Optimizer, arguments: Any, keywords: Any) -> None
                 continue
             if any(known is optimizer for known in policy._optimizers):
                 continue
-            if not policy._arrived and _rehearses(optimizer, arguments, keywords):
+            if not policy._arrived and rehearses(optimizer, arguments, keywords):
                 return
             raise ValueError(
                 f"{type(optimizer).__name__}: expected an optimizer that {policy!r} knows of, which acts after its "
                 "steps: call outer_of(model).attach(optimizer) before"
             )
-
-
-def _rehearses(optimizer: Optimizer, arguments: Any, keywords: Any) -> bool:
-    """Whether a step without gradients since the last one is no step: so torch.distributed.checkpoint has optimizers
-    make state that a checkpoint is loaded into."""
-    if any(argument is not None for argument in (*arguments[1:], *keywords.values())):  # the first is the optimizer
-        return False
-    return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)

@@ -98,7 +98,7 @@ class Peers(Replicas):
                     f"got {ticket.tolist()} from replica {source}: every rank has to call its optimizer as often, with "
                     "the same model and policy"
                 )
-                self._fail(message)
+                self.fail(message)
                 raise ValueError(message)
         return swap.received
 
@@ -130,7 +130,7 @@ class Peers(Replicas):
         named = f"replica{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} of {self.size}"
         waited = time.monotonic() - start
         message = f"{what}: {named} did not answer (no sign of life within {waited:.1f} s): {error}"
-        self._fail(message)
+        self.fail(message)
         raise RingTimeout(message) from error
 
     def _roll_call(self, suspects: Sequence[int]) -> list[int]:

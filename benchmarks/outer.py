@@ -1,0 +1,263 @@
+"""Policies between replicas on one language model: loss over steps, bytes and seconds, at equal tokens.
+
+    python benchmarks/outer.py --quick
+    python benchmarks/outer.py --hosts 4 --rate 200mbit --pin            # replicas on made hosts, slow links (root)
+    python benchmarks/outer.py --hosts 4 --ranks-per-host 2 --ring 2 --rate 200mbit
+    python benchmarks/outer.py --problems
+
+Every policy trains the byte-level GPT of train_lm.py from the same weights, with AdamW, on the same windows of the
+same text, the last twentieth of which is held out. Policies run one after the other in the same processes. `losses` are
+means over all ranks of the loss of a step, each on its replica's weights; `eval_loss` is that of the mean of all
+replicas' weights (what `average()` gives) on held-out windows.
+
+`sent_bytes` is what a replica has sent to others by the policy's own count, all its ranks together, of the replica that
+sent most. With `--hosts` there is a host for every replica, so that all that leaves a host goes between replicas:
+`kernel_bytes` is what the kernel counted meanwhile, with headers and bookkeeping, and `kernel_ratio` the quotient of
+the two. Losses are collected at the end of a run, so that this adds nothing to either.
+
+With `--problems` two small problems instead, of which the answer is known (shared/outer_problems.py). The last line of
+stdout is JSON. One JSON line a policy is appended to results/MACHINE/outer.jsonl, unless --quick or --problems.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shared.card import (
+    RESULTS,
+    append_line,
+    command_line,
+    environment_card,
+    machine_name,
+    refusal_to_write,
+    result_line,
+)
+from shared.data import fingerprint, read_text, sample_windows
+from shared.host_options import add_host_options, complete_hosts
+from shared.launch import Place, add_launch_options, gather, is_first, launch
+from shared.models import GPT
+from shared.outer_problems import print_problems
+from shared.wire import Counter
+from torch.distributed.device_mesh import init_device_mesh
+
+import rtp_ext
+from rtp_ext import outer
+
+HELD_OUT = 20  # one part of so many
+POINTS = 60  # of a curve
+QUICK = {"steps": 12, "period": 4, "batch": 1, "seq": 32, "layers": 1, "hidden": 64, "heads": 2, "lr_warmup": 2}
+Policies = dict[str, Callable[[int], outer.OuterPolicy]]
+POLICIES: Policies = {  # by name, of a period
+    "all-reduce": lambda period: outer.AllReduce(),
+    "zero": lambda period: outer.ZeroOuter(),
+    "local-sgd": lambda period: outer.LocalSGD(period),
+    "diloco": lambda period: outer.DiLoCo(period),
+    "one-peer": lambda period: outer.Gossip("one-peer"),
+    "gossip-ring": lambda period: outer.Gossip("ring"),
+    "gossip-pga": lambda period: outer.Gossip("one-peer", global_period=period),
+    "gossip-overlap": lambda period: outer.Gossip("one-peer", overlap=True),
+    "topk": lambda period: outer.AllReduce(outer.TopK(0.01)),
+    "topk-no-feedback": lambda period: outer.AllReduce(outer.TopK(0.01, error_feedback=False)),
+    "sign": lambda period: outer.AllReduce(outer.Sign()),
+    "quantize-4": lambda period: outer.AllReduce(outer.Quantize(4)),
+    "powersgd": lambda period: outer.AllReduce(outer.PowerSGD(4)),
+    "ef21": lambda period: outer.AllReduce(outer.EF21(outer.TopK(0.01))),
+    "neolithic": lambda period: outer.AllReduce(outer.Neolithic(outer.TopK(0.01), rounds=4)),
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare policies between replicas. See the top of the file.")
+    add = parser.add_argument
+    add("--policies", default=",".join(POLICIES), help=f"of {', '.join(POLICIES)} (default: all)")
+    add("--replicas", type=int, default=4)
+    add("--ring", type=int, default=1, help="ranks of each replica")
+    add("--steps", type=int, default=300)
+    add("--period", type=int, default=50, help="of local-sgd, diloco and gossip-pga")
+    add("--data", type=Path, help="text file or folder (default: source of Python's standard library)")
+    add("--batch", type=int, default=4, help="windows per rank and step")
+    add("--seq", type=int, default=64, help="tokens (bytes) per window")
+    add("--layers", type=int, default=2)
+    add("--hidden", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--lr", type=float, default=2e-3)
+    add("--lr-warmup", type=int, default=20, help="steps over which the learning rate rises to --lr")
+    add("--seed", type=int, default=0)
+    add("--quick", action="store_true", help="a smaller model and few steps, to see that it works; records nothing")
+    add("--problems", action="store_true", help="two small problems of which the answer is known; records nothing")
+    add("--machine", help="name of the results folder (default: of this machine)")
+    add("--output", type=Path, metavar="FILE.jsonl", help="in the place of the file under results/")
+    add_host_options(parser)
+    add_launch_options(parser)
+    args = parser.parse_args()
+    if args.quick:
+        vars(args).update(QUICK)
+    for name in ("replicas", "ring", "steps", "period", "batch", "seq", "layers", "hidden", "heads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.replicas < 2:
+        parser.error(f"--replicas must be at least 2, got {args.replicas}")
+    args.policies = args.policies.split(",")
+    if unknown := [name for name in args.policies if name not in POLICIES]:
+        parser.error(f"--policies: expected some of {', '.join(POLICIES)}, got {unknown[0]}")
+    complete_hosts(args, parser.error)
+    if args.hosts is not None and (args.hosts, args.ranks_per_host) != (args.replicas, args.ring):
+        parser.error(
+            f"expected a host for every replica: --hosts {args.replicas} --ranks-per-host {args.ring}, got "
+            f"{args.hosts} and {args.ranks_per_host}"
+        )
+    if len(args.networks) > 1:
+        parser.error(f"expected one --rate, got {len(args.networks)}")
+    args.command = command_line()
+    return args
+
+
+def train(place: Place, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One rank's run of all policies; rank 0 returns the results."""
+    text = read_text(args.data)
+    edge = len(text) - len(text) // HELD_OUT
+    mesh = init_device_mesh(place.device.type, (args.replicas, args.ring), mesh_dim_names=("replicas", "ring"))
+    card = environment_card(place.device, args.command)
+    rows = []
+    for name in args.policies:
+        row = _train_one(name, place, args, mesh, text[:edge], text[edge:])
+        if place.rank == 0:
+            print(
+                f"{name:<17} loss {row['losses'][0]:.3f} -> {row['losses'][-1]:.3f}, held out {row['eval_loss']:.4f}, "
+                f"{row['sent_bytes'] / 2**20:,.2f} MiB in {row['seconds']:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+        shape = f"byte GPT, {args.layers} layers, hidden {args.hidden}, {args.heads} heads, seq {args.seq}"
+        common = {key: getattr(args, key) for key in ("replicas", "ring", "steps", "period", "lr", "lr_warmup", "seed")}
+        rows.append(
+            result_line(
+                card,
+                benchmark="outer",
+                case=f"gpt/{name}",
+                strategy=name,
+                shape=shape,
+                tokens=args.batch * args.seq,
+                ranks=place.ranks,
+                direction="step",
+                dtype="float32",
+                threads=torch.get_num_threads(),
+                text_bytes=len(text),
+                text_sha256=fingerprint(text),
+                **common,
+                **row,
+            )
+        )
+    return rows
+
+
+def _train_one(
+    name: str, place: Place, args: argparse.Namespace, mesh: Any, text: torch.Tensor, held_out: torch.Tensor
+) -> dict[str, Any]:
+    policy = POLICIES[name](args.period)
+    torch.manual_seed(args.seed)
+    model = GPT(seq=args.seq, layers=args.layers, hidden=args.hidden, heads=args.heads).to(place.device)
+    dims = rtp_ext.RotationDims(ring="ring", replicate="replicas")
+    rtp_ext.fully_rotate(model, mesh=mesh, dims=dims, outer=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    apart = isinstance(policy, outer.LocalSGD | outer.DiLoCo | outer.Gossip)
+    if apart:
+        policy.attach(optimizer)  # type: ignore[union-attr]
+
+    def windows(of: torch.Tensor, step: int, seed: int) -> list[torch.Tensor]:
+        first = args.batch * place.rank
+        found = sample_windows(
+            of, seed=seed, step=step, rows=args.batch * place.ranks, seq=args.seq, first=first, last=first + args.batch
+        )
+        return [each.to(place.device) for each in found]
+
+    losses, sent, elapsed = [], [], []
+    counter = Counter()
+    dist.barrier()
+    counter.start()
+    start = time.perf_counter()
+    for step in range(args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, (step + 1) / max(1, args.lr_warmup))
+        optimizer.zero_grad()
+        loss = model(*windows(text, step, args.seed))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        sent.append(policy.bytes_sent())
+        elapsed.append(time.perf_counter() - start)
+    counted = counter.stop()
+    if apart:
+        policy.average()  # type: ignore[union-attr]
+    with torch.no_grad():
+        evaluated = [model(*windows(held_out, step, args.seed + 1)).item() for step in range(4)]
+    everyone = gather(losses, place).mean(0)
+    per_replica = gather([float(count) for count in sent], place).view(args.replicas, args.ring, -1).sum(1).amax(0)
+    seconds = gather(elapsed, place).amax(0)
+    kernel = int(gather(float(counted[0]), place).max()) if counted else None
+    eval_loss = gather(sum(evaluated) / len(evaluated), place).mean().item()
+    rtp_ext.ring_of(model).close()
+    every = max(1, args.steps // POINTS)
+    shown = sorted({*range(every - 1, args.steps, every), args.steps - 1})
+    # of as many steps as lie between two points, since the loss of one batch is noisy
+    smooth = [everyone[max(0, step + 1 - every) : step + 1].mean().item() for step in shown]
+    return {
+        "policy": repr(policy),
+        "step_ms": 1e3 * seconds[-1].item() / args.steps,
+        "tokens_per_s": args.batch * args.seq * place.ranks * args.steps / seconds[-1].item(),
+        "seconds": seconds[-1].item(),
+        "sent_bytes": int(per_replica[-1]),
+        "kernel_bytes": kernel,
+        "kernel_ratio": None if kernel is None else kernel / max(1.0, per_replica[-1].item()),
+        "eval_loss": eval_loss,
+        "losses": smooth,
+        "points": [step + 1 for step in shown],
+        "point_bytes": [int(per_replica[step]) for step in shown],
+        "point_seconds": [seconds[step].item() for step in shown],
+    }
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    first = rows[0]
+    between = f", {first['hosts']} made hosts at {first['rate']}" if "hosts" in first else ""
+    print(f"\n{first['shape']}; AdamW, {first['tokens']} tokens per rank and step, {first['steps']} steps")
+    print(f"{first['replicas']} replicas of {first['ring']} on {first['device']}{between}")
+    print(f"\n{'policy':<18}{'held out':>10}{'last loss':>10}{'sent MiB':>12}{'kernel':>9}{'seconds':>9}")
+    for row in rows:
+        kernel = "-" if row["kernel_ratio"] is None else f"{row['kernel_ratio']:.3f}"
+        print(
+            f"{row['strategy']:<18}{row['eval_loss']:>10.4f}{row['losses'][-1]:>10.4f}"
+            f"{row['sent_bytes'] / 2**20:>12.3f}{kernel:>9}{row['seconds']:>9.1f}"
+        )
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.problems:
+        launch(print_problems, args, args.replicas)
+        return
+    output = None
+    if not args.quick or args.output:
+        folder = args.machine or machine_name(torch.device("cuda" if args.device == "cuda" else "cpu"))
+        output = args.output or RESULTS / folder / "outer.jsonl"
+        if (refusal := refusal_to_write(output)) is not None:
+            sys.exit(refusal)
+    rows = launch(train, args, args.replicas * args.ring)
+    if not is_first():
+        return
+    print_table(rows)
+    for row in rows if output else ():
+        append_line(output, row)
+    keys = ("eval_loss", "sent_bytes", "kernel_bytes", "kernel_ratio", "seconds")
+    print(json.dumps({row["strategy"]: {key: row[key] for key in keys} for row in rows}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

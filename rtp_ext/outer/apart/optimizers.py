@@ -1,0 +1,53 @@
+"""What a policy that acts after steps has to know of the optimizers that take them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+def rehearses(optimizer: Optimizer, arguments: Any, keywords: Any) -> bool:
+    """Whether a step without gradients since the last one is no step: so torch.distributed.checkpoint has optimizers
+    make state that a checkpoint is loaded into."""
+    if any(argument is not None for argument in (*arguments[1:], *keywords.values())):  # the first is the optimizer
+        return False
+    return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
+
+
+def refuse_scaler(policy: Any) -> None:
+    """Raises ValueError within a step that a GradScaler takes: where gradients overflow on one replica alone it leaves
+    the step out there, unknown to the others."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
+            raise ValueError(
+                f"{policy!r}: a GradScaler leaves out steps on one replica alone, and the others would not know: "
+                "expected bfloat16 without one"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def beside_shards(optimizers: Sequence[Optimizer], name_of: Callable[[Any], str | None]) -> dict[str, str]:
+    """What optimizers keep of parameters with names, other than shards, and the settings of their groups."""
+    found: dict[str, str] = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter, state in optimizer.state.items():
+            name = name_of(parameter)
+            for key, value in state.items() if name is not None else ():
+                found[f"{key} of {name}"] = _plain(value)
+        for place, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    found[f"{key} of group {place} of optimizer {number}"] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, DTensor):
+        return "a shard"
+    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
