@@ -42,6 +42,11 @@ class Executor {
   void drain() {
     or_fail([this] { landings_.drain(), prefetcher_.drain(); });
   }
+  // What the passes that follow belong to. What a backward that failed has left lands before a forward.
+  void enter(Context context) {
+    if (!context.backward) or_fail([this] { landings_.drain(); });
+    prefetcher_.enter(std::move(context));
+  }
   // Lands a gradient of a pass that did not wait for it: see Schedule::lands_late.
   void land(const at::Tensor& gradient);
   // Starts or stops the recorder. What is under way is waited for first, so that passes are recorded whole.

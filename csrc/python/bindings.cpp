@@ -159,9 +159,9 @@ void bind_executor(py::module_& m) {
             for (const at::Tensor& tensor : watched) {
               if (!tensor.is_inference()) context.watched.push_back(tensor.unsafeGetTensorImpl()->version_counter());
             }
-            e.prefetcher().enter(std::move(context));
+            e.enter(std::move(context));
           },
-          py::arg("phase"), py::arg("backward"), py::arg("serial"), py::arg("watched"))
+          py::arg("phase"), py::arg("backward"), py::arg("serial"), py::arg("watched"), py::call_guard<NoGil>())
       .def(
           "prefetch", [](Executor& e, bool on) { e.prefetcher().enable(on); }, py::arg("on"))
       .def(

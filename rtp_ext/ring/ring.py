@@ -163,7 +163,6 @@ class Ring(Primitives, Counters):
         hosts: int = 1,
         prefetch: int = 1,
         gradient_halves: bool | None = None,
-        late_gradients: int = 0,
     ) -> Ring:
         """A ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
 
@@ -180,7 +179,7 @@ class Ring(Primitives, Counters):
         ring = cls.__new__(cls)
         ring.timeout = datetime.timedelta(seconds=600)
         _check_choice("route", route, ROUTES[1:])
-        ring._take(SLOT_CAP, prefetch, late_gradients)
+        ring._take(SLOT_CAP, prefetch, 0)
         ring.transport_options = TransportOptions.of(None)
         ring.mesh = ring.parameter_mesh = ring.tensor_mesh = None
         ring.replicas = 1
