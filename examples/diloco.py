@@ -21,7 +21,7 @@ from rtp_ext.outer import DiLoCo
 
 
 def main(arguments: list[str] | None = None) -> tuple[list[float], int]:
-    """Returns the mean loss of all ranks, by step, and the bytes that a rank has sent to other replicas."""
+    """Returns the mean loss of all ranks, by step, and the bytes that outer steps have sent to other replicas."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ring", type=int, default=2, help="ranks of a ring; it divides the number of ranks")
     parser.add_argument("--steps", type=int, default=60)
@@ -56,11 +56,12 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], int]:
         total = loss.detach()
         dist.all_reduce(total)
         losses.append(total.item() / ranks)
+    sent = policy.bytes_sent()
     policy.average()
     if rank == 0:
         print(f"{ranks // options.ring} rings of {options.ring}: loss {losses[0]:.3f}, then {losses[-1]:.3f}")
-        print(f"bytes to other replicas: {policy.bytes_sent()}, in {options.steps // options.period} outer steps")
-    return losses, policy.bytes_sent()
+        print(f"bytes to other replicas: {sent}, in {options.steps // options.period} outer steps")
+    return losses, sent
 
 
 if __name__ == "__main__":
