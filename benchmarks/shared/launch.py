@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rtp_ext.host import cores
-from rtp_ext.measure.timing import Together
+from rtp_ext.measure.timing import Together, settle_memory
 from shared.hosts import Hosts, dies_with_us
 
 TIMEOUT = timedelta(minutes=30)  # one rank may train a model alone while the others wait
@@ -128,6 +128,7 @@ def _run(rank: int, local_rank: int, worker: Worker, args: argparse.Namespace, r
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(args.threads or max(1, cores() // ranks))
+        settle_memory()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks, timeout=TIMEOUT)

@@ -33,7 +33,7 @@ from rtp_ext.convert import fully_rotate, ring_of
 from rtp_ext.host import cores, cpu_name
 from rtp_ext.measure.layer import TimedLayer, layer_times, together
 from rtp_ext.measure.metrics import Times, metrics
-from rtp_ext.measure.timing import timed
+from rtp_ext.measure.timing import settle_memory, timed
 from rtp_ext.ring import Ring
 
 __all__ = ["Plan", "choose", "run", "verdict"]
@@ -214,6 +214,7 @@ def _rank(rank: int, plan: Plan, folder: str) -> None:
         each = max(1, len(available) // plan.ranks)
         os.sched_setaffinity(0, [available[(rank * each + core) % len(available)] for core in range(each)])
         torch.set_num_threads(each)
+        settle_memory()
     backend = "nccl" if plan.device == "cuda" else "gloo"
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=plan.ranks, timeout=WAIT)

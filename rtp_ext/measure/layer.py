@@ -8,7 +8,8 @@ What is timed, in forward and in backward (a step is one after the other):
     gr     the engine's `gemm`, which is what the operation itself calls, on R different shards in the order of the
            schedule: y[:, j] = x @ W_j.T; dx += dy[:, j] @ W_j in float32 for 16-bit dtypes, and dy[:, j].T @ x into
            float32 partials. With the casts of dx and of the own gradient at the end. No hops and no events; a second
-           stream where the operation, too, computes on two (`two_lanes`).
+           stream where the operation, too, computes on two (`two_lanes`). The results of g1 and gr lie in new memory
+           each time, as those of ov do: on a CPU that may cost page faults, which are no matter of rotation.
     c      passes of the engine over the same shards (`rtp_ext._native.Execution`) in which nobody computes. They must
            post as many hops and bytes as the operation, which is checked.
     ov     `rotated_linear`; its backward by torch.autograd.grad
@@ -31,7 +32,7 @@ import rtp_ext.functional
 from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.measure.metrics import Times
-from rtp_ext.measure.timing import Stopwatch, Together, samples
+from rtp_ext.measure.timing import Stopwatch, Together, renew, samples
 from rtp_ext.ring import Prepared, Ring
 
 __all__ = ["PASSES", "TimedLayer", "WrongResult", "layer_times", "together"]
@@ -163,16 +164,19 @@ class TimedLayer:
 
     def g1(self, pass_: str) -> None:
         if pass_ == "forward":
+            renew(self._y)
             torch.mm(self._inputs, self.whole.t(), out=self._y)
             return
         if self._dw is None:
             self._dw = torch.empty_like(self.whole)
+        renew(self._dx, self._dw)
         torch.mm(self.dy, self.whole, out=self._dx)
         torch.mm(self.dy.t(), self._inputs, out=self._dw)
 
     def gr(self, pass_: str, only: str | None = None) -> None:
         """`only`: one kind of product, dgrad or wgrad, on one stream."""
         products = self._products(pass_)
+        renew(*((self._y,) if pass_ == "forward" else (self._sum, self._partials["gradient home"])))
         if only is not None:
             for kind, _, operands in products:
                 if kind == only:

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Sample", "Stopwatch", "Together", "samples", "timed"]
+__all__ = ["Sample", "Stopwatch", "Together", "renew", "samples", "settle_memory", "timed"]
 
 WARMUP = 3
 MOST = 2000  # iterations of one quantity
 ROUNDS = 5
+LARGEST_KEPT = 2**25 - 2**16  # bytes: just below what glibc's malloc takes from the kernel anew each time
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,28 @@ def timed(action: Callable[[], object], ranks: Together, count: int = 1) -> list
         end.record()
     torch.cuda.synchronize(ranks.device)
     return [begin.elapsed_time(end) * 1e3 for begin, end in zip(events[::2], events[1::2], strict=True)]
+
+
+def settle_memory() -> None:
+    """Lets this process's malloc keep what is freed, as it does in the end where a program runs for long.
+
+    glibc maps large tensors one by one and gives them back when they are freed, or cuts them from its heap and gives
+    back the heap's end; every page that comes anew costs a page fault, and all of a shard's more than its GEMM over few
+    tokens. The limits of both follow the largest mapped tensor that was freed so far, up to 32 MiB: without this, times
+    depend on what a process happened to free before.
+    """
+    torch.empty(LARGEST_KEPT, dtype=torch.uint8)  # and frees it
+
+
+def renew(*tensors: torch.Tensor) -> None:
+    """Gives results new memory, undefined, as an operation takes it that returns them; views follow. Nothing is done on
+    a GPU, where torch itself keeps what is freed."""
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            size = storage.nbytes()
+            storage.resize_(0)
+            storage.resize_(size)
 
 
 class Stopwatch:

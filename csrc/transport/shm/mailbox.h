@@ -41,12 +41,19 @@ struct Mailbox {
 struct Control {
   uint64_t nonce;
   std::atomic<Life> life;
-  Bell bell;  // rung by anybody who changes something that this rank may be waiting for
+  // Rung by anybody who changes something that the sender of a channel or, the last one, a caller of this rank may be
+  // waiting for.
+  std::array<Bell, 3> bells;
 
   // followed by 2 * ranks mailboxes
   Mailbox& mailbox(Channel channel, int peer, int ranks) {
     auto* first = reinterpret_cast<Mailbox*>(this + 1);
     return first[static_cast<int>(channel) * ranks + peer];
+  }
+  Bell& of_sender(Channel channel) { return bells[static_cast<size_t>(channel)]; }
+  Bell& of_callers() { return bells.back(); }
+  void ring_all() {
+    for (Bell& bell : bells) bell.ring();
   }
   static size_t bytes(int ranks) { return sizeof(Control) + 2 * static_cast<size_t>(ranks) * sizeof(Mailbox); }
 };

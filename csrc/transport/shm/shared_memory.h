@@ -63,7 +63,8 @@ struct MemoryAddress {
   uint64_t nonce = 0;
 };
 
-// A counter that anybody may raise and anybody may wait on, across processes.
+// A counter that anybody may raise and anybody may wait on, across processes. Raising it calls the kernel only where
+// somebody sleeps.
 class Bell {
  public:
   uint32_t value() const { return count_.load(std::memory_order_acquire); }
@@ -73,6 +74,7 @@ class Bell {
 
  private:
   std::atomic<uint32_t> count_{0};
+  std::atomic<uint32_t> sleepers_{0};  // too many where one was killed in its sleep, never too few
 };
 
 // Whether a process has ended, also when its parent has not collected it yet.

@@ -102,22 +102,27 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   Mailbox& outbox(Channel channel, int to) { return control(to).mailbox(channel, rank_, ranks_); }
   size_t lane(Channel channel, int peer) const { return static_cast<size_t>(channel) * ranks_ + peer; }
 
-  // Waits until `ready`, or throws RingTimeout when the timeout passes or a rank of the ring is gone.
+  // Waits for a `bell` of this rank until `ready`, or throws RingTimeout when the timeout passes or a rank of the ring
+  // is gone.
   template <typename Ready>
-  void wait_until(const Hop& hop, int peer, Ready ready) {
+  void wait_until(const Hop& hop, int peer, Bell& bell, Ready ready) {
     for (int spin = 0; spin < kSpins; ++spin) {
       if (ready()) return;
     }
     const auto start = Clock::now();
+    auto glance = start;  // when to look next whether the peer's process has ended, which nobody rings for
     while (true) {
-      const uint32_t seen = control().bell.value();
+      const uint32_t seen = bell.value();
       if (ready()) return;
-      const auto waited = Clock::now() - start;
+      const auto now = Clock::now();
+      const auto waited = now - start;
       if (control().life != Life::alive) throw_end(hop);
-      if (const auto lost = lost_rank(peer); lost && !ready())
+      const bool look = now >= glance;
+      if (look) glance = now + kGlance;
+      if (const auto lost = lost_rank(peer, look); lost && !ready())
         throw_timeout(hop, first_ + lost->rank, waited, lost->reason);
       if (waited > timeout_) throw_timeout(hop, first_ + peer, waited, "timeout");
-      control().bell.sleep(seen, std::min<std::chrono::nanoseconds>(kGlance, timeout_ - waited));
+      bell.sleep(seen, std::min<std::chrono::nanoseconds>(glance - now, timeout_ - waited));
     }
   }
 
@@ -127,13 +132,14 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   };
 
   // A rank without which the ring cannot go on: one that failed, or the awaited one if it is gone. Others may have
-  // finished and left in good order; if they died instead, whoever waits for them fails and tells us.
-  std::optional<Lost> lost_rank(int awaited) {
+  // finished and left in good order; if they died instead, whoever waits for them fails and tells us. `look`: at its
+  // process too.
+  std::optional<Lost> lost_rank(int awaited, bool look) {
     for (int peer = 0; peer < ranks_; ++peer) {
       if (control(peer).life == Life::failed) return Lost{peer, "its ring failed"};
     }
     if (control(awaited).life == Life::closed) return Lost{awaited, "it closed its ring"};
-    if (awaited != rank_ && peers_[awaited].watch.ended()) return Lost{awaited, "its process has ended"};
+    if (look && awaited != rank_ && peers_[awaited].watch.ended()) return Lost{awaited, "its process has ended"};
     return std::nullopt;
   }
 
@@ -170,7 +176,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   std::map<std::byte*, std::shared_ptr<Segment>> segments_;
 
   std::mutex mutex_;  // of the queues, their progress, and the end
-  std::condition_variable wake_;
+  std::array<std::condition_variable, 2> wake_;
   std::array<std::deque<Job>, 2> queue_;
   std::array<std::atomic<uint64_t>, 2> queued_{};
   std::array<std::atomic<uint64_t>, 2> delivered_{};
@@ -192,7 +198,7 @@ class HostTransfer : public Transfer {
   void wait_received() override {
     if (!receive_) return;
     Mailbox& inbox = transport_->inbox(hop_.channel, hop_.from);
-    transport_->wait_until(hop_, hop_.from, [&] {
+    transport_->wait_until(hop_, hop_.from, transport_->control().of_callers(), [&] {
       return static_cast<int32_t>(inbox.done.load(std::memory_order_acquire) - *receive_) >= 0;
     });
     // Unless the place has been used again since.
@@ -209,7 +215,8 @@ class HostTransfer : public Transfer {
   void wait_sent() override {
     if (!send_) return;
     const auto& delivered = transport_->delivered_[static_cast<size_t>(hop_.channel)];
-    transport_->wait_until(hop_, hop_.to, [&] { return delivered.load(std::memory_order_acquire) >= *send_; });
+    transport_->wait_until(hop_, hop_.to, transport_->control().of_callers(),
+                           [&] { return delivered.load(std::memory_order_acquire) >= *send_; });
     send_.reset();
   }
 
@@ -251,7 +258,7 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
       landing.bytes[part] = span.bytes;
     }
     inbox.posted.store(sequence, std::memory_order_release);
-    control(hop.from).bell.ring();
+    control(hop.from).of_sender(hop.channel).ring();
     transfer->expect(sequence);
   } else {
     transfer->expect_nothing();
@@ -263,7 +270,7 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
       queue_[channel].push_back({hop, ++sent_[lane(hop.channel, hop.to)]});
       transfer->sends(++queued_[channel]);
     }
-    wake_.notify_all();
+    wake_[channel].notify_one();
   }
   return transfer;
 }
@@ -292,7 +299,7 @@ void HostTransport::serve(Channel channel) {
     Job job;
     {
       std::unique_lock lock(mutex_);
-      wake_.wait(lock, [&] { return stopping_ || !queue.empty(); });
+      wake_[static_cast<size_t>(channel)].wait(lock, [&] { return stopping_ || !queue.empty(); });
       if (stopping_) return;
       job = std::move(queue.front());
       queue.pop_front();
@@ -303,17 +310,17 @@ void HostTransport::serve(Channel channel) {
       const std::lock_guard lock(mutex_);
       failure_ = std::current_exception();
       control().life = Life::failed;
-      for (int peer = 0; peer < ranks_; ++peer) control(peer).bell.ring();
+      for (int peer = 0; peer < ranks_; ++peer) control(peer).ring_all();
       return;
     }
-    control().bell.ring();
+    control().of_callers().ring();
   }
 }
 
 void HostTransport::deliver(const Job& job) {
   const Hop& hop = job.hop;
   Mailbox& outbox = this->outbox(hop.channel, hop.to);
-  wait_until(hop, hop.to,
+  wait_until(hop, hop.to, control().of_sender(hop.channel),
              [&] { return static_cast<int32_t>(outbox.posted.load(std::memory_order_acquire) - job.sequence) >= 0; });
   // A copy, so that what has been checked is what is used: the peer can write there at any time.
   const Landing landing = outbox.landing[job.sequence % kDepth];
@@ -347,7 +354,7 @@ void HostTransport::deliver(const Job& job) {
   ++delivered_[static_cast<size_t>(hop.channel)];
   outbox.arrived[job.sequence % kDepth].store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
   outbox.done.store(job.sequence, std::memory_order_release);
-  control(hop.to).bell.ring();
+  control(hop.to).of_callers().ring();
 }
 
 // The segment of the receiver that a hop lands in.
@@ -379,9 +386,9 @@ void HostTransport::end(Life life, const std::string& reason) noexcept {
   Life alive = Life::alive;
   control().life.compare_exchange_strong(alive, life);
   if (alive == Life::starting) control().life = life;
-  wake_.notify_all();
-  for (size_t peer = 0; peer < peers_.size(); ++peer) control(static_cast<int>(peer)).bell.ring();
-  control().bell.ring();
+  for (auto& wake : wake_) wake.notify_all();
+  for (size_t peer = 0; peer < peers_.size(); ++peer) control(static_cast<int>(peer)).ring_all();
+  control().ring_all();
   for (std::thread& sender : senders_) {
     if (sender.joinable()) sender.join();
   }
