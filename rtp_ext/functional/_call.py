@@ -99,9 +99,10 @@ class Call:
         return cls(ring, name, in_place, compute, reduce)
 
     def run(self, function: Any, *arguments: Any) -> Any:
-        keywords: dict[str, Any] = {"serial": self.serial, "watched": self.watched, "checked": True}
         with self.lent():
-            return self.ring.run(self.name, function, *arguments, **keywords)
+            return self.ring.run(
+                self.name, function, *arguments, serial=self.serial, watched=self.watched, checked=True
+            )
 
     def lent(self) -> AbstractContextManager[None]:
         """While native code reads parameters: the device has those that stay on the host."""

@@ -44,13 +44,10 @@ class Place:
 
 def describe(places: Sequence[Place]) -> str | None:
     """Which ranks are where, if they are not all in one place; None if they are. `places`: by rank."""
-    groups: list[list[int]] = []
+    by_memory: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(places):
-        near = next((group for group in groups if places[group[0]].memory == place.memory), None)
-        if near is None:
-            groups.append([rank])
-        else:
-            near.append(rank)
+        by_memory.setdefault(place.memory, []).append(rank)
+    groups = list(by_memory.values())
     if len(groups) == 1:
         return None
     text = ", ".join(f"{_ranks(group)} on {_name(group[0], groups, places)}" for group in groups)

@@ -121,22 +121,29 @@ def _make_c10d(ring: Groups) -> Any:
 
 def _make_shm(ring: Groups) -> Any:
     """Between the ranks of this host."""
-    native, problem, address = None, None, None
     here = [rank for rank, host in enumerate(ring.placed.of) if host == ring.placed.of[ring.rank]]
-    try:
-        native = _native.ShmTransport(here.index(ring.rank), len(here), ring.timeout, here[0])
-        address = native.address()
-    except RotationError as error:
-        problem = str(error)
-    addresses, problems = zip(*ring.exchange((address, problem)), strict=True)
-    _refuse_any(problems)
-    assert native is not None  # there was no problem
+    place = here.index(ring.rank), len(here), ring.timeout, here[0]
+    native, addresses = _offer(ring, lambda: _native.ShmTransport(*place))
+    problem = None
     try:
         native.connect([addresses[rank] for rank in here])
     except RotationError as error:
         problem = str(error)
     _refuse_any(ring.exchange(problem))  # nobody drops its memory before: others would report that they miss it
     return native
+
+
+def _offer(ring: Groups, make: Callable[[], Any]) -> tuple[Any, Sequence[Any]]:
+    """A native transport that others connect to, and the addresses of those of all ranks. Collective."""
+    native, problem, address = None, None, None
+    try:
+        native = make()
+        address = native.address()
+    except RotationError as error:
+        problem = str(error)
+    addresses, problems = zip(*ring.exchange((address, problem)), strict=True)
+    _refuse_any(problems)
+    return native, addresses
 
 
 def _refuse_any(problems: Sequence[str | None]) -> None:
@@ -146,15 +153,10 @@ def _refuse_any(problems: Sequence[str | None]) -> None:
 
 
 def _make_tcp(ring: Groups) -> Any:
-    native, problem, address = None, None, None
-    try:
-        native = _native.TcpTransport(ring.rank, ring.size, own_address(ring.exchange), ring.timeout)
-        address = native.address()
-    except RotationError as error:
-        problem = str(error)
-    addresses, problems = zip(*ring.exchange((address, problem)), strict=True)
-    _refuse_any(problems)
-    assert native is not None  # there was no problem
+    def make() -> Any:
+        return _native.TcpTransport(ring.rank, ring.size, own_address(ring.exchange), ring.timeout)
+
+    native, addresses = _offer(ring, make)
     native.connect(addresses)
     return native
 
