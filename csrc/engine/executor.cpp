@@ -387,8 +387,7 @@ void Execution::copy_or_add(const Step& step) {
 void Execution::land_later(const Step& step) {
   auto arriving = views(step.send, step.send_owner), home = views(step.receive, step.receive_owner);
   auto& slots = slots_[static_cast<size_t>(Channel::gradient)];
-  executor_.landings_.add(
-      {operation_, std::exchange(slots, {}), std::move(arriving), std::move(home), traced_, position(), step});
+  executor_.landings_.add({std::exchange(slots, {}), std::move(arriving), std::move(home), traced_, position(), step});
 }
 
 // Orders the compute lane after every hop, so that home tensors, outputs and slots are free for whoever comes next on

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "base/checks.h"
-
 namespace rtp {
 
 void Landings::land(const at::Tensor& gradient) {

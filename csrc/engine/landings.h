@@ -8,7 +8,6 @@
 
 #include <deque>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "engine/slots.h"
@@ -16,7 +15,6 @@
 namespace rtp {
 
 struct Landing {
-  std::string operation;
   std::vector<std::shared_ptr<Slot>> slots;  // of the pass: one that it arrives in, and one that it may be leaving
   std::vector<at::Tensor> arriving, home;
   PassHandle traced;
