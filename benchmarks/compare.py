@@ -296,7 +296,7 @@ def _result(
 
 def _closed_form(strategy: str, place: Place, args: argparse.Namespace) -> float | None:
     with torch.device("meta"):
-        return closed_form(strategy, WORKLOADS[args.model].build(), place.ranks)
+        return closed_form(strategy, WORKLOADS[args.model].build(), place.ranks, args.ranks_per_host)
 
 
 def _add_comparisons(rows: list[Result], first_loss: float) -> None:

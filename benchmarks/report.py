@@ -13,7 +13,8 @@ results/ and TABLE one of:
     scaling MODEL   the same over numbers of ranks, of scaling.jsonl
     overlap         cases of overlap.py, of each the last; WORDS choose them: a shape, a direction, a link, R8, T4096
     memory          strategies of memory_per_rank.py, of each the last
-    hosts MODEL     strategies between made hosts, of each the last; WORDS choose rows: a rate (2gbit, none), T1024, H2
+    hosts MODEL     strategies between made hosts, of each the last; WORDS choose rows: a rate (2gbit, none), T1024, H2,
+                    G1 (ranks on a host)
     hosts-brief MODEL   a few columns of it; WORDS as for `hosts`
     hosts-overlap   cases of overlap.py between made hosts
     outer           policies between replicas, of the last run of outer.py; WORDS choose it: a rate, R2 for rings of two
@@ -51,6 +52,7 @@ FILES = {
 }
 NAMES = {
     "rtp-c10d": 'rtp, `transport="c10d"`',
+    "rtp-flat": 'rtp, `route="ring"`',
     "rtp-inplace": "rtp, `in_place=True`",
     "rtp-unbundled": "rtp, `bundle=False`",
     "rtp-recompute": "rtp, recomputing",
@@ -286,7 +288,7 @@ def compare_table(rows: list[Row], columns: Columns = COMPARE) -> str:
 
 def words_of(row: Row) -> set[Any]:
     words = {row["shape"], row["direction"], row["link"], row["transport"], f"R{row['ranks']}", f"T{row['tokens']}"}
-    return words | ({row["rate"], f"H{row['hosts']}"} if "hosts" in row else set())
+    return words | ({row["rate"], f"H{row['hosts']}", f"G{row['ranks_per_host']}"} if "hosts" in row else set())
 
 
 def _comparable(line: Row, row: Row) -> bool:

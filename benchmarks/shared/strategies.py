@@ -102,6 +102,7 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy 
 STRATEGIES = {
     "rtp": Strategy(_rotate(), follows_policy=True),
     "rtp-c10d": Strategy(_rotate(transport="c10d"), follows_policy=True),
+    "rtp-flat": Strategy(_rotate(route="ring"), follows_policy=True),
     "rtp-inplace": Strategy(_rotate(in_place=True), follows_policy=True),
     "rtp-unbundled": Strategy(_rotate(bundle=False), follows_policy=True),
     "rtp-recompute": Strategy(_rotate(bundle="recompute"), follows_policy=True),

@@ -46,10 +46,11 @@ class Counter:
         return [bytes_sent() - self._before]
 
 
-def closed_form(strategy: str, model: nn.Module, ranks: int) -> float | None:
+def closed_form(strategy: str, model: nn.Module, ranks: int, per_host: int = 1) -> float | None:
     """Bytes that one rank sends in a step in float32; None for strategies without a formula here.
 
-    Between hosts it is also what leaves a host, however many of the ring's ranks it has, each next to the last one.
+    Between hosts it is also what leaves a host, however many of the ring's ranks it has, each next to the last one; a
+    ring that can be one of two levels is, and then each of K hosts hands on (K - 1) / K of the shards in a pass.
     Gloo has no reduce-scatter: torch makes one of an all-reduce. `model`: the plain one.
     """
 
@@ -61,8 +62,10 @@ def closed_form(strategy: str, model: nn.Module, ranks: int) -> float | None:
     tied = {id(p) for module in model.modules() if isinstance(module, nn.Linear) for p in module.parameters()}
     only_looked_up = size(p for table in tables for p in table.parameters() if id(p) not in tied)
     share = (ranks - 1) / ranks
-    if strategy in ("rtp", "rtp-c10d", "rtp-unbundled"):  # weights there and back; no backward of indices reads them
-        return share * (3 * whole - only_looked_up)
+    if strategy in ("rtp", "rtp-flat", "rtp-c10d", "rtp-unbundled"):  # weights there and back
+        if per_host > 1 and strategy != "rtp-flat":
+            share = (ranks - per_host) / ranks
+        return share * (3 * whole - only_looked_up)  # no backward of indices reads weights
     if strategy == "ddp":
         return share * 2 * whole
     if strategy == "fsdp2":  # what is no block's is gathered once
