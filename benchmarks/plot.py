@@ -13,6 +13,7 @@ by markers, dashes and hatching, so that a print in black and white reads as wel
 """
 
 import argparse
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -240,12 +241,14 @@ def outer(rows: list[Row], args: argparse.Namespace) -> Any:
     for axes, (label, along) in zip(panels, kinds.items(), strict=True):
         for index, row in enumerate(rows):
             look = {**style(index), "markersize": 4, "linewidth": 1, "linestyle": ("-", "--")[index // len(GREYS) % 2]}
-            points = [(x, y) for x, y in zip(along(row), row["losses"], strict=True) if x > 0]
+            losses = [statistics.fmean(row["losses"][max(0, i - 9) : i + 1]) for i in range(len(row["losses"]))]
+            points = [(x, y) for x, y in zip(along(row), losses, strict=True) if x > 0]
             often = {"markevery": max(1, len(points) // 8)}
             axes.plot([x for x, _ in points], [y for _, y in points], label=row["strategy"], **look, **often)
         axes.set_xlabel(label, fontsize=9)
-    panels[1].set_xscale("log")
-    panels[0].set_title("loss, nats per byte, mean of all replicas", fontsize=9, loc="left")
+    for axes in panels[1:]:
+        axes.set_xscale("log")
+    panels[0].set_title("loss, nats per byte, mean of all replicas and of the last ten points", fontsize=9, loc="left")
     panels[2].legend(fontsize=6, frameon=False, ncols=2)
     first = rows[-1]
     between = f", made hosts at {first['rate']}" if "rate" in first else ""

@@ -79,6 +79,9 @@ class AllReduce(MicroBatches):
         twin.bucket_bytes = self.bucket_bytes
         return twin
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'' if self._compression is None else self._compression.compressor})"
+
     def bytes_sent(self) -> int:
         """2 (K - 1) / K of what was reduced, as a ring all-reduce sends it, and K - 1 times the payloads that were
         gathered; without the few bytes of bookkeeping."""
