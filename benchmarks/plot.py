@@ -249,7 +249,7 @@ def outer(rows: list[Row], args: argparse.Namespace) -> Any:
     for axes in panels[1:]:
         axes.set_xscale("log")
     panels[0].set_title("loss, nats per byte, mean of all replicas and of the last ten points", fontsize=9, loc="left")
-    panels[2].legend(fontsize=6, frameon=False, ncols=2)
+    panels[0].legend(fontsize=6, frameon=False, ncols=2)
     first = rows[-1]
     between = f", made hosts at {first['rate']}" if "rate" in first else ""
     return figure, rows, f"{first['replicas']} replicas of {first['ring']}, {first['tokens']} tokens per rank{between}"
