@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import Cases, run_ranks
 from models import LanguageModel, batch_loss, make_batch, make_model, mean_loss, train
-from reference import assert_same, chunk, differs, full, local
+from reference import assert_same, chunk, differs, full, local, wholes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,13 +25,9 @@ def assert_same_model(model: nn.Module, expected: nn.Module, tolerance: float, g
     """Every parameter (or gradient) of a converted model, gathered, against the plain one."""
     ours, theirs = dict(model.named_parameters()), dict(expected.named_parameters())
     assert list(ours) == list(theirs)
-    for name, reference in theirs.items():
-        ours_value = ours[name].grad if gradients else ours[name]
-        if gradients and reference.grad is None:
-            assert ours_value is None, f"{name}: expected no gradient"
-            continue
-        assert ours_value is not None, f"{name}: expected a gradient"
-        assert_same(full(ours_value), reference.grad if gradients else reference, tolerance, name)
+    values = wholes(parameter.grad if gradients else parameter for parameter in ours.values())
+    for value, (name, reference) in zip(values, theirs.items(), strict=True):
+        assert_same(value, reference.grad if gradients else reference, tolerance, name)
 
 
 def _trains(rank, ranks, transport):
@@ -47,7 +43,7 @@ def _trains(rank, ranks, transport):
         theirs = train(plain, lambda step, plain=plain: mean_loss(plain, ranks, step), STEPS)
         total = torch.tensor(ours, dtype=torch.float64)
         dist.all_reduce(total)
-        whole = {name: full(p) for name, p in model.named_parameters()}
+        whole = dict(zip(dict(model.named_parameters()), wholes(model.parameters()), strict=True))
         with cases.case(f"in_place={in_place} route={route} {dtype}"):
             assert_same(total / ranks, torch.tensor(theirs, dtype=torch.float64), tolerance, "losses")
             for name, parameter in plain.named_parameters():

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from grids import few
 from harness import Cases, run_ranks
 from models import batch_loss, make_model, mean_loss, train
 from reference import adamw, assert_same
@@ -47,7 +48,7 @@ def _frozen(rank, ranks):
     cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_frozen_parameters_and_checkpoints(ranks):
     run_ranks(_frozen, ranks)
 
@@ -126,6 +127,6 @@ def _recurrent(rank, ranks):
     cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_recurrent_layers(ranks):
     run_ranks(_recurrent, ranks)

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from grids import few
 from harness import Cases, run_ranks
 from reference import TOLERANCE, assert_same, differs, full, random
 from torch import nn
@@ -183,7 +184,7 @@ def _layers(rank, ranks):
     cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_layers(ranks):
     run_ranks(_layers, ranks)
 
@@ -255,6 +256,6 @@ def _blocks(rank, ranks):
     cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_blocks(ranks):
     run_ranks(_blocks, ranks)

@@ -24,7 +24,7 @@ LARGEST_NORM = 0.1  # of the gradients of all stages; those of one stage alone h
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
 
 
 class Part(nn.Module):

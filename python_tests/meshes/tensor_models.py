@@ -129,7 +129,7 @@ def batch_loss(model, batch, step):
 
 
 def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.02, foreach=True)
+    return torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
 
 
 def step_on(model, optimizer, loss, compared):

@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from reference import assert_same, differs, full, local
+from reference import assert_same, differs, local, wholes
 from replica_models import EXACT, WIDTH, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
 from torch import nn
 
@@ -23,18 +23,18 @@ def wrong(found, plain, factor):
     return any(differs(found[name], expected * factor, EXACT) for name, expected in gradients(plain).items())
 
 
-def trains_as_one(rank, ranks, cases, shapes, policy=AllReduce):
-    """Ten steps of AdamW, clipped."""
+def trains_as_one(rank, ranks, cases, shapes, policy=AllReduce, **how):
+    """Ten steps of AdamW, clipped. `how`: which of its implementations."""
     for shape, names, dims in shapes:
         with cases.case(f"training on {dict(zip(names, shape, strict=True))}"):
             model, plain = replicated(shape, names, dims=dims, outer=policy()), Tiny()
-            optimizer, reference = adamw(model), adamw(plain)
+            optimizer, reference = adamw(model, **how), adamw(plain, **how)
             for step in range(10):
                 found, norm = step_on(model, optimizer, [functools.partial(batch_loss, model, rank, step)])
                 _, expected = step_on(plain, reference, [functools.partial(all_losses, plain, ranks, step, 1 / ranks)])
                 assert_same(norm, expected, EXACT, f"norm of step {step}")
-            for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-                assert_same(full(parameter), other, EXACT, name)
+            for value, (name, other) in zip(wholes(model.parameters()), plain.named_parameters(), strict=True):
+                assert_same(value, other, EXACT, name)
             assert differs(found["mix.weight"], local(plain.mix.weight.grad) * 2, EXACT), "control: clipped, and other"
 
 
@@ -107,9 +107,9 @@ def left_out_between_reductions(model, plain, rank, ranks, cases):
                 model.mixes = rank // 2 in mixing
                 batch_loss(model, rank, step + micro).backward()
                 total = 0
-                for other in range(ranks):
-                    plain.mixes = other // 2 in mixing
-                    total = total + batch_loss(plain, other, step + micro)
+                for replica in both:
+                    plain.mixes = replica in mixing
+                    total = total + all_losses(plain, (2 * replica, 2 * replica + 1), step + micro)
                 total.backward()
             assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
     model.mixes = plain.mixes = True

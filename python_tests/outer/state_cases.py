@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from reference import assert_same, differs, full, local, random
+from reference import assert_same, differs, full, local, random, wholes
 from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -44,8 +44,8 @@ def on_replicas(policy) -> nn.Module:
 
 
 def assert_same_weights(model, plain, what):
-    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert_same(full(parameter), other, EXACT, f"{what}: {name}")
+    for value, (name, other) in zip(wholes(model.parameters()), plain.named_parameters(), strict=True):
+        assert_same(value, other, EXACT, f"{what}: {name}")
 
 
 def state_cases(rank, ranks, cases, folder, policy=AllReduce):

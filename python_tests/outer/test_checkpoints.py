@@ -3,11 +3,12 @@ and the plain model, and loaded by any other. Training goes on as in one process
 
 import copy
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import Cases, run_ranks
-from reference import assert_same, differs, full
+from reference import assert_same, differs, full, wholes
 from replica_models import EXACT, Tiny, adamw, all_losses, batch_loss, replicated, step_on
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -49,10 +50,12 @@ def loss_of(kind, model, rank, ranks, step):
 
 
 def assert_same_state(model, optimizer, expected, reference, what):
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert_same(full(parameter), other, EXACT, f"{what}: {name}")
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert_same(full(optimizer.state[parameter][key]), reference.state[other][key], EXACT, f"{name} {key}")
+    named, keys = list(expected.named_parameters()), ("exp_avg", "exp_avg_sq")
+    for value, (name, other) in zip(wholes(model.parameters()), named, strict=True):
+        assert_same(value, other, EXACT, f"{what}: {name}")
+    moments = wholes(optimizer.state[parameter][key] for parameter in model.parameters() for key in keys)
+    for value, ((name, other), key) in zip(moments, product(named, keys), strict=True):
+        assert_same(value, reference.state[other][key], EXACT, f"{name} {key}")
 
 
 def _matrix(rank, ranks, folder):

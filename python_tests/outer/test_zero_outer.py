@@ -61,8 +61,8 @@ def scattered(shape, rank):
     return (shape[0] - 1) * sum(widths(shape, rank)) * 8
 
 
-def _trains(rank, ranks, cases, shape, factor, ways):
-    trains_as_one(rank, ranks, cases, [(shape, LINE, DIMS)], ZeroOuter)
+def _trains(rank, ranks, cases, shape, factor, ways, **how):
+    trains_as_one(rank, ranks, cases, [(shape, LINE, DIMS)], ZeroOuter, **how)
     accumulates(rank, ranks, cases, shape, factor, ways, ZeroOuter(), scattered(shape, rank))
 
 
@@ -77,7 +77,7 @@ def _six(rank, ranks):
 
 def _four(rank, ranks, folder):
     cases = Cases()
-    _trains(rank, ranks, cases, (2, 2), None, [(False, False, True), (True, False, True)])
+    _trains(rank, ranks, cases, (2, 2), None, [(False, False, True), (True, False, True)], foreach=True)
     for part in (_clears, _keeps_sums_wide, _gradients_asked_for, _hooks, _sees_writes, _others, _refusals):
         part(rank, ranks, cases)
     _counts(rank, cases, (2, 2))

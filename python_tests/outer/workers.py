@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from reference import assert_same, full
-from replica_models import Tiny, batch_loss, replicated
+from reference import assert_same, wholes
+from replica_models import Tiny, adamw, all_losses, batch_loss, replicated
 from torch import nn
 
 import rtp_ext
@@ -12,10 +12,6 @@ import rtp_ext
 STEPS = 6
 EXACT = 1e-12
 CLIP = 0.1
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.02, foreach=True)
 
 
 def momentum(model):
@@ -45,7 +41,7 @@ class Workers:
             for worker, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
                 optimizer.zero_grad()
                 ranks = range(worker * self.ring, (worker + 1) * self.ring)
-                (sum(batch_loss(model, rank, self.step) for rank in ranks) / self.ring).backward()
+                all_losses(model, ranks, self.step, 1 / self.ring).backward()
                 if self.clip:
                     nn.utils.clip_grad_norm_(model.parameters(), self.clip)
                 optimizer.step()
@@ -97,11 +93,10 @@ class Replica:
 
     @property
     def weights(self):
-        with torch.no_grad():
-            return torch.cat([full(parameter.detach()).reshape(-1).clone() for parameter in self.model.parameters()])
+        return torch.cat([value.reshape(-1) for value in wholes(self.model.parameters())])
 
 
 def assert_trained_alike(replica, workers, what, tolerance=EXACT):
     named = workers.models[replica.number].named_parameters()
-    for (name, expected), found in zip(named, replica.model.parameters(), strict=True):
-        assert_same(full(found.detach()), expected, tolerance, f"{what}: {name}")
+    for (name, expected), found in zip(named, wholes(replica.model.parameters()), strict=True):
+        assert_same(found, expected, tolerance, f"{what}: {name}")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from grids import few
 from harness import Cases, run_ranks
 from models import batch_loss, make_model, mean_loss, train
 from reference import assert_same, differs, full
@@ -112,7 +113,7 @@ def _assigned(rank, ranks):
     cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_tied_parameters_stay_tied(ranks):
     run_ranks(_assigned, ranks)
 
@@ -170,6 +171,6 @@ def _parts(rank, ranks):
     cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_parts_copies_and_what_does_not_fit(ranks):
     run_ranks(_parts, ranks)

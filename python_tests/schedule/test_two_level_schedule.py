@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from grids import few
 from schedule_cases import case
 from schedule_checks import violations
 from schedule_races import WAITS, deadlocks, races
@@ -12,7 +13,8 @@ from test_footprint import footprint
 from rtp_ext import _native, schedule, timeline
 from rtp_ext._native import make_schedule
 
-SIZES = list(product(range(2, 7), repeat=2))  # hosts, ranks of each
+ALL_SIZES = list(product(range(2, 7), repeat=2))  # hosts, ranks of each
+SIZES = few([*product((2, 3, 4), repeat=2), (2, 5), (5, 2), (3, 6), (6, 3)], ALL_SIZES)
 FORMS = [
     {"pass_": "forward"},
     {"pass_": "backward"},

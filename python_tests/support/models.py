@@ -83,14 +83,18 @@ def make_batch(rank: int, step: int, tokens: int = 6) -> tuple[Tensor, Tensor]:
 
 
 def batch_loss(model: nn.Module, rank: int, step: int) -> Tensor:
-    device = next(model.parameters()).device
-    ids, targets = (tensor.to(device) for tensor in make_batch(rank, step))
-    return nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+    return _loss_of(model, *make_batch(rank, step))
 
 
 def mean_loss(model: nn.Module, ranks: int, step: int) -> Tensor:
-    """The loss that the plain model minimises when `ranks` ranks average their gradients."""
-    return sum(batch_loss(model, rank, step) for rank in range(ranks)) / ranks
+    """The loss that the plain model minimises when `ranks` ranks average their gradients: all batches at once."""
+    batches = [make_batch(rank, step) for rank in range(ranks)]
+    return _loss_of(model, *(torch.cat(each) for each in zip(*batches, strict=True)))
+
+
+def _loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    device = next(model.parameters()).device
+    return nn.functional.cross_entropy(model(ids.to(device)).flatten(0, 1), targets.to(device).flatten())
 
 
 def train(

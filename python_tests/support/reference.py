@@ -16,12 +16,13 @@ A comparison measures the largest error against the largest magnitude of the ref
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
@@ -70,6 +71,50 @@ def local(tensor: Tensor) -> Tensor:
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor; every rank of its mesh must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def wholes(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """The values of whole tensors, as copies without autograd; every rank of their meshes must call this.
+
+    All that one dimension of one mesh cuts comes in a single gather, where `full` takes one for each, and 1 ms of every
+    rank. What is cut in other ways comes as `full` gives it.
+    """
+    given = [None if tensor is None else tensor.detach() for tensor in tensors]
+    found = [tensor if tensor is None or isinstance(tensor, DTensor) else tensor.clone() for tensor in given]
+    together: dict[tuple[Any, int, torch.dtype], list[int]] = {}
+    for number, tensor in enumerate(given):
+        if isinstance(tensor, DTensor):
+            cuts = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+            if not cuts:
+                found[number] = tensor.to_local().clone()
+            elif len(cuts) == 1 and type(tensor.placements[cuts[0]]) is Shard:
+                together.setdefault((tensor.device_mesh, cuts[0], tensor.dtype), []).append(number)
+            else:
+                found[number] = tensor.full_tensor().clone()
+    for (mesh, dim, _), numbers in together.items():
+        ranks, place = mesh.size(dim), mesh.get_local_rank(dim)
+        parts = [
+            [
+                chunk(torch.empty(given[n].shape, device="meta"), ranks, rank, given[n].placements[dim].dim).shape
+                for n in numbers
+            ]
+            for rank in range(ranks)
+        ]
+        sizes = [sum(shape.numel() for shape in shapes) for shapes in parts]
+        for number, shape in zip(numbers, parts[place], strict=True):
+            assert local(given[number]).shape == shape, f"expected a shard {shape}, got {local(given[number]).shape}"
+        mine = torch.cat([local(given[number]).reshape(-1) for number in numbers])
+        mine = torch.cat([mine, mine.new_zeros(max(sizes) - mine.numel())])
+        rows = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(rows, mine, group=mesh.get_group(dim))
+        pieces = [
+            row[:size].split([shape.numel() for shape in shapes])
+            for row, size, shapes in zip(rows, sizes, parts, strict=True)
+        ]
+        for place_in, number in enumerate(numbers):
+            shards = [pieces[rank][place_in].view(parts[rank][place_in]) for rank in range(ranks)]
+            found[number] = torch.cat(shards, given[number].placements[dim].dim)
+    return found
 
 
 def own_part(tensor: DTensor, whole: Tensor) -> Tensor:
