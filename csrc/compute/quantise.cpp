@@ -12,6 +12,7 @@
 
 #include "base/checks.h"
 #include "compute/kernel_tensors.h"
+#include "kernels/quantise.h"
 
 // Loops that the compiler vectorises, once for each of these instruction sets; which of them runs is found out when the
 // library is loaded.
@@ -169,7 +170,6 @@ void over_blocks(int64_t numbers, Action&& action) {
 }
 
 #ifdef RTP_WITH_CUDA
-// Kernels know float64 not: on a GPU it goes through float32.
 Element kernel_element(const at::Tensor& tensor) {
   const auto element = element_of(tensor.scalar_type());
   RTP_CHECK_TYPE(element.has_value(), "expected float32, bfloat16 or float16 to quantise on a GPU, got ",
@@ -180,23 +180,18 @@ Element kernel_element(const at::Tensor& tensor) {
 
 }  // namespace
 
-int64_t quantised_bytes(int64_t numbers) {
-  const int64_t blocks = (numbers + kQuantiseBlock - 1) / kQuantiseBlock;
-  return quantised_scales(numbers) + blocks * static_cast<int64_t>(sizeof(float));
-}
-
 void quantise(const at::Tensor& bytes, const at::Tensor& values) {
   check(values, bytes);
   if (values.numel() == 0) return;
   const int64_t numbers = values.numel();
+  auto* to = static_cast<int8_t*>(bytes.data_ptr());
+  auto* scales = reinterpret_cast<float*>(to + quantised_scales(numbers));
 #ifdef RTP_WITH_CUDA
   if (values.is_cuda()) {
-    const QuantiseParameters parameters{kernel_element(values), numbers, values.const_data_ptr(), bytes.data_ptr()};
+    const QuantiseParameters parameters{kernel_element(values), numbers, values.const_data_ptr(), to, scales};
     return launch_beside(values, [&](void* stream) { return launch_quantise(parameters, stream); });
   }
 #endif
-  auto* to = static_cast<int8_t*>(bytes.data_ptr());
-  auto* scales = reinterpret_cast<float*>(to + quantised_scales(numbers));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, values.scalar_type(), "quantise", [&] {
     const auto* from = values.const_data_ptr<scalar_t>();
     over_blocks(numbers, [&](int64_t first, int64_t last) { quantise_range(to, scales, from, numbers, first, last); });
@@ -207,14 +202,14 @@ void dequantise(const at::Tensor& out, const at::Tensor& bytes) {
   check(out, bytes);
   if (out.numel() == 0) return;
   const int64_t numbers = out.numel();
+  const auto* from = static_cast<const int8_t*>(bytes.const_data_ptr());
+  const auto* scales = reinterpret_cast<const float*>(from + quantised_scales(numbers));
 #ifdef RTP_WITH_CUDA
   if (out.is_cuda()) {
-    const DequantiseParameters parameters{kernel_element(out), numbers, bytes.const_data_ptr(), out.data_ptr(), false};
+    const DequantiseParameters parameters{kernel_element(out), numbers, from, scales, out.data_ptr(), false};
     return launch_beside(out, [&](void* stream) { return launch_dequantise(parameters, stream); });
   }
 #endif
-  const auto* from = static_cast<const int8_t*>(bytes.const_data_ptr());
-  const auto* scales = reinterpret_cast<const float*>(from + quantised_scales(numbers));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "dequantise", [&] {
     auto* to = out.data_ptr<scalar_t>();
     over_blocks(numbers,
@@ -226,14 +221,14 @@ void dequantise_add(const at::Tensor& sum, const at::Tensor& bytes) {
   check(sum, bytes);
   if (sum.numel() == 0) return;
   const int64_t numbers = sum.numel();
+  const auto* from = static_cast<const int8_t*>(bytes.const_data_ptr());
+  const auto* scales = reinterpret_cast<const float*>(from + quantised_scales(numbers));
 #ifdef RTP_WITH_CUDA
   if (sum.is_cuda()) {
-    const DequantiseParameters parameters{kernel_element(sum), numbers, bytes.const_data_ptr(), sum.data_ptr(), true};
+    const DequantiseParameters parameters{kernel_element(sum), numbers, from, scales, sum.data_ptr(), true};
     return launch_beside(sum, [&](void* stream) { return launch_dequantise(parameters, stream); });
   }
 #endif
-  const auto* from = static_cast<const int8_t*>(bytes.const_data_ptr());
-  const auto* scales = reinterpret_cast<const float*>(from + quantised_scales(numbers));
   AT_DISPATCH_FLOATING_TYPES(sum.scalar_type(), "dequantise_add", [&] {
     auto* to = sum.data_ptr<scalar_t>();
     over_blocks(numbers, [&](int64_t first, int64_t last) { add_range(to, from, scales, numbers, first, last); });

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "kernels/quantise.h"
+#include "base/quantised.h"
 
 namespace rtp {
 
@@ -14,8 +14,7 @@ namespace rtp {
 // 127 of the largest magnitude m in its block: an error of at most m / 254, but for roundings of float32. A block with
 // an infinity or a NaN becomes NaN; one whose m is below 2^-120 becomes zero. What is the same in is bitwise the same
 // out.
-int64_t quantised_bytes(int64_t numbers);
-
+//
 // `bytes`: uint8, contiguous, quantised_bytes(numbers) of them, at a multiple of 4. `values`, `out`: contiguous, of
 // float32, bfloat16, float16 or float64. All on one device.
 void quantise(const at::Tensor& bytes, const at::Tensor& values);

@@ -37,8 +37,6 @@ template <typename T>
 __global__ void quantise(QuantiseParameters parameters) {
   constexpr int kWidth = kWindow<T>;
   constexpr int kLanes = kQuantiseBlock / kWidth;
-  auto* const to = static_cast<int8_t*>(parameters.bytes);
-  float* const scales = reinterpret_cast<float*>(to + quantised_scales(parameters.numbers));
   const T* const from = static_cast<const T*>(parameters.values);
   for_windows_of_warps<kWidth>(parameters.numbers, [&](int64_t first) {
     float values[kWidth];
@@ -52,7 +50,8 @@ __global__ void quantise(QuantiseParameters parameters) {
     const bool zero = largest < kQuantiseLeast;
     const bool finite = most < kInfinity;
     if (first % kQuantiseBlock == 0) {
-      scales[first / kQuantiseBlock] = finite ? (zero ? 0.0f : largest / 127.0f) : float_of(kInfinity | 0x400000);
+      parameters.scales[first / kQuantiseBlock] =
+          finite ? (zero ? 0.0f : largest / 127.0f) : float_of(kInfinity | 0x400000);
     }
     const float inverse = finite && !zero ? 127.0f / largest : 0.0f;
     int8_t rounded[kWidth];
@@ -61,11 +60,11 @@ __global__ void quantise(QuantiseParameters parameters) {
       rounded[i] = static_cast<int8_t>(bits_of(values[i] * inverse + kToInteger) - bits_of(kToInteger));
     }
     if (is_whole(first, kWidth, parameters.numbers)) {
-      store_words<uint32_t>(to + first, rounded);
+      store_words<uint32_t>(parameters.rounded + first, rounded);
     } else {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        if (first + i < parameters.numbers) to[first + i] = rounded[i];
+        if (first + i < parameters.numbers) parameters.rounded[first + i] = rounded[i];
       }
     }
   });
@@ -74,8 +73,7 @@ __global__ void quantise(QuantiseParameters parameters) {
 template <typename T>
 __global__ void dequantise(DequantiseParameters parameters) {
   constexpr int kWidth = kWindow<T>;
-  const auto* const from = static_cast<const int8_t*>(parameters.bytes);
-  const float* const scales = reinterpret_cast<const float*>(from + quantised_scales(parameters.numbers));
+  const int8_t* const from = parameters.rounded;
   T* const out = static_cast<T*>(parameters.out);
   for_windows_of_warps<kWidth>(parameters.numbers, [&](int64_t first) {
     if (first >= parameters.numbers) return;
@@ -86,7 +84,7 @@ __global__ void dequantise(DequantiseParameters parameters) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) rounded[i] = first + i < parameters.numbers ? from[first + i] : int8_t{0};
     }
-    const float scale = scales[first / kQuantiseBlock];
+    const float scale = parameters.scales[first / kQuantiseBlock];
     float values[kWidth];
     if (parameters.add) {
       load_floats<kWidth>(values, out, first, parameters.numbers);

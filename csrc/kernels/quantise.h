@@ -7,23 +7,19 @@
 
 namespace rtp {
 
-constexpr int64_t kQuantiseBlock = 128;      // numbers that share a scale
-constexpr float kQuantiseLeast = 0x1p-120f;  // blocks with nothing larger are zero: their scale would be inexact
-
-// Where the scales begin in the bytes of so many numbers: after the values, at a multiple of 4.
-constexpr int64_t quantised_scales(int64_t numbers) { return (numbers + 3) / 4 * 4; }
-
 struct QuantiseParameters {
   Element type;  // of the values
   int64_t numbers;
   const void* values;
-  void* bytes;  // at a multiple of 4
+  int8_t* rounded;  // at a multiple of 4
+  float* scales;    // of every kQuantiseBlock of them
 };
 
 struct DequantiseParameters {
   Element type;  // of `out`
   int64_t numbers;
-  const void* bytes;
+  const int8_t* rounded;
+  const float* scales;
   void* out;
   bool add;  // to what is there, instead of overwriting it
 };
