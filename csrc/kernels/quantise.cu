@@ -1,4 +1,5 @@
 // Tests run these kernels on emulated threads. None of them has run on a GPU yet.
+#include "base/quantised.h"
 #include "kernels/quantise.h"
 #include "kernels/windows.cuh"
 
@@ -20,6 +21,8 @@ __device__ float float_of(uint32_t bits) {
   memcpy(&x, &bits, sizeof(x));
   return x;
 }
+
+__device__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // Calls body(first) for windows of kWidth numbers that begin at `first`, one for each thread. All lanes of a warp take
 // part in each round, even those whose window begins behind the last number.
@@ -43,8 +46,8 @@ __global__ void quantise(QuantiseParameters parameters) {
     load_floats<kWidth>(values, from, first, parameters.numbers);
     uint32_t most = 0;
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) most = max(most, bits_of(values[i]) & kMagnitude);
-    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) most = max(most, __shfl_xor_sync(kAllLanes, most, lanes));
+    for (int i = 0; i < kWidth; ++i) most = larger(most, bits_of(values[i]) & kMagnitude);
+    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) most = larger(most, __shfl_xor_sync(kAllLanes, most, lanes));
     if (first >= parameters.numbers) return;
     const float largest = float_of(most);
     const bool zero = largest < kQuantiseLeast;
