@@ -4,18 +4,19 @@
 
     computed once   every rank computes every wanted product with every owner's shard exactly once
     order           computes and hops in the order of DESIGN.md section 2
-    lanes           with two lanes forwards alternate, dgrads are on lane 0 and wgrads on lane 1; else all are on lane 0
+    lanes           with two lanes forwards alternate, dgrads are on lane 0, wgrads and additions of what goes straight
+                    home on lane 1; else all are on lane 0
     wgrad inputs    in a bundle wgrad(j) follows dgrad(j) and reads the same buffer; elsewhere it reads no weight
     hop count       R - 1 hops of each kind that is needed, R weight hops in place, twice as many of half gradients,
                     none of the others; R - 1 shards (in place R) in all; of K hosts K - 1 between them, on two levels
-    slots           at most two slots of each kind (three of gradients that go straight home), one weight slot in place, two gradient slots for each half; where
-                    shards are gathered no weight slot, and one that holds all shards for each kind that is needed; two
-                    of each kind more on two levels, of which a weight slot is missing where a host has two ranks, and
-                    one where there are two hosts
+    slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half, three of
+                    gradients that go straight home; where shards are gathered no weight slot, and one that holds all
+                    shards for each kind that is needed; two of each kind more on two levels, of which a weight slot is
+                    missing where a host has two ranks, and one where there are two hosts
     parts           a buffer is used as a whole or in halves, and each half has slots of its own
-    route           gradients that go straight home do; else hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
+    route           hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
                     weights come straight from their owner's home (where shards are gathered, from its place in the
-                    whole)
+                    whole), and gradients go straight to it
     pairing         every send meets its receive at the same position on the peer, and both name the same shard or half
     contents        whatever is read is the shard that the step names
     overwritten     nobody overwrites a shard that a later step reads

@@ -42,6 +42,22 @@ class GradientRoutes:
         return torch.float32 if narrow else reduce_dtype
 
 
+class StraightGradients:
+    """For the class Ring."""
+
+    gradients: GradientRoutes
+
+    @property
+    def gradient_route(self) -> str:
+        """What gradients take: `chain`, `direct`, or `by-dtype`; `gradients` says why."""
+        return self.gradients.route
+
+    @property
+    def gradient_travel(self) -> str | None:
+        """What gradients travel in; None: their reduce dtype."""
+        return self.gradients.travel
+
+
 def check_wishes(route: str, travel: str | None, hop_route: str, halves: bool | None) -> None:
     """Raises ValueError for what is unknown, or cannot be together on any ring."""
     if route not in GRADIENT_ROUTES:
@@ -57,8 +73,8 @@ def check_wishes(route: str, travel: str | None, hop_route: str, halves: bool | 
 
 
 _SUMS = (
-    "Ring: expected gradient_route direct where gradients travel in int8: a partial sum that is quantised again at every "
-    "rank loses more with every rank"
+    "Ring: expected gradient_route direct where gradients travel in int8: a partial sum, quantised again at every rank, "
+    "loses more with every rank"
 )
 
 

@@ -19,7 +19,7 @@ from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow
 from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.gate import Gate, kind_of
-from rtp_ext.ring.gradient_routes import GradientRoutes, check_wishes, choose_gradient_route
+from rtp_ext.ring.gradient_routes import GradientRoutes, StraightGradients, check_wishes, choose_gradient_route
 from rtp_ext.ring.hosts import Hosts, find_hosts
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.options import TransportOptions
@@ -48,7 +48,7 @@ _serials = itertools.count()
 _phases = itertools.count(1)
 
 
-class Ring(Primitives, Counters):
+class Ring(Primitives, Counters, StraightGradients):
     """Ranks that rotate shards among themselves.
 
     Args:
@@ -101,8 +101,7 @@ class Ring(Primitives, Counters):
         link: what stands in for the wire in an emulated ring on a GPU; None for any other.
         hosts, per_host: on how many hosts its ranks are, and how many on each; None where not equally many.
         hop_route: `ring`, `direct` or `two-level`, what the hops of a rotation take.
-        gradients: what gradients take, and why: see GradientRoutes. `gradient_route`: `chain`, `direct`, or `by-dtype`
-            (direct in 16 bits, else the chain); `gradient_travel`.
+        gradient_route, gradient_travel, gradients: what gradients take, in what, and why: see GradientRoutes.
         gate: decides how each linear layer travels, and remembers it: `gate.plans`.
         common: what functional forms without `prepared=` keep of operations on DTensors.
     """
@@ -267,16 +266,6 @@ class Ring(Primitives, Counters):
             *(self.size, self.transport, self.transport_reason, self.route),
             *(self.gradient_travel or self.gradient_route, self.gradients.reason),
         )
-
-    @property
-    def gradient_route(self) -> str:
-        """What gradients take: `chain`, `direct`, or `by-dtype`."""
-        return self.gradients.route
-
-    @property
-    def gradient_travel(self) -> str | None:
-        """What gradients travel in; None: their reduce dtype."""
-        return self.gradients.travel
 
     @property
     def alive(self) -> bool:
