@@ -125,8 +125,8 @@ def _parser() -> argparse.ArgumentParser:
         "--gradient-route",
         choices=("chain", "direct"),
         default="chain",
-        help="a partial sum of each gradient travels from rank to rank, or each contribution goes straight to its owner; "
-        "default: %(default)s",
+        help="a partial sum of each gradient travels from rank to rank, or each contribution goes straight to its "
+        "owner; default: %(default)s",
     )
     show.add_argument("--halves", action="store_true", help="gradients travel in two halves, each a chain of its own")
     show.add_argument("--two-lanes", action="store_true", help="a second lane computes beside the first")

@@ -94,7 +94,8 @@ def fully_rotate(
             One log line for each kind of module says what became of it.
         loss_head: "fused": causal language models of the transformers package compute vocabulary head and loss as one
             where labels are given; their output then has no logits.
-        route, gradient_route, gradient_travel, transport, timeout: see Ring. Of a model with parts: those of their ring, or left out.
+        route, gradient_route, gradient_travel, transport, timeout: see Ring. Of a model with parts: those of their
+            ring, or left out.
 
     Raises ValueError, and changes nothing, where dims do not fit the mesh; where the model was converted before, itself
     or as a part of another; where parts are on other ranks or differ in the options of their rings; where parameters
@@ -125,12 +126,12 @@ def fully_rotate(
     refuse_whole_tables(module, not_ours, place.replicas)
     refuse_foreign(module, place, not_ours)
     _check_device(module, place.device.type if isinstance(place, Ring) else place.hops.device_type)
-    gradients = {"gradient_route": gradient_route, "gradient_travel": gradient_travel}
     if isinstance(place, Ring):
-        check_gradient_options(place, **gradients)
+        check_gradient_options(place, gradient_route, gradient_travel)
     if isinstance(place, Ring) and not isinstance(mesh, Ring):
         check_options(place, transport, route, None if timeout == _TIMEOUT else timeout)
-    wishes: dict[str, Any] = {"transport": transport, "route": route, "timeout": timeout, **gradients}
+    wishes: dict[str, Any] = {"transport": transport, "route": route, "timeout": timeout}
+    wishes |= {"gradient_route": gradient_route, "gradient_travel": gradient_travel}
     ring = place if isinstance(place, Ring) else Ring(place, **wishes)
     if in_place:
         ring.expect_in_place("fully_rotate")

@@ -88,7 +88,7 @@ def schedule_of(
             in halves or shards are gathered.
         hosts: of the route two-level: how many, each with as many ranks that are neighbours.
         gradient_route: ``"chain"`` (a partial sum of each gradient travels the ring) or ``"direct"`` (each contribution
-            goes straight to its owner, who adds it; two ranks take the chain, and so do gathered shards and two levels).
+            goes straight to its owner, who adds it; not on two ranks, two levels, or where shards are gathered).
         narrow: of the gradient route ``"direct"``: contributions travel in fewer bits than they are added in, and two
             ranks take it too.
 

@@ -73,8 +73,8 @@ def check_wishes(route: str, travel: str | None, hop_route: str, halves: bool | 
 
 
 _SUMS = (
-    "Ring: expected gradient_route direct where gradients travel in int8: a partial sum, quantised again at every rank, "
-    "loses more with every rank"
+    "Ring: expected gradient_route direct where gradients travel in int8: a partial sum that is "
+    "quantised again at every rank loses more with each"
 )
 
 
