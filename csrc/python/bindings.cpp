@@ -256,16 +256,10 @@ void bind_operations(py::module_& m) {
       .def(py::init([](const std::string& route, bool in_place, at::ScalarType compute, at::ScalarType reduce,
                        int64_t slot_cap, bool halves, const std::string& name, bool late,
                        const std::string& gradient_route, bool gradients_quantised) {
-             return RotationOptions{parse_route(route),
-                                    in_place,
-                                    compute,
-                                    reduce,
-                                    slot_cap,
-                                    halves,
-                                    late,
-                                    name,
-                                    parse_gradient_route(gradient_route),
-                                    gradients_quantised};
+             RotationOptions made{parse_route(route), in_place, compute, reduce, slot_cap, halves, late, name};
+             made.gradient_route = parse_gradient_route(gradient_route);
+             made.gradients_quantised = gradients_quantised;
+             return made;
            }),
            py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
            py::arg("slot_cap"), py::arg("halves"), py::arg("name"), py::arg("late") = false,

@@ -162,11 +162,15 @@ def _model(rank, ranks):
             assert (ring.landed_late() > 0) == (late == 2)
         ring.close()
     for travel, tolerance in ((None, 2.0**-8), ("int8", 1 / 127)):
-        whole = make_model().float()
+        whole = make_model(torch.float32)
         mean_loss(whole, ranks, 0).backward()
         policy = MixedPrecisionPolicy(reduce_dtype=HALF)
         model = rtp_ext.fully_rotate(
-            make_model().float(), mp_policy=policy, gradient_route="direct", gradient_travel=travel, timeout=PATIENT
+            make_model(torch.float32),
+            mp_policy=policy,
+            gradient_route="direct",
+            gradient_travel=travel,
+            timeout=PATIENT,
         )
         batch_loss(model, rank, 0).backward()
         ring = rtp_ext.convert.model.ring_of(model)
@@ -177,7 +181,7 @@ def _model(rank, ranks):
                 assert model.get_parameter(name).grad.dtype == torch.float32
         with cases.case(f"{travel} flyweight"):
             layer = nn.Linear(6, 9)
-            copies = Flyweight(copy.deepcopy(layer), ring, shard_dims={"weight": 0, "bias": 0}, reduce_dtype=HALF)
+            copies = Flyweight(copy.deepcopy(layer), ring, shard_dims={"weight": 0, "bias": 0}, mp_policy=policy)
             x = random(4, 6, dtype=torch.float32, seed=5)
             copies(x).square().sum().backward()
             with torch.no_grad():

@@ -49,7 +49,7 @@ class Ready:
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
             slot_cap=ring.slot_cap,
-            halves=halves,
+            halves=halves and not straight,
             late=self.late,
             name=self.name,
             gradient_route="direct" if straight else "chain",
