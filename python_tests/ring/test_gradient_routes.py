@@ -263,7 +263,7 @@ def test_bytes_on_the_wire():
 def _relative_error(ranks, **options):
     """Of one rank's gradient in an emulated ring, whose neighbours are itself: the sum of what it computes for all."""
     ring = rtp_ext.Ring.emulated(ranks, rank=ranks // 2, **options)
-    rows, features, tokens = 8, 64, 16
+    rows, features, tokens = 16, 96, 96
     weight = random(rows, features, dtype=torch.float32, seed=1).requires_grad_()
     x = random(tokens, features, dtype=torch.float32, seed=2)
     dy = random(tokens, rows * ranks, dtype=torch.float32, seed=3)
