@@ -152,9 +152,9 @@ def _model(rank, ranks):
         ring = rtp_ext.Ring(gradient_route="direct", late_gradients=late, timeout=PATIENT, **options)
         model = rtp_ext.fully_rotate(_Convolved(), mesh=ring)
         losses = train_model(model, lambda step, model=model: batch_loss(model, rank, step), steps)
-        means = torch.tensor(ring.exchange(losses)).mean(0)
+        means = torch.tensor(ring.exchange(losses), dtype=torch.float64).mean(0)
         with cases.case(f"losses {options}"):
-            assert_same(means, torch.tensor(expected), 1e-9, "losses")
+            assert_same(means, torch.tensor(expected, dtype=torch.float64), 1e-9, "losses")
         for name, parameter in plain.named_parameters():
             with cases.case(f"{name} {options}"):
                 assert_same(full(model.get_parameter(name)), parameter, 1e-9, name)
