@@ -51,7 +51,13 @@ def load() -> Any:
             str(HERE / "recording.cpp"),
             *(
                 str(ROOT / "csrc" / f"{name}.cpp")
-                for name in ("device/lanes", "schedule/schedule", "transport/transport")
+                for name in (
+                    "device/lanes",
+                    "schedule/schedule",
+                    "schedule/straight",
+                    "schedule/two_level",
+                    "transport/transport",
+                )
             ),
         ],
         extra_include_paths=[str(ROOT / "csrc")],
