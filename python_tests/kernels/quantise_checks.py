@@ -73,8 +73,8 @@ def check_quantise(runner, rng: np.random.Generator) -> None:
     assert (error[usual] <= (0.5 + SLACK) * step[usual]).all(), f"{what}: {error.max()} of {step}"
     assert np.abs(packed[:numbers].view(np.int8)[usual].astype(int)).max(initial=0) <= 127
     wrong = np.roll(got, 1)
-    apart = usual & np.roll(usual, 1) & (np.abs(np.roll(values, 1) - values) > 3 * (step + np.roll(step, 1)))
     with np.errstate(invalid="ignore"):
+        apart = usual & np.roll(usual, 1) & (np.abs(np.roll(values, 1) - values) > 3 * (step + np.roll(step, 1)))
         assert not apart.any() or (np.abs(wrong - values)[apart] > step[apart]).any(), f"control of {what}"
 
 
