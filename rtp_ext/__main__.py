@@ -35,6 +35,7 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         "halves": options.halves,
         "two_lanes": options.two_lanes,
         "hosts": options.hosts,
+        "gradient_route": options.gradient_route,
     }
     if options.hosts > 1 and options.route != "two-level":
         parser.error(f"argument --hosts: expected --route two-level, got {options.route}")
@@ -121,6 +122,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of the route two-level, each with R / K ranks; default: %(default)s",
     )
     show.add_argument("--in-place", action="store_true", help="the home shard itself travels")
+    show.add_argument(
+        "--gradient-route",
+        choices=("chain", "direct"),
+        default="chain",
+        help="a partial sum of each gradient travels from rank to rank, or each contribution goes straight to its "
+        "owner; default: %(default)s",
+    )
     show.add_argument("--halves", action="store_true", help="gradients travel in two halves, each a chain of its own")
     show.add_argument("--two-lanes", action="store_true", help="a second lane computes beside the first")
     show.add_argument("--rank-only", type=int, metavar="N", help="only rank N, with the buffers it reads and writes")

@@ -150,6 +150,7 @@ void Execution::adopt(Ahead ahead) {
 
 void Execution::lease_slots() {
   SlotPool& pool = executor_.pool();
+  if (schedule_.options.narrow) narrowing_.emplace(pool, executor_.lanes(), cargo(Channel::gradient));
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     auto& slots = slots_[static_cast<size_t>(channel)];
     for (int slot = static_cast<int>(slots.size()); slot < schedule_.slots(channel); ++slot) {
@@ -169,6 +170,7 @@ void Execution::give_back(std::shared_ptr<Slot>& slot, Channel channel) {
 }
 
 void Execution::return_slots() {
+  narrowing_.reset();
   give_back(staged_, Channel::weight);
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     give_back(whole_[static_cast<size_t>(channel)], channel);
@@ -265,6 +267,7 @@ std::vector<at::Tensor> Execution::gradient_in() const {
   return views(current_->gradient_in, current_->owner, current_->half);
 }
 std::vector<at::Tensor> Execution::gradient_out() const {
+  if (narrowing_ && !current_->gradient_out.is_home()) return narrowing_->views(current_->owner);
   return views(current_->gradient_out, current_->owner, current_->half);
 }
 
@@ -329,6 +332,8 @@ void Execution::before_compute(const Step& step) {
 }
 
 void Execution::after_compute(const Step& step) {
+  const bool leaves = step.action == Action::compute && step.compute == Compute::wgrad && !step.gradient_out.is_home();
+  if (narrowing_ && leaves) narrowing_->round(views(step.gradient_out, step.owner), step.owner);
   if (profiled()) pop_range();
   executor_.trace_.end(std::exchange(computing_, nullptr));
   Lanes& lanes = executor_.lanes();
@@ -373,13 +378,7 @@ void Execution::copy_or_add(const Step& step) {
   before_compute(step);
   const auto from = views(step.send, step.send_owner, step.half);
   const auto to = views(step.receive, step.receive_owner, step.half);
-  for (size_t part = 0; part < from.size(); ++part) {
-    if (step.action == Action::copy) {
-      to[part].copy_(from[part]);
-    } else {
-      to[part].add_(from[part]);
-    }
-  }
+  for (size_t part = 0; part < from.size(); ++part) bring(to[part], from[part], step.action == Action::add);
   after_compute(step);
 }
 

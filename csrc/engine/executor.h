@@ -15,6 +15,7 @@
 
 #include "base/checks.h"
 #include "engine/landings.h"
+#include "engine/narrowing.h"
 #include "engine/prefetch.h"
 #include "engine/slots.h"
 #include "engine/trace.h"
@@ -161,6 +162,7 @@ class Execution {
   std::array<std::vector<std::shared_ptr<Slot>>, 2> slots_;
   std::array<std::shared_ptr<Slot>, 2> whole_;  // of each channel, the slot that holds every shard
   std::shared_ptr<Slot> staged_;                // holds a copy of the home tensors, where one travels
+  std::optional<Narrowing> narrowing_;          // where contributions travel in fewer bits
   std::map<Key, Usage> usage_;
   Mark start_;          // of this pass on the caller's lane
   Mark side_;           // the newest compute on lane 1

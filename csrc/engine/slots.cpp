@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "base/checks.h"
+#include "base/quantised.h"
 #include "compute/pack.h"
 
 namespace rtp {
@@ -45,7 +46,10 @@ struct TransportMemory {
 
 int64_t Part::elements(int owner) const { return product(shapes[owner]); }
 
-int64_t Part::bytes(int owner) const { return elements(owner) * static_cast<int64_t>(c10::elementSize(dtype)); }
+int64_t Part::bytes(int owner) const {
+  if (quantised) return quantised_bytes(elements(owner));
+  return elements(owner) * static_cast<int64_t>(c10::elementSize(dtype));
+}
 
 int64_t Part::whole_bytes() const {
   int64_t total = 0;
@@ -75,6 +79,7 @@ int64_t Cargo::whole_bytes() const { return whole_offset(0, parts.size()); }
 
 at::Tensor Cargo::in_slot(const at::Tensor& memory, int owner, size_t part) const {
   const Part& layout = parts[part];
+  if (layout.quantised) return memory.narrow(0, offset(owner, part), layout.bytes(owner));
   return view_of(memory, offset(owner, part), layout.bytes(owner), layout.dtype, layout.shapes[owner]);
 }
 

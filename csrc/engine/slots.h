@@ -21,6 +21,7 @@ namespace rtp {
 struct Part {
   at::ScalarType dtype;
   std::vector<std::vector<int64_t>> shapes;
+  bool quantised = false;  // in a slot it is bytes, see compute/quantise.h, and has no shape
 
   int64_t elements(int owner) const;
   int64_t bytes(int owner) const;

@@ -187,7 +187,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
   const at::ScalarType sum_dtype = accumulation_dtype(options.compute_dtype);
   const VocabularyCut whole(shape, executor.ranks());
   check_homes(executor, whole, shape, parameters, options);
-  const Gradients gradients(executor, whole.parts(shape, options.reduce_dtype), needs_parameter);
+  const Gradients gradients(executor, options, whole.parts(shape, options.reduce_dtype), needs_parameter);
   constexpr int kWeight = 0, kBias = 1;
 
   // d loss / d z = coefficient p - hit [z is the target's] - everywhere, and coefficient p = exp(z - most) factor

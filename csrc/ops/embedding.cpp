@@ -153,7 +153,7 @@ at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at
                   ": expected an output gradient of shape [", ids.numel(), ", ", shape.embedding_dim, "], got ",
                   dy.sizes());
   const EmbeddingCut cut(shape, executor.ranks());
-  const Gradients gradients(executor, {table_part(shape, cut, options.reduce_dtype)}, {true});
+  const Gradients gradients(executor, options, {table_part(shape, cut, options.reduce_dtype)}, {true});
   constexpr int kTable = 0;
 
   for (const Piece& piece : cut.pieces(shape, options)) {

@@ -214,7 +214,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
   std::optional<Cargo> cargo = weight_cargo(executor, cut, parameters, options);
   std::vector<Part> parts;
   for (size_t part = 0; part < parameters.size(); ++part) parts.push_back(cut.part(part, options.reduce_dtype));
-  const Gradients gradients(executor, std::move(parts), {needs.begin() + 2, needs.end()});
+  const Gradients gradients(executor, options, std::move(parts), {needs.begin() + 2, needs.end()});
 
   const int64_t choices = weights.size(1);
   const at::Tensor factors = weights.reshape(-1).to(sums);

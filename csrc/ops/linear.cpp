@@ -112,7 +112,7 @@ class BundleBackward {
         options_(options),
         whole_(bundle, executor.ranks()),
         places_(bundle),
-        gradients_(executor, parts_of(bundle, whole_, options.reduce_dtype), needs_parameter),
+        gradients_(executor, options, parts_of(bundle, whole_, options.reduce_dtype), needs_parameter),
         weight_place_(bundle.shapes.size(), -1),
         sums_(inputs.size()) {
     // Only the weights that some dgrad multiplies with travel, and only the gradients that are wanted.

@@ -119,7 +119,7 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
   const MlpLayout layout(shape, executor.ranks());
   std::optional<Cargo> weights = weight_cargo(executor, layout, parameters, options);
 
-  const Gradients gradients(executor, layout.parts(options.reduce_dtype), needs_parameter);
+  const Gradients gradients(executor, options, layout.parts(options.reduce_dtype), needs_parameter);
   std::optional<ProductSum> dx;
   if (needs_x) dx.emplace(dy.size(0), shape.in_features, dy.options());
 

@@ -64,7 +64,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor&
   if (needs.weight) check_operand(executor, options, "a saved input", x, shape.in_features);
   const PartialCut cut(shape, executor.ranks());
   const Gradients gradients(
-      executor,
+      executor, options,
       {weight_part(shape, cut.sizes, options.reduce_dtype), bias_part(shape, cut.bias_sizes, options.reduce_dtype)},
       {needs.weight, needs.bias});
   constexpr int kWeight = 0, kBias = 1;

@@ -230,7 +230,7 @@ void bind_executor(py::module_& m) {
              bool dgrad, bool bundle) {
             std::optional<Cargo> weight, gradient;
             if (!weights.empty()) weight = make_cargo(weights, shapes, options.compute_dtype);
-            if (!gradients.empty()) gradient = make_cargo(gradients, gradient_shapes, options.reduce_dtype);
+            if (!gradients.empty()) gradient = travelling(make_cargo(gradients, gradient_shapes), options);
             const Schedule& schedule = backward_schedule(
                 executor, options, weight, {dgrad, gradient.has_value(), bundle, options.halves && !bundle});
             return std::make_unique<Execution>(executor, schedule, std::move(weight), std::move(gradient),
@@ -254,11 +254,17 @@ void bind_executor(py::module_& m) {
 void bind_operations(py::module_& m) {
   py::class_<RotationOptions>(m, "RotationOptions")
       .def(py::init([](const std::string& route, bool in_place, at::ScalarType compute, at::ScalarType reduce,
-                       int64_t slot_cap, bool halves, const std::string& name, bool late) {
-             return RotationOptions{parse_route(route), in_place, compute, reduce, slot_cap, halves, late, name};
+                       int64_t slot_cap, bool halves, const std::string& name, bool late,
+                       const std::string& gradient_route, bool gradients_quantised) {
+             RotationOptions made{parse_route(route), in_place, compute, reduce, slot_cap, halves, late, name};
+             made.gradient_route = parse_gradient_route(gradient_route);
+             made.gradients_quantised = gradients_quantised;
+             return made;
            }),
            py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
-           py::arg("slot_cap"), py::arg("halves"), py::arg("name"), py::arg("late") = false);
+           py::arg("slot_cap"), py::arg("halves"), py::arg("name"), py::arg("late") = false,
+           py::arg("gradient_route") = "chain", py::arg("gradients_quantised") = false)
+      .def_property_readonly("home_dtype", &RotationOptions::home_dtype);
   py::class_<LinearShape>(m, "LinearShape")
       .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed) {
              return LinearShape{out_features, in_features, by_outputs, transposed};

@@ -43,14 +43,17 @@ void bind_footprint(py::module_& m) {
       "footprint",
       [](const std::vector<OperationSize>& operations, int ranks, bool in_place, bool sends_anywhere,
          bool receives_anywhere, bool cast, int64_t compute_bytes, int64_t reduce_bytes, int64_t slot_cap, int late,
-         const std::string& route, int hosts) {
+         const std::string& route, int hosts, const std::string& gradient_route, int64_t sum_bytes,
+         bool gradients_quantised) {
         const Travel travel{cast, sends_anywhere, receives_anywhere};
-        return footprint(operations, {ranks, travel, in_place, compute_bytes, reduce_bytes, slot_cap, late,
-                                      parse_route(route), hosts});
+        return footprint(operations,
+                         {ranks, travel, in_place, compute_bytes, reduce_bytes, slot_cap, late, parse_route(route),
+                          hosts, parse_gradient_route(gradient_route), sum_bytes, gradients_quantised});
       },
       py::arg("operations"), py::kw_only(), py::arg("ranks"), py::arg("in_place"), py::arg("sends_anywhere"),
       py::arg("receives_anywhere"), py::arg("cast"), py::arg("compute_bytes"), py::arg("reduce_bytes"),
-      py::arg("slot_cap"), py::arg("late") = 0, py::arg("route") = "ring", py::arg("hosts") = 1);
+      py::arg("slot_cap"), py::arg("late") = 0, py::arg("route") = "ring", py::arg("hosts") = 1,
+      py::arg("gradient_route") = "chain", py::arg("sum_bytes") = 4, py::arg("gradients_quantised") = false);
   m.def(
       "travels_in_place",
       [](bool cast, bool sends_anywhere, bool receives_anywhere) {

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "base/checks.h"
+#include "base/quantised.h"
 
 namespace rtp {
 namespace {
@@ -25,6 +26,7 @@ struct Sizes {
 struct PassSize {
   const Schedule* schedule;
   std::optional<int64_t> weight, gradient;  // bytes of a slot; none where nothing of the kind travels
+  std::optional<int64_t> sum;               // of the one that contributions are summed in before they are rounded
   bool staged;
   std::optional<Spare> spare;
 
@@ -36,7 +38,7 @@ class Walk {
  public:
   Walk(const std::vector<OperationSize>& operations, const StepSize& step) : step_(step) {
     for (const OperationSize& operation : operations) {
-      const Pieces pieces = operation.pieces(std::max(step.compute_bytes, step.reduce_bytes), step.slot_cap);
+      const Pieces pieces = operation.pieces(step.widest(), step.slot_cap);
       std::vector<PassSize> forward, backward;
       for (int64_t piece = 0; piece < pieces.count; ++piece) {
         forward.push_back(pass(operation, pieces, piece, Pass::forward));
@@ -69,12 +71,13 @@ class Walk {
 
   // Bytes of a slot for the parts that travel; none where there are none.
   static std::optional<int64_t> slot_bytes(const OperationSize& operation, const Pieces& pieces, int64_t piece,
-                                           int64_t element_bytes, bool all) {
+                                           int64_t element_bytes, bool all, bool quantised = false) {
     std::vector<int64_t> sizes;
     for (const OperationSize::Part& part : operation.parts) {
       if (!all && !part.in_backward) continue;
       const int64_t rows = pieces.count == 1 ? part.rows : pieces.of(piece, part.rows).count;
-      sizes.push_back(rows * part.row_elements * element_bytes);
+      const int64_t numbers = rows * part.row_elements;
+      sizes.push_back(quantised ? quantised_bytes(numbers) : numbers * element_bytes);
     }
     if (sizes.empty()) return std::nullopt;
     return packed_bytes(sizes.size(), [&](size_t part) { return sizes[part]; });
@@ -84,7 +87,10 @@ class Walk {
     const bool forward = kind == Pass::forward;
     PassSize pass{};
     pass.weight = slot_bytes(operation, pieces, piece, step_.compute_bytes, forward || operation.bundle);
-    if (!forward) pass.gradient = slot_bytes(operation, pieces, piece, step_.reduce_bytes, true);
+    if (!forward) {
+      pass.gradient =
+          slot_bytes(operation, pieces, piece, step_.reduce_bytes, true, step_.straight() && step_.gradients_quantised);
+    }
     ScheduleOptions options;
     options.pass = kind;
     options.route = step_.route;
@@ -94,9 +100,12 @@ class Walk {
     options.bundle = operation.bundle && !forward;
     options.receive_in_slots = !forward && !step_.travel.receives_anywhere;
     options.late = step_.late > 0 && !forward && pieces.count == 1;
+    options.gradient_route = step_.gradient_route;
+    options.narrow = step_.narrow();
     auto& known = schedules_[options];
     if (known.steps.empty()) known = make_schedule(step_.ranks, 0, options);
     pass.schedule = &known;
+    if (known.options.narrow) pass.sum = slot_bytes(operation, pieces, piece, step_.sum_bytes, true);
     pass.staged = pass.weight && step_.travel.staged(known.hops(Channel::weight) > 0);
     for (size_t position = 0; position < known.steps.size() && !pass.spare; ++position) {
       if (known.steps[position].action == Action::compute) pass.spare = spare_before(known, position, pass.staged);
@@ -118,6 +127,8 @@ class Walk {
   // Returns what was leased for the next pass, where that has a hop that is sent ahead.
   Held run(const PassSize& pass, const PassSize* next, Held held) {
     if (pass.weight) lease(held, *pass.weight, pass.schedule->weight_slots, pass.staged);
+    std::optional<int64_t> sum;
+    if (pass.sum) sum = gradients_.lease(*pass.sum, Sizes{});
     std::vector<int64_t> gradients;
     for (int slot = 0; slot < pass.schedule->gradient_slots; ++slot) {
       gradients.push_back(gradients_.lease(*pass.gradient, Sizes{}));
@@ -134,6 +145,7 @@ class Walk {
       if (pass.spare->staged && held.staged) weights_.give_back(*std::exchange(held.staged, std::nullopt));
       lease(ahead, *next->weight, 1, next->staged);
     }
+    if (sum) gradients_.give_back(*sum);
     if (held.staged) weights_.give_back(*held.staged);
     for (const int64_t slot : held.slots) weights_.give_back(slot);
     if (pass.schedule->lands_late()) {

@@ -166,6 +166,13 @@ struct StepSize {
   int late = 0;  // gradients that may land after the pass that they are of
   Route route = Route::ring;
   int hosts = 1;  // of route two_level
+  GradientRoute gradient_route = GradientRoute::chain;
+  int64_t sum_bytes = 4;  // of gradient route direct: of a number of a gradient at home
+  bool gradients_quantised = false;
+
+  bool straight() const { return gradient_route == GradientRoute::direct; }
+  bool narrow() const { return straight() && (gradients_quantised || reduce_bytes < sum_bytes); }
+  int64_t widest() const { return std::max({compute_bytes, reduce_bytes, straight() ? sum_bytes : 0}); }
 };
 
 // What the pools of a ring hold once steps of these operations repeat. `free`: bytes of every slot at the end of a

@@ -89,7 +89,14 @@ def late(ring, layers=4):
     executor.allow_late(2)
     dtypes = {"compute_dtype": torch.float32, "reduce_dtype": torch.float32}
     options = _native.RotationOptions(
-        route=ring.hop_route, in_place=False, slot_cap=0, halves=False, late=True, name="late", **dtypes
+        route=ring.hop_route,
+        in_place=False,
+        slot_cap=0,
+        halves=False,
+        late=True,
+        name="late",
+        **dtypes,
+        gradient_route=ring.gradient_route,
     )
     shape = _native.LinearBundle([_native.LinearShape(outputs, 6, by_outputs=True, transposed=False)], [False])
     projections = [_native.Projection(0, 0, 0, outputs)]
@@ -187,6 +194,8 @@ class Case:
 
 LANES = {"multiprocessors": 132}  # on which every product of these sizes wastes a wave
 SLOTS = {"sends_anywhere": False, "receives_anywhere": False}
+STRAIGHT = {"gradient_route": "direct"}
+NARROW = {"reduce_dtype": torch.bfloat16}
 CAST = {"compute_dtype": torch.bfloat16}
 LEVELS = {"route": "two-level", "hosts": 2}
 CASES = {
@@ -218,6 +227,20 @@ CASES = {
     "late": Case(late),
     "late, lanes": Case(late, LANES),
     "late, slots": Case(late, SLOTS, {"route": "direct"}),
+    "straight": Case(linear, ring=STRAIGHT),
+    "straight, lanes": Case(linear, LANES, STRAIGHT),
+    "straight, lanes, in place": Case(linear, LANES, STRAIGHT, {"in_place": True}),
+    "straight, lanes, 16 bits": Case(linear, LANES, STRAIGHT, NARROW),
+    "straight, slots, 16 bits": Case(linear, SLOTS, STRAIGHT, NARROW),
+    "straight, lanes, int8": Case(linear, LANES, STRAIGHT | {"gradient_travel": "int8"}),
+    "straight mlp": Case(mlp, LANES, STRAIGHT),
+    "straight mlp, slots, 16 bits": Case(mlp, SLOTS, STRAIGHT, NARROW),
+    "straight layers, lanes": Case(layers, LANES, STRAIGHT),
+    "straight layers, lanes, 16 bits": Case(
+        layers, LANES, STRAIGHT, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    ),
+    "straight, late": Case(late, ring=STRAIGHT),
+    "straight, late, lanes": Case(late, LANES, STRAIGHT),
     "vocabulary": Case(vocabulary),
     "vocabulary, slots": Case(vocabulary, SLOTS),
     "primitives": Case(primitives),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from rtp_ext.convert.admission import (
     Parts,
     adopt,
+    check_gradient_options,
     check_options,
     ignored_in,
     mark_replaced,
@@ -53,6 +55,8 @@ def fully_rotate(
     bundle: bool | str = True,
     loss_head: str | None = None,
     route: str = "auto",
+    gradient_route: str = "auto",
+    gradient_travel: str | None = None,
     transport: str = "auto",
     timeout: float | datetime.timedelta = _TIMEOUT,
 ) -> nn.Module:
@@ -97,7 +101,8 @@ def fully_rotate(
             One log line for each kind of module says what became of it.
         loss_head: "fused": causal language models of the transformers package compute vocabulary head and loss as one
             where labels are given; their output then has no logits.
-        route, transport, timeout: see Ring. Of a model with parts: those of their ring, or left out.
+        route, gradient_route, gradient_travel, transport, timeout: see Ring. Of a model with parts: those of their
+            ring, or left out.
 
     Raises ValueError, and changes nothing, where dims do not fit the mesh; where the model was converted before, itself
     or as a part of another; where parts are on other ranks or differ in the options of their rings; where parameters
@@ -134,9 +139,13 @@ def fully_rotate(
     refuse_foreign(module, place, not_ours)
     device = place.device.type if isinstance(place, Ring) else place.hops.device_type
     _check_device(module, device, offload)
+    if isinstance(place, Ring):
+        check_gradient_options(place, gradient_route, gradient_travel)
     if isinstance(place, Ring) and not isinstance(mesh, Ring):
         check_options(place, transport, route, None if timeout == _TIMEOUT else timeout)
-    ring = place if isinstance(place, Ring) else Ring(place, transport=transport, route=route, timeout=timeout)
+    wishes: dict[str, Any] = {"transport": transport, "route": route, "timeout": timeout}
+    wishes |= {"gradient_route": gradient_route, "gradient_travel": gradient_travel}
+    ring = place if isinstance(place, Ring) else Ring(place, **wishes)
     if in_place:
         ring.expect_in_place("fully_rotate")
     if ring.offload_policy is None:

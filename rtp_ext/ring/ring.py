@@ -21,6 +21,7 @@ from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow, refuse_transforms
 from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.gate import Gate, kind_of
+from rtp_ext.ring.gradient_routes import GradientRoutes, StraightGradients, check_wishes, choose_gradient_route
 from rtp_ext.ring.links.hosts import Hosts, find_hosts
 from rtp_ext.ring.links.options import TransportOptions
 from rtp_ext.ring.links.routes import choose_ce_modes, choose_hops
@@ -50,7 +51,7 @@ _serials = itertools.count()
 _phases = itertools.count(1)
 
 
-class Ring(Primitives, Counters):
+class Ring(Primitives, Counters, StraightGradients):
     """Ranks that rotate shards among themselves.
 
     Args:
@@ -68,6 +69,11 @@ class Ring(Primitives, Counters):
             turn inside each host while every rank hands one on to the next host; where ranks are not spread so, what
             `auto` takes, and `transport_reason` says why), or `auto`: two-level where it can be, and the gate decides
             for every linear layer.
+        gradient_route: `chain` (a partial sum of each gradient travels from rank to rank), `direct` (each contribution
+            goes straight to its owner, who adds them up in float32; not on route two-level), or `auto`: direct where
+            gradients travel in fewer than 32 bits and any rank reaches any other at the cost of a neighbour.
+        gradient_travel: `int8`: contributions travel in 8 bits, with a scale for each 128 numbers; on gradient route
+            direct only. None: in the reduce dtype.
         timeout: seconds (or a timedelta) after which a neighbour that does not answer is an error, RingTimeout.
         prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
             the forward or backward before. 0 turns it off.
@@ -98,6 +104,7 @@ class Ring(Primitives, Counters):
         link: what stands in for the wire in an emulated ring on a GPU; None for any other.
         hosts, per_host: on how many hosts its ranks are, and how many on each; None where not equally many.
         hop_route: `ring`, `direct` or `two-level`, what the hops of a rotation take.
+        gradient_route, gradient_travel, gradients: what gradients take, in what, and why: see GradientRoutes.
         gate: decides how each linear layer travels, and remembers it: `gate.plans`.
         common: what functional forms without `prepared=` keep of operations on DTensors.
         offload_policy: what the models on the ring were converted with; None: none was yet.
@@ -120,12 +127,15 @@ class Ring(Primitives, Counters):
         prefetch: int = 1,
         gradient_halves: bool | None = None,
         late_gradients: int | None = None,
+        gradient_route: str = "auto",
+        gradient_travel: str | None = None,
         transport_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_choice("transport", transport, TRANSPORTS)
         _check_choice("route", route, ROUTES)
         if route == "two-level" and gradient_halves:
             raise ValueError("Ring: expected gradient_halves None or False with route two-level, got True")
+        check_wishes(gradient_route, gradient_travel, route, gradient_halves)
         self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
@@ -147,9 +157,10 @@ class Ring(Primitives, Counters):
         self.serial = next(_serials)
         self._agree_on_options(
             f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}, prefetch {prefetch}, "
-            f"gradient_halves {gradient_halves}, late_gradients {late_gradients}, {self.transport_options}"
+            f"gradient_halves {gradient_halves}, late_gradients {late_gradients}, "
+            f"gradient_route {gradient_route}, gradient_travel {gradient_travel}, {self.transport_options}"
         )
-        self._start(transport, route, gradient_halves, late_gradients)
+        self._start(transport, route, gradient_halves, late_gradients, gradient_route, gradient_travel)
 
     @classmethod
     def emulated(
@@ -163,6 +174,8 @@ class Ring(Primitives, Counters):
         hosts: int = 1,
         prefetch: int = 1,
         gradient_halves: bool | None = None,
+        gradient_route: str = "chain",
+        gradient_travel: str | None = None,
     ) -> Ring:
         """A ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
 
@@ -179,6 +192,9 @@ class Ring(Primitives, Counters):
         ring = cls.__new__(cls)
         ring.timeout = datetime.timedelta(seconds=600)
         _check_choice("route", route, ROUTES[1:])
+        check_wishes(gradient_route, gradient_travel, route, gradient_halves)
+        _check_choice("gradient_route", gradient_route, ("chain", "direct"))
+        ring.gradients = GradientRoutes(gradient_route, gradient_travel, "it was asked for")
         ring._take(SLOT_CAP, prefetch, 0)
         ring.transport_options = TransportOptions.of(None)
         ring.mesh = ring.parameter_mesh = ring.tensor_mesh = None
@@ -232,7 +248,9 @@ class Ring(Primitives, Counters):
             if theirs != told[0]:
                 raise ValueError(f"Ring: ranks disagree: expected {told[0]} (rank 0), got {theirs} on rank {rank}")
 
-    def _start(self, transport: str, route: str, gradient_halves: bool | None, late_gradients: int | None) -> None:
+    def _start(
+        self, transport: str, route: str, gradient_halves: bool | None, late_gradients: int | None, *gradients: Any
+    ) -> None:
         self.placed = find_hosts(self)
         connection = connect(self, transport)
         self._native, self.transport = connection.native, connection.name
@@ -242,6 +260,7 @@ class Ring(Primitives, Counters):
         )
         self.transport_reason += missed
         self.route: str = "gather" if route == "gather" else self.hop_route
+        self.gradients = choose_gradient_route(self, self.transport, self.hop_route, *gradients)
         if self.transport == "ce":
             choose_ce_modes(connection.native, self.hop_route, self.transport_options.ce_mode)
         if late_gradients is None and self.device.type == "cpu" and self.transport in NETWORKED:
@@ -250,7 +269,9 @@ class Ring(Primitives, Counters):
         if self.device.type == "cuda":
             self.gate.alike = len(set(self.exchange(kind_of(self.device)))) == 1
         logger.info(
-            "ring of %d: transport %s (%s), route %s", self.size, self.transport, self.transport_reason, self.route
+            "ring of %d: transport %s (%s), route %s, gradients %s (%s)",
+            *(self.size, self.transport, self.transport_reason, self.route),
+            *(self.gradient_travel or self.gradient_route, self.gradients.reason),
         )
 
     @property

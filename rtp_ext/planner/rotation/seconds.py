@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.engine import engine
@@ -32,7 +32,7 @@ def lockstep(ranks: int, op: str, pass_: str, in_place: bool, halves: bool, dgra
 
     if pass_ == "forward":
         return Lockstep(schedule_of(ranks, 0, op=op, in_place=in_place, two_lanes=two_lanes))
-    ways = {"in_place": in_place, "dgrad": dgrad, "halves": halves, "two_lanes": two_lanes}
+    ways: dict[str, Any] = {"in_place": in_place, "dgrad": dgrad, "halves": halves, "two_lanes": two_lanes}
     return Lockstep(schedule_of(ranks, 0, op=op, pass_=pass_, route="ring", **ways))
 
 
