@@ -14,7 +14,9 @@ all ranks and its part of the weights, which makes as many tokens in a step. `fs
 block and then the root; `rtp-c10d` is rtp over the torch.distributed backend that the others use. Gloo has no
 reduce-scatter of its own, torch makes one of an all-reduce, so that on CPUs fully_shard sends more than it would
 between GPUs. `tp` leaves norms whole and gathers the logits. `--dtype bfloat16` leaves parameters in float32: rtp and
-fsdp2 cast them (gradients are reduced in float32), the others run under autocast.
+fsdp2 cast them, the others run under autocast. `--reduce-dtype` is of the gradients of these two. `--travel` and
+`--gradient-route` are options of fully_rotate, of every rtp strategy; `sent` is what a rank sends along the ring in a
+step, in MiB.
 
 Exposed communication is the time of forward and backward beyond that of a reference which takes its turns too: on
 every rank at once, a plain copy of the model on that rank's own batch, without any communication. So it has the same
@@ -34,8 +36,8 @@ so: then it is not a statement about processors.
 
 All strategies take equally many steps. Unless their losses agree at every step, the first also with that of the
 reference, and unless every parameter's first gradient agrees on every rank in its norm and in a sum of its elements
-with changing weights, the run fails and nothing is recorded: see TOLERANCES. (AdamW does not tell a sum of gradients
-from their mean, and losses hardly tell a bias that is not trained.)
+with changing weights, the run fails and nothing is recorded: see shared/agreement.py. (AdamW does not tell a sum of
+gradients from their mean, and losses hardly tell a bias that is not trained.)
 
 The last line of stdout is JSON. One JSON line per strategy, number of ranks and token count is appended to
 results/<machine>/compare.jsonl.
@@ -51,7 +53,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared.agreement import TOLERANCES, gradient_spread, loss_spread, signature
+from shared.agreement import gradient_spread, loss_spread, signature, tolerances
 from shared.card import append_line, environment_card, result_line
 from shared.compare_options import describe, parse_arguments
 from shared.launch import Place, gather, is_first, launch
@@ -110,6 +112,14 @@ class Contestant:
     def transport(self) -> str | None:
         return None if self._trainer is None or self._trainer.ring is None else self._trainer.ring.transport
 
+    @property
+    def sent_bytes(self) -> float | None:
+        """By this rank in a step, along the ring: weights and gradients."""
+        if self._trainer is None or self._trainer.ring is None or not self.losses:
+            return None
+        ring = self._trainer.ring
+        return (ring.bytes_sent("weight") + ring.bytes_sent("gradient")) / len(self.losses)
+
     def step(self, *, timed: bool) -> None:
         taken, parts = 0.0, {"forward_backward": 0.0}
         if self._trainer is not None:
@@ -147,8 +157,18 @@ def make_batch(args: argparse.Namespace, tokens: int, ranks: Iterable[int], devi
 
 
 def make_trainer(strategy: str, place: Place, args: argparse.Namespace) -> Trainer:
-    build = WORKLOADS[args.model].build
-    return Trainer(strategy, build, place.mesh, place.device, dtype=args.dtype, lr=args.lr, seed=args.seed)
+    asked = {"travel": args.travel, "gradient_route": args.gradient_route}
+    return Trainer(
+        strategy,
+        WORKLOADS[args.model].build,
+        place.mesh,
+        place.device,
+        dtype=args.dtype,
+        lr=args.lr,
+        seed=args.seed,
+        reduce_dtype=args.reduce_dtype,
+        rotation={name: value for name, value in asked.items() if value is not None},
+    )
 
 
 def measure_memory(place: Place, args: argparse.Namespace) -> dict[tuple[str, int], dict[str, float | None]]:
@@ -258,6 +278,10 @@ def _result(
         transport=contestant.transport,
         backend=dist.get_backend(),
         dtype=args.dtype,
+        travel=args.travel,
+        gradient_route=args.gradient_route,
+        reduce_dtype=args.reduce_dtype,
+        sent_bytes=contestant.sent_bytes,
         step_ms=times.median / 1e3,
         p20_ms=times.p20 / 1e3,
         p80_ms=times.p80 / 1e3,
@@ -299,6 +323,7 @@ COLUMNS = {  # heading: key, unit, digits
     "rtp/this": ("rtp_ratio", 1, 2),
     "exposed": ("exposed_ms", 1, 1),
     "tokens/s": ("tokens_per_s", 1, 0),
+    "sent": ("sent_bytes", 2**20, 1),
     "scaling": ("scaling_efficiency", 1, 2),
     "param": ("parameter_bytes", 2**20, 1),
     "grad": ("gradient_bytes", 2**20, 1),
@@ -367,7 +392,7 @@ def report(rows: list[Result], args: argparse.Namespace) -> None:
     for ranks in args.ranks:
         for tokens in args.tokens:
             print_table([row for row in rows if (row["ranks"], row["tokens"]) == (ranks, tokens)], args)
-    allowed = dict(zip(("loss_spread", "gradient_spread"), TOLERANCES[args.dtype], strict=True))
+    allowed = dict(zip(("loss_spread", "gradient_spread"), tolerances(args), strict=True))
     agreed = all(row[key] <= most for row in rows for key, most in allowed.items())  # NaN is not
     if agreed:
         for row in rows:

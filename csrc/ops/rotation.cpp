@@ -56,6 +56,19 @@ Part cut_part(at::ScalarType dtype, std::vector<int64_t> shape, int64_t dim, con
   return part;
 }
 
+Cargo travelling_weights(const Executor& executor, const RotationOptions& options, std::vector<Part> parts,
+                         std::vector<at::Tensor> home, size_t dims) {
+  if (executor.ranks() > 1) {
+    RTP_CHECK_VALUE(options.wire == Wire::plain || options.route != Route::gather, options.name,
+                    ": expected weights that travel in the compute dtype on route gather, which computes with all "
+                    "shards at once");
+    for (Part& part : parts) {
+      if (part.shapes.front().size() >= dims) part.wire = options.wire;
+    }
+  }
+  return {std::move(parts), std::move(home)};
+}
+
 void check_home(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& home,
                 const Part& part) {
   const at::IntArrayRef expected(part.shapes[executor.rank()]);

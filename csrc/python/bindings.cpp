@@ -142,6 +142,12 @@ Cargo make_cargo(const std::vector<at::Tensor>& home, const Shapes& shapes,
   return cargo;
 }
 
+Cargo weight_cargo(const Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes,
+                   const RotationOptions& options) {
+  Cargo cargo = make_cargo(home, shapes, options.compute_dtype);
+  return travelling_weights(executor, options, std::move(cargo.parts), std::move(cargo.home));
+}
+
 void bind_executor(py::module_& m) {
   py::class_<Executor, std::shared_ptr<Executor>> executor(m, "Executor", "The transport and the slots of one ring.");
   executor
@@ -152,6 +158,7 @@ void bind_executor(py::module_& m) {
       .def("fail", &Executor::fail, py::arg("reason"), py::call_guard<NoGil>())
       .def("close", &Executor::close, py::call_guard<NoGil>())
       .def("slots", [](Executor& e, const std::string& channel) { return e.pool().count(parse_channel(channel)); })
+      .def("scratch", [](Executor& e) { return e.pool().scratch_count(); })
       .def(
           "enter",
           [](Executor& e, int64_t phase, bool backward, int64_t serial, const std::vector<at::Tensor>& watched) {
@@ -216,7 +223,7 @@ void bind_executor(py::module_& m) {
           "forward",
           [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
              const RotationOptions& options) {
-            Cargo cargo = make_cargo(weights, shapes, options.compute_dtype);
+            Cargo cargo = weight_cargo(executor, weights, shapes, options);
             const Schedule& schedule = forward_schedule(executor, options, cargo);
             return std::make_unique<Execution>(executor, schedule, std::move(cargo), std::nullopt,
                                                options.name + " forward");
@@ -229,7 +236,7 @@ void bind_executor(py::module_& m) {
              const std::vector<at::Tensor>& gradients, const Shapes& gradient_shapes, const RotationOptions& options,
              bool dgrad, bool bundle) {
             std::optional<Cargo> weight, gradient;
-            if (!weights.empty()) weight = make_cargo(weights, shapes, options.compute_dtype);
+            if (!weights.empty()) weight = weight_cargo(executor, weights, shapes, options);
             if (!gradients.empty()) gradient = make_cargo(gradients, gradient_shapes, options.reduce_dtype);
             const Schedule& schedule = backward_schedule(
                 executor, options, weight, {dgrad, gradient.has_value(), bundle, options.halves && !bundle});
@@ -254,11 +261,14 @@ void bind_executor(py::module_& m) {
 void bind_operations(py::module_& m) {
   py::class_<RotationOptions>(m, "RotationOptions")
       .def(py::init([](const std::string& route, bool in_place, at::ScalarType compute, at::ScalarType reduce,
-                       int64_t slot_cap, bool halves, const std::string& name, bool late) {
-             return RotationOptions{parse_route(route), in_place, compute, reduce, slot_cap, halves, late, name};
+                       int64_t slot_cap, bool halves, const std::string& name, bool late,
+                       const std::optional<std::string>& travel) {
+             return RotationOptions{parse_route(route), in_place, compute, reduce, slot_cap, halves, late, name,
+                                    parse_wire(travel)};
            }),
            py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
-           py::arg("slot_cap"), py::arg("halves"), py::arg("name"), py::arg("late") = false);
+           py::arg("slot_cap"), py::arg("halves"), py::arg("name"), py::arg("late") = false,
+           py::arg("travel") = py::none());
   py::class_<LinearShape>(m, "LinearShape")
       .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed) {
              return LinearShape{out_features, in_features, by_outputs, transposed};

@@ -182,6 +182,7 @@ def _options(ring: Ring) -> dict[str, Any]:
     return {
         "transport": ring.transport,
         "route": ring.route,
+        "travel": ring.travel,
         "timeout": ring.timeout,
         "slot_cap": ring.slot_cap,
         "prefetch": ring.prefetch,
@@ -204,6 +205,15 @@ def check_options(ring: Ring, transport: str, route: str, timeout: float | datet
             raise ValueError(
                 f"fully_rotate: expected {what} {actual}, that of the ring of the parts converted before, got {asked}"
             )
+
+
+def check_travel_of(ring: Ring, travel: str | None) -> None:
+    """Raises ValueError where a model asks for weights that travel in something else than those of its ring do."""
+    if travel is not None and travel != ring.travel:
+        raise ValueError(
+            f"fully_rotate: expected travel {ring.travel!r}, that of the ring that it rotates over, or None, got "
+            f"{travel!r}"
+        )
 
 
 def ignored_in(parts: Parts) -> set[int]:

@@ -16,6 +16,7 @@ from rtp_ext.convert.admission import (
     Parts,
     adopt,
     check_options,
+    check_travel_of,
     ignored_in,
     mark_replaced,
     parts_of,
@@ -51,6 +52,7 @@ def fully_rotate(
     loss_head: str | None = None,
     route: str = "auto",
     transport: str = "auto",
+    travel: str | None = None,
     timeout: float | datetime.timedelta = _TIMEOUT,
 ) -> nn.Module:
     """Spreads every parameter of a model over a ring, in place, and returns the same module.
@@ -78,8 +80,8 @@ def fully_rotate(
             its own, and parameters lie on (replicate, tensor parallelism, ring).
         outer: what happens between replicas, see rtp_ext.outer; default outer.AllReduce(): gradients are averaged over
             all ranks.
-        mp_policy: param_dtype is what shards travel and compute in, reduce_dtype what gradients travel in (default
-            float32); cast_forward_inputs and output_dtype apply to the whole model.
+        mp_policy: param_dtype is what shards compute in, and travel in unless `travel` says less; reduce_dtype what
+            gradients travel in (default float32); cast_forward_inputs and output_dtype apply to the whole model.
         ignored_params: left as they are, with the modules that own them: the same objects, plain and not averaged, so
             that they may differ between ranks. clip_grad_norm_ takes them in a call of their own, and foreach and fused
             optimizers in a parameter group of their own.
@@ -90,7 +92,8 @@ def fully_rotate(
             One log line for each kind of module says what became of it.
         loss_head: "fused": causal language models of the transformers package compute vocabulary head and loss as one
             where labels are given; their output then has no logits.
-        route, transport, timeout: see Ring. Of a model with parts: those of their ring, or left out.
+        route, transport, travel, timeout: see Ring. Of a model with parts: those of their ring, or left out. travel is
+            of the weights that rotate: whatever is gathered travels as it is.
 
     Raises ValueError, and changes nothing, where dims do not fit the mesh; where the model was converted before, itself
     or as a part of another; where parts are on other ranks or differ in the options of their rings; where parameters
@@ -123,7 +126,11 @@ def fully_rotate(
     _check_device(module, place.device.type if isinstance(place, Ring) else place.hops.device_type)
     if isinstance(place, Ring) and not isinstance(mesh, Ring):
         check_options(place, transport, route, None if timeout == _TIMEOUT else timeout)
-    ring = place if isinstance(place, Ring) else Ring(place, transport=transport, route=route, timeout=timeout)
+    if isinstance(place, Ring):
+        check_travel_of(place, travel)
+        ring = place
+    else:
+        ring = Ring(place, transport=transport, route=route, travel=travel, timeout=timeout)
     if in_place:
         ring.expect_in_place("fully_rotate")
     state = RotationState(ring, mp_policy or MixedPrecisionPolicy(), module)

@@ -50,6 +50,7 @@ class Ready:
             slot_cap=ring.slot_cap,
             halves=halves,
             late=self.late,
+            travel=ring.travel,
             name=self.name,
         )
 

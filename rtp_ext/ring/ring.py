@@ -21,7 +21,7 @@ from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.gate import Gate, kind_of
 from rtp_ext.ring.hosts import Hosts, find_hosts
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
-from rtp_ext.ring.options import TransportOptions
+from rtp_ext.ring.options import TransportOptions, check_travel
 from rtp_ext.ring.prepared import Ledger, Prepared
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Trace, record
@@ -73,6 +73,11 @@ class Ring(Primitives, Counters):
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
             each takes two gradient slots more. None: 1 where hops cross a network (a CPU ring over `tcp` or `c10d`),
             else 0. On route two-level they land within the pass.
+        travel: what weights travel in: None (as they are computed with), `bfloat16`, or `int8` (rounded to the nearest
+            of 255 values in blocks of 128 of a shard's part, each with a float32 scale: 1.03 bytes a number). Rounded
+            once, at home; whoever computes widens them, their owner too, so that every rank computes with the same
+            weights. Backward computes with these too. The home shard, and what the optimizer sees, stay exact; so do
+            biases, everything on a single rank, and `rotate` and `collect`. Not on route gather, and not in place.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
@@ -85,6 +90,7 @@ class Ring(Primitives, Counters):
 
     Attributes:
         rank, size: this rank's place, and the number of ranks R.
+        travel: as given.
         serial: the how manieth ring of this process this is.
         device: where shards live.
         mesh: the one-dimensional DeviceMesh of the ring; None for an emulated ring.
@@ -108,6 +114,7 @@ class Ring(Primitives, Counters):
         dims: RotationDims | None = None,
         transport: str = "auto",
         route: str = "auto",
+        travel: str | None = None,
         timeout: float | datetime.timedelta = 600.0,
         slot_cap: int = SLOT_CAP,
         prefetch: int = 1,
@@ -122,7 +129,7 @@ class Ring(Primitives, Counters):
         self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
-        self._take(slot_cap, prefetch, late_gradients)
+        self._take(slot_cap, prefetch, late_gradients, travel, route)
         self.transport_options = TransportOptions.of(transport_options)
         meshes = resolve_mesh(mesh_or_group, dims)
         self.mesh: DeviceMesh | None = meshes.hops
@@ -139,8 +146,9 @@ class Ring(Primitives, Counters):
         self._open_groups(dist.get_process_group_ranks(group))
         self.serial = next(_serials)
         self._agree_on_options(
-            f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}, prefetch {prefetch}, "
-            f"gradient_halves {gradient_halves}, late_gradients {late_gradients}, {self.transport_options}"
+            f"transport {transport}, route {route}, travel {travel}, timeout {self.timeout}, slot_cap {slot_cap}, "
+            f"prefetch {prefetch}, gradient_halves {gradient_halves}, late_gradients {late_gradients}, "
+            f"{self.transport_options}"
         )
         self._start(transport, route, gradient_halves, late_gradients)
 
@@ -153,6 +161,7 @@ class Ring(Primitives, Counters):
         device: torch.device | str = "cpu",
         link: str | None = None,
         route: str = "ring",
+        travel: str | None = None,
         hosts: int = 1,
         prefetch: int = 1,
         gradient_halves: bool | None = None,
@@ -173,7 +182,7 @@ class Ring(Primitives, Counters):
         ring = cls.__new__(cls)
         ring.timeout = datetime.timedelta(seconds=600)
         _check_choice("route", route, ROUTES[1:])
-        ring._take(SLOT_CAP, prefetch, late_gradients)
+        ring._take(SLOT_CAP, prefetch, late_gradients, travel, route)
         ring.transport_options = TransportOptions.of(None)
         ring.mesh = ring.parameter_mesh = ring.tensor_mesh = None
         ring.replicas = 1
@@ -193,7 +202,7 @@ class Ring(Primitives, Counters):
 
     # -- making and ending -------------------------------------------------------------------------------------------
 
-    def _take(self, slot_cap: int, prefetch: int, late_gradients: int | None) -> None:
+    def _take(self, slot_cap: int, prefetch: int, late_gradients: int | None, travel: str | None, route: str) -> None:
         """Takes the options that need no other rank."""
         if slot_cap < 0:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
@@ -201,7 +210,9 @@ class Ring(Primitives, Counters):
             raise ValueError(f"Ring: expected prefetch 0 or 1, got {prefetch!r}")
         if late_gradients is not None and (isinstance(late_gradients, bool) or late_gradients < 0):
             raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late_gradients!r}")
+        check_travel(travel, route)
         keep_compilers_out()
+        self.travel = travel
         self.slot_cap, self.prefetch, self.late_gradients = slot_cap, prefetch, late_gradients or 0
         self._landing_after = 0  # number in autograd's order of what landings come after
         self._agreements = itertools.count(1)
@@ -213,7 +224,7 @@ class Ring(Primitives, Counters):
 
     def _build(self, native: Any, route: str, gradient_halves: bool | None) -> None:
         """The executor and the gate, once transport and routes are known."""
-        self.gate = Gate(self.size, self.device, self.hop_route, route, gradient_halves)
+        self.gate = Gate(self.size, self.device, self.hop_route, route, gradient_halves, gathers=self.travel is None)
         self._executor = _native.Executor(native, self.rank, self.size, self.device, self.placed.count)
         self._executor.prefetch(self.prefetch > 0)
         self._executor.allow_late(self.late_gradients)
