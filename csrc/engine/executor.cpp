@@ -15,7 +15,7 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
       ranks_(ranks),
       device_(device),
       hosts_(hosts),
-      pool_(transport_),
+      pool_(transport_, device),
       trace_(transport_),
       hops_(transport_, trace_),
       prefetcher_(transport_, pool_, hops_, trace_, rank),
@@ -31,10 +31,6 @@ const Schedule& Executor::schedule(ScheduleOptions options) {
   const auto found = schedules_.find(options);
   if (found != schedules_.end()) return found->second;
   return schedules_.emplace(options, make_schedule(ranks_, rank_, options)).first->second;
-}
-
-Travel Executor::travel(const Cargo& weights) const {
-  return {weights.cast(), transport_->sends_anywhere(), transport_->receives_anywhere()};
 }
 
 void Executor::check_alive(const std::string& operation) const {
@@ -172,6 +168,7 @@ void Execution::give_back(std::shared_ptr<Slot>& slot, Channel channel) {
 void Execution::return_slots() {
   narrowing_.reset();
   give_back(staged_, Channel::weight);
+  widened_.give_back(executor_.pool());
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     give_back(whole_[static_cast<size_t>(channel)], channel);
     auto& slots = slots_[static_cast<size_t>(channel)];
@@ -262,7 +259,9 @@ std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half) co
   return views;
 }
 
-std::vector<at::Tensor> Execution::weight() const { return views(current_->weight, current_->owner); }
+std::vector<at::Tensor> Execution::weight() {
+  return widened_.of(executor_.pool(), weight_, views(current_->weight, current_->owner), *current_);
+}
 std::vector<at::Tensor> Execution::gradient_in() const {
   return views(current_->gradient_in, current_->owner, current_->half);
 }

@@ -27,10 +27,10 @@ Narrowing::Narrowing(SlotPool& pool, Lanes& lanes, const Cargo& gradient) : pool
   for (size_t part = 0; part < wide_.parts.size(); ++part) {
     Part& each = wide_.parts[part];
     const at::ScalarType home = wide_.home[part].scalar_type();
-    RTP_ASSERT(each.quantised || c10::elementSize(each.dtype) < c10::elementSize(home),
+    RTP_ASSERT(each.wire == Wire::int8 || c10::elementSize(each.dtype) < c10::elementSize(home),
                "a contribution travels in fewer bits than its sum has");
     each.dtype = home;
-    each.quantised = false;
+    each.wire = Wire::plain;
   }
   slot_ = pool_.lease(Channel::gradient, wide_.slot_bytes());
   slot_->usage.settle(lanes);

@@ -55,7 +55,7 @@ struct MlpLayout {
 
 Cargo weight_cargo(const Executor& executor, const MlpLayout& layout, const std::vector<at::Tensor>& parameters,
                    const RotationOptions& options) {
-  Cargo cargo{layout.parts(options.compute_dtype), parameters};
+  Cargo cargo = travelling_weights(executor, options, layout.parts(options.compute_dtype), parameters);
   for (size_t part = 0; part < cargo.parts.size(); ++part) {
     check_home(executor, options, cargo.parts[part].shapes[0].size() == 1 ? "bias" : "weight", cargo.home[part],
                cargo.parts[part]);

@@ -61,6 +61,19 @@ Part cut_part(at::ScalarType dtype, std::vector<int64_t> shape, int64_t dim, con
   return part;
 }
 
+Cargo travelling_weights(const Executor& executor, const RotationOptions& options, std::vector<Part> parts,
+                         std::vector<at::Tensor> home, size_t dims) {
+  if (executor.ranks() > 1) {
+    RTP_CHECK_VALUE(options.wire == Wire::plain || options.route != Route::gather, options.name,
+                    ": expected weights that travel in the compute dtype on route gather, which computes with all "
+                    "shards at once");
+    for (Part& part : parts) {
+      if (part.shapes.front().size() >= dims) part.wire = options.wire;
+    }
+  }
+  return {std::move(parts), std::move(home)};
+}
+
 void check_home(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& home,
                 const Part& part) {
   const at::IntArrayRef expected(part.shapes[executor.rank()]);
@@ -105,13 +118,13 @@ const Schedule& backward_schedule(Executor& executor, const RotationOptions& opt
   return executor.schedule(schedule);
 }
 
-Cargo travelling(Cargo gradients, const RotationOptions& options) {
+Cargo travelling_gradients(Cargo gradients, const RotationOptions& options) {
   for (size_t part = 0; part < gradients.parts.size(); ++part) {
     RTP_CHECK_TYPE(gradients.home[part].scalar_type() == options.home_dtype(), options.name,
                    ": expected a gradient of dtype ", options.home_dtype(), ", got ",
                    gradients.home[part].scalar_type());
     gradients.parts[part].dtype = options.reduce_dtype;
-    gradients.parts[part].quantised = options.gradients_quantised;
+    if (options.gradients_quantised) gradients.parts[part].wire = Wire::int8;
   }
   return gradients;
 }
@@ -130,7 +143,7 @@ Gradients::Gradients(const Executor& executor, const RotationOptions& rotation, 
 
 std::optional<Cargo> Gradients::cargo() const {
   if (!any()) return std::nullopt;
-  return travelling({parts_, home_}, options_);
+  return travelling_gradients({parts_, home_}, options_);
 }
 
 std::optional<Cargo> Gradients::cargo(const std::vector<Part>& piece,
@@ -142,7 +155,7 @@ std::optional<Cargo> Gradients::cargo(const std::vector<Part>& piece,
     cargo.parts.push_back(piece[parameter]);
     cargo.home.push_back(of(home_[static_cast<size_t>(place_[parameter])]));
   }
-  return travelling(std::move(cargo), options_);
+  return travelling_gradients(std::move(cargo), options_);
 }
 
 std::vector<at::Tensor> Gradients::result() const {

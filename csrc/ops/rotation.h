@@ -23,6 +23,7 @@ struct RotationOptions {
   bool halves = false;                        // gradients of single linear layers travel in two halves
   bool late = false;                          // a backward may end before the last gradient hop has arrived
   std::string name;                           // of the module or function, for messages
+  Wire wire = Wire::plain;                    // what weights travel in, where that is less than the compute dtype
   GradientRoute gradient_route = GradientRoute::chain;  // direct neither on route gather nor on two levels
   bool gradients_quantised = false;  // of gradient route direct: they travel in 8 bits, with block scales
 
@@ -62,6 +63,11 @@ RotationOptions piecewise(const RotationOptions& options, const Piece& piece);
 // A part whose dimension `dim` is cut: its shapes have `sizes[owner]` there and `shape` elsewhere.
 Part cut_part(at::ScalarType dtype, std::vector<int64_t> shape, int64_t dim, const std::vector<int64_t>& sizes);
 
+// Weights that travel: their parts, in the compute dtype, and this rank's own. Those of `dims` dimensions and more
+// travel in what the options say, on a ring of several; biases, which have fewer, as they are.
+Cargo travelling_weights(const Executor& executor, const RotationOptions& options, std::vector<Part> parts,
+                         std::vector<at::Tensor> home, size_t dims = 2);
+
 // Checks that `home` is this rank's contiguous shard of `part`.
 void check_home(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& home,
                 const Part& part);
@@ -83,7 +89,7 @@ const Schedule& backward_schedule(Executor& executor, const RotationOptions& opt
                                   const std::optional<Cargo>& weights, const BackwardNeeds& needs);
 
 // Gradients as they travel; their home tensors are in the home dtype.
-Cargo travelling(Cargo gradients, const RotationOptions& options);
+Cargo travelling_gradients(Cargo gradients, const RotationOptions& options);
 
 // The gradients of an operation's parameters in its backward.
 //

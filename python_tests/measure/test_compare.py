@@ -73,6 +73,15 @@ def _compares(rank, ranks, file):
     with cases.case("bfloat16"):
         told = run("--dtype", "bfloat16", "--strategies", "rtp,tp,fsdp2")
         assert rank or ("autocast" in told and "rtp by a mixed-precision policy" in told)
+    with cases.case("fewer bits on the wire"):
+        run("--strategies", "rtp,rtp-unbundled,fsdp2", "--travel", "int8", "--reduce-dtype", "bfloat16")
+        if rank == 0:
+            lines = report.read_lines(Path(file))
+            wide, narrow = lines[0], lines[-3]
+            assert (narrow["case"], narrow["travel"], narrow["reduce_dtype"]) == ("mlp-tiny/rtp", "int8", "bfloat16")
+            assert wide["travel"] is None and narrow["sent_bytes"] == lines[-2]["sent_bytes"]
+            assert 0.3 < narrow["sent_bytes"] / wide["sent_bytes"] < 0.4 and lines[-1]["sent_bytes"] is None
+            assert 1e-6 < narrow["loss_spread"] < 2.0**-6, "control: weights were rounded"
     _check_agreement(cases, compare, run, rank)
     if rank == 0:
         _check_compare(cases, compare, parse, file)
@@ -196,6 +205,9 @@ def _check_compare(cases, compare, parse, file):
         (["--device", "cuda"], "no GPU is available"),
         (["--output", "/proc/compare.jsonl"], "cannot be written"),
         (["--model", "gpt3"], "invalid choice"),
+        (["--travel", "int4"], "invalid choice"),
+        (["--travel", "int8", "--strategies", "ddp"], "expected an rtp strategy, got ddp"),
+        (["--travel", "int8", "--strategies", "rtp,rtp-inplace"], "send copies of weights, got rtp-inplace"),
     ):
         told = io.StringIO()
         with cases.case(str(options)), contextlib.redirect_stderr(told):

@@ -243,6 +243,7 @@ def _options(ring: Ring) -> dict[str, Any]:
     return {
         "transport": ring.transport,
         "route": ring.route,
+        "travel": ring.travel,
         "timeout": ring.timeout,
         "slot_cap": ring.slot_cap,
         "prefetch": ring.prefetch,
@@ -270,14 +271,15 @@ def check_options(ring: Ring, transport: str, route: str, timeout: float | datet
             )
 
 
-def check_gradient_options(ring: Ring, gradient_route: str, gradient_travel: str | None) -> None:
-    """The same of how gradients travel, on a ring that was made before; `auto` and None: however they do there."""
-    wished = {"gradient_route": gradient_route, "gradient_travel": gradient_travel}
+def check_travels(ring: Ring, travel: str | None, gradient_route: str, gradient_travel: str | None) -> None:
+    """The same of what weights and gradients travel in, on a ring that was made before; None and `auto`: as they do
+    there."""
     check_wishes(gradient_route, gradient_travel, ring.hop_route, ring.gate.gradient_halves)
+    wished = {"travel": travel, "gradient_route": gradient_route, "gradient_travel": gradient_travel}
     for what, asked in wished.items():
         actual = getattr(ring, what)
         if asked not in (None, "auto", actual):
-            raise ValueError(f"fully_rotate: expected {what} {actual}, that of the ring, got {asked}")
+            raise ValueError(f"fully_rotate: expected {what} {actual!r}, that of the ring, or none, got {asked!r}")
 
 
 def ignored_in(parts: Parts) -> set[int]:

@@ -55,6 +55,7 @@ class Ready:
             slot_cap=ring.slot_cap,
             halves=halves and not straight,
             late=self.late,
+            travel=ring.travel,
             name=self.name,
             gradient_route="direct" if straight else "chain",
             gradients_quantised=straight and ring.gradient_travel == "int8",

@@ -113,6 +113,7 @@ class TimedLayer:
             reduce_dtype=self.gradient_dtype,
             slot_cap=ring.slot_cap,
             halves=plan.halves,
+            travel=ring.travel,
             name="hops alone",
         )
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from rtp_ext._native import RotationError
 from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.links.routes import choose_route
 
@@ -42,10 +46,14 @@ class GradientRoutes:
         return torch.float32 if narrow else reduce_dtype
 
 
-class StraightGradients:
-    """For the class Ring."""
+class ComingHome:
+    """How gradients come home. For the class Ring."""
 
+    late_gradients: int
     gradients: GradientRoutes
+    abandon: Callable[[], None]
+    _executor: Any
+    _called: collections.deque[int]  # when each of the newest operations that may be late was called
 
     @property
     def gradient_route(self) -> str:
@@ -56,6 +64,22 @@ class StraightGradients:
     def gradient_travel(self) -> str | None:
         """What gradients travel in; None: their reduce dtype."""
         return self.gradients.travel
+
+    def landing_after(self) -> int:
+        """The operation that is called now may let its gradients land late: where in the order of a backward, which is
+        that of autograd's sequence numbers, they have to. Once the `late_gradients` operations called before this one,
+        which are the next in a backward, have posted their hops."""
+        after = self._called[0] if len(self._called) == self.late_gradients else 0
+        self._called.append(torch._C._autograd._get_sequence_nr())
+        return after
+
+    def land(self, gradient: torch.Tensor) -> None:
+        """Waits for what is under way of a gradient that an operation's backward has returned."""
+        try:
+            self._executor.land(gradient)
+        except RotationError:
+            self.abandon()
+            raise
 
 
 def check_wishes(route: str, travel: str | None, hop_route: str, halves: bool | None) -> None:
