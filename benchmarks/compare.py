@@ -15,9 +15,9 @@ all ranks and its part of the weights, which makes as many tokens in a step. `fs
 block and then the root; `rtp-c10d` is rtp over the torch.distributed backend that the others use. Gloo has no
 reduce-scatter of its own, torch makes one of an all-reduce, so that on CPUs fully_shard sends more than it would
 between GPUs. `tp` leaves norms whole and gathers the logits. `--dtype bfloat16` leaves parameters in float32: rtp and
-fsdp2 cast them, the others run under autocast. `--reduce-dtype` is of the gradients of these two. `--travel` and
-`--gradient-route` are options of fully_rotate, of every rtp strategy; `ring` is what a rank sends along the ring in a
-step, in MiB.
+fsdp2 cast them, the others run under autocast. `--reduce-dtype` is of the gradients of these two. `--travel`,
+`--gradient-route` and `--gradient-travel` are options of fully_rotate, of every rtp strategy; `ring` is what a rank
+sends along the ring in a step, in MiB.
 
 Exposed communication is the time of forward and backward beyond that of a reference which takes its turns too: on
 every rank at once, a plain copy of the model on that rank's own batch, without any communication. So it has the same
@@ -166,7 +166,7 @@ def make_batch(args: argparse.Namespace, tokens: int, ranks: Iterable[int], devi
 
 
 def make_trainer(strategy: str, place: Place, args: argparse.Namespace) -> Trainer:
-    asked = {"travel": args.travel, "gradient_route": args.gradient_route}
+    asked = {name: getattr(args, name) for name in ("travel", "gradient_route", "gradient_travel")}
     return Trainer(
         strategy,
         WORKLOADS[args.model].build,
@@ -294,6 +294,7 @@ def _result(
         dtype=args.dtype,
         travel=args.travel,
         gradient_route=args.gradient_route,
+        gradient_travel=args.gradient_travel,
         reduce_dtype=args.reduce_dtype,
         ring_bytes=contestant.ring_bytes,
         step_ms=times.median / 1e3,
@@ -303,7 +304,7 @@ def _result(
         reference_forward_backward_ms=local_ms,
         optimizer_ms=_slowest(contestant.optimizer, place).median / 1e3,
         exposed_ms=None if one_process else forward_backward_ms - local_ms,
-        closed_form_bytes=None if args.dtype != "float32" else _closed_form(contestant.strategy, place, args),
+        closed_form_bytes=_closed_form(contestant.strategy, place, args),
         tokens_per_s=tokens * place.ranks / times.median * 1e6,
         losses=(losses[0] if one_process else losses.mean(0)).tolist(),
         gradients=[contestant.gradients] if one_process else gather(contestant.gradients, place).tolist(),
@@ -319,6 +320,8 @@ def _result(
 
 
 def _closed_form(strategy: str, place: Place, args: argparse.Namespace) -> float | None:
+    if {args.dtype, args.reduce_dtype} != {"float32"} or args.travel or args.gradient_travel:
+        return None
     with torch.device("meta"):
         return closed_form(strategy, WORKLOADS[args.model].build(), place.ranks)
 

@@ -16,7 +16,11 @@ Signature = list[float]
 
 def tolerances(args: argparse.Namespace) -> tuple[float, float]:
     """Of a comparison: those of the coarsest numbers in it."""
-    return max(TOLERANCES[kind] for kind in (args.dtype, args.reduce_dtype, args.travel) if kind is not None)
+    return max(
+        TOLERANCES[kind]
+        for kind in (args.dtype, args.reduce_dtype, args.travel, args.gradient_travel)
+        if kind is not None
+    )
 
 
 def signature(parameter: torch.Tensor) -> Signature:

@@ -30,6 +30,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
     add("--travel", choices=("bfloat16", "int8"), help="what weights travel in (rtp; default: as computed with)")
     add("--gradient-route", choices=("auto", "chain", "direct"), help="of gradients (rtp; default: the ring's)")
+    add("--gradient-travel", choices=("int8",), help="what they travel in (rtp; default: --reduce-dtype)")
     add("--reduce-dtype", choices=DTYPES, default="float32", help="of gradients, where a policy says it (rtp, fsdp2)")
     add("--lr", type=float, default=1e-4)
     add("--seed", type=int, default=0)
@@ -68,9 +69,10 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
             error(f"--model {args.model} cannot be trained with {strategy}: {refusal}")
     if all(STRATEGIES[strategy].alone for strategy in args.strategies):
         error("--strategies: expected one in which ranks train together")
-    for name, option in (("--travel", args.travel), ("--gradient-route", args.gradient_route)):
+    for name in ("travel", "gradient_route", "gradient_travel"):
+        option = getattr(args, name)
         if option is not None and not any(strategy.startswith("rtp") for strategy in args.strategies):
-            error(f"{name} {option}: expected an rtp strategy, got {','.join(args.strategies)}")
+            error(f"--{name.replace('_', '-')} {option}: expected an rtp strategy, got {','.join(args.strategies)}")
     if args.travel is not None and "rtp-inplace" in args.strategies:
         error(f"--travel {args.travel}: expected strategies that send copies of weights, got rtp-inplace")
     lists = {"--strategies": args.strategies, "--ranks": args.ranks, "--tokens": args.tokens}

@@ -79,8 +79,8 @@ def _compares(rank, ranks, file):
             lines = report.read_lines(Path(file))
             wide, narrow = lines[0], lines[-3]
             assert (narrow["case"], narrow["travel"], narrow["reduce_dtype"]) == ("mlp-tiny/rtp", "int8", "bfloat16")
-            assert wide["travel"] is None and narrow["sent_bytes"] == lines[-2]["sent_bytes"]
-            assert 0.3 < narrow["sent_bytes"] / wide["sent_bytes"] < 0.4 and lines[-1]["sent_bytes"] is None
+            assert wide["travel"] is None and narrow["ring_bytes"] == lines[-2]["ring_bytes"]
+            assert 0.3 < narrow["ring_bytes"] / wide["ring_bytes"] < 0.4 and lines[-1]["ring_bytes"] is None
             assert 1e-6 < narrow["loss_spread"] < 2.0**-6, "control: weights were rounded"
     _check_agreement(cases, compare, run, rank)
     if rank == 0:

@@ -108,9 +108,15 @@ def choose_gradient_route(
     """What the ring takes of what was wished for, the same on every rank. Collective.
 
     Raises:
-        ValueError: gradients are to travel in int8, and `auto` does not take the route direct, or there are two levels.
+        ValueError: there are two levels, and the route direct is asked for; or gradients are to travel in int8, and
+            `auto` does not take it.
     """
     hosts = ring.placed
+    if hop_route == "two-level" and wish == "direct":
+        raise ValueError(
+            f"Ring: expected gradient_route auto or chain on two levels ({hosts.count} hosts of {hosts.per_host} ranks), "
+            "whose gradients are summed inside hosts first, got 'direct'; with route='ring' they take it"
+        )
     if hop_route == "two-level":
         taken = GradientRoutes("chain", None, "gradients of two levels are summed inside hosts first")
     elif wish != "auto":

@@ -124,6 +124,8 @@ def rtp_bytes(
     sends_anywhere: bool = True,
     receives_anywhere: bool = True,
     travel: str | None = None,
+    gradient_route: str = "chain",
+    gradient_travel: str | None = None,
 ) -> RotationBytes:
     """Slots and states of one rank that trains with rotation.
 
@@ -138,14 +140,22 @@ def rtp_bytes(
         sends_anywhere, receives_anywhere: whether hops start from and land in any memory (nccl, c10d, emulated) or in
             slots only (shm receives so).
         travel: what weights travel in, as in `rtp_ext.Ring`; a ring of it moves nothing in place.
+        gradient_route, gradient_travel: what gradients take, `chain` or `direct`, and in what they travel; None: in
+            `reduce_bytes` a number. On `direct` they are summed in float32 (float64 for 8 bytes).
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
-    parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. The pool keeps
-    them; a slot that is too small makes way. Source: csrc/schedule/footprint.cpp, which the engine itself runs.
+    parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. On gradient route
+    direct three for gradients, and one as wide as their sum where they travel in fewer bits. The pool keeps them; a slot
+    that is too small makes way. Source: csrc/schedule/footprint.cpp, which the engine itself runs.
     """
     check_at_least("rtp_bytes", 1, ranks=ranks, param_bytes=param_bytes, reduce_bytes=reduce_bytes)
     if in_place and travel is not None:
         raise ValueError(f"rtp_bytes: expected in_place=False with travel, got True and {travel!r}")
+    if gradient_travel not in (None, "int8") or (gradient_travel and gradient_route != "direct"):
+        raise ValueError(
+            "rtp_bytes: expected gradient_travel None, or 'int8' with gradient_route direct, got "
+            f"{gradient_travel!r} with {gradient_route}"
+        )
     if not 0 <= rank < ranks:
         raise ValueError(f"rtp_bytes: expected 0 <= rank < {ranks}, got {rank}")
     compute = compute_bytes or param_bytes
@@ -164,6 +174,9 @@ def rtp_bytes(
         reduce_bytes=reduce_bytes,
         slot_cap=engine().SLOT_CAP if slot_cap is None else slot_cap,
         travel=travel,
+        gradient_route=gradient_route,
+        sum_bytes=max(4, reduce_bytes),
+        gradients_quantised=gradient_travel is not None,
         **reach,
     )
 
