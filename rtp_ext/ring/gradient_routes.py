@@ -114,8 +114,8 @@ def choose_gradient_route(
     hosts = ring.placed
     if hop_route == "two-level" and wish == "direct":
         raise ValueError(
-            f"Ring: expected gradient_route auto or chain on two levels ({hosts.count} hosts of {hosts.per_host} ranks), "
-            "whose gradients are summed inside hosts first, got 'direct'; with route='ring' they take it"
+            f"Ring: expected gradient_route auto or chain on two levels ({hosts.count} hosts of {hosts.per_host} "
+            "ranks), whose gradients are summed inside hosts first, got 'direct'; with route='ring' they take it"
         )
     if hop_route == "two-level":
         taken = GradientRoutes("chain", None, "gradients of two levels are summed inside hosts first")

@@ -144,9 +144,9 @@ def rtp_bytes(
             `reduce_bytes` a number. On `direct` they are summed in float32 (float64 for 8 bytes).
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
-    parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. On gradient route
-    direct three for gradients, and one as wide as their sum where they travel in fewer bits. The pool keeps them; a slot
-    that is too small makes way. Source: csrc/schedule/footprint.cpp, which the engine itself runs.
+    parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. On gradient
+    route direct three for gradients, and one as wide as their sum where they travel in fewer bits. The pool keeps them;
+    a slot that is too small makes way. Source: csrc/schedule/footprint.cpp, which the engine itself runs.
     """
     check_at_least("rtp_bytes", 1, ranks=ranks, param_bytes=param_bytes, reduce_bytes=reduce_bytes)
     if in_place and travel is not None:
