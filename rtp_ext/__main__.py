@@ -74,7 +74,12 @@ def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 def _bench(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from rtp_ext.measure import bench
 
-    wishes = {"ranks": options.ranks, "tokens": options.tokens, "seconds": options.seconds, "device": options.device}
+    names = ("ranks", "tokens", "seconds", "device", "travel", "gradient_route", "gradient_travel")
+    wishes = {name: getattr(options, name) for name in names}
+    if options.reduce_dtype is not None:
+        import torch
+
+        wishes["reduce_dtype"] = getattr(torch, options.reduce_dtype)
     try:
         plan = bench.choose(**wishes)
     except ValueError as error:
@@ -183,6 +188,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", type=_at_least_one, nargs="+", metavar="T", help="local tokens of the layer")
     bench.add_argument("--seconds", type=_duration, metavar="S", help="time for each quantity, at least")
     bench.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs if there are any")
+    bench.add_argument("--travel", choices=("bfloat16", "int8"), help="what weights travel in")
+    bench.add_argument("--gradient-route", choices=("auto", "chain", "direct"), help="default: as the ring chooses")
+    bench.add_argument("--gradient-travel", choices=("int8",), help="what gradients travel in, straight home")
+    bench.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), help="the same in floating point")
     bench.set_defaults(run=_bench, parser=bench)
     return parser
 

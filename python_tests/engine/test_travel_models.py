@@ -137,14 +137,28 @@ def test_two_levels():
     run_ranks(_two_levels, 4)
 
 
-@pytest.mark.parametrize(("travel", "dtype"), [("int8", None), ("bfloat16", None), ("int8", torch.bfloat16)])
+STRAIGHT = {"gradient_route": "direct"}
+
+
+@pytest.mark.parametrize(
+    ("travel", "dtype", "reduce", "gradients"),
+    [
+        ("int8", None, None, {}),
+        ("bfloat16", None, torch.bfloat16, STRAIGHT),
+        ("int8", torch.bfloat16, None, STRAIGHT | {"gradient_travel": "int8"}),
+        ("int8", torch.bfloat16, torch.bfloat16, {}),
+        ("bfloat16", None, None, STRAIGHT),
+    ],
+)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_the_ring_holds(ranks, travel, dtype):
+def test_what_the_ring_holds(ranks, travel, dtype, reduce, gradients):
     """Slots and scratch that exist are those that the planner reckons, to the byte."""
-    ring = rtp_ext.Ring.emulated(ranks, travel=travel)
+    ring = rtp_ext.Ring.emulated(ranks, travel=travel, **gradients)
     sizes = [(24, 36), (48, 24), (12, 48)]
     model = nn.Sequential(*(nn.Linear(inputs, rows) for rows, inputs in [(24, 36), (48, 24), (12, 48)]))
-    rtp_ext.fully_rotate(model, mesh=ring, bundle=False, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    rtp_ext.fully_rotate(
+        model, mesh=ring, bundle=False, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce)
+    )
     for _ in range(3):
         model(torch.ones(5, 36)).sum().backward()
     layers = [
@@ -152,7 +166,8 @@ def test_what_the_ring_holds(ranks, travel, dtype):
         for number, size in enumerate(sizes)
     ]
     compute = 4 if dtype is None else 2
-    held = rtp_bytes(layers, ranks, compute_bytes=compute, travel=travel)
+    gradients = {**gradients, "reduce_bytes": 2 if reduce else 4}
+    held = rtp_bytes(layers, ranks, compute_bytes=compute, travel=travel, **gradients)
     counts = [ring.slot_count(channel) for channel in ("weight", "gradient", "scratch")]
     assert counts[0].bytes == held.weight_slots_bytes == sum(held.weight_slot_sizes)
     assert counts[1].bytes == held.gradient_slots_bytes

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from harness import Cases, run_ranks
 from models import batch_loss, make_model, mean_loss
 from models import train as train_model
-from operation_checks import check_pass
+from operation_checks import check_controls, check_pass, plain_results
 from pretended import pretend_hosts
-from reference import assert_same, chunk, full, random
+from reference import assert_same, chunk, differs, full, random
+from test_mlp import make_mlp
 from test_two_level import PATIENT, _Convolved, _operations
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -33,6 +34,18 @@ def _exact(cases, ring, what, **options):
         if name in ("linear", "mlp", "embedding"):
             with cases.case(f"{what}, {name}, no tokens on rank 0"):
                 check_pass(operation, ring, "empty on rank 0", **options)
+
+
+def _narrow(cases, ring, what, tolerance):
+    """Every operation with gradients in fewer bits: within their rounding, which the controls see."""
+    for name, operation in _operations().items():
+        with cases.case(f"{what}, {name}"):
+            found = check_pass(operation, ring, tolerances=(1e-10, tolerance), reduce_dtype=HALF)
+            exact = plain_results(operation, ring.size, "2d", 10)[ring.rank].gradients
+            parts = {n: chunk(whole, ring.size, ring.rank, operation.cuts[n]) for n, whole in exact.items()}
+            assert any(differs(found.gradients[n], part, 1e-6) for n, part in parts.items()) or ring.size == 1
+    with cases.case(f"{what}, controls"):
+        check_controls(make_mlp(), ring, (1e-10, tolerance), reduce_dtype=HALF)
 
 
 # -- one layer, and what its gradients may be off by -----------------------------------------------------------------
@@ -98,6 +111,7 @@ def _operations_on_rings(rank, ranks, transports):
             assert (ring.gradient_route, ring.gradient_travel) == ("direct", None)
             _exact(cases, ring, transport)
             _bits(cases, ring, f"{transport} bfloat16")
+            _narrow(cases, ring, f"{transport} bfloat16", 2 * ROUNDING)
             with cases.case(f"{transport} in place"):
                 check_pass(_operations()["linear"], ring, in_place=True)
                 check_pass(_operations()["mlp"], ring, in_place=True)
@@ -113,6 +127,7 @@ def _operations_on_rings(rank, ranks, transports):
         assert (ring.gradient_route, ring.gradient_travel) == ("direct", "int8")
         assert ring.gradients.reason == "gradients travel in int8"
         _bits(cases, ring, "int8")
+        _narrow(cases, ring, "int8", 2 / 127)
     with rtp_ext.Ring(route="gather", gradient_route="direct", timeout=PATIENT) as ring, cases.case("gathered"):
         check_pass(_operations()["linear"], ring)
     with rtp_ext.Ring(timeout=PATIENT) as ring:
@@ -230,6 +245,31 @@ def _twice(rank, ranks):
 def test_two_runs_are_bitwise_equal():
     """Whichever contribution is late: hops of the second run are held up by random times."""
     assert run_ranks(_twice, 4) == [(True, 5)] * 4
+
+
+def _late(rank, ranks):
+    """What lands late, in 16 and in 8 bits, is bitwise what lands within its pass."""
+    cases = Cases()
+    for travel, gradients in ((None, None), ("int8", "int8")):
+        found = []
+        for late in (0, 2):
+            model, options = make_model(torch.float32), {"gradient_route": "direct", "gradient_travel": gradients}
+            ring = rtp_ext.Ring(transport="tcp", late_gradients=late, travel=travel, timeout=PATIENT, **options)
+            rtp_ext.fully_rotate(model, mesh=ring, mp_policy=MixedPrecisionPolicy(reduce_dtype=HALF))
+            for step in range(2):
+                model.zero_grad()
+                batch_loss(model, rank, step).backward()
+            assert (ring.landed_late() > 0) == (late > 0)
+            found.append({name: full(parameter.grad).clone() for name, parameter in model.named_parameters()})
+            ring.close()
+        for name, gradient in found[0].items():
+            with cases.case(f"{travel} {gradients} {name}"):
+                assert gradient.any() and torch.equal(gradient, found[1][name])
+    cases.finish()
+
+
+def test_what_is_rounded_may_land_late():
+    run_ranks(_late, 3)
 
 
 def _sent(rank, ranks):
