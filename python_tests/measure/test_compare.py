@@ -264,12 +264,19 @@ TINY = dataclasses.replace(
 )
 
 
+NARROW = dataclasses.replace(TINY, travel="int8", gradient_route="direct", reduce_dtype=torch.bfloat16)
+
+
 def _benches(rank, ranks):
-    return bench.measure(TINY, init_device_mesh("cpu", (ranks,)))
+    mesh = init_device_mesh("cpu", (ranks,))
+    return bench.measure(TINY, mesh), bench.measure(NARROW, mesh)
 
 
 def test_bench_on_two_ranks():
-    found = run_ranks(_benches, 2)
+    found, narrow = zip(*run_ranks(_benches, 2), strict=True)
+    assert set(narrow[0]["training"]) == set(found[0]["training"])
+    said = "weights travel in int8; gradients in bfloat16, route direct"
+    assert said in bench.table(NARROW, narrow[0]) and "travel" not in bench.table(TINY, found[0])
     assert [list(each["layers"]) for each in found] == [[4, 8]] * 2 and found[0]["transport"] == "shm"
     assert found[0]["layers"] == found[1]["layers"], "the slowest rank's"
     training = found[0]["training"]
