@@ -334,6 +334,7 @@ def test_bench_chooses_and_refuses(capsys, monkeypatch):
     assert (bench.choose(gpus=4).ranks, bench.choose(gpus=4).emulated) == (4, False)
     assert (bench.choose(gpus=1).ranks, bench.choose(gpus=1).emulated) == (4, True)
     assert bench.choose(gpus=6).ranks == 4, "what divides the rows"
+    assert bench.choose(gpus=1, gradient_travel="int8").ways == {"gradient_route": "direct", "gradient_travel": "int8"}
     assert bench.choose(gpus=0).device == "cpu" and "TAKE TURNS" in bench.choose(gpus=0, ranks=4).describe()
     for wishes, message in (
         ({"ranks": 8, "gpus": 2}, "8 ranks need as many GPUs, this machine has 2"),
@@ -342,6 +343,8 @@ def test_bench_chooses_and_refuses(capsys, monkeypatch):
         ({"ranks": 4096, "gpus": 0}, "at most 16 ranks for each of 2 cores"),
         ({"device": "cuda", "gpus": 0}, "found none"),
         ({"seconds": 11.0, "gpus": 0}, "0 to 10 seconds"),
+        ({"travel": "int4", "gpus": 0}, "travel to be None"),
+        ({"gradient_route": "chain", "gradient_travel": "int8", "gpus": 0}, "gradient_route direct where"),
     ):
         with pytest.raises(ValueError, match=message):
             bench.choose(**wishes)
