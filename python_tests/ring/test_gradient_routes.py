@@ -44,8 +44,9 @@ def _narrow(cases, ring, what, tolerance):
             exact = plain_results(operation, ring.size, "2d", 10)[ring.rank].gradients
             parts = {n: chunk(whole, ring.size, ring.rank, operation.cuts[n]) for n, whole in exact.items()}
             assert any(differs(found.gradients[n], part, 1e-6) for n, part in parts.items()) or ring.size == 1
-    with cases.case(f"{what}, controls"):
-        check_controls(make_mlp(), ring, (1e-10, tolerance), reduce_dtype=HALF)
+    if ring.size > 1:
+        with cases.case(f"{what}, controls"):
+            check_controls(make_mlp(), ring, (1e-10, tolerance), reduce_dtype=HALF)
 
 
 # -- one layer, and what its gradients may be off by -----------------------------------------------------------------
