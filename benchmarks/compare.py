@@ -15,7 +15,9 @@ all ranks and its part of the weights, which makes as many tokens in a step. `fs
 block and then the root; `rtp-c10d` is rtp over the torch.distributed backend that the others use. Gloo has no
 reduce-scatter of its own, torch makes one of an all-reduce, so that on CPUs fully_shard sends more than it would
 between GPUs. `tp` leaves norms whole and gathers the logits. `--dtype bfloat16` leaves parameters in float32: rtp and
-fsdp2 cast them (gradients are reduced in float32), the others run under autocast.
+fsdp2 cast them, the others run under autocast. `--reduce-dtype` is of the gradients of these two. `--travel`,
+`--gradient-route` and `--gradient-travel` are options of fully_rotate, of every rtp strategy; `ring` is what a rank
+sends along the ring in a step, in MiB.
 
 Exposed communication is the time of forward and backward beyond that of a reference which takes its turns too: on
 every rank at once, a plain copy of the model on that rank's own batch, without any communication. So it has the same
@@ -40,8 +42,8 @@ so: then it is not a statement about processors.
 
 All strategies take equally many steps. Unless their losses agree at every step, the first also with that of the
 reference, and unless every parameter's first gradient agrees on every rank in its norm and in a sum of its elements
-with changing weights, the run fails and nothing is recorded: see TOLERANCES. (AdamW does not tell a sum of gradients
-from their mean, and losses hardly tell a bias that is not trained.)
+with changing weights, the run fails and nothing is recorded: see shared/agreement.py. (AdamW does not tell a sum of
+gradients from their mean, and losses hardly tell a bias that is not trained.)
 
 The last line of stdout is JSON. One JSON line per strategy, number of ranks and token count is appended to
 results/<machine>/compare.jsonl.
@@ -114,6 +116,14 @@ class Contestant:
     def transport(self) -> str | None:
         return None if self._trainer is None or self._trainer.ring is None else self._trainer.ring.transport
 
+    @property
+    def ring_bytes(self) -> float | None:
+        """What this rank sends along the ring in a step: weights and gradients."""
+        if self._trainer is None or self._trainer.ring is None or not self.losses:
+            return None
+        ring = self._trainer.ring
+        return (ring.bytes_sent("weight") + ring.bytes_sent("gradient")) / len(self.losses)
+
     def step(self, *, timed: bool) -> None:
         taken, parts = 0.0, {"forward_backward": 0.0, "optimizer": 0.0}
         counter = Counter()
@@ -156,8 +166,18 @@ def make_batch(args: argparse.Namespace, tokens: int, ranks: Iterable[int], devi
 
 
 def make_trainer(strategy: str, place: Place, args: argparse.Namespace) -> Trainer:
-    build = WORKLOADS[args.model].build
-    return Trainer(strategy, build, place.mesh, place.device, dtype=args.dtype, lr=args.lr, seed=args.seed)
+    asked = {name: getattr(args, name) for name in ("travel", "gradient_route", "gradient_travel")}
+    return Trainer(
+        strategy,
+        WORKLOADS[args.model].build,
+        place.mesh,
+        place.device,
+        dtype=args.dtype,
+        lr=args.lr,
+        seed=args.seed,
+        reduce_dtype=args.reduce_dtype,
+        rotation={name: value for name, value in asked.items() if value is not None},
+    )
 
 
 def measure_memory(place: Place, args: argparse.Namespace) -> dict[tuple[str, int], dict[str, float | None]]:
@@ -272,6 +292,11 @@ def _result(
         transport=contestant.transport,
         backend=dist.get_backend(),
         dtype=args.dtype,
+        travel=args.travel,
+        gradient_route=args.gradient_route,
+        gradient_travel=args.gradient_travel,
+        reduce_dtype=args.reduce_dtype,
+        ring_bytes=contestant.ring_bytes,
         step_ms=times.median / 1e3,
         p20_ms=times.p20 / 1e3,
         p80_ms=times.p80 / 1e3,
@@ -279,7 +304,7 @@ def _result(
         reference_forward_backward_ms=local_ms,
         optimizer_ms=_slowest(contestant.optimizer, place).median / 1e3,
         exposed_ms=None if one_process else forward_backward_ms - local_ms,
-        closed_form_bytes=None if args.dtype != "float32" else _closed_form(contestant.strategy, place, args),
+        closed_form_bytes=_closed_form(contestant.strategy, place, args),
         tokens_per_s=tokens * place.ranks / times.median * 1e6,
         losses=(losses[0] if one_process else losses.mean(0)).tolist(),
         gradients=[contestant.gradients] if one_process else gather(contestant.gradients, place).tolist(),
@@ -295,6 +320,8 @@ def _result(
 
 
 def _closed_form(strategy: str, place: Place, args: argparse.Namespace) -> float | None:
+    if {args.dtype, args.reduce_dtype} != {"float32"} or args.travel or args.gradient_travel:
+        return None
     with torch.device("meta"):
         return closed_form(strategy, WORKLOADS[args.model].build(), place.ranks, args.ranks_per_host)
 

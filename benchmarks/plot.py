@@ -6,6 +6,7 @@
     python benchmarks/plot.py scaling benchmarks/results/cpu-2core/compare.jsonl --model mlp --output FILE
     python benchmarks/plot.py rates benchmarks/results/cpu-2core/hosts.jsonl --model mlp --output docs/rates
     python benchmarks/plot.py outer benchmarks/results/cpu-2core/outer.jsonl --output docs/outer
+    python benchmarks/plot.py travel benchmarks/results/cpu-2core/travel_curves.jsonl --output docs/travel
 
 Writes FILE.png and FILE.svg. The results must be committed as they are, unless --uncommitted says that this is a draft,
 which the figure then says too. Of a case that was measured several times the last line counts. Everything is told apart
@@ -255,7 +256,37 @@ def outer(rows: list[Row], args: argparse.Namespace) -> Any:
     return figure, rows, f"{first['replicas']} replicas of {first['ring']}, {first['tokens']} tokens per rank{between}"
 
 
-FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates, "outer": outer}
+def travel(rows: list[Row], args: argparse.Namespace) -> Any:
+    """Loss over steps by what travels, of the last run; beside it how far each is from float32."""
+    rows = [row for row in rows if row["benchmark"] == "travel_curves"]
+    rows = [row for row in rows if (row["command"], row["date"]) == (rows[-1]["command"], rows[-1]["date"])]
+    whole = next((row for row in rows if row["strategy"] == "float32"), None)
+    if whole is None:
+        raise CannotPlot("expected a run of travel_curves.py with float32 among its runs, found none")
+    figure, (curves, apart) = canvas(2)
+    window = max(1, whole["steps"] // 15)  # the loss of one batch is noisy
+
+    def smooth(losses: list[float]) -> Any:
+        return np.convolve(losses, np.ones(window) / window, mode="valid")
+
+    steps = np.arange(window, whole["steps"] + 1)
+    for index, row in enumerate(rows):
+        look = {**style(index), "markersize": 4, "linewidth": 1, "linestyle": "--" if row["control"] else "-"}
+        look["markevery"] = (index * max(1, len(steps) // 40), max(1, len(steps) // 8))
+        label = f"{row['strategy']}{' (control)' if row['control'] else ''}: {row['eval_loss']:.3f}"
+        curves.plot(steps, smooth(row["losses"]), label=label, **look)
+        if row is not whole:
+            apart.plot(steps, 100 * (smooth(row["losses"]) / smooth(whole["losses"]) - 1), **look)
+    apart.axhspan(-1, 1, color="#dddddd", zorder=0)
+    curves.set_title("loss, nats per byte; in the legend held out", fontsize=9, loc="left")
+    apart.set_title("percent above float32; grey: within 1", fontsize=9, loc="left")
+    for axes in (curves, apart):
+        axes.set_xlabel(f"steps; means of {window}", fontsize=9)
+    curves.legend(fontsize=7, frameon=False)
+    return figure, rows, f"{whole['shape']}: R = {whole['ranks']}, {whole['tokens']} tokens per rank"
+
+
+FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates, "outer": outer, "travel": travel}
 
 
 def main(argv: list[str] | None = None) -> None:

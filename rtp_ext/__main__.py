@@ -35,6 +35,7 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         "halves": options.halves,
         "two_lanes": options.two_lanes,
         "hosts": options.hosts,
+        "gradient_route": options.gradient_route,
     }
     if options.hosts > 1 and options.route != "two-level":
         parser.error(f"argument --hosts: expected --route two-level, got {options.route}")
@@ -73,7 +74,12 @@ def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 def _bench(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from rtp_ext.measure import bench
 
-    wishes = {"ranks": options.ranks, "tokens": options.tokens, "seconds": options.seconds, "device": options.device}
+    names = ("ranks", "tokens", "seconds", "device", "travel", "gradient_route", "gradient_travel")
+    wishes = {name: getattr(options, name) for name in names}
+    if options.reduce_dtype is not None:
+        import torch
+
+        wishes["reduce_dtype"] = getattr(torch, options.reduce_dtype)
     try:
         plan = bench.choose(**wishes)
     except ValueError as error:
@@ -121,6 +127,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of the route two-level, each with R / K ranks; default: %(default)s",
     )
     show.add_argument("--in-place", action="store_true", help="the home shard itself travels")
+    show.add_argument(
+        "--gradient-route",
+        choices=("chain", "direct"),
+        default="chain",
+        help="a partial sum of each gradient travels from rank to rank, or each contribution goes straight to its "
+        "owner; default: %(default)s",
+    )
     show.add_argument("--halves", action="store_true", help="gradients travel in two halves, each a chain of its own")
     show.add_argument("--two-lanes", action="store_true", help="a second lane computes beside the first")
     show.add_argument("--rank-only", type=int, metavar="N", help="only rank N, with the buffers it reads and writes")
@@ -175,6 +188,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", type=_at_least_one, nargs="+", metavar="T", help="local tokens of the layer")
     bench.add_argument("--seconds", type=_duration, metavar="S", help="time for each quantity, at least")
     bench.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs if there are any")
+    bench.add_argument("--travel", choices=("bfloat16", "int8"), help="what weights travel in")
+    bench.add_argument("--gradient-route", choices=("auto", "chain", "direct"), help="default: as the ring chooses")
+    bench.add_argument("--gradient-travel", choices=("int8",), help="what gradients travel in, straight home")
+    bench.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), help="the same in floating point")
     bench.set_defaults(run=_bench, parser=bench)
     return parser
 

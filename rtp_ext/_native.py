@@ -83,6 +83,7 @@ travels_in_place = _C.travels_in_place
 wastes_last_wave = _C.wastes_last_wave
 wave_efficiency = _C.wave_efficiency
 waves = _C.waves
+wire_bytes = _C.wire_bytes
 
 
 def nccl_versions() -> tuple[int, int] | None:

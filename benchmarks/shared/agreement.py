@@ -1,14 +1,26 @@
 """Whether strategies compute the same: what is compared, how, and how far apart it may be."""
 
+import argparse
+
 import torch
 from torch.distributed.tensor import DTensor
 
-# Relative, of losses and of gradients; in bfloat16 four roundings, and those of a backward through all layers.
-TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (2.0**-6, 10 * 2.0**-6)}
+# Relative, of losses and of gradients; in bfloat16 four roundings, and those of a backward through all layers. Weights
+# in 8 bits have about four times the error of 16 bits.
+TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (2.0**-6, 10 * 2.0**-6), "int8": (2.0**-4, 40 * 2.0**-6)}
 NEGLIGIBLE = 1e-3  # of the norm of all gradients: what differences are at least compared with
 PROBED = 2**16  # elements of a gradient that are summed
 
 Signature = list[float]
+
+
+def tolerances(args: argparse.Namespace) -> tuple[float, float]:
+    """Of a comparison: those of the coarsest numbers in it."""
+    return max(
+        TOLERANCES[kind]
+        for kind in (args.dtype, args.reduce_dtype, args.travel, args.gradient_travel)
+        if kind is not None
+    )
 
 
 def signature(parameter: torch.Tensor) -> Signature:

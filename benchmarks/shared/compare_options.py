@@ -28,6 +28,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=20, help="timed steps of each strategy")
     add("--warmup", type=int, default=3, help="further steps before the timed ones")
     add("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
+    add("--travel", choices=("bfloat16", "int8"), help="what weights travel in (rtp; default: as computed with)")
+    add("--gradient-route", choices=("auto", "chain", "direct"), help="of gradients (rtp; default: the ring's)")
+    add("--gradient-travel", choices=("int8",), help="what they travel in (rtp; default: --reduce-dtype)")
+    add("--reduce-dtype", choices=DTYPES, default="float32", help="of gradients, where a policy says it (rtp, fsdp2)")
     add("--lr", type=float, default=1e-4)
     add("--seed", type=int, default=0)
     add("--machine", help="folder under results/ (default: from the CPU or GPU, such as cpu-2core)")
@@ -53,7 +57,10 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         error("--trace is not of --hosts")
     if args.strategies is None:
         args.strategies = [
-            name for name, kind in STRATEGIES.items() if kind.refusal(workload.make) is None and kind.replicas == 1
+            name
+            for name, kind in STRATEGIES.items()
+            if kind.refusal(workload.make) is None and kind.replicas == 1
+            if args.travel is None or name != "rtp-inplace"
         ]
     for strategy in args.strategies:
         if strategy not in STRATEGIES:
@@ -62,6 +69,12 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
             error(f"--model {args.model} cannot be trained with {strategy}: {refusal}")
     if all(STRATEGIES[strategy].alone for strategy in args.strategies):
         error("--strategies: expected one in which ranks train together")
+    for name in ("travel", "gradient_route", "gradient_travel"):
+        option = getattr(args, name)
+        if option is not None and not any(strategy.startswith("rtp") for strategy in args.strategies):
+            error(f"--{name.replace('_', '-')} {option}: expected an rtp strategy, got {','.join(args.strategies)}")
+    if args.travel is not None and "rtp-inplace" in args.strategies:
+        error(f"--travel {args.travel}: expected strategies that send copies of weights, got rtp-inplace")
     lists = {"--strategies": args.strategies, "--ranks": args.ranks, "--tokens": args.tokens}
     if (refusal := repetition(lists)) is not None:
         error(refusal)
@@ -109,4 +122,4 @@ def describe(args: argparse.Namespace) -> str:
         return f"options: {options}"
     casts = {True: "a mixed-precision policy", False: "autocast"}
     how = ", ".join(f"{name} by {casts[STRATEGIES[name].follows_policy]}" for name in args.strategies)
-    return f"options: {options}\ncompute in {args.dtype}, parameters and reductions in float32: {how}"
+    return f"options: {options}\ncompute in {args.dtype}, parameters in float32: {how}"

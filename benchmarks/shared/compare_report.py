@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shared.agreement import TOLERANCES
+from shared.agreement import tolerances
 from shared.card import append_line
 from shared.strategies import STRATEGIES
 
@@ -24,6 +24,7 @@ COLUMNS = {  # heading: key, unit, digits
     "scaling": ("scaling_efficiency", 1, 2),
     "roof ms": ("roof_ms", 1, 1),
     "hidden": ("hidden_share", 1, 2),
+    "ring": ("ring_bytes", 2**20, 1),
     "sent": ("sent_bytes", 2**20, 1),
     "formula": ("closed_form_bytes", 2**20, 1),
     "param": ("parameter_bytes", 2**20, 1),
@@ -83,13 +84,13 @@ def report(rows: list[Result], args: argparse.Namespace) -> None:
         tables.setdefault((row["ranks"], row.get("rate"), row["tokens"]), []).append(row)
     for table in tables.values():
         print_table(table, args)
-    allowed = dict(zip(("loss_spread", "gradient_spread"), TOLERANCES[args.dtype], strict=True))
+    allowed = dict(zip(("loss_spread", "gradient_spread"), tolerances(args), strict=True))
     agreed = all(row[key] <= most for row in rows for key, most in allowed.items())  # NaN is not
     if agreed:
         for row in rows:
             append_line(args.output, row)
     keys = ("step_ms", "p20_ms", "p80_ms", "rtp_ratio", "exposed_ms", "tokens_per_s", "scaling_efficiency")
-    keys += ("peak_bytes", "buffer_bytes", "kept_efficiency", "peak_efficiency", "loss", *allowed)
+    keys += ("peak_bytes", "buffer_bytes", "kept_efficiency", "peak_efficiency", "ring_bytes", "loss", *allowed)
     keys += ("roof_ms", "hidden_share", "sent_bytes", "closed_form_bytes") if "hosts" in rows[0] else ()
     cases = {_name(row): {key: _number(row.get(key)) for key in keys} for row in rows}
     print(json.dumps({"loss_agrees": agreed, "cases": cases}, allow_nan=False), flush=True)

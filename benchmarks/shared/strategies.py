@@ -1,6 +1,6 @@
 """Ways to train a model on several ranks, behind one interface: a name in `STRATEGIES`, and `Trainer`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +23,16 @@ Phase = Callable[[str], AbstractContextManager[None]]
 class Strategy:
     """How a plain model becomes one that trains on a mesh.
 
-    `convert(model, mesh, policy)` returns the model to call. `policy` is None in float32. `follows_policy`: 16-bit
-    compute comes from the policy (16-bit copies of float32 parameters, gradients reduced in float32) and not from
-    autocast. `one_process`: a single process trains on the batches of all ranks. `alone`: every rank trains a model of
-    its own on its own batch. `whole_batch`: every rank computes
-    with the batches of all ranks, and with its part of the weights. `model_method`: what a model must have for it.
-    `language`: only for causal language models of the transformers package. `replicas`: of the weights, each of them
-    spread over as many ranks.
+    `convert(model, mesh, policy)` returns the model to call; where it rotates, further options are those of
+    fully_rotate. `policy` is None where all is float32. `follows_policy`: 16-bit compute comes from the policy (16-bit
+    copies of float32 parameters), and so does what gradients are reduced in, and not from autocast. `one_process`: a
+    single process trains on the batches of all ranks. `alone`: every rank trains a model of its own on its own batch.
+    `whole_batch`: every rank computes with the batches of all ranks, and with its part of the weights. `model_method`:
+    what a model must have for it. `language`: only for causal language models of the transformers package. `replicas`:
+    of the weights, each of them spread over as many ranks.
     """
 
-    convert: Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]
+    convert: Callable[..., nn.Module]
     follows_policy: bool = False
     one_process: bool = False
     alone: bool = False
@@ -55,10 +55,10 @@ class Strategy:
         return None
 
 
-def _rotate(**choices: Any) -> Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]:
-    def convert(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
+def _rotate(**choices: Any) -> Callable[..., nn.Module]:
+    def convert(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None, **rotation: Any) -> nn.Module:
         options = {} if policy is None else {"mp_policy": policy}
-        return rtp_ext.fully_rotate(model, mesh=mesh, **choices, **options)
+        return rtp_ext.fully_rotate(model, mesh=mesh, **choices, **rotation, **options)
 
     return convert
 
@@ -81,9 +81,11 @@ def _in_replicas(mesh: DeviceMesh, replicas: int) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, (replicas, mesh.size() // replicas), mesh_dim_names=names)
 
 
-def _rotate_replicas(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
+def _rotate_replicas(
+    model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None, **rotation: Any
+) -> nn.Module:
     dims = rtp_ext.RotationDims(ring="ring", replicate="replicas")
-    return _rotate(dims=dims)(model, _in_replicas(mesh, 2), policy)
+    return _rotate(dims=dims)(model, _in_replicas(mesh, 2), policy, **rotation)
 
 
 def _shard_replicas(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
@@ -137,6 +139,8 @@ class Trainer:
         device: where the model lives.
         dtype: a key of `DTYPES`; parameters are float32 either way.
         lr: learning rate.
+        reduce_dtype: a key of `DTYPES`; of gradients, where a policy says it.
+        rotation: further options of fully_rotate, for strategies that rotate.
     """
 
     def __init__(
@@ -149,20 +153,24 @@ class Trainer:
         dtype: str,
         lr: float,
         seed: int,
+        reduce_dtype: str = "float32",
+        rotation: Mapping[str, Any] | None = None,
     ) -> None:
         kind = STRATEGIES[strategy]
         compute_dtype = DTYPES[dtype]
         policy = None
         self._autocast: torch.dtype | None = None
-        if compute_dtype != torch.float32:
-            if kind.follows_policy:
-                policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-            else:
-                self._autocast = compute_dtype
+        narrow = compute_dtype != torch.float32
+        if kind.follows_policy and (narrow or reduce_dtype != "float32"):
+            cast = compute_dtype if narrow else None
+            policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=DTYPES[reduce_dtype])
+        elif narrow:
+            self._autocast = compute_dtype
         torch.manual_seed(seed)
         self.strategy = strategy
         self.device = device
-        self.model = kind.convert(build().to(device), mesh, policy)
+        options = dict(rotation or {}) if strategy.startswith("rtp") else {}
+        self.model = kind.convert(build().to(device), mesh, policy, **options)
         self.optimizer = torch.optim.AdamW(parameter_groups(self.model), lr=lr)
         self.ring = rtp_ext.ring_of(self.model) if strategy.startswith("rtp") else None
 

@@ -15,7 +15,7 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
       ranks_(ranks),
       device_(device),
       hosts_(hosts),
-      pool_(transport_),
+      pool_(transport_, device),
       trace_(transport_),
       hops_(transport_, trace_),
       prefetcher_(transport_, pool_, hops_, trace_, rank),
@@ -31,10 +31,6 @@ const Schedule& Executor::schedule(ScheduleOptions options) {
   const auto found = schedules_.find(options);
   if (found != schedules_.end()) return found->second;
   return schedules_.emplace(options, make_schedule(ranks_, rank_, options)).first->second;
-}
-
-Travel Executor::travel(const Cargo& weights) const {
-  return {weights.cast(), transport_->sends_anywhere(), transport_->receives_anywhere()};
 }
 
 void Executor::check_alive(const std::string& operation) const {
@@ -150,6 +146,7 @@ void Execution::adopt(Ahead ahead) {
 
 void Execution::lease_slots() {
   SlotPool& pool = executor_.pool();
+  if (schedule_.options.narrow) narrowing_.emplace(pool, executor_.lanes(), cargo(Channel::gradient));
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     auto& slots = slots_[static_cast<size_t>(channel)];
     for (int slot = static_cast<int>(slots.size()); slot < schedule_.slots(channel); ++slot) {
@@ -169,7 +166,9 @@ void Execution::give_back(std::shared_ptr<Slot>& slot, Channel channel) {
 }
 
 void Execution::return_slots() {
+  narrowing_.reset();
   give_back(staged_, Channel::weight);
+  widened_.give_back(executor_.pool());
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     give_back(whole_[static_cast<size_t>(channel)], channel);
     auto& slots = slots_[static_cast<size_t>(channel)];
@@ -260,11 +259,14 @@ std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half) co
   return views;
 }
 
-std::vector<at::Tensor> Execution::weight() const { return views(current_->weight, current_->owner); }
+std::vector<at::Tensor> Execution::weight() {
+  return widened_.of(executor_.pool(), weight_, views(current_->weight, current_->owner), *current_);
+}
 std::vector<at::Tensor> Execution::gradient_in() const {
   return views(current_->gradient_in, current_->owner, current_->half);
 }
 std::vector<at::Tensor> Execution::gradient_out() const {
+  if (narrowing_ && !current_->gradient_out.is_home()) return narrowing_->views(current_->owner);
   return views(current_->gradient_out, current_->owner, current_->half);
 }
 
@@ -329,6 +331,8 @@ void Execution::before_compute(const Step& step) {
 }
 
 void Execution::after_compute(const Step& step) {
+  const bool leaves = step.action == Action::compute && step.compute == Compute::wgrad && !step.gradient_out.is_home();
+  if (narrowing_ && leaves) narrowing_->round(views(step.gradient_out, step.owner), step.owner);
   if (profiled()) pop_range();
   executor_.trace_.end(std::exchange(computing_, nullptr));
   Lanes& lanes = executor_.lanes();
@@ -373,13 +377,7 @@ void Execution::copy_or_add(const Step& step) {
   before_compute(step);
   const auto from = views(step.send, step.send_owner, step.half);
   const auto to = views(step.receive, step.receive_owner, step.half);
-  for (size_t part = 0; part < from.size(); ++part) {
-    if (step.action == Action::copy) {
-      to[part].copy_(from[part]);
-    } else {
-      to[part].add_(from[part]);
-    }
-  }
+  for (size_t part = 0; part < from.size(); ++part) bring(to[part], from[part], step.action == Action::add);
   after_compute(step);
 }
 

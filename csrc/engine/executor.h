@@ -15,9 +15,11 @@
 
 #include "base/checks.h"
 #include "engine/landings.h"
+#include "engine/narrowing.h"
 #include "engine/prefetch.h"
 #include "engine/slots.h"
 #include "engine/trace.h"
+#include "engine/widened.h"
 
 namespace rtp {
 
@@ -56,7 +58,9 @@ class Executor {
   const Schedule& schedule(ScheduleOptions options);
   size_t schedules() const { return schedules_.size(); }
   // Where the home tensors of a cargo may leave from and land.
-  Travel travel(const Cargo& weights) const;
+  Travel travel(const Cargo& weights) const {
+    return {weights.cast(), transport_->sends_anywhere(), transport_->receives_anywhere()};
+  }
 
   // Throws RotationError when the ring was closed or has failed.
   void check_alive(const std::string& operation) const;
@@ -121,7 +125,7 @@ class Execution {
   // Does nothing after the end.
   void finish();
 
-  std::vector<at::Tensor> weight() const;
+  std::vector<at::Tensor> weight();             // in the dtype of its parts, whatever it travels in
   std::vector<at::Tensor> gradient_in() const;  // empty where the sum starts from zero
   std::vector<at::Tensor> gradient_out() const;
 
@@ -161,6 +165,8 @@ class Execution {
   std::array<std::vector<std::shared_ptr<Slot>>, 2> slots_;
   std::array<std::shared_ptr<Slot>, 2> whole_;  // of each channel, the slot that holds every shard
   std::shared_ptr<Slot> staged_;                // holds a copy of the home tensors, where one travels
+  std::optional<Narrowing> narrowing_;          // where contributions travel in fewer bits
+  Widened widened_;                             // and weights
   std::map<Key, Usage> usage_;
   Mark start_;          // of this pass on the caller's lane
   Mark side_;           // the newest compute on lane 1

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "engine/narrowing.h"
+
 namespace rtp {
 
 void Landings::land(const at::Tensor& gradient) {
@@ -26,7 +28,7 @@ void Landings::land_next() {
   for (const auto& slot : landing.slots) slot->usage.settle(lanes);
   trace_.end(waiting);
   const EventHandle adding = trace_.begin(landing.traced, landing.position, landing.step);
-  for (size_t part = 0; part < landing.home.size(); ++part) landing.home[part].add_(landing.arriving[part]);
+  for (size_t part = 0; part < landing.home.size(); ++part) bring(landing.home[part], landing.arriving[part], true);
   trace_.end(adding);
   for (const auto& slot : landing.slots) {
     slot->usage.enter_read(lanes.mark_compute());

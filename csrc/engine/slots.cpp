@@ -1,11 +1,15 @@
 #include "engine/slots.h"
 
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <functional>
 #include <numeric>
 
 #include "base/checks.h"
 #include "compute/pack.h"
+#include "compute/quantise.h"
 
 namespace rtp {
 namespace {
@@ -41,11 +45,46 @@ struct TransportMemory {
   bool movable(const std::shared_ptr<Slot>& slot) const { return !slot->captured; }
 };
 
+// Memory of this rank alone.
+struct OwnMemory {
+  at::Device device;
+
+  std::shared_ptr<Slot> allocate(int64_t bytes) const {
+    return std::make_shared<Slot>(
+        Slot{at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device)), {}, false});
+  }
+  // The allocator may have it for another stream than the one on which it was last used.
+  void release(const std::shared_ptr<Slot>& slot) const {
+    if (device.is_cuda()) {
+      slot->memory.record_stream(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    }
+  }
+  int64_t bytes(const std::shared_ptr<Slot>& slot) const { return slot->memory.numel(); }
+  bool movable(const std::shared_ptr<Slot>& slot) const { return !slot->captured; }
+};
+
 }  // namespace
 
 int64_t Part::elements(int owner) const { return product(shapes[owner]); }
 
-int64_t Part::bytes(int owner) const { return elements(owner) * static_cast<int64_t>(c10::elementSize(dtype)); }
+bool Part::narrow() const { return narrows(wire, static_cast<int64_t>(c10::elementSize(dtype))); }
+
+at::ScalarType Part::wire_dtype() const {
+  if (!narrow()) return dtype;
+  return wire == Wire::int8 ? at::kByte : at::kBFloat16;
+}
+
+std::vector<int64_t> Part::wire_shape(int owner) const {
+  return wire == Wire::int8 ? std::vector<int64_t>{bytes(owner)} : shapes[owner];
+}
+
+int64_t Part::bytes(int owner) const {
+  return wire_bytes(elements(owner), wire, static_cast<int64_t>(c10::elementSize(dtype)));
+}
+
+int64_t Part::widened_bytes(int owner) const {
+  return narrow() ? elements(owner) * static_cast<int64_t>(c10::elementSize(dtype)) : 0;
+}
 
 int64_t Part::whole_bytes() const {
   int64_t total = 0;
@@ -73,9 +112,26 @@ int64_t Cargo::whole_offset(int owner, size_t part) const {
 
 int64_t Cargo::whole_bytes() const { return whole_offset(0, parts.size()); }
 
+int64_t Cargo::widened_offset(int owner, size_t part) const {
+  return packed_bytes(part, [&](size_t before) { return parts[before].widened_bytes(owner); });
+}
+
+int64_t Cargo::widened_bytes() const {
+  int64_t most = 0;
+  for (size_t owner = 0; owner < parts.front().shapes.size(); ++owner) {
+    most = std::max(most, widened_offset(static_cast<int>(owner), parts.size()));
+  }
+  return most;
+}
+
 at::Tensor Cargo::in_slot(const at::Tensor& memory, int owner, size_t part) const {
   const Part& layout = parts[part];
-  return view_of(memory, offset(owner, part), layout.bytes(owner), layout.dtype, layout.shapes[owner]);
+  return view_of(memory, offset(owner, part), layout.bytes(owner), layout.wire_dtype(), layout.wire_shape(owner));
+}
+
+at::Tensor Cargo::widened(const at::Tensor& place, int owner, size_t part) const {
+  const Part& layout = parts[part];
+  return view_of(place, widened_offset(owner, part), layout.widened_bytes(owner), layout.dtype, layout.shapes[owner]);
 }
 
 at::Tensor Cargo::in_whole(const at::Tensor& memory, int owner, size_t part) const {
@@ -104,7 +160,11 @@ void Cargo::stage(const at::Tensor& memory, int rank) {
   std::vector<PackItem> items;
   for (size_t part = 0; part < parts.size(); ++part) {
     const at::Tensor copy = in_slot(memory, rank, part);
-    if (home[part].defined()) items.push_back({home[part], copy});
+    if (home[part].defined() && parts[part].wire == Wire::int8) {
+      quantise(copy, home[part]);
+    } else if (home[part].defined()) {
+      items.push_back({home[part], copy});
+    }
     home[part] = copy;
   }
   pack(items);
@@ -112,7 +172,7 @@ void Cargo::stage(const at::Tensor& memory, int rank) {
 
 bool Cargo::cast() const {
   for (size_t part = 0; part < parts.size(); ++part) {
-    if (home[part].scalar_type() != parts[part].dtype) return true;
+    if (home[part].scalar_type() != parts[part].dtype || parts[part].narrow()) return true;
   }
   return false;
 }
@@ -155,7 +215,14 @@ std::shared_ptr<Slot> SlotPool::lease(Channel channel, int64_t bytes) {
   return slot;
 }
 
+std::shared_ptr<Slot> SlotPool::lease_scratch(int64_t bytes) {
+  std::shared_ptr<Slot> slot = scratch_.lease(bytes, OwnMemory{device_});
+  slot->captured = slot->captured || transport_->lanes().capture() != 0;
+  return slot;
+}
+
 void SlotPool::clear() {
+  scratch_.clear(OwnMemory{device_});
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     ledger(channel).clear(TransportMemory{*transport_, channel});
   }
@@ -163,6 +230,7 @@ void SlotPool::clear() {
 
 void SlotPool::reset_peak() {
   for (Ledger& ledger : ledgers_) ledger.reset_peak();
+  scratch_.reset_peak();
 }
 
 std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced) {

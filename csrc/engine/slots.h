@@ -17,14 +17,21 @@
 
 namespace rtp {
 
-// One tensor of a bundle: its dtype and its shape for every owner.
+// One tensor of a bundle: the dtype that it is computed with, its shape for every owner, and what it travels in.
 struct Part {
   at::ScalarType dtype;
   std::vector<std::vector<int64_t>> shapes;
+  Wire wire = Wire::plain;
 
   int64_t elements(int owner) const;
+  bool narrow() const;  // whether it travels in fewer bits
+  // While it travels: a tensor of this dtype and shape, flat bytes where they hold scales too.
+  at::ScalarType wire_dtype() const;
+  std::vector<int64_t> wire_shape(int owner) const;
   int64_t bytes(int owner) const;
   int64_t whole_bytes() const;
+  // Of what is widened, in a place for that: nothing where it travels as it is computed with.
+  int64_t widened_bytes(int owner) const;
 };
 
 // Tensors that travel together, and this rank's own ones. In a slot the parts of one shard lie one after the other; in
@@ -37,16 +44,21 @@ struct Cargo {
   int64_t slot_bytes() const;                    // of a slot that any owner's shard fits into
   int64_t whole_offset(int owner, size_t part) const;
   int64_t whole_bytes() const;
+  int64_t widened_offset(int owner, size_t part) const;  // in a place where what travels narrow is widened
+  int64_t widened_bytes() const;
 
+  // As they travel.
   at::Tensor in_slot(const at::Tensor& memory, int owner, size_t part) const;
   at::Tensor in_whole(const at::Tensor& memory, int owner, size_t part) const;  // owner may be kAllOwners
   // A home tensor, seen as the shard of `owner` while that passes through it.
   at::Tensor at_home(int owner, int rank, size_t part) const;
+  // As it is computed with, in a place for what is widened.
+  at::Tensor widened(const at::Tensor& place, int owner, size_t part) const;
 
-  // Copies the home tensors into `memory`, laid out as in a slot and cast, and lets the copies take their place. What
-  // is undefined is not copied.
+  // Copies the home tensors into `memory`, laid out as in a slot, cast or quantised, and lets the copies take their
+  // place. What is undefined is not copied.
   void stage(const at::Tensor& memory, int rank);
-  bool cast() const;  // whether a home tensor has another dtype than it travels in
+  bool cast() const;  // whether a home tensor is another than what travels of it
 
   // The same for one half of the rows of every shard.
   Cargo rows(Half half, int rank) const;
@@ -75,13 +87,18 @@ struct Slot {
 // Memory that shards travel through, shared by all layers of a ring: see SlotLedger.
 class SlotPool {
  public:
-  explicit SlotPool(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {}
+  SlotPool(std::shared_ptr<Transport> transport, at::Device device)
+      : transport_(std::move(transport)), device_(device) {}
 
   std::shared_ptr<Slot> lease(Channel channel, int64_t bytes);
   void give_back(Channel channel, std::shared_ptr<Slot> slot) { ledger(channel).give_back(std::move(slot)); }
   void clear();
+  // Places that no hop uses, so that a rank may have more of them than another.
+  std::shared_ptr<Slot> lease_scratch(int64_t bytes);
+  void give_back_scratch(std::shared_ptr<Slot> slot) { scratch_.give_back(std::move(slot)); }
 
   const SlotCount& count(Channel channel) const { return ledgers_[static_cast<size_t>(channel)].count(); }
+  const SlotCount& scratch_count() const { return scratch_.count(); }
   void reset_peak();
 
  private:
@@ -89,7 +106,9 @@ class SlotPool {
   Ledger& ledger(Channel channel) { return ledgers_[static_cast<size_t>(channel)]; }
 
   std::shared_ptr<Transport> transport_;
+  at::Device device_;
   std::array<Ledger, 2> ledgers_;
+  Ledger scratch_;
 };
 
 // Posts the hops of one ring, and counts them.

@@ -150,7 +150,8 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
     const VocabularyCut cut(whole, piece);
     const int64_t chunk = cut.chunk_rows(tokens, accumulation_dtype(options.compute_dtype));
     const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.most()}, sums);
-    Cargo cargo{cut.parts(shape, options.compute_dtype), piece.of(parameters, executor.rank())};
+    Cargo cargo = travelling_weights(executor, options, cut.parts(shape, options.compute_dtype),
+                                     piece.of(parameters, executor.rank()));
     const Schedule& schedule = forward_schedule(executor, piecewise(options, piece), cargo);
     Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
@@ -187,7 +188,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
   const at::ScalarType sum_dtype = accumulation_dtype(options.compute_dtype);
   const VocabularyCut whole(shape, executor.ranks());
   check_homes(executor, whole, shape, parameters, options);
-  const Gradients gradients(executor, whole.parts(shape, options.reduce_dtype), needs_parameter);
+  const Gradients gradients(executor, options, whole.parts(shape, options.reduce_dtype), needs_parameter);
   constexpr int kWeight = 0, kBias = 1;
 
   // d loss / d z = coefficient p - hit [z is the target's] - everywhere, and coefficient p = exp(z - most) factor
@@ -217,8 +218,8 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
     const VocabularyCut cut(whole, piece);
     chunk = cut.chunk_rows(tokens, sum_dtype);
     const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.most()}, sums);
-    std::optional<Cargo> weights =
-        Cargo{cut.parts(shape, options.compute_dtype), piece.of(parameters, executor.rank())};
+    std::optional<Cargo> weights = travelling_weights(executor, options, cut.parts(shape, options.compute_dtype),
+                                                      piece.of(parameters, executor.rank()));
     std::optional<Cargo> travelling =
         gradients.cargo(cut.parts(shape, options.reduce_dtype),
                         [&](const at::Tensor& home) { return piece.of(home, executor.rank()); });

@@ -136,7 +136,8 @@ at::Tensor embedding_forward(Executor& executor, const at::Tensor& ids, const at
 
   const at::Tensor y = at::empty({ids.numel(), shape.embedding_dim}, weight.options().dtype(options.compute_dtype));
   for (const Piece& piece : cut.pieces(shape, options)) {
-    Cargo cargo{{table_part(shape, cut, piece, options.compute_dtype)}, {piece.of(weight, executor.rank())}};
+    Cargo cargo = travelling_weights(executor, options, {table_part(shape, cut, piece, options.compute_dtype)},
+                                     {piece.of(weight, executor.rank())});
     const Schedule& schedule = forward_schedule(executor, piecewise(options, piece), cargo);
     Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
@@ -153,7 +154,7 @@ at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at
                   ": expected an output gradient of shape [", ids.numel(), ", ", shape.embedding_dim, "], got ",
                   dy.sizes());
   const EmbeddingCut cut(shape, executor.ranks());
-  const Gradients gradients(executor, {table_part(shape, cut, options.reduce_dtype)}, {true});
+  const Gradients gradients(executor, options, {table_part(shape, cut, options.reduce_dtype)}, {true});
   constexpr int kTable = 0;
 
   for (const Piece& piece : cut.pieces(shape, options)) {

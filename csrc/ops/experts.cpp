@@ -155,13 +155,12 @@ void route(const at::Tensor& index, const ExpertsShape& shape, const RotationOpt
 Cargo weight_cargo(const Executor& executor, const ExpertsCut& cut, const std::vector<at::Tensor>& parameters,
                    const RotationOptions& options) {
   RTP_ASSERT(parameters.size() == cut.shapes.size(), "parameters of experts");
-  Cargo cargo{{}, parameters};
+  std::vector<Part> parts;
   for (size_t place = 0; place < parameters.size(); ++place) {
-    cargo.parts.push_back(cut.part(place, options.compute_dtype));
-    check_home(executor, options, cut.shapes[place].size() == 2 ? "bias" : "weight", parameters[place],
-               cargo.parts[place]);
+    parts.push_back(cut.part(place, options.compute_dtype));
+    check_home(executor, options, cut.shapes[place].size() == 2 ? "bias" : "weight", parameters[place], parts[place]);
   }
-  return cargo;
+  return travelling_weights(executor, options, std::move(parts), parameters, 3);
 }
 
 // The biases of a shard's experts; undefined where there are none.
@@ -214,7 +213,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
   std::optional<Cargo> cargo = weight_cargo(executor, cut, parameters, options);
   std::vector<Part> parts;
   for (size_t part = 0; part < parameters.size(); ++part) parts.push_back(cut.part(part, options.reduce_dtype));
-  const Gradients gradients(executor, std::move(parts), {needs.begin() + 2, needs.end()});
+  const Gradients gradients(executor, options, std::move(parts), {needs.begin() + 2, needs.end()});
 
   const int64_t choices = weights.size(1);
   const at::Tensor factors = weights.reshape(-1).to(sums);

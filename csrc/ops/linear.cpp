@@ -112,7 +112,7 @@ class BundleBackward {
         options_(options),
         whole_(bundle, executor.ranks()),
         places_(bundle),
-        gradients_(executor, parts_of(bundle, whole_, options.reduce_dtype), needs_parameter),
+        gradients_(executor, options, parts_of(bundle, whole_, options.reduce_dtype), needs_parameter),
         weight_place_(bundle.shapes.size(), -1),
         sums_(inputs.size()) {
     // Only the weights that some dgrad multiplies with travel, and only the gradients that are wanted.
@@ -147,18 +147,19 @@ class BundleBackward {
     const auto mine = [&](const at::Tensor& shard) { return piece.of(shard, executor_.rank()); };
     const std::vector<Part> parts = parts_of(bundle_, cut, options_.compute_dtype);
     std::optional<Cargo> gradients = gradients_.cargo(parts_of(bundle_, cut, options_.reduce_dtype), mine);
-    Cargo weights;
+    std::vector<Part> weights;
+    std::vector<at::Tensor> home;
     for (size_t layer = 0; layer < weight_place_.size(); ++layer) {
       if (weight_place_[layer] < 0) continue;
-      weights.parts.push_back(parts[places_.weight[layer]]);
-      weights.home.push_back(mine(parameters_[places_.weight[layer]]));
+      weights.push_back(parts[places_.weight[layer]]);
+      home.push_back(mine(parameters_[places_.weight[layer]]));
     }
-    const BackwardNeeds needs{.dgrad = !weights.parts.empty(),
+    const BackwardNeeds needs{.dgrad = !weights.empty(),
                               .wgrad = gradients.has_value(),
                               .halves = options_.halves && !bundle_.shapes[0].transposed,
                               .two_lanes = two_lanes(cut)};
     std::optional<Cargo> weight;
-    if (needs.dgrad) weight = std::move(weights);
+    if (needs.dgrad) weight = travelling_weights(executor_, options_, std::move(weights), std::move(home));
     const Schedule& schedule = backward_schedule(executor_, piecewise(options_, piece), weight, needs);
     Execution pass(executor_, schedule, std::move(weight), std::move(gradients), options_.name + " backward");
     const BundleCut halves[] = {cut, BundleCut(cut, Half::first), BundleCut(cut, Half::second)};
@@ -183,7 +184,7 @@ class BundleBackward {
            wastes_last_wave(cut.most(0), features, multiprocessors);
   }
 
-  void dgrad(size_t k, const Overlap& overlap, const Execution& pass) {
+  void dgrad(size_t k, const Overlap& overlap, Execution& pass) {
     const Projection& projection = projections_[k];
     if (!needs_input_[projection.input] || !dys_[k].defined()) return;
     const at::Tensor stored = pass.weight()[weight_place_[projection.layer]];
@@ -285,7 +286,8 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
 
   for (const Piece& piece : bundle_pieces(bundle, whole, options)) {
     const BundleCut cut = piece.alone ? whole : BundleCut(whole, piece);
-    Cargo cargo{parts_of(bundle, cut, options.compute_dtype), piece.of(parameters, executor.rank())};
+    Cargo cargo = travelling_weights(executor, options, parts_of(bundle, cut, options.compute_dtype),
+                                     piece.of(parameters, executor.rank()));
     const bool two_lanes = wastes_last_wave(inputs[0].size(0), cut.most(0), executor.lanes().multiprocessors());
     const Schedule& schedule = forward_schedule(executor, piecewise(options, piece), cargo, two_lanes);
     Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");

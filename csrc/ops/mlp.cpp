@@ -55,7 +55,7 @@ struct MlpLayout {
 
 Cargo weight_cargo(const Executor& executor, const MlpLayout& layout, const std::vector<at::Tensor>& parameters,
                    const RotationOptions& options) {
-  Cargo cargo{layout.parts(options.compute_dtype), parameters};
+  Cargo cargo = travelling_weights(executor, options, layout.parts(options.compute_dtype), parameters);
   for (size_t part = 0; part < cargo.parts.size(); ++part) {
     check_home(executor, options, cargo.parts[part].shapes[0].size() == 1 ? "bias" : "weight", cargo.home[part],
                cargo.parts[part]);
@@ -119,7 +119,7 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
   const MlpLayout layout(shape, executor.ranks());
   std::optional<Cargo> weights = weight_cargo(executor, layout, parameters, options);
 
-  const Gradients gradients(executor, layout.parts(options.reduce_dtype), needs_parameter);
+  const Gradients gradients(executor, options, layout.parts(options.reduce_dtype), needs_parameter);
   std::optional<ProductSum> dx;
   if (needs_x) dx.emplace(dy.size(0), shape.in_features, dy.options());
 

@@ -32,11 +32,13 @@ at::Tensor partial_linear_forward(Executor& executor, const at::Tensor& x, const
                                   const RotationOptions& options) {
   check_operand(executor, options, "an input", x, shape.in_features);
   const PartialCut cut(shape, executor.ranks());
-  Cargo cargo{{weight_part(shape, cut.sizes, options.compute_dtype)}, {weight}};
+  std::vector<Part> parts{weight_part(shape, cut.sizes, options.compute_dtype)};
+  std::vector<at::Tensor> home{weight};
   if (bias) {
-    cargo.parts.push_back(bias_part(shape, cut.bias_sizes, options.compute_dtype));
-    cargo.home.push_back(*bias);
+    parts.push_back(bias_part(shape, cut.bias_sizes, options.compute_dtype));
+    home.push_back(*bias);
   }
+  Cargo cargo = travelling_weights(executor, options, std::move(parts), std::move(home));
   for (size_t part = 0; part < cargo.parts.size(); ++part) {
     check_home(executor, options, part == 0 ? "weight" : "bias", cargo.home[part], cargo.parts[part]);
   }
@@ -64,7 +66,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor&
   if (needs.weight) check_operand(executor, options, "a saved input", x, shape.in_features);
   const PartialCut cut(shape, executor.ranks());
   const Gradients gradients(
-      executor,
+      executor, options,
       {weight_part(shape, cut.sizes, options.reduce_dtype), bias_part(shape, cut.bias_sizes, options.reduce_dtype)},
       {needs.weight, needs.bias});
   constexpr int kWeight = 0, kBias = 1;
@@ -72,7 +74,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor&
   std::optional<Cargo> weights;
   at::Tensor dx;
   if (needs.x) {
-    weights = Cargo{{weight_part(shape, cut.sizes, options.compute_dtype)}, {weight}};
+    weights = travelling_weights(executor, options, {weight_part(shape, cut.sizes, options.compute_dtype)}, {weight});
     check_home(executor, options, "weight", weight, weights->parts[0]);
     dx = at::empty({dy.size(0), shape.in_features}, dy.options());
   }

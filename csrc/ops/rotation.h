@@ -23,6 +23,13 @@ struct RotationOptions {
   bool halves = false;                        // gradients of single linear layers travel in two halves
   bool late = false;                          // a backward may end before the last gradient hop has arrived
   std::string name;                           // of the module or function, for messages
+  Wire wire = Wire::plain;                    // what weights travel in, where that is less than the compute dtype
+  GradientRoute gradient_route = GradientRoute::chain;  // direct neither on route gather nor on two levels
+  bool gradients_quantised = false;  // of gradient route direct: they travel in 8 bits, with block scales
+
+  // What gradients are summed in at home. A sum that travels is rounded at every rank anyway.
+  at::ScalarType home_dtype() const;
+  bool narrow() const { return gradients_quantised || home_dtype() != reduce_dtype; }
 };
 
 // The first row of every owner's shard.
@@ -56,6 +63,11 @@ RotationOptions piecewise(const RotationOptions& options, const Piece& piece);
 // A part whose dimension `dim` is cut: its shapes have `sizes[owner]` there and `shape` elsewhere.
 Part cut_part(at::ScalarType dtype, std::vector<int64_t> shape, int64_t dim, const std::vector<int64_t>& sizes);
 
+// Weights that travel: their parts, in the compute dtype, and this rank's own. Those of `dims` dimensions and more
+// travel in what the options say, on a ring of several; biases, which have fewer, as they are.
+Cargo travelling_weights(const Executor& executor, const RotationOptions& options, std::vector<Part> parts,
+                         std::vector<at::Tensor> home, size_t dims = 2);
+
 // Checks that `home` is this rank's contiguous shard of `part`.
 void check_home(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& home,
                 const Part& part);
@@ -76,14 +88,18 @@ struct BackwardNeeds {
 const Schedule& backward_schedule(Executor& executor, const RotationOptions& options,
                                   const std::optional<Cargo>& weights, const BackwardNeeds& needs);
 
+// Gradients as they travel; their home tensors are in the home dtype.
+Cargo travelling_gradients(Cargo gradients, const RotationOptions& options);
+
 // The gradients of an operation's parameters in its backward.
 //
 // Which gradients are wanted, where each lies among those that travel, what of it has arrived and what goes out, and
 // the scale that makes a mean of the sum. Parameters are named by their place among the operation's; -1: there is none.
 class Gradients {
  public:
-  // `parts`: of the gradients of all parameters, whole shards. Allocates this rank's own ones.
-  Gradients(const Executor& executor, std::vector<Part> parts, const std::vector<bool>& wanted);
+  // `parts`: of the gradients of all parameters, whole shards, in the reduce dtype. Allocates this rank's own ones.
+  Gradients(const Executor& executor, const RotationOptions& options, std::vector<Part> parts,
+            const std::vector<bool>& wanted);
 
   bool any() const { return !home_.empty(); }
   bool wants(int parameter) const { return parameter >= 0 && place_[static_cast<size_t>(parameter)] >= 0; }
@@ -118,6 +134,7 @@ class Gradients {
   size_t index(int parameter) const { return static_cast<size_t>(place_[static_cast<size_t>(parameter)]); }
 
   double scale_;
+  const RotationOptions& options_;
   std::vector<int> place_;  // of every parameter's gradient among those that travel; -1: not wanted
   std::vector<Part> parts_;
   std::vector<at::Tensor> home_;

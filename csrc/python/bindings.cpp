@@ -5,11 +5,9 @@
 #include "base/checks.h"
 #include "base/host.h"
 #include "engine/executor.h"
-#include "ops/cross_entropy.h"
 #include "ops/embedding.h"
-#include "ops/experts.h"
 #include "ops/linear.h"
-#include "ops/mlp.h"
+#include "python/bundles.h"
 #include "python/footprint.h"
 #include "python/kernels.h"
 #include "python/schedule.h"
@@ -142,6 +140,12 @@ Cargo make_cargo(const std::vector<at::Tensor>& home, const Shapes& shapes,
   return cargo;
 }
 
+Cargo weight_cargo(const Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes,
+                   const RotationOptions& options) {
+  Cargo cargo = make_cargo(home, shapes, options.compute_dtype);
+  return travelling_weights(executor, options, std::move(cargo.parts), std::move(cargo.home));
+}
+
 void bind_executor(py::module_& m) {
   py::class_<Executor, std::shared_ptr<Executor>> executor(m, "Executor", "The transport and the slots of one ring.");
   executor
@@ -152,6 +156,7 @@ void bind_executor(py::module_& m) {
       .def("fail", &Executor::fail, py::arg("reason"), py::call_guard<NoGil>())
       .def("close", &Executor::close, py::call_guard<NoGil>())
       .def("slots", [](Executor& e, const std::string& channel) { return e.pool().count(parse_channel(channel)); })
+      .def("scratch", [](Executor& e) { return e.pool().scratch_count(); })
       .def(
           "enter",
           [](Executor& e, int64_t phase, bool backward, int64_t serial, const std::vector<at::Tensor>& watched) {
@@ -216,7 +221,7 @@ void bind_executor(py::module_& m) {
           "forward",
           [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
              const RotationOptions& options) {
-            Cargo cargo = make_cargo(weights, shapes, options.compute_dtype);
+            Cargo cargo = weight_cargo(executor, weights, shapes, options);
             const Schedule& schedule = forward_schedule(executor, options, cargo);
             return std::make_unique<Execution>(executor, schedule, std::move(cargo), std::nullopt,
                                                options.name + " forward");
@@ -229,8 +234,8 @@ void bind_executor(py::module_& m) {
              const std::vector<at::Tensor>& gradients, const Shapes& gradient_shapes, const RotationOptions& options,
              bool dgrad, bool bundle) {
             std::optional<Cargo> weight, gradient;
-            if (!weights.empty()) weight = make_cargo(weights, shapes, options.compute_dtype);
-            if (!gradients.empty()) gradient = make_cargo(gradients, gradient_shapes, options.reduce_dtype);
+            if (!weights.empty()) weight = weight_cargo(executor, weights, shapes, options);
+            if (!gradients.empty()) gradient = travelling_gradients(make_cargo(gradients, gradient_shapes), options);
             const Schedule& schedule = backward_schedule(
                 executor, options, weight, {dgrad, gradient.has_value(), bundle, options.halves && !bundle});
             return std::make_unique<Execution>(executor, schedule, std::move(weight), std::move(gradient),
@@ -254,11 +259,25 @@ void bind_executor(py::module_& m) {
 void bind_operations(py::module_& m) {
   py::class_<RotationOptions>(m, "RotationOptions")
       .def(py::init([](const std::string& route, bool in_place, at::ScalarType compute, at::ScalarType reduce,
-                       int64_t slot_cap, bool halves, const std::string& name, bool late) {
-             return RotationOptions{parse_route(route), in_place, compute, reduce, slot_cap, halves, late, name};
+                       int64_t slot_cap, bool halves, const std::string& name, bool late,
+                       const std::optional<std::string>& travel, const std::string& gradient_route,
+                       bool gradients_quantised) {
+             return RotationOptions{parse_route(route),
+                                    in_place,
+                                    compute,
+                                    reduce,
+                                    slot_cap,
+                                    halves,
+                                    late,
+                                    name,
+                                    parse_wire(travel),
+                                    parse_gradient_route(gradient_route),
+                                    gradients_quantised};
            }),
            py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
-           py::arg("slot_cap"), py::arg("halves"), py::arg("name"), py::arg("late") = false);
+           py::arg("slot_cap"), py::arg("halves"), py::arg("name"), py::arg("late") = false,
+           py::arg("travel") = py::none(), py::arg("gradient_route") = "chain", py::arg("gradients_quantised") = false)
+      .def_property_readonly("home_dtype", &RotationOptions::home_dtype);
   py::class_<LinearShape>(m, "LinearShape")
       .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed) {
              return LinearShape{out_features, in_features, by_outputs, transposed};
@@ -319,69 +338,6 @@ void bind_operations(py::module_& m) {
       },
       py::arg("executor"), py::arg("dy"), py::arg("ids"), py::arg("shape"), py::arg("shard_dim"),
       py::arg("padding_idx"), py::arg("options"), py::call_guard<NoGil>());
-}
-
-void bind_bundles(py::module_& m) {
-  py::class_<MlpShape>(m, "MlpShape")
-      .def(py::init([](int64_t in_features, int64_t hidden_features, int64_t out_features, bool gated, bool transposed,
-                       bool up_bias, bool down_bias, const std::string& activation) {
-             return MlpShape{in_features, hidden_features, out_features, gated,
-                             transposed,  up_bias,         down_bias,    parse_activation(activation)};
-           }),
-           py::kw_only(), py::arg("in_features"), py::arg("hidden_features"), py::arg("out_features"), py::arg("gated"),
-           py::arg("transposed"), py::arg("up_bias"), py::arg("down_bias"), py::arg("activation"));
-  py::class_<MlpResult>(m, "MlpResult").def_readonly("y", &MlpResult::y).def_readonly("kept", &MlpResult::kept);
-  m.def("mlp_forward", &mlp_forward, py::arg("executor"), py::arg("x"), py::arg("parameters"), py::arg("shape"),
-        py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
-  m.def("mlp_backward", &mlp_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("kept"),
-        py::arg("parameters"), py::arg("shape"), py::arg("needs_x"), py::arg("needs_parameter"), py::arg("options"),
-        py::call_guard<NoGil>());
-
-  py::class_<CrossEntropyShape>(m, "CrossEntropyShape")
-      .def(py::init([](int64_t vocabulary, int64_t features, bool transposed, bool bias, int64_t ignore_index,
-                       double label_smoothing, double soft_cap, double z_loss) {
-             return CrossEntropyShape{vocabulary,   features,        transposed, bias,
-                                      ignore_index, label_smoothing, soft_cap,   z_loss};
-           }),
-           py::kw_only(), py::arg("vocabulary"), py::arg("features"), py::arg("transposed"), py::arg("bias"),
-           py::arg("ignore_index"), py::arg("label_smoothing"), py::arg("soft_cap"), py::arg("z_loss"));
-  py::class_<CrossEntropyResult>(m, "CrossEntropyResult")
-      .def_readonly("loss", &CrossEntropyResult::loss)
-      .def_readonly("lse", &CrossEntropyResult::lse);
-  m.def("cross_entropy_forward", &cross_entropy_forward, py::arg("executor"), py::arg("x"), py::arg("targets"),
-        py::arg("parameters"), py::arg("shape"), py::arg("options"), py::call_guard<NoGil>());
-  m.def("cross_entropy_backward", &cross_entropy_backward, py::arg("executor"), py::arg("dloss"), py::arg("x"),
-        py::arg("targets"), py::arg("lse"), py::arg("parameters"), py::arg("shape"), py::arg("needs_x"),
-        py::arg("needs_parameter"), py::arg("options"), py::call_guard<NoGil>());
-
-  py::class_<ExpertsShape>(m, "ExpertsShape")
-      .def(py::init([](int64_t experts, int64_t features, int64_t hidden_features, bool gated, bool up_bias,
-                       bool down_bias, bool transposed, bool interleaved, const std::string& activation,
-                       const std::optional<std::tuple<double, double>>& clamped) {
-             ExpertsShape shape{experts,    features,    hidden_features,
-                                gated,      up_bias,     down_bias,
-                                transposed, interleaved, parse_activation(activation)};
-             if (clamped) shape.clamped = ClampedGate{std::get<0>(*clamped), std::get<1>(*clamped)};
-             return shape;
-           }),
-           py::kw_only(), py::arg("experts"), py::arg("features"), py::arg("hidden_features"), py::arg("gated"),
-           py::arg("up_bias"), py::arg("down_bias"), py::arg("transposed"), py::arg("interleaved"),
-           py::arg("activation"), py::arg("clamped"));
-  py::class_<ExpertsResult>(m, "ExpertsResult")
-      .def(py::init(
-               [](const std::optional<at::Tensor>& kept, const at::Tensor& order, const std::vector<int64_t>& starts) {
-                 return ExpertsResult{{}, kept.value_or(at::Tensor()), order, starts};
-               }),
-           py::arg("kept"), py::arg("order"), py::arg("starts"))
-      .def_readonly("y", &ExpertsResult::y)
-      .def_readonly("kept", &ExpertsResult::kept)
-      .def_readonly("order", &ExpertsResult::order)
-      .def_readonly("starts", &ExpertsResult::starts);
-  m.def("experts_forward", &experts_forward, py::arg("executor"), py::arg("x"), py::arg("weights"), py::arg("index"),
-        py::arg("parameters"), py::arg("shape"), py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
-  m.def("experts_backward", &experts_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("weights"),
-        py::arg("routed"), py::arg("parameters"), py::arg("shape"), py::arg("needs"), py::arg("options"),
-        py::call_guard<NoGil>());
 }
 
 }  // namespace

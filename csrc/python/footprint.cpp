@@ -12,6 +12,12 @@
 
 namespace rtp {
 
+Wire parse_wire(const std::optional<std::string>& travel) {
+  if (!travel) return Wire::plain;
+  RTP_CHECK_VALUE(*travel == "bfloat16" || *travel == "int8", "expected travel bfloat16, int8 or None, got ", *travel);
+  return *travel == "int8" ? Wire::int8 : Wire::bfloat16;
+}
+
 void bind_footprint(py::module_& m) {
   py::class_<SlotCount>(m, "SlotCount")
       .def_readonly("slots", &SlotCount::slots)
@@ -22,16 +28,19 @@ void bind_footprint(py::module_& m) {
   py::class_<Footprint>(m, "Footprint", "What the pools of a ring hold once a step repeats.")
       .def_readonly("weight", &Footprint::weight)
       .def_readonly("gradient", &Footprint::gradient)
+      .def_readonly("scratch", &Footprint::scratch)
       .def_readonly("free_weight", &Footprint::free_weight)
       .def_readonly("free_gradient", &Footprint::free_gradient);
   py::class_<OperationSize>(m, "OperationSize", "One rotated operation in numbers: its largest shard.")
-      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool>>& parts, bool bundle, bool in_pieces) {
-             OperationSize operation{{}, bundle, in_pieces};
+      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool>>& parts, bool bundle, bool in_pieces,
+                       const std::vector<size_t>& biases) {
+             OperationSize operation{{}, bundle, in_pieces, biases};
              for (const auto& [rows, elements, backward] : parts) operation.parts.push_back({rows, elements, backward});
              return operation;
            }),
-           py::arg("parts"), py::arg("bundle"), py::arg("in_pieces"),
-           "parts: rows, numbers in each, and whether it travels in backward too.")
+           py::arg("parts"), py::arg("bundle"), py::arg("in_pieces"), py::arg("biases") = std::vector<size_t>{},
+           "parts: rows, numbers in each, and whether it travels in backward too. biases: the places of those that "
+           "never travel in fewer bits.")
       .def(
           "pieces",
           [](const OperationSize& operation, int64_t element_bytes, int64_t cap) {
@@ -43,14 +52,24 @@ void bind_footprint(py::module_& m) {
       "footprint",
       [](const std::vector<OperationSize>& operations, int ranks, bool in_place, bool sends_anywhere,
          bool receives_anywhere, bool cast, int64_t compute_bytes, int64_t reduce_bytes, int64_t slot_cap, int late,
-         const std::string& route, int hosts) {
-        const Travel travel{cast, sends_anywhere, receives_anywhere};
-        return footprint(operations, {ranks, travel, in_place, compute_bytes, reduce_bytes, slot_cap, late,
-                                      parse_route(route), hosts});
+         const std::string& route, int hosts, const std::string& gradient_route, int64_t sum_bytes,
+         bool gradients_quantised, const std::optional<std::string>& travel) {
+        const Travel reach{cast, sends_anywhere, receives_anywhere};
+        return footprint(operations, {ranks, reach, in_place, compute_bytes, reduce_bytes, slot_cap, late,
+                                      parse_route(route), hosts, parse_gradient_route(gradient_route), sum_bytes,
+                                      gradients_quantised, parse_wire(travel)});
       },
       py::arg("operations"), py::kw_only(), py::arg("ranks"), py::arg("in_place"), py::arg("sends_anywhere"),
       py::arg("receives_anywhere"), py::arg("cast"), py::arg("compute_bytes"), py::arg("reduce_bytes"),
-      py::arg("slot_cap"), py::arg("late") = 0, py::arg("route") = "ring", py::arg("hosts") = 1);
+      py::arg("slot_cap"), py::arg("late") = 0, py::arg("route") = "ring", py::arg("hosts") = 1,
+      py::arg("gradient_route") = "chain", py::arg("sum_bytes") = 4, py::arg("gradients_quantised") = false,
+      py::arg("travel") = py::none());
+  m.def(
+      "wire_bytes",
+      [](int64_t numbers, const std::optional<std::string>& travel, int64_t compute_bytes) {
+        return wire_bytes(numbers, parse_wire(travel), compute_bytes);
+      },
+      py::arg("numbers"), py::arg("travel"), py::arg("compute_bytes"));
   m.def(
       "travels_in_place",
       [](bool cast, bool sends_anywhere, bool receives_anywhere) {

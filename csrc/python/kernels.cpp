@@ -9,6 +9,7 @@
 #include "compute/gemm.h"
 #include "compute/logits.h"
 #include "compute/pack.h"
+#include "compute/quantise.h"
 #include "ops/embedding.h"
 
 namespace rtp {
@@ -66,6 +67,11 @@ void bind_kernels(py::module_& parent) {
         pack(items);
       },
       py::arg("from_"), py::arg("to"));
+  m.def("quantised_bytes", &quantised_bytes, py::arg("numbers"));
+  m.def("quantise", &quantise, py::arg("bytes"), py::arg("values"));
+  m.def("dequantise", &dequantise, py::arg("out"), py::arg("bytes"));
+  m.def("dequantise_add", &dequantise_add, py::arg("sum"), py::arg("bytes"));
+  m.def("add_widened", &add_widened, py::arg("sum"), py::arg("values"));
   m.def(
       "gemm",
       [](const at::Tensor& out, const OptionalTensor& in, const at::Tensor& a, const at::Tensor& b, double alpha) {

@@ -44,6 +44,11 @@ Route parse_route(const std::string& text) {
   return Route::ring;
 }
 
+GradientRoute parse_gradient_route(const std::string& text) {
+  RTP_CHECK_VALUE(text == "chain" || text == "direct", "expected a gradient route of chain or direct, got ", text);
+  return text == "chain" ? GradientRoute::chain : GradientRoute::direct;
+}
+
 Channel parse_channel(const std::string& text) {
   RTP_CHECK_VALUE(text == "weight" || text == "gradient", "expected a channel of weight or gradient, got ", text);
   return text == "weight" ? Channel::weight : Channel::gradient;
@@ -91,21 +96,26 @@ void bind_schedule(py::module_& m) {
       .def_property_readonly("late", [](const Schedule& schedule) { return schedule.options.late; })
       .def_property_readonly("two_lanes", [](const Schedule& schedule) { return schedule.options.two_lanes; })
       .def_property_readonly("hosts", [](const Schedule& schedule) { return schedule.options.hosts; })
+      .def_property_readonly("gradient_route",
+                             [](const Schedule& schedule) { return name(schedule.options.gradient_route); })
+      .def_property_readonly("narrow", [](const Schedule& schedule) { return schedule.options.narrow; })
       .def_readonly("steps", &Schedule::steps)
       .def_readonly("weight_slots", &Schedule::weight_slots)
       .def_readonly("gradient_slots", &Schedule::gradient_slots);
   m.def(
       "make_schedule",
       [](int ranks, int rank, const std::string& pass, const std::string& route, bool in_place, bool dgrad, bool wgrad,
-         bool receive_in_slots, bool bundle, bool halves, bool two_lanes, bool late, int hosts) {
+         bool receive_in_slots, bool bundle, bool halves, bool two_lanes, bool late, int hosts,
+         const std::string& gradient_route, bool narrow) {
         return make_schedule(ranks, rank,
                              {parse_pass(pass), parse_route(route), in_place, dgrad, wgrad, receive_in_slots, bundle,
-                              halves, two_lanes, late, hosts});
+                              halves, two_lanes, late, hosts, parse_gradient_route(gradient_route), narrow});
       },
       py::arg("ranks"), py::arg("rank"), py::kw_only(), py::arg("pass_"), py::arg("route") = "ring",
       py::arg("in_place") = false, py::arg("dgrad") = true, py::arg("wgrad") = true,
       py::arg("receive_in_slots") = false, py::arg("bundle") = false, py::arg("halves") = false,
-      py::arg("two_lanes") = false, py::arg("late") = false, py::arg("hosts") = 1);
+      py::arg("two_lanes") = false, py::arg("late") = false, py::arg("hosts") = 1, py::arg("gradient_route") = "chain",
+      py::arg("narrow") = false);
   m.def(
       "hazards",
       [](const std::vector<Step>& steps, int ranks) {

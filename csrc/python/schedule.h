@@ -12,6 +12,7 @@ namespace rtp {
 // ValueError for any other text.
 Pass parse_pass(const std::string& text);
 Route parse_route(const std::string& text);
+GradientRoute parse_gradient_route(const std::string& text);
 Channel parse_channel(const std::string& text);
 
 void bind_schedule(py::module_& m);

@@ -19,6 +19,8 @@ py::dict keywords(const ScheduleOptions& options) {
   made["two_lanes"] = options.two_lanes;
   made["late"] = options.late;
   made["hosts"] = options.hosts;
+  made["gradient_route"] = name(options.gradient_route);
+  made["narrow"] = options.narrow;
   return made;
 }
 

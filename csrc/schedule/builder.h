@@ -23,8 +23,13 @@ class Builder {
                     "schedule: expected shards that stay at home on route two-level, got in_place");
     if (chosen.in_place) chosen.route = Route::ring;                                   // the shard itself is handed on
     if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;  // a bundle works shard by shard
+    const bool straight = chosen.gradient_route == GradientRoute::direct && chosen.pass == Pass::backward &&
+                          chosen.wgrad && chosen.route != Route::gather && chosen.route != Route::two_level;
+    chosen.narrow = chosen.narrow && straight && ranks > 1;
+    // Of two ranks each sends the other one contribution either way, and the chain takes no addition.
+    chosen.gradient_route = straight && (ranks > 2 || chosen.narrow) ? GradientRoute::direct : GradientRoute::chain;
     chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
-                    chosen.route != Route::two_level && chosen.wgrad;
+                    chosen.route != Route::two_level && chosen.wgrad && chosen.gradient_route == GradientRoute::chain;
     chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.route != Route::gather;
     chosen.late = chosen.late && chosen.pass == Pass::backward && chosen.route != Route::gather &&
                   chosen.route != Route::two_level && chosen.wgrad && !chosen.halves;
@@ -69,13 +74,14 @@ class Builder {
   }
 
   // Copies `from` to `to` on this rank, or adds it.
-  void local(Action action, Channel channel, int owner, Buffer from, Buffer to) {
+  void local(Action action, Channel channel, int owner, Buffer from, Buffer to, int lane = 0) {
     Step step;
     step.action = action;
     step.channel = channel;
     step.send_owner = step.receive_owner = owner;
     step.send = from;
     step.receive = to;
+    step.lane = lane;
     schedule_.steps.push_back(step);
   }
 

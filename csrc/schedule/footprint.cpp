@@ -4,6 +4,7 @@
 #include <map>
 
 #include "base/checks.h"
+#include "base/quantised.h"
 
 namespace rtp {
 namespace {
@@ -25,6 +26,8 @@ struct Sizes {
 struct PassSize {
   const Schedule* schedule;
   std::optional<int64_t> weight, gradient;  // bytes of a slot; none where nothing of the kind travels
+  std::optional<int64_t> sum;               // of the one that contributions are summed in before they are rounded
+  int64_t scratch;                          // bytes that the parts which are widened take then
   bool staged;
   std::optional<Spare> spare;
 
@@ -36,7 +39,7 @@ class Walk {
  public:
   Walk(const std::vector<OperationSize>& operations, const StepSize& step) : step_(step) {
     for (const OperationSize& operation : operations) {
-      const Pieces pieces = operation.pieces(std::max(step.compute_bytes, step.reduce_bytes), step.slot_cap);
+      const Pieces pieces = operation.pieces(step.widest(), step.slot_cap);
       std::vector<PassSize> forward, backward;
       for (int64_t piece = 0; piece < pieces.count; ++piece) {
         forward.push_back(pass(operation, pieces, piece, Pass::forward));
@@ -58,7 +61,7 @@ class Walk {
         land_all_but(0);
       }
     }
-    return {weights_.count(), gradients_.count(), weights_.free(), gradients_.free()};
+    return {weights_.count(), gradients_.count(), scratch_.count(), weights_.free(), gradients_.free()};
   }
 
  private:
@@ -67,14 +70,17 @@ class Walk {
     std::optional<int64_t> staged;
   };
 
-  // Bytes of a slot for the parts that travel; none where there are none.
+  // Bytes of a slot for the parts that travel, each as large as `bytes_of` its place and its numbers; none where there
+  // are none.
+  template <typename Bytes>
   static std::optional<int64_t> slot_bytes(const OperationSize& operation, const Pieces& pieces, int64_t piece,
-                                           int64_t element_bytes, bool all) {
+                                           bool all, Bytes&& bytes_of) {
     std::vector<int64_t> sizes;
-    for (const OperationSize::Part& part : operation.parts) {
+    for (size_t place = 0; place < operation.parts.size(); ++place) {
+      const OperationSize::Part& part = operation.parts[place];
       if (!all && !part.in_backward) continue;
       const int64_t rows = pieces.count == 1 ? part.rows : pieces.of(piece, part.rows).count;
-      sizes.push_back(rows * part.row_elements * element_bytes);
+      sizes.push_back(bytes_of(place, rows * part.row_elements));
     }
     if (sizes.empty()) return std::nullopt;
     return packed_bytes(sizes.size(), [&](size_t part) { return sizes[part]; });
@@ -83,21 +89,43 @@ class Walk {
   PassSize pass(const OperationSize& operation, const Pieces& pieces, int64_t piece, Pass kind) {
     const bool forward = kind == Pass::forward;
     PassSize pass{};
-    pass.weight = slot_bytes(operation, pieces, piece, step_.compute_bytes, forward || operation.bundle);
-    if (!forward) pass.gradient = slot_bytes(operation, pieces, piece, step_.reduce_bytes, true);
+    const auto narrowed = [&](size_t part) {
+      return step_.ranks > 1 && !operation.is_bias(part) && narrows(step_.wire, step_.compute_bytes);
+    };
+    const bool all = forward || operation.bundle;
+    pass.weight = slot_bytes(operation, pieces, piece, all, [&](size_t part, int64_t numbers) {
+      return wire_bytes(numbers, narrowed(part) ? step_.wire : Wire::plain, step_.compute_bytes);
+    });
+    pass.scratch = slot_bytes(operation, pieces, piece, all, [&](size_t part, int64_t numbers) {
+                     return narrowed(part) ? numbers * step_.compute_bytes : 0;
+                   }).value_or(0);
+    const Wire gradient = step_.straight() && step_.gradients_quantised ? Wire::int8 : Wire::plain;
+    if (!forward) {
+      pass.gradient = slot_bytes(operation, pieces, piece, true, [&](size_t, int64_t numbers) {
+        return wire_bytes(numbers, gradient, step_.reduce_bytes);
+      });
+    }
+    Travel travel = step_.travel;
+    travel.cast = travel.cast || pass.scratch > 0;
     ScheduleOptions options;
     options.pass = kind;
     options.route = step_.route;
     options.hosts = step_.hosts;
-    options.in_place = step_.in_place && pieces.count == 1 && pass.weight && step_.travel.in_place();
+    options.in_place = step_.in_place && pieces.count == 1 && pass.weight && travel.in_place();
     options.dgrad = pass.weight.has_value();
     options.bundle = operation.bundle && !forward;
     options.receive_in_slots = !forward && !step_.travel.receives_anywhere;
     options.late = step_.late > 0 && !forward && pieces.count == 1;
+    options.gradient_route = step_.gradient_route;
+    options.narrow = step_.narrow();
     auto& known = schedules_[options];
     if (known.steps.empty()) known = make_schedule(step_.ranks, 0, options);
     pass.schedule = &known;
-    pass.staged = pass.weight && step_.travel.staged(known.hops(Channel::weight) > 0);
+    if (known.options.narrow) {
+      pass.sum = slot_bytes(operation, pieces, piece, true,
+                            [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; });
+    }
+    pass.staged = pass.weight && travel.staged(known.hops(Channel::weight) > 0);
     for (size_t position = 0; position < known.steps.size() && !pass.spare; ++position) {
       if (known.steps[position].action == Action::compute) pass.spare = spare_before(known, position, pass.staged);
     }
@@ -118,6 +146,9 @@ class Walk {
   // Returns what was leased for the next pass, where that has a hop that is sent ahead.
   Held run(const PassSize& pass, const PassSize* next, Held held) {
     if (pass.weight) lease(held, *pass.weight, pass.schedule->weight_slots, pass.staged);
+    std::optional<int64_t> sum, scratch;
+    if (pass.sum) sum = gradients_.lease(*pass.sum, Sizes{});
+    if (pass.scratch > 0) scratch = scratch_.lease(pass.scratch, Sizes{});
     std::vector<int64_t> gradients;
     for (int slot = 0; slot < pass.schedule->gradient_slots; ++slot) {
       gradients.push_back(gradients_.lease(*pass.gradient, Sizes{}));
@@ -134,6 +165,8 @@ class Walk {
       if (pass.spare->staged && held.staged) weights_.give_back(*std::exchange(held.staged, std::nullopt));
       lease(ahead, *next->weight, 1, next->staged);
     }
+    if (sum) gradients_.give_back(*sum);
+    if (scratch) scratch_.give_back(*scratch);
     if (held.staged) weights_.give_back(*held.staged);
     for (const int64_t slot : held.slots) weights_.give_back(slot);
     if (pass.schedule->lands_late()) {
@@ -148,7 +181,7 @@ class Walk {
   const StepSize& step_;
   std::map<ScheduleOptions, Schedule> schedules_;
   std::vector<PassSize> passes_[2];
-  SlotLedger<int64_t> weights_, gradients_;
+  SlotLedger<int64_t> weights_, gradients_, scratch_;
   std::deque<std::vector<int64_t>> landing_;  // slots of passes whose gradients have yet to land
 };
 
@@ -182,6 +215,15 @@ Pieces cut_in_pieces(int64_t most, int64_t row_bytes, int64_t cap) {
   int64_t rows = std::max<int64_t>(most, 1);
   if (cap > 0) rows = std::clamp<int64_t>(cap / std::max<int64_t>(row_bytes, 1), 1, rows);
   return {rows, std::max<int64_t>((most + rows - 1) / rows, 1)};
+}
+
+bool narrows(Wire wire, int64_t compute_bytes) {
+  return wire == Wire::int8 || (wire == Wire::bfloat16 && compute_bytes > 2);
+}
+
+int64_t wire_bytes(int64_t numbers, Wire wire, int64_t compute_bytes) {
+  if (!narrows(wire, compute_bytes)) return numbers * compute_bytes;
+  return wire == Wire::int8 ? quantised_bytes(numbers) : numbers * 2;
 }
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }

@@ -47,6 +47,14 @@ int64_t packed_bytes(size_t parts, Bytes&& bytes_of) {
   return total;
 }
 
+// What weights travel in: in what they are computed with, or in fewer bits, widened again in front of every product.
+enum class Wire : uint8_t { plain, bfloat16, int8 };
+
+// Whether that has fewer bits than a number of `compute_bytes`, and the bytes of so many numbers. In 8 bits they have
+// scales of their own, as base/quantised.h says.
+bool narrows(Wire wire, int64_t compute_bytes);
+int64_t wire_bytes(int64_t numbers, Wire wire, int64_t compute_bytes);
+
 // Where home shards may leave from and land.
 struct Travel {
   bool cast = false;  // they travel in another dtype
@@ -150,9 +158,11 @@ struct OperationSize {
     bool in_backward;  // it travels in backward too
   };
   std::vector<Part> parts;
-  bool bundle = false;     // its weight gradients need what its input gradients compute
-  bool in_pieces = false;  // it travels in pieces where it is above the slot cap
+  bool bundle = false;         // its weight gradients need what its input gradients compute
+  bool in_pieces = false;      // it travels in pieces where it is above the slot cap
+  std::vector<size_t> biases;  // the places of parts that never travel in fewer bits than they are computed with
 
+  bool is_bias(size_t part) const { return std::find(biases.begin(), biases.end(), part) != biases.end(); }
   Pieces pieces(int64_t element_bytes, int64_t cap) const;
 };
 
@@ -166,12 +176,20 @@ struct StepSize {
   int late = 0;  // gradients that may land after the pass that they are of
   Route route = Route::ring;
   int hosts = 1;  // of route two_level
+  GradientRoute gradient_route = GradientRoute::chain;
+  int64_t sum_bytes = 4;  // of gradient route direct: of a number of a gradient at home
+  bool gradients_quantised = false;
+  Wire wire = Wire::plain;  // of weights
+
+  bool straight() const { return gradient_route == GradientRoute::direct; }
+  bool narrow() const { return straight() && (gradients_quantised || reduce_bytes < sum_bytes); }
+  int64_t widest() const { return std::max({compute_bytes, reduce_bytes, straight() ? sum_bytes : 0}); }
 };
 
 // What the pools of a ring hold once steps of these operations repeat. `free`: bytes of every slot at the end of a
 // step.
 struct Footprint {
-  SlotCount weight, gradient;
+  SlotCount weight, gradient, scratch;  // scratch: places where weights are widened
   std::vector<int64_t> free_weight, free_gradient;
 };
 // The operations are in the order of forward; backward runs them in reverse.

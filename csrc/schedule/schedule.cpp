@@ -1,7 +1,10 @@
 #include "schedule/schedule.h"
 
+#include <optional>
+
 #include "base/checks.h"
 #include "schedule/builder.h"
+#include "schedule/straight.h"
 #include "schedule/two_level.h"
 
 namespace rtp {
@@ -110,9 +113,13 @@ void build_backward(Builder& builder) {
   const int ranks = builder.ranks();
   const ScheduleOptions& options = builder.options();
   WeightJourney weights(builder, +1);
+  std::optional<StraightGradients> straight;
   std::vector<GradientJourney> gradients;
-  if (options.wgrad && !options.halves) gradients.emplace_back(builder, Half::whole);
-  if (options.wgrad && options.halves) {
+  if (options.gradient_route == GradientRoute::direct) {
+    straight.emplace(builder);
+  } else if (options.wgrad && !options.halves) {
+    gradients.emplace_back(builder, Half::whole);
+  } else if (options.wgrad) {
     gradients.emplace_back(builder, Half::first);
     gradients.emplace_back(builder, Half::second);
   }
@@ -122,6 +129,7 @@ void build_backward(Builder& builder) {
     builder.compute(Compute::dgrad, weights.owner(0), weights.buffer(0));
   }
   for (int s = 1; s <= ranks; ++s) {
+    if (straight) straight->compute(s);
     for (GradientJourney& gradient : gradients) {
       gradient.compute(s);
       gradient.post(s);
@@ -132,6 +140,7 @@ void build_backward(Builder& builder) {
     }
   }
   if (options.dgrad) weights.settle();
+  if (straight) straight->land();
   for (GradientJourney& gradient : gradients) gradient.land();
 }
 
@@ -143,6 +152,8 @@ void build_bundle_backward(Builder& builder) {
   const Buffer home{Channel::gradient, Buffer::kHome};
   const bool wgrad = builder.options().wgrad;
   WeightJourney weights(builder, +1);
+  std::optional<StraightGradients> straight;
+  if (builder.options().gradient_route == GradientRoute::direct) straight.emplace(builder);
 
   weights.post(0);
   builder.compute(Compute::dgrad, weights.owner(0), weights.buffer(0));
@@ -150,14 +161,19 @@ void build_bundle_backward(Builder& builder) {
   for (int s = 1; s < ranks; ++s) {
     weights.post(s);
     builder.compute(Compute::dgrad, weights.owner(s), weights.buffer(s));
-    if (!wgrad) continue;
+    if (straight) straight->compute(s, weights.buffer(s));
+    if (!wgrad || straight) continue;
     const Buffer out = partial.exists() ? partial : builder.slot(Channel::gradient, 0);
     builder.compute(Compute::wgrad, builder.at(s), weights.buffer(s), partial, out);
     partial = builder.slot(Channel::gradient, s % 2);
     builder.hop(Channel::gradient, builder.at(-1), builder.at(1), builder.at(s), builder.at(s + 1), out, partial);
   }
   weights.settle();
-  if (!wgrad) return;
+  if (straight) {
+    straight->compute(ranks, weights.buffer(0));
+    straight->land();
+  }
+  if (!wgrad || straight) return;
   builder.compute(Compute::wgrad, builder.at(0), weights.buffer(0), kNoBuffer, home);
   if (partial.exists()) builder.local(Action::add, Channel::gradient, builder.at(0), partial, home);
 }
@@ -293,6 +309,7 @@ const char* name(Route route) {
   }
   return "?";
 }
+const char* name(GradientRoute route) { return route == GradientRoute::chain ? "chain" : "direct"; }
 const char* name(Compute compute) {
   switch (compute) {
     case Compute::forward:

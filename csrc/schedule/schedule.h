@@ -26,6 +26,12 @@ enum class Route : uint8_t {
   two_level,  // shards turn inside a host, while each rank hands its own of the phase to the next host
 };
 
+// How a backward makes one gradient of a shard from what all ranks contribute.
+enum class GradientRoute : uint8_t {
+  chain,   // a partial sum travels the ring, and every rank adds to it
+  direct,  // every contribution goes straight to the owner of the shard, who adds it up
+};
+
 enum class Compute : uint8_t { forward, dgrad, wgrad };
 
 enum class Action : uint8_t { hop, compute, copy, add };
@@ -112,6 +118,8 @@ struct ScheduleOptions {
   bool two_lanes = false;         // not of bundles: forwards alternate between lanes, dgrads and wgrads have one each
   bool late = false;              // backward only: the pass may end before the last gradient hop has arrived, see below
   int hosts = 1;                  // of route two_level: how many, neighbours in the ring, each with as many ranks
+  GradientRoute gradient_route = GradientRoute::chain;  // backward only: direct neither gathers nor has two levels
+  bool narrow = false;  // of gradient route direct: contributions travel in fewer bits than their sum has
 
   // Whether both make the same hops. Lanes are each rank's own affair: they follow from its own tokens and device.
   bool same_hops(const ScheduleOptions& other) const {
@@ -154,6 +162,7 @@ Schedule make_schedule(int ranks, int rank, const ScheduleOptions& options);
 const char* name(Channel channel);
 const char* name(Pass pass);
 const char* name(Route route);
+const char* name(GradientRoute route);
 const char* name(Compute compute);
 const char* name(Action action);
 

@@ -16,6 +16,7 @@ import compiled
 import numpy as np
 from compiled import compiler
 from kernel_arrays import BYTES, CANARY, ELEMENTS, POISON, Array, decode, encode
+from quantise_checks import bytes_array, layout
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "python_tests" / "simulators" / "kernel_emulation"
@@ -125,7 +126,27 @@ class PackEntry(Structure):
     ]  # fmt: skip
 
 
-STRUCTURES = (HiddenForward, HiddenBackward, LogitSums, LogitGradient, EmbeddingGather, EmbeddingScatter, PackEntry)
+class Quantise(Structure):
+    _fields_ = [
+        ("type", c_int32), ("numbers", c_int64), ("values", c_void_p), ("rounded", c_void_p), ("scales", c_void_p),
+    ]  # fmt: skip
+
+
+class Dequantise(Structure):
+    _fields_ = [
+        ("type", c_int32), ("numbers", c_int64), ("rounded", c_void_p), ("scales", c_void_p), ("out", c_void_p),
+        ("add", c_uint8),
+    ]  # fmt: skip
+
+
+class AddWidened(Structure):
+    _fields_ = [("type", c_int32), ("numbers", c_int64), ("values", c_void_p), ("sum", c_void_p)]
+
+
+STRUCTURES = (
+    *(HiddenForward, HiddenBackward, LogitSums, LogitGradient, EmbeddingGather, EmbeddingScatter, PackEntry),
+    *(Quantise, Dequantise, AddWidened),
+)
 
 
 class KernelError(RuntimeError):
@@ -304,6 +325,28 @@ class Emulated:
             if self.library.pack(entries, len(part)) != 0:
                 raise KernelError(f"pack: {self.library.message().decode()}")
         return [b.read() for _, b in pairs]
+
+    def quantise(self, values: Array) -> np.ndarray:
+        numbers = values.shape[1]
+        source, room = self.memory(values), self.memory(bytes_array(self.rng, numbers))
+        places = room.address, room.address + layout(numbers)[0]
+        self.launch("quantise", Quantise(ELEMENTS.index(values.element), numbers, source.address, *places))
+        room.read()
+        return np.ascontiguousarray(room.cells).reshape(-1).view(np.uint8).copy()
+
+    def dequantise(self, packed: np.ndarray, out: Array, add: bool) -> np.ndarray:
+        numbers = out.shape[1]
+        source, target = self.memory(bytes_array(self.rng, numbers)), self.memory(out)
+        source.cells[:] = packed.view(np.uint32)
+        places = source.address, source.address + layout(numbers)[0]
+        self.launch("dequantise", Dequantise(ELEMENTS.index(out.element), numbers, *places, target.address, add))
+        return target.read()
+
+    def add_widened(self, total: Array, values: Array) -> np.ndarray:
+        target, source = self.memory(total), self.memory(values)
+        kind = ELEMENTS.index(values.element)
+        self.launch("add_widened", AddWidened(kind, values.shape[1], source.address, target.address))
+        return target.read()
 
 
 def load(path: Path) -> ctypes.CDLL:

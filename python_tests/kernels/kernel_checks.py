@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 from kernel_arrays import BYTES, ELEMENTS, ROUNDING, Array, assert_close, assert_refused, decode, encode, place, rounded
+from quantise_checks import QUANTISE_CHECKS
 
 STEPS = 32 * ROUNDING["float32"]
 SUM_STEPS = 64 * ROUNDING["float32"]  # of sums over a row, made by many threads
@@ -281,6 +282,7 @@ CHECKS: dict[str, Callable] = {
     "gather_rows": check_gather,
     "add_rows": check_scatter,
     "pack": check_pack,
+    **QUANTISE_CHECKS,
 }
 
 

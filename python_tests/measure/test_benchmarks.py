@@ -208,6 +208,26 @@ def test_hops_alone_travel_as_the_layer_does(ranks):
         measured_layer.TimedLayer(rtp_ext.Ring.emulated(ranks, route="gather"), 8 * ranks, 16, 12, torch.float32)
 
 
+def test_hops_alone_in_fewer_bits():
+    """What is timed alone, and what results are compared with, is what travels; exact weights would not pass."""
+    straight = {"travel": "int8", "gradient_route": "direct"}
+    for options, reduce in (
+        (straight, torch.bfloat16),
+        (straight | {"gradient_travel": "int8"}, None),
+        ({"travel": "bfloat16"}, torch.bfloat16),
+    ):
+        ring = rtp_ext.Ring.emulated(3, prefetch=0, **options)
+        ring.slot_cap = 5 * 40 * 4  # in pieces, of which each has blocks of its own
+        layer = measured_layer.TimedLayer(ring, 24, 40, 12, torch.float32, reduce_dtype=reduce)
+        layer.check("step")
+        layer.check_hops(measured_layer.PASSES)
+        assert layer.straight == ("gradient_route" in options) and len(layer.pieces()) == 2
+        assert set(layer.timed_pass("backward")) == {"dgrad", "wgrad"}
+        layer.whole = layer.shard.detach().repeat(3, 1)
+        with pytest.raises(measured_layer.WrongResult, match="output"):
+            layer.check("step")
+
+
 def test_shards_that_travel_in_pieces(tmp_path):
     """A slot cap of ten rows: five pieces of a shard, with as many hops in what is timed alone."""
     results, _ = measure(tmp_path, "--slot-cap", str(10 * 64 * 4))

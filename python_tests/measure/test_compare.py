@@ -73,6 +73,15 @@ def _compares(rank, ranks, file):
     with cases.case("bfloat16"):
         told = run("--dtype", "bfloat16", "--strategies", "rtp,tp,fsdp2")
         assert rank or ("autocast" in told and "rtp by a mixed-precision policy" in told)
+    with cases.case("fewer bits on the wire"):
+        run("--strategies", "rtp,rtp-unbundled,fsdp2", "--travel", "int8", "--reduce-dtype", "bfloat16")
+        if rank == 0:
+            lines = report.read_lines(Path(file))
+            wide, narrow = lines[0], lines[-3]
+            assert (narrow["case"], narrow["travel"], narrow["reduce_dtype"]) == ("mlp-tiny/rtp", "int8", "bfloat16")
+            assert wide["travel"] is None and narrow["ring_bytes"] == lines[-2]["ring_bytes"]
+            assert 0.3 < narrow["ring_bytes"] / wide["ring_bytes"] < 0.4 and lines[-1]["ring_bytes"] is None
+            assert 1e-6 < narrow["loss_spread"] < 2.0**-6, "control: weights were rounded"
     _check_agreement(cases, compare, run, rank)
     if rank == 0:
         _check_compare(cases, compare, parse, file)
@@ -196,6 +205,9 @@ def _check_compare(cases, compare, parse, file):
         (["--device", "cuda"], "no GPU is available"),
         (["--output", "/proc/compare.jsonl"], "cannot be written"),
         (["--model", "gpt3"], "invalid choice"),
+        (["--travel", "int4"], "invalid choice"),
+        (["--travel", "int8", "--strategies", "ddp"], "expected an rtp strategy, got ddp"),
+        (["--travel", "int8", "--strategies", "rtp,rtp-inplace"], "send copies of weights, got rtp-inplace"),
     ):
         told = io.StringIO()
         with cases.case(str(options)), contextlib.redirect_stderr(told):
@@ -252,12 +264,19 @@ TINY = dataclasses.replace(
 )
 
 
+NARROW = dataclasses.replace(TINY, travel="int8", gradient_route="direct", reduce_dtype=torch.bfloat16)
+
+
 def _benches(rank, ranks):
-    return bench.measure(TINY, init_device_mesh("cpu", (ranks,)))
+    mesh = init_device_mesh("cpu", (ranks,))
+    return bench.measure(TINY, mesh), bench.measure(NARROW, mesh)
 
 
 def test_bench_on_two_ranks():
-    found = run_ranks(_benches, 2)
+    found, narrow = zip(*run_ranks(_benches, 2), strict=True)
+    assert set(narrow[0]["training"]) == set(found[0]["training"])
+    said = "weights travel in int8; gradients in bfloat16, route direct"
+    assert said in bench.table(NARROW, narrow[0]) and "travel" not in bench.table(TINY, found[0])
     assert [list(each["layers"]) for each in found] == [[4, 8]] * 2 and found[0]["transport"] == "shm"
     assert found[0]["layers"] == found[1]["layers"], "the slowest rank's"
     training = found[0]["training"]
@@ -315,6 +334,7 @@ def test_bench_chooses_and_refuses(capsys, monkeypatch):
     assert (bench.choose(gpus=4).ranks, bench.choose(gpus=4).emulated) == (4, False)
     assert (bench.choose(gpus=1).ranks, bench.choose(gpus=1).emulated) == (4, True)
     assert bench.choose(gpus=6).ranks == 4, "what divides the rows"
+    assert bench.choose(gpus=1, gradient_travel="int8").ways == {"gradient_route": "direct", "gradient_travel": "int8"}
     assert bench.choose(gpus=0).device == "cpu" and "TAKE TURNS" in bench.choose(gpus=0, ranks=4).describe()
     for wishes, message in (
         ({"ranks": 8, "gpus": 2}, "8 ranks need as many GPUs, this machine has 2"),
@@ -323,6 +343,8 @@ def test_bench_chooses_and_refuses(capsys, monkeypatch):
         ({"ranks": 4096, "gpus": 0}, "at most 16 ranks for each of 2 cores"),
         ({"device": "cuda", "gpus": 0}, "found none"),
         ({"seconds": 11.0, "gpus": 0}, "0 to 10 seconds"),
+        ({"travel": "int4", "gpus": 0}, "travel to be None"),
+        ({"gradient_route": "chain", "gradient_travel": "int8", "gpus": 0}, "gradient_route direct where"),
     ):
         with pytest.raises(ValueError, match=message):
             bench.choose(**wishes)

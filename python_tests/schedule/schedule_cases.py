@@ -25,6 +25,8 @@ class Case:
     two_lanes: bool = False
     late: bool = False
     hosts: int = 1
+    gradient_route: str = "chain"
+    narrow: bool = False
 
     def schedules(self) -> list:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -50,7 +52,14 @@ class Case:
     @property
     def parts(self) -> tuple[int, ...]:
         """The halves that gradients travel in; 0: as a whole."""
-        return (1, 2) if self.halves and not self.bundle and self.taken in ("ring", "direct") else (0,)
+        whole = self.bundle or self.straight or self.taken not in ("ring", "direct")
+        return (1, 2) if self.halves and not whole else (0,)
+
+    @property
+    def straight(self) -> bool:
+        """Whether contributions to gradients go straight to their owners."""
+        applies = self.gradient_route == "direct" and "wgrad" in self.products and self.taken in ("ring", "direct")
+        return applies and self.ranks > (1 if self.narrow else 2)
 
     @property
     def places(self) -> int:
@@ -97,7 +106,9 @@ class Case:
             owner = (rank + direction * s) % ranks
             for half in self.parts if "wgrad" in self.products and s > 0 else ():
                 order.append(f"wgrad {owner} {HALVES[half]}".strip())
-                if s < ranks:
+                if self.straight:
+                    order += self._leave(rank, s)
+                elif s < ranks:
                     order.append(f"gradient hop {owner} {(owner + 1) % ranks} {HALVES[half]}".strip())
             if "forward" in self.products or "dgrad" in self.products:
                 if s < hops["weight"]:
@@ -106,9 +117,17 @@ class Case:
                     order.append(f"{'forward' if self.pass_ == 'forward' else 'dgrad'} {owner}")
         if hops["weight"] % 2 == 1 and self.in_place:
             order.append(f"copy weight {rank}")
-        if self.late and not self.halves:
+        if self.straight:
+            order.append(f"add gradient {rank}")
+        elif self.late and not self.halves:
             order += [f"add gradient {rank}"] * (hops["gradient"] > 0)
         return order
+
+    def _leave(self, rank: int, s: int) -> list[str]:
+        """After the wgrad of shard r + s: what arrived before goes home, then this leaves and the next arrives."""
+        arrived = f"{'copy' if s == 2 else 'add'} gradient {rank}"
+        leaves = f"gradient hop {(rank + s) % self.ranks} {rank}"
+        return [*[arrived] * (s > 1), leaves] if s < self.ranks else []
 
     def _two_level_order(self, rank: int) -> list[str]:
         """DESIGN.md section 8, written down a second time."""
@@ -172,7 +191,8 @@ class Case:
             owner, above = (rank + s) % self.ranks, (rank + s + 1) % self.ranks
             order += [f"weight hop {above}"] * (s < hops["weight"])
             order += [f"dgrad {owner}"]
-            order += [f"wgrad {owner}", f"gradient hop {owner} {above}"] * (s > 0 and self.wgrad)
+            leave = self._leave(rank, s) if self.straight else [f"gradient hop {owner} {above}"]
+            order += [f"wgrad {owner}", *leave] * (s > 0 and self.wgrad)
         order += [f"copy weight {rank}"] * (hops["weight"] % 2 == 1 and self.in_place)
         order += [f"wgrad {rank}"] * self.wgrad
         return order + [f"add gradient {rank}"] * (hops["gradient"] > 0)

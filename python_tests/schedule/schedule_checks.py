@@ -4,18 +4,19 @@
 
     computed once   every rank computes every wanted product with every owner's shard exactly once
     order           computes and hops in the order of DESIGN.md section 2
-    lanes           with two lanes forwards alternate, dgrads are on lane 0 and wgrads on lane 1; else all are on lane 0
+    lanes           with two lanes forwards alternate, dgrads are on lane 0, wgrads and additions of what goes straight
+                    home on lane 1; else all are on lane 0
     wgrad inputs    in a bundle wgrad(j) follows dgrad(j) and reads the same buffer; elsewhere it reads no weight
     hop count       R - 1 hops of each kind that is needed, R weight hops in place, twice as many of half gradients,
                     none of the others; R - 1 shards (in place R) in all; of K hosts K - 1 between them, on two levels
-    slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half; where
-                    shards are gathered no weight slot, and one that holds all shards for each kind that is needed; two
-                    of each kind more on two levels, of which a weight slot is missing where a host has two ranks, and
-                    one where there are two hosts
+    slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half, three of
+                    gradients that go straight home; where shards are gathered no weight slot, and one that holds all
+                    shards for each kind that is needed; two of each kind more on two levels, of which a weight slot is
+                    missing where a host has two ranks, and one where there are two hosts
     parts           a buffer is used as a whole or in halves, and each half has slots of its own
     route           hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
                     weights come straight from their owner's home (where shards are gathered, from its place in the
-                    whole)
+                    whole), and gradients go straight to it
     pairing         every send meets its receive at the same position on the peer, and both name the same shard or half
     contents        whatever is read is the shard that the step names
     overwritten     nobody overwrites a shard that a later step reads
@@ -99,6 +100,8 @@ def lanes(case: Case, ring: Ring) -> Iterator[str]:
             expected = 0
             if two and step.action == "compute":
                 expected = forwards % 2 if step.compute == "forward" else int(step.compute == "wgrad")
+            elif two and case.straight and step.action != "hop" and step.channel == "gradient":
+                expected = 1
             forwards += step.compute == "forward"
             if step.lane != expected:
                 yield f"rank {rank}, step {position}: expected lane {expected}, got {step.lane}"
@@ -136,6 +139,8 @@ def hop_count(case: Case, ring: Ring) -> Iterator[str]:
 def slots(case: Case, ring: Ring) -> Iterator[str]:
     most = {"weight slot": 1 if case.in_place else 2, "gradient slot": 2 * len(case.parts)}
     most |= {"weight whole": 0, "gradient whole": 0}
+    if case.straight:
+        most["gradient slot"] = min(case.ranks, 3)
     if case.taken == "two-level":
         most["weight slot"] = min(2, case.places - 1) + min(2, case.hosts - 1)
         most["gradient slot"] = 4
@@ -183,6 +188,12 @@ def route(case: Case, ring: Ring) -> Iterator[str]:
                 if (step.to, step.from_) != (to, from_):
                     where = f"rank {rank}, step {position}, outer {step.outer}"
                     yield f"{where}: expected a hop to {to} and from {from_}, got {step.to} and {step.from_}"
+            elif case.straight and step.channel == "gradient":
+                ways = (step.to, step.from_, step.receive_owner)
+                expected = (step.send_owner, (2 * rank - step.send_owner) % case.ranks, rank)
+                if ways != expected:
+                    where = f"rank {rank}, step {position}"
+                    yield f"{where}: expected a hop to, from and with a gradient of {expected}, got {ways}"
             else:
                 up, down = (rank + 1) % case.ranks, (rank - 1) % case.ranks
                 to, from_ = (up, down) if case.pass_ == "forward" else (down, up)

@@ -23,6 +23,7 @@ from rtp_ext.convert.tensor_parallel import on_tensor_mesh
 from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring
+from rtp_ext.ring.gradient_routes import check_wishes
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 
 logger = logging.getLogger("rtp_ext")
@@ -242,11 +243,14 @@ def _options(ring: Ring) -> dict[str, Any]:
     return {
         "transport": ring.transport,
         "route": ring.route,
+        "travel": ring.travel,
         "timeout": ring.timeout,
         "slot_cap": ring.slot_cap,
         "prefetch": ring.prefetch,
         "gradient_halves": ring.gate.gradient_halves,
         "late_gradients": ring.late_gradients,
+        "gradient_route": ring.gradient_route,
+        "gradient_travel": ring.gradient_travel,
         "transport_options": ring.transport_options,
         "offload_policy": ring.offload_policy,
     }
@@ -265,6 +269,17 @@ def check_options(ring: Ring, transport: str, route: str, timeout: float | datet
             raise ValueError(
                 f"fully_rotate: expected {what} {actual}, that of the ring of the parts converted before, got {asked}"
             )
+
+
+def check_travels(ring: Ring, travel: str | None, gradient_route: str, gradient_travel: str | None) -> None:
+    """The same of what weights and gradients travel in, on a ring that was made before; None and `auto`: as they do
+    there."""
+    check_wishes(gradient_route, gradient_travel, ring.hop_route, ring.gate.gradient_halves)
+    wished = {"travel": travel, "gradient_route": gradient_route, "gradient_travel": gradient_travel}
+    for what, asked in wished.items():
+        actual = getattr(ring, what)
+        if asked not in (None, "auto", actual):
+            raise ValueError(f"fully_rotate: expected {what} {actual!r}, that of the ring, or none, got {asked!r}")
 
 
 def ignored_in(parts: Parts) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from rtp_ext.convert.admission import (
     Parts,
     adopt,
     check_options,
+    check_travels,
     ignored_in,
     mark_replaced,
     offload_of,
@@ -53,7 +55,10 @@ def fully_rotate(
     bundle: bool | str = True,
     loss_head: str | None = None,
     route: str = "auto",
+    gradient_route: str = "auto",
+    gradient_travel: str | None = None,
     transport: str = "auto",
+    travel: str | None = None,
     timeout: float | datetime.timedelta = _TIMEOUT,
 ) -> nn.Module:
     """Spreads every parameter of a model over a ring, in place, and returns the same module.
@@ -81,8 +86,8 @@ def fully_rotate(
             its own, and parameters lie on (replicate, tensor parallelism, ring).
         outer: what happens between replicas, see rtp_ext.outer; default outer.AllReduce(): gradients are averaged over
             all ranks.
-        mp_policy: param_dtype is what shards travel and compute in, reduce_dtype what gradients travel in (default
-            float32); cast_forward_inputs and output_dtype apply to the whole model.
+        mp_policy: param_dtype is what shards compute in, and travel in unless `travel` says less; reduce_dtype what
+            gradients travel in (default float32); cast_forward_inputs and output_dtype apply to the whole model.
         offload_policy: CPUOffloadPolicy(): parameters, gradients and optimizer state stay on the host, in pinned memory
             unless pin_memory is False. The device borrows the shards of a layer while it runs, and gradients are on the
             host when backward returns. The model may then be on the host before, and no first hop is sent ahead. On a
@@ -97,7 +102,8 @@ def fully_rotate(
             One log line for each kind of module says what became of it.
         loss_head: "fused": causal language models of the transformers package compute vocabulary head and loss as one
             where labels are given; their output then has no logits.
-        route, transport, timeout: see Ring. Of a model with parts: those of their ring, or left out.
+        route, gradient_route, gradient_travel, transport, travel, timeout: see Ring. Of a model with parts: those of
+            their ring, or left out. What is gathered travels as it is, whatever `travel` says.
 
     Raises ValueError, and changes nothing, where dims do not fit the mesh; where the model was converted before, itself
     or as a part of another; where parts are on other ranks or differ in the options of their rings; where parameters
@@ -134,9 +140,13 @@ def fully_rotate(
     refuse_foreign(module, place, not_ours)
     device = place.device.type if isinstance(place, Ring) else place.hops.device_type
     _check_device(module, device, offload)
+    if isinstance(place, Ring):
+        check_travels(place, travel, gradient_route, gradient_travel)
     if isinstance(place, Ring) and not isinstance(mesh, Ring):
         check_options(place, transport, route, None if timeout == _TIMEOUT else timeout)
-    ring = place if isinstance(place, Ring) else Ring(place, transport=transport, route=route, timeout=timeout)
+    wishes: dict[str, Any] = {"transport": transport, "route": route, "travel": travel, "timeout": timeout}
+    wishes |= {"gradient_route": gradient_route, "gradient_travel": gradient_travel}
+    ring = place if isinstance(place, Ring) else Ring(place, **wishes)
     if in_place:
         ring.expect_in_place("fully_rotate")
     if ring.offload_policy is None:

@@ -46,15 +46,19 @@ class Ready:
         if self.size is not None:
             plan = ring.gate.plan(self.name, tokens, self.size, self.compute_dtype)
             route, halves = plan.route, plan.halves
+        straight = ring.gradients.straight(route, self.reduce_dtype)
         self.options = _native.RotationOptions(
             route=route,
             in_place=self.in_place,
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
             slot_cap=ring.slot_cap,
-            halves=halves,
+            halves=halves and not straight,
             late=self.late,
+            travel=ring.travel,
             name=self.name,
+            gradient_route="direct" if straight else "chain",
+            gradients_quantised=straight and ring.gradient_travel == "int8",
         )
 
 
@@ -305,7 +309,8 @@ def _agree(
     layer = None if size is None else size(shapes)
     ready = Ready(call.name, call.in_place, call.compute_dtype, call.reduce_dtype, shapes, serial, layer)
     # Only what autograd hands on to the node of a shard, and nobody reads before.
-    unread = all(isinstance(home.tensor, DTensor) and home.tensor.dtype == call.reduce_dtype for home in homes)
+    arrives = ring.gradients.home_dtype(ring.hop_route, call.reduce_dtype)
+    unread = all(isinstance(home.tensor, DTensor) and home.tensor.dtype == arrives for home in homes)
     ready.late = late and unread and ring.late_gradients > 0
     ready.plan(ring, most)
     return ready

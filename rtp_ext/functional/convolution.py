@@ -138,9 +138,9 @@ class _RotatedConvolution(torch.autograd.Function):
             dx = torch.zeros(ctx.x_shape, dtype=dtype, device=dy.device).contiguous(memory_format=_memory_format(dy))
         homes = []
         if needs_weight:
-            homes.append(weight.new_empty(weight.shape, dtype=call.reduce_dtype))
+            homes.append(weight.new_empty(weight.shape, dtype=call.options.home_dtype))
         if needs_bias:
-            homes.append(weight.new_empty(weight.shape[:1], dtype=call.reduce_dtype))
+            homes.append(weight.new_empty(weight.shape[:1], dtype=call.options.home_dtype))
         weights = [weight] if needs_x else []
         shapes = _shapes(call, convolution, weights), _shapes(call, convolution, homes)
 

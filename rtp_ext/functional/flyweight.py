@@ -79,7 +79,7 @@ class _Flyweight(torch.autograd.Function):
         inputs, replicated, homes = copies.split(saved(ctx))
         _, needs_replicated, needs_shard = copies.split(needs)
         travelling = [index for index, needed in enumerate(needs_shard) if needed]
-        gradients = [homes[i].new_empty(homes[i].shape, dtype=call.reduce_dtype) for i in travelling]
+        gradients = [homes[i].new_empty(homes[i].shape, dtype=call.options.home_dtype) for i in travelling]
         execution = call.run(
             _native.Execution.backward,
             list(homes),

@@ -21,6 +21,7 @@ from rtp_ext.functional._call import (
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 from rtp_ext.ring.gate import LayerSize
+from rtp_ext.ring.links.options import wire_itemsize
 
 
 class _PartialLinear(torch.autograd.Function):
@@ -240,7 +241,7 @@ def _size(call: Call, shapes: Sequence[tuple[int, ...]]) -> LayerSize:
     return LayerSize(
         sum(outputs for outputs, _ in weights),
         max(inputs for _, inputs in weights),
-        call.compute_dtype.itemsize,
+        wire_itemsize(call.ring.travel, call.compute_dtype),
         call.reduce_dtype.itemsize,
     )
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,13 +35,15 @@ from rtp_ext.measure.layer import TimedLayer, layer_times, together
 from rtp_ext.measure.metrics import Times, metrics
 from rtp_ext.measure.timing import settle_memory, timed
 from rtp_ext.ring import Ring
+from rtp_ext.ring.gradient_routes import check_wishes
+from rtp_ext.ring.links.options import check_travel
 
 __all__ = ["Plan", "choose", "run", "verdict"]
 
 FREE = 1.05  # rotation is called free where it takes less than this times one whole GEMM
 MOST_RANKS_PER_CORE = 16
 NOISE = 3  # hops that take less than this times what times varied by say nothing of what is hidden
-LOSS_TOLERANCE = 1e-4
+LOSS_TOLERANCES = {"float32": 1e-4, "bfloat16": 2.0**-6, "int8": 2.0**-4}
 STRATEGIES = ("rtp", "fully_shard", "DDP")
 TRAIN_STEPS, TRAIN_WARMUP = 6, 2
 WAIT = timedelta(minutes=2)
@@ -63,6 +65,24 @@ class Plan:
     width: int
     inner: int
     batch: int
+    travel: str | None = None
+    gradient_route: str | None = None  # None: as the ring chooses
+    gradient_travel: str | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def ways(self) -> dict[str, Any]:
+        """What a ring is asked for beside its ranks."""
+        wishes = {name: getattr(self, name) for name in ("travel", "gradient_route", "gradient_travel")}
+        return {name: wish for name, wish in wishes.items() if wish is not None}
+
+    @property
+    def tolerance(self) -> float:
+        """Relative, of losses: those of what is narrowest."""
+        if "int8" in (self.travel, self.gradient_travel):
+            return LOSS_TOLERANCES["int8"]
+        narrow = self.travel or (self.reduce_dtype is not None and self.reduce_dtype.itemsize < 4)
+        return LOSS_TOLERANCES["bfloat16" if narrow else "float32"]
 
     def describe(self) -> str:
         what = f"{self.ranks} ranks on {'GPUs' if self.device == 'cuda' else 'CPU'}"
@@ -70,7 +90,12 @@ class Plan:
             what = f"one {'GPU' if self.device == 'cuda' else 'process'} stands for a ring of {self.ranks}"
         if self.device == "cpu" and not self.emulated and self.ranks > cores():
             what += f", which TAKE TURNS on {cores()} cores"
-        return f"{what}; linear layer {self.columns} -> {self.rows}, {str(self.dtype)[6:]}, forward and backward"
+        what += f"; linear layer {self.columns} -> {self.rows}, {str(self.dtype)[6:]}, forward and backward"
+        if self.travel:
+            what += f"; weights travel in {self.travel}"
+        if self.gradient_travel or self.reduce_dtype:
+            what += f"; gradients in {self.gradient_travel or str(self.reduce_dtype)[6:]}"
+        return what + (f", route {self.gradient_route}" if self.gradient_route else "")
 
 
 def choose(
@@ -80,8 +105,13 @@ def choose(
     seconds: float | None = None,
     device: str | None = None,
     gpus: int | None = None,
+    travel: str | None = None,
+    gradient_route: str | None = None,
+    gradient_travel: str | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Plan:
-    """The plan for this machine; `gpus`: how many it has (default: as torch says).
+    """The plan for this machine; `gpus`: how many it has (default: as torch says). `travel`, `gradient_route` and
+    `gradient_travel` are those of a ring, `reduce_dtype` that of a mixed-precision policy.
 
     Raises ValueError for what cannot be measured here.
     """
@@ -103,9 +133,14 @@ def choose(
         raise ValueError(f"bench: expected tokens of at least 1 and 0 to 10 seconds, got {chosen}, {least}")
     if kind == "cpu" and size > MOST_RANKS_PER_CORE * cores():
         raise ValueError(f"bench: expected at most {MOST_RANKS_PER_CORE} ranks for each of {cores()} cores, got {size}")
+    check_travel(travel, "auto")
+    check_wishes(gradient_route or "auto", gradient_travel, "auto", None)
+    if gradient_travel is not None or (emulated and gradient_route == "auto"):
+        gradient_route = "direct" if gradient_travel is not None else None
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     width, inner, batch = (4096, 14336, 2048) if kind == "cuda" else (512, 2048, 256)
-    return Plan(kind, size, emulated, tuple(sorted(chosen)), least, rows, columns, dtype, width, inner, batch)
+    ways = (travel, gradient_route, gradient_travel, reduce_dtype)
+    return Plan(kind, size, emulated, tuple(sorted(chosen)), least, rows, columns, dtype, width, inner, batch, *ways)
 
 
 # -- a model -----------------------------------------------------------------------------------------------------------
@@ -124,7 +159,9 @@ def _converted(strategy: str, mesh: Any, plan: Plan) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(_Block(plan.width, plan.inner) for _ in range(2))).to(plan.device)
     if strategy == "rtp":
-        return fully_rotate(model, mesh=mesh)
+        return fully_rotate(
+            model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype), **plan.ways
+        )
     if strategy == "DDP":
         return DistributedDataParallel(model, process_group=mesh.get_group())
     for block in model.children():
@@ -169,15 +206,15 @@ def _train(ring: Ring, mesh: Any, plan: Plan) -> dict[str, dict[str, float]]:
         slowest = map(max, zip(*ring.exchange(taken[name]), strict=True))
         kept = max(ring.exchange(_kept_bytes(models[name], optimizers[name])))
         found[name] = {"step_ms": statistics.median(slowest) / 1e3, "kept_bytes": kept}
-    check_losses(losses)
+    check_losses(losses, plan.tolerance)
     ring_of(models["rtp"]).close()
     return found
 
 
-def check_losses(losses: dict[str, list[float]]) -> None:
+def check_losses(losses: dict[str, list[float]], tolerance: float = LOSS_TOLERANCES["float32"]) -> None:
     """Raises RotationError where those of two strategies differ at any step."""
     for step, values in enumerate(zip(*losses.values(), strict=True)):
-        if not all(abs(value - values[0]) <= LOSS_TOLERANCE * abs(values[0]) for value in values):  # NaN is not
+        if not all(abs(value - values[0]) <= tolerance * abs(values[0]) for value in values):  # NaN is not
             told = ", ".join(f"{name} {value:.6f}" for name, value in zip(losses, values, strict=True))
             raise RotationError(f"bench: expected equal losses at step {step}, got {told}")
 
@@ -187,14 +224,14 @@ def check_losses(losses: dict[str, list[float]]) -> None:
 
 def measure(plan: Plan, mesh: Any) -> dict[str, Any]:
     """One rank's part; `mesh` is None for an emulated ring. See `run`."""
-    ring = Ring.emulated(plan.ranks, device=plan.device, prefetch=0) if mesh is None else Ring(mesh, prefetch=0)
+    if mesh is None:
+        ring = Ring.emulated(plan.ranks, device=plan.device, prefetch=0, **plan.ways)
+    else:
+        ring = Ring(mesh, prefetch=0, **plan.ways)
     ring.slot_cap = 0
     ring.gate.link = None  # rotation itself is measured, and not what the gate would choose
     try:
-        measured = {
-            tokens: layer_times(TimedLayer(ring, plan.rows, plan.columns, tokens, plan.dtype), plan.seconds)
-            for tokens in plan.tokens
-        }
+        measured = {tokens: layer_times(_layer(ring, plan, tokens), plan.seconds) for tokens in plan.tokens}
         return {
             "transport": ring.link or ring.transport,
             "backend": None if mesh is None else dist.get_backend(),
@@ -204,6 +241,10 @@ def measure(plan: Plan, mesh: Any) -> dict[str, Any]:
         }
     finally:
         ring.close()
+
+
+def _layer(ring: Ring, plan: Plan, tokens: int) -> TimedLayer:
+    return TimedLayer(ring, plan.rows, plan.columns, tokens, plan.dtype, reduce_dtype=plan.reduce_dtype)
 
 
 def _rank(rank: int, plan: Plan, folder: str) -> None:

@@ -40,9 +40,11 @@ __all__ = ["PASSES", "TimedLayer", "WrongResult", "layer_times", "together"]
 PASSES = ("forward", "backward")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}  # of the largest value
 SAMPLED = 32  # rows that are compared
-GRADIENT = torch.float32  # what partial gradients travel in
+GRADIENT = torch.float32  # what partial gradients travel in, unless they are told otherwise
+INT8 = 2.0**-5  # of a gradient whose contributions were rounded to 8 bits, relative to its largest value
 
-_gemm = _native.kernels.gemm
+_kernels = _native.kernels
+_gemm = _kernels.gemm
 
 # torch 2.14 renamed them
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,9 +55,9 @@ class WrongResult(RotationError):  # type: ignore[misc,valid-type]
     """A result is not what it must be. Nothing is timed then."""
 
 
-def expect_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Raises WrongResult where `actual` is further from `expected` than its dtype's tolerance."""
-    tolerance = TOLERANCE[actual.dtype]
+def expect_same(actual: torch.Tensor, expected: torch.Tensor, what: str, rounded: float = 0.0) -> None:
+    """Raises WrongResult where `actual` is further from `expected` than its dtype's tolerance, or `rounded`."""
+    tolerance = max(TOLERANCE[actual.dtype], rounded)
     scale = expected.abs().max().item()
     error = (actual.double() - expected).abs().max().item()
     if not error <= tolerance * scale:  # NaN is not
@@ -76,16 +78,26 @@ class TimedLayer:
     Every action runs on the current CUDA stream, which must be the same one all the time.
     """
 
-    def __init__(self, ring: Ring, n: int, k: int, tokens: int, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(
+        self,
+        ring: Ring,
+        n: int,
+        k: int,
+        tokens: int,
+        dtype: torch.dtype,
+        seed: int = 0,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
         if n % ring.size:
             raise ValueError(f"expected a number of rows that {ring.size} ranks divide, got {n}")
         self.ring, self.rows = ring, n // ring.size
         self.emulated = ring.mesh is None
         self.dtype = dtype
         owners = [ring.rank] * ring.size if self.emulated else range(ring.size)
-        shards = [self._random(seed + 1000 + owner, self.rows, k) * k**-0.5 for owner in owners]
-        self.whole = torch.cat(shards).to(dtype)
-        self.shard = shards[ring.rank].to(dtype).requires_grad_()
+        shards = [(self._random(seed + 1000 + owner, self.rows, k) * k**-0.5).to(dtype) for owner in owners]
+        self.shard = shards[ring.rank].clone().requires_grad_()
+        self.gradient_dtype = reduce_dtype or (torch.float64 if dtype == torch.float64 else GRADIENT)
+        self.whole = torch.cat([self._arrived(shard) for shard in shards])
         self.prepared = Prepared()
         del shards
         self.x = self._random(seed + 2000 + ring.rank, tokens, k).to(dtype).requires_grad_()
@@ -99,20 +111,23 @@ class TimedLayer:
         self._partials: dict[str, torch.Tensor] = {}
         self._known_products: dict[str, list[tuple[str, int, tuple[Any, ...]]]] = {}
         self._output: torch.Tensor | None = None
-        self.gradient_dtype = torch.float64 if dtype == torch.float64 else GRADIENT
         self._side: torch.cuda.Stream | None = None
         self.ov("forward")  # the ranks agree on how this layer travels
         plan = ring.gate.plans["rotated_linear"]
         if plan.route == "gather":
             raise ValueError(f"expected a layer that rotates, got one that is gathered: {plan.reason}")
-        self.halves = plan.halves
+        self.straight = ring.gradients.straight(plan.route, self.gradient_dtype)
+        self.halves = plan.halves and not self.straight
         self._options = _native.RotationOptions(
             route=plan.route,
             in_place=False,
             compute_dtype=dtype,
             reduce_dtype=self.gradient_dtype,
             slot_cap=ring.slot_cap,
-            halves=plan.halves,
+            halves=self.halves,
+            travel=ring.travel,
+            gradient_route="direct" if self.straight else "chain",
+            gradients_quantised=ring.gradient_travel is not None,
             name="hops alone",
         )
 
@@ -125,8 +140,22 @@ class TimedLayer:
     def pieces(self) -> list[slice]:
         """Rows of a shard that travel in one pass: shards above the ring's slot cap take several."""
         size = _native.OperationSize([(self.rows, self.shard.shape[1], True)], bundle=False, in_pieces=True)
-        _, most = size.pieces(max(self.dtype.itemsize, self.gradient_dtype.itemsize), self.ring.slot_cap)
+        home = self.ring.gradients.home_dtype(self.ring.hop_route, self.gradient_dtype)
+        _, most = size.pieces(max(self.dtype.itemsize, home.itemsize), self.ring.slot_cap)
         return [slice(first, min(first + most, self.rows)) for first in range(0, self.rows, most)]
+
+    def _arrived(self, shard: torch.Tensor) -> torch.Tensor:
+        """As it is computed with, its owner too."""
+        if self.ring.travel is None or self.ring.size == 1:
+            return shard
+        if self.ring.travel == "bfloat16":
+            return shard.bfloat16().to(shard.dtype)
+        whole = torch.empty_like(shard)
+        for piece in self.pieces():
+            sent = torch.empty(_kernels.quantised_bytes(shard[piece].numel()), dtype=torch.uint8, device=shard.device)
+            _kernels.quantise(sent, shard[piece])
+            _kernels.dequantise(whole[piece], sent)
+        return whole
 
     def _columns(self, owner: int, piece: slice) -> slice:
         return slice(owner * self.rows + piece.start, owner * self.rows + piece.stop)
@@ -143,7 +172,7 @@ class TimedLayer:
 
     def _partial(self, name: str, piece: slice) -> torch.Tensor:
         if name not in self._partials:
-            self._partials[name] = torch.zeros_like(self.shard, dtype=self.gradient_dtype, requires_grad=False)
+            self._partials[name] = torch.zeros_like(self.shard, dtype=self._options.home_dtype, requires_grad=False)
         return self._partials[name][piece]
 
     def _executions(self, pass_: str) -> list[Callable[[], Any]]:
@@ -199,7 +228,9 @@ class TimedLayer:
         """Kind, lane and operands of every GEMM of a pass, made once so that the host has little to do in between."""
         if pass_ not in self._known_products:
             variants = {"halves": self.halves, "two_lanes": self.two_lanes(pass_)}
-            wanted = {name: True for name, on in variants.items() if on}
+            wanted: dict[str, Any] = {name: True for name, on in variants.items() if on}
+            if self.straight:
+                wanted["gradient_route"] = "direct"
             schedule = _native.make_schedule(self.ring.size, self.ring.rank, pass_=pass_, **wanted)
             computes = [step for step in schedule.steps if step.action == "compute"]
             products = []
@@ -243,7 +274,8 @@ class TimedLayer:
         return torch.autograd.grad(self._output, (self.x, self.shard), self.dy, retain_graph=True)
 
     def _linear(self) -> torch.Tensor:
-        return rtp_ext.functional.rotated_linear(self.x, self.shard, ring=self.ring, prepared=self.prepared)
+        options = {"prepared": self.prepared, "reduce_dtype": self.gradient_dtype}
+        return rtp_ext.functional.rotated_linear(self.x, self.shard, ring=self.ring, **options)
 
     def step(self) -> tuple[torch.Tensor, ...]:
         y = self._linear()
@@ -259,7 +291,7 @@ class TimedLayer:
         if pass_ == "backward":
             assert self._dw is not None, "g1 makes it"
             summed = self._partial("gradient home", slice(0, self.rows))
-            _reduce_scatter(summed, self._dw.to(self.gradient_dtype), group=group)
+            _reduce_scatter(summed, self._dw.to(summed.dtype), group=group)
             summed.div_(self.ring.size).to(self.dtype)
 
     def timed_pass(self, pass_: str) -> dict[str, float]:
@@ -303,7 +335,8 @@ class TimedLayer:
         self.gr("backward")
         expect_same(self._sum[tokens].to(self.dtype), expected, "input gradient of the shard GEMMs")
         rows = torch.linspace(0, self.rows - 1, min(SAMPLED, self.rows), device=self.ring.device).long()
-        expect_same(gradient[rows], self._expected_gradient(rows), "weight gradient")
+        rounded = TOLERANCE[self.gradient_dtype] if self.ring.gradient_travel is None else INT8
+        expect_same(gradient[rows], self._expected_gradient(rows), "weight gradient", rounded)
 
     def _expected_gradient(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the averaged gradient of the home shard, float64."""

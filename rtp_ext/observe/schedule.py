@@ -65,6 +65,8 @@ def schedule_of(
     two_lanes: bool = False,
     late: bool = False,
     hosts: int = 1,
+    gradient_route: str = "chain",
+    narrow: bool = False,
 ) -> Schedule:
     """The schedule of one pass of one operation on rank `rank` of a ring of `ranks`.
 
@@ -85,6 +87,10 @@ def schedule_of(
         late: the last gradient that arrives in a backward is added at its end, or after it; not where gradients travel
             in halves or shards are gathered.
         hosts: of the route two-level: how many, each with as many ranks that are neighbours.
+        gradient_route: ``"chain"`` (a partial sum of each gradient travels the ring) or ``"direct"`` (each contribution
+            goes straight to its owner, who adds it; not on two ranks, two levels, or where shards are gathered).
+        narrow: of the gradient route ``"direct"``: contributions travel in fewer bits than they are added in, and two
+            ranks take it too.
 
     Raises:
         ValueError: an unknown name, fewer than one rank, a rank outside the ring, hosts that do not divide the ranks,
@@ -108,6 +114,8 @@ def schedule_of(
         two_lanes=two_lanes,
         late=late,
         hosts=hosts,
+        gradient_route=gradient_route,
+        narrow=narrow,
     )
 
 
@@ -126,8 +134,17 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes: bool) -> str:
+def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes: bool, straight: bool) -> str:
     """Which of the wanted ways a pass does not go, and why not."""
+    if straight and schedule.gradient_route == "chain":
+        few = "to two ranks" if schedule.ranks == 2 else "to one rank"
+        why = "to a forward" if pass_ == "forward" else "without a weight gradient"
+        if pass_ == "backward" and schedule.ranks <= 2:
+            why = few
+        elif schedule.route in ("gather", "two-level"):
+            why = "where shards are gathered" if schedule.route == "gather" else "on two levels"
+        others = _ignored(schedule, op=op, pass_=pass_, halves=halves, two_lanes=two_lanes, straight=False)
+        return f" (gradient route direct does not apply {why}){others}"
     wanted = {"halves": halves and not schedule.halves, "two lanes": two_lanes and not schedule.two_lanes}
     if pass_ == "forward" and wanted["halves"]:
         why = "to a forward"
@@ -135,6 +152,8 @@ def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes
         why = "to a bundle"
     elif schedule.route == "two-level":
         why = "on two levels"
+    elif schedule.gradient_route == "direct":
+        why = "where gradients go straight home"
     else:
         why = "where shards are gathered" if schedule.route == "gather" else "without a weight gradient"
     names = " and ".join(name for name, ignored in wanted.items() if ignored)
@@ -151,6 +170,7 @@ def describe(
     halves: bool = False,
     two_lanes: bool = False,
     hosts: int = 1,
+    gradient_route: str = "chain",
 ) -> str:
     """Two lines: which pass this is, and what each rank computes, sends and holds.
 
@@ -176,8 +196,11 @@ def describe(
     variant = "in place" if in_place else "out of place"
     if in_place and first.ranks > 1 and hops["weight"] == 0:
         variant, taken = "out of place (no weights travel)", taken if route == "gather" else route
+    straight = first.gradient_route == "direct"
     variant += ", gradients in halves" * first.halves + ", two lanes" * first.two_lanes
-    variant += _ignored(first, op=op, pass_=pass_, halves=halves, two_lanes=two_lanes)
+    variant += ", gradients straight home" * straight
+    wishes = {"halves": halves, "two_lanes": two_lanes, "straight": gradient_route == "direct"}
+    variant += _ignored(first, op=op, pass_=pass_, **wishes)
     what = [f"{number} {kind}" for kind, number in computes.items()]
     what += [_count(hops[channel], f"{channel} hop") for channel in hops]
     outer = sum(step.outer for step in first.steps)

@@ -12,8 +12,8 @@ class Counters:
 
     def slot_count(self, channel: str) -> Any:
         """Slots of `weight` or `gradient`: .slots and .bytes that exist, .peak_slots leased at once, .peak_bytes,
-        .allocations ever."""
-        return self._executor.slots(channel)
+        .allocations ever. `scratch`: places of this rank where weights are widened that travel in fewer bits."""
+        return self._executor.scratch() if channel == "scratch" else self._executor.slots(channel)
 
     def reset_peak(self) -> None:
         """Starts the peaks of `slot_count` anew."""

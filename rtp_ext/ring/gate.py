@@ -50,7 +50,7 @@ class LayerSize:
 
     outputs: int
     inputs: int
-    weight_bytes: int
+    weight_bytes: float
     gradient_bytes: int
 
 
@@ -142,9 +142,17 @@ def predict(ranks: int, tokens: int, layer: LayerSize, link: Link, device: Devic
 
 
 def decide(
-    ranks: int, tokens: int, layer: LayerSize, *, hop_route: str, link: Link | None, device: Device | None
+    ranks: int,
+    tokens: int,
+    layer: LayerSize,
+    *,
+    hop_route: str,
+    link: Link | None,
+    device: Device | None,
+    gathers: bool = True,
 ) -> LayerPlan:
-    """The plan for a layer with `tokens` local tokens; `hop_route` is what the hops of a rotation take."""
+    """The plan for a layer with `tokens` local tokens; `hop_route` is what the hops of a rotation take. `gathers`:
+    whether its weights can be gathered."""
     if ranks == 1 or link is None or device is None:
         why = "a single rank" if ranks == 1 else "rotation costs nothing more than gathering on a CPU or one device"
         return LayerPlan(hop_route, False, why, {})
@@ -152,7 +160,7 @@ def decide(
     whole_bytes = layer.outputs * layer.inputs * max(layer.weight_bytes, layer.gradient_bytes)
     text = ", ".join(f"{name} {time * 1e6:.1f} us" for name, time in seconds.items())
     text += f" for {tokens} tokens over a {link.source} link of {link.bytes_per_second / 1e9:.0f} GB/s"
-    if seconds["gather"] < MARGIN * seconds["rotate"] and whole_bytes <= WHOLE_LIMIT:
+    if gathers and seconds["gather"] < MARGIN * seconds["rotate"] and whole_bytes <= WHOLE_LIMIT:
         return LayerPlan("gather", False, text, seconds)
     rows = max(shard_sizes(layer.outputs, ranks))
     hop = link.seconds_per_hop + rows * layer.inputs * layer.gradient_bytes / link.bytes_per_second
@@ -172,6 +180,7 @@ class Gate:
     Attributes:
         link: what a hop is reckoned to cost; None where there is nothing to decide (a CPU, one process, one rank, a
             route that was asked for).
+        may_gather: whether weights can be gathered whole; not where they travel in fewer bits.
         alike: whether all ranks have the same kind of device. If not, each would reckon otherwise: nothing is decided.
         plans: the LayerPlan of every linear layer that has been called, by name.
     """
@@ -179,9 +188,16 @@ class Gate:
     alike = True
 
     def __init__(
-        self, ranks: int, device: torch.device, hop_route: str, route: str, gradient_halves: bool | None
+        self,
+        ranks: int,
+        device: torch.device,
+        hop_route: str,
+        route: str,
+        gradient_halves: bool | None,
+        *,
+        gathers: bool = True,
     ) -> None:
-        self.ranks, self.device, self.hop_route = ranks, device, hop_route
+        self.ranks, self.device, self.hop_route, self.may_gather = ranks, device, hop_route, gathers
         self.gathers = route == "gather"
         self.gradient_halves = gradient_halves
         self.link: Link | None = None
@@ -203,7 +219,15 @@ class Gate:
             plan = LayerPlan(self.hop_route, False, "nothing is known of its number of tokens in a first forward", {})
         else:
             device = device_of(self.device, dtype) if self.link and self.alike else None
-            plan = decide(self.ranks, tokens or 0, layer, hop_route=self.hop_route, link=self.link, device=device)
+            plan = decide(
+                self.ranks,
+                tokens or 0,
+                layer,
+                hop_route=self.hop_route,
+                link=self.link,
+                device=device,
+                gathers=self.may_gather,
+            )
         if self.gradient_halves is not None and plan.route != "gather":
             plan = LayerPlan(plan.route, self.gradient_halves, plan.reason, plan.seconds)
         self.plans[name] = plan

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
-__all__ = ["Ledger", "Prepared"]
+import torch
+
+__all__ = ["Agreements", "Ledger", "Prepared"]
 
 
 class Prepared:
@@ -83,3 +86,52 @@ class Ledger:
                     raise ValueError(
                         f"the ranks of the ring disagree: expected {left} (rank 0), got {right} on rank {rank}"
                     )
+
+
+_phases = itertools.count(1)
+
+
+class Agreements:
+    """What the ranks of a ring have agreed on, and which pass it is in. For the class Ring."""
+
+    exchange: Callable[[Any], list[Any]]
+    _agreements: itertools.count
+    _forward_phase: int
+    _forwards: int  # of models, one within another, that are running
+    _ledger: Ledger
+    _passing_by: int  # id of the backward that told nothing of the order of others
+
+    def new_agreement(self) -> int:
+        """A number for what the ranks have just agreed on, the same on all of them."""
+        return next(self._agreements)
+
+    def begin_forward(self) -> None:
+        """A forward of a model starts: its passes are expected in the order of the one before."""
+        self._forward_phase = next(_phases)
+        self._forwards += 1
+
+    def end_forward(self) -> None:
+        self._forward_phase = 0
+        self._forwards -= 1
+
+    def postpone(self, prepared: Prepared, key: Any, text: str) -> bool:
+        """Whether the ranks compare later, all at once, what an operation was prepared for: in the forward of a model
+        that has agreed on what decides its hops."""
+        later = prepared.covered and self._forwards > 0 and torch._C._current_graph_task_id() == -1
+        if later:
+            self.compare_later(prepared.found, key, text)
+        return later
+
+    def compare_later(self, table: dict[Any, Any], key: Any, text: str) -> None:
+        """`settle` will compare `text`, which has to be the same on every rank; `table[key]` goes if it is not."""
+        self._ledger.record(table, key, text)
+
+    def settle(self) -> None:
+        """Has the ranks compare what was postponed. Raises ValueError on every rank where it differs. Collective, where
+        there is anything."""
+        self._ledger.settle(self.exchange)
+
+    def pass_by(self) -> None:
+        """The backward that runs computes gradients of parameters alone. Such come between backwards that compute those
+        of inputs, whose order stays known."""
+        self._passing_by = torch._C._current_graph_task_id()

@@ -39,12 +39,18 @@ class Primitives(Groups):
 
     serial: int
     hop_route: str
+    travel: str | None
     gate: Gate
     run: Callable[..., Any]
     _native: Any = None  # the transport, but for an emulated one
 
     def expect_in_place(self, name: str) -> None:
         """Raises ValueError where home shards cannot be asked to travel themselves."""
+        if self.travel is not None:
+            raise ValueError(
+                f"{name}: expected in_place=False on a ring of travel={self.travel!r}, where copies travel, got True; "
+                "a ring of travel=None moves shards in place"
+            )
         if self.hop_route == "two-level":
             raise ValueError(
                 f"{name}: expected in_place=False on route two-level, where a shard leaves in two directions at once, "

@@ -21,8 +21,9 @@ from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow, refuse_transforms
 from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.gate import Gate, kind_of
+from rtp_ext.ring.gradient_routes import ComingHome, GradientRoutes, check_wishes, choose_gradient_route
 from rtp_ext.ring.links.hosts import Hosts, find_hosts
-from rtp_ext.ring.links.options import TransportOptions
+from rtp_ext.ring.links.options import TransportOptions, check_travel
 from rtp_ext.ring.links.routes import choose_ce_modes, choose_hops
 from rtp_ext.ring.links.transports import (
     NETWORKED,
@@ -33,7 +34,7 @@ from rtp_ext.ring.links.transports import (
 )
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
-from rtp_ext.ring.prepared import Ledger, Prepared
+from rtp_ext.ring.prepared import Agreements, Ledger, Prepared
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Trace, record
 from rtp_ext.ring.surroundings import keep_compilers_out
@@ -47,10 +48,9 @@ TRANSPORTS = ("auto", "shm", "shm+tcp", "shm+c10d", "tcp", "c10d", "ce", "nccl",
 ROUTES = ("auto", "ring", "direct", "gather", "two-level")
 
 _serials = itertools.count()
-_phases = itertools.count(1)
 
 
-class Ring(Primitives, Counters):
+class Ring(Primitives, Counters, ComingHome, Agreements):
     """Ranks that rotate shards among themselves.
 
     Args:
@@ -68,6 +68,11 @@ class Ring(Primitives, Counters):
             turn inside each host while every rank hands one on to the next host; where ranks are not spread so, what
             `auto` takes, and `transport_reason` says why), or `auto`: two-level where it can be, and the gate decides
             for every linear layer.
+        gradient_route: `chain` (a partial sum of each gradient travels from rank to rank), `direct` (each contribution
+            goes straight to its owner, who adds them up in float32; not on route two-level), or `auto`: direct where
+            gradients travel in fewer than 32 bits and any rank reaches any other at the cost of a neighbour.
+        gradient_travel: `int8`: contributions travel in 8 bits, with a scale for each 128 numbers; on gradient route
+            direct only. None: in the reduce dtype.
         timeout: seconds (or a timedelta) after which a neighbour that does not answer is an error, RingTimeout.
         prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
             the forward or backward before. 0 turns it off.
@@ -76,6 +81,11 @@ class Ring(Primitives, Counters):
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
             each takes two gradient slots more. None: 1 where hops cross a network (a CPU ring over `tcp` or `c10d`),
             else 0. On route two-level they land within the pass.
+        travel: what weights travel in: None (as they are computed with), `bfloat16`, or `int8` (rounded to the nearest
+            of 255 values in blocks of 128 of a shard's part, each with a float32 scale: 1.03 bytes a number). Rounded
+            once, at home; whoever computes widens them, their owner too, so that every rank computes with the same
+            weights. Backward computes with these too. The home shard, and what the optimizer sees, stay exact; so do
+            biases, everything on a single rank, and `rotate` and `collect`. Not on route gather, and not in place.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
@@ -88,6 +98,7 @@ class Ring(Primitives, Counters):
 
     Attributes:
         rank, size: this rank's place, and the number of ranks R.
+        travel: as given.
         serial: the how manieth ring of this process this is.
         device: where shards live.
         mesh: the one-dimensional DeviceMesh of the ring; None for an emulated ring.
@@ -98,6 +109,7 @@ class Ring(Primitives, Counters):
         link: what stands in for the wire in an emulated ring on a GPU; None for any other.
         hosts, per_host: on how many hosts its ranks are, and how many on each; None where not equally many.
         hop_route: `ring`, `direct` or `two-level`, what the hops of a rotation take.
+        gradient_route, gradient_travel, gradients: what gradients take, in what, and why: see GradientRoutes.
         gate: decides how each linear layer travels, and remembers it: `gate.plans`.
         common: what functional forms without `prepared=` keep of operations on DTensors.
         offload_policy: what the models on the ring were converted with; None: none was yet.
@@ -115,21 +127,25 @@ class Ring(Primitives, Counters):
         dims: RotationDims | None = None,
         transport: str = "auto",
         route: str = "auto",
+        travel: str | None = None,
         timeout: float | datetime.timedelta = 600.0,
         slot_cap: int = SLOT_CAP,
         prefetch: int = 1,
         gradient_halves: bool | None = None,
         late_gradients: int | None = None,
+        gradient_route: str = "auto",
+        gradient_travel: str | None = None,
         transport_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_choice("transport", transport, TRANSPORTS)
         _check_choice("route", route, ROUTES)
         if route == "two-level" and gradient_halves:
             raise ValueError("Ring: expected gradient_halves None or False with route two-level, got True")
+        check_wishes(gradient_route, gradient_travel, route, gradient_halves)
         self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
-        self._take(slot_cap, prefetch, late_gradients)
+        self._take(slot_cap, prefetch, late_gradients, travel, route)
         self.transport_options = TransportOptions.of(transport_options)
         meshes = resolve_mesh(mesh_or_group, dims)
         self.mesh: DeviceMesh | None = meshes.hops
@@ -146,10 +162,11 @@ class Ring(Primitives, Counters):
         self._open_groups(dist.get_process_group_ranks(group))
         self.serial = next(_serials)
         self._agree_on_options(
-            f"transport {transport}, route {route}, timeout {self.timeout}, slot_cap {slot_cap}, prefetch {prefetch}, "
-            f"gradient_halves {gradient_halves}, late_gradients {late_gradients}, {self.transport_options}"
+            f"transport {transport}, route {route}, travel {travel}, timeout {self.timeout}, slot_cap {slot_cap}, "
+            f"prefetch {prefetch}, gradient_halves {gradient_halves}, late_gradients {late_gradients}, "
+            f"gradient_route {gradient_route}, gradient_travel {gradient_travel}, {self.transport_options}"
         )
-        self._start(transport, route, gradient_halves, late_gradients)
+        self._start(transport, route, gradient_halves, late_gradients, gradient_route, gradient_travel)
 
     @classmethod
     def emulated(
@@ -160,9 +177,12 @@ class Ring(Primitives, Counters):
         device: torch.device | str = "cpu",
         link: str | None = None,
         route: str = "ring",
+        travel: str | None = None,
         hosts: int = 1,
         prefetch: int = 1,
         gradient_halves: bool | None = None,
+        gradient_route: str = "chain",
+        gradient_travel: str | None = None,
     ) -> Ring:
         """A ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
 
@@ -179,7 +199,10 @@ class Ring(Primitives, Counters):
         ring = cls.__new__(cls)
         ring.timeout = datetime.timedelta(seconds=600)
         _check_choice("route", route, ROUTES[1:])
-        ring._take(SLOT_CAP, prefetch, 0)
+        check_wishes(gradient_route, gradient_travel, route, gradient_halves)
+        _check_choice("gradient_route", gradient_route, ("chain", "direct"))
+        ring.gradients = GradientRoutes(gradient_route, gradient_travel, "it was asked for")
+        ring._take(SLOT_CAP, prefetch, 0, travel, route)
         ring.transport_options = TransportOptions.of(None)
         ring.mesh = ring.parameter_mesh = ring.tensor_mesh = None
         ring.replicas = 1
@@ -199,7 +222,7 @@ class Ring(Primitives, Counters):
 
     # -- making and ending -------------------------------------------------------------------------------------------
 
-    def _take(self, slot_cap: int, prefetch: int, late_gradients: int | None) -> None:
+    def _take(self, slot_cap: int, prefetch: int, late_gradients: int | None, travel: str | None, route: str) -> None:
         """Takes the options that need no other rank."""
         if slot_cap < 0:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
@@ -207,7 +230,9 @@ class Ring(Primitives, Counters):
             raise ValueError(f"Ring: expected prefetch 0 or 1, got {prefetch!r}")
         if late_gradients is not None and (isinstance(late_gradients, bool) or late_gradients < 0):
             raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late_gradients!r}")
+        check_travel(travel, route)
         keep_compilers_out()
+        self.travel = travel
         self.slot_cap, self.prefetch, self.late_gradients = slot_cap, prefetch, late_gradients or 0
         self._agreements = itertools.count(1)
         self._forward_phase = 0
@@ -218,7 +243,7 @@ class Ring(Primitives, Counters):
 
     def _build(self, native: Any, route: str, gradient_halves: bool | None) -> None:
         """The executor and the gate, once transport and routes are known."""
-        self.gate = Gate(self.size, self.device, self.hop_route, route, gradient_halves)
+        self.gate = Gate(self.size, self.device, self.hop_route, route, gradient_halves, gathers=self.travel is None)
         self._executor = _native.Executor(native, self.rank, self.size, self.device, self.placed.count)
         self._executor.prefetch(self.prefetch > 0)
         self._executor.allow_late(self.late_gradients)
@@ -232,7 +257,9 @@ class Ring(Primitives, Counters):
             if theirs != told[0]:
                 raise ValueError(f"Ring: ranks disagree: expected {told[0]} (rank 0), got {theirs} on rank {rank}")
 
-    def _start(self, transport: str, route: str, gradient_halves: bool | None, late_gradients: int | None) -> None:
+    def _start(
+        self, transport: str, route: str, gradient_halves: bool | None, late_gradients: int | None, *gradients: Any
+    ) -> None:
         self.placed = find_hosts(self)
         connection = connect(self, transport)
         self._native, self.transport = connection.native, connection.name
@@ -242,6 +269,7 @@ class Ring(Primitives, Counters):
         )
         self.transport_reason += missed
         self.route: str = "gather" if route == "gather" else self.hop_route
+        self.gradients = choose_gradient_route(self, self.transport, self.hop_route, *gradients)
         if self.transport == "ce":
             choose_ce_modes(connection.native, self.hop_route, self.transport_options.ce_mode)
         if late_gradients is None and self.device.type == "cpu" and self.transport in NETWORKED:
@@ -250,7 +278,9 @@ class Ring(Primitives, Counters):
         if self.device.type == "cuda":
             self.gate.alike = len(set(self.exchange(kind_of(self.device)))) == 1
         logger.info(
-            "ring of %d: transport %s (%s), route %s", self.size, self.transport, self.transport_reason, self.route
+            "ring of %d: transport %s (%s), route %s, gradients %s (%s)",
+            *(self.size, self.transport, self.transport_reason, self.route),
+            *(self.gradient_travel or self.gradient_route, self.gradients.reason),
         )
 
     @property
@@ -342,59 +372,6 @@ class Ring(Primitives, Counters):
         if self.host_memory is not None:  # a shard has no memory on the device before its layer runs
             self.prefetch = 0
             self._executor.prefetch(False)
-
-    # -- agreements, the gate and the prefetcher ---------------------------------------------------------------------
-
-    def new_agreement(self) -> int:
-        """A number for what the ranks have just agreed on, the same on all of them."""
-        return next(self._agreements)
-
-    def begin_forward(self) -> None:
-        """A forward of a model starts: its passes are expected in the order of the one before."""
-        self._forward_phase = next(_phases)
-        self._forwards += 1
-
-    def end_forward(self) -> None:
-        self._forward_phase = 0
-        self._forwards -= 1
-
-    def postpone(self, prepared: Prepared, key: Any, text: str) -> bool:
-        """Whether the ranks compare later, all at once, what an operation was prepared for: in the forward of a model
-        that has agreed on what decides its hops."""
-        later = prepared.covered and self._forwards > 0 and torch._C._current_graph_task_id() == -1
-        if later:
-            self.compare_later(prepared.found, key, text)
-        return later
-
-    def compare_later(self, table: dict[Any, Any], key: Any, text: str) -> None:
-        """`settle` will compare `text`, which has to be the same on every rank; `table[key]` goes if it is not."""
-        self._ledger.record(table, key, text)
-
-    def settle(self) -> None:
-        """Has the ranks compare what was postponed. Raises ValueError on every rank where it differs. Collective, where
-        there is anything."""
-        self._ledger.settle(self.exchange)
-
-    def pass_by(self) -> None:
-        """The backward that runs computes gradients of parameters alone. Such come between backwards that compute those
-        of inputs, whose order stays known."""
-        self._passing_by = torch._C._current_graph_task_id()
-
-    def landing_after(self) -> int:
-        """The operation that is called now may let its gradients land late: where in the order of a backward, which is
-        that of autograd's sequence numbers, they have to. Once the `late_gradients` operations called before this one,
-        which are the next in a backward, have posted their hops."""
-        after = self._called[0] if len(self._called) == self.late_gradients else 0
-        self._called.append(torch._C._autograd._get_sequence_nr())
-        return after
-
-    def land(self, gradient: torch.Tensor) -> None:
-        """Waits for what is under way of a gradient that an operation's backward has returned."""
-        try:
-            self._executor.land(gradient)
-        except RotationError:
-            self.abandon()
-            raise
 
     # -- traces -----------------------------------------------------------------------------------------
 

@@ -1,12 +1,13 @@
 // The kernels' launches as Python's ctypes calls them, on emulated threads.
 #include <cstdlib>
 
+#include "compute/gemm_layout.h"
 #include "emulated_cuda.h"
 #include "kernels/activation.h"
 #include "kernels/embedding.h"
 #include "kernels/logits.h"
 #include "kernels/pack.h"
-#include "compute/gemm_layout.h"
+#include "kernels/quantise.h"
 
 extern "C" {
 
@@ -32,11 +33,17 @@ int pack(const rtp::PackEntry* entries, int count) {
   return rtp::launch_pack(batch, nullptr);
 }
 
+int quantise(const rtp::QuantiseParameters* given) { return rtp::launch_quantise(*given, nullptr); }
+int dequantise(const rtp::DequantiseParameters* given) { return rtp::launch_dequantise(*given, nullptr); }
+int add_widened(const rtp::AddWidenedParameters* given) { return rtp::launch_add_widened(*given, nullptr); }
+
 // Sizes of the structures above, in their order, for Python's mirrors of them.
 int structure_bytes(int which) {
-  const size_t bytes[] = {sizeof(rtp::HiddenForward), sizeof(rtp::HiddenBackward),  sizeof(rtp::LogitSums),
-                          sizeof(rtp::LogitGradient), sizeof(rtp::EmbeddingGather), sizeof(rtp::EmbeddingScatter),
-                          sizeof(rtp::PackEntry)};
+  const size_t bytes[] = {
+      sizeof(rtp::HiddenForward),       sizeof(rtp::HiddenBackward),     sizeof(rtp::LogitSums),
+      sizeof(rtp::LogitGradient),       sizeof(rtp::EmbeddingGather),    sizeof(rtp::EmbeddingScatter),
+      sizeof(rtp::PackEntry),           sizeof(rtp::QuantiseParameters), sizeof(rtp::DequantiseParameters),
+      sizeof(rtp::AddWidenedParameters)};
   return static_cast<int>(bytes[which]);
 }
 

@@ -85,7 +85,9 @@ class RotatedOperation:
         for weight in self.weights:
             rows, *rest = weight.shard_shape(ranks) or (1,)
             parts.append((rows, math.prod(rest), weight in travelling))
-        return engine().OperationSize(parts, self.bundle, in_pieces)
+        dims = 3 if any(len(weight.shape) == 3 for weight in self.weights) else 2  # of the weights of experts: 3
+        biases = [place for place, weight in enumerate(self.weights) if len(weight.shape) < dims]
+        return engine().OperationSize(parts, self.bundle, in_pieces, biases)
 
     def pieces(self, ranks: int, element_bytes: int) -> int:
         """How many pieces its shards travel in, under the slot cap of a ring that is given none."""
@@ -104,6 +106,7 @@ class RotationBytes:
     gradients_bytes: int
     optimizer_bytes: int
     optimizer_steps_bytes: int  # AdamW's step counters, float32 scalars on the host; not part of optimizer_bytes
+    scratch_bytes: int = 0  # of the place where weights are widened that travel in fewer bits
 
 
 def rtp_bytes(
@@ -120,6 +123,9 @@ def rtp_bytes(
     in_place: bool = False,
     sends_anywhere: bool = True,
     receives_anywhere: bool = True,
+    travel: str | None = None,
+    gradient_route: str = "chain",
+    gradient_travel: str | None = None,
 ) -> RotationBytes:
     """Slots and states of one rank that trains with rotation.
 
@@ -133,12 +139,23 @@ def rtp_bytes(
         slot_cap: of the ring; 0: none; None: that of a ring that is given none.
         sends_anywhere, receives_anywhere: whether hops start from and land in any memory (nccl, c10d, emulated) or in
             slots only (shm receives so).
+        travel: what weights travel in, as in `rtp_ext.Ring`; a ring of it moves nothing in place.
+        gradient_route, gradient_travel: what gradients take, `chain` or `direct`, and in what they travel; None: in
+            `reduce_bytes` a number. On `direct` they are summed in float32 (float64 for 8 bytes).
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
-    parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. The pool keeps
-    them; a slot that is too small makes way. Source: csrc/schedule/footprint.cpp, which the engine itself runs.
+    parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. On gradient
+    route direct three for gradients, and one as wide as their sum where they travel in fewer bits. The pool keeps them;
+    a slot that is too small makes way. Source: csrc/schedule/footprint.cpp, which the engine itself runs.
     """
     check_at_least("rtp_bytes", 1, ranks=ranks, param_bytes=param_bytes, reduce_bytes=reduce_bytes)
+    if in_place and travel is not None:
+        raise ValueError(f"rtp_bytes: expected in_place=False with travel, got True and {travel!r}")
+    if gradient_travel not in (None, "int8") or (gradient_travel and gradient_route != "direct"):
+        raise ValueError(
+            "rtp_bytes: expected gradient_travel None, or 'int8' with gradient_route direct, got "
+            f"{gradient_travel!r} with {gradient_route}"
+        )
     if not 0 <= rank < ranks:
         raise ValueError(f"rtp_bytes: expected 0 <= rank < {ranks}, got {rank}")
     compute = compute_bytes or param_bytes
@@ -156,6 +173,10 @@ def rtp_bytes(
         compute_bytes=compute,
         reduce_bytes=reduce_bytes,
         slot_cap=engine().SLOT_CAP if slot_cap is None else slot_cap,
+        travel=travel,
+        gradient_route=gradient_route,
+        sum_bytes=max(4, reduce_bytes),
+        gradients_quantised=gradient_travel is not None,
         **reach,
     )
 
@@ -176,6 +197,7 @@ def rtp_bytes(
         own,
         own * optimizer_moments,
         4 * len(states) if optimizer_moments == 2 else 0,
+        held.scratch.peak_bytes,
     )
 
 

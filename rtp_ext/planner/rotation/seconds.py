@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.engine import engine
@@ -25,14 +25,26 @@ _OPERATIONS = {"linear": "linear", "embedding": "embedding", "bundle": "mlp", "h
 
 
 @functools.cache
-def lockstep(ranks: int, op: str, pass_: str, in_place: bool, halves: bool, dgrad: bool, two_lanes: bool) -> Lockstep:
+def lockstep(
+    ranks: int,
+    op: str,
+    pass_: str,
+    in_place: bool,
+    halves: bool,
+    dgrad: bool,
+    two_lanes: bool,
+    straight: bool = False,
+    narrow: bool = False,
+) -> Lockstep:
     """The simulator of the schedule that the executor runs (rtp_ext.schedule)."""
     from rtp_ext.observe.schedule import schedule_of  # it loads the extension, and torch with it
     from rtp_ext.observe.timeline import Lockstep
 
     if pass_ == "forward":
         return Lockstep(schedule_of(ranks, 0, op=op, in_place=in_place, two_lanes=two_lanes))
-    ways = {"in_place": in_place, "dgrad": dgrad, "halves": halves, "two_lanes": two_lanes}
+    ways: dict[str, Any] = {"in_place": in_place, "dgrad": dgrad, "halves": halves, "two_lanes": two_lanes}
+    if straight:
+        ways |= {"gradient_route": "direct", "narrow": narrow}
     return Lockstep(schedule_of(ranks, 0, op=op, pass_=pass_, route="ring", **ways))
 
 
@@ -64,6 +76,11 @@ class RotationTime:
     makespan_s: tuple[float, float]
 
 
+def wire_bytes(travel: str | None, element_bytes: int) -> float:
+    """Of a number that is `element_bytes` wide where it does not travel; its part of the scales included."""
+    return engine().wire_bytes(128, travel, element_bytes) / 128
+
+
 def hop_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
     """One hop: the latency of a message, and its bytes over the slowest link of the ring.
 
@@ -85,9 +102,14 @@ def rotation_seconds(
     in_place: bool = False,
     recompute: bool = False,
     experts_per_token: int = 0,
+    travel: str | None = None,
+    gradient_route: str = "chain",
+    gradient_travel: str | None = None,
 ) -> RotationTime:
     """A rotation of `group.ranks` ranks with `tokens` tokens on each.
 
+    travel, gradient_route, gradient_travel: as in `rtp_ext.Ring`. What travels in fewer bits is widened before every
+    product with it, and rounded after, at the rate of memory.
     compute_bytes, reduce_bytes: of a value of a weight and of a gradient that travels. product_bytes: of what GEMMs
     read. recompute: of a bundle, its first half is computed again in backward.
 
@@ -98,23 +120,37 @@ def rotation_seconds(
     2311.01635.
     """
     ranks, op = group.ranks, _OPERATIONS[rotation.kind]
-    pieces = rotation.pieces(ranks, max(compute_bytes, reduce_bytes))
+    straight = gradient_route == "direct"
+    home_bytes = max(4, reduce_bytes) if straight else reduce_bytes
+    pieces = rotation.pieces(ranks, max(compute_bytes, home_bytes))
+    weight_bytes = wire_bytes(travel, compute_bytes)
+    gradient_bytes = wire_bytes(gradient_travel, reduce_bytes)
+    narrow = straight and gradient_bytes < home_bytes
     cluster = group.cluster
     width = (product_bytes, experts_per_token)
     whole = _computes(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
     engine = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
     one = _computes(rotation, tokens, ranks, pieces, cluster, engine, recompute, *width)
     sent = {
-        "weight": _shard_values(rotation.weights, ranks) / pieces * compute_bytes,
-        "gradient": _shard_values(rotation.weights, ranks) / pieces * reduce_bytes,
+        "weight": _shard_values(rotation.weights, ranks) / pieces * weight_bytes,
+        "gradient": _shard_values(rotation.weights, ranks) / pieces * gradient_bytes,
     }
-    back = _shard_values(rotation.backward_weights, ranks) / pieces * compute_bytes
+    back = _shard_values(rotation.backward_weights, ranks) / pieces * weight_bytes
+    home = _shard_values(rotation.weights, ranks) / pieces * home_bytes
+    if weight_bytes < compute_bytes:
+        wide = _shard_values(rotation.weights, ranks) / pieces * compute_bytes
+        widened = traffic_s(sent["weight"] + wide, cluster, engine)
+        one = {kind: time + widened * (kind != "wgrad") for kind, time in one.items()}
+    if narrow:
+        one["wgrad"] += traffic_s(home + sent["gradient"], cluster, engine)
     hops = {kind: hop_s(group, size, constants) for kind, size in sent.items()}
-    copy = traffic_s(3 * sent["gradient"], cluster, constants)
+    copy = traffic_s(2 * home + sent["gradient"], cluster, constants)
     durations = {**one, **hops, "add": copy, "copy": traffic_s(2 * sent["weight"], cluster, constants)}
     backward_durations = {**durations, "weight": hop_s(group, back, constants)}
+    if straight:  # what arrives first is copied home
+        backward_durations["copy"] = traffic_s(home + sent["gradient"], cluster, constants)
     dgrad = rotation.input_gradient and rotation.kind != "embedding"
-    halves = op == "linear" and hops["gradient"] > one["dgrad"]
+    halves = op == "linear" and not straight and hops["gradient"] > one["dgrad"]
     moves = in_place and pieces == 1 and ranks > 1
     lanes = (False, False)
     if op == "linear" and ranks > 1:
@@ -126,7 +162,8 @@ def rotation_seconds(
         ranks * sum((filled if two else one)[kind] for kind in kind_s) for kind_s, two in zip(kinds, lanes, strict=True)
     ]
     forward = lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0]).makespan(durations)
-    backward = lockstep(ranks, op, "backward", moves, halves, dgrad, lanes[1]).makespan(backward_durations)
+    ways = (moves, halves, dgrad, lanes[1], straight, narrow)
+    backward = lockstep(ranks, op, "backward", *ways).makespan(backward_durations)
     both = (ranks - 1) * (back + sent["gradient"]) / hop_bytes_per_s(group, constants) if ranks > 1 else 0.0
     spans = (max(forward, work[0]), max(backward, work[1], both))
     first = constants.kernel_s - constants.engine_launch_s

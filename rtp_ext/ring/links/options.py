@@ -1,4 +1,4 @@
-"""Settings of transports between GPUs."""
+"""Settings of transports between GPUs, and what weights travel in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
+from rtp_ext import _native
+
 CE_MODES = ("auto", "push", "pull")
+TRAVELS = (None, "bfloat16", "int8")
+
+
+def check_travel(travel: str | None, route: str) -> None:
+    """Raises ValueError where the weights of a ring on this route cannot travel so."""
+    if travel not in TRAVELS:
+        raise ValueError(f"Ring: expected travel to be None, 'bfloat16' or 'int8', got {travel!r}")
+    if travel is not None and route == "gather":
+        raise ValueError(
+            "Ring: expected travel None with route gather, whose products take all shards at once as they are "
+            f"computed with, got {travel!r}; on every other route weights can travel so"
+        )
+
+
+def wire_itemsize(travel: str | None, dtype: torch.dtype) -> float:
+    """Bytes of a number of a weight of this compute dtype while it travels, its part of the scales among them."""
+    return _native.wire_bytes(128, travel, dtype.itemsize) / 128
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,264 @@
+#include "compute/quantise.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "base/checks.h"
+#include "compute/kernel_tensors.h"
+#include "kernels/quantise.h"
+
+// Loops that the compiler vectorises, once for each of these instruction sets; which of them runs is found out when the
+// library is loaded.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define RTP_VECTORISED __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
+#else
+#define RTP_VECTORISED
+#endif
+#define RTP_INLINE [[gnu::always_inline]] inline
+
+namespace rtp {
+namespace {
+
+constexpr int64_t kGrain = 256;  // blocks that are worth a thread
+constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
+// Added to a float below 2^22, it leaves the nearest integer in the low bits.
+constexpr float kToInteger = 12582912.0f;
+
+RTP_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+RTP_INLINE float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+RTP_INLINE float widened(float x) { return x; }
+RTP_INLINE float widened(double x) { return static_cast<float>(x); }
+RTP_INLINE float widened(c10::Half x) { return static_cast<float>(x); }
+RTP_INLINE float widened(c10::BFloat16 x) { return float_of(static_cast<uint32_t>(x.x) << 16); }
+
+RTP_INLINE void narrowed(float& to, float x) { to = x; }
+RTP_INLINE void narrowed(double& to, float x) { to = x; }
+RTP_INLINE void narrowed(c10::Half& to, float x) { to = c10::Half(x); }
+// Rounds to the nearest, ties to even; what it is given is a product of a scale, finite or NaN.
+RTP_INLINE void narrowed(c10::BFloat16& to, float x) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  to.x = static_cast<uint16_t>((bits & kMagnitude) > kInfinity ? 0x7fc0 : rounded);
+}
+
+// The blocks [first, last) of `numbers` values.
+template <typename Value>
+RTP_INLINE void quantise_blocks(int8_t* to, float* scales, const Value* from, int64_t numbers, int64_t first,
+                                int64_t last) {
+  float block[kQuantiseBlock];
+  for (int64_t index = first; index < last; ++index) {
+    const int64_t begin = index * kQuantiseBlock;
+    const int64_t count = std::min(numbers - begin, kQuantiseBlock);
+    if (count < kQuantiseBlock) std::fill(block, block + kQuantiseBlock, 0.0f);
+    if (count == kQuantiseBlock) {
+      for (int64_t i = 0; i < kQuantiseBlock; ++i) block[i] = widened(from[begin + i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) block[i] = widened(from[begin + i]);
+    }
+    uint32_t most = 0;  // magnitudes are ordered as their bits are, infinities and NaNs above all others
+    for (int64_t i = 0; i < kQuantiseBlock; ++i) {
+      const uint32_t magnitude = bits_of(block[i]) & kMagnitude;
+      most = magnitude > most ? magnitude : most;
+    }
+    const float largest = float_of(most);
+    const bool finite = most < kInfinity;
+    const bool zero = finite && largest < kQuantiseLeast;
+    scales[index] = finite ? (zero ? 0.0f : largest / 127.0f) : std::numeric_limits<float>::quiet_NaN();
+    const float inverse = finite && !zero ? 127.0f / largest : 0.0f;
+    int8_t rounded[kQuantiseBlock];
+    for (int64_t i = 0; i < kQuantiseBlock; ++i) {
+      rounded[i] = static_cast<int8_t>(bits_of(block[i] * inverse + kToInteger) - bits_of(kToInteger));
+    }
+    std::memcpy(to + begin, rounded, static_cast<size_t>(count));
+  }
+}
+
+template <bool kAdd, typename Value>
+RTP_INLINE void dequantise_blocks(Value* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
+                                  int64_t last) {
+  for (int64_t index = first; index < last; ++index) {
+    const int64_t begin = index * kQuantiseBlock;
+    const int64_t count = std::min(numbers - begin, kQuantiseBlock);
+    const float scale = scales[index];
+    const auto each = [&](int64_t i) __attribute__((always_inline)) {
+      const float value = static_cast<float>(from[begin + i]) * scale;
+      if constexpr (kAdd) {
+        narrowed(to[begin + i], widened(to[begin + i]) + value);
+      } else {
+        narrowed(to[begin + i], value);
+      }
+    };
+    if (count == kQuantiseBlock) {
+      for (int64_t i = 0; i < kQuantiseBlock; ++i) each(i);
+    } else {
+      for (int64_t i = 0; i < count; ++i) each(i);
+    }
+  }
+}
+
+// What has more bits than float32 is added to as it is.
+RTP_INLINE void add_blocks(double* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
+                           int64_t last) {
+  for (int64_t index = first; index < last; ++index) {
+    const int64_t begin = index * kQuantiseBlock, end = std::min(numbers, begin + kQuantiseBlock);
+    const float scale = scales[index];
+    for (int64_t i = begin; i < end; ++i) to[i] += static_cast<float>(from[i]) * scale;
+  }
+}
+
+#define RTP_LOOPS(Value)                                                                                           \
+  RTP_VECTORISED void quantise_range(int8_t* to, float* scales, const Value* from, int64_t numbers, int64_t first, \
+                                     int64_t last) {                                                               \
+    quantise_blocks(to, scales, from, numbers, first, last);                                                       \
+  }                                                                                                                \
+  RTP_VECTORISED void dequantise_range(Value* to, const int8_t* from, const float* scales, int64_t numbers,        \
+                                       int64_t first, int64_t last) {                                              \
+    dequantise_blocks<false>(to, from, scales, numbers, first, last);                                              \
+  }
+RTP_LOOPS(float)
+RTP_LOOPS(double)
+RTP_LOOPS(c10::Half)
+RTP_LOOPS(c10::BFloat16)
+#undef RTP_LOOPS
+
+RTP_VECTORISED void add_range(float* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
+                              int64_t last) {
+  dequantise_blocks<true>(to, from, scales, numbers, first, last);
+}
+RTP_VECTORISED void add_range(double* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
+                              int64_t last) {
+  add_blocks(to, from, scales, numbers, first, last);
+}
+
+RTP_VECTORISED void add_widened_range(float* sum, const c10::BFloat16* values, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) sum[i] += widened(values[i]);
+}
+RTP_VECTORISED void add_widened_range(float* sum, const c10::Half* values, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) sum[i] += widened(values[i]);
+}
+
+void check(const at::Tensor& values, const at::Tensor& bytes) {
+  RTP_CHECK_TYPE(bytes.scalar_type() == at::kByte, "expected quantised numbers in uint8, got ", bytes.scalar_type());
+  RTP_CHECK_VALUE(values.is_contiguous() && bytes.is_contiguous() && bytes.numel() == quantised_bytes(values.numel()),
+                  "expected contiguous values, and ", quantised_bytes(values.numel()), " contiguous bytes for ",
+                  values.numel(), " numbers, got ", bytes.numel());
+  RTP_CHECK_VALUE(values.device() == bytes.device(), "expected values and bytes on one device, got ",
+                  values.device().str(), " and ", bytes.device().str());
+  RTP_CHECK_VALUE(reinterpret_cast<uintptr_t>(bytes.const_data_ptr()) % alignof(float) == 0,
+                  "expected quantised numbers at a multiple of ", alignof(float), " bytes");
+}
+
+template <typename Action>
+void over_blocks(int64_t numbers, Action&& action) {
+  at::parallel_for(0, (numbers + kQuantiseBlock - 1) / kQuantiseBlock, kGrain, std::forward<Action>(action));
+}
+
+#ifdef RTP_WITH_CUDA
+Element kernel_element(const at::Tensor& tensor) {
+  const auto element = element_of(tensor.scalar_type());
+  RTP_CHECK_TYPE(element.has_value(), "expected float32, bfloat16 or float16 to quantise on a GPU, got ",
+                 tensor.scalar_type());
+  return *element;
+}
+#endif
+
+}  // namespace
+
+void quantise(const at::Tensor& bytes, const at::Tensor& values) {
+  check(values, bytes);
+  if (values.numel() == 0) return;
+  const int64_t numbers = values.numel();
+  auto* to = static_cast<int8_t*>(bytes.data_ptr());
+  auto* scales = reinterpret_cast<float*>(to + quantised_scales(numbers));
+#ifdef RTP_WITH_CUDA
+  if (values.is_cuda()) {
+    const QuantiseParameters parameters{kernel_element(values), numbers, values.const_data_ptr(), to, scales};
+    return launch_beside(values, [&](void* stream) { return launch_quantise(parameters, stream); });
+  }
+#endif
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, values.scalar_type(), "quantise", [&] {
+    const auto* from = values.const_data_ptr<scalar_t>();
+    over_blocks(numbers, [&](int64_t first, int64_t last) { quantise_range(to, scales, from, numbers, first, last); });
+  });
+}
+
+void dequantise(const at::Tensor& out, const at::Tensor& bytes) {
+  check(out, bytes);
+  if (out.numel() == 0) return;
+  const int64_t numbers = out.numel();
+  const auto* from = static_cast<const int8_t*>(bytes.const_data_ptr());
+  const auto* scales = reinterpret_cast<const float*>(from + quantised_scales(numbers));
+#ifdef RTP_WITH_CUDA
+  if (out.is_cuda()) {
+    const DequantiseParameters parameters{kernel_element(out), numbers, from, scales, out.data_ptr(), false};
+    return launch_beside(out, [&](void* stream) { return launch_dequantise(parameters, stream); });
+  }
+#endif
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "dequantise", [&] {
+    auto* to = out.data_ptr<scalar_t>();
+    over_blocks(numbers,
+                [&](int64_t first, int64_t last) { dequantise_range(to, from, scales, numbers, first, last); });
+  });
+}
+
+void dequantise_add(const at::Tensor& sum, const at::Tensor& bytes) {
+  check(sum, bytes);
+  if (sum.numel() == 0) return;
+  const int64_t numbers = sum.numel();
+  const auto* from = static_cast<const int8_t*>(bytes.const_data_ptr());
+  const auto* scales = reinterpret_cast<const float*>(from + quantised_scales(numbers));
+#ifdef RTP_WITH_CUDA
+  if (sum.is_cuda()) {
+    const DequantiseParameters parameters{kernel_element(sum), numbers, from, scales, sum.data_ptr(), true};
+    return launch_beside(sum, [&](void* stream) { return launch_dequantise(parameters, stream); });
+  }
+#endif
+  AT_DISPATCH_FLOATING_TYPES(sum.scalar_type(), "dequantise_add", [&] {
+    auto* to = sum.data_ptr<scalar_t>();
+    over_blocks(numbers, [&](int64_t first, int64_t last) { add_range(to, from, scales, numbers, first, last); });
+  });
+}
+
+void add_widened(const at::Tensor& sum, const at::Tensor& values) {
+  RTP_CHECK_VALUE(sum.sizes() == values.sizes(), "expected values of shape ", sum.sizes(), " to add, got ",
+                  values.sizes());
+  const bool widens = sum.scalar_type() == at::kFloat &&
+                      (values.scalar_type() == at::kBFloat16 || values.scalar_type() == at::kHalf) &&
+                      sum.is_contiguous() && values.is_contiguous();
+  if (!widens) {
+    sum.add_(values);
+    return;
+  }
+  const int64_t numbers = sum.numel();
+#ifdef RTP_WITH_CUDA
+  if (sum.is_cuda()) {
+    const AddWidenedParameters parameters{kernel_element(values), numbers, values.const_data_ptr(),
+                                          sum.data_ptr<float>()};
+    return launch_beside(sum, [&](void* stream) { return launch_add_widened(parameters, stream); });
+  }
+#endif
+  AT_DISPATCH_REDUCED_FLOATING_TYPES(values.scalar_type(), "add_widened", [&] {
+    auto* to = sum.data_ptr<float>();
+    const auto* from = values.const_data_ptr<scalar_t>();
+    at::parallel_for(0, numbers, kGrain * kQuantiseBlock,
+                     [&](int64_t first, int64_t last) { add_widened_range(to, from, first, last); });
+  });
+}
+
+}  // namespace rtp

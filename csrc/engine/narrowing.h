@@ -1,0 +1,36 @@
+// Contributions to gradients that travel in fewer bits than they are summed in.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "engine/slots.h"
+
+namespace rtp {
+
+// Brings what has arrived to a tensor, in whatever bits it came: overwrites it, or adds to it.
+void bring(const at::Tensor& to, const at::Tensor& from, bool add);
+
+// What a pass computes its contributions in: one slot, as wide as the gradient at home. Every wgrad sums in it, and
+// what it has summed is rounded once, on its way to the slot that it leaves from. Only computes of one lane touch it.
+class Narrowing {
+ public:
+  // `gradient`: its home tensors have more bits than its parts.
+  Narrowing(SlotPool& pool, Lanes& lanes, const Cargo& gradient);
+  Narrowing(const Narrowing&) = delete;
+  Narrowing& operator=(const Narrowing&) = delete;
+  ~Narrowing() { pool_.give_back(Channel::gradient, std::move(slot_)); }
+
+  std::vector<at::Tensor> views(int owner) const;
+  // Rounds the contribution to the gradient of `owner` into its travelling form.
+  void round(const std::vector<at::Tensor>& travelling, int owner) const;
+
+ private:
+  SlotPool& pool_;
+  Cargo wide_;
+  std::shared_ptr<Slot> slot_;
+};
+
+}  // namespace rtp

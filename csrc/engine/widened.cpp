@@ -1,0 +1,43 @@
+#include "engine/widened.h"
+
+#include <utility>
+
+#include "compute/quantise.h"
+
+namespace rtp {
+
+namespace {
+
+void widen(const at::Tensor& to, const at::Tensor& from, Wire wire) {
+  if (wire == Wire::int8) {
+    dequantise(to, from);
+  } else {
+    to.copy_(from);
+  }
+}
+
+}  // namespace
+
+std::vector<at::Tensor> Widened::of(SlotPool& pool, const std::optional<Cargo>& cargo, std::vector<at::Tensor> arrived,
+                                    const Step& step) {
+  const int64_t bytes = arrived.empty() ? 0 : cargo->widened_bytes();
+  if (bytes == 0) return arrived;
+  Place& place = places_[static_cast<size_t>(step.lane)];
+  if (!place.slot) place.slot = pool.lease_scratch(bytes);
+  const bool known = std::exchange(place.owner, step.owner) == step.owner;
+  for (size_t part = 0; part < arrived.size(); ++part) {
+    if (!cargo->parts[part].narrow()) continue;
+    const at::Tensor wide = cargo->widened(place.slot->memory, step.owner, part);
+    if (!known) widen(wide, arrived[part], cargo->parts[part].wire);
+    arrived[part] = wide;
+  }
+  return arrived;
+}
+
+void Widened::give_back(SlotPool& pool) {
+  for (Place& place : places_) {
+    if (place.slot) pool.give_back_scratch(std::exchange(place, {}).slot);
+  }
+}
+
+}  // namespace rtp

@@ -1,0 +1,324 @@
+"""Weights that travel in 8 or 16 bits: rounded once at home, so that every rank computes with the same ones, and what
+it gives is what a single process gives with weights rounded in the same way."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import Cases, run_ranks
+from narrowed import arrived, most_in_block, rebuilt, reckoned
+from operation_checks import (
+    EXACT,
+    Operation,
+    assert_result,
+    check_checkpointing,
+    make_features,
+    plain_results,
+    rotated_result,
+)
+from reference import assert_same, chunk, differs, random
+from test_cross_entropy import make_head
+from test_experts_biases import make_biased
+from test_mlp import make_mlp
+from torch import nn
+from torch.nn import functional as F
+
+import rtp_ext
+from rtp_ext.functional import rotated_convolution, rotated_embedding, rotated_linear, rotated_linears
+from rtp_ext.nn import Flyweight
+
+TRAVELS = ("int8", "bfloat16")
+OUTPUTS, INPUTS = 37, 23  # shards of 13 x 23 numbers at R = 3: blocks go over the ends of rows, the last is not full
+
+
+def _ring(travel, **options):
+    return rtp_ext.Ring(travel=travel, **{"transport": "c10d", "timeout": 60.0, **options})
+
+
+def _linear(outputs=OUTPUTS, dtype=torch.float64, dim=0) -> Operation:
+    parameters = {
+        "weight": random(outputs, INPUTS, dtype=dtype, seed=1, scale=INPUTS**-0.5),
+        "bias": random(outputs, dtype=dtype, seed=2),
+    }
+    return Operation(
+        parameters,
+        {"weight": dim, "bias": 0},
+        lambda p, x: F.linear(x[0], p["weight"], p["bias"]),
+        lambda p, x, **options: rotated_linear(x[0], p["weight"], p["bias"], shard_dim=dim, **options),
+        lambda form, rank, seed: [make_features(form, rank, INPUTS, dtype, seed)],
+    )
+
+
+def _three() -> Operation:
+    sizes = {"q": 17, "k": 5, "v": 6}
+    parameters = {n: random(s, 11, dtype=torch.float64, seed=s, scale=0.3) for n, s in sizes.items()}
+    return Operation(
+        parameters,
+        dict.fromkeys(sizes, 0),
+        lambda p, x: torch.cat([F.linear(x[0], p[name]) for name in sizes], -1),
+        lambda p, x, **options: torch.cat(rotated_linears([x[0]], [p[name] for name in sizes], **options), -1),
+        lambda form, rank, seed: [make_features(form, rank, 11, torch.float64, seed)],
+    )
+
+
+def _embedding(dim) -> Operation:
+    return Operation(
+        {"weight": random(29, 15, dtype=torch.float64, seed=1)},
+        {"weight": dim},
+        lambda p, batch: F.embedding(batch[0], p["weight"]),
+        lambda p, batch, **options: rotated_embedding(batch[0], p["weight"], shard_dim=dim, **options),
+        lambda form, rank, seed: [torch.randint(29, (2, 9), generator=torch.Generator().manual_seed(seed + rank))],
+    )
+
+
+def _convolution() -> Operation:
+    parameters = {
+        "weight": random(7, 5, 3, 3, dtype=torch.float64, seed=1, scale=0.2),
+        "bias": random(7, dtype=torch.float64, seed=2),
+    }
+    return Operation(
+        parameters,
+        {"weight": 0, "bias": 0},
+        lambda p, x: F.conv2d(x[0], p["weight"], p["bias"], padding=1),
+        lambda p, x, **options: rotated_convolution(x[0], p["weight"], p["bias"], padding=1, **options),
+        lambda form, rank, seed: [random(2, 5, 4, 4, dtype=torch.float64, seed=seed + rank)],
+    )
+
+
+def _operations() -> dict[str, Operation]:
+    return {
+        "linear": _linear(),
+        "linear, fewer rows than ranks": _linear(2),
+        "linear, cut along inputs": _linear(dim=1),
+        "q, k, v": _three(),
+        "embedding": _embedding(0),
+        "embedding, columns": _embedding(1),
+        "convolution": _convolution(),
+        "mlp": make_mlp(),
+        "mlp, recomputed": make_mlp(recompute=True),
+        "experts": make_biased(),
+        "cross entropy": make_head(settings={"reduction": "sum", "label_smoothing": 0.1}),
+        "cross entropy, transposed": make_head(tokens=300, transposed=True),
+    }
+
+
+def is_bias(name: str) -> bool:
+    return "bias" in name
+
+
+def _rounded(operation: Operation, ranks: int, travel: str | None, rows: int | None = None) -> Operation:
+    """With the weights that the ranks compute with."""
+    parameters = {
+        name: whole if is_bias(name) else rebuilt(whole, operation.cuts[name], ranks, travel, rows)
+        for name, whole in operation.parameters.items()
+    }
+    return replace(operation, parameters=parameters)
+
+
+def _check(operation, ring, rows=None, tolerance=EXACT, **options):
+    """Output and gradients; the shards are still the exact ones. Controls: with exact weights, or those of the owner
+    exact, others come out."""
+    shards = operation.shards(ring.rank, ring.size)
+    actual = rotated_result(operation, ring, "2d", 10, shards, **options)
+    rounded = _rounded(operation, ring.size, ring.travel, rows)
+    expected = plain_results(rounded, ring.size, "2d", 10)[ring.rank]
+    assert_result(actual, expected, ring, operation.cuts, tolerance, tolerance)
+    exact = plain_results(operation, ring.size, "2d", 10)[ring.rank]
+    assert differs(actual.output, exact.output, 10 * tolerance), "control: exact weights"
+    mixed = {name: whole.clone() for name, whole in rounded.parameters.items()}
+    for name, whole in operation.parameters.items():
+        dim = operation.cuts[name]
+        chunk(mixed[name], ring.size, ring.rank, dim).copy_(chunk(whole, ring.size, ring.rank, dim))
+    own = plain_results(replace(operation, parameters=mixed), ring.size, "2d", 10)[ring.rank]
+    weights = [name for name in operation.parameters if not is_bias(name)]
+    if any(chunk(operation.parameters[n], ring.size, ring.rank, operation.cuts[n]).numel() > 8 for n in weights):
+        same = torch.equal(own.output, expected.output)  # no token of this rank meets its own experts or rows
+        assert same or differs(actual.output, own.output, tolerance), "control: the owner computes with its exact shard"
+    for name, shard in shards.items():
+        assert torch.equal(shard, chunk(operation.parameters[name], ring.size, ring.rank, operation.cuts[name])), name
+
+
+def _same_as_one_process(rank, ranks):
+    cases = Cases()
+    for travel in TRAVELS:
+        for options in ({}, {"transport": "shm", "route": "direct", "gradient_halves": True}):
+            if ranks > 3 and options:
+                continue
+            with _ring(travel, **options) as ring:
+                for name, operation in _operations().items():
+                    with cases.case(f"{travel} {options} {name}"):
+                        _check(operation, ring)
+                if not options:
+                    check_checkpointing(cases, _Rounded(_linear(), ranks, travel), ring)
+    cases.finish()
+
+
+class _Rounded(Operation):
+    """What runs on the ring starts from exact weights, what it is compared with from rounded ones."""
+
+    def __init__(self, operation, ranks, travel):
+        rounded = _rounded(operation, ranks, travel)
+        super().__init__(*(getattr(rounded, name) for name in ("parameters", "cuts", "plain", "rotated", "inputs")))
+        object.__setattr__(self, "exact", operation)
+
+    def shards(self, *arguments):
+        return self.exact.shards(*arguments)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_single_process_that_rounds_in_the_same_way(ranks):
+    run_ranks(_same_as_one_process, ranks)
+
+
+BY_OUTPUTS = ("linear", "q, k, v", "embedding", "convolution")
+
+
+def _bitwise(rank, ranks):
+    """The same input on every rank: where weights are cut by outputs, bitwise the same output; elsewhere, where shards
+    are summed in another order on each rank, the same to rounding."""
+    cases = Cases()
+    for travel in TRAVELS:
+        with _ring(travel) as ring:
+            for name, operation in _operations().items():
+                single = replace(
+                    operation,
+                    parameters={n: p.float() for n, p in operation.parameters.items()},
+                    inputs=lambda form, rank, seed, inputs=operation.inputs: [
+                        x.float() if x.is_floating_point() else x for x in inputs(form, 0, seed)
+                    ],
+                )
+                shards = single.shards(rank, ranks)
+                with torch.no_grad():
+                    mine = single.rotated(shards, single.inputs("2d", rank, 10), ring=ring)
+                told = ring.exchange(mine)
+                with cases.case(f"{travel} {name}"):
+                    if name.split(", fewer")[0] in BY_OUTPUTS or name == "embedding, columns":
+                        assert all(torch.equal(theirs, told[0]) for theirs in told)
+                    else:
+                        assert_same(mine, told[0], 1e-6, "output")
+                    assert mine.any()
+    cases.finish()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_rank_computes_with_the_same_weights(ranks):
+    run_ranks(_bitwise, ranks)
+
+
+@pytest.mark.parametrize("compute", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_nearest_of_255_values_in_every_block(compute):
+    """Products with the identity show the weights that are computed with."""
+    home = torch.float64 if compute == torch.float64 else torch.float32
+    shard = random(29, 31, dtype=home, seed=3)
+    shard[3] *= 1e-6
+    shard[7] = 0
+    shard.view(-1)[2 * 128 : 3 * 128] = 0
+    for travel in (None, *TRAVELS):
+        ring = rtp_ext.Ring.emulated(3, rank=1, travel=travel)
+        y = rotated_linear(torch.eye(31, dtype=compute), shard, ring=ring, compute_dtype=compute)
+        for owner in range(3):
+            found = y[:, 29 * owner : 29 * (owner + 1)].t()
+            assert torch.equal(found, arrived(shard, travel, dtype=compute)), "the owner of these computes with others"
+        error = (found.double() - shard.double()).abs()
+        if travel == "int8" and compute != torch.bfloat16:
+            most = most_in_block(shard)
+            assert (error <= most / 254 * (1 + 1e-5)).all()
+            assert (error > 0.98 * most / 254).any(), "control: the bound is reached"
+            assert not (error <= most / 255.5).all(), "control"
+            nearest, clear = reckoned(shard)
+            assert_same(found[clear > 1e-4], nearest[clear > 1e-4], 1e-6, "values")
+            assert (clear > 1e-4).double().mean() > 0.99
+            assert not found.flatten()[2 * 128 : 3 * 128].any()
+        elif travel is None:
+            assert torch.equal(found, shard.to(compute))
+
+
+def test_what_is_not_finite_is_seen():
+    for value in (torch.inf, -torch.inf, torch.nan):
+        shard = random(4, 128, dtype=torch.float32, seed=1)
+        shard[2, 5] = value
+        y = rotated_linear(torch.eye(128), shard, ring=rtp_ext.Ring.emulated(2, travel="int8"))
+        assert y[:, 2].isnan().all() and y[:, 6].isnan().all(), "its block"
+        assert y[:, [0, 1, 3]].isfinite().all()
+
+
+def _bytes(rank, ranks):
+    cases = Cases()
+    sizes = {"int8": 1 + 4 / 128, "bfloat16": 2, None: 4}
+    for travel, each in sizes.items():
+        for dtype, bias in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
+            with _ring(travel, prefetch=0) as ring, cases.case(f"{travel} {dtype} bias={bias}"):
+                weight = torch.ones(32, 64, requires_grad=True)  # of this rank, a multiple of a block
+                parameters = [torch.ones(32, requires_grad=True)] if bias else []
+                x = torch.ones(3, 64, dtype=dtype, requires_grad=True)
+                y = rotated_linear(x, weight, *parameters, ring=ring, compute_dtype=dtype)
+                forward = ring.bytes_sent("weight")
+                y.sum().backward()
+                number = min(each, dtype.itemsize)
+                assert forward == (ranks - 1) * (32 * 64 * number + 32 * dtype.itemsize * bias), forward
+                assert ring.bytes_sent("weight") - forward == (ranks - 1) * 32 * 64 * number, "biases are not sent back"
+                assert ring.bytes_sent("gradient") == (ranks - 1) * (32 * 64 + 32 * bias) * 4
+    with _ring("int8") as ring:
+        seen = {owner: view.clone() for owner, view in ring.rotate(torch.full((5,), 0.1 + rank))}
+        with cases.case("primitives"):
+            assert all(torch.equal(view, torch.full((5,), 0.1 + owner)) for owner, view in seen.items())
+            total = ring.collect(lambda owner, partial: partial.add_(0.1), torch.zeros(5, dtype=torch.float64))
+            assert_same(total, torch.full((5,), 0.1 * ranks, dtype=torch.float64), EXACT, "sum")
+            assert ring.bytes_sent("weight") == (ranks - 1) * 20
+    cases.finish()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes_on_the_wire(ranks):
+    run_ranks(_bytes, ranks)
+
+
+def _rest(rank, ranks):
+    """Pieces, precisions, a generic wrapper, and what is refused."""
+    cases = Cases()
+    row = 8 * (INPUTS + 1)  # bytes of a row and its bias in float64
+    for travel in TRAVELS:
+        with _ring(travel, slot_cap=4 * row) as ring, cases.case(f"{travel}, pieces"):
+            _check(_linear(), ring, rows=4)
+        with _ring(travel) as ring:
+            home = random(33, 40, dtype=torch.float32, seed=1, scale=0.2)
+            x = random(5, 40, dtype=torch.bfloat16, seed=2 + rank)
+            with cases.case(f"{travel}, computed in bfloat16"):
+                mine = chunk(home, ranks, rank).clone()
+                y = rotated_linear(x, mine, ring=ring, compute_dtype=torch.bfloat16)
+                shards = [arrived(chunk(home, ranks, j), travel, dtype=torch.bfloat16) for j in range(ranks)]
+                expected = F.linear(x.double(), torch.cat(shards).double())
+                assert_same(y, expected, 2.0**-8, "output")
+            torch.manual_seed(0)
+            plain = nn.Linear(11, 26).double()
+            bias = plain.bias.detach().clone()
+            few = x[:, :11].double()
+            exact, expected = (F.linear(few, rebuilt(plain.weight, 0, ranks, t), bias) for t in (None, travel))
+            cut = Flyweight(plain, ring, shard_dims={"weight": 0, "bias": 0})
+            with cases.case(f"{travel}, flyweight"):
+                assert_same(cut(few), expected, EXACT, "output")
+                assert differs(expected, exact, 1e-4), "control: exact weights"
+            with pytest.raises(ValueError, match=f"in_place=False on a ring of travel='{travel}'"):
+                rotated_linear(x, home, ring=ring, compute_dtype=torch.bfloat16, in_place=True)
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            rtp_ext.fully_rotate(model[0], mesh=ring, travel=travel)
+            other = "int8" if travel == "bfloat16" else "bfloat16"
+            with pytest.raises(ValueError, match=f"expected travel '{travel}', that of the ring"):
+                rtp_ext.fully_rotate(model, travel=other)
+            rtp_ext.fully_rotate(model)
+            assert rtp_ext.ring_of(model) is ring
+    with pytest.raises(ValueError, match="ranks disagree"):
+        _ring("int8" if rank == 0 else None)
+    cases.finish()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_pieces_precisions_and_refusals(ranks):
+    run_ranks(_rest, ranks)
+
+
+def test_what_is_unknown_is_refused():
+    with pytest.raises(ValueError, match="travel to be None, 'bfloat16' or 'int8', got 'int4'"):
+        rtp_ext.Ring.emulated(2, travel="int4")
+    with pytest.raises(ValueError, match="travel None with route gather"):
+        rtp_ext.Ring.emulated(2, travel="int8", route="gather")

@@ -1,0 +1,126 @@
+"""Random cases for numbers in eight bits and for sums of what has fewer bits: see kernel_checks.
+
+A number in a block whose largest magnitude is m comes back as q * m / 127 with a whole q: at most m / 254 away, but for
+roundings of float32, which are a thousandth of a step here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from kernel_arrays import BYTES, ELEMENTS, ROUNDING, Array, assert_close, assert_refused, place
+
+BLOCK = 128
+LEAST = 2.0**-120  # blocks with nothing larger are zero
+SLACK = 1e-3  # of a step
+
+
+def layout(numbers: int) -> tuple[int, int]:
+    """Where the scales begin, and all bytes."""
+    scales = -(-numbers // 4) * 4
+    return scales, scales + 4 * -(-numbers // BLOCK)
+
+
+def scales_of(packed: np.ndarray, numbers: int) -> np.ndarray:
+    """Of every number."""
+    start, _ = layout(numbers)
+    return np.repeat(packed[start:].view(np.float32).astype(np.float64), BLOCK)[:numbers]
+
+
+def decoded(packed: np.ndarray, numbers: int) -> np.ndarray:
+    return packed[:numbers].view(np.int8).astype(np.float64) * scales_of(packed, numbers)
+
+
+def largest(values: np.ndarray) -> np.ndarray:
+    """The largest magnitude in the block of every number."""
+    blocks = [np.abs(values[start : start + BLOCK]).max() for start in range(0, values.size, BLOCK)]
+    return np.repeat(np.array(blocks, np.float64), BLOCK)[: values.size]
+
+
+def numbers_of(rng: np.random.Generator) -> int:
+    if rng.random() < 0.04:
+        return 6 * 256 * 8 * 2 + 131  # the whole grid, twice
+    return int(rng.choice([0, 1, 3, 4, 5, 127, 128, 129, 255, 256, 260, 1000, 1031]))
+
+
+def values_of(rng: np.random.Generator, numbers: int, element: str) -> Array:
+    values = rng.standard_normal((1, numbers)) * 10.0 ** rng.integers(-3, 4)
+    for start in range(0, numbers, BLOCK):
+        kind, block = rng.random(), values[0, start : start + BLOCK]
+        if kind < 0.1:
+            block[:] = 0.0
+        elif kind < 0.2:
+            block[:] = 1e-38 * rng.integers(0, 3, block.size)  # too small for a scale
+        elif kind < 0.3:
+            block[rng.integers(block.size)] = rng.choice([np.inf, -np.inf, np.nan])
+    return place(rng, values, element, dense=True)
+
+
+def check_quantise(runner, rng: np.random.Generator) -> None:
+    element, numbers = str(rng.choice(ELEMENTS)), numbers_of(rng)
+    array = values_of(rng, numbers, element)
+    packed, what = runner.quantise(array), f"quantise {element} {numbers}"
+    assert packed.size == layout(numbers)[1], what
+    if numbers == 0:
+        return
+    values, most = array.values[0], largest(array.values[0])
+    finite = np.isfinite(most)
+    got = decoded(packed, numbers)
+    assert np.isnan(got[~finite]).all(), f"{what}: a block with an infinity or a NaN is NaN"
+    assert (got[most < LEAST] == 0).all(), f"{what}: tiny blocks are zero"
+    usual = finite & (most >= LEAST)
+    step = most / 127
+    error = np.abs(got - values, where=usual, out=np.zeros(numbers))
+    assert (error[usual] <= (0.5 + SLACK) * step[usual]).all(), f"{what}: {error.max()} of {step}"
+    assert np.abs(packed[:numbers].view(np.int8)[usual].astype(int)).max(initial=0) <= 127
+    wrong = np.roll(got, 1)
+    with np.errstate(invalid="ignore"):
+        apart = usual & np.roll(usual, 1) & (np.abs(np.roll(values, 1) - values) > 3 * (step + np.roll(step, 1)))
+        assert not apart.any() or (np.abs(wrong - values)[apart] > step[apart]).any(), f"control of {what}"
+
+
+def random_bytes(rng: np.random.Generator, numbers: int) -> np.ndarray:
+    start, size = layout(numbers)
+    packed = np.zeros(size, np.uint8)
+    packed[:numbers] = rng.integers(-127, 128, numbers).astype(np.int8).view(np.uint8)
+    packed[start:] = np.abs(rng.standard_normal((size - start) // 4)).astype(np.float32).view(np.uint8)
+    return packed
+
+
+def check_dequantise(runner, rng: np.random.Generator) -> None:
+    element, numbers, add = str(rng.choice(ELEMENTS)), numbers_of(rng), rng.random() < 0.6
+    if add:
+        element = "float32"
+    packed = random_bytes(rng, numbers)
+    before = place(rng, rng.standard_normal((1, numbers)), element, dense=True)
+    expected = decoded(packed, numbers)[None, :] + (before.values if add else 0.0)
+    error = 4 * ROUNDING["float32"] * (np.abs(expected) + np.abs(before.values))
+    actual = runner.dequantise(packed, before if add else before.same_place(None), add)
+    what = f"dequantise to {element} {numbers} add={add}"
+    assert_close(actual, expected, element, error, what)
+    if numbers > 1:
+        assert_refused(actual, expected, element, error, what)
+
+
+def check_add_widened(runner, rng: np.random.Generator) -> None:
+    element, numbers = str(rng.choice(ELEMENTS[1:])), numbers_of(rng)
+    values = place(rng, rng.standard_normal((1, numbers)), element, dense=True)
+    total = place(rng, rng.standard_normal((1, numbers)), "float32", dense=True)
+    expected = values.values + total.values
+    error = ROUNDING["float32"] * np.abs(expected)
+    actual, what = runner.add_widened(total, values), f"add_widened {element} {numbers}"
+    assert_close(actual, expected, "float32", error, what)
+    if numbers > 1:
+        assert_refused(actual, expected, "float32", error, what)
+
+
+def bytes_array(rng: np.random.Generator, numbers: int) -> Array:
+    """Room for the bytes of so many numbers, as words of four."""
+    words = layout(numbers)[1] // 4
+    return Array(None, "float32", words, int(rng.integers(16 // BYTES["float32"])), (1, words))
+
+
+QUANTISE_CHECKS = {
+    "quantise": check_quantise,
+    "dequantise": check_dequantise,
+    "add_widened": check_add_widened,
+}
