@@ -19,17 +19,28 @@ from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import FAMILIES, ModelSpec
 from rtp_ext.planner.specs.strategy import (
     DTYPE_BYTES,
+    FP8_SCALINGS,
+    GRADIENT_ROUTES,
+    GRADIENT_TRAVELS,
     LOSSES,
     OPTIMIZER_MOMENTS,
+    OUTER,
     RECOMPUTE,
+    ROUTES,
     SCHEDULES,
     STACKS,
+    TOPOLOGIES,
+    TRAVELS,
     Strategy,
 )
 from rtp_ext.planner.time.estimate import estimate_time
 from rtp_ext.planner.time.explain import explain_time
 
 PROGRAM = "rtp_ext plan"
+_FLAGS = (
+    *("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"),
+    *("offload", "compiled", "fused_norm", "cp_balanced"),
+)
 _BUNDLE = {"yes": True, "no": False, "recompute": "recompute"}
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token")
 _DEGREES = {
@@ -41,6 +52,8 @@ _DEGREES = {
     "rtp": "ranks of a rotation ring",
     "micro_batch": "samples of one forward",
     "interleave": "model chunks of a stage",
+    "period": "steps between two agreements of replicas",
+    "replicate": "groups of zero=3 that hold all shards each",
 }
 
 
@@ -75,7 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--optimizer", choices=tuple(OPTIMIZER_MOMENTS))
     plan.add_argument("--stack", choices=STACKS, help="whose allocations")
     plan.add_argument("--loss", choices=LOSSES)
-    for flag in ("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"):
+    plan.add_argument("--fp8-scaling", choices=FP8_SCALINGS)
+    plan.add_argument("--route", choices=ROUTES, help="of rotation")
+    plan.add_argument("--gradient-route", choices=GRADIENT_ROUTES, help="of rotation")
+    plan.add_argument("--travel", choices=[travel for travel in TRAVELS if travel], help="of rotating weights")
+    plan.add_argument("--gradient-travel", choices=[travel for travel in GRADIENT_TRAVELS if travel])
+    plan.add_argument("--outer", choices=OUTER, help="what replicas of a ring agree by")
+    for stages in ("stage-layers", "stage-recompute"):
+        plan.add_argument(f"--{stages}", type=_numbers, metavar="N+N+...", help="of every pipeline stage")
+    plan.add_argument("--topology", choices=TOPOLOGIES, help="of gossip")
+    for flag in _FLAGS:
         plan.add_argument(f"--{flag.replace('_', '-')}", action=argparse.BooleanOptionalAction, default=None)
     plan.add_argument(
         "--plan",
@@ -333,6 +355,8 @@ def _value(key: str, value: str, default: Any) -> Any:
     words = {"yes": True, "true": True, "no": False, "false": False}
     if key == "bundle" and value == "recompute":
         return value
+    if isinstance(default, tuple):
+        return _numbers(value)
     if isinstance(default, bool):
         if value.lower() not in words:
             raise ValueError(f"--plan: expected {key} to be yes or no, got {value!r}")
@@ -345,6 +369,14 @@ def _value(key: str, value: str, default: Any) -> Any:
     return value
 
 
+def _numbers(told: str) -> tuple[int, ...]:
+    """8+9+9+6. Raises ValueError for anything else."""
+    try:
+        return tuple(int(part) for part in told.split("+"))
+    except ValueError:
+        raise ValueError(f"expected whole numbers such as 8+9+9+6, got {told!r}") from None
+
+
 def name_of(strategy: Strategy) -> str:
     """What differs from the defaults, such as `dp=2 tp=4 zero=1`."""
     shown = []
@@ -352,5 +384,7 @@ def name_of(strategy: Strategy) -> str:
         value = getattr(strategy, field.name)
         if value == field.default:
             continue
+        if isinstance(value, tuple):
+            value = "+".join(map(str, value))
         shown.append(f"{field.name}={'yes' if value is True else 'no' if value is False else value}")
     return " ".join(shown) or "one GPU"

@@ -12,6 +12,7 @@ from rtp_ext.planner.constants import check_at_least, constants
 from rtp_ext.planner.memory.estimate import estimate_memory, stage_memory
 from rtp_ext.planner.memory.report import MemoryReport
 from rtp_ext.planner.memory.states import parameter_counts
+from rtp_ext.planner.plans.limits import limit_bytes
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import LARGEST, Strategy
@@ -127,16 +128,12 @@ def _states_fit(model: ModelSpec, cluster: Cluster, layout: Layout) -> bool:
     return least <= limit_bytes(cluster)
 
 
-def limit_bytes(cluster: Cluster) -> float:
-    return constants()["memory"]["safe_fraction"]["value"] * cluster.memory_bytes
-
-
 @functools.lru_cache(maxsize=1 << 14)
-def allocated_bytes(model: ModelSpec, strategy: Strategy, global_batch: int | None) -> float:
-    """Of the first and the last stage; no stage between them holds more."""
+def allocated_bytes(model: ModelSpec, strategy: Strategy, global_batch: int | None, hosts: int = 1) -> float:
+    """Of the first and the last stage; no stage between them holds more. hosts: of a ring on two levels."""
     micro_batches = strategy.micro_batches(global_batch)
-    ends = {0, strategy.pp - 1}
-    return max(stage_memory(model, strategy, stage, micro_batches).allocated_bytes for stage in ends)
+    ends = range(strategy.pp) if strategy.stage_layers or strategy.stage_recompute else {0, strategy.pp - 1}
+    return max(stage_memory(model, strategy, stage, micro_batches, hosts=hosts).allocated_bytes for stage in ends)
 
 
 def _variants(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: int | None) -> Iterator[list[Strategy]]:
@@ -160,7 +157,7 @@ def _fastest(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: i
     best: tuple[float, Strategy] | None = None
     for strategies in _variants(model, cluster, layout, global_batch):
         for strategy in strategies:
-            if allocated_bytes(model, strategy, global_batch) <= limit_bytes(cluster):
+            if allocated_bytes(model, strategy, global_batch, strategy.hosts(cluster)) <= limit_bytes(cluster):
                 seconds = estimate_time(model, cluster, strategy, global_batch).step_seconds
                 if best is None or seconds < best[0]:
                     best = seconds, strategy
@@ -200,7 +197,7 @@ def _binding(model: ModelSpec, cluster: Cluster, global_batch: int, strategy: St
             faster = estimate_time(model, cluster, other, global_batch).step_seconds < time.step_seconds
         except ValueError:
             continue
-        needed = allocated_bytes(model, other, global_batch)
+        needed = allocated_bytes(model, other, global_batch, other.hosts(cluster))
         if faster and needed > limit_bytes(cluster):
             return f"memory: {what} would be faster and needs {needed / 1e9:.0f} GB"
     rest = {name: seconds for name, seconds in time.components.items() if name not in ("gemm", "attention")}
@@ -222,9 +219,10 @@ def smallest_cluster(model: ModelSpec, cluster: Cluster, *, largest: int = 16384
         for layout in layouts(model, sized, None):
             for strategies in _variants(model, sized, layout, None):
                 strategy = strategies[-1]
-                if allocated_bytes(model, strategy, None) <= limit_bytes(cluster):
-                    fits = next(s for s in strategies if allocated_bytes(model, s, None) <= limit_bytes(cluster))
-                    return sized, fits
+                hosts = strategy.hosts(sized)
+                if allocated_bytes(model, strategy, None, hosts) <= limit_bytes(cluster):
+                    held = ((allocated_bytes(model, s, None, hosts), s) for s in strategies)
+                    return sized, next(s for size, s in held if size <= limit_bytes(cluster))
                 break  # larger micro-batches and more chunks hold more
         gpus = min(2 * gpus, node) if gpus < node else gpus + node
     raise ValueError(f"model {model.name}: no plan fits into up to {largest} GPUs of {cluster.name}")

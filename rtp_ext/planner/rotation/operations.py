@@ -120,6 +120,7 @@ def rtp_bytes(
     in_place: bool = False,
     sends_anywhere: bool = True,
     receives_anywhere: bool = True,
+    hosts: int = 1,
 ) -> RotationBytes:
     """Slots and states of one rank that trains with rotation.
 
@@ -133,6 +134,7 @@ def rtp_bytes(
         slot_cap: of the ring; 0: none; None: that of a ring that is given none.
         sends_anywhere, receives_anywhere: whether hops start from and land in any memory (nccl, c10d, emulated) or in
             slots only (shm receives so).
+        hosts: that a ring takes on two levels; 1: none.
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
     parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. The pool keeps
@@ -156,6 +158,8 @@ def rtp_bytes(
         compute_bytes=compute,
         reduce_bytes=reduce_bytes,
         slot_cap=engine().SLOT_CAP if slot_cap is None else slot_cap,
+        route="two-level" if hosts > 1 else "ring",
+        hosts=hosts,
         **reach,
     )
 

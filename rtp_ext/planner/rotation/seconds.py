@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.engine import engine
@@ -25,15 +25,25 @@ _OPERATIONS = {"linear": "linear", "embedding": "embedding", "bundle": "mlp", "h
 
 
 @functools.cache
-def lockstep(ranks: int, op: str, pass_: str, in_place: bool, halves: bool, dgrad: bool, two_lanes: bool) -> Lockstep:
+def lockstep(
+    ranks: int,
+    op: str,
+    pass_: str,
+    in_place: bool,
+    halves: bool,
+    dgrad: bool,
+    two_lanes: bool,
+    route: str = "ring",
+    hosts: int = 1,
+) -> Lockstep:
     """The simulator of the schedule that the executor runs (rtp_ext.schedule)."""
     from rtp_ext.observe.schedule import schedule_of  # it loads the extension, and torch with it
     from rtp_ext.observe.timeline import Lockstep
 
-    if pass_ == "forward":
-        return Lockstep(schedule_of(ranks, 0, op=op, in_place=in_place, two_lanes=two_lanes))
-    ways = {"in_place": in_place, "dgrad": dgrad, "halves": halves, "two_lanes": two_lanes}
-    return Lockstep(schedule_of(ranks, 0, op=op, pass_=pass_, route="ring", **ways))
+    ways: dict[str, Any] = {"in_place": in_place, "two_lanes": two_lanes, "route": route, "hosts": hosts}
+    if pass_ == "backward":
+        ways |= {"dgrad": dgrad, "halves": halves}
+    return Lockstep(schedule_of(ranks, 0, op=op, pass_=pass_, **ways))
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class RotationTime:
         durations: of every kind of step, as `Lockstep.makespan` takes them; of one of `pieces`.
         halves: whether gradients travel in two halves.
         two_lanes: whether two products run beside each other, so that waves fill up.
+        hosts: that the ring takes on two levels; 1: none.
+        hops_s: that the links inside a host are busy.
     """
 
     operation: str
@@ -62,6 +74,8 @@ class RotationTime:
     computes_s: tuple[float, float]
     timeline_s: tuple[float, float]
     makespan_s: tuple[float, float]
+    hosts: int
+    hops_s: tuple[float, float]
 
 
 def hop_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
@@ -85,17 +99,25 @@ def rotation_seconds(
     in_place: bool = False,
     recompute: bool = False,
     experts_per_token: int = 0,
+    route: str = "ring",
+    hosts: int = 1,
+    gradient_route: str = "chain",
+    travel_bytes: float | None = None,
+    gradient_travel_bytes: float | None = None,
 ) -> RotationTime:
     """A rotation of `group.ranks` ranks with `tokens` tokens on each.
 
     compute_bytes, reduce_bytes: of a value of a weight and of a gradient that travels. product_bytes: of what GEMMs
-    read. recompute: of a bundle, its first half is computed again in backward.
+    read. recompute: of a bundle, its first half is computed again in backward. route: `ring`, `direct`, or `two-level`
+    with so many `hosts`. travel_bytes, gradient_travel_bytes: of a value on the wire, where it has fewer bits than it is
+    computed or summed with: weights are then widened in front of every product.
 
     Durations come from the largest shard. The first launch of a pass takes `kernel_s`, the engine's own less. A linear
     layer's gradients travel in halves where their hop outlasts a dgrad (rtp_ext.ring.gate), and its products run in two
     lanes where one leaves multiprocessors idle (csrc/ops/linear.cpp). Operations above the slot cap run piece by piece.
-    Both kinds of hop share one link: a backward takes no less than the bytes of both. Source: rtp_ext.timeline, arXiv
-    2311.01635.
+    Both kinds of hop share one link: a backward takes no less than the bytes of both. Gradients that go straight home
+    form no chain: a backward ends with its products, or with the R - 1 contributions that are sent from the first wgrad
+    on. Source: rtp_ext.timeline, arXiv 2311.01635.
     """
     ranks, op = group.ranks, _OPERATIONS[rotation.kind]
     pieces = rotation.pieces(ranks, max(compute_bytes, reduce_bytes))
@@ -104,20 +126,32 @@ def rotation_seconds(
     whole = _computes(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
     engine = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
     one = _computes(rotation, tokens, ranks, pieces, cluster, engine, recompute, *width)
-    sent = {
-        "weight": _shard_values(rotation.weights, ranks) / pieces * compute_bytes,
-        "gradient": _shard_values(rotation.weights, ranks) / pieces * reduce_bytes,
-    }
-    back = _shard_values(rotation.backward_weights, ranks) / pieces * compute_bytes
-    hops = {kind: hop_s(group, size, constants) for kind, size in sent.items()}
-    copy = traffic_s(3 * sent["gradient"], cluster, constants)
+    wire = compute_bytes if travel_bytes is None else travel_bytes
+    gradient_wire = reduce_bytes if gradient_travel_bytes is None else gradient_travel_bytes
+    values = _shard_values(rotation.weights, ranks) / pieces
+    back_values = _shard_values(rotation.backward_weights, ranks) / pieces
+    sent = {"weight": values * wire, "gradient": values * gradient_wire}
+    back = back_values * wire
+    inside = dataclasses.replace(group, ranks=group.ranks // hosts) if hosts > 1 else group
+    hops = {kind: hop_s(inside, size, constants) for kind, size in sent.items()}
+    if hosts > 1:
+        hops |= {f"outer {kind}": hop_s(group, size, constants) for kind, size in sent.items()}
+    if wire < compute_bytes:
+        for kind, widened in (("forward", values), ("dgrad", back_values)):
+            if widened:
+                one[kind] += traffic_s(widened * (wire + compute_bytes), cluster, engine)
+                one[kind] += engine.kernel_s
+    copy = traffic_s(3 * values * reduce_bytes, cluster, constants)
     durations = {**one, **hops, "add": copy, "copy": traffic_s(2 * sent["weight"], cluster, constants)}
-    backward_durations = {**durations, "weight": hop_s(group, back, constants)}
+    backward_durations = {**durations, "weight": hop_s(inside, back, constants)}
+    if hosts > 1:
+        backward_durations["outer weight"] = hop_s(group, back, constants)
     dgrad = rotation.input_gradient and rotation.kind != "embedding"
-    halves = op == "linear" and hops["gradient"] > one["dgrad"]
+    straight = gradient_route == "direct" and ranks > 2
+    halves = op == "linear" and hops["gradient"] > one["dgrad"] and hosts == 1 and not straight
     moves = in_place and pieces == 1 and ranks > 1
     lanes = (False, False)
-    if op == "linear" and ranks > 1:
+    if op == "linear" and ranks > 1 and hosts == 1:
         lanes = _two_lanes(rotation, tokens, ranks * pieces, cluster)
     filled = _computes(rotation, tokens, ranks, pieces, cluster, engine, recompute, *width, whole_waves=False)
     kinds = (("forward",), ("dgrad", "wgrad") if dgrad or rotation.bundle else ("wgrad",))
@@ -125,11 +159,20 @@ def rotation_seconds(
     work = [
         ranks * sum((filled if two else one)[kind] for kind in kind_s) for kind_s, two in zip(kinds, lanes, strict=True)
     ]
-    forward = lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0]).makespan(durations)
-    backward = lockstep(ranks, op, "backward", moves, halves, dgrad, lanes[1]).makespan(backward_durations)
-    both = (ranks - 1) * (back + sent["gradient"]) / hop_bytes_per_s(group, constants) if ranks > 1 else 0.0
+    way = ("two-level", hosts) if hosts > 1 else (route, 1)
+    forward = lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0], *way).makespan(durations)
+    simulated = {**backward_durations, "gradient": 0.0} if straight else backward_durations
+    backward = lockstep(ranks, op, "backward", moves, halves, dgrad, lanes[1], *way).makespan(simulated)
+    if straight:
+        last = (one["dgrad"] if dgrad or rotation.bundle else 0.0) + one["wgrad"]
+        backward = max(backward, last + (ranks - 1) * hops["gradient"]) + durations["add"]
+    both = (ranks - hosts) * (back + sent["gradient"]) / hop_bytes_per_s(inside, constants) if ranks > 1 else 0.0
+    if hosts > 1:
+        both = max(both, (hosts - 1) * (back + sent["gradient"]) / hop_bytes_per_s(group, constants))
     spans = (max(forward, work[0]), max(backward, work[1], both))
-    first = constants.kernel_s - constants.engine_launch_s
+    inner = pieces * (ranks - hosts)
+    busy = (inner * hops["weight"], inner * (backward_durations["weight"] * bool(back) + hops["gradient"]))
+    first = max(0.0, constants.kernel_s - constants.engine_launch_s)
     return RotationTime(
         op,
         ranks,
@@ -143,6 +186,8 @@ def rotation_seconds(
         (first + pieces * work[0], first + pieces * work[1]),
         (pieces * forward, pieces * backward),
         (first + pieces * spans[0], first + pieces * spans[1]),
+        hosts,
+        busy,
     )
 
 
