@@ -6,14 +6,15 @@
 Llamas, of which first the number of layers grows at a hidden size of 256, then the hidden size at two layers. A model
 fits if the most that any rank held at a moment of a step (shared/memory.py) is within the budget. The search begins
 with what the planner says is largest and goes on by running: up while the next model fits, else down to one that does;
-so the two neighbours of the answer have both run. Every rank has a batch of its own; with tensor parallelism all compute
-with the batches of all. `rtp-recompute` is RTP with activation checkpointing of every block and a fused loss.
+so the two neighbours of the answer have both run. Every rank has a batch of its own; with tensor parallelism all
+compute with the batches of all. `rtp-recompute` is RTP with activation checkpointing of every block and a fused loss.
 
 One JSON line a strategy, number of ranks and way to grow is appended to results/MACHINE/capacity.jsonl.
 """
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,12 +77,7 @@ def _lines(place: Place, args: argparse.Namespace, card: dict[str, Any]) -> Iter
         for strategy in args.strategies:
             known, first = sizes(grown), guess(strategy, place.ranks, grown, budget)
             peaks: dict[int, float] = {}
-
-            def fits(size: int) -> bool:
-                case = case_of(strategy, place.ranks, grown, size)  # noqa: B023: called before the next turn
-                peaks[size] = counted(case, place)["peak"]  # noqa: B023
-                return peaks[size] <= budget
-
+            fits = functools.partial(_fits, place, strategy, grown, budget, peaks)
             found, tried = largest(known, fits, first)
             size = known[found] if found >= 0 else 0
             case = case_of(strategy, place.ranks, grown, max(size, known[0]))
@@ -104,6 +100,12 @@ def _lines(place: Place, args: argparse.Namespace, card: dict[str, Any]) -> Iter
                 tried=tried,
                 **{**dataclasses.asdict(case), "case": f"llama/{strategy}/{grown}", "strategy": strategy},
             )
+
+
+def _fits(place: Place, strategy: str, grown: str, budget: float, peaks: dict[int, float], size: int) -> bool:
+    """Runs one size, and keeps what it took."""
+    peaks[size] = counted(case_of(strategy, place.ranks, grown, size), place)["peak"]
+    return peaks[size] <= budget
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ from rtp_ext.planner.time.report import TimeReport
 
 GIB = 2**30
 ONE_NODE = Path(__file__).resolve().parent / "vtrain_one_node.csv"  # 720 runs, from where published.VTRAIN is
-# torchtitan's H100: HBM2e of 2.4 TB/s and 500 W. Dynamic power is C V^2 f, and voltage follows frequency, so that a chip
-# held to a part of its power runs at that part's cube root (power caps on this very part: arXiv 2604.11391).
+# torchtitan's H100: HBM2e of 2.4 TB/s and 500 W. Dynamic power is C V^2 f, and voltage follows frequency, so that a
+# chip held to a part of its power runs at that part's cube root (power caps on this very part: arXiv 2604.11391).
 _SLOWED = (500 / 700) ** (1 / 3)
 _H100_96 = {
     "base": "h100-80gb",

@@ -71,8 +71,8 @@ def test_lecture_pipelines_and_partial_averaging():
     assert lecture.pipeline_idle_fraction_uneven([1.0, 1.0, 1.0, 5.0], 8) > 1.5, "it grows where stages differ"
     least, most = lecture.pipeline_communication_bounds([10.0, 20.0, 10.0], 2, 16)
     assert (least, most) == (2 * 2 * 40 * 2, 2 * 2 * 40 * 16)
-    # ResNet-50 on 256 GPUs: 278 ms for a ring all-reduce, 150 ms for partial averaging (ICML 2021). Its bytes alone give
-    # a ratio of 2 (N - 1) / N for one neighbour, close to the 1.85 that was measured; latencies make it larger
+    # ResNet-50 on 256 GPUs: 278 ms for a ring all-reduce, 150 ms for partial averaging (ICML 2021). Its bytes alone
+    # give a ratio of 2 (N - 1) / N for one neighbour, close to the 1.85 that was measured; latencies make it larger
     ring, one = lecture.ring_allreduce_seconds(102e6, 256, 1e9), lecture.gossip_seconds(102e6, 1, 1e9)
     assert ring / one == pytest.approx(2 * 255 / 256) and pytest.approx(ring / one, rel=0.08) == 278 / 150
     assert lecture.gossip_seconds(102e6, 2, 1e9, 1e-3) == pytest.approx(2 * (0.102 + 1e-3))
@@ -116,7 +116,8 @@ def test_fujii():
 
 
 def test_chinchilla():
-    """arXiv 2203.15556: 5.76e23 operations are 70e9 parameters and 1.4e12 tokens; the fitted loss wants smaller models."""
+    """arXiv 2203.15556: 5.76e23 operations are 70e9 parameters and 1.4e12 tokens; the fitted loss wants smaller
+    models."""
     known = chinchilla.by_ratio(5.76e23)
     assert known.parameters == pytest.approx(70e9, rel=0.02) and known.tokens == pytest.approx(1.4e12, rel=0.02)
     least = chinchilla.by_loss(5.76e23)

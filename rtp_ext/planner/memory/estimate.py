@@ -83,7 +83,8 @@ def stage_memory(
     traced: float | None = None,
     hosts: int = 1,
 ) -> StageMemory:
-    """One GPU of one stage; `traced` as layer_activation_bytes of `estimate_memory`, `hosts` of a ring on two levels."""
+    """One GPU of one stage; `traced` as layer_activation_bytes of `estimate_memory`, `hosts` of a ring on two
+    levels."""
     counts = parameter_counts(model, strategy, stage)
     chunks = chunks_in_flight(strategy, stage, micro_batches)
     tokens = strategy.micro_batch * model.seq // strategy.cp

@@ -1,8 +1,8 @@
 """Uneven pipeline stages and recomputation of some layers, each at its optimum.
 
-A pipeline of stages that take t_i for a micro-batch takes (m - 1) max t_i + sum t_i. Two of the lecture's ways to search
-(Kun Yuan, part 07): dynamic programming over where to cut, and an integer program that also says how many layers of
-every stage are recomputed, solved by HiGHS (Huangfu and Hall, Math. Prog. Comp. 10, 2018) through scipy.
+A pipeline of stages that take t_i for a micro-batch takes (m - 1) max t_i + sum t_i. Two of the lecture's ways to
+search (Kun Yuan, part 07): dynamic programming over where to cut, and an integer program that also says how many layers
+of every stage are recomputed, solved by HiGHS (Huangfu and Hall, Math. Prog. Comp. 10, 2018) through scipy.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def best_stages(
 ) -> Cut | None:
     """Layers of every stage, and how many of them are recomputed, at the least time below a memory line.
 
-    The integer program: kept_i, again_i whole numbers, T >= t_i = kept_i a + again_i b + end_i for every stage, minimise
-    (m - 1) T + sum t_i, where all layers are somewhere, every stage has one at least, and
-    fixed_i + kept_i k_i + again_i r_i <= limit. None where nothing fits.
+    The integer program: kept_i and again_i are whole numbers, T >= t_i = kept_i a + again_i b + end_i for every stage;
+    minimise (m - 1) T + sum t_i, where all layers are somewhere, every stage has one at least, and fixed_i + kept_i k_i
+    + again_i r_i <= limit. None where nothing fits.
 
     Raises:
         ImportError: scipy is missing.

@@ -2,8 +2,8 @@
 Models" (Chinchilla), arXiv 2203.15556, which the lecture's "Chinchilla law" names.
 
 C = 6 N D operations train N parameters on D tokens. Two of the paper's three ways are closed forms: parameters and
-tokens grow alike (approaches 1 and 2; Chinchilla itself has 20 tokens for each parameter), and the fitted loss L(N, D) =
-E + A / N^alpha + B / D^beta (approach 3, equation 10), whose optimum under a budget is equation 4.
+tokens grow alike (approaches 1 and 2; Chinchilla itself has 20 tokens for each parameter), and the fitted loss L(N, D)
+= E + A / N^alpha + B / D^beta (approach 3, equation 10), whose optimum under a budget is equation 4.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The formulas of Kun Yuan's lecture "Optimization for Deep Learning (Part II)", Peking University, 8 June 2024.
 
-They are rules of thumb for GPTs in one precision, and costs of communication. The lecture prints a utilization of about 0.3 for LLaMA-65B (2048
-A100, 1.4e12 tokens, 21 days); its own formula gives 0.63. Everything else it prints follows from what is here.
+They are rules of thumb for GPTs in one precision, and costs of communication. The lecture prints a utilization of about
+0.3 for LLaMA-65B (2048 A100, 1.4e12 tokens, 21 days); its own formula gives 0.63. Everything else it prints follows
+from what is here.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ def rotation_seconds(
 
     compute_bytes, reduce_bytes: of a value of a weight and of a gradient that travels. product_bytes: of what GEMMs
     read. recompute: of a bundle, its first half is computed again in backward. route: `ring`, `direct`, or `two-level`
-    with so many `hosts`. travel_bytes, gradient_travel_bytes: of a value on the wire, where it has fewer bits than it is
-    computed or summed with: weights are then widened in front of every product.
+    with so many `hosts`. travel_bytes, gradient_travel_bytes: of a value on the wire, where it has fewer bits than it
+    is computed or summed with: weights are then widened in front of every product.
 
     Durations come from the largest shard. The first launch of a pass takes `kernel_s`, the engine's own less. A linear
     layer's gradients travel in halves where their hop outlasts a dgrad (rtp_ext.ring.gate), and its products run in two

@@ -55,19 +55,19 @@ class Strategy:
         flash_attention: no attention matrix is ever stored.
         fp8: the matrix products of the layers' weights run in eight bits; what is kept stays in `param_dtype`. Memory
             does not change. fp8_scaling: one scale for each tensor, or one for each row (`rowwise`).
-        route: of rotation, as of `rtp_ext.Ring`; `auto` takes two levels where the ring spans several nodes with several
-            of its ranks on each, else the ring.
+        route: of rotation, as of `rtp_ext.Ring`; `auto` takes two levels where the ring spans several nodes with
+            several of its ranks on each, else the ring.
         gradient_route: of rotation: partial sums travel (`chain`), or contributions go straight home (`direct`).
         travel: what rotating weights travel in; None: in what they are computed with. gradient_travel: `int8` on the
             gradient route `direct`; None: in reduce_dtype.
         outer: what replicas of a ring agree by (`rtp_ext.outer`), and the `period` in steps of those that do not agree
             in every one. topology: of gossip.
-        replicate: of `zero=3`: groups of data-parallel ranks that hold all shards each, gradients summed over the groups
-            (hybrid sharding, HSDP). Rings are replicated by dp.
+        replicate: of `zero=3`: groups of data-parallel ranks that hold all shards each, gradients summed over the
+            groups (hybrid sharding, HSDP). Rings are replicated by dp.
         offload: shards, gradients and optimizer state lie on the host, and the optimizer runs there (`zero=3`, rtp).
         compiled: elementwise kernels of the torch stack are fused (torch.compile). fused_norm: RMSNorm alone is.
-        stage_layers: layers of every pipeline stage; none: equally many. stage_recompute: of how many of them `recompute`
-            is; none: of all.
+        stage_layers: layers of every pipeline stage; none: equally many. stage_recompute: of how many of them
+            `recompute` is; none: of all.
         cp_balanced: context-parallel ranks have equally much of the causal mask; else the last has most.
 
     Raises:
@@ -173,8 +173,8 @@ class Strategy:
             given, least = getattr(self, name), int(name == "stage_layers")
             if given and (len(given) != self.pp or self.interleave > 1 or min(given) < least):
                 raise ValueError(
-                    f"strategy: expected {name} of {self.pp} stages, not interleaved, at least {least} each, got {given} "
-                    f"with interleave {self.interleave}"
+                    f"strategy: expected {name} of {self.pp} stages, not interleaved, at least {least} each, got "
+                    f"{given} with interleave {self.interleave}"
                 )
         if self.stage_recompute and self.recompute == "none":
             raise ValueError("strategy: stage_recompute needs recompute selective or full, got none")
@@ -232,8 +232,8 @@ class Strategy:
         spread = self.rtp > local > 1 and self.rtp % local == 0
         if self.route == "two-level" and not spread:
             raise ValueError(
-                f"strategy: route two-level needs a ring over several nodes, equally many ranks on each, got {self.rtp} "
-                f"ranks, {local} to a node"
+                "strategy: route two-level needs a ring over several nodes, equally many ranks on each, got "
+                f"{self.rtp} ranks, {local} to a node"
             )
         taken = self.route == "two-level" or (self.route == "auto" and not self.in_place)
         return self.rtp // local if spread and taken and self.gradient_route == "chain" else 1

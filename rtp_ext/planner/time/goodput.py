@@ -1,7 +1,7 @@
 """What failures leave of a run: checkpoints, restarts, and replicas as the unit of failure.
 
-Failures come at random, each GPU's at a mean distance of `mtbf_gpu_hours`, so those of n GPUs at 1/n of it. Sources: Young,
-CACM 17(9), 1974; Daly, Future Generation Computer Systems 22(3), 2006.
+Failures come at random, each GPU's at a mean distance of `mtbf_gpu_hours`, so those of n GPUs at 1/n of it. Sources:
+Young, CACM 17(9), 1974; Daly, Future Generation Computer Systems 22(3), 2006.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def daly_seconds(mtbf_seconds: float, checkpoint_seconds: float) -> float:
 
 
 def best_interval_seconds(mtbf_seconds: float, checkpoint_seconds: float) -> float:
-    """The minimum of Daly's cost (`effective_share`): the root of exp((tau + C) / M) (1 - tau / M) = 1, by bisection."""
+    """The minimum of Daly's cost (`effective_share`): the root of exp((tau + C) / M) (1 - tau / M) = 1, by
+    bisection."""
     if math.isinf(mtbf_seconds) or not checkpoint_seconds:
         return math.inf if checkpoint_seconds else 0.0
     low, high, ratio = 0.0, 1.0, checkpoint_seconds / mtbf_seconds

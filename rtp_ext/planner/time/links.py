@@ -104,8 +104,8 @@ def all_reduce_s(group: Group, size_bytes: float, constants: TimeConstants) -> f
 
 
 def gather_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
-    """An all-gather or reduce-scatter: (n - 1) / n of the whole size (nccl-tests, PERFORMANCE.md), half of the steps and
-    of the bytes of an all-reduce."""
+    """An all-gather or reduce-scatter: (n - 1) / n of the whole size (nccl-tests, PERFORMANCE.md), half of the steps
+    and of the bytes of an all-reduce."""
     if group.ranks == 1 or not size_bytes:
         return 0.0
     measured = _measured_s(group, size_bytes)

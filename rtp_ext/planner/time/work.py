@@ -73,7 +73,8 @@ def product_seconds(product: Product, cluster: Cluster, constants: TimeConstants
 
 def fused_softmax(model: ModelSpec, strategy: Strategy) -> bool:
     """Whether Megatron-LM's kernel of scale, mask and softmax takes these scores: batches times heads of a GPU must be
-    divisible by 4 (megatron/model/fused_softmax.py, is_kernel_available). Else each is a kernel of its own in float32."""
+    divisible by 4 (megatron/model/fused_softmax.py, is_kernel_available). Else each is a kernel of its own in
+    float32."""
     return strategy.micro_batch * (model.heads // strategy.tp) % 4 == 0
 
 
@@ -150,7 +151,8 @@ def layer_seconds(
 
 
 def _kernels(strategy: Strategy, products: int, more: int) -> tuple[int, int]:
-    """That the host issues for one layer, forward and backward: products, attention, what is elementwise, collectives."""
+    """That the host issues for one layer, forward and backward: products, attention, what is elementwise,
+    collectives."""
     collectives = 2 * (strategy.tp > 1) * (1 + strategy.sequence_parallel) + 4 * (strategy.ep > 1) + (strategy.cp > 1)
     attention = (1, 1) if strategy.flash_attention else (2 + _UNFUSED_KERNELS, 4 + _UNFUSED_KERNELS)
     more += _FUSED_KERNELS + collectives
