@@ -113,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     asked = parser.add_argument_group("questions; without a plan the fastest plans that fit are searched for")
     asked.add_argument("--top", type=int, default=10, metavar="N", help="plans to show of a search; default: 10")
+    asked.add_argument("--uneven", action="store_true", help="search: also the best uneven pipeline stages (scipy)")
     asked.add_argument("--min-gpus", action="store_true", help="the fewest GPUs on which some plan fits")
     asked.add_argument("--when", action="store_true", help="when rotation wins: model size, tokens of a GPU, link")
     asked.add_argument("--calibrate", metavar="FILE", help="fit the time model to a CSV or JSON lines of timed steps")
@@ -151,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
         if not planned(options):
             return _search(options, model, cluster)
         return _estimate(options, model, cluster)
-    except (ValueError, TypeError) as error:
+    except (ImportError, ValueError, TypeError) as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
@@ -211,7 +212,7 @@ def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
     if options.top < 1:
         raise ValueError(f"expected --top of at least 1, got {options.top}")
     batch = cluster.gpus if options.global_batch is None else options.global_batch
-    plans = search(model, cluster, global_batch=batch, top=options.top)
+    plans = search(model, cluster, global_batch=batch, top=options.top, uneven=options.uneven)
     if not plans:
         print(
             f"{PROGRAM}: no plan for {model.name} with a global batch of {batch} fits below the memory line of "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rtp_ext.planner.constants import TimeConstants, check_at_least
 from rtp_ext.planner.memory.estimate import stage_memory
+from rtp_ext.planner.memory.states import stage_layers
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
@@ -124,9 +125,7 @@ def stage_costs(
     layer = [sum(clock.per_layer.values()) for clock in clocks]
     ends, fixed, kept, again = [], [], [], []
     for stage in range(strategy.pp):
-        whole = clocks[0].stage(stage)
-        own = dataclasses.replace(kinds[0], stage_layers=_even(model.layers, strategy.pp))
-        ends.append(whole.total - own.stage_layers[stage] * layer[0])
+        ends.append(clocks[0].stage(stage).total - stage_layers(model, kinds[0], stage) * layer[0])
         held = []
         for kind in kinds:
             sizes = []
