@@ -37,6 +37,7 @@ from rtp_ext.planner.time.estimate import estimate_time
 from rtp_ext.planner.time.explain import explain_time
 
 PROGRAM = "rtp_ext plan"
+_FEW = 10  # measurements, to calibrate with
 _FLAGS = (
     *("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"),
     *("offload", "compiled", "fused_norm", "cp_balanced"),
@@ -257,15 +258,20 @@ def _when(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    """Fits to every second measurement and shows the errors on the others beside."""
+    """Fits to every second measurement and shows the errors on the others beside; of few, to all of them, and beside it
+    the errors on each where it was fitted to the others."""
     measured = read_measurements(options.calibrate)
-    fitted, kept = measured[::2], measured[1::2]
-    found = calibrate(fitted)
-    told = {
-        "fitted": found.to_dict(),
-        "kept_back": errors_of(kept, found.constants).to_dict() if kept else None,
-        "before": errors_of(measured).to_dict(),
-    }
+    few = len(measured) < _FEW
+    found = calibrate(measured if few else measured[::2])
+    if few:
+        apart = [
+            calibrate([*measured[:i], *measured[i + 1 :]]).constants for i in range(len(measured) * (len(measured) > 1))
+        ]
+        off = [errors_of([run], one).mean_error for run, one in zip(measured, apart, strict=False)]
+        kept = {"mean_error": sum(off) / len(off), "largest_error": max(off), "measurements": len(off)} if off else None
+    else:
+        kept = errors_of(measured[1::2], found.constants).to_dict()
+    told = {"fitted": found.to_dict(), "kept_back": kept, "before": errors_of(measured).to_dict()}
     print(json.dumps(told, indent=2))
     return 0
 
