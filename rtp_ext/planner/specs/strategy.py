@@ -56,7 +56,8 @@ class Strategy:
         fp8: the matrix products of the layers' weights run in eight bits; what is kept stays in `param_dtype`. Memory
             does not change. fp8_scaling: one scale for each tensor, or one for each row (`rowwise`).
         route: of rotation, as of `rtp_ext.Ring`; `auto` takes two levels where the ring spans several nodes with
-            several of its ranks on each, else the ring.
+            several of its ranks on each and links inside are faster than a port, else the ring (the engine's `auto`
+            does not look at links).
         gradient_route: of rotation: partial sums travel (`chain`), or contributions go straight home (`direct`).
         travel: what rotating weights travel in; None: in what they are computed with. gradient_travel: `int8` on the
             gradient route `direct`; None: in reduce_dtype.
@@ -235,7 +236,8 @@ class Strategy:
                 "strategy: route two-level needs a ring over several nodes, equally many ranks on each, got "
                 f"{self.rtp} ranks, {local} to a node"
             )
-        taken = self.route == "two-level" or (self.route == "auto" and not self.in_place)
+        faster = cluster.nccl_ring_bytes_per_s > cluster.nic_bytes_per_s  # else nothing is won inside
+        taken = self.route == "two-level" or (self.route == "auto" and faster and not self.in_place)
         return self.rtp // local if spread and taken and self.gradient_route == "chain" else 1
 
     @property
