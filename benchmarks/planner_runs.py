@@ -26,7 +26,18 @@ from rtp_ext.planner.time.report import TimeReport
 
 GIB = 2**30
 ONE_NODE = Path(__file__).resolve().parent / "vtrain_one_node.csv"  # 720 runs, from where published.VTRAIN is
-_H100_96 = {"base": "h100-80gb", "name": "h100-96gb", "memory_bytes": 96e9}
+# torchtitan's H100: HBM2e of 2.4 TB/s and 500 W. Dynamic power is C V^2 f, and voltage follows frequency, so that a
+# chip held to a part of its power runs at that part's cube root (power caps on this very part: arXiv 2604.11391).
+_SLOWED = (500 / 700) ** (1 / 3)
+_H100_96 = {
+    "base": "h100-80gb",
+    "name": "h100-96gb",
+    "memory_bytes": 96e9,
+    "hbm_bytes_per_s": 2.4e12,
+    "bf16_achievable_flops_per_s": 794.5e12 * _SLOWED,
+    "fp8_achievable_flops_per_s": 1402.6e12 * _SLOWED,
+    "exponentials_per_s": 4.18e12 * _SLOWED,
+}
 
 
 @dataclass(frozen=True)
@@ -189,6 +200,8 @@ def torchtitan() -> list[Run]:
         model, gpu, seq, fsdp, tp, pp, cp, batch, recompute, loss, note, fp8, tokens, gib, ran = row
         # under pipelines a local batch runs in as many micro-batches as there are stages
         own = {"dp": fsdp, "tp": tp, "pp": pp, "cp": cp, "zero": 3, "sequence_parallel": tp > 1, "loss": loss}
+        own |= {"compiled": "compiled" in note or fp8, "fused_norm": "fused RMSNorm" in note}
+        own |= {"fp8_scaling": "rowwise" if "rowwise" in note else "tensorwise"}
         plan = Strategy(**own, micro_batch=batch // pp, recompute=recompute, fp8=fp8)
         base = _H100_96 if gpu == "h100-96gb" else {"base": gpu, "name": gpu}
         cluster = Cluster.from_json(base, gpus=plan.gpus)

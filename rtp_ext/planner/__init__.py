@@ -9,18 +9,20 @@ from rtp_ext.planner.measured.measurements import Measurement, read_measurements
 from rtp_ext.planner.memory.estimate import estimate_memory
 from rtp_ext.planner.memory.report import MemoryReport
 from rtp_ext.planner.plans.search import Plan, search, smallest_cluster
-from rtp_ext.planner.published import korthikanti, lecture, zero
+from rtp_ext.planner.published import chinchilla, fujii, korthikanti, lecture, zero
 from rtp_ext.planner.rotation.operations import RotatedOperation, RotationBytes, Weight, rotations_of, rtp_bytes
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
 from rtp_ext.planner.time.estimate import estimate_time
+from rtp_ext.planner.time.goodput import Goodput, goodput
 from rtp_ext.planner.time.outer import OuterCost, outer_cost
 from rtp_ext.planner.time.report import TimeReport
 
 __all__ = [
     "Calibration",
     "Cluster",
+    "Goodput",
     "Measurement",
     "MemoryReport",
     "ModelSpec",
@@ -33,9 +35,12 @@ __all__ = [
     "TimeReport",
     "Weight",
     "calibrate",
+    "chinchilla",
     "errors_of",
     "estimate_memory",
     "estimate_time",
+    "fujii",
+    "goodput",
     "korthikanti",
     "lecture",
     "outer_cost",

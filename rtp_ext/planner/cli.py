@@ -19,17 +19,29 @@ from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import FAMILIES, ModelSpec
 from rtp_ext.planner.specs.strategy import (
     DTYPE_BYTES,
+    FP8_SCALINGS,
+    GRADIENT_ROUTES,
+    GRADIENT_TRAVELS,
     LOSSES,
     OPTIMIZER_MOMENTS,
+    OUTER,
     RECOMPUTE,
+    ROUTES,
     SCHEDULES,
     STACKS,
+    TOPOLOGIES,
+    TRAVELS,
     Strategy,
 )
 from rtp_ext.planner.time.estimate import estimate_time
 from rtp_ext.planner.time.explain import explain_time
 
 PROGRAM = "rtp_ext plan"
+_FEW = 10  # measurements, to calibrate with
+_FLAGS = (
+    *("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"),
+    *("offload", "compiled", "fused_norm", "cp_balanced"),
+)
 _BUNDLE = {"yes": True, "no": False, "recompute": "recompute"}
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token")
 _DEGREES = {
@@ -41,6 +53,8 @@ _DEGREES = {
     "rtp": "ranks of a rotation ring",
     "micro_batch": "samples of one forward",
     "interleave": "model chunks of a stage",
+    "period": "steps between two agreements of replicas",
+    "replicate": "groups of zero=3 that hold all shards each",
 }
 
 
@@ -75,7 +89,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--optimizer", choices=tuple(OPTIMIZER_MOMENTS))
     plan.add_argument("--stack", choices=STACKS, help="whose allocations")
     plan.add_argument("--loss", choices=LOSSES)
-    for flag in ("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"):
+    plan.add_argument("--fp8-scaling", choices=FP8_SCALINGS)
+    plan.add_argument("--route", choices=ROUTES, help="of rotation")
+    plan.add_argument("--gradient-route", choices=GRADIENT_ROUTES, help="of rotation")
+    plan.add_argument("--travel", choices=[travel for travel in TRAVELS if travel], help="of rotating weights")
+    plan.add_argument("--gradient-travel", choices=[travel for travel in GRADIENT_TRAVELS if travel])
+    plan.add_argument("--outer", choices=OUTER, help="what replicas of a ring agree by")
+    for stages in ("stage-layers", "stage-recompute"):
+        plan.add_argument(f"--{stages}", type=_numbers, metavar="N+N+...", help="of every pipeline stage")
+    plan.add_argument("--topology", choices=TOPOLOGIES, help="of gossip")
+    for flag in _FLAGS:
         plan.add_argument(f"--{flag.replace('_', '-')}", action=argparse.BooleanOptionalAction, default=None)
     plan.add_argument(
         "--plan",
@@ -91,6 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     asked = parser.add_argument_group("questions; without a plan the fastest plans that fit are searched for")
     asked.add_argument("--top", type=int, default=10, metavar="N", help="plans to show of a search; default: 10")
+    asked.add_argument("--uneven", action="store_true", help="search: also the best uneven pipeline stages (scipy)")
     asked.add_argument("--min-gpus", action="store_true", help="the fewest GPUs on which some plan fits")
     asked.add_argument("--when", action="store_true", help="when rotation wins: model size, tokens of a GPU, link")
     asked.add_argument("--calibrate", metavar="FILE", help="fit the time model to a CSV or JSON lines of timed steps")
@@ -129,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
         if not planned(options):
             return _search(options, model, cluster)
         return _estimate(options, model, cluster)
-    except (ValueError, TypeError) as error:
+    except (ImportError, ValueError, TypeError) as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
@@ -189,7 +213,7 @@ def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
     if options.top < 1:
         raise ValueError(f"expected --top of at least 1, got {options.top}")
     batch = cluster.gpus if options.global_batch is None else options.global_batch
-    plans = search(model, cluster, global_batch=batch, top=options.top)
+    plans = search(model, cluster, global_batch=batch, top=options.top, uneven=options.uneven)
     if not plans:
         print(
             f"{PROGRAM}: no plan for {model.name} with a global batch of {batch} fits below the memory line of "
@@ -234,15 +258,20 @@ def _when(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    """Fits to every second measurement and shows the errors on the others beside."""
+    """Fits to every second measurement and shows the errors on the others beside; of few, to all of them, and beside it
+    the errors on each where it was fitted to the others."""
     measured = read_measurements(options.calibrate)
-    fitted, kept = measured[::2], measured[1::2]
-    found = calibrate(fitted)
-    told = {
-        "fitted": found.to_dict(),
-        "kept_back": errors_of(kept, found.constants).to_dict() if kept else None,
-        "before": errors_of(measured).to_dict(),
-    }
+    few = len(measured) < _FEW
+    found = calibrate(measured if few else measured[::2])
+    if few:
+        apart = [
+            calibrate([*measured[:i], *measured[i + 1 :]]).constants for i in range(len(measured) * (len(measured) > 1))
+        ]
+        off = [errors_of([run], one).mean_error for run, one in zip(measured, apart, strict=False)]
+        kept = {"mean_error": sum(off) / len(off), "largest_error": max(off), "measurements": len(off)} if off else None
+    else:
+        kept = errors_of(measured[1::2], found.constants).to_dict()
+    told = {"fitted": found.to_dict(), "kept_back": kept, "before": errors_of(measured).to_dict()}
     print(json.dumps(told, indent=2))
     return 0
 
@@ -333,6 +362,8 @@ def _value(key: str, value: str, default: Any) -> Any:
     words = {"yes": True, "true": True, "no": False, "false": False}
     if key == "bundle" and value == "recompute":
         return value
+    if isinstance(default, tuple):
+        return _numbers(value)
     if isinstance(default, bool):
         if value.lower() not in words:
             raise ValueError(f"--plan: expected {key} to be yes or no, got {value!r}")
@@ -345,6 +376,14 @@ def _value(key: str, value: str, default: Any) -> Any:
     return value
 
 
+def _numbers(told: str) -> tuple[int, ...]:
+    """8+9+9+6. Raises ValueError for anything else."""
+    try:
+        return tuple(int(part) for part in told.split("+"))
+    except ValueError:
+        raise ValueError(f"expected whole numbers such as 8+9+9+6, got {told!r}") from None
+
+
 def name_of(strategy: Strategy) -> str:
     """What differs from the defaults, such as `dp=2 tp=4 zero=1`."""
     shown = []
@@ -352,5 +391,7 @@ def name_of(strategy: Strategy) -> str:
         value = getattr(strategy, field.name)
         if value == field.default:
             continue
+        if isinstance(value, tuple):
+            value = "+".join(map(str, value))
         shown.append(f"{field.name}={'yes' if value is True else 'no' if value is False else value}")
     return " ".join(shown) or "one GPU"

@@ -44,7 +44,9 @@ class TimeConstants:
         gemm_ramp_depth: inner-dimension steps that starting and ending a tile costs.
         flash_fraction_torch: of the best rate that torch's fused attention reaches.
         hbm_fraction: of the memory bandwidth that elementwise kernels reach.
-        kernel_s, engine_launch_s: of each kernel, beyond its work; of each further one that the engine launches itself.
+        kernel_s, engine_launch_s: between two kernels of a queue; of each further one that the engine launches itself.
+        host_s: that the host takes to issue a kernel, autograd and framework included; what the GPU does not outlast
+        shows.
         network_fraction: of a network port's rate.
         nccl_base_s, nccl_intra_step_s, nccl_inter_step_s: latency of a collective, of its steps inside and between
             nodes.
@@ -58,6 +60,7 @@ class TimeConstants:
     hbm_fraction: float
     kernel_s: float
     engine_launch_s: float
+    host_s: float
     network_fraction: float
     nccl_base_s: float
     nccl_intra_step_s: float

@@ -11,7 +11,7 @@ from typing import Any
 from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.measured.measurements import Measurement
 
-FITTED = ("gemm_fraction", "hbm_fraction", "kernel_s")
+FITTED = ("gemm_fraction", "hbm_fraction", "host_s")
 _LARGEST = {name: 1.0 for name in FITTED if name.endswith("fraction")}
 _ROUNDS, _FIRST_STEP, _LAST_STEP = 40, 1.5, 1.005
 

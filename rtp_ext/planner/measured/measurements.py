@@ -122,7 +122,7 @@ def _measurement(given: Mapping[str, Any]) -> Measurement:
 
 def _like(value: Any, default: Any) -> Any:
     """A cell of a CSV as its field's default is."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or default is None:
         return value
     if isinstance(default, bool):
         return {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}.get(value.lower(), value)

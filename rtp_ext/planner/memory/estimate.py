@@ -6,7 +6,14 @@ from rtp_ext.planner.constants import constants, memory_constant
 from rtp_ext.planner.engine import engine
 from rtp_ext.planner.memory.activations import Saved, embedding_tensors, final_tensors, layer_tensors, working_tensors
 from rtp_ext.planner.memory.report import MemoryReport, StageMemory, Term, term
-from rtp_ext.planner.memory.states import buffer_terms, padded_vocab, parameter_counts, stage_layers, state_terms
+from rtp_ext.planner.memory.states import (
+    buffer_terms,
+    padded_vocab,
+    parameter_counts,
+    recomputed_layers,
+    stage_layers,
+    state_terms,
+)
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
@@ -36,7 +43,8 @@ def estimate_memory(
     strategy.check(model, cluster, global_batch)
     micro_batches = strategy.micro_batches(global_batch)
     stages = tuple(
-        stage_memory(model, strategy, stage, micro_batches, layer_activation_bytes) for stage in range(strategy.pp)
+        stage_memory(model, strategy, stage, micro_batches, layer_activation_bytes, strategy.hosts(cluster))
+        for stage in range(strategy.pp)
     )
     return MemoryReport(
         model=model.name,
@@ -68,9 +76,15 @@ def chunks_in_flight(strategy: Strategy, stage: int, micro_batches: int) -> int:
 
 
 def stage_memory(
-    model: ModelSpec, strategy: Strategy, stage: int, micro_batches: int, traced: float | None = None
+    model: ModelSpec,
+    strategy: Strategy,
+    stage: int,
+    micro_batches: int,
+    traced: float | None = None,
+    hosts: int = 1,
 ) -> StageMemory:
-    """One GPU of one stage; `traced` as layer_activation_bytes of `estimate_memory`."""
+    """One GPU of one stage; `traced` as layer_activation_bytes of `estimate_memory`, `hosts` of a ring on two
+    levels."""
     counts = parameter_counts(model, strategy, stage)
     chunks = chunks_in_flight(strategy, stage, micro_batches)
     tokens = strategy.micro_batch * model.seq // strategy.cp
@@ -79,7 +93,7 @@ def stage_memory(
         *state_terms(model, strategy, stage, counts),
         *_activation_terms(model, strategy, stage, chunks, tokens, traced),
         *_moment_terms(model, strategy, stage, micro_batches, tokens, traced),
-        *buffer_terms(model, strategy, stage, counts),
+        *buffer_terms(model, strategy, stage, counts, hosts),
         term("workspaces", "of GEMM libraries", "constants.json", bytes=memory_constant("workspace_bytes")),
         *_outside_terms(strategy),
     ]
@@ -107,14 +121,21 @@ def _saved_term(saved: Saved, strategy: Strategy, source: str, **times: float) -
 def _activation_terms(
     model: ModelSpec, strategy: Strategy, stage: int, chunks: int, tokens: int, traced: float | None
 ) -> list[Term]:
-    chunk_layers = stage_layers(model, strategy, stage) / strategy.interleave
+    again = recomputed_layers(model, strategy, stage)
+    plain = stage_layers(model, strategy, stage) - again
+    chunk_layers = again / strategy.interleave
     times = {"tokens": tokens, "layers_of_a_chunk": chunk_layers, "chunks_in_flight": chunks}
     source = f"saved tensors, {strategy.effective_stack}, recomputation {strategy.recompute}"
     if traced is not None:
+        times["layers_of_a_chunk"] += plain / strategy.interleave
         own = {"bytes_of_a_layer": traced, **{name: times[name] for name in ("layers_of_a_chunk", "chunks_in_flight")}}
         terms = [term("activations", "traced layers", "saved tensors of the traced module", **own)]
     else:
         terms = [_saved_term(saved, strategy, source, **times) for saved in layer_tensors(model, strategy)]
+        if plain:
+            whole = {**times, "layers_of_a_chunk": plain}
+            source = f"saved tensors, {strategy.effective_stack}, layers that keep everything"
+            terms += [_saved_term(saved, strategy, source, **whole) for saved in layer_tensors(model, strategy, "none")]
     if stage == 0:
         waiting = -(-chunks // strategy.interleave)
         for saved in embedding_tensors(model):

@@ -24,8 +24,16 @@ def padded_vocab(model: ModelSpec, strategy: Strategy) -> int:
 
 
 def stage_layers(model: ModelSpec, strategy: Strategy, stage: int) -> int:
-    """Layers of a stage: equally many, the first stages take what is left over."""
+    """Layers of a stage: equally many, the first stages take what is left over, unless the plan says how many."""
+    if strategy.stage_layers:
+        return strategy.stage_layers[stage]
     return model.layers // strategy.pp + (stage < model.layers % strategy.pp)
+
+
+def recomputed_layers(model: ModelSpec, strategy: Strategy, stage: int) -> int:
+    """Of a stage's layers, those that `recompute` is of."""
+    layers = stage_layers(model, strategy, stage)
+    return min(strategy.stage_recompute[stage], layers) if strategy.stage_recompute else layers
 
 
 def parameter_counts(model: ModelSpec, strategy: Strategy, stage: int) -> list[Term]:
@@ -62,12 +70,15 @@ def layer_count(model: ModelSpec, strategy: Strategy) -> float:
     return sharded + model.norm_parameters + model.router_parameters
 
 
-def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int) -> RotationBytes:
-    """Slots and states of rank 0 of the ring of a stage: the rank with the largest shards."""
+def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int, hosts: int = 1) -> RotationBytes:
+    """Slots and states of rank 0 of the ring of a stage: the rank with the largest shards. hosts: of two levels."""
     moments = OPTIMIZER_MOMENTS[strategy.optimizer]
     sizes = (strategy.rtp, strategy.tp, strategy.param_bytes, strategy.reduce_bytes, moments)
     layers, ends = stage_layers(model, strategy, stage), (stage == 0, stage == strategy.pp - 1, strategy.pp > 1)
-    return _rotation_bytes(model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends)
+    ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel)
+    return _rotation_bytes(
+        model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends, hosts, ways
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -79,6 +90,8 @@ def _rotation_bytes(
     in_place: bool,
     layers: int,
     ends: tuple[bool, bool, bool],
+    hosts: int,
+    ways: tuple[str | None, str, str | None],
 ) -> RotationBytes:
     """`rtp_bytes` of a few layers; those beyond add their shards and need no further slots."""
     ranks, tp, param_bytes, reduce_bytes, moments = sizes
@@ -103,6 +116,10 @@ def _rotation_bytes(
             reduce_bytes=reduce_bytes,
             optimizer_moments=moments,
             in_place=in_place,
+            hosts=hosts,
+            travel=ways[0],
+            gradient_route=ways[1],
+            gradient_travel=ways[2],
         )
 
     if layers <= _FEW_LAYERS:
@@ -125,19 +142,28 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
         source = "csrc/engine/executor.cpp, DTensor's Shard: shards of rank 0"
         held = rotation_bytes(model, strategy, stage)
         own = held.gradients_bytes // 4
+        if strategy.offload:
+            return []
+        if strategy.outer == "zero":
+            return _pieces_terms(strategy, held.parameters_bytes // 4, own)
         shards = [
             term("parameters", "home shards, float32", source, bytes_per_value=4, values=held.parameters_bytes // 4),
             term("gradients", "gradient shards, float32", source, bytes_per_value=4, values=own),
         ]
         if moments:
             shards.append(term("optimizer", strategy.optimizer, source, moments=moments, bytes_per_value=4, values=own))
+        if strategy.outer == "diloco":
+            what, source = "anchors and momentum of DiLoCo, float32", "rtp_ext.outer.DiLoCo"
+            shards.append(term("optimizer", what, source, tensors=2, bytes_per_value=4, values=own))
         return shards
+    if strategy.offload:
+        return []
     torch = strategy.effective_stack == "torch"
     source = _FSDP if torch and strategy.zero >= 2 else "torch: float32" if torch else _MEGATRON
     weight = 4 if torch else strategy.param_bytes
     gradient = 4 if torch else strategy.reduce_bytes
     master = 1 if weight < 4 else 0
-    degrees = strategy.dp * strategy.cp
+    degrees = strategy.shards
     by_kind: dict[str, tuple[float, int]] = {
         "": (sum(count.value for count in counts if count.what != "experts"), degrees),
         "experts: ": (sum(count.value for count in counts if count.what == "experts"), degrees // strategy.ep),
@@ -168,14 +194,47 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
     return terms
 
 
-def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term]) -> list[Term]:
+def _pieces_terms(strategy: Strategy, values: int, own: int) -> list[Term]:
+    """ZeroOuter: shards that rotate and what adds up of their gradients, and 1/K of each with its optimizer state."""
+    source, moments, over = (
+        "rtp_ext.outer.ZeroOuter",
+        OPTIMIZER_MOMENTS[strategy.optimizer],
+        [("replicas", strategy.dp)],
+    )
+    terms = [
+        term("parameters", "shards that rotate, float32", source, bytes_per_value=4, values=values),
+        term("parameters", "registered pieces, float32", source, over, bytes_per_value=4, values=own),
+        term("gradients", "of shards, float32", source, bytes_per_value=4, values=own),
+        term("gradients", "of pieces, float32", source, over, bytes_per_value=4, values=own),
+    ]
+    if moments:
+        terms.append(
+            term("optimizer", strategy.optimizer, source, over, moments=moments, bytes_per_value=4, values=own)
+        )
+    return terms
+
+
+def _borrowed_terms(strategy: Strategy, values: float) -> list[Term]:
+    """Shards that stay on the host, while they and their gradients are on the device: those of two layers."""
+    name, source = "unsharded_buffers", "torch's CPUOffloadPolicy, rtp_ext.ring.offload"
+    return [
+        term(name, "shards borrowed from the host, float32", source, layers=2, bytes_per_value=4, values=values),
+        term(name, "gradients on their way there, float32", source, layers=2, bytes_per_value=4, values=values),
+    ]
+
+
+def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term], hosts: int = 1) -> list[Term]:
     """Slots of rotation, or weights and gradients that exist unsharded for a while.
 
     Sources: csrc/engine; torch's `fully_shard`, DistributedDataParallel and autocast; torchtitan's settings under
     pipelines.
     """
     if strategy.rtp > 1:
-        return _slot_terms(strategy, rotation_bytes(model, strategy, stage))
+        borrowed = layer_count(model, strategy) / strategy.rtp
+        return [
+            *_slot_terms(model, strategy, stage, hosts),
+            *(_borrowed_terms(strategy, borrowed) if strategy.offload else []),
+        ]
     name, values = "unsharded_buffers", sum(count.value for count in counts)
     compute, reduce = strategy.param_bytes, strategy.reduce_bytes
     layer = layer_count(model, strategy)
@@ -185,7 +244,7 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
         if torch and compute < 4:
             what = "weights cast by autocast"
             terms.append(term(name, what, "torch.autocast's cache", bytes_per_value=compute, values=values))
-        if torch and strategy.dp * strategy.cp > 1:
+        if torch and strategy.shards > 1:
             what = "gradient buckets, float32"
             terms.append(term(name, what, "DistributedDataParallel", bytes_per_value=4, values=values))
         return terms
@@ -198,20 +257,24 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
         ]
     source = "fully_shard: the layer in use and the prefetched one; the root's group stays gathered"
     root = values - layer * model.layers
+    borrowed = _borrowed_terms(strategy, layer / strategy.shards) if strategy.offload else []
     return [
+        *borrowed,
         term(name, "gathered layers", source, layers=min(2, model.layers), bytes_per_value=compute, values=layer),
         term(name, "gathered embedding, norm and head", source, bytes_per_value=compute, values=root),
         term(name, "input of a layer's reduce-scatter", source, bytes_per_value=reduce, values=layer),
     ]
 
 
-def _slot_terms(strategy: Strategy, held: RotationBytes) -> list[Term]:
+def _slot_terms(model: ModelSpec, strategy: Strategy, stage: int, hosts: int) -> list[Term]:
     name, source = "rotation_slots", "csrc/schedule/footprint.cpp, csrc/schedule/schedule.cpp: slots of a pass"
+    held = rotation_bytes(model, strategy, stage, hosts)
     kinds = (
-        ("weight", held.weight_slot_sizes, held.weight_slots_bytes, strategy.param_bytes),
-        ("gradient", held.gradient_slot_sizes, held.gradient_slots_bytes, strategy.reduce_bytes),
+        ("weight", held.weight_slot_sizes, held.weight_slots_bytes, strategy.travel_bytes),
+        ("gradient", held.gradient_slot_sizes, held.gradient_slots_bytes, strategy.gradient_travel_bytes),
     )
-    terms = []
+    what = "where weights are widened that travel in fewer bits"
+    terms = [term(name, what, source, bytes=held.scratch_bytes)] if held.scratch_bytes else []
     for kind, sizes, peak, element in kinds:
         if sum(sizes) != peak:  # slots came and went
             terms.append(term(name, f"{kind} slots at the peak of the pool", source, bytes=peak))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rtp_ext.planner.constants import check_at_least, constants
+from rtp_ext.planner.constants import check_at_least, check_known, constants
 from rtp_ext.planner.memory.estimate import estimate_memory, stage_memory
 from rtp_ext.planner.memory.report import MemoryReport
 from rtp_ext.planner.memory.states import parameter_counts
+from rtp_ext.planner.plans.limits import limit_bytes
+from rtp_ext.planner.plans.stages import best_stages, stage_costs
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
-from rtp_ext.planner.specs.strategy import LARGEST, Strategy
+from rtp_ext.planner.specs.strategy import LARGEST, OUTER, Strategy
 from rtp_ext.planner.time.estimate import estimate_time
 from rtp_ext.planner.time.report import TimeReport
 
@@ -54,7 +57,15 @@ class Plan:
 
 
 def search(
-    model: ModelSpec, cluster: Cluster, *, global_batch: int, seq: int | None = None, top: int = 10
+    model: ModelSpec,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    seq: int | None = None,
+    top: int = 10,
+    outer: Sequence[str] = ("allreduce",),
+    period: int = 1,
+    uneven: bool = False,
 ) -> list[Plan]:
     """The fastest plans on all GPUs that stay below the memory line (`safe_fraction`), one for each layout.
 
@@ -66,19 +77,32 @@ def search(
         global_batch: samples of a step.
         seq: tokens of a sample; default: the model's own.
         top: plans to return; fewer where fewer fit, none where none fits.
+        outer: policies to try between replicas of rings. All but `allreduce` and `zero` train another way than data
+            parallelism does, so that they are tried only if asked for, every `period` steps.
+        uneven: whether pipelines that are not interleaved have the stages, and as many recomputed layers in each, that
+            an integer program finds best; needs scipy.
 
     Raises:
-        ValueError: sizes that are not positive whole numbers.
+        ValueError: sizes that are not positive whole numbers, or an unknown policy.
+        ImportError: `uneven` without scipy.
     """
-    check_at_least("search", 1, global_batch=global_batch, top=top)
+    check_at_least("search", 1, global_batch=global_batch, top=top, period=period)
+    for policy in outer:
+        check_known("outer policy", policy, OUTER)
+    wished = [{"outer": policy, **({"period": period} if policy not in OUTER[:2] else {})} for policy in outer]
     if seq is not None:
         model = dataclasses.replace(model, seq=seq)
     found = []
     for layout in layouts(model, cluster, global_batch):
-        best = _fastest(model, cluster, layout, global_batch)
+        best = _fastest(model, cluster, layout, global_batch, wished)
         if best is not None:
             found.append(best)
     found.sort(key=lambda pair: pair[0])
+    if uneven:
+        found = sorted(
+            (_with_best_stages(model, cluster, pair, global_batch) for pair in found[: top + _SPARE]),
+            key=lambda pair: pair[0],
+        )
     kept = []
     for _, strategy in found[: top + _SPARE]:
         memory = estimate_memory(model, cluster, strategy, global_batch)
@@ -127,16 +151,12 @@ def _states_fit(model: ModelSpec, cluster: Cluster, layout: Layout) -> bool:
     return least <= limit_bytes(cluster)
 
 
-def limit_bytes(cluster: Cluster) -> float:
-    return constants()["memory"]["safe_fraction"]["value"] * cluster.memory_bytes
-
-
 @functools.lru_cache(maxsize=1 << 14)
-def allocated_bytes(model: ModelSpec, strategy: Strategy, global_batch: int | None) -> float:
-    """Of the first and the last stage; no stage between them holds more."""
+def allocated_bytes(model: ModelSpec, strategy: Strategy, global_batch: int | None, hosts: int = 1) -> float:
+    """Of the first and the last stage; no stage between them holds more. hosts: of a ring on two levels."""
     micro_batches = strategy.micro_batches(global_batch)
-    ends = {0, strategy.pp - 1}
-    return max(stage_memory(model, strategy, stage, micro_batches).allocated_bytes for stage in ends)
+    ends = range(strategy.pp) if strategy.stage_layers or strategy.stage_recompute else {0, strategy.pp - 1}
+    return max(stage_memory(model, strategy, stage, micro_batches, hosts=hosts).allocated_bytes for stage in ends)
 
 
 def _variants(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: int | None) -> Iterator[list[Strategy]]:
@@ -156,11 +176,38 @@ def _variants(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: 
             yield strategies
 
 
-def _fastest(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: int) -> tuple[float, Strategy] | None:
+def _with_best_stages(
+    model: ModelSpec, cluster: Cluster, pair: tuple[float, Strategy], global_batch: int
+) -> tuple[float, Strategy]:
+    """The same plan with the stages that suit it best, if that is faster and fits."""
+    seconds, plan = pair
+    if plan.pp == 1 or plan.interleave > 1 or plan.rtp > 1:
+        return pair
+    m = plan.micro_batches(global_batch)
+    cut = best_stages(stage_costs(model, cluster, plan, m), model.layers, m, limit_bytes(cluster))
+    if cut is None:
+        return pair
+    mode = "full" if plan.recompute == "none" else plan.recompute
+    own = {"recompute": mode, "stage_recompute": cut.recomputed} if any(cut.recomputed) else {"recompute": "none"}
+    other = dataclasses.replace(plan, stage_layers=cut.layers, **own)
+    faster = estimate_time(model, cluster, other, global_batch).step_seconds
+    fits = allocated_bytes(model, other, global_batch) <= limit_bytes(cluster)
+    return (faster, other) if fits and faster < seconds else pair
+
+
+def _fastest(
+    model: ModelSpec,
+    cluster: Cluster,
+    layout: Layout,
+    global_batch: int,
+    outer: Sequence[dict[str, Any]] = ({},),
+) -> tuple[float, Strategy] | None:
     best: tuple[float, Strategy] | None = None
-    for strategies in _variants(model, cluster, layout, global_batch):
+    between = outer if layout[3] > 1 and layout[4] > 1 else ({},)  # a ring with replicas
+    for plain, policy in itertools.product(_variants(model, cluster, layout, global_batch), between):
+        strategies = [dataclasses.replace(strategy, **policy) for strategy in plain] if policy else plain
         for strategy in strategies:
-            if allocated_bytes(model, strategy, global_batch) <= limit_bytes(cluster):
+            if allocated_bytes(model, strategy, global_batch, strategy.hosts(cluster)) <= limit_bytes(cluster):
                 seconds = estimate_time(model, cluster, strategy, global_batch).step_seconds
                 if best is None or seconds < best[0]:
                     best = seconds, strategy
@@ -200,7 +247,7 @@ def _binding(model: ModelSpec, cluster: Cluster, global_batch: int, strategy: St
             faster = estimate_time(model, cluster, other, global_batch).step_seconds < time.step_seconds
         except ValueError:
             continue
-        needed = allocated_bytes(model, other, global_batch)
+        needed = allocated_bytes(model, other, global_batch, other.hosts(cluster))
         if faster and needed > limit_bytes(cluster):
             return f"memory: {what} would be faster and needs {needed / 1e9:.0f} GB"
     rest = {name: seconds for name, seconds in time.components.items() if name not in ("gemm", "attention")}
@@ -222,9 +269,10 @@ def smallest_cluster(model: ModelSpec, cluster: Cluster, *, largest: int = 16384
         for layout in layouts(model, sized, None):
             for strategies in _variants(model, sized, layout, None):
                 strategy = strategies[-1]
-                if allocated_bytes(model, strategy, None) <= limit_bytes(cluster):
-                    fits = next(s for s in strategies if allocated_bytes(model, s, None) <= limit_bytes(cluster))
-                    return sized, fits
+                hosts = strategy.hosts(sized)
+                if allocated_bytes(model, strategy, None, hosts) <= limit_bytes(cluster):
+                    held = ((allocated_bytes(model, s, None, hosts), s) for s in strategies)
+                    return sized, next(s for size, s in held if size <= limit_bytes(cluster))
                 break  # larger micro-batches and more chunks hold more
         gpus = min(2 * gpus, node) if gpus < node else gpus + node
     raise ValueError(f"model {model.name}: no plan fits into up to {largest} GPUs of {cluster.name}")

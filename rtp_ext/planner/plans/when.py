@@ -115,7 +115,7 @@ def compare(name: str, gpus: int, link: str, tokens: int) -> Cell:
                     strategy.check(model, cluster, gpus)
                 except ValueError:
                     continue
-                held = allocated_bytes(model, strategy, gpus)
+                held = allocated_bytes(model, strategy, gpus, strategy.hosts(cluster))
                 if held > limit_bytes(cluster):
                     continue
                 seconds = estimate_time(model, cluster, strategy, gpus).step_seconds

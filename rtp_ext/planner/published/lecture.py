@@ -1,10 +1,13 @@
 """The formulas of Kun Yuan's lecture "Optimization for Deep Learning (Part II)", Peking University, 8 June 2024.
 
-They are rules of thumb for GPTs in one precision. The lecture prints a utilization of about 0.3 for LLaMA-65B (2048
-A100, 1.4e12 tokens, 21 days); its own formula gives 0.63. Everything else it prints follows from what is here.
+They are rules of thumb for GPTs in one precision, and costs of communication. The lecture prints a utilization of about
+0.3 for LLaMA-65B (2048 A100, 1.4e12 tokens, 21 days); its own formula gives 0.63. Everything else it prints follows
+from what is here.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def parameters(layers: int, hidden: int, vocab: int) -> int:
@@ -69,6 +72,54 @@ def parameter_server_bytes(bytes_: float, gpus: int) -> float:
 def pipeline_idle_fraction(stages: int, micro_batches: int) -> float:
     """(N - 1) / m: idle time relative to the time of the computation, for equal stages (part 05)."""
     return (stages - 1) / micro_batches
+
+
+def pipeline_idle_fraction_uneven(stage_seconds: Sequence[float], micro_batches: int) -> float:
+    """Idle time relative to the time of the computation where stages differ: the lecture says that it grows.
+
+    All stages wait for the slowest: ((m - 1) max t + sum t) / (m mean t) - 1, which for equal stages is (N - 1) / m.
+    """
+    busy = micro_batches * sum(stage_seconds) / len(stage_seconds)
+    return ((micro_batches - 1) * max(stage_seconds) + sum(stage_seconds)) / busy - 1
+
+
+def pipeline_communication_bounds(
+    boundary_values: Sequence[float], micro_batch_samples: int, batch_samples: int, bytes_per_value: float = 2
+) -> tuple[float, float]:
+    """The least and the most that communication adds to a pipeline's step, in bytes one after the other (part 05).
+
+    "Micro-batch's communicated activation cost <= pipeline communication cost <= full-batch's": at least one
+    micro-batch must cross every cut, forward and back, before the last stage can work and after it has; at most nothing
+    hides any message.
+
+    Args:
+        boundary_values: of one sample, for every cut between two stages.
+    """
+    cuts = 2 * bytes_per_value * sum(boundary_values)
+    return cuts * micro_batch_samples, cuts * batch_samples
+
+
+def gossip_seconds(bytes_: float, neighbours: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """Partial averaging: a message to each neighbour, O(d_max) and O(1) on sparse graphs, whatever N is (part 04).
+
+    The lecture prints 150 ms where ring all-reduce takes 278 ms: ResNet-50 (25.5e6 parameters) on 256 GPUs. On equal
+    links its formulas give at least as much for one neighbour as half an all-reduce: 2 (N - 1) / N of the bytes against
+    one of them; what is saved beyond that is latency.
+    """
+    return neighbours * (latency_s + bytes_ / bytes_per_s)
+
+
+def local_sgd_seconds(allreduce_seconds: float, period: int) -> float:
+    """Of a step, on average, where nodes average once in `period` (tau) steps (part 04)."""
+    return allreduce_seconds / period
+
+
+def sgd_iterations(sigma: float, nodes: int, accuracy: float) -> float:
+    """T >= sigma^2 / (n epsilon^2): what parallel SGD needs for an epsilon-accurate solution; linear speedup (part 03).
+
+    The order, with a constant of 1.
+    """
+    return sigma**2 / (nodes * accuracy**2)
 
 
 def training_seconds(tokens: float, parameters: float, gpus: int, peak_flops: float, utilization: float) -> float:

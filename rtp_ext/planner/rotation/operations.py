@@ -126,6 +126,7 @@ def rtp_bytes(
     travel: str | None = None,
     gradient_route: str = "chain",
     gradient_travel: str | None = None,
+    hosts: int = 1,
 ) -> RotationBytes:
     """Slots and states of one rank that trains with rotation.
 
@@ -142,6 +143,7 @@ def rtp_bytes(
         travel: what weights travel in, as in `rtp_ext.Ring`; a ring of it moves nothing in place.
         gradient_route, gradient_travel: what gradients take, `chain` or `direct`, and in what they travel; None: in
             `reduce_bytes` a number. On `direct` they are summed in float32 (float64 for 8 bytes).
+        hosts: that a ring takes on two levels; 1: none.
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
     parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. On gradient
@@ -177,6 +179,8 @@ def rtp_bytes(
         gradient_route=gradient_route,
         sum_bytes=max(4, reduce_bytes),
         gradients_quantised=gradient_travel is not None,
+        route="two-level" if hosts > 1 else "ring",
+        hosts=hosts,
         **reach,
     )
 

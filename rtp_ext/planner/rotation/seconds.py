@@ -35,17 +35,19 @@ def lockstep(
     two_lanes: bool,
     straight: bool = False,
     narrow: bool = False,
+    route: str = "ring",
+    hosts: int = 1,
 ) -> Lockstep:
     """The simulator of the schedule that the executor runs (rtp_ext.schedule)."""
     from rtp_ext.observe.schedule import schedule_of  # it loads the extension, and torch with it
     from rtp_ext.observe.timeline import Lockstep
 
-    if pass_ == "forward":
-        return Lockstep(schedule_of(ranks, 0, op=op, in_place=in_place, two_lanes=two_lanes))
-    ways: dict[str, Any] = {"in_place": in_place, "dgrad": dgrad, "halves": halves, "two_lanes": two_lanes}
-    if straight:
-        ways |= {"gradient_route": "direct", "narrow": narrow}
-    return Lockstep(schedule_of(ranks, 0, op=op, pass_=pass_, route="ring", **ways))
+    ways: dict[str, Any] = {"in_place": in_place, "two_lanes": two_lanes, "route": route, "hosts": hosts}
+    if pass_ == "backward":
+        ways |= {"dgrad": dgrad, "halves": halves}
+        if straight:
+            ways |= {"gradient_route": "direct", "narrow": narrow}
+    return Lockstep(schedule_of(ranks, 0, op=op, pass_=pass_, **ways))
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class RotationTime:
         durations: of every kind of step, as `Lockstep.makespan` takes them; of one of `pieces`.
         halves: whether gradients travel in two halves.
         two_lanes: whether two products run beside each other, so that waves fill up.
+        hosts: that the ring takes on two levels; 1: none.
+        hops_s: that the links inside a host are busy.
     """
 
     operation: str
@@ -74,6 +78,8 @@ class RotationTime:
     computes_s: tuple[float, float]
     timeline_s: tuple[float, float]
     makespan_s: tuple[float, float]
+    hosts: int
+    hops_s: tuple[float, float]
 
 
 def wire_bytes(travel: str | None, element_bytes: int) -> float:
@@ -105,13 +111,16 @@ def rotation_seconds(
     travel: str | None = None,
     gradient_route: str = "chain",
     gradient_travel: str | None = None,
+    route: str = "ring",
+    hosts: int = 1,
 ) -> RotationTime:
     """A rotation of `group.ranks` ranks with `tokens` tokens on each.
 
     travel, gradient_route, gradient_travel: as in `rtp_ext.Ring`. What travels in fewer bits is widened before every
     product with it, and rounded after, at the rate of memory.
     compute_bytes, reduce_bytes: of a value of a weight and of a gradient that travels. product_bytes: of what GEMMs
-    read. recompute: of a bundle, its first half is computed again in backward.
+    read. recompute: of a bundle, its first half is computed again in backward. route: `ring` or `direct`. hosts: of a
+    ring of two levels, where gradients cannot go straight home; 1: none.
 
     Durations come from the largest shard. The first launch of a pass takes `kernel_s`, the engine's own less. A linear
     layer's gradients travel in halves where their hop outlasts a dgrad (rtp_ext.ring.gate), and its products run in two
@@ -131,29 +140,32 @@ def rotation_seconds(
     whole = _computes(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
     engine = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
     one = _computes(rotation, tokens, ranks, pieces, cluster, engine, recompute, *width)
-    sent = {
-        "weight": _shard_values(rotation.weights, ranks) / pieces * weight_bytes,
-        "gradient": _shard_values(rotation.weights, ranks) / pieces * gradient_bytes,
-    }
-    back = _shard_values(rotation.backward_weights, ranks) / pieces * weight_bytes
-    home = _shard_values(rotation.weights, ranks) / pieces * home_bytes
+    values, back_values = (
+        _shard_values(weights, ranks) / pieces for weights in (rotation.weights, rotation.backward_weights)
+    )
+    sent = {"weight": values * weight_bytes, "gradient": values * gradient_bytes}
+    back, home = back_values * weight_bytes, values * home_bytes
     if weight_bytes < compute_bytes:
-        wide = _shard_values(rotation.weights, ranks) / pieces * compute_bytes
-        widened = traffic_s(sent["weight"] + wide, cluster, engine)
+        widened = traffic_s(sent["weight"] + values * compute_bytes, cluster, engine)
         one = {kind: time + widened * (kind != "wgrad") for kind, time in one.items()}
     if narrow:
         one["wgrad"] += traffic_s(home + sent["gradient"], cluster, engine)
-    hops = {kind: hop_s(group, size, constants) for kind, size in sent.items()}
+    inside = dataclasses.replace(group, ranks=group.ranks // hosts) if hosts > 1 else group
+    hops = {kind: hop_s(inside, size, constants) for kind, size in sent.items()}
+    if hosts > 1:
+        hops |= {f"outer {kind}": hop_s(group, size, constants) for kind, size in sent.items()}
     copy = traffic_s(2 * home + sent["gradient"], cluster, constants)
     durations = {**one, **hops, "add": copy, "copy": traffic_s(2 * sent["weight"], cluster, constants)}
-    backward_durations = {**durations, "weight": hop_s(group, back, constants)}
+    backward_durations = {**durations, "weight": hop_s(inside, back, constants)}
+    if hosts > 1:
+        backward_durations["outer weight"] = hop_s(group, back, constants)
     if straight:  # what arrives first is copied home
         backward_durations["copy"] = traffic_s(home + sent["gradient"], cluster, constants)
     dgrad = rotation.input_gradient and rotation.kind != "embedding"
-    halves = op == "linear" and not straight and hops["gradient"] > one["dgrad"]
+    halves = op == "linear" and not straight and hosts == 1 and hops["gradient"] > one["dgrad"]
     moves = in_place and pieces == 1 and ranks > 1
     lanes = (False, False)
-    if op == "linear" and ranks > 1:
+    if op == "linear" and ranks > 1 and hosts == 1:
         lanes = _two_lanes(rotation, tokens, ranks * pieces, cluster)
     filled = _computes(rotation, tokens, ranks, pieces, cluster, engine, recompute, *width, whole_waves=False)
     kinds = (("forward",), ("dgrad", "wgrad") if dgrad or rotation.bundle else ("wgrad",))
@@ -161,12 +173,17 @@ def rotation_seconds(
     work = [
         ranks * sum((filled if two else one)[kind] for kind in kind_s) for kind_s, two in zip(kinds, lanes, strict=True)
     ]
-    forward = lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0]).makespan(durations)
-    ways = (moves, halves, dgrad, lanes[1], straight, narrow)
+    way = ("two-level", hosts) if hosts > 1 else (route, 1)
+    forward = lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0], False, False, *way).makespan(durations)
+    ways = (moves, halves, dgrad, lanes[1], straight, narrow, *way)
     backward = lockstep(ranks, op, "backward", *ways).makespan(backward_durations)
-    both = (ranks - 1) * (back + sent["gradient"]) / hop_bytes_per_s(group, constants) if ranks > 1 else 0.0
+    both = (ranks - hosts) * (back + sent["gradient"]) / hop_bytes_per_s(inside, constants) if ranks > 1 else 0.0
+    if hosts > 1:
+        both = max(both, (hosts - 1) * (back + sent["gradient"]) / hop_bytes_per_s(group, constants))
     spans = (max(forward, work[0]), max(backward, work[1], both))
-    first = constants.kernel_s - constants.engine_launch_s
+    inner = pieces * (ranks - hosts)
+    busy = (inner * hops["weight"], inner * (backward_durations["weight"] * bool(back) + hops["gradient"]))
+    first = max(0.0, constants.kernel_s - constants.engine_launch_s)
     return RotationTime(
         op,
         ranks,
@@ -180,6 +197,8 @@ def rotation_seconds(
         (first + pieces * work[0], first + pieces * work[1]),
         (pieces * forward, pieces * backward),
         (first + pieces * spans[0], first + pieces * spans[1]),
+        hosts,
+        busy,
     )
 
 

@@ -25,6 +25,10 @@ class Cluster:
         nccl_ring_bytes_per_s: what NCCL's ring gets out of the links inside a node, per GPU (bus bandwidth).
         nic_bytes_per_s: of the network, per GPU and direction.
         exponentials_per_s: of the special function units; fused attention takes one for every score. 0: not modelled.
+        pcie_bytes_per_s: between a GPU and its host, one direction. host_bytes_per_s: of the host's memory, a GPU's
+            part of it. 0: not known, so that nothing can be offloaded.
+        all_reduce: the table of constants.json, `all_reduce`, that says how fast collectives inside a node are, by
+            ranks and bytes; empty: latency and bandwidth do.
         fp8_achievable_flops_per_s: as bf16_achievable_flops_per_s, in eight bits; 0: it has none, or nobody knows.
 
     Raises:
@@ -44,6 +48,9 @@ class Cluster:
     gpus_per_node: int = 8
     fp8_achievable_flops_per_s: float = 0.0
     exponentials_per_s: float = 0.0
+    pcie_bytes_per_s: float = 0.0
+    host_bytes_per_s: float = 0.0
+    all_reduce: str = ""
     source: str = ""
 
     def __post_init__(self) -> None:

@@ -17,6 +17,13 @@ OPTIMIZER_MOMENTS = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 STACKS = ("auto", "megatron", "torch")
 LOSSES = ("auto", "eager", "loss-parallel", "megatron", "compiled", "fused")
 BUNDLES = (True, False, "recompute")
+ROUTES = ("auto", "ring", "direct", "two-level")
+GRADIENT_ROUTES = ("chain", "direct")
+TRAVELS = (None, "bfloat16", "int8")  # of weights; None: in what they are computed with
+GRADIENT_TRAVELS = (None, "int8")
+OUTER = ("allreduce", "zero", "local_sgd", "diloco", "gossip")
+TOPOLOGIES = ("one-peer", "exponential", "ring", "grid", "complete")
+FP8_SCALINGS = ("tensorwise", "rowwise")
 LARGEST = 1024  # ring and pipeline
 
 
@@ -47,7 +54,22 @@ class Strategy:
             tp and fused_loss.
         flash_attention: no attention matrix is ever stored.
         fp8: the matrix products of the layers' weights run in eight bits; what is kept stays in `param_dtype`. Memory
-            does not change.
+            does not change. fp8_scaling: one scale for each tensor, or one for each row (`rowwise`).
+        route: of rotation, as of `rtp_ext.Ring`; `auto` takes two levels where the ring spans several nodes with
+            several of its ranks on each and links inside are faster than a port, else the ring (the engine's `auto`
+            does not look at links).
+        gradient_route: of rotation: partial sums travel (`chain`), or contributions go straight home (`direct`).
+        travel: what rotating weights travel in; None: in what they are computed with. gradient_travel: `int8` on the
+            gradient route `direct`; None: in reduce_dtype.
+        outer: what replicas of a ring agree by (`rtp_ext.outer`), and the `period` in steps of those that do not agree
+            in every one. topology: of gossip.
+        replicate: of `zero=3`: groups of data-parallel ranks that hold all shards each, gradients summed over the
+            groups (hybrid sharding, HSDP). Rings are replicated by dp.
+        offload: shards, gradients and optimizer state lie on the host, and the optimizer runs there (`zero=3`, rtp).
+        compiled: elementwise kernels of the torch stack are fused (torch.compile). fused_norm: RMSNorm alone is.
+        stage_layers: layers of every pipeline stage; none: equally many. stage_recompute: of how many of them
+            `recompute` is; none: of all.
+        cp_balanced: context-parallel ranks have equally much of the causal mask; else the last has most.
 
     Raises:
         ValueError: a value that no field allows, or fields that contradict each other.
@@ -75,9 +97,24 @@ class Strategy:
     loss: str = "auto"
     flash_attention: bool = True
     fp8: bool = False
+    fp8_scaling: str = "tensorwise"
+    route: str = "auto"
+    gradient_route: str = "chain"
+    travel: str | None = None
+    gradient_travel: str | None = None
+    outer: str = "allreduce"
+    period: int = 1
+    topology: str = "one-peer"
+    replicate: int = 1
+    offload: bool = False
+    compiled: bool = False
+    fused_norm: bool = False
+    cp_balanced: bool = True
+    stage_layers: tuple[int, ...] = ()
+    stage_recompute: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        degrees = ("dp", "tp", "pp", "cp", "rtp", "ep", "micro_batch", "interleave")
+        degrees = ("dp", "tp", "pp", "cp", "rtp", "ep", "micro_batch", "interleave", "period", "replicate")
         check_at_least("strategy", 1, **{degree: getattr(self, degree) for degree in degrees})
         for degree in ("pp", "rtp"):
             if getattr(self, degree) > LARGEST:
@@ -92,6 +129,14 @@ class Strategy:
         check_known("loss", self.loss, LOSSES)
         check_known("param_dtype", self.param_dtype, DTYPE_BYTES)
         check_known("reduce_dtype", self.reduce_dtype, DTYPE_BYTES)
+        check_known("fp8_scaling", self.fp8_scaling, FP8_SCALINGS)
+        check_known("route", self.route, ROUTES)
+        check_known("gradient_route", self.gradient_route, GRADIENT_ROUTES)
+        check_known("outer policy", self.outer, OUTER)
+        check_known("topology", self.topology, TOPOLOGIES)
+        for name, known in (("travel", TRAVELS), ("gradient_travel", GRADIENT_TRAVELS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"strategy: expected {name} of {known}, got {getattr(self, name)!r}")
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"strategy: expected zero to be 0, 1, 2 or 3, got {self.zero!r}")
         if self.bundle not in BUNDLES:
@@ -109,8 +154,65 @@ class Strategy:
                 f"strategy: rtp shards states by itself, and runs on torch: expected zero=0 and stack 'auto' or "
                 f"'torch' with it, got zero={self.zero} and stack {self.stack!r}"
             )
-        if self.in_place and self.rtp == 1:
-            raise ValueError("strategy: in_place needs rtp of at least 2, got 1")
+        self._check_rotation()
+        self._check_stages()
+        if self.replicate > 1 and (self.zero != 3 or self.dp % self.replicate):
+            raise ValueError(
+                "strategy: replicate is of zero=3 and divides dp (rings are replicated by dp), got replicate "
+                f"{self.replicate} with zero={self.zero} and dp {self.dp}"
+            )
+        if self.offload and not (self.zero == 3 or self.rtp > 1):
+            raise ValueError(
+                f"strategy: offload needs zero=3 or rtp of at least 2, got zero={self.zero}, rtp {self.rtp}"
+            )
+        if (self.compiled or self.fused_norm) and self.effective_stack != "torch":
+            raise ValueError("strategy: compiled and fused_norm are of the torch stack; Megatron's kernels are fused")
+
+    def _check_stages(self) -> None:
+        """Raises ValueError for stages of their own that are not those of this pipeline."""
+        for name in ("stage_layers", "stage_recompute"):
+            given, least = getattr(self, name), int(name == "stage_layers")
+            if given and (len(given) != self.pp or self.interleave > 1 or min(given) < least):
+                raise ValueError(
+                    f"strategy: expected {name} of {self.pp} stages, not interleaved, at least {least} each, got "
+                    f"{given} with interleave {self.interleave}"
+                )
+        if self.stage_recompute and self.recompute == "none":
+            raise ValueError("strategy: stage_recompute needs recompute selective or full, got none")
+
+    def _check_rotation(self) -> None:
+        """Raises ValueError for what only rotation has, and for what of it contradicts each other."""
+        own = {
+            "in_place": False,
+            "route": "auto",
+            "gradient_route": "chain",
+            "travel": None,
+            "gradient_travel": None,
+            "outer": "allreduce",
+            "period": 1,
+        }
+        for name, default in own.items():
+            if self.rtp == 1 and getattr(self, name) != default:
+                raise ValueError(
+                    f"strategy: {name} needs rtp of at least 2, got {name} {getattr(self, name)!r} with rtp 1"
+                )
+        if self.in_place and (self.route == "two-level" or self.travel in ("bfloat16", "int8")):
+            raise ValueError(
+                f"strategy: in_place moves the home shard itself: expected another route than two-level and no travel, "
+                f"got route {self.route!r} and travel {self.travel!r}"
+            )
+        if self.travel == "float32" and self.param_bytes < 4:
+            raise ValueError(f"strategy: travel float32 needs param_dtype fp32, got {self.param_dtype}")
+        if self.gradient_travel is not None and self.gradient_route != "direct":
+            raise ValueError(
+                "strategy: gradient_travel int8 needs gradient_route direct: a travelling sum is never requantised"
+            )
+        if self.gradient_route == "direct" and self.route == "two-level":
+            raise ValueError("strategy: two levels have a gradient route of their own: expected chain, got direct")
+        if self.outer in ("allreduce", "zero") and self.period != 1:
+            raise ValueError(f"strategy: outer {self.outer} acts in every step: expected period 1, got {self.period}")
+        if self.outer == "zero" and self.offload:
+            raise ValueError("strategy: outer zero has no offload")
 
     @property
     def gpus(self) -> int:
@@ -120,6 +222,39 @@ class Strategy:
     def replicas(self) -> int:
         """Ranks groups that each take a batch of their own: data-parallel ones and those of the ring."""
         return self.dp * self.rtp
+
+    def hosts(self, cluster: Cluster) -> int:
+        """Nodes that a ring takes on two levels; 1 where it goes another way.
+
+        Raises:
+            ValueError: two levels are asked for, and ranks of the ring do not lie equally many on several nodes.
+        """
+        local = max(1, cluster.gpus_per_node // (self.tp * self.cp))
+        spread = self.rtp > local > 1 and self.rtp % local == 0
+        if self.route == "two-level" and not spread:
+            raise ValueError(
+                "strategy: route two-level needs a ring over several nodes, equally many ranks on each, got "
+                f"{self.rtp} ranks, {local} to a node"
+            )
+        faster = cluster.nccl_ring_bytes_per_s > cluster.nic_bytes_per_s  # else nothing is won inside
+        taken = self.route == "two-level" or (self.route == "auto" and faster and not self.in_place)
+        return self.rtp // local if spread and taken and self.gradient_route == "chain" else 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks that `zero` cuts states over."""
+        return self.dp * self.cp // self.replicate
+
+    @property
+    def travel_bytes(self) -> float:
+        """Of a value of a weight that rotates; in eight bits with its part of a scale for each 128 values."""
+        narrow = {"bfloat16": 2.0, "int8": 1 + 4 / 128}
+        return min(narrow.get(self.travel or "", self.param_bytes), self.param_bytes)
+
+    @property
+    def gradient_travel_bytes(self) -> float:
+        """Of a value of a gradient that rotates."""
+        return 1 + 4 / 128 if self.gradient_travel == "int8" else self.reduce_bytes
 
     @property
     def effective_stack(self) -> str:
@@ -185,6 +320,8 @@ class Strategy:
                 raise ValueError(f"strategy: expected {what} divisible by {by}, got {size} and {degree}")
         if model.layers < chunks:
             raise ValueError(f"strategy: {model.layers} layers are too few for {chunks} pipeline chunks")
+        if self.stage_layers and sum(self.stage_layers) != model.layers:
+            raise ValueError(f"strategy: expected stage_layers of {model.layers} layers, got {sum(self.stage_layers)}")
         if self.ep > 1 and (not model.experts or model.experts % self.ep):
             raise ValueError(f"strategy: expected experts divisible by ep, got {model.experts} and {self.ep}")
         self.micro_batches(global_batch)

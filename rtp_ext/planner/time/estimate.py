@@ -9,8 +9,9 @@ from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import OPTIMIZER_MOMENTS, Strategy
 from rtp_ext.planner.time.gemm import traffic_s
 from rtp_ext.planner.time.links import all_reduce_s, gather_s
+from rtp_ext.planner.time.outer import outer_cost
 from rtp_ext.planner.time.report import TIME_COMPONENTS, TimeReport
-from rtp_ext.planner.time.stage import StageClock
+from rtp_ext.planner.time.stage import StageClock, host_rate
 
 
 def estimate_time(
@@ -44,7 +45,8 @@ def estimate_time(
         components[name] += micro_batches * seconds
     components["bubble"] = (sum(stage.total for stage in stages) - slowest.total) / strategy.interleave
     values = max(
-        sum(count.value for count in parameter_counts(model, strategy, index)) for index in {0, strategy.pp - 1}
+        sum(count.value for count in parameter_counts(model, strategy, index))
+        for index in (range(strategy.pp) if strategy.stage_layers else {0, strategy.pp - 1})
     )
     seen, lost = _gradients_s(clock, values, slowest.forward, slowest.backward, slowest.total)
     components["gradients"] += seen
@@ -77,27 +79,57 @@ def _gradients_s(
     what is gathered, beside the first forward.
     """
     strategy, constants, group = clock.strategy, clock.constants, clock.groups.dp
-    if group.ranks == 1 or (strategy.zero == 3 and strategy.pp == 1):
-        return 0.0, 0.0
-    summed, gathered = values * strategy.reduce_bytes, values * strategy.param_bytes
     if strategy.rtp > 1:
-        return clock.overlapped(group, all_reduce_s(group, summed / strategy.rtp, constants), backward)
+        return _outer_s(clock, values / strategy.rtp, forward, backward)
+    summed, gathered = values * strategy.reduce_bytes, values * strategy.param_bytes
+    seen_apart, lost_apart = 0.0, 0.0
+    if strategy.replicate > 1:  # shards are summed over the groups that hold them
+        apart = all_reduce_s(clock.groups.outer, summed / strategy.shards, constants)
+        seen_apart, lost_apart = clock.overlapped(clock.groups.outer, apart, backward)
+    if group.ranks == 1 or (strategy.zero == 3 and strategy.pp == 1):
+        return seen_apart, lost_apart
     if strategy.zero == 0:
         seconds = all_reduce_s(group, summed, constants)
         return (seconds, 0.0) if strategy.effective_stack == "megatron" else clock.overlapped(group, seconds, backward)
     seen, lost = clock.overlapped(group, gather_s(group, summed, constants), backward)
     seen_first, lost_first = clock.overlapped(group, gather_s(group, gathered, constants), forward)
-    return seen + seen_first, lost + lost_first
+    return seen + seen_first + seen_apart, lost + lost_first + lost_apart
+
+
+def _outer_s(clock: StageClock, shard: float, forward: float, backward: float) -> tuple[float, float]:
+    """What replicas of a ring send each other, by policy (rtp_ext.outer). An all-reduce and a reduce-scatter run beside
+    the last backward, a gather of float32 weights beside the next forward; what acts between steps is in the open."""
+    strategy, constants, group = clock.strategy, clock.constants, clock.groups.outer
+    if group.ranks == 1:
+        return 0.0, 0.0
+    reduced = shard * strategy.reduce_bytes
+    if strategy.outer == "allreduce":
+        return clock.overlapped(group, all_reduce_s(group, reduced, constants), backward)
+    if strategy.outer == "zero":
+        scattered = clock.overlapped(group, gather_s(group, reduced, constants), backward)
+        gathered = clock.overlapped(group, gather_s(group, 4 * shard, constants), forward)
+        return scattered[0] + gathered[0], scattered[1] + gathered[1]
+    policy = strategy.outer.replace("_", "-")
+    cost = outer_cost(policy, 4 * shard, group, constants, period=strategy.period, topology=strategy.topology)
+    return cost.seconds, 0.0
 
 
 def _optimizer_s(cluster: Cluster, strategy: Strategy, constants: TimeConstants, values: float) -> float:
-    """Reads the gradient, reads and writes master weight and moments, writes the weight: bytes over HBM bandwidth.
+    """Reads the gradient, reads and writes master weight and moments, writes the weight: bytes over HBM bandwidth, or
+    over that of the host, where the optimizer then runs. DiLoCo's outer step does as much once a period, with momentum.
 
     Source: the states of arXiv 1910.02054, section 3.1.
     """
-    degree = strategy.rtp if strategy.rtp > 1 else strategy.dp * strategy.cp if strategy.zero else 1
+    degree = strategy.rtp if strategy.rtp > 1 else strategy.shards if strategy.zero else 1
+    if strategy.outer == "zero":
+        degree *= strategy.dp
     tensors = OPTIMIZER_MOMENTS[strategy.optimizer] + 1
-    return traffic_s(values / degree * (4 + 8 * tensors + strategy.param_bytes), cluster, constants)
+    moved = values / degree * (4 + 8 * tensors + strategy.param_bytes)
+    if strategy.outer == "diloco":
+        moved += values / degree * (4 + 8 * 2 + 4) / strategy.period
+    if strategy.offload:
+        return moved / host_rate(cluster, "host_bytes_per_s")
+    return traffic_s(moved, cluster, constants)
 
 
 def step_flops(model: ModelSpec, strategy: Strategy, samples: int, *, recomputed: bool = False) -> float:

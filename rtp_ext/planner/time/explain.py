@@ -130,6 +130,7 @@ def _rotation(time: RotationTime) -> list[str]:
     variant = [f"{time.pieces} pieces"] if time.pieces > 1 else []
     variant += ["gradients in halves"] if time.halves else []
     variant += ["in place"] if time.in_place else []
+    variant += [f"two levels, {time.hosts} nodes"] if time.hosts > 1 else []
     lines = [
         f"  rotation of {time.ranks} ranks, {time.operation}{', ' if variant else ''}{', '.join(variant)}: {kinds}"
     ]

@@ -6,10 +6,12 @@ bytes on the wire those of rings (nccl-tests, doc/PERFORMANCE.md).
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 from dataclasses import dataclass
 
-from rtp_ext.planner.constants import TimeConstants
+from rtp_ext.planner.constants import TimeConstants, constants
 from rtp_ext.planner.specs.cluster import Cluster
 
 
@@ -64,10 +66,36 @@ def tree_latency_s(group: Group, constants: TimeConstants) -> float:
     return constants.nccl_base_s + 2 * (inside + across)
 
 
+def _measured_s(group: Group, size_bytes: float) -> float | None:
+    """An all-reduce inside a node as it was measured; None where nobody has (constants.json, `all_reduce`).
+
+    Between two sizes of the table, and beyond its ends, time is linear in bytes; between two numbers of ranks bandwidth
+    is that of the smaller.
+    """
+    if not group.cluster.all_reduce or group.nodes > 1:
+        return None
+    sizes = _table(group.cluster.all_reduce, group.ranks)
+    place = min(max(bisect.bisect_left(sizes, (size_bytes, 0.0)), 1), len(sizes) - 1)
+    (below, first), (above, second) = sizes[place - 1], sizes[place]
+    return max(first + (size_bytes - below) / (above - below) * (second - first), 0.0)
+
+
+@functools.cache
+def _table(name: str, ranks: int) -> list[tuple[float, float]]:
+    """Bytes and seconds, ascending."""
+    known = {int(count): rows for count, rows in constants()["all_reduce"][name]["mib_and_gb_per_s"].items()}
+    nearest = max((count for count in known if count <= ranks), default=min(known))
+    factor = 2 * (ranks - 1) / ranks
+    return [(mib * 2.0**20, factor * mib * 2.0**20 / (rate * 1e9)) for mib, rate in known[nearest]]
+
+
 def all_reduce_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
     """2 (n - 1) / n bytes on the wire of each rank; a tree where its latency pays (nccl-tests, PERFORMANCE.md)."""
     if group.ranks == 1 or not size_bytes:
         return 0.0
+    measured = _measured_s(group, size_bytes)
+    if measured is not None:
+        return measured
     wire = 2 * (group.ranks - 1) / group.ranks * size_bytes / ring_bytes_per_s(group, constants)
     latency = ring_latency_s(group, constants, 2)
     if group.nodes > 1:
@@ -76,9 +104,13 @@ def all_reduce_s(group: Group, size_bytes: float, constants: TimeConstants) -> f
 
 
 def gather_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
-    """An all-gather or reduce-scatter: (n - 1) / n of the whole size (nccl-tests, PERFORMANCE.md)."""
+    """An all-gather or reduce-scatter: (n - 1) / n of the whole size (nccl-tests, PERFORMANCE.md), half of the steps
+    and of the bytes of an all-reduce."""
     if group.ranks == 1 or not size_bytes:
         return 0.0
+    measured = _measured_s(group, size_bytes)
+    if measured is not None:
+        return measured / 2
     wire = (group.ranks - 1) / group.ranks * size_bytes / ring_bytes_per_s(group, constants)
     return ring_latency_s(group, constants, 1) + wire
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rtp_ext.planner.constants import TimeConstants, check_at_least, check_known
+from rtp_ext.planner.specs.strategy import TOPOLOGIES
 from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s, hop_bytes_per_s
 
 POLICIES = ("all-reduce", "zero", "local-sgd", "diloco", "gossip")
-TOPOLOGIES = ("one-peer", "exponential", "ring", "grid", "complete")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-COMPUTE = ("gemm", "attention", "elementwise", "recomputation", "split", "interference", "optimizer")
+COMPUTE = ("gemm", "attention", "elementwise", "recomputation", "launches", "split", "interference", "optimizer")
 COMMUNICATION = (
     "tensor_parallel",
     "context_parallel",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.memory.states import layer_count, stage_layers
+from rtp_ext.planner.memory.states import layer_count, recomputed_layers, stage_layers
 from rtp_ext.planner.rotation.operations import RotatedOperation, rotations_of
 from rtp_ext.planner.rotation.seconds import RotationTime, rotation_seconds
 from rtp_ext.planner.specs.cluster import Cluster
@@ -23,22 +24,32 @@ class Groups:
     cp: Group
     rtp: Group
     dp: Group
+    outer: Group  # those that hold the same shards: replicas of a ring, or of the shards of fully_shard
     pp_across_nodes: bool
 
     @classmethod
     def of(cls, cluster: Cluster, strategy: Strategy) -> Groups:
         inner = strategy.tp * strategy.cp
         ring = inner * strategy.rtp
+        # without a ring, context-parallel ranks share gradients and shards with the data-parallel ones
+        shards = Group(cluster, strategy.shards, strategy.tp)
+        whole = Group(cluster, strategy.dp, ring)
         return cls(
             Group(cluster, strategy.tp),
             Group(cluster, strategy.cp, strategy.tp),
             Group(cluster, strategy.rtp, inner),
-            # without a ring, context-parallel ranks share gradients and shards with the data-parallel ones
-            Group(cluster, strategy.dp * strategy.cp, strategy.tp)
-            if strategy.rtp == 1
-            else Group(cluster, strategy.dp, ring),
+            shards if strategy.rtp == 1 else whole,
+            Group(cluster, strategy.replicate, strategy.tp * strategy.shards) if strategy.rtp == 1 else whole,
             ring * strategy.dp >= cluster.gpus_per_node,
         )
+
+
+def host_rate(cluster: Cluster, name: str) -> float:
+    """Of a GPU's link to its host, or of its part of the host's memory. Raises ValueError where it is not known."""
+    rate = getattr(cluster, name)
+    if not rate:
+        raise ValueError(f"cluster {cluster.name}: expected {name} for offload, got none")
+    return float(rate)
 
 
 @dataclass
@@ -64,13 +75,17 @@ class StageClock:
         self.layer = layer_seconds(model, strategy, cluster, constants, self.tokens)
         self.head = head_seconds(model, strategy, cluster, constants, self.tokens)
         self.per_layer = {**self._compute(), **self._collectives()}
-        self._stages: dict[tuple[int, bool, bool], StageTime] = {}
+        self.per_layer["launches"] = self._launches()
+        self._stages: dict[tuple[int, int, bool, bool], StageTime] = {}
+        self._plain: StageClock | None = None
         self.rotated: list[RotationTime] = []
         self.ends: dict[str, list[RotationTime]] = {}
         if strategy.rtp > 1:
             self._rotate()
         elif strategy.zero == 3 and strategy.pp == 1:
             self._unshard()
+        if strategy.offload:
+            self._borrow()
 
     # -- one layer ----------------------------------------------------------------------------------------------------
 
@@ -92,6 +107,17 @@ class StageClock:
             "elementwise": sum(layer.elementwise),
             "recomputation": again,
         }
+
+    def _launches(self) -> float:
+        """What the host takes to issue a layer's kernels beyond what the GPU takes to run them: it runs ahead, so that
+        the slower of the two decides (PyTorch's asynchronous execution; measured: the floor below which a layer of
+        vTrain's runs does not get whatever its size)."""
+        strategy, (forward, backward) = self.strategy, self.layer.kernels
+        if strategy.recompute == "full":
+            backward += forward
+        elif strategy.recompute == "selective" and not strategy.flash_attention:
+            backward += forward // 3
+        return max(0.0, (forward + backward) * self.constants.host_s - sum(self.per_layer.values()))
 
     def _collectives(self) -> dict[str, float]:
         """Tensor parallelism: two all-reduces forward, two backward, or as many gathers and scatters with sequence
@@ -145,6 +171,16 @@ class StageClock:
             + scatter
         )
 
+    def _borrow(self) -> None:
+        """Shards come from the host for every pass, and gradients go there, beside computing: what it does not hide.
+        Float32 over PCIe (torch's CPUOffloadPolicy)."""
+        strategy, rate = self.strategy, host_rate(self.cluster, "pcie_bytes_per_s")
+        shards = strategy.rtp if strategy.rtp > 1 else strategy.shards
+        one = 4 * layer_count(self.model, strategy) / shards / rate
+        back = self.layer.backward + self.per_layer["recomputation"]
+        shown = max(0.0, one - self.layer.forward) + max(0.0, one - back)  # both directions side by side
+        self.per_layer["rotation" if strategy.rtp > 1 else "unsharding"] += shown
+
     def _rotate(self) -> None:
         """Rotated products replace whole ones: the difference is `split`, what hops add is `rotation`."""
         strategy = self.strategy
@@ -186,18 +222,22 @@ class StageClock:
             in_place=strategy.in_place,
             recompute=strategy.bundle == "recompute",
             experts_per_token=self.model.experts_per_token,
+            route="direct" if strategy.route == "direct" else "ring",
+            hosts=strategy.hosts(self.cluster),
+            gradient_route=strategy.gradient_route,
+            travel=strategy.travel,
+            gradient_travel=strategy.gradient_travel,
         )
 
     def _summed(self, times: list[RotationTime], forwards: int) -> tuple[float, float, float]:
         split = shown = lost = 0.0
-        share = self.constants.nvlink_sm_share if self.groups.rtp.nodes == 1 else self.constants.network_sm_share
         for time in times:
+            inside = self.groups.rtp.nodes == 1 or time.hosts > 1
+            share = self.constants.nvlink_sm_share if inside else self.constants.network_sm_share
             for index, count in ((0, forwards), (1, 1)):
                 split += count * (time.computes_s[index] - time.unsplit_s[index])
                 shown += count * (time.makespan_s[index] - time.computes_s[index])
-                hops = time.pieces * (time.ranks - 1) * time.durations["weight"]
-                hops += index * time.pieces * (time.ranks - 1) * time.durations["gradient"]
-                hidden = max(0.0, hops - (time.makespan_s[index] - time.computes_s[index]))
+                hidden = max(0.0, time.hops_s[index] - (time.makespan_s[index] - time.computes_s[index]))
                 lost += count * share / (1 - share) * min(hidden, time.computes_s[index])
         return split, shown, lost
 
@@ -206,14 +246,20 @@ class StageClock:
     def stage(self, index: int) -> StageTime:
         """One micro-batch: the layers of a stage, and the embedding or the head where it has one."""
         layers, last = stage_layers(self.model, self.strategy, index), index == self.strategy.pp - 1
-        kind = (layers, index == 0, last)
+        kind = (layers, recomputed_layers(self.model, self.strategy, index), index == 0, last)
         if kind not in self._stages:
             self._stages[kind] = self._stage(*kind)
         return self._stages[kind]
 
-    def _stage(self, layers: int, first: bool, last: bool) -> StageTime:
+    def _stage(self, layers: int, again: int, first: bool, last: bool) -> StageTime:
         strategy = self.strategy
-        parts = {name: layers * seconds for name, seconds in self.per_layer.items()}
+        parts = {name: again * seconds for name, seconds in self.per_layer.items()}
+        if again < layers:  # some layers keep everything
+            if self._plain is None:
+                plain = dataclasses.replace(strategy, recompute="none", stage_recompute=())
+                self._plain = StageClock(self.model, self.cluster, plain, self.constants)
+            for name, seconds in self._plain.per_layer.items():
+                parts[name] += (layers - again) * seconds
         forward, backward = layers * self.layer.forward, layers * self.layer.backward
         backward += parts["recomputation"]
         if last:

@@ -15,6 +15,14 @@ from rtp_ext.planner.specs.strategy import Strategy
 from rtp_ext.planner.time.gemm import Product, flash_s, product_s, traffic_s
 
 _FLASH_BACKWARD = 2.5  # five products instead of two: arXiv 2307.08691
+_FLASH_BACKWARD_RATE = (
+    63 / 73
+)  # of FlashAttention-2's forward, which torch calls: arXiv 2307.08691, abstract and section 4
+_PLAIN_SOFTMAX_KERNELS, _PLAIN_SOFTMAX_BYTES = 4, 26  # to float32, scaled, masked, softmax, back: a score's bytes
+# of a feature: float32 sums of the partial results of context parallelism's steps (torch's _SDPAMerger: cast, subtract,
+# multiply, subtract)
+_MERGE_BYTES = 38
+_EAGER_NORM = 32  # bytes a feature that RMSNorm in float32 moves beyond a fused one's 4 (constants.json, eager_traffic)
 _UNFUSED_KERNELS, _FUSED_KERNELS = 3, 8  # softmax and dropout of scores; norms, activation, residuals, transposes
 
 
@@ -25,6 +33,7 @@ class Seconds:
     gemm: tuple[float, float] = (0.0, 0.0)
     attention: tuple[float, float] = (0.0, 0.0)
     elementwise: tuple[float, float] = (0.0, 0.0)
+    kernels: tuple[int, int] = (0, 0)
 
     @property
     def forward(self) -> float:
@@ -62,10 +71,18 @@ def product_seconds(product: Product, cluster: Cluster, constants: TimeConstants
     return forward, sum(product_s(part, cluster, constants) for part in product.backward())
 
 
+def fused_softmax(model: ModelSpec, strategy: Strategy) -> bool:
+    """Whether Megatron-LM's kernel of scale, mask and softmax takes these scores: batches times heads of a GPU must be
+    divisible by 4 (megatron/model/fused_softmax.py, is_kernel_available). Else each is a kernel of its own in
+    float32."""
+    return strategy.micro_batch * (model.heads // strategy.tp) % 4 == 0
+
+
 def attention_seconds(
     model: ModelSpec, strategy: Strategy, cluster: Cluster, constants: TimeConstants
 ) -> tuple[float, float]:
-    """Scores, softmax and weighted sum. Context parallelism shares them evenly.
+    """Scores, softmax and weighted sum. Balanced context parallelism shares them evenly; where each rank has
+    neighbouring tokens, the last has 1 - (1 - 1/c)^2 of the causal mask, 2 - 1/c times its share, and all wait for it.
 
     Fused: 2 * 2 * b a s^2 d_h / 2 FLOPs (arXiv 2307.08691). Unfused: two batched products, and softmax, mask and
     dropout that read and write the scores (arXiv 2205.05198, section 4.1): 4 + 5 bytes a score.
@@ -73,13 +90,17 @@ def attention_seconds(
     b, s, t, c = strategy.micro_batch, model.seq, strategy.tp, strategy.cp
     if strategy.flash_attention:
         forward = 2.0 * b * model.heads * s * s * model.head_dim / (t * c)
+        forward *= 1.0 if strategy.cp_balanced else 2 - 1 / c
         torch = strategy.effective_stack == "torch"
-        backward = flash_s(_FLASH_BACKWARD * forward, model.head_dim, cluster, constants, torch=torch)
+        more = _FLASH_BACKWARD / (_FLASH_BACKWARD_RATE if torch else 1.0)
+        backward = flash_s(more * forward, model.head_dim, cluster, constants, torch=torch)
         return flash_s(forward, model.head_dim, cluster, constants, torch=torch), backward
     heads = b * model.heads // t
     scores = Product("scores", s // c, s, model.head_dim, heads)
     mixed = Product("weighted values", s // c, model.head_dim, s, heads)
     traffic = (9 if model.dropout else 4) * heads * s * s / c
+    if not fused_softmax(model, strategy):
+        traffic += _PLAIN_SOFTMAX_BYTES * heads * s * s / c
     kernels = _UNFUSED_KERNELS * constants.kernel_s
     forward = product_s(scores, cluster, constants) + product_s(mixed, cluster, constants)
     backward = sum(product_s(part, cluster, constants) for p in (scores, mixed) for part in p.backward())
@@ -93,17 +114,22 @@ def elementwise_bytes(model: ModelSpec, strategy: Strategy, tokens: int, constan
 
     Norms 4h, residual additions 6h (7h with dropout), transposes and rotary positions 4 for each projected feature,
     activation 4 or (gated) 6 for each inner one; `eager_traffic` times as many on the torch stack. Eight-bit products
-    also read 4 and write 2 bytes for each input (its largest value first; then the value and its transpose).
+    also read 4 and write 2 bytes for each input (its largest value first; then the value and its transpose), and with a
+    scale for each row twice that: rows and columns have scales of their own (torchao, Float8LinearConfig "rowwise").
     """
     h, q, kv, f, t = model.hidden, model.query_features, model.kv_features, model.ffn, strategy.tp
     shared = t if strategy.sequence_parallel else 1
     hidden = 2 * (4 + (7 if model.dropout else 6)) * h / shared
     inner = max(1, model.experts_per_token) * (6 if model.gated else 4) * f / t
     moved = hidden + 4 * (q + 2 * kv) / t + inner
-    if strategy.effective_stack == "torch":
+    if strategy.effective_stack == "torch" and not strategy.compiled:
         moved *= constants.eager_traffic
+        if strategy.fused_norm and model.family == "llama":
+            moved -= _EAGER_NORM * 2 * h / shared
+    if strategy.effective_stack == "torch" and strategy.cp > 1:
+        moved += strategy.cp * _MERGE_BYTES * q / t
     if strategy.fp8:
-        moved += 6 * (2 * h + q / t + f / t)
+        moved += (6 if strategy.fp8_scaling == "tensorwise" else 12) * (2 * h + q / t + f / t)
     return moved * tokens * strategy.param_bytes / 2
 
 
@@ -115,11 +141,22 @@ def layer_seconds(
     both = [product_seconds(product, cluster, constants) for product in products(model, strategy, tokens)]
     moved = traffic_s(elementwise_bytes(model, strategy, tokens, constants), cluster, constants)
     kernels = _FUSED_KERNELS * constants.kernel_s
+    softmax = strategy.flash_attention or fused_softmax(model, strategy)
     return Seconds(
         (sum(pair[0] for pair in both), sum(pair[1] for pair in both)),
         attention_seconds(model, strategy, cluster, constants),
         (moved + kernels, 2 * moved + kernels),
+        _kernels(strategy, len(both), 0 if softmax else _PLAIN_SOFTMAX_KERNELS),
     )
+
+
+def _kernels(strategy: Strategy, products: int, more: int) -> tuple[int, int]:
+    """That the host issues for one layer, forward and backward: products, attention, what is elementwise,
+    collectives."""
+    collectives = 2 * (strategy.tp > 1) * (1 + strategy.sequence_parallel) + 4 * (strategy.ep > 1) + (strategy.cp > 1)
+    attention = (1, 1) if strategy.flash_attention else (2 + _UNFUSED_KERNELS, 4 + _UNFUSED_KERNELS)
+    more += _FUSED_KERNELS + collectives
+    return products + attention[0] + more, 2 * products + attention[1] + more
 
 
 def head_seconds(
