@@ -201,8 +201,6 @@ class Strategy:
                 f"strategy: in_place moves the home shard itself: expected another route than two-level and no travel, "
                 f"got route {self.route!r} and travel {self.travel!r}"
             )
-        if self.travel == "float32" and self.param_bytes < 4:
-            raise ValueError(f"strategy: travel float32 needs param_dtype fp32, got {self.param_dtype}")
         if self.gradient_travel is not None and self.gradient_route != "direct":
             raise ValueError(
                 "strategy: gradient_travel int8 needs gradient_route direct: a travelling sum is never requantised"
