@@ -5,7 +5,7 @@
 
 `make frameworks` installs them and calls it. Every run goes on from its middle, and loads what it saved. A JSON line a
 framework is appended to results/MACHINE/frameworks.jsonl, unless --quick; the table of docs/frameworks.md is made from
-the last of each (`python benchmarks/report.py --write`). Exit status 1 where one differs by more than 1e-4, or a
+the last of each (--page). Exit status 1 where one differs by more than 1e-4, or a
 resumed or reloaded run at all.
 """
 
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +30,11 @@ from shared.card import (
     result_line,
 )
 from shared.frameworks import RUNS, as_torchrun, missing
+from shared.frameworks_report import page
 from shared.launch import Place, launch
 
 CLOSE = 1e-4
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "frameworks.md"
 
 
 def work(place: Place, args: argparse.Namespace) -> dict[str, Any]:
@@ -50,7 +53,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="append nothing to the results")
+    parser.add_argument("--page", action="store_true", help="run nothing: write the table of docs/frameworks.md")
     args = parser.parse_args()
+    if args.page:
+        PAGE.write_text(page(PAGE.read_text(), RESULTS))
+        return 0
     names = args.only.split(",")
     unknown = [name for name in names if name not in RUNS]
     if unknown:
