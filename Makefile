@@ -8,7 +8,7 @@ CLANG_FORMATTED := $(shell find csrc python_tests -name '*.h' -o -name '*.cpp' -
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 DOCUMENTED := rtp_ext rtp_ext.planner rtp_ext.trace rtp_ext.schedule rtp_ext.timeline
 
-.PHONY: build simulators demo test lint format docs clean
+.PHONY: build simulators demo test frameworks versions lint format docs clean
 
 build: $(VENV)/.built
 
@@ -33,6 +33,25 @@ demo: build
 test: simulators
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
+# The training frameworks, in an environment of their own on top of this one: their tests, and a line of results each.
+FRAMEWORKS := .venv-frameworks
+
+$(FRAMEWORKS)/.installed: $(VENV)/.built
+	$(BIN)/python -m venv $(FRAMEWORKS)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$(echo $(FRAMEWORKS)/lib/python*/site-packages)/main.pth
+	$(FRAMEWORKS)/bin/pip install --quiet lightning trl torchtitan
+	touch $@
+
+frameworks: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python -m pytest -q python_tests/integrations python_tests/examples
+	$(FRAMEWORKS)/bin/python benchmarks/frameworks.py
+	$(FRAMEWORKS)/bin/python benchmarks/frameworks.py --page
+
+# Pythons and torches that the package is built and tried with, each in an environment of its own; takes long.
+versions:
+	$(PYTHON) benchmarks/versions.py
+
 lint: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,10 +63,10 @@ format: build
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CLANG_FORMATTED)
 
-# The API reference, from the docstrings.
+# The pages, the examples, and the API reference, from the docstrings.
 docs: build
-	$(BIN)/python -m pdoc --docformat google --output-directory build/docs $(DOCUMENTED)
+	$(BIN)/python docs/site.py --output build/docs --reference $(DOCUMENTED)
 	@echo "build/docs/index.html"
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(FRAMEWORKS)

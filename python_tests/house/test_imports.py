@@ -21,7 +21,7 @@ PYTHON_FLOORS = [
     {"families"},
     {"nn"},
     {"convert"},
-    {"measure", "planner"},
+    {"integrations", "measure", "planner"},
     {"__init__", "schedule", "timeline", "trace", "bench"},  # public names
     {"__main__"},
 ]

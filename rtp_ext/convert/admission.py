@@ -75,7 +75,7 @@ def refuse_foreign(root: nn.Module, where: Ring | RingMesh, ignored: Collection[
                     f"fully_rotate: expected plain modules, got {label}, whose parameters {manager} manages; use one "
                     "of the two, or pass its parameters as ignored_params"
                 )
-        ring = _ring_of_module(part)
+        ring = ring_of_module(part)
         if ring is not None and _members(ring) != _members(where):
             raise ValueError(
                 f"fully_rotate: {label} is sharded over {_describe(ring)}: expected {_describe(where)}, the ring of "
@@ -171,7 +171,7 @@ def refuse_offload(
             )
 
 
-def _ring_of_module(part: nn.Module) -> Ring | None:
+def ring_of_module(part: nn.Module) -> Ring | None:
     """The ring that a module's own parameters are on."""
     scope = part.__dict__.get("scope")
     ring = scope.ring if isinstance(scope, ForwardScope) else part.__dict__.get("ring")

@@ -31,6 +31,7 @@ from rtp_ext.convert.admission import (
 from rtp_ext.convert.agreement import checksums, compare_weights
 from rtp_ext.convert.gathered import GatheredRNN
 from rtp_ext.convert.rewrite import Rewriter
+from rtp_ext.convert.saving import let_it_save
 from rtp_ext.convert.scopes import RotationState, install, state_of
 from rtp_ext.convert.tensor_parallel import tensor_dimension
 from rtp_ext.outer import AllReduce, OuterPolicy
@@ -166,6 +167,7 @@ def fully_rotate(
             part.list_registered()
     state.claim(module)
     mark_replaced(module, before)
+    let_it_save(module, ring)
     compare_weights(values, ring)
     if in_place:
         _say_what_in_place_means(ring, state.mp_policy)

@@ -1,0 +1,123 @@
+"""save_pretrained of converted models of the transformers and peft packages: a folder that from_pretrained reads."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from rtp_ext.convert.admission import ring_of_module
+from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.whole import whole_state
+from rtp_ext.ring import Ring
+
+
+def let_it_save(root: nn.Module, ring: Ring) -> None:
+    """Has save_pretrained of a converted model, and of the models in it, gather what is sharded.
+
+    Every rank calls it; rank 0 writes, the others wait for that, and where it fails all raise. With a `state_dict` of
+    whole tensors, as frameworks pass it, nothing is gathered, and any rank may call it on its own.
+    """
+    if ring.mesh is None:
+        return
+    for part in root.modules():
+        method = getattr(type(part), "save_pretrained", None)
+        if method is None or "save_pretrained" in part.__dict__:
+            continue
+        part.__dict__["save_pretrained"] = types.MethodType(_saver(method), part)  # deepcopy binds it to the copy
+
+
+def _saver(method: Any) -> Any:
+    @functools.wraps(method)
+    def save_pretrained(self: Any, *arguments: Any, **keywords: Any) -> None:
+        bound = inspect.signature(method).bind(self, *arguments, **keywords).arguments
+        given = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
+        given.update(bound.get("kwargs", {}))
+        state = given.get("state_dict")
+        if state is not None:
+            if any(isinstance(value, DTensor) for value in state.values()):
+                raise ValueError(
+                    f"save_pretrained of {type(self).__name__}: expected a state_dict of whole tensors, got shards: "
+                    "leave it out, and call save_pretrained on every rank"
+                )
+            if given.get("is_main_process", True):
+                _write(method, self, given)
+            return
+        _gather_and_write(method, self, given)
+
+    return save_pretrained
+
+
+def _gather_and_write(method: Any, model: Any, given: dict[str, Any]) -> None:
+    ring = _ring_of(model)
+    if ring is None:  # nothing of it is sharded any more
+        method(model, **given)
+        return
+    writes = dist.get_rank() == 0
+    given["state_dict"] = whole_to_save(model, writes, given)
+    given["is_main_process"] = writes
+    failure = None
+    try:
+        if writes:
+            _write(method, model, given)
+    except Exception as error:
+        failure = error
+    told = ring.exchange(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for rank, problem in enumerate(told):
+        if problem is not None:
+            raise RuntimeError(f"save_pretrained of {type(model).__name__} failed on rank {rank}: {problem}")
+
+
+def whole_to_save(model: nn.Module, keep: bool, options: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """What save_pretrained, called with `options`, writes of a converted model; {} on ranks that do not `keep` it.
+    Collective."""
+    ring = _ring_of(model)
+    if ring is not None:  # whoever calls it alone gets a RingTimeout
+        ring.exchange(type(model).__name__)
+    return whole_state(model, keep, _names(model, options))
+
+
+def _ring_of(model: nn.Module) -> Ring | None:
+    return next((ring for part in model.modules() if (ring := ring_of_module(part)) is not None), None)
+
+
+def _names(model: Any, given: Mapping[str, Any]) -> set[str] | None:
+    """What is saved of a model of the peft package: its adapters. None: of any other, everything."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return None
+    state = model.state_dict()
+    chosen: set[int] = set()
+    for adapter in given.get("selected_adapters") or list(model.peft_config):
+        options = {key: given[key] for key in ("save_embedding_layers",) if key in given}
+        adapters = peft.get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter, **options)
+        chosen.update(map(id, tree_leaves(adapters)))
+    return {name for name, value in state.items() if id(value) in chosen}
+
+
+def _write(method: Any, model: Any, given: dict[str, Any]) -> None:
+    method(model, **given)
+    plain = plain_class(model).__name__
+    config = getattr(model, "config", None)
+    if getattr(config, "architectures", None) == [type(model).__name__] != [plain]:
+        config.architectures = [plain]
+        config.save_pretrained(given["save_directory"])
+
+
+def plain_class(module: nn.Module) -> type:
+    """The class that a module had before it was converted."""
+    cls = type(module)
+    while issubclass(cls, LiveModule):
+        cls = cls.__bases__[-1]
+    return cls
