@@ -8,13 +8,13 @@ CLANG_FORMATTED := $(shell find csrc python_tests -name '*.h' -o -name '*.cpp' -
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 DOCUMENTED := rtp_ext rtp_ext.planner rtp_ext.trace rtp_ext.schedule rtp_ext.timeline
 
-.PHONY: build simulators demo test frameworks versions lint format docs clean
+.PHONY: build simulators demo test frameworks versions lint format docs clean sweep
 
 build: $(VENV)/.built
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)" "setuptools>=77" wheel
+	$(BIN)/pip install --quiet "$(TORCH)" "setuptools>=77" wheel numpy
 	touch $@
 
 $(VENV)/.built: $(VENV)/.torch $(SOURCES)
@@ -24,14 +24,23 @@ $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 	touch $@
 
 # What tests run on CPUs instead of CUDA. Only what has changed is compiled; a test that finds one missing makes it.
-simulators: build
+simulators: $(VENV)/.torch
 	$(BIN)/python python_tests/simulators
 
 demo: build
 	$(BIN)/python benchmarks/demo.py
 
-test: simulators
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+# Simulators beside the rest of the build, of which pip's part keeps one core busy. Three tests at a time: some wait.
+TESTS = $(BIN)/python -m pytest -q -n 3 --dist worksteal
+
+test:
+	$(MAKE) --no-print-directory -j 2 build simulators
+	$(TESTS)
+
+# All of what `make test` takes some of: every ring size, option and form of the grids that python_tests thin by `few`.
+sweep:
+	$(MAKE) --no-print-directory -j 2 build simulators
+	RTP_SWEEP=1 $(TESTS) $$(grep -rlE "^from grids import .*\bfew\b" python_tests --include='test_*.py')
 
 # The training frameworks, in an environment of their own on top of this one: their tests, and a line of results each.
 FRAMEWORKS := .venv-frameworks

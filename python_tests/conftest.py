@@ -13,6 +13,24 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))  # l
 gc.disable()  # until all tests are imported: that leaves no garbage, and to look for it takes a second or more
 
 
+# What takes longest, a quarter of a minute and more for some, comes first: who has finished takes from what is left.
+LONG = ("outer", "meshes", "families", "hosts", "convert/test_behaviour", "convert/test_compiled", "engine/test_memory")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Each worker of pytest-xdist gets an equal run of tests to begin with, and some of the long ones at its start."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    folder = Path(__file__).resolve().parent
+    long, others = [], []
+    for item in items:
+        where = os.path.relpath(item.path, folder)
+        (long if where.startswith(LONG) else others).append(item)
+    size = -(-len(others) // workers)
+    runs = ([*long[n::workers], *others[n * size : (n + 1) * size]] for n in range(workers))
+    items[:] = [item for run in runs for item in run]
+
+
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()

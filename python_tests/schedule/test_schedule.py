@@ -17,8 +17,8 @@ from schedule_races import LANES, WAITS, deadlocks, races
 from rtp_ext import schedule
 from rtp_ext._native import make_schedule, shard_sizes
 
-# 1 and 2 are special, 3 is the first general ring; even, odd, prime, a power of two: with the largest that is quick
-RANKS = few((1, 2, 3, 4, 5, 6, 8, 13), range(1, 17))
+# 1 and 2 are special, 3 is the first general ring; even and odd, primes, powers of two, multiples, every rest by 4
+RANKS = few((*range(1, 9), 13), range(1, 17))
 NEEDS = [
     {"dgrad": dgrad, "wgrad": wgrad, "receive_in_slots": slots}
     for dgrad, wgrad, slots in product((0, 1), (0, 1), (0, 1))

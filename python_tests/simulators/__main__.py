@@ -1,4 +1,4 @@
-"""`python python_tests/simulators` compiles all simulators; `make build` does this, so that no test waits for it."""
+"""`python python_tests/simulators` compiles all simulators; `make test` does it first, so that no test waits."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
