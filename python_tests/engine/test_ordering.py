@@ -83,11 +83,11 @@ def mlp(ring, **options):
         yield y, x.grad, up.grad, gate.grad, down.grad
 
 
-def late(ring, layers=4, reduce_dtype=torch.float32):
+def late(ring, layers=4):
     """Gradients that land after the passes of two more layers, without autograd, which has nothing to wait for."""
     executor, outputs = ring._executor, 4 * ring.size
     executor.allow_late(2)
-    dtypes = {"compute_dtype": torch.float32, "reduce_dtype": reduce_dtype}
+    dtypes = {"compute_dtype": torch.float32, "reduce_dtype": torch.float32}
     options = _native.RotationOptions(
         route=ring.hop_route,
         in_place=False,
@@ -242,7 +242,6 @@ CASES = {
     ),
     "straight, late": Case(late, ring=STRAIGHT),
     "straight, late, lanes": Case(late, LANES, STRAIGHT),
-    "straight, late, lanes, 16 bits": Case(late, LANES, STRAIGHT, NARROW),
     "vocabulary": Case(vocabulary),
     "vocabulary, slots": Case(vocabulary, SLOTS),
     "primitives": Case(primitives),

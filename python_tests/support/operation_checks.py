@@ -178,11 +178,11 @@ def check_pass(
     return actual
 
 
-def check_controls(operation: Operation, ring: rtp_ext.Ring, tolerances: tuple[float, float], **options: Any) -> None:
+def check_controls(operation: Operation, ring: rtp_ext.Ring, tolerances: tuple[float, float]) -> None:
     """The tolerances refuse a result that lacks one rank's loss or one owner's shards, or a sum for an average."""
     forward, backward = tolerances
     other = (ring.rank + 1) % ring.size
-    actual = check_pass(operation, ring, tolerances=tolerances, **options)
+    actual = check_pass(operation, ring, tolerances=tolerances)
     lacking = plain_results(operation, ring.size, "2d", 10, skipped=other)[ring.rank]
     holed = plain_results(operation, ring.size, "2d", 10, zeroed=other)[ring.rank]
     assert differs(actual.output, holed.output, forward), "control: an owner's shards are missing in the output"
