@@ -110,12 +110,13 @@ def build(output: Path, reference: list[str]) -> None:
     output.mkdir(parents=True)
     texts = {name: page.read_text() for name, page in pages().items()}
     examples = sorted((ROOT / "examples").glob("*.py"))
-    links = [("Pages", [(title_of(text), file_of(name)) for name, text in texts.items()])]
+    titles = {name: "Lines of results" if name == "lines" else title_of(text) for name, text in texts.items()}
+    links = [("Pages", [(titles[name], file_of(name)) for name in texts])]
     links.append(("Examples", [(file.name, example_file(file.name)) for file in examples]))
     if reference:
         links.append(("Reference", [("API", REFERENCE)]))
     for name, text in texts.items():
-        (output / file_of(name)).write_text(frame(title_of(text), to_html(text), file_of(name), links))
+        (output / file_of(name)).write_text(frame(titles[name], to_html(text), file_of(name), links))
     for file in examples:
         code = highlight(file.read_text(), PythonLexer(), HtmlFormatter(cssclass="codehilite"))
         body = f"<h1>{file.name}</h1>{code}"

@@ -295,8 +295,9 @@ def lightning(folder: str, steps: int) -> Run:
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        # an epoch is half of the run: Lightning goes on with the next epoch
-        loader = DataLoader(rows(2 * dist.get_world_size() * (steps // 2)), batch_size=2, shuffle=False)
+        # every step has the same batch: which one Lightning goes on with depends on where in an epoch it was
+        data = rows(2 * dist.get_world_size()) * steps
+        loader = DataLoader(data, batch_size=2, shuffle=False)
         trainer.fit(model, loader, ckpt_path=resume)
         if save is not None:
             trainer.save_checkpoint(save)
