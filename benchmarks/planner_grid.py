@@ -39,11 +39,11 @@ def cases(ranks: int) -> list[Case]:
                 found.append(Case(*own, dtype="bfloat16"))
     if ranks == 3:
         found = [case for case in found if case.strategy.startswith(("rtp", "fsdp2")) and case.layers == 4]
-    return allowed(found)
+    return sorted(allowed(found), key=lambda case: case.tokens)
 
 
 def measure(place: Place, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Lines of all cases of this number of ranks."""
+    """Lines of all cases of this number of ranks, each written as soon as it is known."""
     card = environment_card(place.device, args.command)
     lines = []
     for case in args.cases:
@@ -68,6 +68,7 @@ def measure(place: Place, args: argparse.Namespace) -> list[dict[str, Any]]:
         line["peak_bytes"] = seen["peak"]
         lines.append(line)
         if place.rank == 0:
+            append_line(args.output, line)
             ratio = planned["peak"] / seen["peak"]
             print(f"{name:<28}{case.layers:>3}{case.hidden:>5}{case.tokens:>6}{case.ranks:>3}  {ratio:.2f}", flush=True)
     return lines
@@ -87,12 +88,11 @@ def main() -> None:
             print(f"{case.family:<6}{case.layers} x {case.hidden} {case.strategy:<14} R={case.ranks} {told}")
         return
     machine = args.machine or machine_name(torch.device("cpu"))
-    output = args.output or RESULTS / machine / "planner_grid.jsonl"
+    args.output = args.output or RESULTS / machine / "planner_grid.jsonl"
     ratios = []
     for ranks in args.ranks:
         args.cases = cases(ranks)
         for line in launch(measure, args, ranks):
-            append_line(output, line)
             ratios.append(line["predicted_peak_bytes"] / line["counted_peak_bytes"])
     errors = [abs(ratio - 1) for ratio in ratios]
     print(f"{len(ratios)} runs: peak wrong by {statistics.mean(errors):.1%} on average, {max(errors):.1%} at most")

@@ -98,7 +98,7 @@ def test_fully_shard_shows_what_computing_does_not_hide():
     for seq in (256, 1024, 4096, 16384):
         model = ModelSpec.preset("llama-3-8b", seq=seq)
         shown.append(estimate_time(model, H100, Strategy(dp=8, zero=3), 8).components["unsharding"])
-    assert shown[0] > 2 * shown[1] > 2 * shown[2] == pytest.approx(2 * shown[3])  # the root's stays
+    assert shown[0] > 1.8 * shown[1] > 1.8 * shown[2] == pytest.approx(1.8 * shown[3])  # the root's stays
     slow = dataclasses.replace(H100, nccl_ring_bytes_per_s=25e9)
     layer = LLAMA.layer_parameters
     hidden = StageClock(LLAMA, slow, Strategy(dp=8, zero=3), CONSTANTS)

@@ -1,0 +1,219 @@
+"""What a strategy can say beside degrees: routes, what travels, policies between rings, replicas, offload, kernels."""
+
+import dataclasses
+
+import pytest
+
+from rtp_ext.planner import (
+    Cluster,
+    ModelSpec,
+    RotatedOperation,
+    Strategy,
+    TimeConstants,
+    Weight,
+    estimate_memory,
+    estimate_time,
+    outer_cost,
+    rotations_of,
+    rtp_bytes,
+    search,
+)
+from rtp_ext.planner.rotation.seconds import hop_s, rotation_seconds
+from rtp_ext.planner.rotation.travel import narrow_slots_bytes, wire_bytes
+from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s
+from rtp_ext.planner.time.stage import StageClock
+
+CONSTANTS = TimeConstants.default()
+H100 = Cluster.preset("h100-80gb")
+TWO = Cluster.preset("h100-80gb", gpus=16)
+LLAMA = ModelSpec.preset("llama-3-8b", seq=4096)
+
+
+def _seconds(cluster=H100, model=LLAMA, batch=None, **fields):
+    plan = Strategy(**fields)
+    return estimate_time(model, cluster, plan, batch or plan.replicas)
+
+
+def _bytes(cluster=H100, **fields):
+    plan = Strategy(**fields)
+    return estimate_memory(LLAMA, cluster, plan, plan.replicas)
+
+
+def test_two_levels_are_the_engine_s_schedule_and_slots():
+    """Hops inside take the links of a node, hops between nodes one port; both closed forms of timeline follow."""
+    assert Strategy(rtp=16).hosts(TWO) == 2 and Strategy(rtp=8).hosts(TWO) == 1
+    assert Strategy(rtp=16, route="ring").hosts(TWO) == 1 and Strategy(rtp=16, in_place=True).hosts(TWO) == 1
+    slow = dataclasses.replace(TWO, nccl_ring_bytes_per_s=25e9)
+    assert Strategy(rtp=16).hosts(slow) == 1 and Strategy(rtp=16, route="two-level").hosts(slow) == 2
+    rotation = RotatedOperation("linear", (Weight((28672, 8192)),))
+    for tokens in (1024, 8192):
+        time = rotation_seconds(rotation, tokens, Group(TWO, 16), CONSTANTS, hosts=2)
+        size = 2 * 28672 * 8192 / 16
+        inside, outside = hop_s(Group(TWO, 8), size, CONSTANTS), hop_s(Group(TWO, 16), size, CONSTANTS)
+        assert time.durations["weight"] == pytest.approx(inside)
+        phase = time.durations["forward"] + 7 * max(time.durations["forward"], inside)
+        assert time.timeline_s[0] == pytest.approx(phase + max(phase, outside), rel=1e-6), tokens
+    flat, two = (_seconds(TWO, rtp=16, route=route, fused_loss=True) for route in ("ring", "two-level"))
+    assert two.components["rotation"] < 0.5 * flat.components["rotation"]
+    rotations, others = rotations_of(LLAMA, layers=3, fused_loss=True)
+    flat_bytes, two_bytes = (rtp_bytes(rotations, 16, others=others, compute_bytes=2, hosts=n) for n in (1, 2))
+    assert two_bytes.gradient_slots_bytes > flat_bytes.gradient_slots_bytes
+    report = estimate_memory(LLAMA, TWO, Strategy(rtp=16, fused_loss=True))
+    assert report.components["rotation_slots"] == two_bytes.weight_slots_bytes + two_bytes.gradient_slots_bytes
+
+
+def test_what_travels_in_fewer_bits():
+    assert wire_bytes(1000, "int8", 2) == 1000 + 4 * 8 and wire_bytes(1001, "int8", 4) == 1004 + 4 * 8
+    assert wire_bytes(1000, "bfloat16", 4) == 2000 == wire_bytes(1000, None, 2) == wire_bytes(1000, "bfloat16", 2)
+    rotations = [RotatedOperation("linear", (Weight((512, 256)), Weight((512,))))]
+    form = {"compute_bytes": 4, "gradient_travel": None, "reduce_bytes": 4}
+    held = rtp_bytes(rotations, 4, compute_bytes=4)
+    weights, gradients, widened = narrow_slots_bytes(rotations, 4, travel="int8", **form)
+    shard = 128 * 256
+    one = shard + 4 * shard // 128 + 128 * 4  # a bias stays as it is
+    assert (weights, gradients, widened) == (3 * one, held.gradient_slots_bytes, 4 * shard)
+    assert narrow_slots_bytes(rotations, 4, travel=None, **form)[1:] == (held.gradient_slots_bytes, 0)
+    few = {"rtp": 8, "fused_loss": True}
+    slots = [
+        _bytes(**few, **more).components["rotation_slots"]
+        for more in ({}, {"travel": "int8"}, {"gradient_route": "direct", "gradient_travel": "int8"})
+    ]
+    assert slots[0] > slots[2] and slots[0] != slots[1]
+    narrow = ModelSpec.preset("llama-3-8b", seq=1024)  # where hops are in the open
+    times = {
+        name: _seconds(model=narrow, **few, **more).components["rotation"]
+        for name, more in {
+            "plain": {},
+            "int8": {"travel": "int8"},
+            "direct": {"gradient_route": "direct"},
+            "both": {"gradient_route": "direct", "gradient_travel": "int8", "travel": "int8"},
+        }.items()
+    }
+    assert times["both"] < 0.6 * times["plain"] and times["direct"] <= times["plain"] and times["int8"] < times["plain"]
+
+
+def test_policies_between_rings():
+    """Of the shards of a ring of 8 with a replica on the other node."""
+    ring = {"rtp": 8, "dp": 2, "fused_loss": True}
+    plans = {
+        "allreduce": {},
+        "zero": {"outer": "zero"},
+        "local_sgd": {"outer": "local_sgd", "period": 10},
+        "diloco": {"outer": "diloco", "period": 10},
+        "gossip": {"outer": "gossip", "period": 1},
+    }
+    held = {name: _bytes(TWO, **ring, **plan) for name, plan in plans.items()}
+    own = held["allreduce"].components["parameters"] / 4
+    assert held["local_sgd"].components == held["allreduce"].components == held["gossip"].components
+    assert held["diloco"].components["optimizer"] == held["allreduce"].components["optimizer"] + 8 * own
+    assert held["zero"].components["optimizer"] * 2 == held["allreduce"].components["optimizer"]
+    assert held["zero"].components["parameters"] == 4 * own * 1.5
+    times = {name: _seconds(TWO, **ring, **plan).components for name, plan in plans.items()}
+    group = Group(TWO, 2, 8)
+    cost = outer_cost("local-sgd", 4 * own, group, CONSTANTS, period=10)
+    assert times["local_sgd"]["gradients"] == pytest.approx(cost.seconds, rel=1e-3)
+    assert times["diloco"]["optimizer"] > times["local_sgd"]["optimizer"] > times["zero"]["optimizer"]
+    assert times["gossip"]["gradients"] == pytest.approx(
+        outer_cost("gossip", 4 * own, group, CONSTANTS).seconds, rel=1e-3
+    )
+    assert times["allreduce"]["gradients"] < all_reduce_s(group, 4 * own, CONSTANTS), "it hides under the backward"
+    kinds = {
+        plan.strategy.outer
+        for plan in search(LLAMA, TWO, global_batch=16, top=60, outer=("allreduce", "diloco"), period=50)
+        if plan.strategy.rtp > 1 and plan.strategy.dp > 1
+    }
+    assert "diloco" in kinds
+    plain = search(LLAMA, TWO, global_batch=16, top=60)
+    assert {plan.strategy.outer for plan in plain} == {"allreduce"}
+    with pytest.raises(ValueError, match="outer policy"):
+        search(LLAMA, TWO, global_batch=16, outer=("average",))
+
+
+def test_replicas_of_shards_and_offload():
+    whole, parted = (_bytes(TWO, dp=16, zero=3, replicate=count) for count in (1, 2))
+    for name in ("parameters", "gradients", "optimizer"):
+        assert parted.components[name] == 2 * whole.components[name]
+    few = ModelSpec.preset("llama-3-8b", seq=512)
+    far, near = (_seconds(TWO, few, dp=16, zero=3, replicate=count).components for count in (1, 2))
+    assert near["unsharding"] < far["unsharding"], "gathers stay inside a node"
+    assert far["gradients"] == 0 < near["gradients"]
+    for more in ({"dp": 8, "zero": 3}, {"rtp": 8}):
+        here, there = _bytes(**more), _bytes(**more, offload=True)
+        assert [there.components[name] for name in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
+        assert there.peak_allocated_bytes < here.peak_allocated_bytes
+        slower = _seconds(**more, offload=True).components["optimizer"]
+        assert slower > 10 * _seconds(**more).components["optimizer"]
+    with pytest.raises(ValueError, match="host_bytes_per_s for offload"):
+        _seconds(dataclasses.replace(H100, host_bytes_per_s=0.0), dp=8, zero=3, offload=True)
+
+
+def test_kernels():
+    fsdp = {"dp": 8, "zero": 3}
+    plain, norm, compiled = (
+        _seconds(**fsdp, **more).components["elementwise"] for more in ({}, {"fused_norm": True}, {"compiled": True})
+    )
+    assert plain > norm > compiled > 0.2 * plain
+    tensorwise, rowwise = (
+        _seconds(**fsdp, fp8=True, compiled=True, fp8_scaling=way).components["elementwise"]
+        for way in ("tensorwise", "rowwise")
+    )
+    assert rowwise > 1.3 * tensorwise
+    long = ModelSpec.preset("llama-3-8b", seq=32768)
+    even, uneven = (
+        _seconds(model=long, batch=2, dp=2, cp=4, zero=3, cp_balanced=way).components["attention"]
+        for way in (True, False)
+    )
+    assert uneven == pytest.approx((2 - 1 / 4) * even, rel=0.01)
+
+
+def test_the_host_bounds_small_layers():
+    """A layer takes no less than the host takes to issue its kernels, and no more for that where it is large."""
+    cluster = Cluster.preset("a100-80gb")
+    small = ModelSpec.gpt(layers=24, hidden=1024, heads=16, vocab=51200, seq=1024)
+    plan = Strategy(recompute="full", flash_attention=False)
+    clock = StageClock(small, cluster, plan, CONSTANTS)
+    kernels = sum(clock.layer.kernels) + clock.layer.kernels[0]
+    assert sum(clock.per_layer.values()) == pytest.approx(kernels * CONSTANTS.host_s)
+    assert sum(clock.per_layer.values()) == pytest.approx(3.3e-3, rel=0.15), "as measured: vTrain, one node"
+    large = StageClock(dataclasses.replace(small, hidden=8192, head_dim=512, ffn=32768), cluster, plan, CONSTANTS)
+    assert large.per_layer["launches"] == 0
+
+
+def test_all_reduces_inside_a_node_as_measured():
+    a100 = Cluster.preset("a100-80gb")
+    for ranks, mib, rate in ((2, 16, 127.16), (4, 64, 185.11), (8, 1024, 229.35)):
+        size = mib * 2**20
+        expected = 2 * (ranks - 1) / ranks * size / (rate * 1e9)
+        assert all_reduce_s(Group(a100, ranks), size, CONSTANTS) == pytest.approx(expected)
+        assert gather_s(Group(a100, ranks), size, CONSTANTS) == pytest.approx(expected / 2)
+    sizes = [all_reduce_s(Group(a100, 4), mib * 2**20, CONSTANTS) for mib in (0.25, 1, 3, 100, 4096)]
+    assert sizes == sorted(sizes) and sizes[0] > 0
+    assert all_reduce_s(Group(a100, 2), 2**24, CONSTANTS) > 1.3 * all_reduce_s(
+        Group(dataclasses.replace(a100, all_reduce=""), 2), 2**24, CONSTANTS
+    ), "control: the model of latency and bandwidth is too fast for two"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"route": "ring"}, "route needs rtp"),
+        ({"outer": "diloco"}, "outer needs rtp"),
+        ({"rtp": 4, "travel": "fp4"}, "expected travel of"),
+        ({"rtp": 4, "travel": "int8", "in_place": True}, "in_place moves the home shard"),
+        ({"rtp": 4, "travel": "float32"}, "travel float32 needs param_dtype fp32"),
+        ({"rtp": 4, "gradient_travel": "int8"}, "needs gradient_route direct"),
+        ({"rtp": 4, "gradient_route": "direct", "route": "two-level"}, "gradient route of their own"),
+        ({"rtp": 4, "outer": "zero", "period": 2}, "acts in every step"),
+        ({"rtp": 4, "outer": "zero", "offload": True}, "no offload"),
+        ({"dp": 4, "replicate": 2}, "replicate is of zero=3"),
+        ({"dp": 4, "zero": 3, "replicate": 3}, "divides dp"),
+        ({"dp": 4, "offload": True}, "offload needs"),
+        ({"compiled": True}, "torch stack"),
+        ({"fp8_scaling": "blockwise"}, "fp8_scaling"),
+    ],
+)
+def test_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Strategy(**fields)
+    with pytest.raises(ValueError, match="equally many ranks on each, got 8 ranks, 8 to a node"):
+        Strategy(rtp=8, route="two-level").hosts(H100)
