@@ -325,7 +325,12 @@ def _gather_fake(number: Tensor, ring: str, shards: list[Tensor], shapes: Sequen
 
 
 def _reduce(
-    number: Tensor, ring: str, gradients: list[Tensor], places: Sequence[int], shards: list[Tensor], wanted: Sequence[int]
+    number: Tensor,
+    ring: str,
+    gradients: list[Tensor],
+    places: Sequence[int],
+    shards: list[Tensor],
+    wanted: Sequence[int],
 ) -> list[Tensor]:
     """`places`: of which of all parameters the gradients are; the others were used by nobody here. `shards`, `wanted`:
     of the parameters that want gradients, and which these are."""
@@ -333,7 +338,12 @@ def _reduce(
 
 
 def _reduce_fake(
-    number: Tensor, ring: str, gradients: list[Tensor], places: Sequence[int], shards: list[Tensor], wanted: Sequence[int]
+    number: Tensor,
+    ring: str,
+    gradients: list[Tensor],
+    places: Sequence[int],
+    shards: list[Tensor],
+    wanted: Sequence[int],
 ) -> list[Tensor]:
     return [shard.new_empty(shard.shape) for shard in shards]
 

@@ -34,7 +34,9 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def compute_dtype(asked: torch.dtype | None, weight: Tensor, device: torch.device, autocasts: bool = True) -> torch.dtype:
+def compute_dtype(
+    asked: torch.dtype | None, weight: Tensor, device: torch.device, autocasts: bool = True
+) -> torch.dtype:
     """As Call.of chooses."""
     if autocasts and torch.is_autocast_enabled(device.type) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(device.type)

@@ -120,7 +120,9 @@ def _reduce_flat(
     unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(layouts)
     return [
         # a copy: the gradient must not keep the whole buffer alive
-        None if nobody else layout.take(value.view(layout.shape), ring.rank).clone(memory_format=torch.contiguous_format)
+        None
+        if nobody
+        else layout.take(value.view(layout.shape), ring.rank).clone(memory_format=torch.contiguous_format)
         for nobody, layout, value in zip(unused, layouts, values, strict=True)
     ]
 
@@ -168,7 +170,9 @@ class GatherPlan:
             ]
 
     def _layouts(self, shards: list[torch.Tensor]) -> list[_Layout]:
-        return [_Layout.of(parameter, shard, self.ring) for parameter, shard in zip(self.parameters, shards, strict=True)]
+        return [
+            _Layout.of(parameter, shard, self.ring) for parameter, shard in zip(self.parameters, shards, strict=True)
+        ]
 
 
 class _Gather(torch.autograd.Function):
