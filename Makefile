@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.14.1
+COMPILED ?= build/compiled.jsonl
 CLANG_FORMATTED := $(shell find csrc python_tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 DOCUMENTED := rtp_ext rtp_ext.planner rtp_ext.trace rtp_ext.schedule rtp_ext.timeline
 
-.PHONY: build simulators demo test lint format docs clean
+.PHONY: build simulators demo test compiled lint format docs clean
 
 build: $(VENV)/.built
 
@@ -32,6 +33,12 @@ demo: build
 
 test: simulators
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# torch.compile of a whole model, on every backend, against eager steps: minutes.
+compiled: build
+	$(BIN)/python benchmarks/compiled.py --ranks 2 --output $(COMPILED)
+	$(BIN)/python benchmarks/compiled.py --ranks 3 --strategies rtp --fused-head --output $(COMPILED)
+	$(BIN)/python benchmarks/compiled.py --ranks 2 --strategies rtp --checkpoint --output $(COMPILED)
 
 lint: build
 	$(BIN)/ruff check .

@@ -36,7 +36,7 @@ def refuse_transforms(operation: str) -> None:
     if found is not None:
         raise RuntimeError(
             f"{operation}: rtp_ext does not support {found}: shards travel between processes, which nothing can trace "
-            "or transform. Call it eagerly, or through torch.compile, which leaves it out of its graphs"
+            "or transform. Call it eagerly, or through torch.compile"
         )
 
 

@@ -31,7 +31,7 @@ def name_ring(ring: Ring) -> None:
 
 
 def enrol(owner: Any) -> torch.Tensor:
-    """The number, for graphs, of what a ring operates for: a layer, a bundle or a model. A copy needs one of its own."""
+    """A number by which graphs find a layer, a bundle or a model. A copy of it needs another."""
     number = next(_numbers)
     _owners[number] = owner
     with torch.inference_mode(False):
