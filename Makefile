@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.14.1
+COMPILED ?= build/compiled.jsonl
 CLANG_FORMATTED := $(shell find csrc python_tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 DOCUMENTED := rtp_ext rtp_ext.planner rtp_ext.trace rtp_ext.schedule rtp_ext.timeline
 
-.PHONY: build simulators demo test frameworks versions lint format docs clean sweep
+.PHONY: build simulators demo test frameworks versions lint format docs clean sweep compiled
 
 build: $(VENV)/.built
 
@@ -60,6 +61,12 @@ frameworks: $(FRAMEWORKS)/.installed
 # Pythons and torches that the package is built and tried with, each in an environment of its own; takes long.
 versions:
 	$(PYTHON) benchmarks/versions.py
+
+# torch.compile of a whole model, on every backend, against eager steps: minutes.
+compiled: build
+	$(BIN)/python benchmarks/compiled.py --ranks 2 --output $(COMPILED)
+	$(BIN)/python benchmarks/compiled.py --ranks 3 --strategies rtp --fused-head --output $(COMPILED)
+	$(BIN)/python benchmarks/compiled.py --ranks 2 --strategies rtp --checkpoint --output $(COMPILED)
 
 lint: build
 	$(BIN)/ruff check .

@@ -18,6 +18,8 @@ import argparse
 import json
 import sys
 import time
+from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from shared.memory import PROBED_STEPS, Memory, MemoryProbe
 from shared.models import GPT
 from shared.strategies import DTYPES, STRATEGIES, Trainer
 from shared.tracing import add_trace_option, record_steps
+
+from rtp_ext.observe.steps import StepLog
 
 
 class Progress:
@@ -75,6 +79,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
     add("--output", type=Path, metavar="FILE.jsonl", help="append the result to this file, too")
+    add(
+        "--log", type=Path, metavar="FOLDER", help="of an rtp strategy: what each timed step of each rank took, as JSON"
+    )
+    add(
+        "--log-exposed-every", type=int, default=10, metavar="N", help="with --log: record every Nth step for its waits"
+    )
     add_trace_option(parser, "one step more than --steps, of an rtp strategy")
     add_launch_options(parser)
     args = parser.parse_args()
@@ -85,6 +95,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--hidden {args.hidden} is not divisible by --heads {args.heads}")
     if args.trace and not args.strategy.startswith("rtp"):
         parser.error(f"--trace records rings, and the strategy {args.strategy} has none")
+    if args.log and not args.strategy.startswith("rtp"):
+        parser.error(f"--log counts hops, and the strategy {args.strategy} has none")
     args.command = command_line()
     return args
 
@@ -131,12 +143,17 @@ def train(place: Place, args: argparse.Namespace) -> None:
 
     start = time.perf_counter()
     tokens_per_s = None
+    log = step_log(args, trainer, place, probed)
     for step in range(probed, args.steps):
         set_lr(trainer, step)
-        losses.append(global_loss(trainer.step(*batch(step))))
+        with log.step() if log else nullcontext({}) as line:
+            losses.append(global_loss(trainer.step(*batch(step))))
+            line["loss"] = losses[-1]
         tokens_per_s = rows * args.seq * (step + 1 - probed) / (time.perf_counter() - start)
         if progress:
             progress.show(step + 1, losses[-1], tokens_per_s, memory.peak)
+    if log:
+        log.close()
     bytes_per_rank = memory_of_all_ranks(memory, place)
     transport = None if trainer.ring is None else trainer.ring.transport
     if args.trace:
@@ -175,6 +192,15 @@ def train(place: Place, args: argparse.Namespace) -> None:
         append_line(args.output, result)
     print_summary(result, shape)
     print(json.dumps(result), flush=True)
+
+
+def step_log(args: argparse.Namespace, trainer: Trainer, place: Place, first: int) -> StepLog | None:
+    if args.log is None:
+        return None
+    args.log.mkdir(parents=True, exist_ok=True)
+    board = args.log / f"rank{place.rank}" if find_spec("tensorboard") else None
+    file = args.log / f"rank{place.rank}.jsonl"
+    return StepLog(trainer.ring, file, tensorboard=board, exposed_every=args.log_exposed_every, first=first)
 
 
 def memory_of_all_ranks(memory: Memory, place: Place) -> dict[str, Any]:

@@ -96,6 +96,7 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
       gradient_{std::move(gradient), std::nullopt, std::nullopt},
       operation_(std::move(operation)) {
   executor_.check_alive(operation_);
+  range_.begin([&] { return operation_; });
   for (auto* cargo : {&weight_, &gradient_[0]}) {
     if (!*cargo) continue;
     const size_t parts = (*cargo)->parts.size(), most = executor_.transport().most_parts();
@@ -318,6 +319,7 @@ void Execution::before_compute(const Step& step) {
   EventHandle waiting;
   const auto after_hop = [&](const auto& transfer, End end) {
     if (traced_ && !waiting) waiting = trace.begin(traced_, TraceKind::wait, position(), lane, "wait: " + label(step));
+    const Range range([&] { return concat(operation_, ": wait: ", label(step)); });
     wait(*transfer, end);
   };
   const auto after_compute = [&](const Mark& mark) {
@@ -327,13 +329,13 @@ void Execution::before_compute(const Step& step) {
   for (const Access& access : accesses().writes) usage(access).before_write(after_hop, after_compute);
   trace.end(waiting);
   computing_ = trace.begin(traced_, position(), step);
-  if (profiled()) push_range(concat(operation_, ": ", label(step)));
+  compute_range_.begin([&] { return concat(operation_, ": ", label(step)); });
 }
 
 void Execution::after_compute(const Step& step) {
   const bool leaves = step.action == Action::compute && step.compute == Compute::wgrad && !step.gradient_out.is_home();
   if (narrowing_ && leaves) narrowing_->round(views(step.gradient_out, step.owner), step.owner);
-  if (profiled()) pop_range();
+  compute_range_.end();
   executor_.trace_.end(std::exchange(computing_, nullptr));
   Lanes& lanes = executor_.lanes();
   const Mark mark = lanes.mark_compute();
@@ -364,13 +366,12 @@ void Execution::hop(const Step& step) {
     hop.lands_at.push_back(offset(step.receive, step.half, step.send_owner, part));
     hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, part));
   }
-  if (profiled()) push_range(concat(operation_, ": ", label(step)));
+  const Range range([&] { return concat(operation_, ": ", label(step)); });
   Trace& trace = executor_.trace_;
   const EventHandle posting = trace.begin_posting(traced_, position(), step);
   executor_.hops().post(hop, usage(accesses().reads.front()), usage(accesses().writes.front()),
                         trace.begin(traced_, position(), step));
   trace.end(posting);
-  if (profiled()) pop_range();
 }
 
 void Execution::copy_or_add(const Step& step) {
@@ -395,18 +396,21 @@ void Execution::end() {
   Lanes& lanes = executor_.lanes();
   Trace& trace = executor_.trace_;
   const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "end");
+  Range range([&] { return concat(operation_, ": wait: end"); });
   for (auto& [key, usage] : usage_) usage.settle(lanes);
   for (const auto& slots : slots_) {
     for (const auto& slot : slots) {
       if (slot) slot->usage.settle(lanes);
     }
   }
+  range.end();
   trace.end(waiting);
   lanes.order_compute_after(side_);
   trace.end_pass(traced_);
   executor_.last_ = lanes.mark_compute();
   return_slots();
   executor_.landings_.end_pass();
+  range_.end();
 }
 
 }  // namespace rtp

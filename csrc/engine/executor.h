@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/checks.h"
+#include "base/ranges.h"
 #include "engine/landings.h"
 #include "engine/narrowing.h"
 #include "engine/prefetch.h"
@@ -177,6 +178,7 @@ class Execution {
   std::array<int, 2> hop_index_{};
   PassHandle traced_;  // null: nobody records this pass
   EventHandle computing_;
+  Range range_, compute_range_;  // for profilers
 };
 
 }  // namespace rtp

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/checks.h"
+#include "base/ranges.h"
 #include "engine/narrowing.h"
 
 namespace rtp {
@@ -25,7 +27,9 @@ void Landings::land_next() {
   Lanes& lanes = transport_->lanes();
   const EventHandle waiting =
       trace_.begin(landing.traced, TraceKind::wait, landing.position, Lane::compute, "wait: " + label(landing.step));
+  Range range([&] { return concat("wait: ", label(landing.step)); });
   for (const auto& slot : landing.slots) slot->usage.settle(lanes);
+  range.end();
   trace_.end(waiting);
   const EventHandle adding = trace_.begin(landing.traced, landing.position, landing.step);
   for (size_t part = 0; part < landing.home.size(); ++part) bring(landing.home[part], landing.arriving[part], true);

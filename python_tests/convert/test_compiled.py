@@ -1,4 +1,4 @@
-"""Compilers leave rotation out of their graphs; what would trace or transform it is refused, and the ring lives on."""
+"""Graphs that break at rotation; what would trace or transform it is refused, and the ring lives on."""
 
 import copy
 
@@ -122,9 +122,12 @@ def _compile(rank, ranks):
         assert_same(train_step(make_batch(rank, 0)), expected[0][0], 1e-12, "loss")
         for (name, parameter), gradient in zip(model.named_parameters(), expected[0][1], strict=True):
             assert_same(parameter.grad.to_local(), gradient, 1e-12, name)
-    with cases.case("one graph is refused"), pytest.raises(torch._dynamo.exc.Unsupported, match="skip"):
+    with cases.case("a functional form is refused in one graph"):
         torch._dynamo.reset()
-        torch.compile(eager, backend="eager", fullgraph=True)(make_batch(rank, 0)[0])
+        ring, x = rtp_ext.ring_of(eager), random(4, 6, dtype=torch.float64, seed=rank)
+        weight = torch.ones(2, 6, dtype=torch.float64)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="skip"):
+            torch.compile(lambda: rotated_linear(x, weight, ring=ring), backend="eager", fullgraph=True)()
     assert_same(_step(eager, rank, 0)[0], expected[0][0], 1e-12, "eagerly again")
     cases.finish()
 

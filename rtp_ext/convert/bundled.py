@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from rtp_ext.families.blocks import MLPSpec
+from rtp_ext.functional.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
-from rtp_ext.nn.mlp import bundled_mlp
+from rtp_ext.nn.mlp import bound_mlp, bundled_mlp
 from rtp_ext.parameters.live import LiveModule, mixin_of
 from rtp_ext.ring import Prepared
+from rtp_ext.ring.enrolled import enrol
 
 logger = logging.getLogger("rtp_ext")
 
@@ -49,6 +51,7 @@ class BundledMLP(LiveModule):
         self.__dict__["mlp_seen"] = self._parts(spec)  # not by setattr, which would register modules
         self.__dict__["mlp_intact"] = True
         self.__dict__["_prepared"] = Prepared(sharded=True)
+        self.__dict__["_rtp_number"] = enrol(self)
 
     def _parts(self, spec: MLPSpec) -> list[Any]:
         """What stands between the layers, and the names of the block's modules."""
@@ -83,6 +86,17 @@ class BundledMLP(LiveModule):
             )
         return intact
 
+    def is_intact(self) -> bool:
+        return self.intact
+
+    is_intact._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked when a graph is made
+
+    def _bound(self, _operation: str) -> Bound:
+        assert self.mlp_spec is not None
+        block: Any = self
+        options: dict[str, Any] = {"name": self.qualified_name, "prepared": self.__dict__["_prepared"]}
+        return bound_mlp(block, self.mlp_spec, recompute=self.mlp_recompute, **options)
+
     def bundled(self, x: torch.Tensor) -> torch.Tensor:
         assert self.mlp_spec is not None
         block: Any = self
@@ -111,14 +125,14 @@ class BundledForward(BundledMLP):
     """A block whose forward is the MLP and nothing else."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.bundled(x) if self.intact else super().forward(x)  # type: ignore[misc]
+        return self.bundled(x) if self.is_intact() else super().forward(x)  # type: ignore[misc]
 
 
 class BundledDropoutForward(BundledMLP):
     """A block whose forward ends with `self.dropout`."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not self.intact:
+        if not self.is_intact():
             return super().forward(hidden_states)  # type: ignore[misc]
         return self.dropout(self.bundled(hidden_states))  # type: ignore[attr-defined]
 
@@ -127,7 +141,7 @@ class BundledBertLayer(BundledMLP):
     """A layer of BERT's family: an MLP spread over `intermediate` and `output`, then a residual and a norm."""
 
     def feed_forward_chunk(self, attention_output: torch.Tensor) -> torch.Tensor:
-        if not self.intact:
+        if not self.is_intact():
             return super().feed_forward_chunk(attention_output)  # type: ignore[misc]
         output: Any = self.output  # type: ignore[attr-defined]
         return output.LayerNorm(output.dropout(self.bundled(attention_output)) + attention_output)
@@ -138,7 +152,7 @@ class BundledTransformerLayer(BundledMLP):
 
     def _ff_block(self, x: torch.Tensor) -> torch.Tensor:
         inner: Any = self.dropout  # type: ignore[attr-defined]
-        if not self.intact or type(inner) is not nn.Dropout or (inner.training and inner.p > 0):
+        if not self.is_intact() or type(inner) is not nn.Dropout or (inner.training and inner.p > 0):
             return super()._ff_block(x)  # type: ignore[misc]
         last: Any = self.dropout3 if hasattr(self, "dropout3") else self.dropout2  # type: ignore[attr-defined]
         return last(self.bundled(x))

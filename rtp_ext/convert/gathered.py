@@ -20,13 +20,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from rtp_ext._native import share_version
+from rtp_ext.functional import traced
 from rtp_ext.outer import OuterPolicy
-from rtp_ext.parameters.gather import gather
+from rtp_ext.parameters.gather import GatherPlan, gather
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.alike import expect_alike
 from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.enrolled import enrol
 
 # Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
 # once in a forward. Autograd keeps them for backward in any case; larger ones are gathered when they are used.
@@ -44,14 +46,31 @@ class ForwardScope:
         self.split = False  # a backward may compute the gradients of the inputs first, those of parameters later
         self.small: list[GatheredModule] = []  # gathered all at once in a forward of the whole model
         self.gathered: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}  # by id of the owner
+        # For what a compiler traces:
+        self._rtp_number = enrol(self)
+        self.handed = False  # whether the small ones have been gathered for the forward that runs
+        self.in_graph: list[torch.Tensor] | None = None  # the same, where the whole forward is one graph that is made
 
     def enter(self) -> None:
         self.depth += 1
+
+    def hand_out(self) -> None:
+        """A forward of the whole model has begun: gathers the small ones at once."""
+        if self.root_depth != 1 or not self.small or torch._C._current_graph_task_id() != -1:
+            return
+        for each, wholes in zip(self.small, self._gather(self.small), strict=True):
+            self.gathered[id(each)] = (_version(each), wholes)
+            each.__dict__["wholes"] = [*wholes.values()]
+        self.handed = True
 
     def leave(self) -> None:
         self.depth = max(self.depth - 1, 0)
         if self.depth == 0:
             self.gathered.clear()
+            if self.handed:
+                self.handed = False
+                for each in self.small:
+                    each.__dict__["wholes"] = None
 
     def __deepcopy__(self, memo: dict) -> ForwardScope:
         twin = type(self)(self.ring, self.mp_policy)
@@ -61,6 +80,8 @@ class ForwardScope:
 
     def parameter(self, owner: GatheredModule, name: str) -> Any:
         """The parameter `name` of `owner`: gathered inside a forward, the registered one outside."""
+        if torch.compiler.is_compiling() and traced.tracing(self.ring):
+            return self.parameters_in_graph(owner)[owner.gathered_names.index(name)]
         registered = owner._parameters[name]
         if registered is None or name not in owner.gathered_names:
             return registered
@@ -74,6 +95,27 @@ class ForwardScope:
             for each, whole in zip(together, self._gather(together), strict=True):
                 self.gathered[id(each)] = (_version(each), whole)
         return self.gathered[id(owner)][1][name]
+
+    def parameters_in_graph(self, owner: GatheredModule) -> list[torch.Tensor]:
+        """The whole parameters of `owner` while a compiler makes a graph."""
+        if self.in_graph is not None and owner.first >= 0:
+            return self.in_graph[owner.first : owner.first + len(owner.gathered_names)]
+        handed = owner.wholes
+        return self.gather_in_graph(owner) if handed is None else handed
+
+    def gather_in_graph(self, owner: GatheredModule) -> list[torch.Tensor]:
+        """For a part that is called without the model around it, or is not small."""
+        return traced.gather(owner, self.ring, [*owner.sharded().values()], self.mp_policy)
+
+    def gather_small_in_graph(self) -> None:
+        """The forward of the whole model begins in a graph."""
+        if self.small:
+            parameters = [parameter for each in self.small for parameter in each.sharded().values()]
+            self.in_graph = traced.gather(self, self.ring, parameters, self.mp_policy)
+
+    def _gather_plan(self) -> GatherPlan:
+        parameters = [parameter for each in self.small for parameter in each.sharded().values()]
+        return GatherPlan(parameters, self.ring, self.mp_policy)
 
     def _gather(self, owners: list[GatheredModule]) -> list[dict[str, torch.Tensor]]:
         """The whole parameters of each owner, by one collective."""
@@ -113,10 +155,15 @@ class GatheredModule(LiveModule):
     scope: ForwardScope
     gathered_names: tuple[str, ...]
     replicated_names: frozenset[str]  # of those: DTensors of tensor parallelism
+    first: int  # where its parameters begin among those of all small ones; -1: it is not small
+    wholes: list[torch.Tensor] | None  # what was gathered, for the graphs of a compiler
 
     def sharded(self) -> dict[str, torch.Tensor]:
         """The registered parameters that are gathered, by name."""
         return {name: self._parameters[name] for name in self.gathered_names}
+
+    def _gather_plan(self) -> GatherPlan:
+        return GatherPlan([*self.sharded().values()], self.scope.ring, self.scope.mp_policy)
 
     def used_together(self) -> list[int]:
         """How many of the parameters that are gathered are used at one place, with no other module in between."""
@@ -176,6 +223,9 @@ def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict
     module.__dict__["replicated_names"] = replicated
     if isinstance(module, GatheredRNN):
         module.list_registered()
+    module.__dict__["wholes"] = None
+    module.__dict__["_rtp_number"] = enrol(module)
+    module.__dict__["first"] = sum(len(each.gathered_names) for each in scope.small) if size <= _SMALL else -1
     if size <= _SMALL:
         scope.small.append(module)  # type: ignore[arg-type]
 

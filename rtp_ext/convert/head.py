@@ -10,9 +10,14 @@ from torch import nn
 
 from rtp_ext.convert.bundled import unhooked
 from rtp_ext.families.blocks import has_usual_loss
-from rtp_ext.functional import rotated_linear_cross_entropy
+from rtp_ext.functional import rotated_linear_cross_entropy, traced
+from rtp_ext.functional.operators import Bound
+from rtp_ext.nn.cross_entropy import bound_cross_entropy
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.live import LiveModule, mixin_of
+
+
+_IGNORED = -100  # transformers' own
 
 
 class FusedHead(RotatedLinear):
@@ -22,6 +27,9 @@ class FusedHead(RotatedLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return input if self.fusing else super().forward(input)
+
+    def _bound(self, operation: str) -> Bound:
+        return bound_cross_entropy(self, _IGNORED) if operation == "linear cross-entropy" else super()._bound(operation)
 
 
 class FusedLossModel(LiveModule):
@@ -38,9 +46,11 @@ class FusedLossModel(LiveModule):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         plain = super().forward  # type: ignore[misc]
-        labels = inspect.signature(plain).bind(*arguments, **keywords).arguments.get("labels")
         head: Any = self.lm_head
-        if labels is None or mixin_of(head) is not FusedHead or not unhooked(head) or not has_usual_loss(self):
+        labels, place = keywords.get("labels"), self.place_of_labels()
+        if labels is None and len(arguments) > place:
+            labels = arguments[place]
+        if labels is None or not self.fuses():
             return plain(*arguments, **keywords)
         by_name = keywords.get("return_dict")
         if by_name is None:
@@ -53,10 +63,22 @@ class FusedLossModel(LiveModule):
         output = type(output)(**{key: value for key, value in output.items() if key != "logits"})
         return output if by_name else output.to_tuple()
 
+    def place_of_labels(self) -> int:
+        """Among the arguments of the model's own forward."""
+        return [*inspect.signature(super().forward).parameters].index("labels")  # type: ignore[misc]
+
+    def fuses(self) -> bool:
+        """Whether head and loss are still what was converted."""
+        head: Any = self.lm_head
+        return mixin_of(head) is FusedHead and unhooked(head) and has_usual_loss(self)
+
+    place_of_labels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked when a graph is made
+    fuses._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     @property
     def loss_function(self) -> Any:
         head = self._modules["lm_head"]  # type: ignore[attr-defined]
-        if mixin_of(head) is FusedHead and head.fusing:
+        if getattr(head, "fusing", False):
             return self._fused_loss
         return super().loss_function  # type: ignore[misc]
 
@@ -78,15 +100,20 @@ class FusedLossModel(LiveModule):
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         head: Any = self.lm_head
-        loss = rotated_linear_cross_entropy(
-            head._cast(logits),
-            head.weight,
-            shift_labels.to(logits.device),
-            head.bias,
-            ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
-            **head._rotation(),
-        )
+        shift_labels, reduction = shift_labels.to(logits.device), "mean" if num_items_in_batch is None else "sum"
+        loss = None
+        if torch.compiler.is_compiling() and traced.tracing(head.ring) and ignore_index == _IGNORED:
+            loss = traced.cross_entropy(head, head._cast(logits), shift_labels, ignore_index, reduction)
+        if loss is None:
+            loss = rotated_linear_cross_entropy(
+                head._cast(logits),
+                head.weight,
+                shift_labels,
+                head.bias,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                **head._rotation(),
+            )
         if num_items_in_batch is None:
             return loss
         if isinstance(num_items_in_batch, torch.Tensor):

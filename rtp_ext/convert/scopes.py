@@ -23,11 +23,13 @@ from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew
 from rtp_ext.convert.bundled import OWN_HOOKS
 from rtp_ext.convert.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
 from rtp_ext.convert.whole_embedding import WholeEmbedding
+from rtp_ext.functional import traced
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.outer.pipelines import follow_pipelines
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import expect_own_shard
 from rtp_ext.ring.offload import keep_on_host
+from rtp_ext.ring.surroundings import eager
 
 logger = logging.getLogger("rtp_ext")
 
@@ -54,6 +56,7 @@ class RotationState(ForwardScope):
         self.splits: dict[bool, str] = {}  # values of `split` that the ranks have seen together
         self.ignored: set[str] = set()  # names of parameters that are not averaged
         self.outer_policy: OuterPolicy | None = None  # what happens between replicas
+        self.left_open = False  # a graph has begun a forward, and has not ended it yet
 
     def __deepcopy__(self, memo: dict) -> RotationState:
         twin = super().__deepcopy__(memo)
@@ -76,13 +79,45 @@ class RotationState(ForwardScope):
                 yield from state.outer()
 
     def enter(self) -> None:
-        # A part may be called without the model around it; activation checkpointing calls parts in backward.
+        self.check()
+        super().enter()
+
+    def check(self, mode: Mode | None = None) -> None:
+        """Where no forward of the model runs, its ranks compare their models: a part may be called without the model
+        around it; activation checkpointing calls parts in backward."""
         if self.depth == 0 and self.root is not None and torch._C._current_graph_task_id() == -1:
             root = self.root()
             if root is not None and not any(state.depth for state in self.outer()):
                 self.ring.check_alive(f"{type(root).__name__} forward")
-                self.check_agreement(root)
+                _agree(self, root, mode)
+
+    def open(self, root: nn.Module, mode: Mode | None, split: bool | None) -> None:
+        """A forward of the whole model starts, and may be collective before it does. `split`: see `foresee`."""
+        self.begin()
+        self.check(mode)
         super().enter()
+        self.bring_home()
+        self.plan(root)
+        self.ring.check_alive(f"{type(root).__name__} forward")
+        self.foresee(root, split)
+
+    def in_graph_event(self, event: str, split: bool, autocast: torch.dtype | None) -> None:
+        """What a graph of a compiler says of the forward that it computes, where hooks would see it."""
+        root = None if self.root is None else self.root()
+        assert root is not None, "its forward runs"
+        if event == "check":
+            self.check(Mode(autocast))
+        elif event != "close":
+            if self.left_open:  # by a graph that failed: nothing told of it
+                self.root_depth = self.depth = 1
+                self.leave()
+                self.end(failed=True)
+            self.open(root, Mode(autocast), split if event == "open with gradients" else None)
+            self.left_open = True
+        else:
+            self.left_open = False
+            self.leave()
+            self.end()
 
     def begin(self) -> None:
         """A forward of the whole model starts."""
@@ -110,7 +145,7 @@ class RotationState(ForwardScope):
         if self.began and self.root_depth == 1 and number > 1 and number & (number - 1) == 0:
             plan_anew(root, self.ring)
 
-    def end(self) -> None:
+    def end(self, failed: bool = False) -> None:
         """A forward of the whole model is over. The ranks compare what its layers were prepared for, unless it ends by
         an exception: then the next forward or backward does."""
         self.root_depth = max(self.root_depth - 1, 0)
@@ -120,21 +155,21 @@ class RotationState(ForwardScope):
         if self.outer_policy is not None:
             self.outer_policy.end_forward()
         self.began = False
-        failed = sys.exc_info()[1] is not self.failing
+        failed = failed or sys.exc_info()[1] is not self.failing
         self.failing = None
         if not failed:
             self.ring.settle()
 
-    def foresee(self, root: nn.Module, arguments: Any) -> None:
+    def foresee(self, root: nn.Module, split: bool | None) -> None:
         """Whether the backward of the forward that has begun may be split: what the whole model was called with wants
         gradients. The reductions of the backward follow from it, so that the ranks compare it before that."""
-        if self.root_depth > 1 or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+        if self.root_depth > 1 or torch._C._current_graph_task_id() != -1 or split is None:
             return
         around = next((state for state in self.outer() if state.root_depth), None)
         if around is not None:
             self.split = around.split
             return
-        self.split = any(isinstance(value, torch.Tensor) and value.requires_grad for value in tree_leaves(arguments))
+        self.split = split
         if self.split not in self.splits:
             self.splits[self.split] = f"{type(root).__name__} with inputs that want gradients: {self.split}"
             self.ring.compare_later(self.splits, self.split, self.splits[self.split])
@@ -146,11 +181,11 @@ class RotationState(ForwardScope):
         if self.ring.host_memory is not None:
             keep_on_host(root, self.ring.host_memory)
 
-    def check_agreement(self, root: nn.Module) -> None:
+    def check_agreement(self, root: nn.Module, mode: Mode | None = None) -> None:
         """Before the first forward, and whenever something has changed that decides hops, all ranks compare their
         models."""
         named = list(root.named_parameters())
-        facts, mode = self._facts(root, named), Mode.now(self.ring)
+        facts, mode = self._facts(root, named), mode or Mode.now(self.ring)
         if facts == self.agreed and mode in self.modes:
             return
         agree_on_model(root, self.ring, mode)
@@ -237,7 +272,13 @@ class _Open:
     def __init__(self, scope: ForwardScope) -> None:
         self.scope = scope
 
-    def __call__(self, _part: nn.Module, _arguments: Any) -> None:
+    def __call__(self, part: nn.Module, _arguments: Any) -> None:
+        if torch.compiler.is_compiling() and traced.tracing(self.scope.ring):
+            if self.scope.in_graph is None and not self.scope.handed:
+                traced.scope(self.scope, "check")  # of a part that is called alone
+            if isinstance(part, GatheredModule):
+                _gather_own(part)
+            return
         self.scope.enter()
 
 
@@ -245,18 +286,51 @@ class _Close:
     def __init__(self, scope: ForwardScope) -> None:
         self.scope = scope
 
-    def __call__(self, _part: nn.Module, _arguments: Any, _output: Any) -> None:
+    def __call__(self, part: nn.Module, _arguments: Any, _output: Any) -> None:
+        if torch.compiler.is_compiling() and traced.tracing(self.scope.ring):
+            if isinstance(part, GatheredModule) and not _is_handed(part):
+                part.wholes = None
+            return
         self.scope.leave()
 
 
+def _is_handed(part: GatheredModule) -> bool:
+    """Whether a forward of the whole model has gathered the parameters of a part."""
+    return part.first >= 0 and (part.scope.handed or part.scope.in_graph is not None)
+
+
+def _gather_own(part: GatheredModule) -> None:
+    """While a graph is made: once for all uses of its parameters in its forward."""
+    if not _is_handed(part):
+        part.wholes = part.scope.gather_in_graph(part)
+
+
+# torch.compile(model) calls hooks of the model itself outside of its graph, and would make graphs of what they call.
+@eager
+def _agree(state: RotationState, root: nn.Module, mode: Mode | None) -> None:
+    state.check_agreement(root, mode)
+
+
+@eager
+def _open_eagerly(state: RotationState, root: nn.Module, split: bool | None) -> None:
+    state.open(root, None, split)
+    state.hand_out()
+
+
+@eager
+def _close_eagerly(state: RotationState) -> None:
+    state.leave()
+    state.end()
+
+
 def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:
-    state: RotationState = root.__dict__[_STATE]
-    state.begin()
-    state.enter()
-    state.bring_home()
-    state.plan(root)
-    state.ring.check_alive(f"{type(root).__name__} forward")
-    state.foresee(root, (arguments, keywords))
+    state: RotationState = root._rotation_state  # type: ignore[assignment]
+    if torch.compiler.is_compiling() and traced.tracing(state.ring):
+        split = _want_gradients((arguments, keywords))
+        traced.scope(state, "open" if split is None else "open with gradients", bool(split))
+        state.gather_small_in_graph()
+    else:
+        _open_eagerly(state, root, _want_gradients((arguments, keywords)))
     policy = state.mp_policy
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return None
@@ -264,15 +338,25 @@ def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple
 
 
 def _close_root(root: nn.Module, _arguments: Any, output: Any) -> Any:
-    state: RotationState = root.__dict__[_STATE]
-    state.leave()
-    state.end()
+    state: RotationState = root._rotation_state  # type: ignore[assignment]
+    if torch.compiler.is_compiling() and traced.tracing(state.ring):
+        state.in_graph = None
+        traced.scope(state, "close")
+    else:
+        _close_eagerly(state)
     dtype = state.mp_policy.output_dtype
     return output if dtype is None else tree_map(_caster(dtype), output)
 
 
 for _hook in (_Open, _Close):
     setattr(_hook, OWN_HOOKS, True)
+
+
+def _want_gradients(arguments: Any) -> bool | None:
+    """Whether anything that a model was called with wants gradients; None where nothing can."""
+    if not torch.is_grad_enabled():
+        return None
+    return any([isinstance(value, torch.Tensor) and value.requires_grad for value in tree_leaves(arguments)])
 
 
 def _caster(dtype: torch.dtype) -> Any:

@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_linears
+from rtp_ext.functional import rotated_linears, traced
+from rtp_ext.functional._call import Call, Home
+from rtp_ext.functional.linear import prepare_linears
+from rtp_ext.functional.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.ring import Prepared
+from rtp_ext.ring.enrolled import enrol
 
 logger = logging.getLogger("rtp_ext")
 
@@ -30,6 +34,8 @@ class SharedInput:
         self.name = name
         self.shared = True
         self.prepared = Prepared(sharded=True)
+        self._rtp_number = enrol(self)
+        self.in_graph: Any = None  # an input, and outputs of it that nobody has asked for yet, while a graph is made
         self._source: Any = None  # weak, so that an input lives no longer than it would
         self._key: Any = None
         self._waiting: dict[int, torch.Tensor] = {}  # outputs that nobody has asked for yet, by place of their layer
@@ -59,6 +65,35 @@ class SharedInput:
         self._waiting = dict(enumerate(outputs))
         return self._waiting.pop(place)
 
+    def traced(self, layer: RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
+        """The same while a compiler makes a graph."""
+        if not self.shared or not isinstance(x, torch.Tensor):
+            return None
+        place: int = layer.together_place  # type: ignore[assignment]
+        if self.in_graph is not None:
+            source, waiting = self.in_graph
+            if source is x and waiting[place] is not None:
+                rest = [None if each == place else y for each, y in enumerate(waiting)]
+                self.in_graph = (source, rest) if any([y is not None for y in rest]) else None
+                return waiting[place]
+            self.shared, self.in_graph = False, None
+            return None
+        outputs = traced.linears(self, self.layers, layer._cast(x), transposed=False)
+        if outputs is None:
+            return None
+        self.in_graph = (x, [None if each == place else y for each, y in enumerate(outputs)])
+        return outputs[place]
+
+    def _bound(self, _operation: str) -> Bound:
+        first = self.layers[0]
+
+        def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
+            weights, biases = [each.weight for each in self.layers], [each.bias for each in self.layers]
+            homes, bundle = prepare_linears(call, self.prepared, inputs, weights, biases, None, False)
+            return homes, (bundle,)
+
+        return Bound(first.ring, self.name, first.in_place, first.mp_policy.reduce_dtype, prepare)
+
     def _state(self, x: torch.Tensor) -> tuple:
         weights = [
             (p._version, p.requires_grad) for each in self.layers for p in each._parameters.values() if p is not None
@@ -77,8 +112,8 @@ def join(block: nn.Module, names: Sequence[str], label: str) -> None:
     """Lets the layers `names` of a block, all cut along their outputs, travel together."""
     layers = [block.get_submodule(name) for name in names]
     group = SharedInput(layers, f"{label}.({', '.join(names)})")  # type: ignore[arg-type]
-    for layer in layers:
-        layer.__dict__["together"] = group
+    for place, layer in enumerate(layers):
+        layer.__dict__["together"], layer.__dict__["together_place"] = group, place
     block.register_forward_pre_hook(_Clear(group))
 
 
@@ -89,4 +124,7 @@ class _Clear:
         self.group = group
 
     def __call__(self, _block: nn.Module, _arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.group.in_graph = None
+            return
         self.group.clear()

@@ -71,10 +71,10 @@ class Call:
     in_place: bool
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    needs: tuple[bool, ...] = ()  # which inputs, and then which parameters, will get gradients; empty: `prepare` looks
     # set by `prepare`
     options: Any = None
     serial: int = 0
-    needs: tuple[bool, ...] = ()  # which inputs, and then which parameters, will get gradients
     watched: tuple[torch.Tensor, ...] = ()  # the parameters
 
     @classmethod
@@ -240,7 +240,7 @@ def prepare(
         else:
             home.check(call)  # raises
     call.watched = tuple([home.tensor for home in homes])
-    call.needs = wants(*inputs, *call.watched)
+    call.needs = call.needs or wants(*inputs, *call.watched)
     identified = prepared is not None or not plain or ring.alone  # else one rank's shapes do not tell the layer
     table = (ring.common if prepared is None else prepared) if identified else Prepared()
     dtypes = (call.compute_dtype, call.reduce_dtype)

@@ -22,7 +22,7 @@ from rtp_ext.ring.autograd import first_order_only, wanted
 REDUCTIONS = ("none", "mean", "sum")
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, shape: Any, targets, x, *parameters):
         ctx.call, ctx.shape = call, shape
@@ -60,6 +60,50 @@ def check_settings(name: str, label_smoothing: float, reduction: str, soft_cap: 
         raise ValueError(f"{name}: expected a positive soft_cap or None, got {soft_cap}")
     if z_loss < 0:
         raise ValueError(f"{name}: expected z_loss >= 0, got {z_loss}")
+
+
+def prepare_cross_entropy(
+    call: Call,
+    prepared: Prepared | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transposed: bool,
+) -> tuple[list[Home], tuple[int, int]]:
+    """The home shards; vocabulary and features."""
+    homes = [Home("weight", weight, 1 if transposed else 0, 2)]
+    if bias is not None:
+        homes.append(Home("bias", bias, 0, 1))
+
+    def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
+        vocabulary, features = reversed(shapes[0]) if transposed else shapes[0]
+        if bias is not None:
+            expect_shape(call, homes[1], shapes[1], (vocabulary,))
+        return vocabulary, features
+
+    return homes, prepare(call, prepared, "linear cross-entropy", homes, [x], (("transposed", transposed),), derive)
+
+
+def native_shape(
+    vocabulary: int,
+    features: int,
+    biased: bool,
+    transposed: bool,
+    ignore_index: int,
+    label_smoothing: float,
+    soft_cap: float | None,
+    z_loss: float,
+) -> Any:
+    return _native.CrossEntropyShape(
+        vocabulary=vocabulary,
+        features=features,
+        transposed=transposed,
+        bias=biased,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        soft_cap=soft_cap or 0.0,
+        z_loss=z_loss,
+    )
 
 
 def rotated_linear_cross_entropy(
@@ -110,32 +154,14 @@ def rotated_linear_cross_entropy(
         raise TypeError(f"{name}: expected integer targets, got {getattr(targets, 'dtype', type(targets).__name__)}")
     if targets.shape != x.shape[:-1]:
         raise ValueError(f"{name}: expected targets of shape {tuple(x.shape[:-1])}, got {tuple(targets.shape)}")
-    homes = [Home("weight", weight, 1 if transposed else 0, 2)]
-    if bias is not None:
-        homes.append(Home("bias", bias, 0, 1))
-
-    def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
-        vocabulary, features = reversed(shapes[0]) if transposed else shapes[0]
-        if bias is not None:
-            expect_shape(call, homes[1], shapes[1], (vocabulary,))
-        return vocabulary, features
-
-    facts = (("transposed", transposed),)
-    vocabulary, features = prepare(call, prepared, "linear cross-entropy", homes, [x], facts, derive)
+    homes, (vocabulary, features) = prepare_cross_entropy(call, prepared, x, weight, bias, transposed)
     if x.shape[-1] != features:
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
-    shape = _native.CrossEntropyShape(
-        vocabulary=vocabulary,
-        features=features,
-        transposed=transposed,
-        bias=bias is not None,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        soft_cap=soft_cap or 0.0,
-        z_loss=z_loss,
+    shape = native_shape(
+        vocabulary, features, bias is not None, transposed, ignore_index, label_smoothing, soft_cap, z_loss
     )
     flat = targets.reshape(-1).to(torch.int64).contiguous()
-    loss = _LinearCrossEntropy.apply(call, shape, flat, call.rows(x).contiguous(), *(home.local for home in homes))
+    loss = LinearCrossEntropy.apply(call, shape, flat, call.rows(x).contiguous(), *(home.local for home in homes))
     if reduction == "none":
         return loss.view(targets.shape)
     if reduction == "sum":

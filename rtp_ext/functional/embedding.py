@@ -11,7 +11,7 @@ from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded
 
 
-class _RotatedEmbedding(torch.autograd.Function):
+class Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, shape: tuple[int, int], shard_dim: int, padding_idx: int, ids, weight):
         ctx.call, ctx.shape, ctx.shard_dim = call, shape, shard_dim
@@ -34,6 +34,19 @@ class _RotatedEmbedding(torch.autograd.Function):
             ctx.call.options,
         )
         return None, None, None, None, None, rounded(dweight, ctx.weight_dtype)
+
+
+def prepare_embedding(
+    call: Call, prepared: Prepared | None, weight: torch.Tensor, shard_dim: int, padding_idx: int | None
+) -> tuple[Home, tuple[tuple[int, int], int]]:
+    """The home shard; the shape of the whole table, and which of its rows gets no gradient (-1: none)."""
+    home = Home("weight", weight, shard_dim, 2)
+    shape = prepare(call, prepared, "embedding", [home], [], (), lambda shapes: shapes[0])
+    if padding_idx is None:
+        return home, (shape, -1)
+    if not -shape[0] <= padding_idx < shape[0]:
+        raise ValueError(f"{call.name}: expected padding_idx within {shape[0]} embeddings, got {padding_idx}")
+    return home, (shape, padding_idx % shape[0])
 
 
 def rotated_embedding(
@@ -76,13 +89,7 @@ def rotated_embedding(
         raise TypeError(f"{name}: expected int32 or int64 ids, got {getattr(ids, 'dtype', kind)} in a {kind}")
     if ids.device != ring.device:
         raise TypeError(f"{name}: expected ids on {ring.device}, the device of the ring, got {ids.device}")
-    home = Home("weight", weight, shard_dim, 2)
-    shape = prepare(call, prepared, "embedding", [home], [], (), lambda shapes: shapes[0])
-    padding = -1
-    if padding_idx is not None:
-        if not -shape[0] <= padding_idx < shape[0]:
-            raise ValueError(f"{name}: expected padding_idx within {shape[0]} embeddings, got {padding_idx}")
-        padding = padding_idx % shape[0]
+    home, (shape, padding) = prepare_embedding(call, prepared, weight, shard_dim, padding_idx)
     flat = ids.reshape(-1).to(torch.int64).contiguous()
-    y = _RotatedEmbedding.apply(call, shape, shard_dim, padding, flat, home.local)
+    y = Embedding.apply(call, shape, shard_dim, padding, flat, home.local)
     return y.view(*ids.shape, shape[1])

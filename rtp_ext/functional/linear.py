@@ -24,7 +24,7 @@ from rtp_ext.ring.gate import LayerSize
 from rtp_ext.ring.links.options import wire_itemsize
 
 
-class _PartialLinear(torch.autograd.Function):
+class PartialLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, shape: Any, x, weight, bias):
         ctx.call, ctx.shape = call, shape
@@ -59,7 +59,7 @@ class _Bundle:
     multiplied: list[set[int]]  # for each parameter: the inputs whose gradients are computed from it
 
 
-class _Linears(torch.autograd.Function):
+class Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, bundle: _Bundle, *tensors):
         inputs, parameters = tensors[: bundle.inputs], tensors[bundle.inputs :]
@@ -154,17 +154,9 @@ def rotated_linear(
         return rotated_linears([x], [weight], [bias], ring=ring, transposed=transposed, prepared=prepared, **options)[0]
     call = Call.of(weight, ring=ring, **options)
     x = call.operand(x)
-    homes = _homes([weight], [bias], 0 if transposed else 1)
-
-    def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int, Any]:
-        outputs, inputs = reversed(shapes[0]) if transposed else shapes[0]
-        _check_biases(call, homes, shapes, transposed)
-        return outputs, inputs, _native.LinearShape(outputs, inputs, by_outputs=False, transposed=transposed)
-
-    facts = (("transposed", transposed),)
-    outputs, inputs, native = prepare(call, prepared, "partial linear", homes, [x], facts, derive, late=True)
+    homes, (outputs, inputs, native) = prepare_partial(call, prepared, [x], weight, bias, transposed)
     _expect_features(call, x, inputs)
-    y = _PartialLinear.apply(call, native, call.rows(x), homes[0].local, None if bias is None else homes[1].local)
+    y = PartialLinear.apply(call, native, call.rows(x), homes[0].local, None if bias is None else homes[1].local)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
 
 
@@ -212,6 +204,50 @@ def rotated_linears(
         name=name,
     )
     inputs = [call.operand(x) for x in inputs]
+    homes, bundle = prepare_linears(call, prepared, inputs, weights, biases, projections, transposed)
+    for x, features in zip(inputs, bundle.features, strict=True):
+        for expected in features:
+            _expect_features(call, x, expected)
+    rows = [call.rows(x) for x in inputs]
+    ys = Linears.apply(call, bundle, *rows, *[home.local for home in homes])
+    return tuple(
+        [
+            y if inputs[which].dim() == 2 else y.view(*inputs[which].shape[:-1], features)
+            for y, (which, features) in zip(ys, bundle.outputs, strict=True)
+        ]
+    )
+
+
+def prepare_partial(
+    call: Call,
+    prepared: Prepared | None,
+    inputs: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transposed: bool,
+) -> tuple[list[Home], tuple[int, int, Any]]:
+    """The home shards of a layer that is cut along its input features; out and in features, native shape."""
+    homes = _homes([weight], [bias], 0 if transposed else 1)
+
+    def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int, Any]:
+        outputs, features = reversed(shapes[0]) if transposed else shapes[0]
+        _check_biases(call, homes, shapes, transposed)
+        return outputs, features, _native.LinearShape(outputs, features, by_outputs=False, transposed=transposed)
+
+    facts = (("transposed", transposed),)
+    return homes, prepare(call, prepared, "partial linear", homes, inputs, facts, derive, late=True)
+
+
+def prepare_linears(
+    call: Call,
+    prepared: Prepared | None,
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    projections: Sequence[tuple[int, int, int, int]] | None,
+    transposed: bool,
+) -> tuple[list[Home], _Bundle]:
+    """The home shards of layers that are cut along their output features, and how they travel together."""
     homes = _homes(weights, biases, 1 if transposed else 0)
     if projections is not None:
         projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
@@ -222,18 +258,7 @@ def rotated_linears(
     facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed))
     tokens = max([x.shape[:-1].numel() for x in inputs])
     planned: dict[str, Any] = {} if transposed else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
-    bundle = prepare(call, prepared, "linears", homes, inputs, facts, derive, late=True, **planned)
-    for x, features in zip(inputs, bundle.features, strict=True):
-        for expected in features:
-            _expect_features(call, x, expected)
-    rows = [call.rows(x) for x in inputs]
-    ys = _Linears.apply(call, bundle, *rows, *[home.local for home in homes])
-    return tuple(
-        [
-            y if inputs[which].dim() == 2 else y.view(*inputs[which].shape[:-1], features)
-            for y, (which, features) in zip(ys, bundle.outputs, strict=True)
-        ]
-    )
+    return homes, prepare(call, prepared, "linears", homes, inputs, facts, derive, late=True, **planned)
 
 
 def _size(call: Call, shapes: Sequence[tuple[int, ...]]) -> LayerSize:

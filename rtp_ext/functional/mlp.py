@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ ACTIVATIONS = {
 }
 
 
-class _RotatedMLP(torch.autograd.Function):
+class MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, shape: Any, keep: bool, read: list[bool], x, *parameters):
         ctx.call, ctx.shape = call, shape
@@ -63,12 +63,76 @@ class _RotatedMLP(torch.autograd.Function):
         return None, None, None, None, dx, *in_dtypes_of(parameters, gradients)
 
 
-def _read(homes: Sequence[Home], needs_x: bool, keep: bool) -> list[bool]:
+def read_by_backward(homes: Sequence[Home], needs_x: bool, keep: bool) -> list[bool]:
     """Which parameters a backward reads: gate and up for dx, and with their biases where it recomputes; down for the
     gradients of hidden values."""
     hidden = needs_x or any(wants(*(home.tensor for home in homes if not home.what.startswith("down"))))
     found = {"down weight": hidden, "down bias": False}
     return [found.get(home.what, not keep or (needs_x and home.what.endswith("weight"))) for home in homes]
+
+
+class MLPParameters(NamedTuple):
+    """Home shards of an MLP."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    gate: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    gate_bias: torch.Tensor | None = None
+
+
+def prepare_mlp(
+    call: Call,
+    prepared: Prepared | None,
+    x: torch.Tensor,
+    parameters: MLPParameters,
+    *,
+    activation: str,
+    recompute: bool,
+    transposed: bool,
+) -> tuple[list[Home], tuple[int, int, Any]]:
+    """The home shards, in the order of the engine; in and out features, native shape."""
+    function, gated = ACTIVATIONS[activation]
+    outputs, inputs = (1, 0) if transposed else (0, 1)
+    candidates = [
+        ("gate weight", parameters.gate, outputs, 2),
+        ("gate bias", parameters.gate_bias, 0, 1),
+        ("up weight", parameters.up, outputs, 2),
+        ("up bias", parameters.up_bias, 0, 1),
+        ("down weight", parameters.down, inputs, 2),
+        ("down bias", parameters.down_bias, 0, 1),
+    ]
+    homes = [Home(what, tensor, dim, dims) for what, tensor, dim, dims in candidates if tensor is not None]
+
+    def derive(shapes: list[tuple[int, ...]]) -> Any:
+        whole = {home.what: shape for home, shape in zip(homes, shapes, strict=True)}
+        hidden, features = whole["up weight"][outputs], whole["up weight"][inputs]
+        out_features = whole["down weight"][outputs]
+        down_shape = (hidden, out_features) if transposed else (out_features, hidden)
+        expected = {
+            "gate weight": whole["up weight"],
+            "gate bias": (hidden,),
+            "up bias": (hidden,),
+            "down weight": down_shape,
+            "down bias": (out_features,),
+        }
+        for home in homes:
+            expect_shape(call, home, whole[home.what], expected.get(home.what, whole[home.what]))
+        shape = _native.MlpShape(
+            in_features=features,
+            hidden_features=hidden,
+            out_features=out_features,
+            gated=gated,
+            transposed=transposed,
+            up_bias=parameters.up_bias is not None,
+            down_bias=parameters.down_bias is not None,
+            activation=function,
+        )
+        return features, out_features, shape
+
+    facts = (("activation", activation), ("recompute", recompute))
+    return homes, prepare(call, prepared, "mlp", homes, [x], facts, derive, late=True)
 
 
 def rotated_mlp(
@@ -113,55 +177,20 @@ def rotated_mlp(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    function, gated = ACTIVATIONS[activation]
+    gated = ACTIVATIONS[activation][1]
     if gated != (gate is not None):
         raise ValueError(f"{name}: activation {activation} expected a gate: {gated}, got one: {gate is not None}")
     if gated and (gate_bias is None) != (up_bias is None):
         raise ValueError(f"{name}: expected biases of both gate and up or of neither")
     call = Call.of(up, ring=ring, name=name, in_place=in_place, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     x = call.operand(x)
-    outputs, inputs = (1, 0) if transposed else (0, 1)
-    candidates = [
-        ("gate weight", gate, outputs, 2),
-        ("gate bias", gate_bias, 0, 1),
-        ("up weight", up, outputs, 2),
-        ("up bias", up_bias, 0, 1),
-        ("down weight", down, inputs, 2),
-        ("down bias", down_bias, 0, 1),
-    ]
-    homes = [Home(what, tensor, dim, dims) for what, tensor, dim, dims in candidates if tensor is not None]
-
-    def derive(shapes: list[tuple[int, ...]]) -> Any:
-        whole = {home.what: shape for home, shape in zip(homes, shapes, strict=True)}
-        hidden, features = whole["up weight"][outputs], whole["up weight"][inputs]
-        out_features = whole["down weight"][outputs]
-        down_shape = (hidden, out_features) if transposed else (out_features, hidden)
-        expected = {
-            "gate weight": whole["up weight"],
-            "gate bias": (hidden,),
-            "up bias": (hidden,),
-            "down weight": down_shape,
-            "down bias": (out_features,),
-        }
-        for home in homes:
-            expect_shape(call, home, whole[home.what], expected.get(home.what, whole[home.what]))
-        shape = _native.MlpShape(
-            in_features=features,
-            hidden_features=hidden,
-            out_features=out_features,
-            gated=gated,
-            transposed=transposed,
-            up_bias=up_bias is not None,
-            down_bias=down_bias is not None,
-            activation=function,
-        )
-        return features, out_features, shape
-
-    facts = (("activation", activation), ("recompute", recompute))
-    features, out_features, shape = prepare(call, prepared, "mlp", homes, [x], facts, derive, late=True)
+    parameters = MLPParameters(up, down, gate, up_bias, down_bias, gate_bias)
+    homes, (features, out_features, shape) = prepare_mlp(
+        call, prepared, x, parameters, activation=activation, recompute=recompute, transposed=transposed
+    )
     if x.shape[-1] != features:
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
     keep = not recompute and any(call.needs)
-    read = _read(homes, call.needs[0], keep)
-    y = _RotatedMLP.apply(call, shape, keep, read, call.rows(x), *(home.local for home in homes))
+    read = read_by_backward(homes, call.needs[0], keep)
+    y = MLP.apply(call, shape, keep, read, call.rows(x), *(home.local for home in homes))
     return y.view(*x.shape[:-1], out_features)

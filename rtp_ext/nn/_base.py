@@ -12,6 +12,7 @@ from rtp_ext.families.layers import computes_like
 from rtp_ext.parameters.live import LiveModule, mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_parameter
 from rtp_ext.ring import Prepared, Ring
+from rtp_ext.ring.enrolled import enrol
 
 
 class RotatedModule(LiveModule):
@@ -28,6 +29,7 @@ class RotatedModule(LiveModule):
     qualified_name: str
     mp_policy: MixedPrecisionPolicy
     _prepared: Prepared  # what its operation derives from its parameters
+    _rtp_number: torch.Tensor  # by which graphs of a compiler find it
 
     # The dimension that each parameter is cut along.
     shard_dims: dict[str, int]
@@ -50,6 +52,7 @@ class RotatedModule(LiveModule):
         self.mp_policy = mp_policy or MixedPrecisionPolicy()
         self.shard_dims = shard_dims
         self._prepared = Prepared(sharded=True)
+        self._rtp_number = enrol(self)
         memo = {} if memo is None else memo
         for key, parameter in self._parameters.items():
             if parameter is None:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_linear_cross_entropy
-from rtp_ext.functional.cross_entropy import check_settings
+from rtp_ext.functional import rotated_linear_cross_entropy, traced
+from rtp_ext.functional._call import Call, Home
+from rtp_ext.functional.cross_entropy import check_settings, native_shape, prepare_cross_entropy
+from rtp_ext.functional.operators import Bound
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
@@ -92,6 +94,11 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
         self._adopt(ring, {"weight": 0, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if torch.compiler.is_compiling() and traced.tracing(self.ring):
+            settings = self.ignore_index, self.reduction
+            loss = traced.cross_entropy(self, self._cast(input), target, *settings)
+            if loss is not None:
+                return loss
         return rotated_linear_cross_entropy(
             self._cast(input),
             self.weight,
@@ -105,11 +112,29 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
             **self._rotation(),
         )
 
+    def _bound(self, _operation: str) -> Bound:
+        settings = self.ignore_index, self.label_smoothing, self.soft_cap, self.z_loss
+        return bound_cross_entropy(self, *settings)
+
     def extra_repr(self) -> str:
         settings = ("ignore_index", "label_smoothing", "reduction", "soft_cap", "z_loss")
         return ", ".join([super().extra_repr(), *(f"{name}={getattr(self, name)}" for name in settings)]) + (
             f", ring={self.ring.size}"
         )
+
+
+def bound_cross_entropy(
+    head: Any, ignore_index: int, label_smoothing: float = 0.0, soft_cap: float | None = None, z_loss: float = 0.0
+) -> Bound:
+    """See functional.operators; `head` is a layer [vocabulary, features]."""
+
+    def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
+        weight, bias = head.weight, head.bias
+        homes, sizes = prepare_cross_entropy(call, head._prepared, inputs[0], weight, bias, False)
+        settings = bias is not None, False, ignore_index, label_smoothing, soft_cap, z_loss
+        return homes, (native_shape(*sizes, *settings),)
+
+    return Bound(head.ring, head.qualified_name, head.in_place, head.mp_policy.reduce_dtype, prepare)
 
 
 def _settings_of(loss: nn.CrossEntropyLoss, options: dict[str, Any]) -> dict[str, Any]:

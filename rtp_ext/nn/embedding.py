@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_embedding
+from rtp_ext.functional import rotated_embedding, traced
+from rtp_ext.functional._call import Call, Home
+from rtp_ext.functional.embedding import prepare_embedding
+from rtp_ext.functional.operators import Bound
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
@@ -89,9 +92,21 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
         self._adopt(ring, {"weight": shard_dim}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() and traced.tracing(self.ring):
+            output = traced.embedding(self, input)
+            if output is not None:
+                return output
         return rotated_embedding(
             input, self.weight, shard_dim=self.shard_dims["weight"], padding_idx=self.padding_idx, **self._rotation()
         )
+
+    def _bound(self, _operation: str) -> Bound:
+        def prepare(call: Call, _inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
+            shard_dim = self.shard_dims["weight"]
+            home, (shape, padding) = prepare_embedding(call, self._prepared, self.weight, shard_dim, self.padding_idx)
+            return [home], (shape, shard_dim, padding)
+
+        return Bound(self.ring, self.qualified_name, self.in_place, self.mp_policy.reduce_dtype, prepare)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ring={self.ring.size}, shard_dim={self.shard_dims['weight']}"

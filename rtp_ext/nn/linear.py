@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_linear
+from rtp_ext.functional import rotated_linear, traced
+from rtp_ext.functional._call import Call, Home
+from rtp_ext.functional.linear import prepare_linears, prepare_partial
+from rtp_ext.functional.operators import Bound
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
@@ -55,10 +58,19 @@ class RotatedLinear(RotatedModule, nn.Linear):
         self._adopt(ring, {"weight": shard_dim, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() and traced.tracing(self.ring):
+            output = None if self.together is None else self.together.traced(self, input)
+            if output is None:
+                output = traced.linear(self, self._cast(input), self.shard_dims["weight"] == 1, transposed=False)
+            if output is not None:
+                return output
         if self.together is not None and (output := self.together.forward(self, input)) is not None:
             return output
         shard_dim = self.shard_dims["weight"]
         return rotated_linear(self._cast(input), self.weight, self.bias, shard_dim=shard_dim, **self._rotation())
+
+    def _bound(self, operation: str) -> Bound:
+        return _bound(self, operation, transposed=False)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ring={self.ring.size}, shard_dim={self.shard_dims['weight']}"
@@ -78,7 +90,28 @@ class RotatedTransposedLinear(RotatedModule):
         self._adopt(ring, {"weight": 1 - shard_dim, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() and traced.tracing(self.ring):
+            output = traced.linear(self, self._cast(input), self.shard_dims["weight"] == 0, transposed=True)
+            if output is not None:
+                return output
         shard_dim = 1 - self.shard_dims["weight"]
         return rotated_linear(
             self._cast(input), self.weight, self.bias, shard_dim=shard_dim, transposed=True, **self._rotation()
         )
+
+    def _bound(self, operation: str) -> Bound:
+        return _bound(self, operation, transposed=True)
+
+
+def _bound(layer: Any, operation: str, transposed: bool) -> Bound:
+    """See functional.operators."""
+
+    def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
+        weight, bias, prepared = layer.weight, layer.bias, layer._prepared
+        if operation == "linears":
+            homes, bundle = prepare_linears(call, prepared, inputs, [weight], [bias], None, transposed)
+            return homes, (bundle,)
+        homes, (_, _, native) = prepare_partial(call, prepared, inputs, weight, bias, transposed)
+        return homes, (native,)
+
+    return Bound(layer.ring, layer.qualified_name, layer.in_place, layer.mp_policy.reduce_dtype, prepare)

@@ -8,11 +8,14 @@ import torch
 from torch import nn
 
 from rtp_ext.families.blocks import MLPSpec, mlp_block
-from rtp_ext.functional import rotated_mlp
-from rtp_ext.functional.mlp import ACTIVATIONS
+from rtp_ext.functional import rotated_mlp, traced
+from rtp_ext.functional._call import Call, Home
+from rtp_ext.functional.mlp import ACTIVATIONS, MLPParameters, prepare_mlp
+from rtp_ext.functional.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.ring import Prepared, Ring
+from rtp_ext.ring.enrolled import enrol
 
 
 def bundled_mlp(
@@ -21,6 +24,11 @@ def bundled_mlp(
     """The output of an MLP block whose layers are rotated ones, down cut along its input features."""
     up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
     gate = None if spec.gate is None else block.get_submodule(spec.gate)
+    if torch.compiler.is_compiling() and traced.tracing(up.ring):  # type: ignore[union-attr]
+        transposed = isinstance(up, RotatedTransposedLinear)
+        output = traced.mlp(block, up, down, gate, up._cast(x), recompute, transposed)  # type: ignore[operator]
+        if output is not None:
+            return output
     options = {**up._rotation(), "name": name, "prepared": prepared}  # type: ignore[operator]
     return rotated_mlp(
         up._cast(x),  # type: ignore[operator]
@@ -35,6 +43,23 @@ def bundled_mlp(
         transposed=isinstance(up, RotatedTransposedLinear),
         **options,
     )
+
+
+def bound_mlp(block: nn.Module, spec: MLPSpec, *, recompute: bool, name: str, prepared: Prepared) -> Bound:
+    """See functional.operators."""
+    up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
+    gate = None if spec.gate is None else block.get_submodule(spec.gate)
+
+    def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
+        of_gate = (None, None) if gate is None else (gate.weight, gate.bias)
+        shards: Any = (up.weight, down.weight, of_gate[0], up.bias, down.bias, of_gate[1])
+        transposed = isinstance(up, RotatedTransposedLinear)
+        settings: dict[str, Any] = {"activation": spec.activation, "recompute": recompute, "transposed": transposed}
+        homes, (_, _, shape) = prepare_mlp(call, prepared, inputs[0], MLPParameters(*shards), **settings)
+        # An operator's parameters are watched by whoever made the graph.
+        return homes, (shape, not recompute and any(call.needs), [True] * len(homes))
+
+    return Bound(up.ring, name, up.in_place, up.mp_policy.reduce_dtype, prepare)  # type: ignore
 
 
 class RotatedMLP(LiveModule, nn.Module):
@@ -81,6 +106,7 @@ class RotatedMLP(LiveModule, nn.Module):
         self.spec = MLPSpec("up_proj", "down_proj", activation, "gate_proj" if gated else None)
         self.recompute = recompute
         self._prepared = Prepared(sharded=True)
+        self._rtp_number = enrol(self)
 
     @classmethod
     def from_module(
@@ -108,11 +134,15 @@ class RotatedMLP(LiveModule, nn.Module):
         twin.spec = MLPSpec("up_proj", "down_proj", spec.activation, spec.gate and "gate_proj")
         twin.recompute = recompute
         twin._prepared = Prepared(sharded=True)
+        twin._rtp_number = enrol(twin)
         return twin
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         options: dict[str, Any] = {"name": "RotatedMLP", "prepared": self._prepared}
         return bundled_mlp(self, self.spec, input, recompute=self.recompute, **options)
+
+    def _bound(self, _operation: str) -> Bound:
+        return bound_mlp(self, self.spec, recompute=self.recompute, name="RotatedMLP", prepared=self._prepared)
 
     def extra_repr(self) -> str:
         return f"activation={self.spec.activation}, recompute={self.recompute}"

@@ -113,6 +113,8 @@ class OuterPolicy:
         if self.size == 1 and self._divide_factor is None and not self.acts_alone:
             return  # their gradients are right as they come home
         self._fingerprint = None
+        if self.ring is not None:
+            self.ring.graphs = False
         if not any(reference() is root for reference in self._roots):
             self._roots.append(weakref.ref(root))
         for name, parameter in root.named_parameters():

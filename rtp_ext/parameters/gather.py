@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rtp_ext._native import shard_sizes, share_version
-from rtp_ext.parameters.sharding import local_shard
+from rtp_ext.parameters.sharding import held, local_shard
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 from rtp_ext.ring.mesh import ring_dim
@@ -93,6 +93,88 @@ def _gather_flat(ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor])
     ]
 
 
+def _reduce_flat(
+    ring: Ring,
+    layouts: list[_Layout],
+    reduce_dtype: torch.dtype | None,
+    computed: list[torch.dtype],
+    gradients: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
+    """This rank's shards of the gradients, averaged over the ring; None for a parameter that no rank has used.
+
+    All ranks reduce the same parameters, whether they used them or not; behind the values, who did.
+    """
+    if not layouts:
+        return []
+    double = any(dtype == torch.float64 for dtype in computed)
+    dtype = reduce_dtype or (torch.float64 if double else torch.float32)
+    counts = [math.prod(layout.shape) for layout in layouts]
+    flat = torch.zeros(sum(counts) + len(layouts), dtype=dtype, device=ring.device)
+    *values, used = flat.split([*counts, len(layouts)])
+    for place, gradient in enumerate(gradients):
+        if gradient is not None:
+            values[place].copy_(gradient.reshape(-1))
+            used[place] = 1
+    ring.all_reduce(flat).div_(ring.size)
+    # On CUDA nobody waits to learn who used what: a parameter that no rank used gets zeros there.
+    unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(layouts)
+    return [
+        # a copy: the gradient must not keep the whole buffer alive
+        None
+        if nobody
+        else layout.take(value.view(layout.shape), ring.rank).clone(memory_format=torch.contiguous_format)
+        for nobody, layout, value in zip(unused, layouts, values, strict=True)
+    ]
+
+
+class GatherPlan:
+    """The same for graphs of a compiler, in which gathering and reducing are operators.
+
+    Args:
+        parameters: as they are registered.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
+        self.parameters, self.ring, self.mp_policy = parameters, ring, mp_policy
+
+    def gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Whole parameters from the shards of this rank. Collective."""
+        self.ring.check_alive("gather")
+        with torch.no_grad():
+            cast = [_cast(shard, self.mp_policy.param_dtype) for shard in shards]
+            return _gather_flat(self.ring, self._layouts(cast), cast)
+
+    def reduce(
+        self,
+        gradients: list[torch.Tensor],
+        places: Sequence[int],
+        wanted: Sequence[int],
+    ) -> list[torch.Tensor]:
+        """This rank's shards of the gradients of `wanted`; those of `places` are given. Zeros of what nobody used."""
+        self.ring.check_alive("reduce")
+        shards = [held(self.parameters[place]) for place in wanted]
+        computed = [_cast(shard, self.mp_policy.param_dtype) for shard in shards]
+        given = dict(zip(places, gradients, strict=True))
+        layouts = [_Layout.of(self.parameters[i], shard, self.ring) for i, shard in zip(wanted, computed, strict=True)]
+        with torch.no_grad():
+            found = _reduce_flat(
+                self.ring,
+                layouts,
+                self.mp_policy.reduce_dtype,
+                [shard.dtype for shard in computed],
+                [given.get(place) for place in wanted],
+            )
+            return [
+                torch.zeros_like(shard) if mine is None else mine.to(shard.dtype)
+                for mine, shard in zip(found, shards, strict=True)
+            ]
+
+    def _layouts(self, shards: list[torch.Tensor]) -> list[_Layout]:
+        return [
+            _Layout.of(parameter, shard, self.ring) for parameter, shard in zip(self.parameters, shards, strict=True)
+        ]
+
+
 class _Gather(torch.autograd.Function):
     """Whole parameters out of shards, which have been gathered already."""
 
@@ -119,29 +201,17 @@ class _Gather(torch.autograd.Function):
     @first_order_only
     def backward(ctx, *gradients: torch.Tensor | None):
         ring, layouts = ctx.ring, ctx.layouts
-        # All ranks reduce the same parameters, whether they used them or not; behind the values, who did.
         reduced = [i for i, needed in enumerate(wanted(ctx)[4:]) if needed]
         result: list[torch.Tensor | None] = [None] * len(layouts)
-        if reduced:
-            double = any(ctx.computed[i] == torch.float64 for i in reduced)
-            dtype = ctx.reduce_dtype or (torch.float64 if double else torch.float32)
-            counts = [math.prod(layouts[i].shape) for i in reduced]
-            flat = torch.zeros(sum(counts) + len(reduced), dtype=dtype, device=ring.device)
-            *values, used = flat.split([*counts, len(reduced)])
-            for position, i in enumerate(reduced):
-                gradient = gradients[i]
-                if gradient is not None:
-                    values[position].copy_(gradient.reshape(-1))
-                    used[position] = 1
-            ring.all_reduce(flat).div_(ring.size)
-            # On CUDA nobody waits to learn who used what: a parameter that no rank used gets zeros there.
-            everywhere_unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(reduced)
-            for position, i in enumerate(reduced):
-                if everywhere_unused[position]:
-                    continue
-                mine = layouts[i].take(values[position].view(layouts[i].shape), ring.rank)
-                # a copy: the gradient must not keep the whole buffer alive
-                result[i] = rounded(mine.clone(memory_format=torch.contiguous_format), ctx.dtypes[i])
+        found = _reduce_flat(
+            ring,
+            [layouts[i] for i in reduced],
+            ctx.reduce_dtype,
+            [ctx.computed[i] for i in reduced],
+            [gradients[i] for i in reduced],
+        )
+        for i, mine in zip(reduced, found, strict=True):
+            result[i] = None if mine is None else rounded(mine, ctx.dtypes[i])
         return None, None, None, None, *result
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from rtp_ext.parameters.sharding import placed_as
+from rtp_ext.ring.enrolled import enrol
 
 
 class Tie:
@@ -78,6 +79,8 @@ class LiveModule:
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         for name, tie in twin._rtp_ties.items():
             tie.owners.append((weakref.ref(twin), name))
+        if "_rtp_number" in twin.__dict__:  # of its own
+            twin.__dict__["_rtp_number"] = enrol(twin)
         return twin
 
     def __reduce_ex__(self, _protocol: Any) -> Any:

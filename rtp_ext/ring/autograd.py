@@ -36,7 +36,7 @@ def refuse_transforms(operation: str) -> None:
     if found is not None:
         raise RuntimeError(
             f"{operation}: rtp_ext does not support {found}: shards travel between processes, which nothing can trace "
-            "or transform. Call it eagerly, or through torch.compile, which leaves it out of its graphs"
+            "or transform. Call it eagerly, or through torch.compile"
         )
 
 
@@ -93,6 +93,8 @@ def wanted(ctx: Any) -> tuple[bool, ...]:
     of which `needs_input_grad` knows nothing. In a backward only, and for Functions that take inputs before parameters.
     """
     nodes = [node for node, _ in ctx.next_functions if node is not None]  # of the arguments that need a gradient
+    if not nodes:  # an operator of a graph, which is made for what it returns
+        return ctx.needs_input_grad
     executed = [_will_be_executed(node) for node in nodes]
     call = getattr(ctx, "call", None)
     if call is not None and executed and not executed[0]:

@@ -9,6 +9,9 @@ class Counters:
     """For the class Ring."""
 
     _executor: Any
+    serial: int
+    name: str  # by which graphs of a compiler find the ring
+    graphs: bool = True  # whether its operations can be in them: gradients come home as the operations return them
 
     def slot_count(self, channel: str) -> Any:
         """Slots of `weight` or `gradient`: .slots and .bytes that exist, .peak_slots leased at once, .peak_bytes,

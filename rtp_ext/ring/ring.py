@@ -20,6 +20,7 @@ from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow, refuse_transforms
 from rtp_ext.ring.counters import Counters
+from rtp_ext.ring.enrolled import name_ring
 from rtp_ext.ring.gate import Gate, kind_of
 from rtp_ext.ring.gradient_routes import ComingHome, GradientRoutes, check_wishes, choose_gradient_route
 from rtp_ext.ring.links.hosts import Hosts, find_hosts
@@ -47,7 +48,6 @@ __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 TRANSPORTS = ("auto", "shm", "shm+tcp", "shm+c10d", "tcp", "c10d", "ce", "nccl", "nccl-put")
 ROUTES = ("auto", "ring", "direct", "gather", "two-level")
 
-_serials = itertools.count()
 
 
 class Ring(Primitives, Counters, ComingHome, Agreements):
@@ -152,6 +152,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
         self.parameter_mesh: DeviceMesh | None = meshes.parameters
         self.tensor_mesh: DeviceMesh | None = meshes.tensor
         self.replicas = meshes.replicas
+        self.graphs = meshes.replicas == 1 and meshes.tensor is None
         follow(meshes.parameters, meshes.replicas, meshes.tensor is not None)
         group = meshes.hops.get_group()
         self.rank = dist.get_rank(group)
@@ -160,7 +161,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._open_groups(dist.get_process_group_ranks(group))
-        self.serial = next(_serials)
+        name_ring(self)
         self._agree_on_options(
             f"transport {transport}, route {route}, travel {travel}, timeout {self.timeout}, slot_cap {slot_cap}, "
             f"prefetch {prefetch}, gradient_halves {gradient_halves}, late_gradients {late_gradients}, "
@@ -210,7 +211,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
         ring.device = torch.device(device)
         if ring.device.type == "cuda" and ring.device.index is None:
             ring.device = torch.device("cuda", torch.cuda.current_device())
-        ring.serial = next(_serials)
+        name_ring(ring)
         ring.placed = Hosts.even(size, hosts, route)
         ring.route, ring.transport_reason = route, "one process stands for the ring"
         ring.hop_route = "ring" if route == "gather" else route
@@ -370,7 +371,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
         if isinstance(policy, CPUOffloadPolicy):
             self.host_memory = host_memory(policy, self.device)
         if self.host_memory is not None:  # a shard has no memory on the device before its layer runs
-            self.prefetch = 0
+            self.prefetch, self.graphs = 0, False
             self._executor.prefetch(False)
 
     # -- traces -----------------------------------------------------------------------------------------

@@ -1,0 +1,152 @@
+"""torch.compile puts rotated operations into its graphs: outputs, gradients and hops are those of eager calls."""
+
+import logging
+
+import pytest
+import torch
+from harness import Cases, run_ranks
+from models import make_batch, make_model
+from reference import assert_same, random
+from torch import nn
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.utils import counters
+
+import rtp_ext
+from rtp_ext.nn import RotatedLinear
+
+TIMEOUT = 60.0
+
+
+class Mixed(nn.Module):
+    """Every operation that goes into graphs but the fused head, and a rotated layer that nothing is done with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(19, 10)
+        self.unused = nn.Linear(10, 7)
+        self.norm = nn.LayerNorm(10)
+        self.mlp = nn.Sequential(nn.Linear(10, 23), nn.GELU(), nn.Linear(23, 10))
+        self.scale = nn.Parameter(random(10, dtype=torch.float64, seed=5))
+        self.head = nn.Linear(10, 19, bias=False)
+        for number, parameter in enumerate(self.parameters()):
+            parameter.data = random(*parameter.shape, dtype=torch.float64, seed=200 + number)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        self.unused(x)
+        return self.head(x + self.scale * self.mlp(self.norm(x)))
+
+
+def _step(model, call, ids):
+    """The output, all gradients, and the hops of a step."""
+    ring = rtp_ext.ring_of(model)
+    before = ring.hops("weight"), ring.hops("gradient")
+    output = call(ids)
+    output.square().mean().backward()
+    gradients = {n: None if p.grad is None else p.grad.to_local().clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return output.detach(), gradients, (ring.hops("weight") - before[0], ring.hops("gradient") - before[1])
+
+
+def _compare(cases, name, make, compiled, batches, tolerance=1e-12):
+    torch._dynamo.reset()
+    eager, model = (rtp_ext.fully_rotate(make(), timeout=TIMEOUT) for _ in range(2))
+    call = compiled(model)
+    for ids in batches:
+        expected, gradients, hops = _step(eager, eager, ids)
+        output, theirs, their_hops = _step(model, call, ids)
+        with cases.case(f"{name}, {ids.shape[1]} tokens"):
+            assert_same(output, expected, tolerance, "output")
+            for key, gradient in gradients.items():
+                if gradient is None:
+                    assert theirs[key] is None, f"expected no gradient of {key}"
+                else:
+                    assert_same(theirs[key], gradient, tolerance, key)
+            assert their_hops == hops, f"expected {hops} hops, got {their_hops}"
+    for each in (eager, model):
+        rtp_ext.ring_of(each).close()
+
+
+def _graphs(rank, ranks, backend):
+    cases = Cases()
+    batches = [make_batch(rank, step, tokens)[0] for step, tokens in enumerate((6, 8, 5))]
+    whole = {"backend": backend, "fullgraph": True}
+
+    def inside(model):  # whose hooks are in the graph too
+        return torch.compile(lambda ids: model(ids) * 1.0, **whole)
+
+    def blocks(model):  # one by one, within an eager model
+        for block in model.blocks:
+            block.compile(**whole)
+        return model
+
+    _compare(cases, "a model", Mixed, lambda model: torch.compile(model, **whole), batches)
+    counters.clear()
+    _compare(cases, "a function around a model", make_model, inside, batches[:2])
+    with cases.case("one graph for one number of tokens, one for all others"):
+        assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"], counters
+    _compare(cases, "blocks", make_model, blocks, batches[:1])
+    cases.finish()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_graph_is_the_eager_model(ranks):
+    run_ranks(_graphs, ranks, "aot_eager", timeout=300.0)
+
+
+def _refused(rank, ranks):
+    cases = Cases()
+    layer = nn.Linear(6, 6).double()
+    x = random(4, 6, dtype=torch.float64, seed=50 + rank)
+    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
+        in_place = RotatedLinear.from_module(layer, ring, in_place=True)
+        plain = RotatedLinear.from_module(layer, ring)
+        for what, twin in (("in place", in_place), ("in the compute dtype of the wrong input", plain)):
+            torch._dynamo.reset()
+            given = x if twin is in_place else x.float()
+            with cases.case(f"{what}: one graph is refused"), pytest.raises(Unsupported):
+                torch.compile(twin, backend="aot_eager", fullgraph=True)(given)
+        torch._dynamo.reset()
+        with cases.case("in place: the graph breaks, and numbers are right"):
+            assert_same(torch.compile(in_place, backend="aot_eager")(x), layer(x), 1e-12, "output")
+        with cases.case("a wrong dtype is the eager error"), pytest.raises(TypeError, match="dtype"):
+            torch.compile(plain, backend="aot_eager")(x.float())
+        torch._dynamo.reset()
+        compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+        with cases.case("a parameter that is not the registered one"):
+            assert_same(compiled(x), layer(x), 1e-12, "output")
+            held = plain._parameters["weight"]
+            moved = nn.Parameter(held.detach().clone())
+            plain._parameters["weight"] = moved  # found again: it is registered
+            assert_same(compiled(x), layer(x), 1e-12, "output of the parameter in its place")
+        assert ring.alive
+    with cases.case("a ring that is gone"), pytest.raises(rtp_ext.RotationError, match="closed"):
+        compiled(x)
+    cases.finish()
+
+
+def test_what_cannot_be_in_a_graph_breaks_it_or_is_refused():
+    run_ranks(_refused, 2, timeout=300.0)
+
+
+def _with_inductor(rank, ranks, folder):
+    cases = Cases()
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    torch._inductor.config.fx_graph_cache = True
+    batch = make_batch(rank, 0, 6)[0]
+
+    def small():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Embedding(19, 8), nn.LayerNorm(8), nn.Linear(8, 5)).double()
+
+    for state in ("cold", "warm"):
+        counters.clear()
+        _compare(cases, state, small, lambda model: torch.compile(model, fullgraph=True), [batch])
+    with cases.case("the second time graphs come from the cache"):
+        assert counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"] > 0, counters
+    cases.finish()
+
+
+def test_inductor_cold_and_warm(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    run_ranks(_with_inductor, 2, str(tmp_path), timeout=600.0)

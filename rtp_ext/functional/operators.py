@@ -1,0 +1,451 @@
+"""Rotated operations as operators of torch.library, for the graphs of torch.compile.
+
+Each has an ordered effect: no pass of a compiler drops or reorders it, which would have the ranks of a ring send
+different hops. So it neither writes to its arguments nor returns what shares memory with one; gradients are returned.
+What an operator does is what the eager function does, with the layer that its number stands for: the same native call,
+prepared by the same agreement of the ranks. Eager calls do not come this way.
+
+What decides shapes is an argument, so that a graph from a cache on disk fits whatever layer it is called for.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rtp_ext._native import RotationError
+from rtp_ext.functional._call import Call, Home
+from rtp_ext.functional._passes import accumulation_dtype
+from rtp_ext.functional.cross_entropy import LinearCrossEntropy
+from rtp_ext.functional.embedding import Embedding
+from rtp_ext.functional.linear import Linears, PartialLinear
+from rtp_ext.functional.mlp import MLP
+from rtp_ext.parameters.gather import GatherPlan
+from rtp_ext.parameters.sharding import held
+from rtp_ext.ring import Ring
+from rtp_ext.ring.enrolled import owner_of, ring_named
+
+# Caches of compilers know an operator by its name and its schema, not by its effects: what changes of those, or of what
+# an operator means, takes another number here.
+_VERSION = 1
+_NAMESPACE = "rtp_ext"
+
+
+@dataclass
+class Bound:
+    """How a layer rotates: what an eager call is given besides tensors."""
+
+    ring: Ring
+    name: str
+    in_place: bool
+    reduce_dtype: torch.dtype | None
+    # makes a call ready to run for these inputs: the home shards, and what the function takes before tensors
+    prepare: Callable[[Call, list[Tensor]], tuple[Sequence[Home], tuple[Any, ...]]]
+
+
+class Layer(Protocol):
+    """Whom a number stands for that `forward` and `backward` are given."""
+
+    def _bound(self, operation: str) -> Bound: ...
+
+
+class _Context:
+    """What a function finds in place of autograd's context."""
+
+    next_functions: tuple = ()
+    saved_tensors: tuple[Tensor, ...] = ()
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, _value: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """An operation as its graph sees it. `sizes` are whatever decides shapes beside the tensors.
+
+    outputs: how many of the results are the caller's; the rest is kept for the backward.
+    results: shape and dtype of every result.
+    keep: picks what to keep out of what the function has saved.
+    saved: what the function saved, out of inputs, home shards and what was kept.
+    """
+
+    function: Any
+    outputs: Callable[[Sequence[int]], int]
+    results: Callable[[list[Tensor], Sequence[Any], torch.dtype], list[tuple[tuple[Any, ...], torch.dtype]]]
+    keep: Callable[[tuple[Tensor, ...], int], Sequence[Tensor]]
+    saved: Callable[[list[Tensor], list[Tensor], list[Tensor]], Sequence[Tensor]]
+    arguments: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor | None]] = lambda inputs, homes: [*inputs, *homes]
+
+
+def _rows(inputs: list[Tensor]) -> Any:
+    return inputs[0].shape[0]
+
+
+def _one(_sizes: Sequence[int]) -> int:
+    return 1
+
+
+def _nothing(_saved: tuple[Tensor, ...], _tensors: int) -> Sequence[Tensor]:
+    return ()
+
+
+def _behind(saved: tuple[Tensor, ...], tensors: int) -> Sequence[Tensor]:
+    return saved[tensors:]
+
+
+_OPERATIONS = {
+    # sizes: in features, and the out features of every layer
+    "linears": _Operation(
+        Linears,
+        lambda sizes: len(sizes) - 1,
+        lambda inputs, sizes, dtype: [((_rows(inputs), size), dtype) for size in sizes[1:]],
+        _nothing,
+        lambda inputs, homes, kept: [*inputs, *homes],
+    ),
+    # sizes: in and out features
+    "partial linear": _Operation(
+        PartialLinear,
+        _one,
+        lambda inputs, sizes, dtype: [((_rows(inputs), sizes[1]), dtype)],
+        _nothing,
+        lambda inputs, homes, kept: [*inputs, homes[0]],
+        lambda inputs, homes: [*inputs, homes[0], homes[1] if len(homes) > 1 else None],
+    ),
+    # sizes: in and out features, and the features of every hidden value that is kept
+    "mlp": _Operation(
+        MLP,
+        _one,
+        lambda inputs, sizes, dtype: [((_rows(inputs), size), dtype) for size in sizes[1:]],
+        _behind,
+        lambda inputs, homes, kept: [*inputs, *homes, *kept],
+    ),
+    # sizes: features
+    "embedding": _Operation(
+        Embedding,
+        _one,
+        lambda inputs, sizes, dtype: [((_rows(inputs), sizes[0]), dtype)],
+        _nothing,
+        lambda inputs, homes, kept: inputs,
+    ),
+    # sizes: features
+    "linear cross-entropy": _Operation(
+        LinearCrossEntropy,
+        _one,
+        lambda inputs, sizes, dtype: [
+            ((_rows(inputs),), accumulation_dtype(dtype)),
+            ((2, _rows(inputs)), accumulation_dtype(dtype)),
+        ],
+        lambda saved, tensors: saved[2:3],
+        lambda inputs, homes, kept: [inputs[1], inputs[0], *kept, *homes],
+    ),
+}
+
+
+# -- forward and backward of an operation ------------------------------------------------------------------------------
+
+# What the forwards of a layer have left for their backwards: nothing of a batch.
+_left: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _forward(
+    number: Tensor,
+    ring: str,
+    operation: str,
+    inputs: list[Tensor],
+    homes: list[Tensor],
+    sizes: Sequence[int],
+    needs: Sequence[bool],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    kind = _OPERATIONS[operation]
+    layer: Layer = owner_of(number)
+    bound = layer._bound(operation)
+    if bound.ring is not ring_named(ring):
+        raise RotationError(f"{bound.name}: expected a graph of {bound.ring.name}, got one of {ring}")
+    bound.ring.check_alive(bound.name)
+    reduce = bound.reduce_dtype or (torch.float64 if dtype == torch.float64 else torch.float32)
+    differentiable = [each for each, x in enumerate(inputs) if x.is_floating_point()]
+    wanted = tuple(needs[each] for each in (*differentiable, *range(len(inputs), len(needs))))
+    call = Call(bound.ring, bound.name, bound.in_place, dtype, reduce, needs=wanted)
+    with torch.no_grad():
+        registered, constants = bound.prepare(call, [inputs[each] for each in differentiable])
+        _expect_registered(call, registered, homes)
+        arguments = kind.arguments(inputs, homes)
+        unwanted = (False,) * (1 + len(constants))
+        context: Any = _Context((*unwanted, *needs, *(False,) * (len(arguments) - len(needs))))
+        result = kind.function.forward(context, call, *constants, *arguments)
+    kept = kind.keep(context.saved_tensors, len(arguments))
+    context.save_for_backward()
+    _left.setdefault(layer, {})[operation, tuple(needs), dtype] = context, unwanted
+    return [*result, *kept] if isinstance(result, tuple) else [result, *kept]
+
+
+def _expect_registered(call: Call, registered: Sequence[Home], homes: list[Tensor]) -> None:
+    for home, given in zip(registered, homes, strict=True):
+        mine = held(home.tensor)
+        if mine.data_ptr() != given.data_ptr() or mine.shape != given.shape or mine.dtype != given.dtype:
+            raise RotationError(
+                f"{call.name}: a compiled graph was given a {home.what} of shape {tuple(given.shape)} that is not the "
+                "parameter of the layer that it was made for: expected parameters as they are registered (not those "
+                "that torch.func.functional_call puts in their place)"
+            )
+
+
+def _forward_fake(
+    number: Tensor,
+    ring: str,
+    operation: str,
+    inputs: list[Tensor],
+    homes: list[Tensor],
+    sizes: Sequence[int],
+    needs: Sequence[bool],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    results = _OPERATIONS[operation].results(inputs, sizes, dtype)
+    return [homes[0].new_empty(shape, dtype=each) for shape, each in results]
+
+
+def _backward(
+    number: Tensor,
+    ring: str,
+    operation: str,
+    gradients: list[Tensor],
+    inputs: list[Tensor],
+    homes: list[Tensor],
+    kept: list[Tensor],
+    sizes: Sequence[int],
+    needs: Sequence[bool],
+    wanted: Sequence[bool],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    kind = _OPERATIONS[operation]
+    layer: Layer = owner_of(number)
+    then, unwanted = _left[layer][operation, tuple(needs), dtype]
+    if not inputs:  # of which the backward needs nothing but the rows
+        inputs = [gradients[0].new_empty(gradients[0].shape[0], 0)]
+    padding = (False,) * (len(kind.arguments(inputs, homes)) - len(wanted))
+    context: Any = _Context((*unwanted, *wanted, *padding))
+    context.__dict__.update(
+        {**then.__dict__, "saved_tensors": tuple(kind.saved(inputs, homes, kept))},
+        needs_input_grad=context.needs_input_grad,
+    )
+    results = kind.function.backward(context, *gradients)[len(unwanted) :]
+    found = [gradient for gradient, want in zip(results, wanted, strict=False) if want]
+    if (on := ring_named(ring)).late_gradients:
+        for gradient in found:
+            on.land(gradient)
+    return found
+
+
+def _backward_fake(
+    number: Tensor,
+    ring: str,
+    operation: str,
+    gradients: list[Tensor],
+    inputs: list[Tensor],
+    homes: list[Tensor],
+    kept: list[Tensor],
+    sizes: Sequence[int],
+    needs: Sequence[bool],
+    wanted: Sequence[bool],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    count = len(wanted) - len(homes)
+    of_inputs = [gradients[0].new_empty((_rows(gradients), sizes[0]), dtype=dtype) for want in wanted[:count] if want]
+    of_homes = [home.new_empty(home.shape) for home, want in zip(homes, wanted[count:], strict=True) if want]
+    return [*of_inputs, *of_homes]
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    number, ring, operation, tensors, homes, sizes, needs, dtype = inputs
+    count = _OPERATIONS[operation].outputs(sizes)
+    # A linear layer whose parameters want no gradient reads nothing of its input.
+    read = operation not in ("linears", "partial linear") or any(needs[len(tensors) :])
+    kept = output[count:]
+    ctx.counts = len(tensors), len(tensors) if read else 0, len(homes), count
+    ctx.constants = ring, operation, sizes, list(needs), dtype
+    ctx.save_for_backward(number, *(tensors if read else ()), *homes, *kept)
+
+
+def _differentiate(ctx: Any, gradients: list[Tensor]) -> tuple:
+    ring, operation, sizes, needs, dtype = ctx.constants
+    tensors, read, homes, count = ctx.counts
+    number, *saved = ctx.saved_tensors
+    wanted = [*ctx.needs_input_grad[3], *ctx.needs_input_grad[4]]
+    found = iter(
+        _operator("backward")(
+            number,
+            ring,
+            operation,
+            gradients[:count],
+            saved[:read],
+            saved[read : read + homes],
+            saved[read + homes :],
+            sizes,
+            needs,
+            wanted,
+            dtype,
+        )
+    )
+    each = [next(found) if want else None for want in wanted]
+    return None, None, None, each[:tensors], each[tensors:], None, None, None
+
+
+# -- whole parameters of modules that do not rotate --------------------------------------------------------------------
+
+
+class Gathering(Protocol):
+    """Whom a number stands for that `gather` is given."""
+
+    def _gather_plan(self) -> GatherPlan: ...
+
+
+def _gather(number: Tensor, ring: str, shards: list[Tensor], shapes: Sequence[int], dtypes: Any) -> list[Tensor]:
+    return owner_of(number)._gather_plan().gather(shards)
+
+
+def _gather_fake(number: Tensor, ring: str, shards: list[Tensor], shapes: Sequence[int], dtypes: Any) -> list[Tensor]:
+    wholes, place = [], 0
+    for shard, dtype in zip(shards, dtypes, strict=True):
+        dims = shapes[place]
+        wholes.append(shard.new_empty(tuple(shapes[place + 1 : place + 1 + dims]), dtype=dtype))
+        place += 1 + dims
+    return wholes
+
+
+def _reduce(
+    number: Tensor,
+    ring: str,
+    gradients: list[Tensor],
+    places: Sequence[int],
+    shards: list[Tensor],
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    """`places`: of which of all parameters the gradients are; the others were used by nobody here. `shards`, `wanted`:
+    of the parameters that want gradients, and which these are."""
+    return owner_of(number)._gather_plan().reduce(gradients, places, wanted)
+
+
+def _reduce_fake(
+    number: Tensor,
+    ring: str,
+    gradients: list[Tensor],
+    places: Sequence[int],
+    shards: list[Tensor],
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    return [shard.new_empty(shard.shape) for shard in shards]
+
+
+def _keep_for_reduction(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    number, ring, shards, *_ = inputs
+    ctx.ring = ring
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(number, *shards)
+
+
+def _reduced(ctx: Any, gradients: list[Tensor | None]) -> tuple:
+    number, *shards = ctx.saved_tensors
+    wanted = [place for place, want in enumerate(ctx.needs_input_grad[2]) if want]
+    places = [place for place in wanted if gradients[place] is not None]
+    used = [gradients[place] for place in places]
+    each: list[Tensor | None] = [None] * len(shards)
+    found = _operator("reduce")(number, ctx.ring, used, places, [shards[place] for place in wanted], wanted)
+    for place, gradient in zip(wanted, found, strict=True):
+        each[place] = gradient
+    return None, None, each, None, None
+
+
+# -- forwards of models ------------------------------------------------------------------------------------------------
+
+
+class Model(Protocol):
+    """Whom a number stands for that `scope` is given."""
+
+    def in_graph_event(self, event: str, split: bool, autocast: torch.dtype | None) -> None: ...
+
+
+def _scope(number: Tensor, ring: str, event: str, split: bool, autocast: torch.dtype | None) -> None:
+    owner_of(number).in_graph_event(event, split, autocast)
+
+
+def _scope_fake(number: Tensor, ring: str, event: str, split: bool, autocast: torch.dtype | None) -> None:
+    return None
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+
+_SCHEMAS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "forward": (
+        "(Tensor number, str ring, str operation, Tensor[] inputs, Tensor[] homes, SymInt[] sizes, bool[] needs, "
+        "ScalarType dtype) -> Tensor[]",
+        _forward,
+        _forward_fake,
+    ),
+    "backward": (
+        "(Tensor number, str ring, str operation, Tensor[] gradients, Tensor[] inputs, Tensor[] homes, Tensor[] kept, "
+        "SymInt[] sizes, bool[] needs, bool[] wanted, ScalarType dtype) -> Tensor[]",
+        _backward,
+        _backward_fake,
+    ),
+    "gather": (
+        "(Tensor number, str ring, Tensor[] shards, int[] shapes, ScalarType[] dtypes) -> Tensor[]",
+        _gather,
+        _gather_fake,
+    ),
+    "reduce": (
+        "(Tensor number, str ring, Tensor[] gradients, int[] places, Tensor[] shards, int[] wanted) -> Tensor[]",
+        _reduce,
+        _reduce_fake,
+    ),
+    "scope": (
+        "(Tensor number, str ring, str event, bool split, ScalarType? autocast) -> ()",
+        _scope,
+        _scope_fake,
+    ),
+}
+
+
+@functools.cache
+def _operator(name: str) -> Any:
+    return getattr(torch.ops.rtp_ext, f"{name}_{_VERSION}").default
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+    for name, (schema, kernel, fake) in _SCHEMAS.items():
+        qualified = f"{_NAMESPACE}::{name}_{_VERSION}"
+        library.define(f"{name}_{_VERSION}{schema}")
+        library.impl(f"{name}_{_VERSION}", kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(qualified, fake, lib=library)
+    for name, backward, setup in (
+        ("forward", _differentiate, _keep_for_backward),
+        ("gather", _reduced, _keep_for_reduction),
+    ):
+        qualified = f"{_NAMESPACE}::{name}_{_VERSION}"
+        torch.library.register_autograd(qualified, backward, setup_context=setup, lib=library)
+    return library
+
+
+_LIBRARY = _register()
+
+
+@functools.cache
+def register_effects() -> None:
+    """Has compilers keep all operators, in their order. When a graph is made: it imports what makes graphs."""
+    from torch._higher_order_ops.effects import _register_effectful_op
+    from torch._library.effects import EffectType
+
+    for name in _SCHEMAS:
+        _register_effectful_op(_operator(name), EffectType.ORDERED)

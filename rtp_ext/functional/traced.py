@@ -1,0 +1,182 @@
+"""What compilers trace of rotated layers: operators in place of eager functions.
+
+Everything here runs while a graph is made, once. What it cannot put into the graph it leaves to the eager function
+(None, or False), at which the graph breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rtp_ext.functional.operators import register_effects
+from rtp_ext.ring.surroundings import outermost
+
+
+def _effects() -> bool:
+    register_effects()
+    return True
+
+
+_effects._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs when a graph is made
+
+
+def tracing(ring: Any) -> bool:
+    """Whether operations of the ring go into the graph that is being made. Asked where torch.compiler.is_compiling."""
+    return ring.graphs and outermost() and _effects()
+
+
+def local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def compute_dtype(
+    asked: torch.dtype | None, weight: Tensor, device: torch.device, autocasts: bool = True
+) -> torch.dtype:
+    """As Call.of chooses."""
+    if autocasts and torch.is_autocast_enabled(device.type) and weight.dtype != torch.float64:
+        return torch.get_autocast_dtype(device.type)
+    return asked or weight.dtype
+
+
+def operand(x: Any, dtype: torch.dtype, features: int, device: torch.device) -> Tensor | None:
+    """[..., features] as [rows, features] in the compute dtype; None where the eager function would refuse it."""
+    if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.dim() < 1 or x.device.type != device.type:
+        return None
+    if x.dtype != dtype and x.is_floating_point() and torch.is_autocast_enabled(device.type):
+        x = x.to(dtype)
+    if x.dtype != dtype or x.shape[-1] != features:
+        return None
+    return x if x.dim() == 2 else x.reshape(-1, features)
+
+
+def rotate(
+    owner: Any,
+    ring: Any,
+    operation: str,
+    inputs: list[Tensor],
+    parameters: Sequence[Tensor],
+    sizes: list[int],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    grad = torch.is_grad_enabled()
+    needs = [grad and tensor.requires_grad for tensor in [*inputs, *parameters]]
+    homes = [local(parameter) for parameter in parameters]
+    return torch.ops.rtp_ext.forward_1(owner._rtp_number, ring.name, operation, inputs, homes, sizes, needs, dtype)
+
+
+def shaped(y: Tensor, like: Tensor) -> Tensor:
+    """[rows, features] with the leading dimensions of `like`."""
+    return y if like.dim() == 2 else y.reshape(*like.shape[:-1], y.shape[-1])
+
+
+def linears(owner: Any, layers: list[Any], x: Tensor, transposed: bool) -> list[Tensor] | None:
+    """Layers with one input, cut along their outputs. `owner` has the number."""
+    first = layers[0]
+    device = first.ring.device
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    dtype = compute_dtype(first.mp_policy.param_dtype, weights[0], device)
+    outputs, inputs = (1, 0) if transposed else (0, 1)
+    rows = operand(x, dtype, weights[0].shape[inputs], device)
+    if rows is None or first.in_place:
+        return None
+    parameters = []
+    for weight, bias in zip(weights, biases, strict=True):
+        parameters.append(weight)
+        if bias is not None:
+            parameters.append(bias)
+    sizes = [weights[0].shape[inputs], *[weight.shape[outputs] for weight in weights]]
+    return [shaped(y, x) for y in rotate(owner, first.ring, "linears", [rows], parameters, sizes, dtype)]
+
+
+def linear(layer: Any, x: Tensor, by_inputs: bool, transposed: bool) -> Tensor | None:
+    """One layer; `by_inputs`: cut along its input features."""
+    if not by_inputs:
+        found = linears(layer, [layer], x, transposed)
+        return None if found is None else found[0]
+    weight, bias = layer.weight, layer.bias
+    device = layer.ring.device
+    dtype = compute_dtype(layer.mp_policy.param_dtype, weight, device)
+    outputs, inputs = (1, 0) if transposed else (0, 1)
+    rows = operand(x, dtype, weight.shape[inputs], device)
+    if rows is None or layer.in_place:
+        return None
+    sizes = [weight.shape[inputs], weight.shape[outputs]]
+    parameters = [weight] if bias is None else [weight, bias]
+    return shaped(rotate(layer, layer.ring, "partial linear", [rows], parameters, sizes, dtype)[0], x)
+
+
+def mlp(block: Any, up: Any, down: Any, gate: Any, x: Tensor, recompute: bool, transposed: bool) -> Tensor | None:
+    """`block` has the number; up, down and gate (or None) are its layers."""
+    device = up.ring.device
+    dtype = compute_dtype(up.mp_policy.param_dtype, up.weight, device)
+    outputs, inputs = (1, 0) if transposed else (0, 1)
+    features, hidden = up.weight.shape[inputs], up.weight.shape[outputs]
+    rows = operand(x, dtype, features, device)
+    if rows is None or up.in_place:
+        return None
+    layers = [up, down] if gate is None else [gate, up, down]
+    parameters = []
+    for layer in layers:
+        parameters.append(layer.weight)
+        if layer.bias is not None:
+            parameters.append(layer.bias)
+    keep = not recompute and torch.is_grad_enabled() and any([tensor.requires_grad for tensor in [rows, *parameters]])
+    kept = ([hidden] if gate is None else [hidden, hidden]) if keep else []
+    sizes = [features, down.weight.shape[outputs], *kept]
+    return shaped(rotate(block, up.ring, "mlp", [rows], parameters, sizes, dtype)[0], x)
+
+
+def embedding(layer: Any, ids: Any) -> Tensor | None:
+    device = layer.ring.device
+    if not isinstance(ids, Tensor) or isinstance(ids, DTensor) or ids.dtype not in (torch.int32, torch.int64):
+        return None
+    if ids.device.type != device.type or layer.in_place:
+        return None
+    dtype = compute_dtype(layer.mp_policy.param_dtype, layer.weight, device, autocasts=False)
+    flat = ids.reshape(-1).to(torch.int64)
+    features = layer.weight.shape[1]
+    (y,) = rotate(layer, layer.ring, "embedding", [flat], [layer.weight], [features], dtype)
+    return y.reshape(*ids.shape, features)
+
+
+def cross_entropy(layer: Any, x: Tensor, targets: Any, ignore_index: int, reduction: str) -> Tensor | None:
+    """`layer` is the head."""
+    device = layer.ring.device
+    dtype = compute_dtype(layer.mp_policy.param_dtype, layer.weight, device)
+    features = layer.weight.shape[1]
+    rows = operand(x, dtype, features, device)
+    if rows is None or layer.in_place or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    if targets.shape != x.shape[:-1] or targets.dtype == torch.bool:
+        return None
+    flat = targets.reshape(-1).to(torch.int64)
+    parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    loss = rotate(layer, layer.ring, "linear cross-entropy", [flat, rows], parameters, [features], dtype)[0]
+    if reduction == "none":
+        return loss.view(targets.shape)
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / flat.ne(ignore_index).sum()
+
+
+def gather(owner: Any, ring: Any, parameters: list[Tensor], policy: Any) -> list[Tensor]:
+    """Whole parameters of `owner`, which has the number."""
+    shapes, dtypes = [], []
+    for parameter in parameters:
+        shapes += [parameter.dim(), *parameter.shape]
+        floating = parameter.is_floating_point()
+        dtypes.append(policy.param_dtype if floating and policy.param_dtype is not None else parameter.dtype)
+    shards = [local(parameter) for parameter in parameters]
+    return torch.ops.rtp_ext.gather_1(owner._rtp_number, ring.name, shards, shapes, dtypes)
+
+
+def scope(state: Any, event: str, split: bool = False) -> None:
+    """Something begins or ends in the forward of a model."""
+    kind = state.ring.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    torch.ops.rtp_ext.scope_1(state._rtp_number, state.ring.name, event, split, autocast)
