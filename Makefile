@@ -9,7 +9,9 @@ CLANG_FORMATTED := $(shell find csrc python_tests -name '*.h' -o -name '*.cpp' -
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 DOCUMENTED := rtp_ext rtp_ext.planner rtp_ext.trace rtp_ext.schedule rtp_ext.timeline
 
-.PHONY: build simulators demo test frameworks versions lint format docs clean sweep compiled
+MINUTES ?= 30
+
+.PHONY: build simulators demo test frameworks versions lint format docs clean sweep compiled faults soak sanitize
 
 build: $(VENV)/.built
 
@@ -67,6 +69,19 @@ compiled: build
 	$(BIN)/python benchmarks/compiled.py --ranks 2 --output $(COMPILED)
 	$(BIN)/python benchmarks/compiled.py --ranks 3 --strategies rtp --fused-head --output $(COMPILED)
 	$(BIN)/python benchmarks/compiled.py --ranks 2 --strategies rtp --checkpoint --output $(COMPILED)
+
+# Faults at every place of a step, and the table of docs/reliability.md: an hour and more.
+faults: build
+	$(BIN)/python benchmarks/faults.py --missing
+	$(BIN)/python benchmarks/faults.py --write
+
+# Random programs against one process, and many steps with random delays.
+soak: build
+	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) --steps 20000
+
+# The extension under the address, undefined-behaviour and thread sanitizers: builds of their own, which take minutes.
+sanitize: build
+	$(BIN)/python benchmarks/sanitize.py
 
 lint: build
 	$(BIN)/ruff check .

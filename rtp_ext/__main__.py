@@ -1,4 +1,4 @@
-"""The command line: ``python -m rtp_ext schedule``, ``plan``, ``bench`` and ``doctor``."""
+"""The command line: ``python -m rtp_ext schedule``, ``plan``, ``bench``, ``doctor`` and ``record``."""
 
 from __future__ import annotations
 
@@ -62,6 +62,17 @@ def _doctor(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int
 
     if text := doctor.report():  # under torchrun one rank reports
         print(text)
+    return 0
+
+
+def _record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from rtp_ext.observe import record
+
+    try:
+        print(record.main(options.files))
+    except (OSError, ValueError) as error:
+        print(f"rtp_ext record: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -178,6 +189,14 @@ def _parser() -> argparse.ArgumentParser:
         "torchrun also where the ranks are, and the ring that they make.",
     )
     check.set_defaults(run=_doctor, parser=check)
+
+    told = commands.add_parser(
+        "record",
+        help="say what the records of a ring's ranks tell: who was late, who skipped, which hop nobody posted",
+        description="Read what ranks of rings did last, as written where a ring failed, by Ring.record, or on SIGUSR1.",
+    )
+    told.add_argument("files", nargs="+", metavar="FILE", help="rtp_record_*.bin of all ranks, or folders of them")
+    told.set_defaults(run=_record, parser=told)
 
     bench = commands.add_parser(
         "bench",

@@ -34,6 +34,7 @@ for _error, _meaning in (
     _error.__doc__ = _meaning
 
 with_cuda: bool = _C.with_cuda
+CheckedTransport = _C.CheckedTransport
 CompositeTransport = _C.CompositeTransport
 CrossEntropyShape = _C.CrossEntropyShape
 Execution = _C.Execution
@@ -56,6 +57,7 @@ Step = _C.Step
 TcpTransport = _C.TcpTransport
 address_toward = _C.address_toward
 c10d_transport = _C.c10d_transport
+crc32c = _C.crc32c
 cross_entropy_backward = _C.cross_entropy_backward
 cross_entropy_forward = _C.cross_entropy_forward
 embedding_backward = _C.embedding_backward
@@ -76,6 +78,7 @@ mlp_forward = _C.mlp_forward
 partial_linear_backward = _C.partial_linear_backward
 partial_linear_forward = _C.partial_linear_forward
 processes_id = _C.processes_id
+record_on_signal = _C.record_on_signal
 shard_size = _C.shard_size
 shard_sizes = _C.shard_sizes
 share_version = _C.share_version

@@ -10,7 +10,12 @@ namespace rtp {
 // Base of everything that goes wrong while a ring runs; `rtp_ext.RotationError` in Python.
 class RotationError : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  explicit RotationError(const std::string& text) : std::runtime_error(text), text_(text) {}
+  const char* what() const noexcept override { return text_.c_str(); }
+  void add(const std::string& more) { text_ += more; }
+
+ private:
+  std::string text_;
 };
 
 // A neighbour died, hung or closed its ring; `rtp_ext.RingTimeout`.

@@ -41,12 +41,12 @@ void Executor::check_alive(const std::string& operation) const {
   if (!alive()) throw RotationError(concat(operation, ": the ring cannot be used any more: ", end_));
 }
 
-void Executor::fail(const std::string& reason) noexcept {
-  if (!alive()) return;
+const std::string& Executor::fail(const std::string& reason) noexcept {
+  if (!alive()) return trace_.recorder().note();
   end_ = reason.empty() ? "unknown failure" : reason;
   transport_->abort(end_);
-  prefetcher_.forget();
-  landings_.forget();
+  prefetcher_.forget(), landings_.forget();
+  return trace_.recorder().fail(end_);
 }
 
 void Executor::close() {
@@ -73,15 +73,15 @@ template <typename Action>
 auto Execution::guarded(Action&& action) {
   try {
     return action();
-  } catch (const RotationError& error) {
+  } catch (RotationError& error) {
     executor_.lanes().select_compute_lane(0);
-    executor_.fail(error.what());
+    error.add(executor_.fail(error.what()));
     ended_ = true;
     throw;
-  } catch (const c10::Error& error) {  // memory ran out, perhaps on this rank alone
+  } catch (c10::Error& error) {  // memory ran out, perhaps on this rank alone
     executor_.lanes().select_compute_lane(0);
     if (!executor_.transport().alone()) {  // what its neighbours have posted would wait for it
-      executor_.fail(concat(operation_, ": ", error.what_without_backtrace()));
+      error.add_context(executor_.fail(concat(operation_, ": ", error.what_without_backtrace())));
       ended_ = true;
     }
     throw;
@@ -114,7 +114,7 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
   guarded([&] {
     lanes.order_compute_after(executor_.last_);
     Trace& trace = executor_.trace_;
-    if (trace.on()) traced_ = trace.begin_pass(operation_, schedule_);
+    traced_ = trace.begin_pass(operation_, schedule_, recorded_);
     const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
     std::optional<Ahead> ahead = executor_.prefetcher_.begin(schedule_, weight_, operation_);
     if (ahead) adopt(std::move(*ahead));
@@ -328,7 +328,7 @@ void Execution::before_compute(const Step& step) {
   for (const Access& access : accesses().reads) usage(access).before_read(after_hop, after_compute);
   for (const Access& access : accesses().writes) usage(access).before_write(after_hop, after_compute);
   trace.end(waiting);
-  computing_ = trace.begin(traced_, position(), step);
+  computing_ = trace.begin_compute(traced_, position(), step, recorded_);
   compute_range_.begin([&] { return concat(operation_, ": ", label(step)); });
 }
 
@@ -336,7 +336,7 @@ void Execution::after_compute(const Step& step) {
   const bool leaves = step.action == Action::compute && step.compute == Compute::wgrad && !step.gradient_out.is_home();
   if (narrowing_ && leaves) narrowing_->round(views(step.gradient_out, step.owner), step.owner);
   compute_range_.end();
-  executor_.trace_.end(std::exchange(computing_, nullptr));
+  executor_.trace_.end_compute(std::exchange(computing_, nullptr), recorded_);
   Lanes& lanes = executor_.lanes();
   const Mark mark = lanes.mark_compute();
   for (const Access& access : accesses().reads) usage(access).enter_read(mark);
@@ -406,7 +406,7 @@ void Execution::end() {
   range.end();
   trace.end(waiting);
   lanes.order_compute_after(side_);
-  trace.end_pass(traced_);
+  trace.end_pass(traced_, recorded_);
   executor_.last_ = lanes.mark_compute();
   return_slots();
   executor_.landings_.end_pass();

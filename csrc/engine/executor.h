@@ -66,8 +66,8 @@ class Executor {
   // Throws RotationError when the ring was closed or has failed.
   void check_alive(const std::string& operation) const;
   bool alive() const { return end_.empty() && !forked(); }
-  // Marks the ring dead and aborts its transport.
-  void fail(const std::string& reason) noexcept;
+  // Marks the ring dead and aborts its transport. Returns what to add to the reason: where the recorder has written.
+  const std::string& fail(const std::string& reason) noexcept;
   void close();
 
  private:
@@ -81,8 +81,8 @@ class Executor {
   void or_fail(Action&& action) {
     try {
       action();
-    } catch (const RotationError& error) {
-      fail(error.what());
+    } catch (RotationError& error) {
+      error.add(fail(error.what()));
       throw;
     }
   }
@@ -176,7 +176,8 @@ class Execution {
   const Step* current_ = nullptr;  // the compute that the caller is at
   bool ended_ = false;
   std::array<int, 2> hop_index_{};
-  PassHandle traced_;  // null: nobody records this pass
+  PassHandle traced_;  // null: nobody traces this pass
+  Trace::Recorded recorded_;
   EventHandle computing_;
   Range range_, compute_range_;  // for profilers
 };

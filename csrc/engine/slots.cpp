@@ -195,13 +195,7 @@ std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors) {
   return spans;
 }
 
-void wait(Transfer& transfer, End end) {
-  if (end == End::received) {
-    transfer.wait_received();
-  } else {
-    transfer.wait_sent();
-  }
-}
+void wait(Transfer& transfer, End end) { transfer.wait(end); }
 
 void Usage::settle(Lanes& lanes) {
   before_write([](const auto& transfer, End end) { wait(*transfer, end); },
@@ -250,10 +244,12 @@ std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& targe
   if (delay_.count() > 0) {
     transport.lanes().delay(channel, std::chrono::microseconds(random_() % static_cast<uint64_t>(delay_.count() + 1)));
   }
+  const size_t kind = static_cast<size_t>(channel);
+  const uint64_t recorded = trace_.recorder().post(hop, counts_[kind]);
   const std::shared_ptr<Transfer> transfer = trace_.follow(traced, transport.post(hop));
+  transfer->record(trace_.recorder(), recorded);
   source.enter_departure(transfer);
   target.enter_arrival(transfer);
-  const size_t kind = static_cast<size_t>(channel);
   ++counts_[kind];
   for (const Span& span : hop.send) bytes_[kind] += static_cast<int64_t>(span.bytes);
   return transfer;

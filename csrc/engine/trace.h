@@ -1,4 +1,4 @@
-// A recorder of what every lane did when. Off, it costs a branch.
+// A recorder of what every lane did when. Off, it costs a branch; the one of what was done last is never off.
 #pragma once
 
 #include <cstdint>
@@ -49,6 +49,7 @@ class Trace {
   explicit Trace(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {}
 
   bool on() const { return on_; }
+  Recorder& recorder() { return recorder_; }
   // Starts anew; now is at 0 seconds. Throws RotationError where the transport cannot tell times.
   void start();
   void stop() { on_ = false; }
@@ -56,6 +57,20 @@ class Trace {
   // A pass begins now. Those that a CUDA graph captures are counted only: they do not run.
   PassHandle begin_pass(const std::string& operation, const Schedule& schedule);
   void end_pass(const PassHandle& pass);
+  // What the recorder has of a pass and of its compute that runs; they are open one after the other.
+  struct Recorded {
+    uint64_t pass = 0, compute = 0;
+  };
+  PassHandle begin_pass(const std::string& operation, const Schedule& schedule, Recorded& recorded) {
+    recorded.pass = recorder_.begin_pass(operation);
+    return begin_pass(operation, schedule);
+  }
+  void end_pass(const PassHandle& pass, const Recorded& recorded) { recorder_.end(recorded.pass), end_pass(pass); }
+  EventHandle begin_compute(const PassHandle& pass, int position, const Step& step, Recorded& recorded) {
+    recorded.compute = recorder_.begin_compute(recorded.pass, step);
+    return begin(pass, position, step);
+  }
+  void end_compute(const EventHandle& event, const Recorded& recorded) { recorder_.end(recorded.compute), end(event); }
 
   // An event that begins now. Null for a null pass.
   EventHandle begin(const PassHandle& pass, TraceKind kind, int step, Lane lane, const std::string& label);
@@ -101,6 +116,7 @@ class Trace {
                   const std::string& label);
 
   std::shared_ptr<Transport> transport_;
+  Recorder recorder_;
   bool on_ = false;
   bool on_host_ = false;  // computes are the host's, which waits for hops and posts them
   uint64_t recording_ = 0;

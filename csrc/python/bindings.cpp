@@ -10,6 +10,7 @@
 #include "python/bundles.h"
 #include "python/footprint.h"
 #include "python/kernels.h"
+#include "python/recorder.h"
 #include "python/schedule.h"
 #include "python/trace.h"
 #include "schedule/schedule.h"
@@ -189,7 +190,7 @@ void bind_executor(py::module_& m) {
       .def("hops", [](Executor& e, const std::string& channel) { return e.hops().count(parse_channel(channel)); })
       .def("bytes_sent",
            [](Executor& e, const std::string& channel) { return e.hops().bytes_sent(parse_channel(channel)); });
-  bind_trace(executor);
+  bind_trace(executor), bind_recorder(m, executor);
   py::class_<Execution>(m, "Execution", "One pass driven from Python: rotate and collect.")
       .def_static(
           "rotate",

@@ -14,6 +14,7 @@
 
 #include "device/lanes.h"
 #include "schedule/schedule.h"
+#include "transport/recorder.h"
 
 namespace rtp {
 
@@ -65,6 +66,17 @@ class Transfer {
   virtual void wait_sent() = 0;      // what left may be overwritten
   // When it arrived, where a transport of the host can tell. Null before it has, and where nobody knows.
   virtual Moment arrived() const { return nullptr; }
+
+  // What waits for it tells this recorder, under that number.
+  void record(Recorder& recorder, uint64_t number) { recorder_ = &recorder, number_ = number; }
+  void wait(End end) {
+    const auto run = [&] { end == End::received ? wait_received() : wait_sent(); };
+    recorder_ != nullptr ? recorder_->waiting(number_, end, run) : run();
+  }
+
+ private:
+  Recorder* recorder_ = nullptr;
+  uint64_t number_ = 0;
 };
 
 class Transport {
@@ -79,8 +91,8 @@ class Transport {
   // Where its hops run beside computes.
   Lanes& lanes() const { return *lanes_; }
   // Orders a channel's next hop after one end of an earlier hop. By default the host waits.
-  virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait_received(); }
-  virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait_sent(); }
+  virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait(End::received); }
+  virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait(End::sent); }
 
   // Whether every neighbour is this rank itself, so that nobody else waits for it.
   virtual bool alone() const { return false; }

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from rtp_ext.planner.rotation.travel import narrow_slots_bytes, wire_bytes
 
 from rtp_ext.planner import (
     Cluster,
@@ -19,7 +20,6 @@ from rtp_ext.planner import (
     search,
 )
 from rtp_ext.planner.rotation.seconds import hop_s, rotation_seconds
-from rtp_ext.planner.rotation.travel import narrow_slots_bytes, wire_bytes
 from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s
 from rtp_ext.planner.time.stage import StageClock
 

@@ -130,6 +130,8 @@ def build_module(
         *("-std=c++20", "-fPIC", "-fvisibility=hidden", "-g0", "-O0"),
         f"-DTORCH_EXTENSION_NAME={name}",
     ]
+    if sanitizers := os.environ.get("RTP_SANITIZE"):  # as the extension is: benchmarks/sanitize.py
+        needed += [f"-fsanitize={sanitizers}", "-g1"]
     for include in (torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]):
         needed += ["-isystem", str(include)]
     links = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]

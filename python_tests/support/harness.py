@@ -145,6 +145,7 @@ def _main(
     # copies the pages that the server shares.
     gc.freeze()
     torch.set_num_threads(1)
+    os.environ["RTP_RECORD_DIR"] = folder
     with open(Path(folder) / f"stack{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         try:

@@ -52,8 +52,7 @@ class Replicas(Groups):
         try:
             return super().exchange(value)
         except RingTimeout as error:
-            self.fail(str(error))
-            raise
+            raise RingTimeout(f"{error}{self.fail(str(error))}") from error
 
     def begin_sum(self, values: torch.Tensor) -> Any:
         """Starts to sum `values` over the replicas, in place. Returns what `end_sum` waits for."""
@@ -78,8 +77,7 @@ class Replicas(Groups):
         try:
             return super().all_gather(shard)
         except RingTimeout as error:
-            self.fail(str(error))
-            raise
+            raise RingTimeout(f"{error}{self.fail(str(error))}") from error
 
     def end_sum(self, work: Any) -> None:
         """Waits for a sum; on a GPU the current stream does."""
@@ -89,12 +87,13 @@ class Replicas(Groups):
         except RuntimeError as error:
             waited = time.monotonic() - start
             message = f"replicas: a rank did not answer a reduction of gradients (waited {waited:.1f} s): {error}"
-            self.fail(message)
-            raise RingTimeout(message) from error
+            raise RingTimeout(message + self.fail(message)) from error
 
-    def fail(self, message: str) -> None:
-        """Ends the ring, so that its ranks learn of it."""
+    def fail(self, message: str) -> str:
+        """Ends the ring, so that its ranks learn of it. Returns what to add to the message."""
         ring = self._ring()
-        if ring is not None:
-            ring._executor.fail(message)
-            ring.abandon()
+        if ring is None:
+            return ""
+        note: str = ring._executor.fail(message)
+        ring.abandon()
+        return note

@@ -1,10 +1,11 @@
-"""Records what the lanes of one rank did when: `Ring.trace`."""
+"""Records what the lanes of one rank did when, `Ring.trace`; and writes what a ring did last, `Ring.record`."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,3 +110,45 @@ def _switch(ring: Groups, on: bool) -> None:
         ring._executor.fail(str(error))
         ring.abandon()
         raise
+
+
+class Recorded:
+    """For the class Ring."""
+
+    token: str
+    transport: str
+    _executor: Any
+
+    def _begin_record(self) -> None:
+        self._executor.identify(self.token, self.transport, _native.host_id())
+        if not _native.record_on_signal():
+            logger.debug("SIGUSR1 has a handler already: it writes no records of rings; Ring.record does")
+
+    def record(self) -> str:
+        """Writes what this rank's end of the ring did last (passes, computes, hops, waits; times and peers) to a file,
+        and returns its path. Not collective, and cheap: it may be called at any time, from any thread.
+
+        The same is written when the ring fails, and for all rings of a process that gets SIGUSR1. The folder is that of
+        the environment variable RTP_RECORD_DIR, or else the temporary one. `python -m rtp_ext record FILES` says what
+        the files of all ranks tell together: who was late, who skipped an operation, which hop nobody posted. On a GPU
+        times are those at which the host enqueued.
+
+        Raises OSError where the file cannot be written.
+        """
+        try:
+            return self._executor.record("asked for by Ring.record")
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+
+    def trace(self) -> AbstractContextManager[Trace]:
+        """Records what every lane does when: `with ring.trace() as trace: ...`, and then `trace.events`.
+
+        By timing events on CUDA streams, which are read when the block ends; by the host's clock on a CPU, where a
+        compute lasts until the next step is asked for, and a hop from its posting until it arrives (over `c10d`: until
+        the wait that found it there). Collective, at either end; a hop that was sent ahead is waited for there. What
+        to do with a trace: rtp_ext.trace.
+
+        Raises ValueError where the ring is being recorded already, RotationError for `c10d` between GPUs, whose
+        streams nobody can time.
+        """
+        return record(self)  # type: ignore[arg-type]

@@ -6,8 +6,8 @@ import collections
 import datetime
 import itertools
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
 from rtp_ext.ring.prepared import Agreements, Ledger, Prepared
 from rtp_ext.ring.primitives import Primitives
-from rtp_ext.ring.recording import Trace, record
+from rtp_ext.ring.recording import Recorded
 from rtp_ext.ring.surroundings import keep_compilers_out
 
 logger = logging.getLogger("rtp_ext")
@@ -49,8 +49,7 @@ TRANSPORTS = ("auto", "shm", "shm+tcp", "shm+c10d", "tcp", "c10d", "ce", "nccl",
 ROUTES = ("auto", "ring", "direct", "gather", "two-level")
 
 
-
-class Ring(Primitives, Counters, ComingHome, Agreements):
+class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
     """Ranks that rotate shards among themselves.
 
     Args:
@@ -88,6 +87,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
             biases, everything on a single rank, and `rotate` and `collect`. Not on route gather, and not in place.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
+        checksum: every hop carries a CRC-32C, and one that arrives changed is a RotationError that names it. For CPUs.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
             (default 0: NCCL chooses). `registered`: `nccl` moves slots that are registered with NCCL, without copies of
             its own (default None: where that works). `delay_us`: for race tests, every hop is held up by a random time
@@ -100,6 +100,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
         rank, size: this rank's place, and the number of ranks R.
         travel: as given.
         serial: the how manieth ring of this process this is.
+        token: its name in the files of its recorder, the same on all its ranks.
         device: where shards live.
         mesh: the one-dimensional DeviceMesh of the ring; None for an emulated ring.
         parameter_mesh: the DeviceMesh of parameters: `mesh`, or with the replicas, and then the dimension of tensor
@@ -135,6 +136,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
         late_gradients: int | None = None,
         gradient_route: str = "auto",
         gradient_travel: str | None = None,
+        checksum: bool = False,
         transport_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_choice("transport", transport, TRANSPORTS)
@@ -158,6 +160,8 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.device = torch.device(meshes.hops.device_type)
+        if checksum and self.device.type != "cpu":
+            raise ValueError(f"Ring: expected checksum=False or a ring of CPU ranks, got True on {self.device.type}")
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._open_groups(dist.get_process_group_ranks(group))
@@ -165,9 +169,10 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
         self._agree_on_options(
             f"transport {transport}, route {route}, travel {travel}, timeout {self.timeout}, slot_cap {slot_cap}, "
             f"prefetch {prefetch}, gradient_halves {gradient_halves}, late_gradients {late_gradients}, "
-            f"gradient_route {gradient_route}, gradient_travel {gradient_travel}, {self.transport_options}"
+            f"gradient_route {gradient_route}, gradient_travel {gradient_travel}, checksum {checksum}, "
+            f"{self.transport_options}"
         )
-        self._start(transport, route, gradient_halves, late_gradients, gradient_route, gradient_travel)
+        self._start(transport, route, checksum, gradient_halves, late_gradients, gradient_route, gradient_travel)
 
     @classmethod
     def emulated(
@@ -212,6 +217,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
         if ring.device.type == "cuda" and ring.device.index is None:
             ring.device = torch.device("cuda", torch.cuda.current_device())
         name_ring(ring)
+        ring.token = secrets.token_hex(4)
         ring.placed = Hosts.even(size, hosts, route)
         ring.route, ring.transport_reason = route, "one process stands for the ring"
         ring.hop_route = "ring" if route == "gather" else route
@@ -251,15 +257,23 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
         # Numbers in autograd's order: when each of the newest operations whose gradients may land late was called.
         self._called: collections.deque[int] = collections.deque(maxlen=self.late_gradients)
         self._executor.set_delay(datetime.timedelta(microseconds=self.transport_options.delay_us))
+        self._begin_record()
 
     def _agree_on_options(self, mine: str) -> None:
-        told = self.exchange(mine)
+        told, tokens = zip(*self.exchange((mine, secrets.token_hex(4))), strict=True)
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
                 raise ValueError(f"Ring: ranks disagree: expected {told[0]} (rank 0), got {theirs} on rank {rank}")
+        self.token = tokens[0]
 
     def _start(
-        self, transport: str, route: str, gradient_halves: bool | None, late_gradients: int | None, *gradients: Any
+        self,
+        transport: str,
+        route: str,
+        checksum: bool,
+        gradient_halves: bool | None,
+        late_gradients: int | None,
+        *gradients: Any,
     ) -> None:
         self.placed = find_hosts(self)
         connection = connect(self, transport)
@@ -275,7 +289,8 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
             choose_ce_modes(connection.native, self.hop_route, self.transport_options.ce_mode)
         if late_gradients is None and self.device.type == "cpu" and self.transport in NETWORKED:
             self.late_gradients = 1
-        self._build(connection.native, route, gradient_halves)
+        native = _native.CheckedTransport(connection.native, self.size) if checksum else connection.native
+        self._build(native, route, gradient_halves)
         if self.device.type == "cuda":
             self.gate.alike = len(set(self.exchange(kind_of(self.device)))) == 1
         logger.info(
@@ -373,21 +388,6 @@ class Ring(Primitives, Counters, ComingHome, Agreements):
         if self.host_memory is not None:  # a shard has no memory on the device before its layer runs
             self.prefetch, self.graphs = 0, False
             self._executor.prefetch(False)
-
-    # -- traces -----------------------------------------------------------------------------------------
-
-    def trace(self) -> AbstractContextManager[Trace]:
-        """Records what every lane does when: `with ring.trace() as trace: ...`, and then `trace.events`.
-
-        By timing events on CUDA streams, which are read when the block ends; by the host's clock on a CPU, where a
-        compute lasts until the next step is asked for, and a hop from its posting until it arrives (over `c10d`: until
-        the wait that found it there). Collective, at either end; a hop that was sent ahead is waited for there. What
-        to do with a trace: rtp_ext.trace.
-
-        Raises ValueError where the ring is being recorded already, RotationError for `c10d` between GPUs, whose
-        streams nobody can time.
-        """
-        return record(self)
 
 
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:

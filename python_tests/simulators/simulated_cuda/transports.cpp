@@ -12,4 +12,5 @@
 #include "../../../csrc/transport/nccl/peer_news.cpp"
 #include "../../../csrc/transport/nccl/supervised.cpp"
 #include "../../../csrc/transport/nccl/watchdog.cpp"
+#include "../../../csrc/transport/recorder.cpp"
 #include "../../../csrc/transport/transport.cpp"

@@ -80,6 +80,8 @@ class Groups:
         """Runs a torch.distributed collective. What the process group reports is the ring's failure; what is wrong
         before anything was posted is not."""
         start, posted = time.monotonic(), False
+        executor = getattr(self, "_executor", None)  # None: the ring is being made
+        recorded = executor.begin_collective(operation) if executor is not None else 0
         try:
             work = post(*tensors, group=group, async_op=True)
             posted = True
@@ -89,11 +91,12 @@ class Groups:
                 raise
             waited = time.monotonic() - start
             message = f"{operation}: a rank of the ring did not answer (waited {waited:.1f} s): {error}"
-            if not hasattr(self, "_executor"):  # the ring is being made
-                raise RingTimeout(message) from error
-            self._executor.fail(message)
-            self.abandon()
+            if executor is not None:
+                message += executor.fail(message)
+                self.abandon()
             raise RingTimeout(message) from error
+        if executor is not None:
+            executor.end_collective(recorded)
 
     @property
     def hosts(self) -> int:

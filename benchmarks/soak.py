@@ -1,0 +1,104 @@
+"""Runs random programs against one process for as long as asked, and one model for many random steps with delays.
+
+    python benchmarks/soak.py --minutes 30            # make soak MINUTES=30
+    python benchmarks/soak.py --programs 100 --ranks 3 --seed 5000
+    python benchmarks/soak.py --steps 100000 --programs 0
+
+First programs (python_tests/support/programs.py), a seed each, one after the other on 2, 3 and 4 ranks; then `--steps`
+actions of one program in random order, while hops are held up at random. Memory, descriptors and threads of every rank
+must not grow meanwhile. The last line is JSON. Exit status 1 where a number differs or something grows; the seed of a
+program that failed is in the message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests" / "support"))
+
+from harness import RankError, run_ranks
+
+BUNCH = 20  # programs of one start of ranks
+GROWTH = {"resident_kib": 16 * 1024, "descriptors": 2, "threads": 1}  # the most that is no growth
+
+
+def status() -> dict[str, int]:
+    gc.collect()
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "resident_kib": int(fields["VmRSS"].split()[0]),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": int(fields["Threads"]),
+    }
+
+
+def several(rank: int, ranks: int, first: int, count: int) -> int:
+    import programs
+
+    return sum(programs.check(rank, ranks, seed) for seed in range(first, first + count))
+
+
+def long(rank: int, ranks: int, seed: int, steps: int) -> dict[str, Any]:
+    """One program whose actions go on and on, without those that make rings; what it has added since a fifth."""
+    import programs
+
+    program = programs.Program.draw(seed, ranks)
+    for options in program.options:
+        options["transport_options"] = {"delay_us": 50}
+    run = programs.Run(rank, program)
+    usual = ("step", "accumulate", "clip", "evaluate", "forward", "nap")
+    early: dict[str, int] = {}
+    program.dtype = run.plain.head.weight.dtype
+    for step in range(steps):
+        if step == steps // 5:
+            early = status()
+        getattr(run, f"do_{run.draw.choice(usual)}")()
+    added = {name: value - early[name] for name, value in status().items()}
+    run.close()
+    return added
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Random programs. See the top of the file.")
+    parser.add_argument("--minutes", type=float, help="of programs; default: as many as --programs")
+    parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=0, help="of the long run; default: none")
+    parser.add_argument("--ranks", type=int, help="default: 2, 3 and 4 by turns")
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    began = time.monotonic()
+    end = began + 60 * args.minutes if args.minutes is not None else float("inf")
+    sizes, ran, actions, failed, seed = [args.ranks] if args.ranks else [2, 3, 4], 0, 0, [], args.seed
+    while time.monotonic() < end and (args.minutes is not None or ran < args.programs):
+        ranks = sizes[(ran // BUNCH) % len(sizes)]
+        count = BUNCH if args.minutes is not None else min(BUNCH, args.programs - ran)
+        try:
+            actions += run_ranks(several, ranks, seed, count, timeout=600.0)[0]
+        except RankError as error:
+            failed.append(f"ranks {ranks}, seeds {seed} to {seed + count - 1}: {str(error)[-2000:]}")
+            print(failed[-1], flush=True)
+        ran, seed = ran + count, seed + count
+        print(f"{ran} programs, {actions} actions, {time.monotonic() - began:.0f} s", flush=True)
+    grown, added = [], []
+    if args.steps > 0:
+        added = run_ranks(long, args.ranks or 2, args.seed + 1, args.steps, timeout=86400.0)
+        grown = sorted({name for each in added for name, most in GROWTH.items() if each[name] > most})
+    told = {"benchmark": "soak", "programs": ran, "actions": actions, "failed": len(failed), "first_seed": args.seed}
+    told |= {"steps": args.steps, "added": added, "grown": grown, "seconds": round(time.monotonic() - began, 1)}
+    print(json.dumps(told), flush=True)
+    return 1 if failed or grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+#include "python/recorder.h"
+
+#include <string_view>
+
+#include "base/crc32c.h"
+#include "python/schedule.h"
+#include "transport/checked.h"
+
+namespace rtp {
+
+void bind_recorder(py::module_& m, py::class_<Executor, std::shared_ptr<Executor>>& executor) {
+  executor
+      .def(
+          "identify",
+          [](Executor& e, const std::string& ring, const std::string& transport, const std::string& host) {
+            e.trace().recorder().identify({e.rank(), e.ranks(), ring, transport, host, e.device().is_cpu()});
+          },
+          py::arg("ring"), py::arg("transport"), py::arg("host"))
+      .def(
+          "record", [](Executor& e, const std::string& reason) { return e.trace().recorder().dump(reason); },
+          py::arg("reason"), "Writes what the ring did last to a file, and returns its path.")
+      .def(
+          "enable_recorder", [](Executor& e, bool on) { e.trace().recorder().enable(on); }, py::arg("on"))
+      .def(
+          "begin_collective",
+          [](Executor& e, const std::string& name) { return e.trace().recorder().begin_collective(name); },
+          py::arg("name"))
+      .def("end_collective", [](Executor& e, uint64_t number) { e.trace().recorder().end(number); }, py::arg("number"));
+  m.def("record_on_signal", &Recorder::take_signal,
+        "Lets SIGUSR1 write the records of all rings. False where somebody else handles it.");
+  py::class_<CheckedTransport, Transport, std::shared_ptr<CheckedTransport>>(m, "CheckedTransport")
+      .def(py::init(&make_checked_transport), py::arg("inner"), py::arg("ranks"), py::arg("verify") = true)
+      .def("flip", [](CheckedTransport& transport, const std::string& channel, int64_t number) {
+        transport.flip(parse_channel(channel), number);
+      });
+  const auto sum = [](const py::bytes& text, bool by_table) {
+    const std::string_view view = text;
+    return by_table ? crc32c_by_table(view.data(), view.size()) : crc32c(view.data(), view.size());
+  };
+  m.def("crc32c", sum, py::arg("text"), py::arg("by_table") = false);
+}
+
+}  // namespace rtp

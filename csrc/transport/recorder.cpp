@@ -1,0 +1,281 @@
+#include "transport/recorder.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+#include "base/checks.h"
+#include "transport/transport.h"
+
+namespace rtp {
+namespace {
+
+constexpr int64_t kShort = 5000;  // nanoseconds: a wait that took less is no event
+
+int64_t clock_ns(clockid_t clock) noexcept {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
+}
+
+int64_t now_ns() noexcept { return clock_ns(CLOCK_MONOTONIC); }  // of std::chrono::steady_clock
+
+// The recorders that a signal asks.
+std::array<std::atomic<Recorder*>, 256> recorders{};
+std::atomic<int> asking{0};
+
+void copy_text(char* to, size_t bytes, const std::string& from) {
+  std::memset(to, 0, bytes);
+  std::memcpy(to, from.data(), std::min(from.size(), bytes - 1));
+}
+
+bool write_all(int file, const void* data, size_t bytes) noexcept {
+  const char* from = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t done = ::write(file, from, bytes);
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) return false;
+    from += done;
+    bytes -= static_cast<size_t>(done);
+  }
+  return true;
+}
+
+}  // namespace
+
+// The beginning of a file. Names follow, then entries.
+struct Recorder::Header {
+  char magic[8];
+  uint32_t header_bytes, names, name_bytes, entries, entry_bytes;
+  int32_t rank, ranks, pid;
+  uint64_t next;         // number of the entry that would come next
+  int64_t steady, wall;  // now, by both clocks
+  uint32_t posted[2];    // hops of either channel, ever
+  uint64_t waiting_for;  // the entry of the hop that is being waited for; 0: none
+  int64_t waiting_since;
+  uint32_t waiting_end;
+  uint32_t on_host;
+  char ring[64], transport[32], host[128], reason[1024];
+};
+
+Recorder::Recorder() : entries_(new Entry[kEntries]{}), names_(new char[kNames * kNameBytes]{}) {
+  known_.reserve(kNames);
+  name("other operations");
+  for (auto& place : recorders) {
+    Recorder* none = nullptr;
+    if (place.compare_exchange_strong(none, this)) break;  // more rings than places: a signal does not ask them
+  }
+}
+
+Recorder::~Recorder() {
+  for (auto& place : recorders) {
+    Recorder* self = this;
+    place.compare_exchange_strong(self, nullptr);
+  }
+  while (asking.load() > 0) usleep(100);  // a handler on another thread may have found it before
+}
+
+void Recorder::identify(const Place& place) {
+  place_ = place;
+  const char* wish = std::getenv("RTP_RECORD_DIR");
+  const char* temporary = std::getenv("TMPDIR");
+  on_failure_ = wish == nullptr || *wish != '\0';
+  std::string folder = wish != nullptr && *wish != '\0' ? wish : temporary != nullptr ? temporary : "/tmp";
+  const std::string path = concat(folder, "/rtp_record_", place.ring, "_rank", place.rank, ".bin");
+  RTP_CHECK_VALUE(path.size() + 5 < kPathBytes, "RTP_RECORD_DIR: expected a shorter path than ", path);
+  copy_text(partial_, kPathBytes, path + ".new");
+  copy_text(path_, kPathBytes, path);
+}
+
+uint16_t Recorder::name(const std::string& operation) {
+  const auto found = known_.find(operation);
+  if (found != known_.end()) return found->second;
+  const size_t number = known_.size();
+  if (number >= kNames) return 0;
+  copy_text(names_.get() + number * kNameBytes, kNameBytes, operation);
+  known_.emplace(operation, static_cast<uint16_t>(number));
+  return static_cast<uint16_t>(number);
+}
+
+Recorder::Entry* Recorder::add(Kind kind) {
+  const uint64_t number = next_.fetch_add(1, std::memory_order_relaxed);
+  Entry& entry = entries_[number % kEntries];
+  entry.number = 0;
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  entry = Entry{};
+  entry.kind = kind;
+  entry.begin = now_ns();
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  entry.number = number;
+  return &entry;
+}
+
+uint64_t Recorder::begin_pass(const std::string& operation) {
+  if (!on_) return 0;
+  Entry* entry = add(Kind::pass);
+  entry->operation = name(operation);
+  return entry->number;
+}
+
+uint64_t Recorder::begin_compute(uint64_t pass, const Step& step) {
+  if (!on_ || pass == 0) return 0;
+  Entry* entry = add(Kind::compute);
+  const Entry& whole = entries_[pass % kEntries];
+  if (whole.number == pass) entry->operation = whole.operation;
+  const bool computes = step.action == Action::compute;
+  entry->from = static_cast<int16_t>(computes ? step.owner : step.send_owner);
+  entry->what = computes ? static_cast<uint8_t>(step.compute) : kMove;
+  return entry->number;
+}
+
+uint64_t Recorder::begin_collective(const std::string& operation) {
+  if (!on_) return 0;
+  Entry* entry = add(Kind::collective);
+  entry->operation = name(operation);
+  return entry->number;
+}
+
+void Recorder::end(uint64_t number) {
+  Entry& entry = entries_[number % kEntries];
+  if (number != 0 && entry.number == number) entry.end = now_ns();
+}
+
+uint64_t Recorder::post(const Hop& hop, int64_t before) {
+  const size_t channel = static_cast<size_t>(hop.channel);
+  posted_[channel] = static_cast<uint32_t>(before + 1);
+  if (!on_) return 0;
+  Entry* entry = add(Kind::hop);
+  entry->operation = name(hop.operation);
+  entry->channel = hop.channel;
+  entry->count = static_cast<uint32_t>(before);
+  entry->to = static_cast<int16_t>(hop.to);
+  entry->from = static_cast<int16_t>(hop.from);
+  entry->index = static_cast<int16_t>(hop.index);
+  entry->hops = static_cast<int16_t>(hop.count);
+  for (const Span& span : hop.send) entry->bytes += span.bytes;
+  return entry->number;
+}
+
+int64_t Recorder::begin_wait(uint64_t hop, End which) {
+  if (!on_ || hop == 0) return 0;
+  const int64_t begin = now_ns();
+  waiting_since_ = begin;
+  waiting_end_ = which;
+  waiting_for_ = hop;
+  return begin;
+}
+
+void Recorder::end_wait(uint64_t hop, End which, int64_t begin) {
+  if (begin == 0) return;
+  waiting_for_ = 0;
+  const int64_t end = now_ns();
+  Entry awaited = entries_[hop % kEntries];
+  if (awaited.number == hop) {
+    int64_t& seen = which == End::received ? entries_[hop % kEntries].end : entries_[hop % kEntries].sent;
+    if (seen == 0) seen = end;
+  }
+  if (end - begin < kShort || awaited.number != hop) return;
+  Entry* entry = add(Kind::wait);
+  const uint64_t number = entry->number;
+  *entry = awaited;  // its operation, channel and peers
+  entry->number = number;
+  entry->kind = Kind::wait;
+  entry->what = static_cast<uint8_t>(which);
+  entry->begin = begin;
+  entry->end = end;
+  entry->sent = 0;
+}
+
+std::string Recorder::dump(const std::string& reason) {
+  if (path_[0] == '\0') throw std::runtime_error("a record needs a ring with a name");
+  if (!write(reason.c_str())) throw std::runtime_error(concat("cannot write ", path_, ": ", std::strerror(errno)));
+  return path_;
+}
+
+const std::string& Recorder::fail(std::string& reason) noexcept {
+  if (path_[0] != '\0' && on_failure_) {
+    note_ = write(reason.c_str()) ? concat("; what this rank did last: ", path_)
+                                  : concat("; what it did last could not be written to ", path_);
+    reason += note_;
+  }
+  return note_;
+}
+
+#if defined(__has_feature)
+#define RTP_HAS_FEATURE(name) __has_feature(name)
+#else
+#define RTP_HAS_FEATURE(name) 0
+#endif
+
+// May be called at any time, by a signal handler too: it looks at what other threads may be writing. An entry that is
+// being written has no number yet.
+#if defined(__SANITIZE_THREAD__) || RTP_HAS_FEATURE(thread_sanitizer)
+__attribute__((no_sanitize("thread")))
+#endif
+bool Recorder::write(const char* reason) const noexcept {
+  const int before = errno;
+  Header header{};
+  std::memcpy(header.magic, "RTPREC01", 8);
+  header.header_bytes = sizeof(Header);
+  header.names = kNames;
+  header.name_bytes = kNameBytes;
+  header.entries = kEntries;
+  header.entry_bytes = sizeof(Entry);
+  header.rank = place_.rank;
+  header.ranks = place_.ranks;
+  header.pid = getpid();
+  header.next = next_.load(std::memory_order_relaxed);
+  header.steady = now_ns();
+  header.wall = clock_ns(CLOCK_REALTIME);
+  std::memcpy(header.posted, posted_, sizeof posted_);
+  header.waiting_for = waiting_for_;
+  header.waiting_since = waiting_since_;
+  header.waiting_end = static_cast<uint32_t>(waiting_end_);
+  header.on_host = place_.on_host ? 1 : 0;
+  std::strncpy(header.ring, place_.ring.c_str(), sizeof header.ring - 1);
+  std::strncpy(header.transport, place_.transport.c_str(), sizeof header.transport - 1);
+  std::strncpy(header.host, place_.host.c_str(), sizeof header.host - 1);
+  std::strncpy(header.reason, reason, sizeof header.reason - 1);
+  const int file = open(partial_, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  if (file < 0) return false;
+  bool good = write_all(file, &header, sizeof header) && write_all(file, names_.get(), kNames * kNameBytes) &&
+              write_all(file, entries_.get(), kEntries * sizeof(Entry));
+  good = close(file) == 0 && good;
+  good = good && rename(partial_, path_) == 0;
+  if (good) errno = before;
+  return good;
+}
+
+void Recorder::on_signal(int) noexcept {
+  const int before = errno;
+  ++asking;
+  for (const auto& place : recorders) {
+    const Recorder* recorder = place.load();
+    if (recorder != nullptr && recorder->path_[0] != '\0') recorder->write("asked for by SIGUSR1");
+  }
+  --asking;
+  errno = before;
+}
+
+bool Recorder::take_signal() {
+  struct sigaction now{};
+  if (sigaction(SIGUSR1, nullptr, &now) != 0) return false;
+  if ((now.sa_flags & SA_SIGINFO) == 0 && now.sa_handler == &Recorder::on_signal) return true;
+  if ((now.sa_flags & SA_SIGINFO) != 0 || now.sa_handler != SIG_DFL) return false;
+  struct sigaction mine{};
+  mine.sa_handler = &Recorder::on_signal;
+  mine.sa_flags = SA_RESTART;
+  sigemptyset(&mine.sa_mask);
+  return sigaction(SIGUSR1, &mine, nullptr) == 0;
+}
+
+}  // namespace rtp

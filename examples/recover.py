@@ -1,0 +1,136 @@
+"""Training that survives its ranks: when one dies, torchrun starts all again, and they go on from the last checkpoint.
+
+    torchrun --nproc-per-node 4 --max-restarts 20 examples/recover.py --folder run --die-every 10 --deaths 5
+    torchrun --nproc-per-node 3 --max-restarts 20 examples/recover.py --folder run     # goes on with three ranks
+
+A checkpoint counts once it is whole: ranks write into a folder that nobody reads, and the first one renames it when all
+have written. So one that a rank dies in leaves nothing but waste. Batches follow from the number of the step, and are
+divided among however many ranks there are: losses do not depend on how often, or as how many, ranks started.
+
+For the demonstration a rank kills itself after `--die-every` seconds, `--deaths` times, every other time in a save.
+The last line says what part of the time went into steps that count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import rtp_ext
+
+BATCH = 24  # samples of a step, of all ranks together
+
+
+class DyingWriter(dcp.FileSystemWriter):
+    """Kills the process of its rank in the middle of a checkpoint."""
+
+    def write_data(self, *arguments: Any) -> Any:
+        super().write_data(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save(folder: Path, step: int, state: dict[str, Any], dies: bool = False) -> None:
+    """Collective. All or nothing: a checkpoint has its name once it is whole."""
+    unfinished, whole = folder / f"unfinished_{step}", folder / f"step_{step}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a life that ended in it
+    dist.barrier()
+    dcp.save(state, storage_writer=(DyingWriter if dies else dcp.FileSystemWriter)(unfinished))
+    if dist.get_rank() == 0:
+        os.replace(unfinished, whole)
+        for old in sorted(checkpoints(folder))[:-2]:
+            shutil.rmtree(folder / f"step_{old}")
+    dist.barrier()
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in folder.glob("step_*")]
+
+
+def batch(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part [BATCH / ranks, 16] of the batch of a step, and its targets [BATCH / ranks]."""
+    x = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    mine = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+    return x[mine], x.unflatten(1, (4, 4)).sum(2).argmax(1)[mine]
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Returns the mean loss of the last step, how many lives it took, and the share of time in steps that count."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="of checkpoints; what is in it is gone on from")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=5, help="steps")
+    parser.add_argument("--step-time", type=float, default=0.0, help="seconds that a step takes at least")
+    parser.add_argument("--die-every", type=float, help="seconds; default: nobody dies")
+    parser.add_argument("--deaths", type=int, default=3)
+    options = parser.parse_args(arguments)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if BATCH % ranks != 0:
+        raise SystemExit(f"expected a number of ranks that divides {BATCH}, got {ranks}")
+    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    options.folder.mkdir(parents=True, exist_ok=True)
+    log = (options.folder / "log.jsonl").open("a")
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 4)).double()
+    rtp_ext.fully_rotate(model, timeout=20.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    first = max(checkpoints(options.folder), default=0)
+    if first:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(state, checkpoint_id=options.folder / f"step_{first}")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    mortal = options.die_every is not None and life < options.deaths and rank == life % ranks
+    in_save = mortal and life % 2 == 1
+    if mortal and not in_save:
+        timer = threading.Timer(options.die_every, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    began = time.time()
+    mean = torch.zeros((), dtype=torch.float64)
+    for step in range(first, options.steps):
+        start = time.time()
+        x, target = batch(step, rank, ranks)
+        loss = nn.functional.cross_entropy(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach()
+        dist.all_reduce(mean)
+        time.sleep(max(0.0, options.step_time - (time.time() - start)))
+        if rank == 0:
+            print(json.dumps({"step": step, "start": start, "end": time.time(), "life": life}), file=log, flush=True)
+        if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            save(options.folder, step + 1, state, dies=in_save and time.time() - began > options.die_every)
+    dist.barrier()
+    lines = [json.loads(line) for line in (options.folder / "log.jsonl").read_text().splitlines()]
+    useful = sum({line["step"]: line["end"] - line["start"] for line in lines}.values())  # the last of each step
+    total = max(line["end"] for line in lines) - min(line["start"] for line in lines)
+    told = {"loss": mean.item() / ranks, "lives": 1 + life, "first": first, "ranks": ranks}
+    told["effective_time"] = useful / total
+    if rank == 0:
+        print(json.dumps(told), flush=True)
+    rtp_ext.ring_of(model).close()
+    return told
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,39 @@
+"""Random programs on a ring, against the same in one process. More of them: `make soak`."""
+
+import programs
+import pytest
+import torch
+from harness import Cases, run_ranks
+
+
+def _run(rank, ranks, seeds):
+    cases = Cases()
+    for seed in seeds:
+        with cases.case(f"seed {seed}"):
+            programs.check(rank, ranks, seed)
+    cases.finish()
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(10)), (3, range(6)), (4, range(4))])
+def test_random_programs(ranks, seeds):
+    run_ranks(_run, ranks, seeds)
+
+
+def _wrong(rank, ranks):
+    """A control: a weight that is wrong by a ten-thousandth is found."""
+    run = programs.Run(rank, programs.Program.draw(1, ranks))
+    run.program.actions = ["step", "evaluate"]
+    with torch.no_grad():
+        run.plain.embed.weight.mul_(1 + 1e-4)
+    run.program.dtype = torch.float64
+    with pytest.raises(AssertionError, match=r"error .* exceeds"):
+        run.run()
+    run.close()
+
+
+def test_a_wrong_number_is_found():
+    run_ranks(_wrong, 2)
+    drawn = [programs.Program.draw(seed, 4) for seed in range(200)]
+    kinds = {kind for program in drawn for kind, *_ in program.blocks}
+    actions = {action for program in drawn for action in program.actions}
+    assert len(kinds) == 6 and actions == set(programs.ACTIONS)

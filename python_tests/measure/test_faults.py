@@ -1,0 +1,65 @@
+"""A sample of the fault matrix, and that it judges."""
+
+import json
+import multiprocessing
+
+import faults
+import pytest
+from shared.fault_ranks import Cell
+
+SAMPLE = [
+    Cell("kill", "backward", "shm", 2),
+    Cell("stop", "prefetch", "tcp", 2, pause=3.0),
+    Cell("exception on all", "backward", "shm", 3),
+    Cell("late rank", "optimizer", "c10d", 2),
+    Cell("full shared memory", "backward", "shm", 2),
+    Cell("skipped layer", "forward", "tcp", 3),
+    Cell("NaN", "backward", "tcp", 2),
+    Cell("kill", "outer reduction", "shm", 2),
+]
+
+
+@pytest.fixture(autouse=True)
+def generous(monkeypatch):
+    """Of load: the matrix itself is run alone."""
+    monkeypatch.setattr(faults, "SLACK", 6.0)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", "torch._dynamo", "rtp_ext.convert"])
+
+
+@pytest.mark.parametrize("cell", SAMPLE, ids=lambda cell: cell.name)
+def test_a_sample_of_the_matrix(cell):
+    row = faults.run(cell)
+    assert row["verdict"] == "pass", (row["problems"], row["notes"])
+
+
+def test_what_goes_wrong_is_judged_wrong():
+    cell = Cell("kill", "forward", "shm", 3)
+    good = {"ended": "error", "at": 11.0, "kind": "RingTimeout", "text": "second.up forward, weight hop 1 of 2"}
+    calm = {"hanging": [], "left": []}
+    assert faults.judge(cell, {0: good, 2: good}, 10.0, calm)[0] == []
+    for told, ended, problem in (
+        ({0: good}, calm, "rank 2: expected an error, got nothing"),
+        ({0: good, 2: {"ended": "done"}}, calm, "rank 2: expected an error, got done"),
+        ({0: good, 2: {**good, "at": 30.0}}, calm, "rank 2: 20.0 s"),
+        ({0: good, 2: {**good, "text": "broken pipe"}}, calm, "no operation"),
+        ({0: good, 2: {**good, "kind": "KeyError"}}, calm, "KeyError"),
+        ({0: good, 2: {**good, "descriptors": 3}}, calm, "3 descriptors more"),
+        ({0: good, 2: good}, {"hanging": [2], "left": []}, "rank 2 hung"),
+        ({0: good, 2: good}, {"hanging": [], "left": ["process 7"]}, "left: process 7"),
+    ):
+        problems, *_ = faults.judge(cell, told, 10.0, ended)
+        assert len(problems) == 1 and problem in problems[0], problems
+    assert faults.judge(cell, {}, None, calm)[0] == ["the fault was not reached"]
+    late, losses = Cell("late rank", "forward", "shm", 2), faults.reference(2)
+    ours = {rank: {"ended": "done", "losses": losses} for rank in range(2)}
+    assert faults.judge(late, ours, 1.0, calm)[0] == []
+    ours[1] = {"ended": "done", "losses": [*losses[:-1], losses[-1] + 1e-8]}
+    assert "from those of one process" in faults.judge(late, ours, 1.0, calm)[0][0]
+
+
+def test_the_page_has_the_table_of_the_results():
+    text = faults.PAGE.read_text()
+    rows = faults.read(faults.results_file().parent.parent / "cpu-2core" / "faults.jsonl")
+    assert rows and faults.page(text, rows) == text
+    lines = [json.dumps({**row, "verdict": "fail", "problems": ["planted"]}) for row in rows[:1]]
+    assert faults.page(text, [*rows, *map(json.loads, lines)]) != text or rows[0]["verdict"] == "no sense"

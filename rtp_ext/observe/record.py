@@ -1,0 +1,308 @@
+"""What the files of a ring's recorders tell together: `python -m rtp_ext record FILES...`.
+
+The files are written by csrc/transport/recorder.cpp, which has their layout: where a ring fails, by `Ring.record`, and
+where a process gets SIGUSR1. Hop n of a channel is the same hop on all ranks, so that records of different ranks can be
+compared hop by hop, without clocks; those of different hosts are aligned by the hosts' clocks of the day.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_HEADER = struct.Struct("=8s5I3iQ2q2IQqII64s32s128s1024s")
+_ENTRY = struct.Struct("=QqqqQIHhhhhBBB7x")
+_MAGIC = b"RTPREC01"
+_KINDS = ("pass", "compute", "hop", "wait", "collective")
+_CHANNELS = ("weight", "gradient")
+_COMPUTES = ("forward", "dgrad", "wgrad", "copy")
+LATE = 1e-3  # seconds: what is less is nobody's fault
+
+Hop = tuple[str, int]  # the channel, and how many of it came before
+
+
+@dataclass
+class Event:
+    """One thing that a rank did, in nanoseconds of its host's steady clock; 0: not yet.
+
+    Attributes:
+        kind: `pass`, `compute`, `hop`, `wait` (for either end of a hop; short ones are left out), `collective`.
+        end: of a hop, when a wait found that it had arrived; `sent`: that it had left.
+        count: of a hop or wait, how many hops of the channel were posted before. index, hops: its place in its pass.
+        what: of a compute, which; of a wait, `received` or `sent`.
+    """
+
+    number: int
+    begin: int
+    end: int
+    sent: int
+    bytes: int
+    count: int
+    operation: str
+    to: int
+    from_: int
+    index: int
+    hops: int
+    kind: str
+    channel: str
+    what: str
+
+    @property
+    def hop(self) -> Hop:
+        return self.channel, self.count
+
+    def describe(self) -> str:
+        if self.kind in ("hop", "wait"):
+            return f"{self.operation}, {self.channel} hop {self.index + 1} of {self.hops}"
+        return self.operation
+
+
+@dataclass
+class Record:
+    """What one rank wrote. `posted`: hops of each channel, ever; `waiting`: for which hop and end, since when."""
+
+    path: str
+    rank: int
+    ranks: int
+    pid: int
+    ring: str
+    transport: str
+    host: str
+    reason: str
+    on_host: bool
+    steady: int
+    wall: int
+    posted: dict[str, int]
+    waiting: tuple[Event, str, int] | None
+    events: list[Event] = field(default_factory=list)
+
+    def of(self, *kinds: str) -> list[Event]:
+        return [event for event in self.events if event.kind in kinds]
+
+    def hops(self) -> dict[Hop, Event]:
+        return {event.hop: event for event in self.of("hop")}
+
+
+def read(path: str | Path) -> Record:
+    """Raises ValueError where the file is no record, OSError where it cannot be read."""
+    data = Path(path).read_bytes()
+    if len(data) < _HEADER.size or not data.startswith(_MAGIC):
+        raise ValueError(f"{path}: expected a record of a ring, got {len(data)} bytes that begin with {data[:8]!r}")
+    (_, size, names, name_bytes, entries, entry_bytes, rank, ranks, pid, _next, steady, wall, *rest) = (
+        _HEADER.unpack_from(data)
+    )
+    weight, gradient, waiting_for, waiting_since, waiting_end, on_host, *texts = rest
+    whole = size + names * name_bytes + entries * entry_bytes
+    if size != _HEADER.size or entry_bytes != _ENTRY.size or len(data) != whole:
+        raise ValueError(f"{path}: expected {whole} bytes of this version's layout, got {len(data)}")
+    ring, transport, host, reason = (_text(each) for each in texts)
+    known = [_text(data[size + n * name_bytes : size + (n + 1) * name_bytes]) for n in range(names)]
+    events = []
+    for raw in _ENTRY.iter_unpack(data[size + names * name_bytes :]):
+        number, begin, end, sent, size_, count, operation, to, from_, index, hops, kind, channel, what = raw
+        if number == 0 or kind >= len(_KINDS):
+            continue
+        told = ("received", "sent")[what & 1] if _KINDS[kind] == "wait" else _COMPUTES[what & 3]
+        events.append(
+            Event(number, begin, end, sent, size_, count, known[operation], to, from_, index, hops, _KINDS[kind],
+                  _CHANNELS[channel & 1], told)
+        )  # fmt: skip
+    events.sort(key=lambda event: event.number)
+    awaited = next((event for event in events if event.number == waiting_for), None)
+    waiting = None if awaited is None else (awaited, ("received", "sent")[waiting_end & 1], waiting_since)
+    posted = {"weight": weight, "gradient": gradient}
+    return Record(
+        str(path), rank, ranks, pid, ring, transport, host, reason, bool(on_host), steady, wall, posted, waiting, events
+    )
+
+
+def _text(raw: bytes) -> str:
+    return raw.split(b"\0", 1)[0].decode(errors="replace")
+
+
+def report(paths: Iterable[str | Path]) -> str:
+    """What the files say of every ring that they are of, in text.
+
+    Raises ValueError where a file is no record, or two are of one rank.
+    """
+    rings: dict[str, dict[int, Record]] = defaultdict(dict)
+    for path in paths:
+        record = read(path)
+        if other := rings[record.ring].get(record.rank):
+            raise ValueError(f"{path}: expected one record of a rank, got another of rank {other.rank}, {other.path}")
+        rings[record.ring][record.rank] = record
+    return "\n\n".join("\n".join(_lines(dict(sorted(records.items())))) for records in rings.values())
+
+
+def _lines(records: dict[int, Record]) -> list[str]:
+    first = next(iter(records.values()))
+    absent = [rank for rank in range(first.ranks) if rank not in records]
+    told = f"ring {first.ring}: {first.ranks} ranks, transport {first.transport}, records of {_ranks(records)}"
+    lines = [told + (f", none of {_ranks(absent)}" if absent else "")]
+    for rank, record in records.items():
+        lines += [f"  rank {rank} (process {record.pid}): {_state(record)}", f"    written: {record.reason}"]
+    if not first.on_host:
+        lines.append("  times are those at which the host enqueued; the device came later")
+    findings = [*out_of_step(records), *not_posted(records), *late(records), *waits(records)]
+    return [*lines, "findings:", *(f"  {each}" for each in findings or ["nobody was late, and nothing is missing"])]
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    listed = list(ranks)
+    return f"rank{'s' if len(listed) != 1 else ''} {', '.join(map(str, listed))}"
+
+
+def _state(record: Record) -> str:
+    """What a rank was doing when it wrote."""
+    if record.waiting is not None:
+        event, end, since = record.waiting
+        seconds = (record.steady - since) / 1e9
+        peer = f"from rank {event.from_} to arrive" if end == "received" else f"to rank {event.to} to leave"
+        return f"had waited {seconds:.3f} s for {event.describe()}, {peer}"
+    if begun := [event for event in record.of("collective", "compute", "pass") if event.end == 0]:
+        event = begun[-1] if begun[-1].kind != "pass" else begun[0]
+        doing = f"{event.what} with the shard of rank {event.from_}, " if event.kind == "compute" else ""
+        return f"was in {doing}{event.operation} for {(record.steady - event.begin) / 1e9:.3f} s"
+    if not record.events:
+        return "had done nothing"
+    last = max(record.events, key=lambda event: max(event.begin, event.end))
+    seconds = (record.steady - max(last.begin, last.end)) / 1e9
+    return f"was in no operation for {seconds:.3f} s, after {last.describe()}"
+
+
+def out_of_step(records: dict[int, Record]) -> list[str]:
+    """The first hop of each channel that is not one and the same for all ranks, and who skipped what."""
+    every = {rank: record.hops() for rank, record in records.items()}
+    for channel in _CHANNELS:
+        counts = sorted({count for hops in every.values() for kind, count in hops if kind == channel})
+        for count in counts:
+            here = {rank: hops[channel, count] for rank, hops in every.items() if (channel, count) in hops}
+            told = {rank: (event.operation, event.index, event.hops) for rank, event in here.items()}
+            if len(set(told.values())) > 1:
+                return [_skipped(records, here, channel, count)]
+    return []
+
+
+def _skipped(records: dict[int, Record], here: dict[int, Event], channel: str, count: int) -> str:
+    each = "; ".join(f"rank {rank} posted {event.describe()}" for rank, event in here.items())
+    text = f"out of step from {channel} hop {count} on: {each}"
+    # What follows what was so far: who goes on as before has skipped nothing.
+    followers: dict[str, Counter[str]] = defaultdict(Counter)
+    for record in records.values():
+        begun = _begun(record, here)
+        names = [event.operation for event in record.of("pass") if event.begin < begun]
+        for before, after in itertools.pairwise(names):
+            followers[before][after] += 1
+    odd = []
+    for rank, event in here.items():
+        passes = [each for each in records[rank].of("pass") if each.begin <= event.begin]
+        if len(passes) < 2 or not followers[passes[-2].operation]:
+            continue
+        usual = followers[passes[-2].operation].most_common(1)[0][0]
+        if usual != passes[-1].operation and any(usual == other.operation for other in here.values()):
+            odd.append(f"rank {rank} skipped {usual}")
+    return f"{text}. {'; '.join(odd)}" if odd else text
+
+
+def _begun(record: Record, here: dict[int, Event]) -> int:
+    """When the pass began that `record` posted its hop of `here` in."""
+    event = here.get(record.rank)
+    if event is None:
+        return record.steady
+    return max((each.begin for each in record.of("pass") if each.begin <= event.begin), default=event.begin)
+
+
+def not_posted(records: dict[int, Record]) -> list[str]:
+    """Hops that somebody waits for and whose other end has not posted them, and those that nobody has posted."""
+    found = []
+    for rank, record in records.items():
+        if record.waiting is None:
+            continue
+        event, end, _ = record.waiting
+        peer = event.from_ if end == "received" else event.to
+        if peer not in records:
+            found.append(f"rank {rank} waited for {event.describe()} of rank {peer}, which has left no record")
+        elif records[peer].posted[event.channel] <= event.count:
+            found.append(f"rank {rank} waited for {event.describe()}, which rank {peer} never posted")
+    ranks = next(iter(records.values())).ranks
+    for channel in _CHANNELS:
+        begun = [[event for event in record.of("hop") if event.channel == channel][-1:] for record in records.values()]
+        last = [event for events in begun for event in events]
+        open_ = any(event.end == 0 and event.kind == "pass" for record in records.values() for event in record.events)
+        if not last or not open_:
+            continue
+        newest = max(last, key=lambda event: event.count)
+        if len(records) == ranks and newest.index + 1 < newest.hops:
+            by = _ranks(rank for rank, each in records.items() if each.posted[channel] > newest.count)
+            found.append(
+                f"nobody has posted {newest.operation}, {channel} hop {newest.index + 2} of {newest.hops}; the one "
+                f"before was posted by {by}"
+            )
+    return found
+
+
+def own_times(record: Record) -> dict[Hop, float]:
+    """For each hop, the seconds from the one before (of either channel) that the rank did not spend waiting."""
+    own: dict[Hop, float] = {}
+    before, waited = 0, 0
+    for event in record.of("hop", "wait", "collective"):
+        if event.kind == "hop":
+            if before:
+                own[event.hop] = max(event.begin - before - waited, 0) / 1e9
+            before, waited = event.begin, 0
+        elif event.end:
+            waited += event.end - event.begin
+    return own
+
+
+def late(records: dict[int, Record]) -> list[str]:
+    """The hops that a rank came to latest for reasons of its own: it took longer than others without waiting."""
+    own = {rank: own_times(record) for rank, record in records.items()}
+    common = set.intersection(*(set(each) for each in own.values())) if own else set()
+    found: list[tuple[float, str]] = []
+    hops = {rank: record.hops() for rank, record in records.items()}
+    for hop in common:
+        for rank, times in own.items():
+            others = [each[hop] for other, each in own.items() if other != rank]
+            excess = times[hop] - (statistics.median(others) if others else times[hop])
+            if excess > LATE:
+                text = f"rank {rank} was {excess:.3f} s later than others, and waited for nobody, before "
+                found.append((excess, f"{text}{hops[rank][hop].describe()}"))
+    lines = [text for _, text in sorted(found, reverse=True)[:3]]
+    # Who does not wait while others do is late still.
+    if any(record.waiting for record in records.values()):
+        for rank, record in records.items():
+            idle = record.steady - max((max(e.begin, e.end, e.sent) for e in record.events), default=record.steady)
+            if record.waiting is None and idle / 1e9 > LATE and not any(e.end == 0 for e in record.of("collective")):
+                lines.append(f"rank {rank} {_state(record)}, while others waited")
+    return lines
+
+
+def waits(records: dict[int, Record]) -> list[str]:
+    """Whom each rank waited for most, where that is worth a word."""
+    lines = []
+    for rank, record in records.items():
+        total: Counter[int] = Counter()
+        for event in record.of("wait"):
+            total[event.from_ if event.what == "received" else event.to] += event.end - event.begin
+        if total and (most := total.most_common(1)[0])[1] / 1e9 > LATE:
+            lines.append(f"rank {rank} waited {most[1] / 1e9:.3f} s in all for rank {most[0]}")
+    return lines
+
+
+def main(paths: Sequence[str]) -> str:
+    """The report of the files at `paths`, folders of them included.
+
+    Raises FileNotFoundError where there are none.
+    """
+    files = []
+    for path in map(Path, paths):
+        files += sorted(path.glob("rtp_record_*.bin")) if path.is_dir() else [path]
+    if not files:
+        raise FileNotFoundError(f"no records of rings in {', '.join(paths)}")
+    return report(files)
