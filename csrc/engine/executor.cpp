@@ -75,6 +75,7 @@ void Executor::set_trace(bool on) {
 // caller.
 template <typename Action>
 auto Execution::guarded(Action&& action) {
+  const LanesScope scope(executor_.lanes());
   try {
     return action();
   } catch (const RotationError& error) {
@@ -115,6 +116,7 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
   }
   Lanes& lanes = executor_.lanes();
   guarded([&] {
+    lanes_pass_.emplace(lanes);
     lanes.order_compute_after(executor_.last_);
     Trace& trace = executor_.trace_;
     if (trace.on()) traced_ = trace.begin_pass(operation_, schedule_);
@@ -409,6 +411,7 @@ void Execution::end() {
   executor_.last_ = lanes.mark_compute();
   return_slots();
   executor_.landings_.end_pass();
+  lanes_pass_.reset();
 }
 
 }  // namespace rtp

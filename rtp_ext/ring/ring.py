@@ -20,7 +20,7 @@ from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow, refuse_transforms
 from rtp_ext.ring.counters import Counters
-from rtp_ext.ring.gate import Gate, kind_of
+from rtp_ext.ring.gate import Gate, kind_of, nvlinks_of
 from rtp_ext.ring.links.hosts import Hosts, find_hosts
 from rtp_ext.ring.links.options import TransportOptions
 from rtp_ext.ring.links.routes import choose_ce_modes, choose_hops
@@ -30,6 +30,7 @@ from rtp_ext.ring.links.transports import (
     connect,
     nccl_put_refusal,
     nccl_refusal,
+    order_launches,
 )
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
@@ -143,6 +144,7 @@ class Ring(Primitives, Counters):
         self.device = torch.device(meshes.hops.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+            order_launches()
         self._open_groups(dist.get_process_group_ranks(group))
         self.serial = next(_serials)
         self._agree_on_options(
@@ -249,6 +251,8 @@ class Ring(Primitives, Counters):
         self._build(connection.native, route, gradient_halves)
         if self.device.type == "cuda":
             self.gate.alike = len(set(self.exchange(kind_of(self.device)))) == 1
+            if self.gate.decides and not self.gate.take_nvlinks(self.exchange(nvlinks_of(self.device))):
+                self.measure_link()
         logger.info(
             "ring of %d: transport %s (%s), route %s", self.size, self.transport, self.transport_reason, self.route
         )

@@ -40,7 +40,7 @@ void bind_ce(pybind11::module_& m) {
       [](const std::string& id, int rank, int ranks, std::chrono::milliseconds timeout,
          const std::shared_ptr<PeerNews>& news, int mutant) -> std::shared_ptr<Transport> {
         const NoGil release;
-        const RingEnd end{rank, ranks, at::Device(at::kCPU), timeout, news};
+        const RingEnd end{rank, ranks, at::Device(at::kCPU, 0), timeout, news};
         return mutant < 0 ? make_ce_transport(end, id) : make_mutated_ce_transport(mutant, end, id);
       },
       py::arg("id"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"), py::arg("mutant") = -1);
