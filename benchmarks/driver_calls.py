@@ -19,7 +19,6 @@ import argparse
 import json
 import sys
 import threading
-import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +40,7 @@ CASES = [
     ("nccl-put", "push"),
 ]
 COMMUNICATORS = {"ce": 1, "nccl": 2, "nccl-put": 4}
-WARM, COUNTED = 12, 4  # steps: the pool of events grows to what the hops between two looks of the watchdog take
+COUNTED, ROUNDS = 4, 40  # steps that are counted; how often at most, until they make no event
 OUTPUTS, INPUTS, TOKENS = 24, 8, 5
 
 
@@ -60,7 +59,7 @@ def count(sim: Any, transport: str, mode: str, ranks: int) -> dict[str, Any]:
     import simulated_cuda
 
     ids = [sim.unique_id() for _ in range(COMMUNICATORS[transport])]
-    barrier = threading.Barrier(ranks)
+    barrier, steady = threading.Barrier(ranks), [False]
     route = "direct" if transport == "ce" else "ring"
 
     def work(rank: int) -> dict[str, Any]:
@@ -73,7 +72,9 @@ def count(sim: Any, transport: str, mode: str, ranks: int) -> dict[str, Any]:
             route=route, in_place=False, compute_dtype=torch.float32, reduce_dtype=torch.float32, slot_cap=0,
             halves=False, name="linear",
         )  # fmt: skip
-        bundle = _native.LinearBundle([_native.LinearShape(OUTPUTS, INPUTS, by_outputs=True, transposed=False)], [False])
+        bundle = _native.LinearBundle(
+            [_native.LinearShape(OUTPUTS, INPUTS, by_outputs=True, transposed=False)], [False]
+        )
         projections = [_native.Projection(0, 0, 0, OUTPUTS)]
         home = torch.ones(_native.shard_sizes(OUTPUTS, ranks)[rank], INPUTS)
         x, dy = torch.ones(TOKENS, INPUTS), torch.ones(TOKENS, OUTPUTS)
@@ -82,17 +83,20 @@ def count(sim: Any, transport: str, mode: str, ranks: int) -> dict[str, Any]:
             _native.linear_forward(executor, [x], [home], bundle, projections, options)
             _native.linear_backward(executor, [dy], [x], [home], bundle, projections, [True], [True], options)
 
-        for _ in range(WARM):
-            step()
-        time.sleep(0.1)
-        barrier.wait()
-        before, hops, cuda, nccl = Counter(sim.calls()), tally.hops, tally.cuda, tally.nccl
-        for _ in range(COUNTED):
-            step()
-        calls = Counter(sim.calls())
-        calls.subtract(before)
-        hops, cuda, nccl = tally.hops - hops, tally.cuda - cuda, tally.nccl - nccl
-        barrier.wait()
+        # The pool of events grows to what the hops between two looks of the watchdog take.
+        for _ in range(ROUNDS):
+            before, hops, cuda, nccl = Counter(sim.calls()), tally.hops, tally.cuda, tally.nccl
+            for _ in range(COUNTED):
+                step()
+            calls = Counter(sim.calls())
+            calls.subtract(before)
+            hops, cuda, nccl = tally.hops - hops, tally.cuda - cuda, tally.nccl - nccl
+            if rank == 0:
+                steady.append(calls["cudaEventCreateWithFlags"] == 0)
+            barrier.wait()
+            if steady[-1]:
+                break
+            barrier.wait()
         executor.close()
         every = sum(number for name, number in calls.items() if name.startswith("cu"))
         computes, passes = COUNTED * 3 * ranks, COUNTED * 2

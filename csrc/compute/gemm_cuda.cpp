@@ -68,8 +68,8 @@ using Layout = Made<cublasLtMatrixLayoutOpaque_t, cublasLtMatrixLayoutDestroy>;
 Layout stored(cudaDataType type, bool transpose, int64_t rows, int64_t columns, int64_t stride) {
   if (transpose) std::swap(rows, columns);
   cublasLtMatrixLayout_t made = nullptr;
-  RTP_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&made, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns),
-                                              stride));
+  RTP_CUBLAS_CHECK(
+      cublasLtMatrixLayoutCreate(&made, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), stride));
   return Layout(made);
 }
 

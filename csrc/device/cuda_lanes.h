@@ -75,7 +75,7 @@ class CudaLanes : public Lanes {
   std::optional<uint64_t> capture_;  // of the pass that began last; empty between passes
   int entered_ = 0;
   std::optional<DeviceScope> scope_;  // of the outermost enter()
-  std::array<Stream, 2> streams_;  // of our own: torch's pool hands the same stream to several users
+  std::array<Stream, 2> streams_;     // of our own: torch's pool hands the same stream to several users
   Stream side_;
   cudaStream_t main_ = nullptr;    // the caller's stream, while lane 1 is selected
   std::shared_ptr<void> restore_;  // the same as torch knows it; null while lane 0 is selected

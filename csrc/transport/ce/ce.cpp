@@ -42,9 +42,7 @@ class CopyEngineTransport : public CeTransport {
       try_out();
       start();
     } catch (...) {
-      const auto ended = [&](Channel channel) {
-        return cudaStreamQuery(lanes_.channel(channel)) != cudaErrorNotReady;
-      };
+      const auto ended = [&](Channel channel) { return cudaStreamQuery(lanes_.channel(channel)) != cudaErrorNotReady; };
       ended(Channel::weight) && ended(Channel::gradient) ? communicators_.abort() : leave_behind();
       throw;
     }
@@ -54,7 +52,8 @@ class CopyEngineTransport : public CeTransport {
     const bool over = nothing_left();  // before the watchdog stops, which lets waits end
     stop();
     if (over) {
-      communicators_.abort();  // its windows end before the memory that they are over
+      cudaStreamSynchronize(side_.get());  // the flags that were raised last
+      communicators_.abort();              // its windows end before the memory that they are over
     } else {
       leave_behind();
     }
@@ -147,7 +146,10 @@ class CopyEngineTransport : public CeTransport {
   bool give_up() noexcept override {
     communicators_.give_up_waiting();
     try {
-      if (cudaStreamQuery(side_.get()) != cudaErrorNotReady) flags_->raise_all(side_.get());
+      if (raised_.reached()) {
+        flags_->raise_all(side_.get());
+        raised_.record(side_.get(), 0);
+      }
       return true;  // one wait of a stream ends at a time
     } catch (...) {
       return false;
@@ -203,7 +205,8 @@ class CopyEngineTransport : public CeTransport {
 
   std::array<CeMode, 2> modes_{CeMode::push, CeMode::push};
   CopyEngine engine_;
-  Stream side_;  // of the watchdog, never behind a wait for a peer
+  Stream side_;   // of the watchdog, never behind a wait for a peer
+  Event raised_;  // on it: all flags, for the last time
   PeerMemory peers_;
   std::unique_ptr<PeerFlags> flags_;
   std::array<std::map<std::byte*, Slot>, 2> slots_;  // by where they start

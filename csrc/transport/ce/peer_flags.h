@@ -28,8 +28,8 @@ class PeerFlags {
 
   static constexpr int kSlots = 16;  // of a channel, at most
 
-  // Collective. On the current device; every word is 0. `side`: a stream that raise_all() is tried on: the first use of a
-  // copy may have the driver load code, which waits for streams that by then wait for each other.
+  // Collective. On the current device; every word is 0. `side`: a stream that raise_all() is tried on: the first use of
+  // a copy may have the driver load code, which waits for streams that by then wait for each other.
   PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks, cudaStream_t side);
 
   // Bytes of memory that the flags of `ranks` ranks take on each.

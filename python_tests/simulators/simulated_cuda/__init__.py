@@ -72,7 +72,7 @@ def simulation() -> Iterator[Any]:
     yield module
     module.controls.released = True
     assert settled(module), "streams did not end"
-    assert module.mistakes() == []
+    assert module.mistakes() == [], module.mistakes()
 
 
 def run_threads(work: Callable[..., Any], ranks: int, *args: Any, timeout: float = 30.0) -> list[Any]:

@@ -78,8 +78,8 @@ cublasStatus_t make(Opaque** made, const Held& value) {
 
 Matrix matrix(const void* data, cublasLtMatrixLayout_t layout, cublasOperation_t operation) {
   const auto& stored = held<Stored>(layout);
-  return {data, static_cast<int64_t>(stored.rows), static_cast<int64_t>(stored.columns), stored.stride, stored.type,
-          operation == CUBLAS_OP_T};
+  return {data,        static_cast<int64_t>(stored.rows), static_cast<int64_t>(stored.columns), stored.stride,
+          stored.type, operation == CUBLAS_OP_T};
 }
 
 }  // namespace
@@ -106,10 +106,10 @@ cublasStatus_t cublasGemmEx_64(cublasHandle_t, cublasOperation_t left, cublasOpe
   called("cublasGemmEx_64");
   if (a_type != b_type || c_type != CUDA_R_32F || compute != CUBLAS_COMPUTE_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
   const bool turned_a = left == CUBLAS_OP_T, turned_b = right == CUBLAS_OP_T;
-  return multiply(m, n, k, *static_cast<const float*>(alpha), {a, turned_a ? k : m, turned_a ? m : k, a_stride, a_type,
-                  turned_a}, {b, turned_b ? n : k, turned_b ? k : n, b_stride, b_type, turned_b},
-                  *static_cast<const float*>(beta), {c, m, n, c_stride, c_type, false}, static_cast<float*>(c),
-                  c_stride);
+  return multiply(m, n, k, *static_cast<const float*>(alpha),
+                  {a, turned_a ? k : m, turned_a ? m : k, a_stride, a_type, turned_a},
+                  {b, turned_b ? n : k, turned_b ? k : n, b_stride, b_type, turned_b}, *static_cast<const float*>(beta),
+                  {c, m, n, c_stride, c_type, false}, static_cast<float*>(c), c_stride);
 }
 
 cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* made, cudaDataType type, uint64_t rows,
@@ -191,9 +191,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t operation, 
 }  // extern "C"
 
 void bind_blas(pybind11::module_& m) {
-  m.def("gemm_widening", [](const at::Tensor& out, const std::optional<at::Tensor>& in, const at::Tensor& a,
-                            const at::Tensor& b, double alpha) {
-    rtp::gemm_widening(out, in.value_or(at::Tensor()), a, b, alpha);
-  });
+  m.def("gemm_widening",
+        [](const at::Tensor& out, const std::optional<at::Tensor>& in, const at::Tensor& a, const at::Tensor& b,
+           double alpha) { rtp::gemm_widening(out, in.value_or(at::Tensor()), a, b, alpha); });
   m.def("aligned_stride", &rtp::aligned_stride);
 }

@@ -1,13 +1,14 @@
 // The transport ce, those with a mistake (mutants.py) and the links of the emulated ring: sources and bindings in one
 // unit because their headers take most of the time.
+#include "../../../csrc/transport/ce/ce.cpp"
+
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "../../../csrc/device/copy_engine.cpp"
-#include "../../../csrc/transport/emulated/links.cpp"
 #include "../../../csrc/transport/ce/peer_flags.cpp"
 #include "../../../csrc/transport/ce/peer_memory.cpp"
-#include "../../../csrc/transport/ce/ce.cpp"
+#include "../../../csrc/transport/emulated/links.cpp"
 #include "mutated_transport_ce.h"
 
 void bind_ce(pybind11::module_& m);

@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "device/nccl/library.h"
-#include "nccl_operations.h"
 #include "device/nccl/symmetric_memory.h"
+#include "nccl_operations.h"
 
 namespace simulated {
 namespace {
@@ -15,7 +15,8 @@ bool registrable(const void* data, size_t bytes) {
   auto found = world().registrable.upper_bound(const_cast<void*>(data));
   if (found == world().registrable.begin()) return false;
   --found;
-  return static_cast<const std::byte*>(data) + bytes <= static_cast<const std::byte*>(found->first) + found->second.bytes;
+  return static_cast<const std::byte*>(data) + bytes <=
+         static_cast<const std::byte*>(found->first) + found->second.bytes;
 }
 
 // Whether memory lies in a window of this rank. Holds the mutex.
@@ -108,8 +109,8 @@ ncclResult_t register_window(ncclComm_t comm, void* data, size_t bytes, ncclWind
   Clique& clique = *comm->clique;
   *window = nullptr;
   if (world().controls.null_windows) return ncclSuccess;
-  if ((flags != NCCL_WIN_COLL_SYMMETRIC && flags != NCCL_WIN_DEFAULT) || reinterpret_cast<uintptr_t>(data) % NCCL_WIN_REQUIRED_ALIGNMENT != 0 ||
-      !registrable(data, bytes)) {
+  if ((flags != NCCL_WIN_COLL_SYMMETRIC && flags != NCCL_WIN_DEFAULT) ||
+      reinterpret_cast<uintptr_t>(data) % NCCL_WIN_REQUIRED_ALIGNMENT != 0 || !registrable(data, bytes)) {
     return ncclInvalidArgument;
   }
   if (flags == NCCL_WIN_COLL_SYMMETRIC) ++clique.multicasts;
@@ -150,7 +151,9 @@ void unmap_windows(ncclComm_t comm, const char* function) {
   for (const auto& [rank, registrations] : comm->clique->registrations) {
     for (const auto& [data, bytes] : registrations) {
       if (in_use(comm->maker, data, bytes)) {
-        mistake(std::string(function) + " unmapped a window while copies into or out of it were due");
+        mistake(std::string(function) + " of rank " + std::to_string(comm->rank) + " unmapped a window of rank " +
+                std::to_string(rank) + " (" + std::to_string(bytes) +
+                " bytes) while copies into or out of it were due");
         return;
       }
     }

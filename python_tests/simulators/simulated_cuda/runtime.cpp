@@ -166,7 +166,9 @@ std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work, Memory memory) {
 
 void synchronize(cudaStream_t stream) {
   std::unique_lock lock(world().mutex);
-  wait_until(lock, [&] { return stream->queue.empty() && !stream->busy; });
+  const auto idle = [&] { return stream->queue.empty() && !stream->busy; };
+  // Also where waits are released: what follows them runs yet.
+  while (!idle()) world().changed.wait_for(lock, std::chrono::milliseconds(5));
 }
 
 void set_compute(bool asynchronous) {

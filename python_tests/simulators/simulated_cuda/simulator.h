@@ -62,10 +62,10 @@ struct World {
   std::condition_variable changed;
   Controls controls;
   std::mt19937 random;
-  int threads = 0;                      // of streams
-  std::map<void*, Allocation> registrable;  // from ncclMemAlloc
-  std::vector<std::string> mistakes;    // calls that the real libraries do not allow
-  std::set<int> contexts;               // devices on which this process has a context
+  int threads = 0;                                 // of streams
+  std::map<void*, Allocation> registrable;         // from ncclMemAlloc
+  std::vector<std::string> mistakes;               // calls that the real libraries do not allow
+  std::set<int> contexts;                          // devices on which this process has a context
   std::set<std::pair<Maker, std::string>> loaded;  // what each rank has used, so that the driver has loaded its code
 };
 

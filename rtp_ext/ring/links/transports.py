@@ -86,7 +86,9 @@ def launch_order_problem() -> str | None:
     if set_to is None:
         return f"{LAUNCH_ORDER} is not set: the first ring of GPUs sets it to 1, too late where NCCL was used before"
     if set_to != "1":
-        return f"{LAUNCH_ORDER} is {set_to}: communicators that share a GPU may wait for each other for ever; set it to 1"
+        return (
+            f"{LAUNCH_ORDER} is {set_to}: communicators that share a GPU may wait for each other for ever; set it to 1"
+        )
     return None
 
 
