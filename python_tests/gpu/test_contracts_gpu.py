@@ -54,7 +54,10 @@ def _unequal(rank, ranks, transport, log):
 
 @pytest.mark.parametrize("transport", ["ce", "nccl"])
 def test_prefetch_with_unequal_tokens(transport, tmp_path):
-    check("parameters of plain training", "ranks decide hops from facts that they do not share: nothing else can be trusted")
+    check(
+        "parameters of plain training",
+        "ranks decide hops from facts that they do not share: nothing else can be trusted",
+    )
     for sent, used in _run(_unequal, 2, transport, tmp_path):
         record(transport=transport, sent_ahead=sent, used=used)
         assert used > 0, "control: nothing was sent ahead"
@@ -114,7 +117,10 @@ def _loses_one_with_layers_queued(rank, ranks, transport, log):
 
 @pytest.mark.parametrize("transport", ["ce", "nccl"])
 def test_a_rank_is_lost_with_30_layers_queued(transport, tmp_path):
-    check("RotationError within 15 s, and a GPU that still computes", "memory is unmapped under copies, or waits do not end")
+    check(
+        "RotationError within 15 s, and a GPU that still computes",
+        "memory is unmapped under copies, or waits do not end",
+    )
     waited = _run(_loses_one_with_layers_queued, 2, transport, tmp_path, lost=(1,))[0]
     assert waited < 15
 
@@ -163,7 +169,10 @@ def _link(rank, ranks, transport, log):
 
 @two_gpus
 def test_copy_engines_carry_hops(tmp_path):
-    check(f"copies in the trace, no kernels of NCCL, {LINK_GBPS:.0f} GB/s", "copies run on SMs, or the link is no NVLink 4")
+    check(
+        f"copies in the trace, no kernels of NCCL, {LINK_GBPS:.0f} GB/s",
+        "copies run on SMs, or the link is no NVLink 4",
+    )
     for rate, copies, kernels in _run(_link, 2, "ce", tmp_path):
         record(gigabytes_per_second=rate, copies=copies)
         assert copies and not kernels and rate >= LINK_GBPS
@@ -237,7 +246,9 @@ def test_cold_start_with_lazy_loading(tmp_path):
 
 
 def test_windows_without_multicast(tmp_path):
-    check("ce works", "windows with flag 0 have no addresses of peers, or need multicast: see csrc/device/nccl/windows.h")
+    check(
+        "ce works", "windows with flag 0 have no addresses of peers, or need multicast: see csrc/device/nccl/windows.h"
+    )
     assert _run(_starts_without_nvls, 2, "ce", tmp_path) == [[1000.0, 1000.0]] * 2
 
 
@@ -261,13 +272,19 @@ def _host_time(rank, ranks, transport, log):
 
 @pytest.mark.parametrize("transport", ["ce", "nccl"])
 def test_host_time_of_a_hop(transport, tmp_path):
-    check(f"ce: at most {HOP_US:.0f} us, Python's generator and a compute step included", "docs/gpu.md predicts too little")
+    check(
+        f"ce: at most {HOP_US:.0f} us, Python's generator and a compute step included",
+        "docs/gpu.md predicts too little",
+    )
     for microseconds in _run(_host_time, 2, transport, tmp_path):
         record(transport=transport, host_us_per_hop=microseconds)
         assert transport != "ce" or microseconds <= HOP_US
 
 
 def test_products_in_float32():
-    check("200 random products as in float64", "a layout, or cuBLASLt with separate C and D, is wrong: no gradient is right")
+    check(
+        "200 random products as in float64",
+        "a layout, or cuBLASLt with separate C and D, is wrong: no gradient is right",
+    )
     for seed in range(200):
         check_gemm(np.random.default_rng(seed), "cuda")
