@@ -77,8 +77,9 @@ def cuda_facts(torch) -> dict[str, str]:
             libraries += [root / "lib64", Path("/usr/lib/x86_64-linux-gnu")]
             cudart = find_library("libcudart.so.1?", libraries)
             cublas = find_library("libcublas.so.1?", libraries)
+            cublas_lt = find_library("libcublasLt.so.1?", libraries)
             nccl = find_library("libnccl.so.2", libraries)
-            found = {"libcudart": cudart, "libcublas": cublas, "libnccl.so.2": nccl}
+            found = {"libcudart": cudart, "libcublas": cublas, "libcublasLt": cublas_lt, "libnccl.so.2": nccl}
             absent = [name for name, path in found.items() if path is None]
             if absent:
                 missing = f"{absent[0]} was not found"
@@ -87,6 +88,7 @@ def cuda_facts(torch) -> dict[str, str]:
                     "CUDA_ROOT": str(root),
                     "NVCC": str(root / "bin" / "nvcc"),
                     "CUBLAS_LIBRARY": str(cublas),
+                    "CUBLASLT_LIBRARY": str(cublas_lt),
                     "CUDART_LIBRARY": str(cudart),
                     "NCCL_LIBRARY": str(nccl),
                     "PIP_CUDA_INCLUDES": "|".join(

@@ -57,10 +57,12 @@ class Event {
     if (event_ != nullptr) cudaEventDestroy(event_);
   }
 
-  void record(cudaStream_t stream) {
+  // `capture`: that the stream takes part in, where the caller knows it.
+  void record(cudaStream_t stream, uint64_t capture) {
     RTP_CUDA_CHECK(cudaEventRecord(event_, stream));
-    capture_ = capture_of(stream);
+    capture_ = capture;
   }
+  void record(cudaStream_t stream) { record(stream, capture_of(stream)); }
   uint64_t capture() const { return capture_; }  // that it was recorded in
   // Whether the point has been reached; an error of the stream counts as its end.
   bool reached() const { return cudaEventQuery(event_) != cudaErrorNotReady; }

@@ -15,8 +15,9 @@ at::ScalarType accumulation_dtype(at::ScalarType dtype);
 // where a and b have 16 bits: the products are then summed in float32.
 void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha = 1.0);
 
-// The same on a GPU, with a and b of one 16-bit dtype and out in float32: one cuBLAS call, after a copy where `in` is
-// not `out`.
+// The same on a GPU, with a and b of one 16-bit dtype and out in float32: one call of cuBLAS or, where `in` is another
+// matrix than `out`, of cuBLASLt, which adds to one and writes the other. A bias, or an `in` of other strides or dtype,
+// is copied first.
 void gemm_widening(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha);
 
 // Whether two tensors are the same view of the same memory.

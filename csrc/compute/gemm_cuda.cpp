@@ -2,6 +2,15 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cublasLt.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
 
 #include "base/handles.h"
 #include "compute/gemm.h"
@@ -37,6 +46,113 @@ void alert_not_deterministic(const Context& context) {
   if constexpr (requires { context.alertCuBLASConfigNotDeterministic(); }) context.alertCuBLASConfigNotDeterministic();
 }
 
+// One product, as a column-major BLAS takes it: D = factor * op(left) op(right) + C.
+struct Product {
+  GemmLayout layout;
+  const void *left, *right, *c;
+  void* d;
+  int64_t c_stride;
+  cudaDataType operands;
+  float factor;
+};
+
+// What cuBLASLt makes and destroys.
+template <typename Opaque, cublasStatus_t (*destroy)(Opaque*)>
+struct Destroyer {
+  void operator()(Opaque* made) const { destroy(made); }
+};
+template <typename Opaque, cublasStatus_t (*destroy)(Opaque*)>
+using Made = std::unique_ptr<Opaque, Destroyer<Opaque, destroy>>;
+using Layout = Made<cublasLtMatrixLayoutOpaque_t, cublasLtMatrixLayoutDestroy>;
+
+Layout stored(cudaDataType type, bool transpose, int64_t rows, int64_t columns, int64_t stride) {
+  if (transpose) std::swap(rows, columns);
+  cublasLtMatrixLayout_t made = nullptr;
+  RTP_CUBLAS_CHECK(
+      cublasLtMatrixLayoutCreate(&made, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), stride));
+  return Layout(made);
+}
+
+// Bytes that an address is a multiple of, as far as kernels care.
+uint32_t alignment(const void* address) {
+  const auto bits = reinterpret_cast<uintptr_t>(address);
+  return static_cast<uint32_t>(std::min<uintptr_t>(bits & -bits, 256));
+}
+
+// Asking cuBLASLt for a kernel takes longer than launching it: it is asked once for each kind of product.
+using ProductKey = std::array<int64_t, 14>;
+
+ProductKey key_of(const Product& product, int device, size_t workspace) {
+  const GemmLayout& layout = product.layout;
+  return {layout.m,
+          layout.n,
+          layout.k,
+          layout.left_stride,
+          layout.right_stride,
+          layout.out_stride,
+          product.c_stride,
+          layout.transpose_left,
+          layout.transpose_right,
+          product.operands,
+          alignment(product.left) * 512 + alignment(product.right),
+          alignment(product.c) * 512 + alignment(product.d),
+          device,
+          static_cast<int64_t>(workspace)};
+}
+
+void multiply_and_add(const Product& product, int device) {
+  const GemmLayout& layout = product.layout;
+  cublasLtMatmulDesc_t made = nullptr;
+  RTP_CUBLAS_CHECK(cublasLtMatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  const Made<cublasLtMatmulDescOpaque_t, cublasLtMatmulDescDestroy> operation(made);
+  const auto transpose = [&](cublasLtMatmulDescAttributes_t which, bool transposed) {
+    const cublasOperation_t value = transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    RTP_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(made, which, &value, sizeof(value)));
+  };
+  transpose(CUBLASLT_MATMUL_DESC_TRANSA, layout.transpose_left);
+  transpose(CUBLASLT_MATMUL_DESC_TRANSB, layout.transpose_right);
+  const Layout left = stored(product.operands, layout.transpose_left, layout.m, layout.k, layout.left_stride);
+  const Layout right = stored(product.operands, layout.transpose_right, layout.k, layout.n, layout.right_stride);
+  const Layout c = stored(CUDA_R_32F, false, layout.m, layout.n, product.c_stride);
+  const Layout d = stored(CUDA_R_32F, false, layout.m, layout.n, layout.out_stride);
+
+  const cublasLtHandle_t handle = at::cuda::getCurrentCUDABlasLtHandle();
+  const size_t workspace = at::cuda::getCUDABlasLtWorkspaceSize();
+  static std::mutex mutex;
+  static std::map<ProductKey, cublasLtMatmulAlgo_t> known;
+  cublasLtMatmulAlgo_t algorithm;
+  {
+    const std::lock_guard lock(mutex);
+    const ProductKey key = key_of(product, device, workspace);
+    auto found = known.find(key);
+    if (found == known.end()) {
+      cublasLtMatmulPreference_t wish = nullptr;
+      RTP_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&wish));
+      const Made<cublasLtMatmulPreferenceOpaque_t, cublasLtMatmulPreferenceDestroy> preference(wish);
+      const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t what, const auto& value) {
+        RTP_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(wish, what, &value, sizeof(value)));
+      };
+      prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace);
+      prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(product.left));
+      prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(product.right));
+      prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(product.c));
+      prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(product.d));
+      cublasLtMatmulHeuristicResult_t best{};
+      int count = 0;
+      RTP_CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(handle, made, left.get(), right.get(), c.get(), d.get(), wish, 1,
+                                                      &best, &count));
+      if (count == 0) throw CudaError("cuBLASLt has no kernel for a product of 16-bit operands in float32");
+      found = known.emplace(key, best.algo).first;
+    }
+    algorithm = found->second;
+  }
+  const float one = 1.0f;
+  RTP_CUBLAS_CHECK(cublasLtMatmul(handle, made, &product.factor, product.left, left.get(), product.right, right.get(),
+                                  &one, product.c, c.get(), product.d, d.get(), &algorithm,
+                                  at::cuda::getCUDABlasLtWorkspace(), workspace,
+                                  c10::cuda::getCurrentCUDAStream().stream()));
+}
+
 }  // namespace
 
 void gemm_widening(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b,
@@ -48,9 +164,9 @@ void gemm_widening(const at::Tensor& out, const at::Tensor& in, const at::Tensor
     out.copy_(room);
     return;
   }
-  const int64_t inner = a.size(1);
-  if (in.defined() && !same_memory(in, out)) out.copy_(in);  // a bias is broadcast
-  if (inner == 0) {
+  const bool apart = in.defined() && !same_memory(in, out);
+  if (a.size(1) == 0) {
+    if (apart) out.copy_(in);
     if (!in.defined()) out.zero_();
     return;
   }
@@ -61,9 +177,18 @@ void gemm_widening(const at::Tensor& out, const at::Tensor& in, const at::Tensor
   const c10::cuda::CUDAGuard guard(out.device());
   alert_not_deterministic(at::globalContext());
   const float factor = static_cast<float>(alpha);
-  const float keep = in.defined() ? 1.0f : 0.0f;
   const at::Tensor& left = layout->left_is_b ? second : first;
   const at::Tensor& right = layout->left_is_b ? first : second;
+  if (apart && in.sizes() == out.sizes() && in.scalar_type() == out.scalar_type()) {
+    if (const auto stride = summand_stride(*layout, layout_of(in))) {
+      multiply_and_add({*layout, left.const_data_ptr(), right.const_data_ptr(), in.const_data_ptr(), out.data_ptr(),
+                        *stride, data_type(left.scalar_type()), factor},
+                       out.device().index());
+      return;
+    }
+  }
+  if (apart) out.copy_(in);  // a bias is broadcast
+  const float keep = in.defined() ? 1.0f : 0.0f;
   const auto operation = [](bool transpose) { return transpose ? CUBLAS_OP_T : CUBLAS_OP_N; };
   // Torch's handle: on the current stream, with torch's workspace. Its flags about TF32 and about sums in less than
   // float32 concern float32 operands and 16-bit results, of which there are none.

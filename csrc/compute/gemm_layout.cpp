@@ -31,6 +31,11 @@ std::optional<int64_t> column_major_stride(const MatrixLayout& matrix) {
   return matrix.column_stride;
 }
 
+int64_t aligned_stride(int64_t columns, int64_t element_bytes) {
+  const int64_t together = std::max<int64_t>(16 / element_bytes, 1);
+  return (columns + together - 1) / together * together;
+}
+
 bool is_blas_matrix(const MatrixLayout& matrix) { return operand(matrix).has_value(); }
 
 std::optional<GemmLayout> gemm_layout(const MatrixLayout& out, const MatrixLayout& a, const MatrixLayout& b) {
@@ -51,6 +56,10 @@ std::optional<GemmLayout> gemm_layout(const MatrixLayout& out, const MatrixLayou
   layout.right_stride = right->stride;
   layout.out_stride = *out_stride;
   return layout;
+}
+
+std::optional<int64_t> summand_stride(const GemmLayout& layout, const MatrixLayout& in) {
+  return column_major_stride(layout.left_is_b ? transposed(in) : in);
 }
 
 }  // namespace rtp

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/maximum.h>
 
+#include "compute/gemm_layout.h"
 #include "compute/kernel_tensors.h"
 #include "kernels/logits.h"
 
@@ -62,7 +63,11 @@ void add_logits(const LogitChunk& chunk, const RunningSums& sums) {
 at::Tensor logit_gradient(const LogitChunk& chunk, const LogitTerms& terms, at::ScalarType dtype) {
   const at::Tensor& z = chunk.logits;
   if (has_kernel(chunk, terms.most) && element_of(dtype)) {
-    const at::Tensor gradient = dtype == z.scalar_type() ? z : at::empty(z.sizes(), z.options().dtype(dtype));
+    at::Tensor gradient = z;
+    if (dtype != z.scalar_type()) {
+      const int64_t stride = aligned_stride(z.size(1), static_cast<int64_t>(c10::elementSize(dtype)));
+      gradient = at::empty({z.size(0), stride}, z.options().dtype(dtype)).narrow(1, 0, z.size(1));
+    }
     const LogitGradient parameters{kernel_logits(chunk),
                                    *element_of(dtype),
                                    gradient.data_ptr(),

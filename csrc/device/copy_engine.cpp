@@ -40,9 +40,9 @@ CopyEngine::CopyEngine() {
   batched_ = CUDART_VERSION >= kBatchVersion && driver >= kBatchVersion;
 }
 
-void CopyEngine::copy(const std::vector<Copy>& copies, cudaStream_t stream) const {
+void CopyEngine::copy(const std::vector<Copy>& copies, cudaStream_t stream, bool captured) const {
   if (copies.empty()) return;
-  if (batched_ && capture_of(stream) == 0) {
+  if (batched_ && !captured) {
     copy_batch(copies, stream);
     return;
   }

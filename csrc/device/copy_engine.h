@@ -25,8 +25,8 @@ class CopyEngine {
   bool batched() const { return batched_; }
 
   // Enqueues copies that do not overlap each other; their order among themselves is free. A batch cannot be captured,
-  // so that a graph gets plain copies.
-  void copy(const std::vector<Copy>& copies, cudaStream_t stream) const;
+  // so that a graph gets plain copies. `captured`: whether the stream takes part in a capture.
+  void copy(const std::vector<Copy>& copies, cudaStream_t stream, bool captured) const;
 
  private:
   bool batched_ = false;

@@ -1,22 +1,32 @@
 #include "device/cuda_lanes.h"
 
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
+
+#include <utility>
 
 #include "kernels/delay.h"
 
 namespace rtp {
+namespace {
+
+thread_local int scoped = -1;  // the device of the innermost DeviceScope of this thread
+
+}  // namespace
 
 cudaStream_t current_stream(at::Device device) { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); }
 
 DeviceScope::DeviceScope(at::Device device) {
-  if (!device.has_index()) return;
-  RTP_CUDA_CHECK(cudaGetDevice(&before_));
-  changed_ = before_ != device.index();
-  if (changed_) RTP_CUDA_CHECK(cudaSetDevice(device.index()));
+  if (!device.has_index() || scoped == device.index()) return;
+  before_ = c10::cuda::ExchangeDevice(device.index());
+  device_ = device.index();
+  outer_ = std::exchange(scoped, device_);
 }
 
 DeviceScope::~DeviceScope() {
-  if (changed_) cudaSetDevice(before_);
+  if (device_ < 0) return;
+  scoped = outer_;
+  if (before_ != device_) static_cast<void>(c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(before_)));
 }
 
 CudaLanes::CudaLanes(at::Device device) : device_(device) {
@@ -30,9 +40,27 @@ CudaLanes::CudaLanes(at::Device device) : device_(device) {
 
 Mark CudaLanes::mark(cudaStream_t stream) const {
   const DeviceScope scope(device_);
-  auto event = std::make_shared<Event>();
-  event->record(stream);
+  auto event = events_.take();
+  event->record(stream, capture());
   return event;
+}
+
+void CudaLanes::begin_pass() {
+  capture_.reset();
+  capture_ = capture();
+  ++passes_;
+}
+
+void CudaLanes::end_pass() {
+  if (--passes_ == 0) capture_.reset();
+}
+
+void CudaLanes::enter() {
+  if (entered_++ == 0) scope_.emplace(device_);
+}
+
+void CudaLanes::leave() {
+  if (--entered_ == 0) scope_.reset();
 }
 
 Moment CudaLanes::moment(cudaStream_t stream) const {

@@ -8,8 +8,10 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 
 #include "base/handles.h"
+#include "device/event_pool.h"
 #include "device/lanes.h"
 
 namespace rtp {
@@ -17,7 +19,9 @@ namespace rtp {
 // torch's current stream of a device.
 cudaStream_t current_stream(at::Device device);
 
-// Makes `device` the calling thread's current one for as long as it lives.
+// Makes `device` the calling thread's current one for as long as it lives. Within another one of the same device it
+// calls nothing. What was current before is so again, but where the process has no context on that device, torch alone
+// knows of it: to make it current for CUDA, too, would create one, hundreds of MiB on a GPU that others use.
 class DeviceScope {
  public:
   explicit DeviceScope(at::Device device);
@@ -26,8 +30,9 @@ class DeviceScope {
   ~DeviceScope();
 
  private:
+  int device_ = -1;  // -1: nothing to do
   int before_ = 0;
-  bool changed_ = false;
+  int outer_ = -1;
 };
 
 class CudaLanes : public Lanes {
@@ -42,7 +47,11 @@ class CudaLanes : public Lanes {
   void select_compute_lane(int lane) override;
   int multiprocessors() const override { return multiprocessors_; }
   // That of the caller's stream.
-  uint64_t capture() const override { return capture_of(restore_ ? main_ : compute()); }
+  uint64_t capture() const override { return capture_ ? *capture_ : capture_of(restore_ ? main_ : compute()); }
+  void begin_pass() override;
+  void end_pass() override;
+  void enter() override;
+  void leave() override;
   Moment compute_moment() override { return moment(compute()); }
   Moment channel_moment(Channel channel) override { return moment(this->channel(channel)); }
   double seconds(const Moment& from, const Moment& to) override;
@@ -61,7 +70,12 @@ class CudaLanes : public Lanes {
 
   at::Device device_;
   int multiprocessors_ = 0;
-  std::array<Stream, 2> streams_;  // of our own: torch's pool hands the same stream to several users
+  mutable EventPool events_;
+  int passes_ = 0;                   // that have begun and not ended
+  std::optional<uint64_t> capture_;  // of the pass that began last; empty between passes
+  int entered_ = 0;
+  std::optional<DeviceScope> scope_;  // of the outermost enter()
+  std::array<Stream, 2> streams_;     // of our own: torch's pool hands the same stream to several users
   Stream side_;
   cudaStream_t main_ = nullptr;    // the caller's stream, while lane 1 is selected
   std::shared_ptr<void> restore_;  // the same as torch knows it; null while lane 0 is selected

@@ -33,6 +33,12 @@ class Lanes {
   virtual int multiprocessors() const { return 0; }
   // Tells captures of a CUDA graph apart; 0 outside. Marks of one mean nothing in another.
   virtual uint64_t capture() const { return 0; }
+  // A pass begins or ends. A capture neither begins nor ends within one: it is asked for once.
+  virtual void begin_pass() {}
+  virtual void end_pass() {}
+  // The calling thread is about to enqueue work, or has done so.
+  virtual void enter() {}
+  virtual void leave() {}
 
   // For traces: where the compute lane has got to, where that of a channel has (null on the host, where a Transfer
   // tells when it arrived), and the seconds between two moments, which may have to be waited for.
@@ -42,6 +48,30 @@ class Lanes {
 
   // For race tests: holds up a channel before its next hop.
   virtual void delay(Channel channel, std::chrono::microseconds time);
+};
+
+// A pass, for as long as it lives.
+class LanesPass {
+ public:
+  explicit LanesPass(Lanes& lanes) : lanes_(lanes) { lanes.begin_pass(); }
+  LanesPass(const LanesPass&) = delete;
+  LanesPass& operator=(const LanesPass&) = delete;
+  ~LanesPass() { lanes_.end_pass(); }
+
+ private:
+  Lanes& lanes_;
+};
+
+// The calling thread enqueues work for as long as it lives: what its calls have in common is done once.
+class LanesScope {
+ public:
+  explicit LanesScope(Lanes& lanes) : lanes_(lanes) { lanes.enter(); }
+  LanesScope(const LanesScope&) = delete;
+  LanesScope& operator=(const LanesScope&) = delete;
+  ~LanesScope() { lanes_.leave(); }
+
+ private:
+  Lanes& lanes_;
 };
 
 }  // namespace rtp

@@ -71,6 +71,7 @@ void Executor::set_trace(bool on) {
 // caller.
 template <typename Action>
 auto Execution::guarded(Action&& action) {
+  const LanesScope scope(executor_.lanes());
   try {
     return action();
   } catch (RotationError& error) {
@@ -112,6 +113,7 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
   }
   Lanes& lanes = executor_.lanes();
   guarded([&] {
+    lanes_pass_.emplace(lanes);
     lanes.order_compute_after(executor_.last_);
     Trace& trace = executor_.trace_;
     traced_ = trace.begin_pass(operation_, schedule_, recorded_);
@@ -411,6 +413,7 @@ void Execution::end() {
   return_slots();
   executor_.landings_.end_pass();
   range_.end();
+  lanes_pass_.reset();
 }
 
 }  // namespace rtp

@@ -163,6 +163,7 @@ class Execution {
   std::optional<Cargo> weight_;
   std::array<std::optional<Cargo>, 3> gradient_;  // all rows, and its halves where it travels so
   std::string operation_;
+  std::optional<LanesPass> lanes_pass_;
   std::array<std::vector<std::shared_ptr<Slot>>, 2> slots_;
   std::array<std::shared_ptr<Slot>, 2> whole_;  // of each channel, the slot that holds every shard
   std::shared_ptr<Slot> staged_;                // holds a copy of the home tensors, where one travels

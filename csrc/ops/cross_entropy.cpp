@@ -9,6 +9,7 @@
 
 #include "base/checks.h"
 #include "compute/gemm.h"
+#include "compute/gemm_layout.h"
 #include "compute/logits.h"
 
 namespace rtp {
@@ -40,7 +41,8 @@ class VocabularyShard {
 
   // The logits [rows, size] of x [rows, features], in the buffer.
   LogitChunk logits(const at::Tensor& x, const at::Tensor& targets) const {
-    const at::Tensor z = buffer_.narrow(0, 0, x.size(0) * size()).view({x.size(0), size()});
+    const int64_t stride = aligned_stride(size(), static_cast<int64_t>(buffer_.element_size()));
+    const at::Tensor z = buffer_.narrow(0, 0, x.size(0) * stride).view({x.size(0), stride}).narrow(1, 0, size());
     gemm(z, bias_, widened(x), weight_.t());
     return {z, targets, start_, shape_.ignore_index, shape_.soft_cap};
   }
@@ -76,6 +78,9 @@ struct VocabularyCut {
     return pieces_of(capped, sizes, shape.features + (shape.bias ? 1 : 0));
   }
   int64_t most() const { return *std::max_element(sizes.begin(), sizes.end()); }
+  int64_t buffer_columns(at::ScalarType sums) const {
+    return aligned_stride(most(), static_cast<int64_t>(c10::elementSize(sums)));
+  }
   int64_t chunk_rows(int64_t tokens, at::ScalarType sums) const {
     const int64_t row = std::max<int64_t>(most(), 1) * static_cast<int64_t>(c10::elementSize(sums));
     return std::max(std::min(kLogitBytes / row, (tokens + kLeastChunks - 1) / kLeastChunks), kLeastRows);
@@ -148,8 +153,9 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
 
   for (const Piece& piece : whole.pieces(shape, options)) {
     const VocabularyCut cut(whole, piece);
-    const int64_t chunk = cut.chunk_rows(tokens, accumulation_dtype(options.compute_dtype));
-    const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.most()}, sums);
+    const at::ScalarType sum_dtype = accumulation_dtype(options.compute_dtype);
+    const int64_t chunk = cut.chunk_rows(tokens, sum_dtype);
+    const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.buffer_columns(sum_dtype)}, sums);
     Cargo cargo = travelling_weights(executor, options, cut.parts(shape, options.compute_dtype),
                                      piece.of(parameters, executor.rank()));
     const Schedule& schedule = forward_schedule(executor, piecewise(options, piece), cargo);
@@ -217,7 +223,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
   for (const Piece& piece : whole.pieces(shape, options)) {
     const VocabularyCut cut(whole, piece);
     chunk = cut.chunk_rows(tokens, sum_dtype);
-    const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.most()}, sums);
+    const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.buffer_columns(sum_dtype)}, sums);
     std::optional<Cargo> weights = travelling_weights(executor, options, cut.parts(shape, options.compute_dtype),
                                                       piece.of(parameters, executor.rank()));
     std::optional<Cargo> travelling =

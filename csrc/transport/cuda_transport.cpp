@@ -9,20 +9,20 @@ namespace {
 
 class StreamTransfer : public Transfer {
  public:
-  StreamTransfer(const CudaTransport& transport, CudaLanes& lanes, Mark done)
-      : transport_(transport), lanes_(lanes), done_(std::move(done)) {}
-  void wait_received() override { wait(); }
-  void wait_sent() override { wait(); }
+  StreamTransfer(const CudaTransport& transport, CudaLanes& lanes, Mark sent, Mark received)
+      : transport_(transport), lanes_(lanes), sent_(std::move(sent)), received_(std::move(received)) {}
+  void wait_received() override { wait(received_); }
+  void wait_sent() override { wait(sent_); }
 
  private:
-  void wait() {
-    lanes_.order_compute_after(done_);
+  void wait(const Mark& end) {
+    lanes_.order_compute_after(end);
     transport_.check();
   }
 
   const CudaTransport& transport_;
   CudaLanes& lanes_;
-  Mark done_;
+  Mark sent_, received_;
 };
 
 }  // namespace
@@ -32,8 +32,8 @@ CudaTransport::CudaTransport(at::Device device) : CudaTransport(device, std::mak
 CudaTransport::CudaTransport(at::Device device, std::unique_ptr<CudaLanes> lanes)
     : Transport(std::move(lanes)), device_(device), lanes_(static_cast<CudaLanes&>(this->lanes())) {}
 
-std::unique_ptr<Transfer> CudaTransport::transfer(Mark done) {
-  return std::make_unique<StreamTransfer>(*this, lanes_, std::move(done));
+std::unique_ptr<Transfer> CudaTransport::transfer(Mark sent, Mark received) {
+  return std::make_unique<StreamTransfer>(*this, lanes_, std::move(sent), std::move(received));
 }
 
 at::Tensor CudaTransport::allocate(Channel, int64_t bytes) {

@@ -25,8 +25,8 @@ class CudaTransport : public Transport {
   virtual void check() const {}
 
  protected:
-  // The hop that ends where `done` marks its channel.
-  std::unique_ptr<Transfer> transfer(Mark done);
+  // The hop whose ends `sent` and `received` mark in its channel.
+  std::unique_ptr<Transfer> transfer(Mark sent, Mark received);
 
   at::Device device_;
   CudaLanes& lanes_;

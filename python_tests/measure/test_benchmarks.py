@@ -375,7 +375,7 @@ def suite(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("part", ["tests", "overlap", "memory", "kernels", "train"])
+@pytest.mark.parametrize("part", ["contracts", "tests", "overlap", "memory", "kernels", "train"])
 def test_the_suite_says_what_it_would_run(part, tmp_path, monkeypatch):
     done = suite("--dry-run", part, str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr

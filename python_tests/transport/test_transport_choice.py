@@ -155,7 +155,7 @@ def test_ranks_tell_each_other_the_kinds_of_their_gpus(gpus, other):
             return [value, other] if isinstance(value, tuple) else self.exchange_others(value)
 
         def _build(self, *_):
-            self.gate = SimpleNamespace(alike=None)
+            self.gate = SimpleNamespace(alike=None, decides=False)
 
     gpus.setattr(ring_module, "kind_of", lambda device: (9, 132))
     ring = Starting()

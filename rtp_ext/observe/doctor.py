@@ -24,6 +24,7 @@ from rtp_ext._native import version_name
 from rtp_ext.ring import ring
 from rtp_ext.ring.links.addresses import LOOPBACK
 from rtp_ext.ring.links.places import Place
+from rtp_ext.ring.links.transports import launch_order_problem
 
 _PROBE_SECONDS = 30
 _MACHINES_OWN = "pid:[4026531836]"  # Linux numbers the first namespace of process ids so
@@ -51,6 +52,7 @@ def _versions() -> list[str]:
                 f"             the loaded NCCL is older than {version_name(compiled)}: rebuild rtp_ext with the torch "
                 "that is installed, or install an NCCL at least as new"
             )
+        lines.append(f"             {launch_order_problem() or 'launches of all communicators are in order'}")
     return lines
 
 

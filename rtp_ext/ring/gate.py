@@ -7,7 +7,9 @@ the shapes, a link rate (modelled too, or measured by `Ring.measure_link`) and a
 
 from __future__ import annotations
 
+import importlib
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +35,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What a GEMM costs: FLOP/s of large ones, multiprocessors (0: no waves), seconds that any launch takes."""
+    """What a GEMM costs: FLOP/s of large ones, multiprocessors (0: no waves), seconds that any launch takes, and the
+    rate at which sums are read from and written to memory."""
 
     flops: float
     multiprocessors: int
     seconds_per_launch: float
     source: str
+    memory_bytes_per_second: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,12 @@ class LayerPlan:
 
 
 # Dense bf16 FLOP/s of the data sheets of A100, H100 and H200, B200; 65 % of them for large GEMMs. One-way NVLink rates:
-# 380 GB/s of the nominal 450 measured on H100 (NCCL issue 1264), scaled by the nominal rates of the others.
-_GPUS = {8: (312e12, 250e9), 9: (989e12, 370e9), 10: (2250e12, 740e9)}
+# 380 GB/s of the nominal 450 measured on H100 (NCCL issue 1264), scaled by the nominal rates of the others. Bytes/s of
+# memory: data sheets of the 80 GB models and of B200, of which large kernels reach 85 %.
+_GPUS = {8: (312e12, 250e9, 2.0e12), 9: (989e12, 370e9, 3.35e12), 10: (2250e12, 740e9, 8.0e12)}
 _GEMM_EFFICIENCY = 0.65
-_WITHOUT_PEER_ACCESS = 25e9  # PCIe 4.0 x16 or one 200 Gb/s network port
+_MEMORY_EFFICIENCY = 0.85
+_WITHOUT_NVLINK = 25e9  # PCIe 4.0 x16 or one 200 Gb/s network port
 # A round of a ring costs about 6 us of synchronisation (JAX, collective matmul on 8 H100), posting alone half of it.
 _HOP_SECONDS = 6e-6
 _POST_SECONDS = 3e-6
@@ -87,12 +93,14 @@ def device_of(device: torch.device, dtype: torch.dtype) -> Device | None:
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    peak = _GPUS.get(properties.major, _GPUS[10])[0] * (2 / max(dtype.itemsize, 2)) ** 2
+    flops, _, memory = _GPUS.get(properties.major, _GPUS[10])
+    peak = flops * (2 / max(dtype.itemsize, 2)) ** 2
     return Device(
         peak * _GEMM_EFFICIENCY,
         properties.multi_processor_count,
         _LAUNCH_SECONDS,
         f"{_GEMM_EFFICIENCY:.0%} of the data sheet of {properties.name}",
+        memory * _MEMORY_EFFICIENCY,
     )
 
 
@@ -102,42 +110,78 @@ def kind_of(device: torch.device) -> tuple[int, int]:
     return properties.major, properties.multi_processor_count
 
 
-def link_of(device: torch.device, *, peer_access: bool) -> Link:
-    """The modelled link of a GPU, with direct access to every other one or without."""
+def nvlinks_of(device: torch.device) -> int | None:
+    """How many NVLinks of a GPU are up, as NVML says; None where it cannot be asked. Direct access to another GPU says
+    nothing of the link: it goes over PCIe too."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except Exception as error:
+        logger.info("NVML cannot be asked about the links of %s: %s", device, error)
+        return None
+    links = 0
+    for number in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            links += nvml.nvmlDeviceGetNvLinkState(handle, number) == nvml.NVML_FEATURE_ENABLED
+        except nvml.NVMLError:  # there is no link of this number
+            break
+    return links
+
+
+def link_of(device: torch.device, *, nvlink: bool) -> Link:
+    """The modelled link of a GPU, with NVLink to every other one or without."""
     major = torch.cuda.get_device_properties(device).major
-    rate = _GPUS.get(major, _GPUS[10])[1] if peer_access else _WITHOUT_PEER_ACCESS
+    rate = _GPUS.get(major, _GPUS[10])[1] if nvlink else _WITHOUT_NVLINK
     return Link(rate, _HOP_SECONDS, "modelled")
 
 
-def gemm_seconds(device: Device, rows: int, columns: int, depth: int) -> float:
-    """Time of a product [rows, depth] x [depth, columns], with the last wave of tiles counted whole."""
+def gemm_seconds(device: Device, rows: int, columns: int, depth: int, sum_bytes: int = 0) -> float:
+    """Time of a product [rows, depth] x [depth, columns], with the last wave of tiles counted whole. `sum_bytes`: what
+    is read and written of each number of the result, where that is a sum."""
     if min(rows, columns, depth) == 0:
         return 0.0
     efficiency = wave_efficiency(rows, columns, device.multiprocessors)
-    return max(device.seconds_per_launch, 2 * rows * columns * depth / (device.flops * efficiency))
+    product = 2 * rows * columns * depth / (device.flops * efficiency)
+    return max(device.seconds_per_launch, product, rows * columns * sum_bytes / device.memory_bytes_per_second)
 
 
 def predict(ranks: int, tokens: int, layer: LayerSize, link: Link, device: Device) -> dict[str, float]:
     """Seconds of one forward and backward of a layer, `rotate` and `gather`; docs/design.md, 'How rotation works'.
 
-    rotate  forward  c + (R - 1) max(c, w)           c, C: GEMM of a shard, of the whole
-            backward 2 c R + (R - 1) (max(0, g - c) + max(0, w - 2 c))   w, g: hops of a weight, of a gradient
+    rotate  forward  c + (R - 1) max(c, w)           c, d, e: GEMM of a shard, its dgrad, its wgrad; C, D, E: of all
+            backward (d + e) R + (R - 1) max(max(0, g - d) + max(0, w - d - e), w + g - d - e)
+                                                     w, g: hops of a weight, of a gradient, which share a link
     gather  forward  w0 + (R - 1) w' + C             w': a hop whose latency hides behind the one before
-            backward the same, and the gradients' R - 1 hops and C once more
+            backward the same with D, and the gradients' R - 1 hops and E
+
+    Sums are read and written once by every GEMM that adds to them: d in float32 where weights have 16 bits, e in what
+    gradients travel in.
     """
     rows = max(shard_sizes(layer.outputs, ranks))
-    shard, whole = (gemm_seconds(device, tokens, size, layer.inputs) for size in (rows, layer.outputs))
+
+    def products(size: int) -> tuple[float, float, float]:
+        return (
+            gemm_seconds(device, tokens, size, layer.inputs),
+            gemm_seconds(device, tokens, layer.inputs, size, 2 * max(layer.weight_bytes, 4)),
+            gemm_seconds(device, size, layer.inputs, tokens, 2 * layer.gradient_bytes),
+        )
+
+    shard, dgrad, wgrad = products(rows)
+    whole = sum(products(layer.outputs))
     weight, gradient = (
         rows * layer.inputs * size / link.bytes_per_second for size in (layer.weight_bytes, layer.gradient_bytes)
     )
     hop_w, hop_g = (link.seconds_per_hop + time for time in (weight, gradient))
     others = ranks - 1
     forward = shard + others * max(shard, hop_w)
-    backward = 2 * ranks * shard + others * (max(0.0, hop_g - shard) + max(0.0, hop_w - 2 * shard))
+    alone = max(0.0, hop_g - dgrad) + max(0.0, hop_w - dgrad - wgrad)
+    shared = link.seconds_per_hop + weight + gradient - dgrad - wgrad
+    backward = ranks * (dgrad + wgrad) + others * max(alone, shared)
     gathered = link.seconds_per_hop + others * max(_POST_SECONDS, weight)
     return {
         "rotate": forward + backward,
-        "gather": 2 * gathered + 3 * whole + others * hop_g,
+        "gather": 2 * gathered + whole + others * hop_g,
     }
 
 
@@ -164,7 +208,7 @@ def decide(
         return LayerPlan("gather", False, text, seconds)
     rows = max(shard_sizes(layer.outputs, ranks))
     hop = link.seconds_per_hop + rows * layer.inputs * layer.gradient_bytes / link.bytes_per_second
-    halves = hop > gemm_seconds(device, tokens, layer.inputs, rows)
+    halves = hop > gemm_seconds(device, tokens, layer.inputs, rows, 2 * max(layer.weight_bytes, 4))
     if halves:
         text += "; a gradient hop outlasts a dgrad"
     return LayerPlan(hop_route, halves, text, seconds)
@@ -202,7 +246,7 @@ class Gate:
         self.gradient_halves = gradient_halves
         self.link: Link | None = None
         if device.type == "cuda" and route == "auto":
-            self.link = link_of(device, peer_access=hop_route == "direct")
+            self.link = link_of(device, nvlink=hop_route == "direct")
         self.plans: dict[str, LayerPlan] = {}
 
     @property
@@ -210,6 +254,14 @@ class Gate:
         """Whether numbers of tokens matter. The same on every rank."""
         reckons = self.ranks > 1 and self.link is not None and self.alike and not self.gathers
         return reckons and device_of(self.device, torch.float32) is not None
+
+    def take_nvlinks(self, told: list[int | None]) -> bool:
+        """Reckons with what every rank has told of its GPU's NVLinks. False: one cannot tell, so that hops have to be
+        measured. The same on every rank."""
+        known = [links for links in told if links is not None]
+        if self.link is not None and len(known) == len(told):
+            self.link = link_of(self.device, nvlink=self.hop_route == "direct" and min(known) > 0)
+        return len(known) == len(told)
 
     def plan(self, name: str, tokens: int | None, layer: LayerSize, dtype: torch.dtype) -> LayerPlan:
         """How the linear layer `name` travels: as asked for, else by reckoning; `tokens` None: not known yet."""

@@ -21,7 +21,7 @@ from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow, refuse_transforms
 from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.enrolled import name_ring
-from rtp_ext.ring.gate import Gate, kind_of
+from rtp_ext.ring.gate import Gate, kind_of, nvlinks_of
 from rtp_ext.ring.gradient_routes import ComingHome, GradientRoutes, check_wishes, choose_gradient_route
 from rtp_ext.ring.links.hosts import Hosts, find_hosts
 from rtp_ext.ring.links.options import TransportOptions, check_travel
@@ -32,6 +32,7 @@ from rtp_ext.ring.links.transports import (
     connect,
     nccl_put_refusal,
     nccl_refusal,
+    order_launches,
 )
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
@@ -164,6 +165,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
             raise ValueError(f"Ring: expected checksum=False or a ring of CPU ranks, got True on {self.device.type}")
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+            order_launches()
         self._open_groups(dist.get_process_group_ranks(group))
         name_ring(self)
         self._agree_on_options(
@@ -293,6 +295,8 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         self._build(native, route, gradient_halves)
         if self.device.type == "cuda":
             self.gate.alike = len(set(self.exchange(kind_of(self.device)))) == 1
+            if self.gate.decides and not self.gate.take_nvlinks(self.exchange(nvlinks_of(self.device))):
+                self.measure_link()
         logger.info(
             "ring of %d: transport %s (%s), route %s, gradients %s (%s)",
             *(self.size, self.transport, self.transport_reason, self.route),

@@ -15,7 +15,9 @@ struct NcclWindows {
   using Register = ncclResult_t (*)(ncclComm_t, void* memory, size_t bytes, void** window, int flags);
   using Deregister = ncclResult_t (*)(ncclComm_t, void* window);
 
-  static constexpr int kSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
+  static constexpr int kAddresses = 0;  // NCCL_WIN_DEFAULT: peers' addresses, nothing more
+  // NCCL_WIN_COLL_SYMMETRIC: what NCCL's own kernels, puts and signals need, multicast among it.
+  static constexpr int kSymmetric = 1;
 
   Register enter = nccl_function<Register>("ncclCommWindowRegister");
   Deregister leave = nccl_function<Deregister>("ncclCommWindowDeregister");

@@ -38,18 +38,25 @@ class CopyEngineTransport : public CeTransport {
     side_ = Stream::highest_priority();
     const at::Tensor memory = allocate_symmetric(PeerFlags::bytes(end.ranks), device_);
     try {
-      flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks);
+      flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks, side_.get());
       try_out();
       start();
     } catch (...) {
-      communicators_.abort();
+      const auto ended = [&](Channel channel) { return cudaStreamQuery(lanes_.channel(channel)) != cudaErrorNotReady; };
+      ended(Channel::weight) && ended(Channel::gradient) ? communicators_.abort() : leave_behind();
       throw;
     }
   }
 
   ~CopyEngineTransport() override {
+    const bool over = nothing_left();  // before the watchdog stops, which lets waits end
     stop();
-    communicators_.abort();  // its windows end before the memory that they are over
+    if (over) {
+      cudaStreamSynchronize(side_.get());  // the flags that were raised last
+      communicators_.abort();              // its windows end before the memory that they are over
+    } else {
+      leave_behind();
+    }
   }
 
   const char* name() const override { return "ce"; }
@@ -98,43 +105,51 @@ class CopyEngineTransport : public CeTransport {
   }
 
  protected:
-  void enqueue(const Hop& hop, cudaStream_t stream) override {
+  Ends enqueue(const Hop& hop, cudaStream_t stream) override {
     const bool sends = any_bytes(hop.send);
     const bool receives = any_bytes(hop.receive);
-    if (!sends && !receives) return;
+    Ends ends;
+    if (!sends && !receives) return ends;
     // Slots have the same number on every rank: where I receive is where my peer receives, of this hop and its own.
     const int number = slot(hop.channel, hop.receive_slot).number;
-    const auto raise = [&](Kind kind, int peer) { flags_->raise(hop.channel, kind, number, peer, engine_, stream); };
+    const bool captured = lanes_.capture() != 0;
+    const auto raise = [&](Kind kind, int peer) {
+      flags_->raise(hop.channel, kind, number, peer, engine_, stream, captured);
+    };
     const auto await = [&](Kind kind, int peer) { flags_->await(hop.channel, kind, number, peer, stream); };
     if (modes_[static_cast<size_t>(hop.channel)] == CeMode::push) {
       if (receives) raise(Kind::credit, hop.from);
       if (sends) {
         await(Kind::credit, hop.to);
-        push(hop, stream);
+        push(hop, stream, captured);
         raise(Kind::data, hop.to);
-        supervise(hop, hop.to, stream);
+        ends.sent = supervise(hop, hop.to, stream);
       }
       if (receives) await(Kind::data, hop.from);
     } else {
       if (sends) raise(Kind::data, hop.to);
       if (receives) {
         await(Kind::data, hop.from);
-        pull(hop, stream);
+        pull(hop, stream, captured);
         raise(Kind::credit, hop.from);
-        supervise(hop, hop.from, stream);
+        ends.received = supervise(hop, hop.from, stream);  // whoever fetches from here may be late
       }
       if (sends) {
         await(Kind::credit, hop.to);
-        supervise(hop, hop.to, stream);
+        ends.sent = supervise(hop, hop.to, stream);
       }
     }
+    return ends;
   }
 
   // Neither the communicator nor the memory goes: copies that are enqueued need the addresses.
   bool give_up() noexcept override {
     communicators_.give_up_waiting();
     try {
-      flags_->raise_all(side_.get());
+      if (raised_.reached()) {
+        flags_->raise_all(side_.get());
+        raised_.record(side_.get(), 0);
+      }
       return true;  // one wait of a stream ends at a time
     } catch (...) {
       return false;
@@ -163,27 +178,35 @@ class CopyEngineTransport : public CeTransport {
     return found->second;
   }
 
-  void push(const Hop& hop, cudaStream_t stream) const {
+  // What the GPU may still write to, or read, is never unmapped: that would be an error of the whole process.
+  void leave_behind() noexcept {
+    communicators_.leak();
+    static_cast<void>(flags_.release());
+    static_cast<void>(new decltype(slots_)(std::move(slots_)));
+  }
+
+  void push(const Hop& hop, cudaStream_t stream, bool captured) const {
     std::byte* landing = slot(hop.channel, hop.receive_slot).region.bases[hop.to];
     std::vector<Copy> copies;
     for (const Block& block : blocks_of(hop.send, hop.lands_at)) {
       copies.push_back({landing + block.there, block.data, block.bytes});
     }
-    engine_.copy(copies, stream);
+    engine_.copy(copies, stream, captured);
   }
 
-  void pull(const Hop& hop, cudaStream_t stream) const {
+  void pull(const Hop& hop, cudaStream_t stream, bool captured) const {
     const std::byte* source = slot(hop.channel, hop.send_slot).region.bases[hop.from];
     std::vector<Copy> copies;
     for (const Block& block : blocks_of(hop.receive, hop.leaves_from)) {
       copies.push_back({block.data, source + block.there, block.bytes});
     }
-    engine_.copy(copies, stream);
+    engine_.copy(copies, stream, captured);
   }
 
   std::array<CeMode, 2> modes_{CeMode::push, CeMode::push};
   CopyEngine engine_;
-  Stream side_;  // of the watchdog, never behind a wait for a peer
+  Stream side_;   // of the watchdog, never behind a wait for a peer
+  Event raised_;  // on it: all flags, for the last time
   PeerMemory peers_;
   std::unique_ptr<PeerFlags> flags_;
   std::array<std::map<std::byte*, Slot>, 2> slots_;  // by where they start

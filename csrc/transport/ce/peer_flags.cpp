@@ -37,6 +37,11 @@ CUresult wait_and_reset(BatchMemOp batch_mem_op, uint64_t* word, cudaStream_t st
   return batch_mem_op(stream, operations.size(), operations.data(), 0);
 }
 
+// The words that are always 1 follow the `count` flags, and are copied over them.
+void raise_words(uint64_t* words, int64_t count, cudaStream_t stream) {
+  RTP_CUDA_CHECK(cudaMemcpyAsync(words, words + count, count * sizeof(uint64_t), cudaMemcpyDeviceToDevice, stream));
+}
+
 void check_driver(CUresult status) {
   if (status != CUDA_SUCCESS) {
     throw CudaError(concat("cuStreamBatchMemOp failed with code ", static_cast<int>(status)));
@@ -55,13 +60,15 @@ int64_t PeerFlags::bytes(int ranks) {
   return 2 * flags * static_cast<int64_t>(sizeof(uint64_t));
 }
 
-PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks)
+PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks, cudaStream_t side)
     : batch_mem_op_(reinterpret_cast<void*>(find_batch_mem_op())),
       rank_(rank),
       ranks_(ranks),
       flags_(int64_t{2} * 2 * kSlots * ranks) {
   RTP_ASSERT(batch_mem_op_ != nullptr, *stream_wait_refusal());
   // Before the registration: no peer knows the address yet.
+  raise_words(static_cast<uint64_t*>(memory.data_ptr()), flags_, side);
+  RTP_CUDA_CHECK(cudaStreamSynchronize(side));
   std::vector<uint64_t> words(static_cast<size_t>(memory.nbytes()) / sizeof(uint64_t), 0);
   std::fill(words.end() - flags_, words.end(), 1);
   RTP_CUDA_CHECK(cudaMemcpy(memory.data_ptr(), words.data(), memory.nbytes(), cudaMemcpyHostToDevice));
@@ -74,10 +81,10 @@ int64_t PeerFlags::flag(Channel channel, Kind kind, int slot, int raiser) const 
   return (conversation * kSlots + slot) * ranks_ + raiser;
 }
 
-void PeerFlags::raise(Channel channel, Kind kind, int slot, int peer, const CopyEngine& engine,
-                      cudaStream_t stream) const {
+void PeerFlags::raise(Channel channel, Kind kind, int slot, int peer, const CopyEngine& engine, cudaStream_t stream,
+                      bool captured) const {
   const uint64_t* one = word(rank_, flags_);
-  engine.copy({{word(peer, flag(channel, kind, slot, rank_)), one, sizeof(uint64_t)}}, stream);
+  engine.copy({{word(peer, flag(channel, kind, slot, rank_)), one, sizeof(uint64_t)}}, stream, captured);
 }
 
 void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream) const {
@@ -85,10 +92,7 @@ void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream
                               stream));
 }
 
-void PeerFlags::raise_all(cudaStream_t stream) const {
-  RTP_CUDA_CHECK(cudaMemcpyAsync(word(rank_, 0), word(rank_, flags_), flags_ * sizeof(uint64_t),
-                                 cudaMemcpyDeviceToDevice, stream));
-}
+void PeerFlags::raise_all(cudaStream_t stream) const { raise_words(word(rank_, 0), flags_, stream); }
 
 bool PeerFlags::at_rest() const {
   std::vector<uint64_t> words(flags_);

@@ -28,14 +28,16 @@ class PeerFlags {
 
   static constexpr int kSlots = 16;  // of a channel, at most
 
-  // Collective. On the current device; every word is 0.
-  PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks);
+  // Collective. On the current device; every word is 0. `side`: a stream that raise_all() is tried on: the first use of
+  // a copy may have the driver load code, which waits for streams that by then wait for each other.
+  PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks, cudaStream_t side);
 
   // Bytes of memory that the flags of `ranks` ranks take on each.
   static int64_t bytes(int ranks);
 
-  // Enqueues: a flag of ours at `peer` becomes 1.
-  void raise(Channel channel, Kind kind, int slot, int peer, const CopyEngine& engine, cudaStream_t stream) const;
+  // Enqueues: a flag of ours at `peer` becomes 1. `captured`: whether the stream takes part in a capture.
+  void raise(Channel channel, Kind kind, int slot, int peer, const CopyEngine& engine, cudaStream_t stream,
+             bool captured) const;
   // Enqueues: waits until the flag that `peer` raises here is 1, and makes it 0 again.
   void await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream) const;
 

@@ -24,7 +24,7 @@ PeerRegion PeerMemory::share(const at::Tensor& memory) const {
   const WindowFunctions windows;
   PeerRegion region{memory, nullptr, {}};
   region.window = communicators_.receive(0, "the registration of memory", [&](ncclComm_t comm, void** window) {
-    RTP_NCCL_CHECK(windows.enter(comm, memory.data_ptr(), memory.nbytes(), window, NcclWindows::kSymmetric));
+    RTP_NCCL_CHECK(windows.enter(comm, memory.data_ptr(), memory.nbytes(), window, NcclWindows::kAddresses));
   });
   // Success without a window is how NCCL says that the ranks cannot address each other's memory.
   if (region.window == nullptr) {

@@ -70,7 +70,8 @@ class EmulatedDevice : public CudaTransport {
         hop, [&](std::byte* to, const std::byte* from, size_t bytes) { copies.push_back({to, from, bytes}); },
         [&](std::byte* to, size_t bytes) { RTP_CUDA_CHECK(cudaMemsetAsync(to, 0, bytes, stream)); });
     link_->copy(hop.channel, copies, stream);
-    return transfer(lanes_.mark(stream));
+    const Mark done = lanes_.mark(stream);
+    return transfer(done, done);
   }
 
   void abort(const std::string&) noexcept override {}

@@ -60,10 +60,11 @@ class CeLocal : public EmulatedLink {
       size_t share = 0;
       for (const Copy& piece : cut({copy}, (each + kCut - 1) / kCut * kCut)) shares[share++].push_back(piece);
     }
+    const bool captured = capture_of(stream) != 0;
     for (const Stream& other : more) follow(other.get(), stream);
-    engine_.copy(shares[0], stream);
+    engine_.copy(shares[0], stream, captured);
     for (size_t share = 1; share < shares.size(); ++share) {
-      engine_.copy(shares[share], more[share - 1].get());
+      engine_.copy(shares[share], more[share - 1].get(), captured);
       follow(stream, more[share - 1].get());
     }
   }

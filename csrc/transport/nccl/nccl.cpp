@@ -15,7 +15,7 @@ class NcclTransport : public SupervisedTransport {
     start();
   }
 
-  ~NcclTransport() override { stop(); }
+  ~NcclTransport() override { keep_what_is_in_use(); }
 
   const char* name() const override { return "nccl"; }
   bool sends_anywhere() const override { return !registered_; }
@@ -31,6 +31,7 @@ class NcclTransport : public SupervisedTransport {
       RTP_NCCL_CHECK(ncclCommRegister(comm, slot.data_ptr(), static_cast<size_t>(slot.numel()), &handle));
     });
     handles_[slot.data_ptr()] = handle;
+    remember(slot);
     return slot;
   }
 
@@ -43,13 +44,14 @@ class NcclTransport : public SupervisedTransport {
     finish_uses(channel);
     void* handle = found->second;
     handles_.erase(found);
+    forget(slot);
     if (handle == nullptr) return;  // registration is switched off in NCCL's environment
     communicators_.call(static_cast<size_t>(channel), "transport nccl: deregistering a slot",
                         [&](ncclComm_t comm) { RTP_NCCL_CHECK(ncclCommDeregister(comm, handle)); });
   }
 
  protected:
-  void enqueue(const Hop& hop, cudaStream_t stream) override {
+  Ends enqueue(const Hop& hop, cudaStream_t stream) override {
     communicators_.call(static_cast<size_t>(hop.channel), hop.describe(), [&](ncclComm_t comm) {
       NcclGroup group;
       for (const Span& span : hop.send) {
@@ -60,6 +62,7 @@ class NcclTransport : public SupervisedTransport {
       }
       group.end();
     });
+    return {};
   }
 
  private:

@@ -46,7 +46,7 @@ class NcclPutTransport : public SupervisedTransport {
     start();
   }
 
-  ~NcclPutTransport() override { stop(); }
+  ~NcclPutTransport() override { keep_what_is_in_use(); }
 
   const char* name() const override { return "nccl-put"; }
   bool sends_anywhere() const override { return false; }
@@ -67,6 +67,7 @@ class NcclPutTransport : public SupervisedTransport {
       throw NcclError("transport nccl-put: NCCL gave no window: symmetric memory is not supported between these GPUs");
     }
     windows_[slot.data_ptr()] = window;
+    remember(slot);
     return slot;
   }
 
@@ -78,6 +79,7 @@ class NcclPutTransport : public SupervisedTransport {
     finish_uses(channel);
     void* window = found->second;
     windows_.erase(found);
+    forget(slot);
     communicators_.call(data(channel), "transport nccl-put: deregistering a slot",
                         [&](ncclComm_t comm) { RTP_NCCL_CHECK(functions_.leave(comm, window)); });
   }
@@ -85,7 +87,7 @@ class NcclPutTransport : public SupervisedTransport {
  protected:
   // Signals are counted by their source, and a communicator works off its calls in order. So credits travel on a
   // communicator of their own, and a put is enqueued before the wait for what arrives.
-  void enqueue(const Hop& hop, cudaStream_t stream) override {
+  Ends enqueue(const Hop& hop, cudaStream_t stream) override {
     const std::vector<Block> out = blocks_of(hop.send, hop.lands_at), in = blocks_of(hop.receive, hop.leaves_from);
     const std::string what = hop.describe();
     if (!in.empty()) {  // the slot is free: whatever used it is ahead in the stream
@@ -104,6 +106,7 @@ class NcclPutTransport : public SupervisedTransport {
       }
     }
     if (!in.empty()) wait(data(hop.channel), what, hop.from, static_cast<int>(in.size()), stream);
+    return {};
   }
 
   bool give_up() noexcept override {

@@ -17,6 +17,11 @@ SupervisedTransport::SupervisedTransport(const RingEnd& end, const std::vector<s
                                          const CommunicatorOptions& options)
     : CudaTransport(end.device), end_(end), communicators_(connect(end, ids, options)) {}
 
+SupervisedTransport::~SupervisedTransport() {
+  // Its first hop failed, and may yet end.
+  if (!watchdog_ && !slots_.empty()) static_cast<void>(new decltype(slots_)(std::move(slots_)));
+}
+
 void SupervisedTransport::try_out() {
   const DeviceScope scope(device_);
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
@@ -69,15 +74,29 @@ std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
   const DeviceScope scope(device_);
   watchdog_->check();
   cudaStream_t stream = lanes_.channel(hop.channel);
+  Ends ends;
   try {
-    enqueue(hop, stream);
+    ends = enqueue(hop, stream);
   } catch (const RotationError&) {
     watchdog_->check();  // why the watchdog gave up says more than that it did
     throw;
   }
-  const Mark done = lanes_.mark(stream);
-  watchdog_->watch(hop, stream, done);
-  return transfer(done);
+  if (!ends.received) {
+    ends.received = lanes_.mark(stream);
+    watch(hop, ends.received);
+  }
+  if (!ends.sent) ends.sent = ends.received;
+  return transfer(ends.sent, ends.received);
+}
+
+// Hops of a stream that is being captured are not supervised: their events cannot be queried, and they run when the
+// graph does.
+void SupervisedTransport::watch(const Hop& hop, const Mark& done) {
+  if (lanes_.capture() != 0) {
+    captured_ = true;
+  } else {
+    watchdog_->watch(hop, done);
+  }
 }
 
 std::optional<Failure> SupervisedTransport::look(const std::vector<int>& awaited) {
@@ -111,10 +130,12 @@ void SupervisedTransport::close() {
 }
 
 void SupervisedTransport::drop() noexcept {
-  if (watchdog_->drain(end_.timeout)) {
-    const DeviceScope scope(device_);
-    cudaStreamSynchronize(lanes_.compute());  // which may still use the slots
+  if (!watchdog_->drain(end_.timeout)) {
+    abort("dropped while a hop was under way");
+    return;
   }
+  const DeviceScope scope(device_);
+  cudaStreamSynchronize(lanes_.compute());  // which may still use the slots
   watchdog_->stop();
   give_up();
 }
@@ -135,11 +156,25 @@ void SupervisedTransport::finish_uses(Channel channel) const {
   RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.compute()));
 }
 
-void SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_t stream) {
-  if (!watchdog_) return;  // the first hop, which try_out() waits for
-  Hop part = hop;
-  part.from = peer;
-  watchdog_->watch(part, stream, lanes_.mark(stream));
+Mark SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_t stream) {
+  const Mark reached = lanes_.mark(stream);
+  if (watchdog_) {  // else the first hop, which try_out() waits for
+    Hop part = hop;
+    part.from = peer;
+    watch(part, reached);
+  }
+  return reached;
+}
+
+bool SupervisedTransport::nothing_left() noexcept {
+  if (!watchdog_) return false;  // a first hop that failed
+  return !watchdog_->failed() || (!captured_ && watchdog_->drain(kGivingUp));
+}
+
+void SupervisedTransport::keep_what_is_in_use() noexcept {
+  const bool over = nothing_left();
+  watchdog_->stop();
+  if (!over) static_cast<void>(new decltype(slots_)(std::move(slots_)));
 }
 
 }  // namespace rtp

@@ -3,6 +3,7 @@
 
 #ifdef RTP_WITH_CUDA
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -29,6 +30,7 @@ class SupervisedTransport : public CudaTransport {
  public:
   // `ids`: the unique ids of the communicators, the same on every rank. Collective.
   SupervisedTransport(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options);
+  ~SupervisedTransport() override;
 
   std::unique_ptr<Transfer> post(const Hop& hop) final;
   void check() const final;
@@ -43,10 +45,23 @@ class SupervisedTransport : public CudaTransport {
   void start();
   void stop() noexcept { watchdog_->stop(); }
 
+  // Where in its channel a hop has ended; null: at the end of what it enqueues.
+  struct Ends {
+    Mark sent;      // what it sends from may be overwritten
+    Mark received;  // what it receives has arrived
+  };
   // Enqueues a hop on the stream of its channel.
-  virtual void enqueue(const Hop& hop, cudaStream_t stream) = 0;
-  // For enqueue(): what is enqueued so far waits for `peer`; the whole hop counts as waiting for its sender.
-  void supervise(const Hop& hop, int peer, cudaStream_t stream);
+  virtual Ends enqueue(const Hop& hop, cudaStream_t stream) = 0;
+  // For enqueue(): what is enqueued so far waits for `peer`; the whole hop counts as waiting for its sender. Returns
+  // the mark of this point.
+  Mark supervise(const Hop& hop, int peer, cudaStream_t stream);
+  // Slots whose memory must outlive what is enqueued, even if the ring fails.
+  void remember(const at::Tensor& slot) { slots_[slot.data_ptr()] = slot; }
+  void forget(const at::Tensor& slot) { slots_.erase(slot.data_ptr()); }
+  // Whether nothing that was enqueued can still run: it has been seen to end. Waits for what has been given up.
+  bool nothing_left() noexcept;
+  // For destructors: stops the watchdog, and leaves the memory of slots that may still be in use to the process.
+  void keep_what_is_in_use() noexcept;
   // Lets what is enqueued come to an end. True: to be called again until it has. On any thread.
   virtual bool give_up() noexcept;
   // For slots that NCCL knows: none is made or ended while a graph is captured.
@@ -63,6 +78,10 @@ class SupervisedTransport : public CudaTransport {
  private:
   std::optional<Failure> look(const std::vector<int>& awaited);
 
+  void watch(const Hop& hop, const Mark& done);
+
+  bool captured_ = false;  // there are graphs, whose hops nobody watches
+  std::map<void*, at::Tensor> slots_;
   int unanswered_ = 0;  // looks in a row that found an awaited process ended
   std::unique_ptr<Watchdog> watchdog_;
 };

@@ -4,6 +4,8 @@ namespace rtp {
 namespace {
 
 constexpr auto kPollInterval = std::chrono::milliseconds(20);
+// What has been given up ends one wait at a time, of which dozens of layers may be enqueued.
+constexpr auto kGivingUpInterval = std::chrono::microseconds(100);
 
 bool ended(const Mark& mark) { return std::static_pointer_cast<Event>(mark)->reached(); }
 
@@ -12,8 +14,7 @@ bool ended(const Mark& mark) { return std::static_pointer_cast<Event>(mark)->rea
 Watchdog::Watchdog(at::Device device, std::chrono::milliseconds timeout, Duties duties)
     : device_(device), timeout_(timeout), duties_(std::move(duties)), thread_([this] { run(); }) {}
 
-void Watchdog::watch(const Hop& hop, cudaStream_t stream, const Mark& done) {
-  if (capture_of(stream) != 0) return;
+void Watchdog::watch(const Hop& hop, const Mark& done) {
   Pending pending{hop, Clock::now(), done};
   pending.hop.send.clear();
   pending.hop.receive.clear();
@@ -29,6 +30,11 @@ void Watchdog::check() const {
   throw RotationError(failure_->reason);
 }
 
+bool Watchdog::failed() const {
+  const std::lock_guard lock(mutex_);
+  return failure_.has_value();
+}
+
 void Watchdog::fail(Failure failure) noexcept {
   try {
     const std::lock_guard duty(duty_);
@@ -38,6 +44,7 @@ void Watchdog::fail(Failure failure) noexcept {
       failure_ = failure;
     }
     again_ = duties_.give_up(failure);
+    wake_.notify_all();
   } catch (...) {  // no memory for a message: the timeout of the neighbours has to do
   }
 }
@@ -94,7 +101,7 @@ void Watchdog::run() noexcept {
     RTP_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
     std::unique_lock lock(mutex_);
     while (!stopping_) {
-      wake_.wait_for(lock, kPollInterval);
+      wake_.wait_for(lock, again_ ? std::chrono::microseconds(kGivingUpInterval) : kPollInterval);
       if (stopping_) break;
       const bool failed = failure_.has_value();
       lock.unlock();

@@ -5,6 +5,7 @@
 #ifdef RTP_WITH_CUDA
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -42,12 +43,12 @@ class Watchdog {
   Watchdog& operator=(const Watchdog&) = delete;
   ~Watchdog() { stop(); }
 
-  // Supervises the hop just enqueued on `stream`, which ends at `done`. Hops of a stream that is being captured are
-  // not supervised: their events cannot be queried, and they run when the graph does.
-  void watch(const Hop& hop, cudaStream_t stream, const Mark& done);
+  // Supervises the hop just enqueued, which ends at `done`: a mark outside captures.
+  void watch(const Hop& hop, const Mark& done);
 
   // Throws once something has failed.
   void check() const;
+  bool failed() const;
 
   // Fails, and gives up before it returns, unless something has failed already.
   void fail(Failure failure) noexcept;
@@ -80,7 +81,7 @@ class Watchdog {
   std::condition_variable wake_;
   bool stopping_ = false;
   std::optional<Failure> failure_;
-  bool again_ = false;                          // give_up wants another call
+  std::atomic<bool> again_ = false;             // give_up wants another call
   std::array<std::deque<Pending>, 2> pending_;  // of each channel: hops whose end has not been seen, oldest first
   std::thread thread_;
 };

@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 
 NAME = "rtp_simulated_cuda"
-SOURCES = ["bindings.cpp", "ce.cpp", "nccl.cpp", "nccl_windows.cpp", "runtime.cpp", "transports.cpp"]
+SOURCES = ["bindings.cpp", "blas.cpp", "ce.cpp", "nccl.cpp", "nccl_windows.cpp", "runtime.cpp", "transports.cpp"]
 
 
 def include_folders() -> list[Path] | None:
@@ -72,7 +72,7 @@ def simulation() -> Iterator[Any]:
     yield module
     module.controls.released = True
     assert settled(module), "streams did not end"
-    assert module.mistakes() == []
+    assert module.mistakes() == [], module.mistakes()
 
 
 def run_threads(work: Callable[..., Any], ranks: int, *args: Any, timeout: float = 30.0) -> list[Any]:

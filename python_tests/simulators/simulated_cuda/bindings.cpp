@@ -7,7 +7,8 @@
 #include "transport/nccl/nccl.h"
 #include "transport/nccl/put.h"
 
-void bind_ce(pybind11::module_& m);  // ce.cpp
+void bind_blas(pybind11::module_& m);  // blas.cpp
+void bind_ce(pybind11::module_& m);    // ce.cpp
 
 namespace {
 
@@ -19,7 +20,7 @@ using Milliseconds = std::chrono::milliseconds;
 using News = std::shared_ptr<PeerNews>;
 
 RingEnd ring_end(int rank, int ranks, Milliseconds timeout, const News& news) {
-  return {rank, ranks, at::Device(at::kCPU), timeout, news};
+  return {rank, ranks, at::Device(at::kCPU, 0), timeout, news};
 }
 
 void bind_controls(py::module_& m) {
@@ -32,7 +33,8 @@ void bind_controls(py::module_& m) {
       .def_readwrite("capturing", &Controls::capturing)
       .def_readwrite("released", &Controls::released)
       .def_readwrite("lacks_memory_ops", &Controls::lacks_memory_ops)
-      .def_readwrite("multiprocessors", &Controls::multiprocessors);
+      .def_readwrite("multiprocessors", &Controls::multiprocessors)
+      .def_readwrite("first_device", &Controls::first_device);
   m.attr("controls") = py::cast(&simulated::world().controls, py::return_value_policy::reference);
   m.def("reset", [](unsigned int seed) {
     simulated::forget_communicators();
@@ -40,6 +42,18 @@ void bind_controls(py::module_& m) {
     simulated::world().controls = Controls{};
     simulated::world().random.seed(seed);
     simulated::world().mistakes.clear();
+    simulated::world().contexts.clear();
+    simulated::world().loaded.clear();
+  });
+  m.def("contexts", [] {
+    const std::lock_guard lock(simulated::world().mutex);
+    return simulated::world().contexts;
+  });
+  m.def("calls", [] { return simulated::calls(); });  // of this thread, by function
+  m.def("multicasts", [](int rank) {
+    int windows = 0;
+    for (ncclComm_t comm : simulated::communicators_of(rank)) windows += comm->clique->multicasts;
+    return windows;
   });
   m.def("mistakes", [] {
     const std::lock_guard lock(simulated::world().mutex);
@@ -63,6 +77,12 @@ void bind_kernels(py::module_& m) {
   m.def("launch_copy", [](const at::Tensor& to, const at::Tensor& from) {
     simulated::enqueue(simulated::compute_stream(), [to = address(to), from = address(from), bytes = from.nbytes()] {
       simulated::copy(to, from, bytes);
+    });
+  });
+  m.def("launch_endless", [] {  // until everything is released
+    simulated::enqueue(simulated::compute_stream(), [] {
+      std::unique_lock lock(simulated::world().mutex);
+      simulated::wait_until(lock, [] { return false; });
     });
   });
   m.def("launch_add", [](const at::Tensor& to, const at::Tensor& from) {  // float64
@@ -168,6 +188,100 @@ class WithoutWait : public Transport {
   std::string missing_;
 };
 
+// How many functions of CUDA, or of NCCL, this thread has called.
+int64_t calls_of(const char* prefix) {
+  int64_t total = 0;
+  for (const auto& [function, count] : simulated::calls()) total += function.starts_with(prefix) ? count : 0;
+  return total;
+}
+
+// What hops cost, of all that a pass calls.
+struct Tally {
+  int64_t hops = 0, cuda = 0, nccl = 0;
+
+  template <typename Action>
+  auto operator()(Action&& action) {
+    struct Count {
+      explicit Count(Tally& tally) : tally(tally), cuda(calls_of("cu")), nccl(calls_of("nccl")) {}
+      ~Count() {
+        tally.cuda += calls_of("cu") - cuda;
+        tally.nccl += calls_of("nccl") - nccl;
+      }
+      Tally& tally;
+      int64_t cuda, nccl;
+    };
+    const Count count(*this);
+    return action();
+  }
+};
+
+class CountedLanes : public Lanes {
+ public:
+  CountedLanes(std::shared_ptr<Transport> inner, std::shared_ptr<Tally> tally)
+      : transport_(std::move(inner)), inner_(transport_->lanes()), tally_(std::move(tally)) {}
+
+  Mark mark_compute() override { return inner_.mark_compute(); }
+  void order_compute_after(const Mark& mark) override { inner_.order_compute_after(mark); }
+  void order_channel_after(Channel channel, const Mark& mark) override {
+    (*tally_)([&] { inner_.order_channel_after(channel, mark); });
+  }
+  void select_compute_lane(int lane) override { inner_.select_compute_lane(lane); }
+  uint64_t capture() const override { return inner_.capture(); }
+  void begin_pass() override { inner_.begin_pass(); }
+  void end_pass() override { inner_.end_pass(); }
+  void enter() override { inner_.enter(); }
+  void leave() override { inner_.leave(); }
+
+ private:
+  std::shared_ptr<Transport> transport_;
+  Lanes& inner_;
+  std::shared_ptr<Tally> tally_;
+};
+
+class CountedTransport : public Transport {
+ public:
+  CountedTransport(std::shared_ptr<Transport> inner, const std::shared_ptr<Tally>& tally)
+      : Transport(std::make_unique<CountedLanes>(inner, tally)), inner_(std::move(inner)), tally_(tally) {}
+
+  const char* name() const override { return inner_->name(); }
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    ++tally_->hops;
+    return (*tally_)([&] { return std::make_unique<Counted>(inner_->post(hop), tally_); });
+  }
+  void order_channel_after_received(Channel channel, Transfer& transfer) override {
+    (*tally_)([&] { inner_->order_channel_after_received(channel, transfer); });
+  }
+  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
+    (*tally_)([&] { inner_->order_channel_after_sent(channel, transfer); });
+  }
+  at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
+  void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
+  bool sends_anywhere() const override { return inner_->sends_anywhere(); }
+  bool receives_anywhere() const override { return inner_->receives_anywhere(); }
+  void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
+  void close() override { inner_->close(); }
+
+ private:
+  class Counted : public Transfer {
+   public:
+    Counted(std::unique_ptr<Transfer> inner, std::shared_ptr<Tally> tally)
+        : inner_(std::move(inner)), tally_(std::move(tally)) {}
+    void wait_received() override {
+      (*tally_)([&] { inner_->wait_received(); });
+    }
+    void wait_sent() override {
+      (*tally_)([&] { inner_->wait_sent(); });
+    }
+
+   private:
+    std::unique_ptr<Transfer> inner_;
+    std::shared_ptr<Tally> tally_;
+  };
+
+  std::shared_ptr<Transport> inner_;
+  std::shared_ptr<Tally> tally_;
+};
+
 // Communicators themselves, as transports make them.
 void bind_communicators(py::module_& m) {
   py::class_<NcclCommunicators>(m, "Communicators")
@@ -196,6 +310,15 @@ void bind_transports(py::module_& m) {
   m.def("without_wait", [](std::shared_ptr<Transport> inner, const std::string& missing) -> std::shared_ptr<Transport> {
     return std::make_shared<WithoutWait>(std::move(inner), missing);
   });
+  py::class_<Tally, std::shared_ptr<Tally>>(m, "Tally")
+      .def(py::init())
+      .def_readonly("hops", &Tally::hops)
+      .def_readonly("cuda", &Tally::cuda)
+      .def_readonly("nccl", &Tally::nccl);
+  m.def("counted",
+        [](std::shared_ptr<Transport> inner, const std::shared_ptr<Tally>& tally) -> std::shared_ptr<Transport> {
+          return std::make_shared<CountedTransport>(std::move(inner), tally);
+        });
   m.def("unique_id", [] { return py::bytes(nccl_unique_id()); });
   m.def(
       "nccl",
@@ -227,4 +350,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_communicators(m);
   bind_transports(m);
   bind_ce(m);
+  bind_blas(m);
 }

@@ -1,13 +1,14 @@
 // The transport ce, those with a mistake (mutants.py) and the links of the emulated ring: sources and bindings in one
 // unit because their headers take most of the time.
+#include "../../../csrc/transport/ce/ce.cpp"
+
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "../../../csrc/device/copy_engine.cpp"
-#include "../../../csrc/transport/emulated/links.cpp"
 #include "../../../csrc/transport/ce/peer_flags.cpp"
 #include "../../../csrc/transport/ce/peer_memory.cpp"
-#include "../../../csrc/transport/ce/ce.cpp"
+#include "../../../csrc/transport/emulated/links.cpp"
 #include "mutated_transport_ce.h"
 
 void bind_ce(pybind11::module_& m);
@@ -40,7 +41,7 @@ void bind_ce(pybind11::module_& m) {
       [](const std::string& id, int rank, int ranks, std::chrono::milliseconds timeout,
          const std::shared_ptr<PeerNews>& news, int mutant) -> std::shared_ptr<Transport> {
         const NoGil release;
-        const RingEnd end{rank, ranks, at::Device(at::kCPU), timeout, news};
+        const RingEnd end{rank, ranks, at::Device(at::kCPU, 0), timeout, news};
         return mutant < 0 ? make_ce_transport(end, id) : make_mutated_ce_transport(mutant, end, id);
       },
       py::arg("id"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"), py::arg("mutant") = -1);

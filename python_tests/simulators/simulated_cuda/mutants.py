@@ -9,26 +9,26 @@ from pathlib import Path
 CE_MUTANTS = {
     "copies before the slot is free": (
         """        await(Kind::credit, hop.to);
-        push(hop, stream);
+        push(hop, stream, captured);
 """,
-        """        push(hop, stream);
+        """        push(hop, stream, captured);
         await(Kind::credit, hop.to);
 """,
     ),
     "raises the flag before the data": (
-        """        push(hop, stream);
+        """        push(hop, stream, captured);
         raise(Kind::data, hop.to);
 """,
         """        raise(Kind::data, hop.to);
-        push(hop, stream);
+        push(hop, stream, captured);
 """,
     ),
     "says that it has read before it reads": (
-        """        pull(hop, stream);
+        """        pull(hop, stream, captured);
         raise(Kind::credit, hop.from);
 """,
         """        raise(Kind::credit, hop.from);
-        pull(hop, stream);
+        pull(hop, stream, captured);
 """,
     ),
     "shares flags between weights and gradients": (

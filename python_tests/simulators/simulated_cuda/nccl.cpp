@@ -164,11 +164,13 @@ const char* ncclGetErrorString(ncclResult_t result) {
   }
 }
 ncclResult_t ncclGetVersion(int* version) {
+  called("ncclGetVersion");
   const std::lock_guard lock(world().mutex);
   *version = world().controls.version;
   return ncclSuccess;
 }
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  called("ncclGetUniqueId");
   const std::lock_guard lock(world().mutex);
   std::memset(id, 0, sizeof(*id));
   const std::string text = "clique " + std::to_string(++book().ids);
@@ -177,19 +179,24 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t* config) {
+  called("ncclCommInitRankConfig");
   const std::lock_guard lock(world().mutex);
   if (config->blocking != 0 || config->magic != NCCL_API_MAGIC || config->splitShare != 0) return ncclInvalidArgument;
   auto& clique = book().cliques[id.internal];
   if (clique == nullptr) clique = std::make_shared<Clique>();
   if (clique->members.count(rank) > 0) return ncclInvalidUsage;
   clique->ranks = ranks;
-  *comm = new ncclComm{clique, rank, 2, false, false, false, ncclSuccess, nullptr, {}, 0};
+  *comm = new ncclComm;
+  (*comm)->clique = clique;
+  (*comm)->rank = rank;
+  (*comm)->unsettled = 2;
   clique->members[rank] = *comm;
   book().comms.push_back(*comm);
   return ncclInProgress;
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
+  called("ncclCommGetAsyncError");
   const std::lock_guard lock(world().mutex);
   if (comm->gone) {
     mistake("ncclCommGetAsyncError after the end of a communicator");
@@ -209,10 +216,12 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
 }
 
 ncclResult_t ncclGroupStart() {
+  called("ncclGroupStart");
   ++depth;
   return ncclSuccess;
 }
 ncclResult_t ncclGroupEnd() {
+  called("ncclGroupEnd");
   if (--depth > 0) return ncclSuccess;
   ncclResult_t result = ncclSuccess;
   for (Group& group : std::exchange(groups, {})) {
@@ -224,23 +233,28 @@ ncclResult_t ncclGroupEnd() {
 
 ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                       cudaStream_t stream) {
+  called("ncclSend");
   if (type != ncclInt8) return ncclInvalidArgument;
   return add(comm, stream,
              [&](Group& group) { group.sends.emplace_back(peer, std::make_shared<Message>(Message{data, count})); });
 }
 ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+  called("ncclRecv");
   if (type != ncclInt8) return ncclInvalidArgument;
   return add(comm, stream, [&](Group& group) { group.receives.emplace_back(peer, std::make_pair(data, count)); });
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  called("ncclCommAbort");
   const std::lock_guard lock(world().mutex);
   if (comm->gone) mistake("ncclCommAbort after the end of a communicator");
+  unmap_windows(comm, "ncclCommAbort");
   comm->aborted = comm->gone = true;
   world().changed.notify_all();
   return ncclSuccess;
 }
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+  called("ncclCommFinalize");
   const ncclResult_t usable = check_usable(comm);
   if (usable != ncclSuccess) return usable;
   const std::lock_guard lock(world().mutex);
@@ -251,8 +265,10 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   return ncclInProgress;
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  called("ncclCommDestroy");
   const std::lock_guard lock(world().mutex);
   if (!comm->finalizing) mistake("ncclCommDestroy before ncclCommFinalize");
+  unmap_windows(comm, "ncclCommDestroy");
   comm->gone = true;
   return ncclSuccess;
 }

@@ -11,6 +11,10 @@ ncclResult_t check_usable(ncclComm_t comm);
 // Enqueues work of a communicator: after its work before, whatever stream that was on.
 void enqueue_on(ncclComm_t comm, cudaStream_t stream, Work work);
 
+// Notes a mistake where the memory of a communicator's windows is unmapped while its rank still uses it. Holds the
+// mutex.
+void unmap_windows(ncclComm_t comm, const char* function);
+
 // Whether what waits on a communicator should stop waiting. Holds the mutex.
 bool ended(ncclComm_t comm);
 

@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "device/nccl/library.h"
-#include "nccl_operations.h"
 #include "device/nccl/symmetric_memory.h"
+#include "nccl_operations.h"
 
 namespace simulated {
 namespace {
@@ -15,7 +15,8 @@ bool registrable(const void* data, size_t bytes) {
   auto found = world().registrable.upper_bound(const_cast<void*>(data));
   if (found == world().registrable.begin()) return false;
   --found;
-  return static_cast<const std::byte*>(data) + bytes <= static_cast<const std::byte*>(found->first) + found->second;
+  return static_cast<const std::byte*>(data) + bytes <=
+         static_cast<const std::byte*>(found->first) + found->second.bytes;
 }
 
 // Whether memory lies in a window of this rank. Holds the mutex.
@@ -45,6 +46,7 @@ void send_signal(ncclComm_t comm, int peer) {
 ncclResult_t put_signal(const void* data, size_t count, ncclDataType_t type, int peer, ncclWindow_t window,
                         size_t offset, int signal, int context, unsigned int flags, ncclComm_t comm,
                         cudaStream_t stream) {
+  called("ncclPutSignal");
   const ncclResult_t usable = check_usable(comm);
   if (usable != ncclSuccess) return usable;
   void* target = nullptr;
@@ -67,6 +69,7 @@ ncclResult_t put_signal(const void* data, size_t count, ncclDataType_t type, int
 }
 
 ncclResult_t signal(int peer, int index, int context, unsigned int flags, ncclComm_t comm, cudaStream_t stream) {
+  called("ncclSignal");
   const ncclResult_t usable = check_usable(comm);
   if (usable != ncclSuccess) return usable;
   if (index != 0 || context != 0 || flags != 0) return ncclInvalidArgument;
@@ -75,6 +78,7 @@ ncclResult_t signal(int peer, int index, int context, unsigned int flags, ncclCo
 }
 
 ncclResult_t wait_signal(int count, WaitDescription* wanted, ncclComm_t comm, cudaStream_t stream) {
+  called("ncclWaitSignal");
   const ncclResult_t usable = check_usable(comm);
   if (usable != ncclSuccess) return usable;
   std::vector<std::pair<int, int64_t>> targets;
@@ -98,16 +102,18 @@ ncclResult_t wait_signal(int count, WaitDescription* wanted, ncclComm_t comm, cu
 
 // Collective. The windows are made once every rank has asked; a communicator is in progress until then.
 ncclResult_t register_window(ncclComm_t comm, void* data, size_t bytes, ncclWindow_t* window, int flags) {
+  called("ncclCommWindowRegister");
   const ncclResult_t usable = check_usable(comm);
   if (usable != ncclSuccess) return usable;
   const std::lock_guard lock(world().mutex);
   Clique& clique = *comm->clique;
   *window = nullptr;
   if (world().controls.null_windows) return ncclSuccess;
-  if (flags != NCCL_WIN_COLL_SYMMETRIC || reinterpret_cast<uintptr_t>(data) % NCCL_WIN_REQUIRED_ALIGNMENT != 0 ||
-      !registrable(data, bytes)) {
+  if ((flags != NCCL_WIN_COLL_SYMMETRIC && flags != NCCL_WIN_DEFAULT) ||
+      reinterpret_cast<uintptr_t>(data) % NCCL_WIN_REQUIRED_ALIGNMENT != 0 || !registrable(data, bytes)) {
     return ncclInvalidArgument;
   }
+  if (flags == NCCL_WIN_COLL_SYMMETRIC) ++clique.multicasts;
   clique.registrations[comm->rank].emplace_back(data, bytes);
   clique.wanted[comm->rank].push_back(window);
   ++comm->registered;
@@ -127,12 +133,34 @@ ncclResult_t register_window(ncclComm_t comm, void* data, size_t bytes, ncclWind
 
 ncclResult_t deregister_window(ncclComm_t comm, ncclWindow_t window) {
   const std::lock_guard lock(world().mutex);
+  called("ncclCommWindowDeregister");
   if (comm->last != nullptr && !comm->last->reached) mistake("a window was deregistered while work was under way");
+  for (const auto& [data, bytes] : window->memory) {
+    if (in_use(comm->maker, data, bytes)) mistake("a window was deregistered while copies into or out of it were due");
+  }
   --comm->registered;
   std::erase(comm->clique->registrations[comm->rank], window->memory[comm->rank]);
   delete window;
   return ncclSuccess;
 }
+
+}  // namespace
+
+void unmap_windows(ncclComm_t comm, const char* function) {
+  if (comm->gone) return;
+  for (const auto& [rank, registrations] : comm->clique->registrations) {
+    for (const auto& [data, bytes] : registrations) {
+      if (in_use(comm->maker, data, bytes)) {
+        mistake(std::string(function) + " of rank " + std::to_string(comm->rank) + " unmapped a window of rank " +
+                std::to_string(rank) + " (" + std::to_string(bytes) +
+                " bytes) while copies into or out of it were due");
+        return;
+      }
+    }
+  }
+}
+
+namespace {
 
 ncclResult_t peer_pointer(ncclWindow_t window, size_t offset, int peer, void** pointer) {
   *pointer = static_cast<std::byte*>(window->memory[peer].first) + offset;
@@ -147,18 +175,25 @@ using namespace simulated;
 extern "C" {
 
 ncclResult_t ncclMemAlloc(void** memory, size_t bytes) {
+  called("ncclMemAlloc");
   cudaMalloc(memory, bytes);
   const std::lock_guard lock(world().mutex);
-  world().registrable[*memory] = bytes;
+  world().registrable[*memory] = {bytes, std::this_thread::get_id()};
   return ncclSuccess;
 }
 // It lives on, as memory that peers have mapped does.
 ncclResult_t ncclMemFree(void* memory) {
+  called("ncclMemFree");
   const std::lock_guard lock(world().mutex);
-  world().registrable.erase(memory);
+  const auto found = world().registrable.find(memory);
+  if (found != world().registrable.end()) {
+    if (in_use(found->second.maker, memory, found->second.bytes)) mistake("ncclMemFree of memory that copies use");
+    world().registrable.erase(found);
+  }
   return ncclSuccess;
 }
 ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, size_t bytes, void** handle) {
+  called("ncclCommRegister");
   const ncclResult_t usable = check_usable(comm);
   if (usable != ncclSuccess) return usable;
   const std::lock_guard lock(world().mutex);
@@ -168,6 +203,7 @@ ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, size_t bytes, v
   return ncclSuccess;
 }
 ncclResult_t ncclCommDeregister(const ncclComm_t comm, void*) {
+  called("ncclCommDeregister");
   const std::lock_guard lock(world().mutex);
   if (comm->last != nullptr && !comm->last->reached) mistake("memory was deregistered while work was under way");
   --comm->registered;
@@ -195,5 +231,5 @@ at::Tensor rtp::allocate_symmetric(int64_t bytes, at::Device device) {
   ncclMemAlloc(&memory, static_cast<size_t>(std::max<int64_t>(bytes, 1)));
   return at::from_blob(
       memory, {std::max<int64_t>(bytes, 1)}, [](void* memory) { ncclMemFree(memory); },
-      at::TensorOptions().dtype(at::kByte).device(device));
+      at::TensorOptions().dtype(at::kByte).device(device.type()));
 }

@@ -1,7 +1,9 @@
 // The CUDA runtime of the simulation.
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -13,23 +15,59 @@ namespace simulated {
 namespace {
 
 thread_local cudaStream_t asynchronous_compute = nullptr;
-thread_local int current_device = 0;
+thread_local int chosen_device = -1;
+
+int current_device() { return chosen_device < 0 ? world().controls.first_device : chosen_device; }
+
+// What needs a context makes one.
+void make_context() {
+  const std::lock_guard lock(world().mutex);
+  world().contexts.insert(current_device());
+}
+
+// Streams whose threads run, destroyed or not.
+std::set<std::shared_ptr<CUstream_st>>& live() {
+  static auto* all = new std::set<std::shared_ptr<CUstream_st>>;
+  return *all;
+}
+
+bool overlap(const Memory& memory, const void* data, size_t bytes) {
+  const auto* begin = static_cast<const std::byte*>(data);
+  return std::any_of(memory.begin(), memory.end(), [=](const auto& piece) {
+    const auto* at = static_cast<const std::byte*>(piece.first);
+    return at < begin + bytes && begin < at + piece.second;
+  });
+}
+
+// The first use of a function by a rank: the driver may load code, which waits for all of its streams.
+void use(const std::string& function, cudaStream_t stream) {
+  const std::lock_guard lock(world().mutex);
+  if (!world().loaded.insert({stream->maker, function}).second) return;
+  for (const auto& other : live()) {
+    if (other->maker == stream->maker && other->waiting) {
+      mistake("the first " + function + " of a rank while one of its streams waits for a value");
+    }
+  }
+}
 
 void run(std::shared_ptr<CUstream_st> stream) {
   std::unique_lock lock(world().mutex);
   while (true) {
     world().changed.wait(lock, [&] { return !stream->queue.empty() || stream->ending; });
     if (stream->queue.empty()) break;
-    const Work work = std::move(stream->queue.front());
+    Queued next = std::move(stream->queue.front());
     stream->queue.pop_front();
     stream->busy = true;
+    stream->running = std::move(next.memory);
     lock.unlock();
     dawdle();
-    work();
+    next.work();
     lock.lock();
     stream->busy = false;
+    stream->running.clear();
     world().changed.notify_all();
   }
+  live().erase(stream);
   --world().threads;
   world().changed.notify_all();
 }
@@ -41,16 +79,22 @@ std::map<cudaStream_t, std::shared_ptr<CUstream_st>>& streams() {
 }
 
 cudaStream_t make_stream() {
+  make_context();
   auto stream = std::make_shared<CUstream_st>();
   const std::lock_guard lock(world().mutex);
   streams()[stream.get()] = stream;
+  live().insert(stream);
   ++world().threads;
   std::thread(run, stream).detach();
   return stream.get();
 }
 
 CUstream_st& host_stream() {
-  static auto* stream = new CUstream_st{{}, false, false, true};
+  static auto* stream = [] {
+    auto* made = new CUstream_st;
+    made->host = true;
+    return made;
+  }();
   return *stream;
 }
 
@@ -62,6 +106,22 @@ World& world() {
 }
 
 void mistake(const std::string& text) { world().mistakes.push_back(text); }
+
+Calls& calls() {
+  thread_local Calls mine;
+  return mine;
+}
+
+void called(const char* function) { ++calls()[function]; }
+
+bool in_use(Maker maker, const void* data, size_t bytes) {
+  return std::any_of(live().begin(), live().end(), [&](const auto& stream) {
+    if (stream->maker != maker) return false;
+    return overlap(stream->running, data, bytes) ||
+           std::any_of(stream->queue.begin(), stream->queue.end(),
+                       [&](const Queued& queued) { return overlap(queued.memory, data, bytes); });
+  });
+}
 
 void wait_until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& ready) {
   while (!ready() && !world().controls.released) world().changed.wait_for(lock, std::chrono::milliseconds(5));
@@ -84,7 +144,7 @@ void copy(void* to, const void* from, size_t bytes) {
               bytes - bytes / 2);
 }
 
-std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work) {
+std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work, Memory memory) {
   auto point = std::make_shared<Point>();
   if (stream->host) {
     work();
@@ -93,19 +153,22 @@ std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work) {
     return point;
   }
   const std::lock_guard lock(world().mutex);
-  stream->queue.push_back([work = std::move(work), point] {
+  const auto and_reach = [work = std::move(work), point] {
     work();
     const std::lock_guard lock(world().mutex);
     point->reached = true;
     point->time = std::chrono::steady_clock::now();
-  });
+  };
+  stream->queue.push_back({and_reach, std::move(memory)});
   world().changed.notify_all();
   return point;
 }
 
 void synchronize(cudaStream_t stream) {
   std::unique_lock lock(world().mutex);
-  wait_until(lock, [&] { return stream->queue.empty() && !stream->busy; });
+  const auto idle = [&] { return stream->queue.empty() && !stream->busy; };
+  // Also where waits are released: what follows them runs yet.
+  while (!idle()) world().changed.wait_for(lock, std::chrono::milliseconds(5));
 }
 
 void set_compute(bool asynchronous) {
@@ -124,14 +187,17 @@ namespace {
 // Waits for a value in memory, which another stream or the host writes.
 CUresult CUDAAPI wait_value64(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags) {
   if (flags != CU_STREAM_WAIT_VALUE_GEQ && flags != CU_STREAM_WAIT_VALUE_EQ) return CUDA_ERROR_INVALID_VALUE;
-  enqueue(stream, [=] {
+  const auto* memory = reinterpret_cast<uint64_t*>(address);
+  const auto wait = [=] {
     std::unique_lock lock(world().mutex);
-    const auto* memory = reinterpret_cast<uint64_t*>(address);
+    stream->waiting = true;
     wait_until(lock, [=] {
       const uint64_t now = __atomic_load_n(memory, __ATOMIC_ACQUIRE);
       return flags == CU_STREAM_WAIT_VALUE_EQ ? now == value : static_cast<int64_t>(now - value) >= 0;
     });
-  });
+    stream->waiting = false;
+  };
+  enqueue(stream, wait, {{memory, sizeof(uint64_t)}});
   return CUDA_SUCCESS;
 }
 
@@ -145,6 +211,7 @@ CUresult CUDAAPI write_value64(CUstream stream, CUdeviceptr address, cuuint64_t 
 }
 
 CUresult CUDAAPI batch_mem_op(CUstream stream, unsigned int count, CUstreamBatchMemOpParams* operations, unsigned int) {
+  called("cuStreamBatchMemOp");
   for (const auto* operation = operations; operation != operations + count; ++operation) {
     CUresult result = CUDA_ERROR_INVALID_VALUE;
     if (operation->operation == CU_STREAM_MEM_OP_WAIT_VALUE_64) {
@@ -163,6 +230,34 @@ CUresult CUDAAPI batch_mem_op(CUstream stream, unsigned int count, CUstreamBatch
 
 using namespace simulated;
 
+// As torch's, which remembers a device on which there is no context instead of making it current.
+namespace {
+
+thread_local int target_device = -1;
+
+}  // namespace
+
+c10::DeviceIndex c10::cuda::ExchangeDevice(DeviceIndex device) {
+  int before = std::exchange(target_device, -1);
+  if (before < 0) {
+    cudaGetDevice(&before);
+    if (before == device) return device;
+  }
+  cudaSetDevice(device);
+  return static_cast<DeviceIndex>(before);
+}
+
+cudaError_t c10::cuda::MaybeSetDevice(DeviceIndex device) {
+  bool has_context = false;
+  {
+    const std::lock_guard lock(world().mutex);
+    called("cuDevicePrimaryCtxGetState");
+    has_context = world().contexts.count(device) > 0;
+  }
+  target_device = has_context ? -1 : device;
+  return has_context ? cudaSetDevice(device) : cudaSuccess;
+}
+
 c10::cuda::CUDAStream c10::cuda::getCurrentCUDAStream(int) { return CUDAStream(compute_stream()); }
 
 int rtp::launch_delay(int64_t microseconds, void* stream) {
@@ -178,24 +273,31 @@ const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(erro
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute, int) {
+  called("cudaDeviceGetAttribute");
   *value = attribute == cudaDevAttrMultiProcessorCount ? world().controls.multiprocessors : 0;
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
-  *device = current_device;
+  called("cudaGetDevice");
+  *device = current_device();
   return cudaSuccess;
 }
+// Since CUDA 12 this makes a context.
 cudaError_t cudaSetDevice(int device) {
-  current_device = device;
+  called("cudaSetDevice");
+  chosen_device = device;
+  make_context();
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  called("cudaDeviceGetStreamPriorityRange");
   *least = 0;
   *greatest = -5;
   return cudaSuccess;
 }
 // The device is that of all ranks.
 cudaError_t cudaDeviceSynchronize() {
+  called("cudaDeviceSynchronize");
   std::unique_lock lock(world().mutex);
   if (world().controls.capturing) mistake("cudaDeviceSynchronize while a graph is captured");
   wait_until(lock, [] {
@@ -207,25 +309,30 @@ cudaError_t cudaDeviceSynchronize() {
   return cudaSuccess;
 }
 cudaError_t cudaDriverGetVersion(int* version) {
+  called("cudaDriverGetVersion");
   *version = CUDART_VERSION;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+  called("cudaDeviceCanAccessPeer");
   *can = 1;
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int flags, int priority) {
+  called("cudaStreamCreateWithPriority");
   if (flags != cudaStreamNonBlocking || (priority != -5 && priority != 0)) return cudaErrorInvalidValue;
   *stream = make_stream();
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
+  called("cudaStreamCreateWithFlags");
   *stream = make_stream();
   return cudaSuccess;
 }
 // As the real one: returns at once, and the stream ends when its work has.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  called("cudaStreamDestroy");
   const std::lock_guard lock(world().mutex);
   const auto found = streams().find(stream);
   if (found == streams().end()) {
@@ -238,51 +345,61 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  called("cudaStreamSynchronize");
   synchronize(stream);
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  called("cudaStreamQuery");
   const std::lock_guard lock(world().mutex);
   if (world().controls.capturing) mistake("cudaStreamQuery of a stream that is being captured");
   return stream->queue.empty() && !stream->busy ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, enum cudaStreamCaptureStatus* status, unsigned long long* id,
                                      cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+  called("cudaStreamGetCaptureInfo");
   const std::lock_guard lock(world().mutex);
   *status = world().controls.capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   *id = world().controls.capturing ? 1 : 0;
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* mode) {
+  called("cudaThreadExchangeStreamCaptureMode");
   thread_local cudaStreamCaptureMode now = cudaStreamCaptureModeGlobal;
   std::swap(now, *mode);
   return cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
+  called("cudaEventCreateWithFlags");
   *event = new CUevent_st{{}, (flags & cudaEventDisableTiming) == 0};
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  called("cudaEventDestroy");
   delete event;
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  called("cudaEventRecord");
   auto point = enqueue(stream, [] {});
   const std::lock_guard lock(world().mutex);
   event->point = std::move(point);
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  called("cudaEventQuery");
   const std::lock_guard lock(world().mutex);
   return event->point == nullptr || event->point->reached ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  called("cudaEventSynchronize");
   std::unique_lock lock(world().mutex);
   wait_until(lock, [point = event->point] { return point == nullptr || point->reached; });
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
+  called("cudaEventElapsedTime");
   const std::lock_guard lock(world().mutex);
   if (!from->timing || !to->timing || from->point == nullptr || to->point == nullptr)
     return cudaErrorInvalidResourceHandle;
@@ -291,6 +408,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEven
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
+  called("cudaStreamWaitEvent");
   std::shared_ptr<Point> point;
   {
     const std::lock_guard lock(world().mutex);
@@ -305,24 +423,30 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, enum cudaMemcpyKind, cudaStream_t stream) {
-  enqueue(stream, [=] { copy(to, from, bytes); });
+  called("cudaMemcpyAsync");
+  use("cudaMemcpyAsync", stream);
+  enqueue(stream, [=] { copy(to, from, bytes); }, {{to, bytes}, {from, bytes}});
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, enum cudaMemcpyKind) {
+  called("cudaMemcpy");
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  called("cudaMemsetAsync");
   enqueue(stream, [=] { std::memset(to, value, bytes); });
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  called("cudaMemset");
   std::memset(to, value, bytes);
   return cudaSuccess;
 }
 #if CUDART_VERSION >= 13000
 cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* bytes, size_t count,
                                  struct cudaMemcpyAttributes*, size_t*, size_t, cudaStream_t stream) {
+  called("cudaMemcpyBatchAsync");
   {
     const std::lock_guard lock(world().mutex);
     if (world().controls.capturing) mistake("cudaMemcpyBatchAsync cannot be captured");
@@ -330,30 +454,37 @@ cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const
   const std::vector<void*> targets(to, to + count);
   const std::vector<const void*> sources(from, from + count);
   const std::vector<size_t> sizes(bytes, bytes + count);
-  enqueue(stream, [=] {
+  Memory memory;
+  for (size_t i = 0; i < count; ++i) memory.insert(memory.end(), {{to[i], bytes[i]}, {from[i], bytes[i]}});
+  const auto copies = [=] {
     for (size_t i = 0; i < targets.size(); ++i) copy(targets[i], sources[i], sizes[i]);
-  });
+  };
+  enqueue(stream, copies, std::move(memory));
   return cudaSuccess;
 }
 #endif
 
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  called("cudaMalloc");
   *memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 cudaError_t cudaFree(void* memory) {
+  called("cudaFree");
   std::free(memory);
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned int) { return cudaMalloc(memory, bytes); }
 cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
 cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned int) {
+  called("cudaHostGetDevicePointer");
   *device = host;
   return cudaSuccess;
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned int, unsigned long long,
                                              enum cudaDriverEntryPointQueryResult* result) {
+  called("cudaGetDriverEntryPointByVersion");
   const std::lock_guard lock(world().mutex);
   const std::string name(symbol);
   *function = nullptr;

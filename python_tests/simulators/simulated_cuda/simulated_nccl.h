@@ -23,6 +23,7 @@ struct Clique {
   std::map<std::pair<int, int>, int64_t> signals;                            // from, to: ever sent
   std::map<int, std::vector<std::pair<void*, size_t>>> registrations;        // by rank, in order
   std::map<int, std::vector<ncclWindow_t*>> wanted;                          // where each rank wants its window
+  int multicasts = 0;  // windows that had multicast set up for them
 };
 
 // All communicators that were ever made, of a rank in the order in which it made them.
@@ -48,6 +49,7 @@ struct ncclComm {
   std::shared_ptr<simulated::Point> last;  // one communicator runs one piece of work at a time, whatever the stream
   std::map<int, int64_t> awaited;          // signals of each peer that waits have used up
   int registered = 0;                      // ncclCommRegister less ncclCommDeregister
+  simulated::Maker maker = std::this_thread::get_id();
 };
 
 struct ncclWindow_vidmem {

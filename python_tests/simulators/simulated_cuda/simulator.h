@@ -16,7 +16,10 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 namespace simulated {
@@ -27,8 +30,20 @@ struct Point {
   std::chrono::steady_clock::time_point time;
 };
 
-// Work of a stream, run on its thread without the mutex.
+// Work of a stream, run on its thread without the mutex, and the memory that it touches where that could be unmapped.
 using Work = std::function<void()>;
+using Memory = std::vector<std::pair<const void*, size_t>>;
+struct Queued {
+  Work work;
+  Memory memory;
+};
+
+// Ranks are threads, and what a rank makes remembers which.
+using Maker = std::thread::id;
+struct Allocation {
+  size_t bytes;
+  Maker maker;
+};
 
 struct Controls {
   int delay_us = 0;               // before every piece of work and in the middle of every copy: random up to this
@@ -39,6 +54,7 @@ struct Controls {
   bool released = false;          // all waits end: for taking down a test that failed
   bool lacks_memory_ops = false;  // the driver has no cuStreamWaitValue64 and its like
   int multiprocessors = 0;        // of the device; 0: nothing computes on two lanes
+  int first_device = 0;           // the current device of a thread that has chosen none
 };
 
 struct World {
@@ -46,15 +62,22 @@ struct World {
   std::condition_variable changed;
   Controls controls;
   std::mt19937 random;
-  int threads = 0;                      // of streams
-  std::map<void*, size_t> registrable;  // from ncclMemAlloc
-  std::vector<std::string> mistakes;    // calls that the real libraries do not allow
+  int threads = 0;                                 // of streams
+  std::map<void*, Allocation> registrable;         // from ncclMemAlloc
+  std::vector<std::string> mistakes;               // calls that the real libraries do not allow
+  std::set<int> contexts;                          // devices on which this process has a context
+  std::set<std::pair<Maker, std::string>> loaded;  // what each rank has used, so that the driver has loaded its code
 };
 
 World& world();
 
 // Notes a call that the real libraries do not allow. Holds the mutex.
 void mistake(const std::string& text);
+
+// Counts a call of a function of CUDA or NCCL by this thread.
+void called(const char* function);
+using Calls = std::map<std::string, int64_t>;
+Calls& calls();  // of this thread
 
 // Waits until `ready`, which is asked with the mutex held; also where memory that nobody announces has changed.
 void wait_until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& ready);
@@ -66,7 +89,10 @@ void dawdle();
 void copy(void* to, const void* from, size_t bytes);
 
 // Appends to a stream, or runs at once where the stream is the host's. Returns the point after it.
-std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work);
+std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work, Memory memory = {});
+
+// Whether a stream that `maker` made has yet to run, or runs, work on this memory. Holds the mutex.
+bool in_use(Maker maker, const void* data, size_t bytes);
 
 // Makes the calling thread wait until everything enqueued on `stream` has run.
 void synchronize(cudaStream_t stream);
@@ -81,10 +107,13 @@ cudaStream_t compute_stream();
 
 // Opaque in CUDA's headers.
 struct CUstream_st {
-  std::deque<simulated::Work> queue;
+  std::deque<simulated::Queued> queue;
+  simulated::Memory running;  // what the work that runs touches
   bool busy = false;
   bool ending = false;
-  bool host = false;  // runs everything at once, in the thread that calls
+  bool host = false;     // runs everything at once, in the thread that calls
+  bool waiting = false;  // for a value in memory
+  simulated::Maker maker = std::this_thread::get_id();
 };
 struct CUevent_st {
   std::shared_ptr<simulated::Point> point;  // of the last record; none before the first

@@ -20,6 +20,7 @@ logger = logging.getLogger("rtp_ext")
 # Of CPU rings, whose hops cross a network: they hardly take the cores that compute.
 NETWORKED = ("tcp", "c10d", "shm+tcp", "shm+c10d")
 FEW_CONNECTIONS = 16  # of CUDA's 32 at most; streams share what there is
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # of NCCL 2.26 or newer
 REGISTERED_SINCE = 22300  # the NCCL that moves registered memory between GPUs of a host without copies of its own
 
 
@@ -74,6 +75,32 @@ def candidates(ring: Groups) -> list[Candidate]:
     # Last, and only where asked for: what waits for a dead rank there cannot be ended.
     put = Candidate("nccl-put", "one-sided NCCL", nccl_put_refusal, _make_nccl_put, automatic=False)
     return [ce, *registered, c10d, put]
+
+
+def launch_order_problem() -> str | None:
+    """What may let NCCL's communicators wait for each other for ever: on one GPU the kernel of this one first, on
+    another that of the other, as the two of a ring and torch's could. NCCL launches in the order of the host's calls
+    where a variable tells it to, which it reads once, at its first launch. Source: NCCL's user guide, "Using multiple
+    NCCL communicators concurrently"."""
+    set_to = os.environ.get(LAUNCH_ORDER)
+    if set_to is None:
+        return f"{LAUNCH_ORDER} is not set: the first ring of GPUs sets it to 1, too late where NCCL was used before"
+    if set_to != "1":
+        return (
+            f"{LAUNCH_ORDER} is {set_to}: communicators that share a GPU may wait for each other for ever; set it to 1"
+        )
+    return None
+
+
+def order_launches() -> None:
+    """Sets what `launch_order_problem` asks for, unless the user has set it to something else, and says so."""
+    if (problem := launch_order_problem()) is None:
+        return
+    if LAUNCH_ORDER in os.environ:
+        logger.warning("%s", problem)
+        return
+    os.environ[LAUNCH_ORDER] = "1"
+    logger.info("%s is set to 1; set it yourself where NCCL is used before the first ring", LAUNCH_ORDER)
 
 
 def connect(ring: Groups, wish: str) -> Connection:

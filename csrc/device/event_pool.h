@@ -1,0 +1,46 @@
+// Events that are made once and used again: the driver takes longer to make one than to record it.
+#pragma once
+
+#ifdef RTP_WITH_CUDA
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/handles.h"
+
+namespace rtp {
+
+class EventPool {
+ public:
+  // An event that nobody else holds, without timing. It goes back with its last handle, on any thread; a wait that was
+  // enqueued before is for what was recorded then.
+  std::shared_ptr<Event> take() {
+    std::unique_ptr<Event> event;
+    {
+      const std::lock_guard lock(idle_->mutex);
+      if (!idle_->events.empty()) {
+        event = std::move(idle_->events.back());
+        idle_->events.pop_back();
+      }
+    }
+    if (event == nullptr) event = std::make_unique<Event>();
+    return std::shared_ptr<Event>(event.release(), [idle = idle_](Event* used) {
+      std::unique_ptr<Event> back(used);
+      const std::lock_guard lock(idle->mutex);
+      idle->events.push_back(std::move(back));
+    });
+  }
+
+ private:
+  struct Idle {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<Event>> events;
+  };
+
+  std::shared_ptr<Idle> idle_ = std::make_shared<Idle>();
+};
+
+}  // namespace rtp
+
+#endif  // RTP_WITH_CUDA

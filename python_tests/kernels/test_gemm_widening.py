@@ -1,0 +1,144 @@
+"""Products of 16-bit operands in float32, as a GPU has them: the engine's own source on a simulated cuBLAS. A sum that
+arrives elsewhere than it goes is added without a copy; rows of the logits start at multiples of 16 bytes."""
+
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import simulated_cuda
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rtp_ext
+from rtp_ext.functional import rotated_linear_cross_entropy
+from rtp_ext.ring import gate
+from rtp_ext.ring.links import transports
+
+CANARY = 77.0
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators that are called, and where products go."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.strides = Counter(), []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name
+        self.calls[name] += 1
+        if name == "aten::addmm" and kwargs and "out" in kwargs:
+            self.strides.append((kwargs["out"].stride(0), kwargs["out"].element_size()))
+        return function(*args, **(kwargs or {}))
+
+
+def stored(values, by_columns, wide):
+    room = torch.full((values.shape[0] + wide, values.shape[1] + wide), CANARY, dtype=values.dtype)
+    room = room.t().contiguous().t() if by_columns else room
+    view = room[: values.shape[0], : values.shape[1]]
+    view.copy_(values)
+    return view
+
+
+@pytest.fixture
+def sim_blas():
+    if simulated_cuda.include_folders() is None:
+        pytest.skip("the headers of CUDA and NCCL are not installed")
+    with simulated_cuda.simulation() as module:
+        yield module
+
+
+def test_a_sum_that_lies_elsewhere_is_added_without_a_copy(sim_blas):
+    generator = torch.Generator().manual_seed(1)
+    for number in range(48):
+        turned_a, turned_b, turned_out, wide = number & 1, number >> 1 & 1, number >> 2 & 1, 3 * (number >> 3 & 1)
+        m, n, k = (int(torch.randint(1, 9, (1,), generator=generator)) for _ in range(3))
+        dtype = torch.bfloat16 if number % 3 else torch.float16
+        a, b = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((m, k), (k, n)))
+        before = torch.randn(m, n, generator=generator)
+        expected = before.double() + 0.25 * (a.double() @ b.double())
+        out = stored(torch.zeros(m, n), turned_out, wide)
+        summand = stored(before, turned_out, 2 * wide)
+        a, b = stored(a, turned_a, wide), stored(b, turned_b, wide)
+        counted = Counter(sim_blas.calls())
+        with Seen() as seen:
+            sim_blas.gemm_widening(out, summand, a, b, 0.25)
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(summand, before)
+        counted = Counter(sim_blas.calls()) - counted
+        assert counted["cublasLtMatmul"] == 1 and counted["cublasGemmEx_64"] == 0, number
+        assert seen.calls["aten::copy_"] == 0, number
+    # What cuBLASLt cannot add is copied first: a bias, and a sum that is stored the other way.
+    out, bias = torch.zeros(4, 6), torch.arange(6.0)
+    a, b = torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(3, 6, dtype=torch.bfloat16)
+    for other in (bias, stored(torch.ones(4, 6), True, 2)):
+        sim_blas.gemm_widening(out, other, a, b, 1.0)
+        assert torch.equal(out, other.expand(4, 6) + 3)
+
+
+def test_rows_of_logits_are_aligned():
+    """50257 over 8 ranks is 6283 entries a shard: here 4 ranks of 7."""
+    ring = rtp_ext.Ring.emulated(4)
+    weight, x = torch.randn(7, 6, requires_grad=True), torch.randn(300, 6, requires_grad=True)
+    targets = torch.randint(28, (300,))
+    with Seen() as seen:
+        rotated_linear_cross_entropy(x, weight, targets, ring=ring).backward()
+    logits = [stride for stride, _ in seen.strides if stride in (7, 8)]
+    assert logits and set(logits) == {8}, seen.strides
+
+
+def test_direct_access_is_not_taken_for_nvlink(monkeypatch):
+    """PCIe gives direct access too; what NVML says of links counts, of the rank that has fewest."""
+    properties = SimpleNamespace(major=9, multi_processor_count=132, name="H100", uuid="0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device = torch.device("cuda", 0)
+
+    class NVMLError(Exception):
+        pass
+
+    def nvml(up):
+        def state(handle, link):
+            if link >= up:
+                raise NVMLError
+            return 1
+
+        return SimpleNamespace(
+            nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid, NVML_NVLINK_MAX_LINKS=18,
+            nvmlDeviceGetNvLinkState=state, NVML_FEATURE_ENABLED=1, NVMLError=NVMLError,
+        )  # fmt: skip
+
+    for up in (18, 0):
+        monkeypatch.setitem(sys.modules, "pynvml", nvml(up))
+        assert gate.nvlinks_of(device) == up
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gate.nvlinks_of(device) is None
+    rates = {}
+    for told in ((18, 18), (18, 0), (18, None)):
+        deciding = gate.Gate(2, device, "direct", "auto", None)
+        known = deciding.take_nvlinks(list(told))
+        rates[told] = deciding.link.bytes_per_second
+        assert known == (None not in told)
+    assert rates[18, 18] == 370e9 and rates[18, 0] == 25e9
+
+
+def test_weights_and_gradients_share_a_link_and_sums_cost_memory_traffic():
+    link = gate.Link(100e9, 0.0, "assumed")
+    fast = gate.Device(1e15, 0, 0.0, "assumed")
+    layer = gate.LayerSize(8192, 4096, 2, 4)
+    forward_only = 8 * gate.gemm_seconds(fast, 64, 1024, 4096)
+    hop = 1024 * 4096 * (2 + 4) / 100e9  # both, one after the other
+    assert gate.predict(8, 64, layer, link, fast)["rotate"] > forward_only + 7 * hop
+    slow = gate.Device(1e15, 0, 0.0, "assumed", memory_bytes_per_second=1e12)
+    assert gate.gemm_seconds(slow, 1000, 1000, 1, 8) == pytest.approx(8e-6)
+    assert gate.gemm_seconds(fast, 1000, 1000, 1, 8) == pytest.approx(2e-9)
+
+
+def test_launches_of_communicators_are_put_in_order(monkeypatch, caplog):
+    monkeypatch.delenv(transports.LAUNCH_ORDER, raising=False)
+    assert "is not set" in transports.launch_order_problem()
+    transports.order_launches()
+    assert transports.os.environ[transports.LAUNCH_ORDER] == "1" and transports.launch_order_problem() is None
+    monkeypatch.setenv(transports.LAUNCH_ORDER, "0")
+    transports.order_launches()
+    assert transports.os.environ[transports.LAUNCH_ORDER] == "0" and "may wait for each other" in caplog.text

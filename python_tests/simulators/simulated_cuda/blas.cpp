@@ -1,0 +1,198 @@
+// A cuBLAS and a cuBLASLt in host memory, as far as the engine calls them: products of 16-bit operands in float32. What
+// the real ones refuse is refused; where the strides or alignments that were promised do not hold, it is a mistake.
+#include <torch/csrc/utils/pybind.h>
+
+#include "../../../csrc/compute/gemm.cpp"
+#include "../../../csrc/compute/gemm_cuda.cpp"
+#include "../../../csrc/compute/gemm_layout.cpp"
+#include "simulator.h"
+
+namespace simulated {
+namespace {
+
+constexpr size_t kWorkspace = 1 << 16;
+
+void note(const std::string& text) {
+  const std::lock_guard lock(world().mutex);
+  mistake(text);
+}
+
+struct Matrix {
+  const void* data;
+  int64_t rows, columns, stride;  // as it is stored, column by column
+  cudaDataType type;
+  bool transpose;
+
+  float at(int64_t row, int64_t column) const {
+    const int64_t index = transpose ? column + row * stride : row + column * stride;
+    if (type == CUDA_R_16BF) return static_cast<const c10::BFloat16*>(data)[index];
+    if (type == CUDA_R_16F) return static_cast<const c10::Half*>(data)[index];
+    return static_cast<const float*>(data)[index];
+  }
+};
+
+cublasStatus_t multiply(int64_t m, int64_t n, int64_t k, float alpha, const Matrix& a, const Matrix& b, float beta,
+                        const Matrix& c, float* d, int64_t d_stride) {
+  for (const Matrix* matrix : {&a, &b, &c}) {
+    if (matrix->stride < std::max<int64_t>(matrix->rows, 1)) return CUBLAS_STATUS_INVALID_VALUE;
+  }
+  if (d_stride < std::max<int64_t>(m, 1)) return CUBLAS_STATUS_INVALID_VALUE;
+  for (int64_t column = 0; column < n; ++column) {
+    for (int64_t row = 0; row < m; ++row) {
+      float sum = 0;
+      for (int64_t inner = 0; inner < k; ++inner) sum += a.at(row, inner) * b.at(inner, column);
+      d[row + column * d_stride] = alpha * sum + (beta == 0 ? 0 : beta * c.at(row, column));
+    }
+  }
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+// What the opaque structures of cuBLASLt hold here.
+struct Stored {
+  cudaDataType type;
+  uint64_t rows, columns;
+  int64_t stride;
+};
+struct Operation {
+  cublasOperation_t left = CUBLAS_OP_N, right = CUBLAS_OP_N;
+};
+struct Preference {
+  uint64_t workspace = 0;
+  std::array<uint32_t, 4> alignments{256, 256, 256, 256};  // the defaults
+};
+struct Algorithm {
+  std::array<uint32_t, 4> alignments;
+};
+
+template <typename Held, typename Opaque>
+Held& held(Opaque* opaque) {
+  static_assert(sizeof(Held) <= sizeof(Opaque));
+  return *reinterpret_cast<Held*>(opaque);
+}
+template <typename Held, typename Opaque>
+cublasStatus_t make(Opaque** made, const Held& value) {
+  *made = new Opaque{};
+  held<Held>(*made) = value;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+Matrix matrix(const void* data, cublasLtMatrixLayout_t layout, cublasOperation_t operation) {
+  const auto& stored = held<Stored>(layout);
+  return {data,        static_cast<int64_t>(stored.rows), static_cast<int64_t>(stored.columns), stored.stride,
+          stored.type, operation == CUBLAS_OP_T};
+}
+
+}  // namespace
+}  // namespace simulated
+
+using namespace simulated;
+
+cublasHandle_t at::cuda::getCurrentCUDABlasHandle() { return nullptr; }
+cublasLtHandle_t at::cuda::getCurrentCUDABlasLtHandle() { return nullptr; }
+size_t at::cuda::getCUDABlasLtWorkspaceSize() { return kWorkspace; }
+void* at::cuda::getCUDABlasLtWorkspace() {
+  static std::vector<std::byte> workspace(kWorkspace);
+  return workspace.data();
+}
+
+extern "C" {
+
+const char* cublasGetStatusString(cublasStatus_t) { return "simulated error"; }
+
+cublasStatus_t cublasGemmEx_64(cublasHandle_t, cublasOperation_t left, cublasOperation_t right, int64_t m, int64_t n,
+                               int64_t k, const void* alpha, const void* a, cudaDataType a_type, int64_t a_stride,
+                               const void* b, cudaDataType b_type, int64_t b_stride, const void* beta, void* c,
+                               cudaDataType c_type, int64_t c_stride, cublasComputeType_t compute, cublasGemmAlgo_t) {
+  called("cublasGemmEx_64");
+  if (a_type != b_type || c_type != CUDA_R_32F || compute != CUBLAS_COMPUTE_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
+  const bool turned_a = left == CUBLAS_OP_T, turned_b = right == CUBLAS_OP_T;
+  return multiply(m, n, k, *static_cast<const float*>(alpha),
+                  {a, turned_a ? k : m, turned_a ? m : k, a_stride, a_type, turned_a},
+                  {b, turned_b ? n : k, turned_b ? k : n, b_stride, b_type, turned_b}, *static_cast<const float*>(beta),
+                  {c, m, n, c_stride, c_type, false}, static_cast<float*>(c), c_stride);
+}
+
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* made, cudaDataType type, uint64_t rows,
+                                          uint64_t columns, int64_t stride) {
+  return make(made, Stored{type, rows, columns, stride});
+}
+cublasStatus_t cublasLtMatrixLayoutDestroy(const cublasLtMatrixLayout_t layout) {
+  delete layout;
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* made, cublasComputeType_t compute, cudaDataType scale) {
+  if (compute != CUBLAS_COMPUTE_32F || scale != CUDA_R_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
+  return make(made, Operation{});
+}
+cublasStatus_t cublasLtMatmulDescDestroy(const cublasLtMatmulDesc_t operation) {
+  delete operation;
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t what,
+                                              const void* value, size_t bytes) {
+  if (bytes != sizeof(cublasOperation_t)) return CUBLAS_STATUS_INVALID_VALUE;
+  auto& mine = held<Operation>(operation);
+  if (what == CUBLASLT_MATMUL_DESC_TRANSA) mine.left = *static_cast<const cublasOperation_t*>(value);
+  if (what == CUBLASLT_MATMUL_DESC_TRANSB) mine.right = *static_cast<const cublasOperation_t*>(value);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* made) { return make(made, Preference{}); }
+cublasStatus_t cublasLtMatmulPreferenceDestroy(const cublasLtMatmulPreference_t preference) {
+  delete preference;
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t preference,
+                                                    cublasLtMatmulPreferenceAttributes_t what, const void* value,
+                                                    size_t bytes) {
+  auto& mine = held<Preference>(preference);
+  if (what == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES) {
+    if (bytes != sizeof(uint64_t)) return CUBLAS_STATUS_INVALID_VALUE;
+    mine.workspace = *static_cast<const uint64_t*>(value);
+    return CUBLAS_STATUS_SUCCESS;
+  }
+  const int which = what - CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES;
+  if (which < 0 || which > 3 || bytes != sizeof(uint32_t)) return CUBLAS_STATUS_INVALID_VALUE;
+  mine.alignments[static_cast<size_t>(which)] = *static_cast<const uint32_t*>(value);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t,
+                                              cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+                                              cublasLtMatmulPreference_t preference, int wanted,
+                                              cublasLtMatmulHeuristicResult_t results[], int* count) {
+  called("cublasLtMatmulAlgoGetHeuristic");
+  if (wanted < 1) return CUBLAS_STATUS_INVALID_VALUE;
+  held<Algorithm>(&results[0].algo) = {held<Preference>(preference).alignments};
+  *count = 1;
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t operation, const void* alpha, const void* a,
+                              cublasLtMatrixLayout_t a_layout, const void* b, cublasLtMatrixLayout_t b_layout,
+                              const void* beta, const void* c, cublasLtMatrixLayout_t c_layout, void* d,
+                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algorithm, void*, size_t,
+                              cudaStream_t) {
+  called("cublasLtMatmul");
+  const auto& mine = held<Operation>(operation);
+  const Matrix left = matrix(a, a_layout, mine.left), right = matrix(b, b_layout, mine.right);
+  const Matrix sum = matrix(c, c_layout, CUBLAS_OP_N), out = matrix(d, d_layout, CUBLAS_OP_N);
+  const int64_t k = left.transpose ? left.rows : left.columns;
+  if (k != (right.transpose ? right.columns : right.rows) || sum.rows != out.rows || sum.columns != out.columns ||
+      (left.transpose ? left.columns : left.rows) != out.rows) {
+    return CUBLAS_STATUS_INVALID_VALUE;
+  }
+  const void* addresses[] = {a, b, c, d};
+  for (size_t i = 0; i < 4; ++i) {
+    const auto& promised = held<const Algorithm>(const_cast<cublasLtMatmulAlgo_t*>(algorithm)).alignments[i];
+    if (reinterpret_cast<uintptr_t>(addresses[i]) % promised != 0) note("cublasLtMatmul of less aligned memory");
+  }
+  return multiply(out.rows, out.columns, k, *static_cast<const float*>(alpha), left, right,
+                  *static_cast<const float*>(beta), sum, static_cast<float*>(d), out.stride);
+}
+
+}  // extern "C"
+
+void bind_blas(pybind11::module_& m) {
+  m.def("gemm_widening",
+        [](const at::Tensor& out, const std::optional<at::Tensor>& in, const at::Tensor& a, const at::Tensor& b,
+           double alpha) { rtp::gemm_widening(out, in.value_or(at::Tensor()), a, b, alpha); });
+  m.def("aligned_stride", &rtp::aligned_stride);
+}

@@ -1,0 +1,183 @@
+"""What CUDA and NCCL promise and what they do not, as far as the simulation enforces it: memory that copies still use
+stays mapped, no context is made on a stranger's GPU, no code is loaded while streams wait, hops cost few calls."""
+
+import gc
+import threading
+import time
+from datetime import timedelta
+
+import driver_calls
+import pytest
+import simulated_cuda
+import torch
+from simulated_cuda import run_threads, values
+from test_transport_ce import MODES, Rank, connected_news
+
+from rtp_ext import RingTimeout, RotationError, _native
+
+if simulated_cuda.include_folders() is None:
+    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+
+SHAPES = [[[6]] * 3]
+MOST_CALLS = {"hop": 12, "compute": 4}
+
+
+def rotate(executor, route="direct"):
+    execution = _native.Execution.rotate(executor, [torch.ones(6)], SHAPES, route, False)
+    while execution.next() is not None:
+        pass
+
+
+def layers_behind_a_silent_rank(rank, sim, id_, barrier, mode, layers, news):
+    """Enqueues `layers` passes, which wait for a rank that posts none; the host does not wait, as with a GPU."""
+    end = Rank(sim, rank, 3, id_, barrier, mode, timedelta(seconds=1), news=news[rank])
+    rotate(end.executor)
+    barrier.wait(20)
+    if rank < 2:
+        sim.set_compute(True)
+        start = time.monotonic()
+        with pytest.raises(RotationError):
+            for _ in range(layers):
+                rotate(end.executor)
+            while time.monotonic() < start + 20:
+                sim.ce_check(end.transport)
+                time.sleep(0.01)
+        end.executor.fail("the watchdog gave up")
+        waited = time.monotonic() - start
+        del end.executor, end.transport
+        sim.synchronize()
+        sim.set_compute(False)
+        barrier.wait(20)
+        return waited
+    barrier.wait(20)
+    return 0.0
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_what_waits_for_a_lost_rank_ends_before_its_memory_is_unmapped(sim, mode):
+    """The simulation notes a mistake, and the fixture fails, where a communicator that has windows ends before the
+    copies that use them. A wait of every stream ends each time the flags are raised; there are hundreds."""
+    arguments = (sim, sim.unique_id(), threading.Barrier(3), mode, 80, connected_news(3))
+    assert max(values(run_threads(layers_behind_a_silent_rank, 3, *arguments, timeout=60.0))) < 1 + 2 + 3
+
+
+def test_memory_that_may_still_be_used_is_left_to_the_process(sim):
+    """A compute that never ends holds hops up whatever flags are raised."""
+
+    def work(rank, id_, barrier):
+        end = Rank(sim, rank, 2, id_, barrier, "push", timedelta(seconds=1))
+        barrier.wait(20)
+        sim.set_compute(True)
+        sim.launch_endless()
+        execution = _native.Execution.rotate(end.executor, [torch.ones(6)], [[[6]] * 2], "ring", False)
+        with pytest.raises(RingTimeout, match="did not answer"):
+            while True:
+                if execution.next() is None:
+                    sim.ce_check(end.transport)
+                    time.sleep(0.01)
+        end.executor.fail("given up")
+        del execution, end.executor, end.transport
+        gc.collect()
+        sim.set_compute(False)
+
+    values(run_threads(work, 2, sim.unique_id(), threading.Barrier(2)))
+    assert sim.mistakes() == []
+    sim.controls.released = True  # what was held up runs now, on memory that is still there
+    assert simulated_cuda.settled(sim)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_context_is_made_on_the_device_that_a_thread_happens_to_have(sim, mode):
+    """Every rank's threads start on one device; its own is another. The watchdog's and NCCL's are such threads."""
+    sim.controls.first_device = 1
+
+    def work(rank, id_, barrier):
+        end = Rank(sim, rank, 2, id_, barrier, mode)
+        end.both_channels(1, [5, 4], "direct")
+        end.executor.close()
+
+    values(run_threads(work, 2, sim.unique_id(), threading.Barrier(2)))
+    assert sim.contexts() == {0}
+
+
+def test_windows_of_ce_set_up_no_multicast(sim):
+    def work(rank, id_, barrier):
+        end = Rank(sim, rank, 2, id_, barrier, "push")
+        end.both_channels(1, [5, 4], "direct")
+        return sim.multicasts(rank)
+
+    assert values(run_threads(work, 2, sim.unique_id(), threading.Barrier(2))) == [0, 0]
+    put = [sim.unique_id() for _ in range(4)]
+    made = values(run_threads(lambda rank: sim.nccl_put(put, rank, 2, timedelta(seconds=20), None), 2))
+    assert sim.multicasts(0) > 0, "control: puts need symmetric windows"
+    del made
+
+
+def test_what_has_arrived_counts_before_ones_own_shard_is_fetched(sim):
+    """Rank 1 is late. Rank 0 receives from rank 2, which is there, and sends to rank 1: its compute does not wait."""
+
+    def work(rank, id_, barrier, arrived):
+        end = Rank(sim, rank, 3, id_, barrier, "pull")
+        rotate(end.executor, "ring")
+        barrier.wait(20)
+        if rank == 1:
+            assert arrived.wait(10), "the compute of rank 0 waits for rank 1 to fetch"
+            rotate(end.executor, "ring")
+            return
+        sim.set_compute(True)
+        home, seen = torch.full((6,), float(rank)), torch.full((6,), -1.0)
+        execution = _native.Execution.rotate(end.executor, [home], SHAPES, "ring", False)
+        assert execution.next().owner == rank
+        step = execution.next()
+        sim.launch_copy(seen, execution.weight()[0])
+        if rank == 0:
+            assert step.owner == 2
+            deadline = time.monotonic() + 10
+            while not seen.eq(2).all() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if seen.eq(2).all():
+                arrived.set()
+        execution.finish()
+        sim.synchronize()
+        sim.set_compute(False)
+
+    values(run_threads(work, 3, sim.unique_id(), threading.Barrier(3), threading.Event()))
+
+
+def test_the_code_of_raised_flags_is_loaded_before_anybody_waits(sim):
+    """The control of the simulation: a first copy while a stream of the rank waits is a mistake."""
+
+    def work(rank, id_, barrier):
+        end = Rank(sim, rank, 2, id_, barrier, "push")
+        stream, a, b = sim.Stream(), torch.ones(4), torch.zeros(4)
+        stream.copy(a, b)  # not the first: the transport has made one
+        stream.synchronize()
+        end.executor.close()
+
+    values(run_threads(work, 2, sim.unique_id(), threading.Barrier(2)))
+    assert sim.mistakes() == []
+
+    def unprepared(_):
+        waiting, other, flag = sim.Stream(), sim.Stream(), torch.zeros(1, dtype=torch.int64)
+        a, b = torch.ones(4), torch.zeros(4)
+        waiting.wait_value(flag, 1)
+        time.sleep(0.05)
+        other.copy(a, b)
+        flag.fill_(1)
+        waiting.synchronize()
+        other.synchronize()
+
+    values(run_threads(unprepared, 1))
+    assert len(sim.mistakes()) == 1 and "while one of its streams waits" in sim.mistakes()[0]
+    sim.reset(1)
+
+
+def test_calls_of_the_driver_keep_to_their_budget():
+    rows = driver_calls.rows(4)
+    assert {(row["transport"], row["mode"]) for row in rows} == set(driver_calls.CASES)
+    for row in rows:
+        where = f"{row['transport']}, {row['mode']}: {row['calls']}"
+        assert 0 < row["calls_per_hop"] <= MOST_CALLS["hop"], where
+        assert 0 < row["calls_per_compute"] <= MOST_CALLS["compute"], where
+        assert row["events_created_per_pass"] == row["events_destroyed_per_pass"] == 0, where
+        assert row["captures_asked_per_pass"] == 1, where
