@@ -137,12 +137,14 @@ def rotation_seconds(
     }
     back = _shard_values(rotation.backward_weights, ranks) / pieces * weight_bytes
     home = _shard_values(rotation.weights, ranks) / pieces * home_bytes
+    besides = dict.fromkeys(one, 0.0)  # what widening and rounding take
     if weight_bytes < compute_bytes:
         wide = _shard_values(rotation.weights, ranks) / pieces * compute_bytes
-        widened = traffic_s(sent["weight"] + wide, cluster, engine)
-        one = {kind: time + widened * (kind != "wgrad") for kind, time in one.items()}
+        besides["forward"] = besides["dgrad"] = traffic_s(sent["weight"] + wide, cluster, constants)
     if narrow:
-        one["wgrad"] += traffic_s(home + sent["gradient"], cluster, engine)
+        rounds = (ranks - 1) / ranks  # a rank's part of its own gradient is not rounded
+        besides["wgrad"] = rounds * traffic_s(home + sent["gradient"], cluster, constants)
+    one = {kind: time + besides[kind] for kind, time in one.items()}
     hops = {kind: hop_s(group, size, constants) for kind, size in sent.items()}
     copy = traffic_s(2 * home + sent["gradient"], cluster, constants)
     durations = {**one, **hops, "add": copy, "copy": traffic_s(2 * sent["weight"], cluster, constants)}
@@ -156,6 +158,7 @@ def rotation_seconds(
     if op == "linear" and ranks > 1:
         lanes = _two_lanes(rotation, tokens, ranks * pieces, cluster)
     filled = _computes(rotation, tokens, ranks, pieces, cluster, engine, recompute, *width, whole_waves=False)
+    filled = {kind: time + besides[kind] for kind, time in filled.items()}
     kinds = (("forward",), ("dgrad", "wgrad") if dgrad or rotation.bundle else ("wgrad",))
     # beside each other, products take turns on the multiprocessors: no less than the work of their tiles
     work = [
