@@ -25,6 +25,7 @@ import numpy as np
 from report import NAMES, Row, last_runs, read_lines
 from shared.hosts import bits_per_second
 from shared.outer_report import last_outer_run
+from shared.travel_report import last_travel_run, ways_of
 
 MARKERS = "osD^vP*X"
 GREYS = ("#1f4e79", "#f2b366", "#7a7a7a", "#d6e6f5", "#b03a2e", "#117864", "#5b2c6f", "#000000")
@@ -209,14 +210,15 @@ def rates(rows: list[Row], args: argparse.Namespace) -> Any:
         places.setdefault(row["rate"], len(places))
     lines: dict[str, dict[tuple[int, str], Row]] = {}
     for row in rows:  # of a case that was measured several times the last line counts
-        lines.setdefault(row["strategy"], {})[row["tokens"], row["rate"]] = row
+        name = NAMES.get(row["strategy"], row["strategy"])
+        lines.setdefault(", ".join(filter(None, (name, ways_of(row)))), {})[row["tokens"], row["rate"]] = row
     tokens = sorted({row["tokens"] for row in rows})
     figure, panels = canvas(len(tokens))
     for axes, count in zip(panels, tokens, strict=True):
         for index, (name, points) in enumerate(lines.items()):
             some = [rate for rate in places if (count, rate) in points]
             where, look = [places[rate] for rate in some], style(index)
-            for key, more in (("step_ms", {"label": NAMES.get(name, name).replace("`", "")}), ("roof_ms", HOLLOW)):
+            for key, more in (("step_ms", {"label": name.replace("`", "")}), ("roof_ms", HOLLOW)):
                 values = [points[count, rate][key] / 1e3 for rate in some]
                 axes.plot(where, values, **{**look, "linewidth": 1.2, **more})
         axes.set_xticks(range(len(places)), ["no limit" if rate == "none" else rate for rate in places])
@@ -258,11 +260,9 @@ def outer(rows: list[Row], args: argparse.Namespace) -> Any:
 
 def travel(rows: list[Row], args: argparse.Namespace) -> Any:
     """Loss over steps by what travels, of the last run; beside it how far each is from float32."""
-    rows = [row for row in rows if row["benchmark"] == "travel_curves"]
-    rows = [row for row in rows if (row["command"], row["date"]) == (rows[-1]["command"], rows[-1]["date"])]
-    whole = next((row for row in rows if row["strategy"] == "float32"), None)
-    if whole is None:
+    if not (rows := last_travel_run(rows)):
         raise CannotPlot("expected a run of travel_curves.py with float32 among its runs, found none")
+    whole = next(row for row in rows if row["strategy"] == "float32")
     figure, (curves, apart) = canvas(2)
     window = max(1, whole["steps"] // 15)  # the loss of one batch is noisy
 

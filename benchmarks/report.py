@@ -18,9 +18,10 @@ results/ and TABLE one of:
     hosts-brief MODEL   a few columns of it; WORDS as for `hosts`
     hosts-overlap   cases of overlap.py between made hosts
     outer           policies between replicas, of the last run of outer.py; WORDS choose it: a rate, R2 for rings of two
+    travel          runs of travel_curves.py, of the last command
 
 It holds the commands that made the results, what they were measured on, and the table. Columns of which a run knows
-nothing are left out. A block of `hosts` or `outer` is empty as long as there is no such result.
+nothing are left out. A block of `hosts`, `outer` or `travel` is empty as long as there is no such result.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from typing import Any
 
 from shared.card import RESULTS
 from shared.outer_report import OUTER, last_outer_run, outer_note
+from shared.travel_report import TRAVEL, last_travel_run, travel_note, ways_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
@@ -49,6 +51,7 @@ FILES = {
     "hosts-brief": "hosts.jsonl",
     "hosts-overlap": "hosts_overlap.jsonl",
     "outer": "outer.jsonl",
+    "travel": "travel_curves.jsonl",
 }
 NAMES = {
     "rtp-c10d": 'rtp, `transport="c10d"`',
@@ -131,6 +134,7 @@ _KEPT: Columns = {
 COMPARE: Columns = {
     "tokens per rank": lambda row: str(row["tokens"]),
     "strategy": lambda row: NAMES.get(row["strategy"], row["strategy"]),
+    "travels": ways_of,
     "step, ms (median, p20-p80)": lambda row: f"{row['step_ms']:.0f} ({row['p20_ms']:.0f}-{row['p80_ms']:.0f})",
     "rtp / this (all runs)": lambda row: None if row["strategy"] == "rtp" else _ratio(row),
     "exposed, ms": lambda row: _number(row, "exposed_ms", 0),
@@ -228,6 +232,7 @@ HOSTS: Columns = {
     "rate": lambda row: row["rate"],
     "tokens per rank": COMPARE["tokens per rank"],
     "strategy": COMPARE["strategy"],
+    "travels": ways_of,
     "step, ms (median, p20-p80)": COMPARE["step, ms (median, p20-p80)"],
     "rtp / this (all runs)": COMPARE["rtp / this (all runs)"],
     "roof, ms (step / roof)": _of_roof,
@@ -293,14 +298,15 @@ def words_of(row: Row) -> set[Any]:
 
 def _comparable(line: Row, row: Row) -> bool:
     keys = ("case", "ranks", "tokens", "dtype", "device", "cores", "threads", *LINKS)
-    return line.get("rtp_ratio") is not None and all(line.get(key) == row.get(key) for key in keys)
+    same = ways_of(line) == ways_of(row) and all(line.get(key) == row.get(key) for key in keys)
+    return line.get("rtp_ratio") is not None and same
 
 
 def last_cases(lines: list[Row], words: list[str]) -> list[Row]:
     """Of each case that has all of the `words`, the last line. Raises ValueError where there is none."""
     keys = ("case", "link", "transport", "route", "dtype", "graph", "max_ctas", "tokens", "slot_cap", "checkpoint")
     keys += ("parameter_dtype", "device", "cores", "threads", "cores_per_rank", *LINKS)
-    same = [(tuple(line.get(key) for key in keys), line) for line in lines if set(words) <= words_of(line)]
+    same = [((*(line.get(key) for key in keys), ways_of(line)), line) for line in lines if set(words) <= words_of(line)]
     found = dict(same)
     if not found:
         raise ValueError(f"expected results with {' '.join(words) or 'any words'}, found none")
@@ -345,9 +351,9 @@ def block(wish: str, results: Path) -> str:
     )
     if kind not in FILES or wrong:
         expected = "<!-- report: MACHINE compare MODEL|scaling MODEL|brief MODEL WORDS|overlap WORDS|memory WORDS|"
-        expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-overlap WORDS|outer WORDS -->"
+        expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-overlap WORDS|outer WORDS|travel -->"
         raise ValueError(f"expected {expected}, got {wish!r}")
-    if kind.startswith(("hosts", "outer")) and not (results / machine / FILES[kind]).exists():
+    if kind.startswith(("hosts", "outer", "travel")) and not (results / machine / FILES[kind]).exists():
         return "\n"
     lines = read_lines(results / machine / FILES[kind])
     if kind in ("hosts", "hosts-brief"):
@@ -355,6 +361,9 @@ def block(wish: str, results: Path) -> str:
     if kind == "outer":
         rows = last_outer_run(lines, words)
         return table(rows, OUTER, outer_note(rows)) if rows else "\n"
+    if kind == "travel":
+        rows = last_travel_run(lines)
+        return table(rows, TRAVEL, travel_note(rows)) if rows else "\n"
     if kind == "hosts-overlap":
         return table(last_cases(lines, words), HOSTS_OVERLAP, _between(lines))
     if kind == "scaling":

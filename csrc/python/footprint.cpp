@@ -55,9 +55,9 @@ void bind_footprint(py::module_& m) {
          const std::string& route, int hosts, const std::string& gradient_route, int64_t sum_bytes,
          bool gradients_quantised, const std::optional<std::string>& travel) {
         const Travel reach{cast, sends_anywhere, receives_anywhere};
-        return footprint(operations, {ranks, reach, in_place, compute_bytes, reduce_bytes, slot_cap, late,
-                                      parse_route(route), hosts, parse_gradient_route(gradient_route), sum_bytes,
-                                      gradients_quantised, parse_wire(travel)});
+        return footprint(
+            operations, {ranks, reach, in_place, compute_bytes, reduce_bytes, slot_cap, late, parse_route(route), hosts,
+                         parse_gradient_route(gradient_route), sum_bytes, gradients_quantised, parse_wire(travel)});
       },
       py::arg("operations"), py::kw_only(), py::arg("ranks"), py::arg("in_place"), py::arg("sends_anywhere"),
       py::arg("receives_anywhere"), py::arg("cast"), py::arg("compute_bytes"), py::arg("reduce_bytes"),

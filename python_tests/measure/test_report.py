@@ -7,6 +7,7 @@ from pathlib import Path
 import plot
 import pytest
 import report
+import travel_curves
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -216,3 +217,37 @@ def test_policies_between_replicas(tmp_path, rate):
     plot.main(["outer", str(file), "--output", str(tmp_path / "outer"), "--uncommitted"])
     drawn = (tmp_path / "outer.svg").read_text()
     assert all(part in drawn for part in ("diloco", "MiB that a replica has sent", "seconds", "4 replicas of 1"))
+
+
+def test_loss_by_what_travels(tmp_path):
+    assert report.block("m travel", tmp_path) == "\n", "no results yet"
+    (tmp_path / "m").mkdir()
+    file, card = tmp_path / "m" / "travel_curves.jsonl", json.loads(COMPARE.read_text().splitlines()[0])
+    rows = []
+    for date, whole in (("2026-01-01", 9.0), ("2026-01-02", 2.0)):
+        for name, loss, sent in (("float32", whole, 4 * 2**20), ("int8", 2.01, 2**20), ("int4", 2.2, None)):
+            row = {"strategy": name, "control": name == "int4", "eval_loss": loss, "ring_bytes": sent, "seconds": 3.0}
+            row |= {"losses": [3.0, 2.5, loss], "steps": 3, "tokens": 7, "shape": "byte GPT", "date": date}
+            rows.append({**card, **row, "command": "travel_curves.py", "dtype": "float32"})
+    file.write_text("\n".join(map(json.dumps, rows)))
+    text = report.block("m travel", tmp_path)
+    assert (
+        "| int8 | 2.0100 | +0.50% | 1.00 | 3 |" in text and "int4 (control, simulated) | 2.2000 | +10.00% | |" in text
+    )
+    plot.main(["travel", str(file), "--output", str(tmp_path / "travel"), "--uncommitted"])
+    drawn = (tmp_path / "travel.svg").read_text()
+    assert all(part in drawn for part in ("int4 (control)", "percent above float32"))
+    found = [
+        travel_curves.surprises([{**row, "eval_loss": loss} for row, loss in zip(rows[3:], losses, strict=True)])
+        for losses in ((2.0, 2.01, 2.2), (2.0, 2.1, 2.2), (2.0, 2.01, 2.01), (2.0, float("nan"), float("nan")))
+    ]
+    assert [len(told) for told in found] == [0, 1, 1, 2]
+
+
+def test_results_in_fewer_bits_are_cases_of_their_own():
+    line = {**json.loads(COMPARE.read_text().splitlines()[-1]), "strategy": "rtp", "rtp_ratio": 1.0}
+    narrow = {**line, "travel": "int8", "reduce_dtype": "bfloat16", "step_ms": 1.0}
+    same = {**line, "reduce_dtype": "float32", "travel": None, "gradient_route": "auto"}
+    assert [len(report.last_cases(lines, [])) for lines in ([line, narrow], [line, same])] == [2, 1]
+    told = [report.COMPARE["travels"](row) for row in (line, narrow, same)]
+    assert told == [None, "weights int8, gradients bfloat16", None]

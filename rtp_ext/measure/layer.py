@@ -274,7 +274,7 @@ class TimedLayer:
         return torch.autograd.grad(self._output, (self.x, self.shard), self.dy, retain_graph=True)
 
     def _linear(self) -> torch.Tensor:
-        options = {"prepared": self.prepared, "reduce_dtype": self.gradient_dtype}
+        options: dict[str, Any] = {"prepared": self.prepared, "reduce_dtype": self.gradient_dtype}
         return rtp_ext.functional.rotated_linear(self.x, self.shard, ring=self.ring, **options)
 
     def step(self) -> tuple[torch.Tensor, ...]:

@@ -3,6 +3,7 @@
 #include "../../../csrc/device/cuda_lanes.cpp"
 #include "../../../csrc/device/lanes.cpp"
 #include "../../../csrc/schedule/schedule.cpp"
+#include "../../../csrc/schedule/straight.cpp"
 #include "../../../csrc/schedule/two_level.cpp"
 #include "../../../csrc/transport/cuda_transport.cpp"
 #include "../../../csrc/device/nccl/communicators.cpp"

@@ -145,11 +145,13 @@ def rotation_seconds(
     )
     sent = {"weight": values * weight_bytes, "gradient": values * gradient_bytes}
     back, home = back_values * weight_bytes, values * home_bytes
+    besides = dict.fromkeys(one, 0.0)  # what widening and rounding take
     if weight_bytes < compute_bytes:
-        widened = traffic_s(sent["weight"] + values * compute_bytes, cluster, engine)
-        one = {kind: time + widened * (kind != "wgrad") for kind, time in one.items()}
+        besides["forward"] = besides["dgrad"] = traffic_s(sent["weight"] + values * compute_bytes, cluster, constants)
     if narrow:
-        one["wgrad"] += traffic_s(home + sent["gradient"], cluster, engine)
+        rounds = (ranks - 1) / ranks  # a rank's part of its own gradient is not rounded
+        besides["wgrad"] = rounds * traffic_s(home + sent["gradient"], cluster, constants)
+    one = {kind: time + besides[kind] for kind, time in one.items()}
     inside = dataclasses.replace(group, ranks=group.ranks // hosts) if hosts > 1 else group
     hops = {kind: hop_s(inside, size, constants) for kind, size in sent.items()}
     if hosts > 1:
@@ -168,6 +170,7 @@ def rotation_seconds(
     if op == "linear" and ranks > 1 and hosts == 1:
         lanes = _two_lanes(rotation, tokens, ranks * pieces, cluster)
     filled = _computes(rotation, tokens, ranks, pieces, cluster, engine, recompute, *width, whole_waves=False)
+    filled = {kind: time + besides[kind] for kind, time in filled.items()}
     kinds = (("forward",), ("dgrad", "wgrad") if dgrad or rotation.bundle else ("wgrad",))
     # beside each other, products take turns on the multiprocessors: no less than the work of their tiles
     work = [
