@@ -47,11 +47,11 @@ def main(arguments: list[str] | None = None) -> tuple[float, int]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    folder = [options.folder or tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)  # that of the first rank
+    folder = [options.folder]
     if options.folder is None and dist.get_rank() == 0:
+        folder = [tempfile.mkdtemp()]
         write_small_model(folder[0])
-    dist.barrier()
+    dist.broadcast_object_list(folder)  # that of the first rank
 
     model = load(folder[0], device)
     ids = (torch.arange(64, device=device).view(2, 32) + dist.get_rank()) % 256

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from harness import run_ranks
 from hf_models import refused
-from trainer_cases import as_torchrun, curve, far, same_weights, small_llama, trained, whole
+from trainer_cases import as_torchrun, curve, far, same_weights, small_llama, trained, whole, with_frameworks
 
 CLOSE = 1e-4
 
@@ -34,7 +34,9 @@ def _like_ddp(rank, ranks, folder):
         mine = sum(parameter.to_local().numel() for parameter in ours.model.parameters())
         assert mine < 1.1 * total / ranks, f"{mine} of {total} parameters on one of {ranks} ranks"
         final = whole(ours.model)
-        same_weights(final, weights, 1e-3, "after 20 steps")
+        same_weights(final, weights, 5e-3, "after 20 steps")
+        with refused("20 steps change nothing"):
+            same_weights(dict(model.named_parameters()), weights, 5e-3, "before")
         ours.save_model(f"{folder}/saved")
     dist.barrier()
     reloaded = AutoModelForCausalLM.from_pretrained(f"{folder}/saved")
@@ -50,6 +52,6 @@ def _like_ddp(rank, ranks, folder):
     return rank
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=with_frameworks)])
 def test_trains_saves_and_resumes_like_ddp(ranks, tmp_path):
     run_ranks(_like_ddp, ranks, str(tmp_path), timeout=240.0)

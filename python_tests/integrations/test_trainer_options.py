@@ -8,7 +8,17 @@ import torch
 import torch.distributed as dist
 from harness import Cases, run_ranks
 from hf_models import refused
-from trainer_cases import as_torchrun, curve, far, same_weights, small_llama, trained, trainer_of, whole
+from trainer_cases import (
+    as_torchrun,
+    curve,
+    far,
+    same_weights,
+    small_llama,
+    trained,
+    trainer_of,
+    whole,
+    with_frameworks,
+)
 
 import rtp_ext
 
@@ -131,6 +141,7 @@ def rtp_policy():
     return torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
+@with_frameworks
 def test_options(tmp_path):
     run_ranks(_options, 2, str(tmp_path), timeout=300.0)
 
@@ -203,6 +214,7 @@ def _accelerate(rank, ranks, folder):
         ours().prepare(model, stepped)
 
 
+@with_frameworks
 def test_accelerate(tmp_path):
     run_ranks(_accelerate, 2, str(tmp_path), timeout=240.0)
 
@@ -223,6 +235,7 @@ def _other_ranks(rank, ranks, folder, known):
     return found
 
 
+@with_frameworks
 def test_resumes_on_another_number_of_ranks(tmp_path):
     known = run_ranks(_other_ranks, 2, str(tmp_path), {}, timeout=240.0)[0]
     run_ranks(_other_ranks, 3, str(tmp_path), known, timeout=240.0)

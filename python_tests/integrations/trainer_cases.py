@@ -6,15 +6,20 @@ import contextlib
 import os
 from typing import Any
 
+import pytest
 import torch
 from hf_models import VOCABULARY, make
 from reference import assert_same, full
+from shared.frameworks import missing
 from torch import nn
 
 import rtp_ext
 from rtp_ext.integrations.checkpoints import is_converted
 
 LENGTH = 9
+
+# each rank takes seconds to import what it needs
+with_frameworks = pytest.mark.skipif(bool(missing(["trl"])), reason="trl is not installed: make frameworks")
 
 
 def as_torchrun(rank: int, ranks: int) -> None:
