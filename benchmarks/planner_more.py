@@ -9,7 +9,7 @@ import planner_runs as runs
 from shared.card import RESULTS
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n"
 
@@ -43,7 +43,7 @@ def sources() -> str:
         after = f"{100 * now[0]:.1f} %, {100 * now[1]:.1f} %"
         rows.append((name, str(len(sizes)), before, after, *told, _TARGETS.get(name, "-")))
     heads = ("source", "runs", "before: mean, median", "now", "regret before", "now", "aim for runs nobody fitted")
-    return table(heads, rows)
+    return markdown(heads, rows)
 
 
 def _off(run: runs.Measurement) -> float:
@@ -61,7 +61,7 @@ def ways() -> str:
         (way, what, f"{row['value_s']:.5g} s", f"{row['evaluations']:,}", f"{row['processor_s']:.3g} s")
         for (what, way), row in last.items()
     ]
-    return table(("way", "problem", "step found", "evaluations", "of a core"), rows)
+    return markdown(("way", "problem", "step found", "evaluations", "of a core"), rows)
 
 
 def grid() -> str:
@@ -83,7 +83,7 @@ def grid() -> str:
         errors = [abs(row["predicted_peak_bytes"] / row["counted_peak_bytes"] - 1) for row in own]
         rows.append((*cells_, f"{100 * runs.mean(errors):.1f} %"))
     heads = ("strategy", "runs", "kept: predicted / counted", "slots", "peak", "peak wrong by, on average")
-    return table(heads, rows)
+    return markdown(heads, rows)
 
 
 _CASE = ("family", "layers", "hidden", "ranks", "tokens", "recompute", "dtype")

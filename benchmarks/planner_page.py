@@ -20,13 +20,13 @@ from pathlib import Path
 import planner_runs as runs
 import published
 from planner_more import grid as our_runs
-from planner_more import sources, table, ways
+from planner_more import markdown, sources, ways
 from report import deliver
 
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, calibrate, errors_of, estimate_memory, lecture
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.memory.activations import layer_tensors
-from rtp_ext.planner.plans.when import Cell, grid
+from rtp_ext.planner.plans.when import Cell, grid, when_table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "planner.md"
 BLOCK = re.compile(r"(<!-- planner: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -62,7 +62,7 @@ def _memory() -> str:
     for run in runs.torchtitan():
         if run.gib is not None:
             rows.append((f"torchtitan {run.name}: reserved", f"{run.gib:g} GiB", f"{run.memory_ratio:.2f}"))
-    return table(("run", "measured", "ratio"), rows)
+    return markdown(("run", "measured", "ratio"), rows)
 
 
 def _verdicts() -> str:
@@ -73,12 +73,12 @@ def _verdicts() -> str:
         ran = [run for run in found if run.ran]
         rows.append((table, *(str(sum(run.memory.verdict == verdict for run in ran)) for verdict in heads[1:])))
         wrong += [run for run in ran if run.memory.verdict == "out of memory"]
-    told = table(heads, rows) + "Called out of memory although they worked:\n"
+    told = markdown(heads, rows) + "Called out of memory although they worked:\n"
     false_alarms = (
         (run.name, f"{run.memory.peak_allocated_bytes / GB:.1f} GB", f"{run.cluster.memory_bytes / GB:.0f} GB")
         for run in wrong
     )
-    return told + table(("run", "estimate", "memory"), false_alarms)
+    return told + markdown(("run", "estimate", "memory"), false_alarms)
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def _calibration() -> str:
             )
         )
     heads = ("constants from", "on those", "on the others: mean, median, largest", "regret on the others")
-    return table(heads, rows)
+    return markdown(heads, rows)
 
 
 _SOURCES = {
@@ -125,7 +125,7 @@ def _untouched() -> str:
     single = runs.one_node()
     errors = [run.predicted_s() / run.step_seconds - 1 for run in single]
     rows.append(_summary("vTrain on one node, hidden 1024 and 2048", errors))
-    return table(("table", "runs", "mean, median of absolute errors", "from, to"), rows)
+    return markdown(("table", "runs", "mean, median of absolute errors", "from, to"), rows)
 
 
 def _summary(name: str, errors: Sequence[float]) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ def _runs() -> str:
             if run.measured is not None:
                 predicted = f"{run.predicted:.4g} {run.unit}"
                 rows.append((table, run.name, f"{run.measured:g} {run.unit}", predicted, _percent(run.error)))
-    return table(("table", "run", "measured", "predicted", "error"), rows)
+    return markdown(("table", "run", "measured", "predicted", "error"), rows)
 
 
 @functools.cache
@@ -150,7 +150,7 @@ def cells() -> list[Cell]:
 
 
 def _when() -> str:
-    return f"\n{whentable(cells())}\n\n"
+    return f"\n{when_table(cells())}\n\n"
 
 
 BLOCKS = {
