@@ -23,7 +23,7 @@ from planner_more import grid as our_runs
 from planner_more import markdown, sources, ways
 from report import deliver
 
-from rtp_ext.planner import Cluster, ModelSpec, Strategy, calibrate, errors_of, estimate_memory, lecture
+from rtp_ext.planner import Cluster, ModelSpec, Strategy, calibrate, errors_of, estimate_memory, goodput, lecture
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.memory.activations import layer_tensors
 from rtp_ext.planner.plans.when import Cell, grid, when_table
@@ -171,7 +171,8 @@ BLOCKS = {
 
 def claims() -> list[str]:
     """What the prose says in numbers, made anew. Of each, the page must have the words."""
-    return [*_claims_of_memory(), *_claims_of_the_lecture(), *_claims_of_time(), *_claims_of_when()]
+    before_when = [*_claims_of_memory(), *_claims_of_the_lecture(), *_claims_of_time(), *_claims_of_failures()]
+    return [*before_when, *_claims_of_when()]
 
 
 def _claims_of_memory() -> list[str]:
@@ -239,6 +240,14 @@ def _claims_of_the_lecture() -> list[str]:
         f"its {int(one / GB)} GB of activations for GPT-3 ({int(100 * one / 700e9)} % of 700 GB; {many / 700e9:.0f} "
         f"times at batch 128), and {reached:.4f} for GPT-3",
         f"which gives {llama:.2f} for 1.4e12 tokens",
+    ]
+
+
+def _claims_of_failures() -> list[str]:
+    whole = goodput(100_000, 1.8 * 16384, 30, 600).effective
+    parted = goodput(100_000, 1.8 * 16384, 30, 600, 100, stall_seconds=180).effective
+    return [
+        f"at 100,000 GPUs {100 * whole:.0f} % where each failure costs ten minutes, and {100 * parted:.0f} % with 100 replicas",
     ]
 
 
