@@ -247,7 +247,8 @@ def _claims_of_failures() -> list[str]:
     whole = goodput(100_000, 1.8 * 16384, 30, 600).effective
     parted = goodput(100_000, 1.8 * 16384, 30, 600, 100, stall_seconds=180).effective
     return [
-        f"at 100,000 GPUs {100 * whole:.0f} % where each failure costs ten minutes, and {100 * parted:.0f} % with 100 replicas",
+        f"at 100,000 GPUs {100 * whole:.0f} % where each failure costs ten minutes, and {100 * parted:.0f} % with 100 "
+        "replicas",
     ]
 
 
