@@ -11,20 +11,19 @@ must be on the page word for word; --write does not change prose, but says what 
 import argparse
 import dataclasses
 import functools
-import json
 import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import planner_runs as runs
 import published
+from planner_more import grid as our_runs
+from planner_more import markdown, sources, ways
 from report import deliver
-from shared.card import RESULTS
 
-from rtp_ext.planner import Cluster, ModelSpec, Strategy, calibrate, errors_of, estimate_memory, lecture
+from rtp_ext.planner import Cluster, ModelSpec, Strategy, calibrate, errors_of, estimate_memory, goodput, lecture
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.memory.activations import layer_tensors
 from rtp_ext.planner.plans.when import Cell, grid, when_table
@@ -32,11 +31,6 @@ from rtp_ext.planner.plans.when import Cell, grid, when_table
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "planner.md"
 BLOCK = re.compile(r"(<!-- planner: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 GB = 1e9
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n"
 
 
 def _percent(value: float) -> str:
@@ -68,7 +62,7 @@ def _memory() -> str:
     for run in runs.torchtitan():
         if run.gib is not None:
             rows.append((f"torchtitan {run.name}: reserved", f"{run.gib:g} GiB", f"{run.memory_ratio:.2f}"))
-    return _table(("run", "measured", "ratio"), rows)
+    return markdown(("run", "measured", "ratio"), rows)
 
 
 def _verdicts() -> str:
@@ -79,12 +73,12 @@ def _verdicts() -> str:
         ran = [run for run in found if run.ran]
         rows.append((table, *(str(sum(run.memory.verdict == verdict for run in ran)) for verdict in heads[1:])))
         wrong += [run for run in ran if run.memory.verdict == "out of memory"]
-    told = _table(heads, rows) + "Called out of memory although they worked:\n"
+    told = markdown(heads, rows) + "Called out of memory although they worked:\n"
     false_alarms = (
         (run.name, f"{run.memory.peak_allocated_bytes / GB:.1f} GB", f"{run.cluster.memory_bytes / GB:.0f} GB")
         for run in wrong
     )
-    return told + _table(("run", "estimate", "memory"), false_alarms)
+    return told + markdown(("run", "estimate", "memory"), false_alarms)
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -111,7 +105,7 @@ def _calibration() -> str:
             )
         )
     heads = ("constants from", "on those", "on the others: mean, median, largest", "regret on the others")
-    return _table(heads, rows)
+    return markdown(heads, rows)
 
 
 _SOURCES = {
@@ -131,7 +125,7 @@ def _untouched() -> str:
     single = runs.one_node()
     errors = [run.predicted_s() / run.step_seconds - 1 for run in single]
     rows.append(_summary("vTrain on one node, hidden 1024 and 2048", errors))
-    return _table(("table", "runs", "mean, median of absolute errors", "from, to"), rows)
+    return markdown(("table", "runs", "mean, median of absolute errors", "from, to"), rows)
 
 
 def _summary(name: str, errors: Sequence[float]) -> tuple[str, ...]:
@@ -147,82 +141,7 @@ def _runs() -> str:
             if run.measured is not None:
                 predicted = f"{run.predicted:.4g} {run.unit}"
                 rows.append((table, run.name, f"{run.measured:g} {run.unit}", predicted, _percent(run.error)))
-    return _table(("table", "run", "measured", "predicted", "error"), rows)
-
-
-# mean and median of absolute errors, and regret, of the planner at commit 9025ccc: before the host's launches, measured
-# all-reduces, the fused softmax's condition, compiled kernels, capped power and FlashAttention-2's backward were in it
-_BEFORE = {
-    "vTrain": (0.056, 0.030, 0.013),
-    "one node": (0.174, 0.162, 0.043),
-    "SC'21": (0.043, 0.031, None),
-    "arXiv 2205.05198": (0.029, 0.021, None),
-    "arXiv 2407.21783": (0.072, 0.059, None),
-    "NeMo": (0.067, 0.059, None),
-    "torchtitan": (0.244, 0.193, None),
-}
-_TARGETS = {"vTrain": "5 %, regret 5 %", "one node": "12 %", "torchtitan": "12 %"}
-
-
-def _sources() -> str:
-    """Errors by source, before and after."""
-    errors = {"vTrain": [_off(run) for run in runs.vtrain()], "one node": [_off(run) for run in runs.one_node()]}
-    for table in _SOURCES:
-        errors[table] = [run.error for run in runs.every_run()[table] if run.measured is not None]
-    regret = {"vTrain": runs.regrets(runs.vtrain()), "one node": runs.regrets(runs.one_node())}
-    rows = []
-    for name, (mean, median, wrong) in _BEFORE.items():
-        sizes = [abs(error) for error in errors[name]]
-        now = [runs.mean(sizes), statistics.median(sizes)]
-        told = ["-" if x is None else f"{100 * x:.1f} %" for x in (wrong, runs.mean(regret[name]) if wrong else None)]
-        before = f"{100 * mean:.1f} %, {100 * median:.1f} %"
-        after = f"{100 * now[0]:.1f} %, {100 * now[1]:.1f} %"
-        rows.append((name, str(len(sizes)), before, after, *told, _TARGETS.get(name, "-")))
-    heads = ("source", "runs", "before: mean, median", "now", "regret before", "now", "aim for runs nobody fitted")
-    return _table(heads, rows)
-
-
-def _off(run: runs.Measurement) -> float:
-    return run.predicted_s() / run.step_seconds - 1
-
-
-def _lines(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / "cpu-2core" / f"{name}.jsonl").read_text().splitlines()]
-
-
-def _ways() -> str:
-    """Ways to search, of their last run."""
-    last = {(row["problem"], row["way"]): row for row in _lines("search_ways")}
-    rows = [
-        (way, what, f"{row['value_s']:.5g} s", f"{row['evaluations']:,}", f"{row['processor_s']:.3g} s")
-        for (what, way), row in last.items()
-    ]
-    return _table(("way", "problem", "step found", "evaluations", "of a core"), rows)
-
-
-def _grid() -> str:
-    """Counted and predicted bytes of our own runs, by strategy."""
-    last = {(row["case"], *(row[key] for key in _CASE)): row for row in _lines("planner_grid")}
-    by_strategy: dict[str, list[dict[str, Any]]] = {}
-    for row in last.values():
-        by_strategy.setdefault(row["strategy"], []).append(row)
-    rows = []
-    for name, own in [*by_strategy.items(), ("all", list(last.values()))]:
-        cells_ = [name, str(len(own))]
-        for what in ("kept", "slots", "peak"):
-            ratios = [
-                row[f"predicted_{what}_bytes"] / row[f"counted_{what}_bytes"]
-                for row in own
-                if row[f"counted_{what}_bytes"]
-            ]
-            cells_.append(f"{min(ratios):.3f}-{max(ratios):.3f}" if ratios else "-")
-        errors = [abs(row["predicted_peak_bytes"] / row["counted_peak_bytes"] - 1) for row in own]
-        rows.append((*cells_, f"{100 * runs.mean(errors):.1f} %"))
-    heads = ("strategy", "runs", "kept: predicted / counted", "slots", "peak", "peak wrong by, on average")
-    return _table(heads, rows)
-
-
-_CASE = ("family", "layers", "hidden", "ranks", "tokens", "recompute", "dtype")
+    return markdown(("table", "run", "measured", "predicted", "error"), rows)
 
 
 @functools.cache
@@ -241,9 +160,9 @@ BLOCKS = {
     "untouched": _untouched,
     "runs": _runs,
     "when": _when,
-    "sources": _sources,
-    "ways": _ways,
-    "grid": _grid,
+    "sources": sources,
+    "ways": ways,
+    "grid": our_runs,
 }
 
 
@@ -252,7 +171,8 @@ BLOCKS = {
 
 def claims() -> list[str]:
     """What the prose says in numbers, made anew. Of each, the page must have the words."""
-    return [*_claims_of_memory(), *_claims_of_the_lecture(), *_claims_of_time(), *_claims_of_when()]
+    before_when = [*_claims_of_memory(), *_claims_of_the_lecture(), *_claims_of_time(), *_claims_of_failures()]
+    return [*before_when, *_claims_of_when()]
 
 
 def _claims_of_memory() -> list[str]:
@@ -320,6 +240,15 @@ def _claims_of_the_lecture() -> list[str]:
         f"its {int(one / GB)} GB of activations for GPT-3 ({int(100 * one / 700e9)} % of 700 GB; {many / 700e9:.0f} "
         f"times at batch 128), and {reached:.4f} for GPT-3",
         f"which gives {llama:.2f} for 1.4e12 tokens",
+    ]
+
+
+def _claims_of_failures() -> list[str]:
+    whole = goodput(100_000, 1.8 * 16384, 30, 600).effective
+    parted = goodput(100_000, 1.8 * 16384, 30, 600, 100, stall_seconds=180).effective
+    return [
+        f"at 100,000 GPUs {100 * whole:.0f} % where each failure costs ten minutes, and {100 * parted:.0f} % with 100 "
+        "replicas",
     ]
 
 

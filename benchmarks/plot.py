@@ -7,6 +7,8 @@
     python benchmarks/plot.py rates benchmarks/results/cpu-2core/hosts.jsonl --model mlp --output docs/rates
     python benchmarks/plot.py outer benchmarks/results/cpu-2core/outer.jsonl --output docs/outer
     python benchmarks/plot.py travel benchmarks/results/cpu-2core/travel_curves.jsonl --output docs/travel
+    python benchmarks/plot.py planned benchmarks/results/cpu-2core/planner_grid.jsonl --output docs/planner_grid
+    python benchmarks/plot.py capacity benchmarks/results/cpu-2core/capacity.jsonl --output docs/capacity
 
 Writes FILE.png and FILE.svg. The results must be committed as they are, unless --uncommitted says that this is a draft,
 which the figure then says too. Of a case that was measured several times the last line counts. Everything is told apart
@@ -25,6 +27,7 @@ import numpy as np
 from report import NAMES, Row, last_runs, read_lines
 from shared.hosts import bits_per_second
 from shared.outer_report import last_outer_run
+from shared.planner_figures import capacity, planned
 from shared.travel_report import last_travel_run, ways_of
 
 MARKERS = "osD^vP*X"
@@ -287,6 +290,7 @@ def travel(rows: list[Row], args: argparse.Namespace) -> Any:
 
 
 FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates, "outer": outer, "travel": travel}
+FIGURES |= {"planned": planned, "capacity": capacity}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -230,10 +230,10 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
     pipelines.
     """
     if strategy.rtp > 1:
-        borrowed = layer_count(model, strategy) / strategy.rtp
+        shard = layer_count(model, strategy) / strategy.rtp
         return [
             *_slot_terms(model, strategy, stage, hosts),
-            *(_borrowed_terms(strategy, borrowed) if strategy.offload else []),
+            *(_borrowed_terms(strategy, shard) if strategy.offload else []),
         ]
     name, values = "unsharded_buffers", sum(count.value for count in counts)
     compute, reduce = strategy.param_bytes, strategy.reduce_bytes
