@@ -16,7 +16,6 @@ from rtp_ext.nn.cross_entropy import bound_cross_entropy
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.live import LiveModule, mixin_of
 
-
 _IGNORED = -100  # transformers' own
 
 
