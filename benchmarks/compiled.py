@@ -181,7 +181,7 @@ def report(line: dict[str, Any], args: argparse.Namespace) -> None:
         print(json.dumps(line), flush=True)
         return
     print(
-        f"{line['case']:<22} {line['step_ms']:9.1f} ms  first {line['first_step_s']:6.1f} s  graphs {line['graphs']:>3} "
+        f"{line['case']:<22}{line['step_ms']:8.1f} ms, first {line['first_step_s']:5.1f} s, graphs {line['graphs']:>3} "
         f"breaks {line['graph_breaks']:>3}  hops {line['hops']}  loss off by {line['loss_difference']:.1e}",
         flush=True,
     )
