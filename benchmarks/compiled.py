@@ -4,9 +4,9 @@
     python benchmarks/compiled.py --strategies rtp --modes eager,aot_eager,inductor --json
 
 For each strategy the same weights are trained on the same batches. `--json` prints one line for each mode: median
-milliseconds of a step, seconds until the first step was done, graphs, graph breaks, hops of a step, the largest relative
-difference of the loss from the eager one, and peak bytes of the process or the device. Where a mode's hops or losses are
-not the eager ones the command fails.
+milliseconds of a step, seconds until the first step was done, graphs, graph breaks, hops of a step, the largest
+relative difference of the loss from the eager one, and peak bytes of the process or the device. Where a mode's hops or
+losses are not the eager ones the command fails.
 
 On a ring the whole model is one graph (`fullgraph=True`), on CPUs and GPUs alike; fully_shard compiles with the graph
 breaks that its hooks make. `--checkpoint` recomputes blocks in backward, at which graphs break.
@@ -181,7 +181,7 @@ def report(line: dict[str, Any], args: argparse.Namespace) -> None:
         print(json.dumps(line), flush=True)
         return
     print(
-        f"{line['case']:<22} {line['step_ms']:9.1f} ms  first {line['first_step_s']:6.1f} s  graphs {line['graphs']:>3}  "
+        f"{line['case']:<22}{line['step_ms']:8.1f} ms, first {line['first_step_s']:5.1f} s, graphs {line['graphs']:>3} "
         f"breaks {line['graph_breaks']:>3}  hops {line['hops']}  loss off by {line['loss_difference']:.1e}",
         flush=True,
     )

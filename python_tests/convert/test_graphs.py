@@ -80,18 +80,22 @@ def _graphs(rank, ranks, backend):
             block.compile(**whole)
         return model
 
-    _compare(cases, "a model", Mixed, lambda model: torch.compile(model, **whole), batches)
+    def small():
+        return make_model(blocks=1)
+
     counters.clear()
-    _compare(cases, "a function around a model", make_model, inside, batches[:2])
-    with cases.case("one graph for one number of tokens, one for all others"):
-        assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"], counters
-    _compare(cases, "blocks", make_model, blocks, batches[:1])
+    _compare(cases, "a model", Mixed, lambda model: torch.compile(model, dynamic=True, **whole), batches)
+    with cases.case("one graph for all numbers of tokens"):
+        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"], counters
+    if ranks == 2:
+        _compare(cases, "a function around a model", small, inside, batches[:1])
+        _compare(cases, "blocks", small, blocks, batches[:1])
     cases.finish()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_one_graph_is_the_eager_model(ranks):
-    run_ranks(_graphs, ranks, "aot_eager", timeout=300.0)
+    run_ranks(_graphs, ranks, "aot_eager", timeout=600.0)
 
 
 def _refused(rank, ranks):
@@ -126,7 +130,7 @@ def _refused(rank, ranks):
 
 
 def test_what_cannot_be_in_a_graph_breaks_it_or_is_refused():
-    run_ranks(_refused, 2, timeout=300.0)
+    run_ranks(_refused, 2, timeout=600.0)
 
 
 def _with_inductor(rank, ranks, folder):

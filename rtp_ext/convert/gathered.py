@@ -55,8 +55,11 @@ class ForwardScope:
         self.depth += 1
 
     def hand_out(self) -> None:
-        """A forward of the whole model has begun: gathers the small ones at once."""
-        if self.root_depth != 1 or not self.small or torch._C._current_graph_task_id() != -1:
+        """A forward of the whole model has begun: gathers the small ones at once. Within another forward, or where one
+        was left without its end, those that have been gathered are right unless they were written since."""
+        if not self.small or torch._C._current_graph_task_id() != -1:
+            return
+        if self.handed and all(self.gathered[id(each)][0][1] == _version(each)[1] for each in self.small):
             return
         for each, wholes in zip(self.small, self._gather(self.small), strict=True):
             self.gathered[id(each)] = (_version(each), wholes)
