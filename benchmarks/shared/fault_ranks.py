@@ -207,7 +207,7 @@ class Rank:
             options |= {"dims": rtp_ext.RotationDims(ring="ring", replicate="replicas")}
         else:
             mesh = init_device_mesh("cpu", (cell.ranks,))
-        self.train(mesh, options, STEPS, quiet=True)  # what is made once in a process is made
+        self.train(mesh, {**options, "timeout": 60.0}, STEPS, quiet=True)  # what is made once in a process is made
         before = len(os.listdir("/proc/self/fd"))
         dist.barrier()
         try:
