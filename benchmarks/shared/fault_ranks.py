@@ -31,7 +31,7 @@ VICTIM = 1
 STEPS, FAULT_STEP = 5, 3
 WIDTH, HIDDEN, CLASSES = 12, 20, 8
 LATE = 0.6  # of the timeout
-BIG = 200_000  # rows of a batch for which memory runs out
+BIG = 40_000  # rows of a batch for which memory runs out
 
 
 @dataclass(frozen=True)
