@@ -31,7 +31,7 @@ VICTIM = 1
 STEPS, FAULT_STEP = 5, 3
 WIDTH, HIDDEN, CLASSES = 12, 20, 8
 LATE = 0.6  # of the timeout
-BIG = 200_000  # rows of a batch for which memory runs out
+BIG = 40_000  # rows of a batch for which memory runs out
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Rank:
             options |= {"dims": rtp_ext.RotationDims(ring="ring", replicate="replicas")}
         else:
             mesh = init_device_mesh("cpu", (cell.ranks,))
-        self.train(mesh, options, STEPS, quiet=True)  # what is made once in a process is made
+        self.train(mesh, {**options, "timeout": 60.0}, STEPS, quiet=True)  # what is made once in a process is made
         before = len(os.listdir("/proc/self/fd"))
         dist.barrier()
         try:
