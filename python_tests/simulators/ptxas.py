@@ -25,7 +25,7 @@ def nvcc() -> str | None:
 
 
 def report(kernel: Path) -> str:
-    """What ptxas says of one source, for every architecture. RuntimeError where it does not compile without warnings."""
+    """What ptxas says of one source, for every architecture. RuntimeError where it warns or does not compile."""
     compiler = nvcc()
     assert compiler is not None
     include = compiled.ROOT / "csrc"
