@@ -82,7 +82,8 @@ def rows() -> list[Row]:
             gpu = predict(RANKS, tokens, layer, LINK, GPU)["rotate"] * 1e6
             alone = predict(RANKS, tokens, layer, Link(1e18, 0.0, "none"), GPU)["rotate"] * 1e6
             host = {name: hops * each.hop + computes * each.compute for name, each in HOSTS.items()}
-            made.append(Row(shape, tokens, alone, gpu, *(max(gpu, time) for time in host.values())))
+            before, after, nccl = (max(gpu, host[name]) for name in ("before", "after", "nccl"))
+            made.append(Row(shape, tokens, alone, gpu, before, after, nccl))
     return made
 
 

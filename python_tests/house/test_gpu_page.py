@@ -1,4 +1,4 @@
-"""docs/gpu.md names every function of CUDA, NCCL and cuBLAS that is called, and has the tables that its script makes."""
+"""docs/gpu.md names every function of CUDA, NCCL and cuBLAS that is called, and has the tables of its script."""
 
 import re
 from pathlib import Path

@@ -8,6 +8,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 
 import compiled
 import emulated_kernels
+import ptxas
 import recording_transport
 import simulated_cuda
 
@@ -21,6 +22,8 @@ def main() -> None:
         builds.append(lambda: emulated_kernels.build(sanitized=True))
     if simulated_cuda.include_folders() is not None:
         builds.insert(0, simulated_cuda.build)
+    if ptxas.nvcc() is not None:
+        ptxas.reports()
     with ThreadPoolExecutor(len(builds)) as pool:
         for path in pool.map(lambda each: each(), builds):
             print(path)
