@@ -36,7 +36,8 @@ class RotationStrategy(ModelParallelStrategy):
             of ranks. False: one file, with everything whole, which rank 0 writes.
         process_group_backend, timeout: of the default process group.
 
-    Raises ValueError for `fit(ckpt_path=...)`, for a mesh of other ranks than all, tensor parallelism, and replicas that train apart.
+    Raises ValueError for `fit(ckpt_path=...)`, a mesh of other ranks than all, tensor parallelism, and replicas that
+    train apart.
     """
 
     def __init__(
