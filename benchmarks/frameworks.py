@@ -81,7 +81,7 @@ def main() -> int:
             failed = True
             continue
         good = found["loss_spread"] < CLOSE and (found["norm_spread"] or 0.0) < CLOSE
-        good = good and found["resumed"] == found["reloaded"] == 0.0
+        good = good and found["resumed"] in (None, 0.0) and found["reloaded"] == 0.0
         failed = failed or not good
         line = {"framework": name, "framework_version": version(name), "steps": args.steps, **found}
         print(json.dumps({key: value for key, value in line.items() if not isinstance(value, list)}), flush=True)

@@ -21,4 +21,5 @@ def test_trains_like_it_does_without_rotation(name, tmp_path):
         assert run.worst("losses", "reference_losses") < CLOSE, f"{run.losses}, expected {run.reference_losses}"
         assert run.worst("norms", "reference_norms") < CLOSE, f"{run.norms}, expected {run.reference_norms}"
         assert len(run.losses) == 6 and run.losses[-1] < run.losses[0] - 100 * CLOSE, "control: it learns"
-        assert 0.49 < run.kept < 0.55 and run.resumed == 0.0 and run.reloaded == 0.0, run
+        assert 0.49 < run.kept < 0.55 and run.reloaded == 0.0, run
+        assert run.resumed == (None if name == "lightning" else 0.0), run
