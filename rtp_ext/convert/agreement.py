@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from rtp_ext.convert.bundled import BundledMLP
 from rtp_ext.parameters.live import LiveModule
@@ -43,6 +44,13 @@ class Mode:
     def now(cls, ring: Ring) -> Mode:
         kind = ring.device.type
         return cls(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+
+
+def want_gradients(arguments: Any) -> bool | None:
+    """Whether anything that a model was called with wants gradients; None where nothing can."""
+    if not torch.is_grad_enabled():
+        return None
+    return any([isinstance(value, torch.Tensor) and value.requires_grad for value in tree_leaves(arguments)])
 
 
 def facts_of(root: nn.Module, named: Named) -> tuple[list[tuple], list[Any]]:

@@ -168,6 +168,15 @@ class GatheredModule(LiveModule):
     def _gather_plan(self) -> GatherPlan:
         return GatherPlan([*self.sharded().values()], self.scope.ring, self.scope.mp_policy)
 
+    def is_handed(self) -> bool:
+        """Whether a forward of the whole model has gathered its parameters."""
+        return self.first >= 0 and (self.scope.handed or self.scope.in_graph is not None)
+
+    def gather_own(self) -> None:
+        """While a graph is made: once for all uses of its parameters in its forward."""
+        if not self.is_handed():
+            self.wholes = self.scope.gather_in_graph(self)
+
     def used_together(self) -> list[int]:
         """How many of the parameters that are gathered are used at one place, with no other module in between."""
         count = len(self.gathered_names)

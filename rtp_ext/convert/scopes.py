@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from rtp_ext.convert.adapters import let_adapters_merge
-from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew
+from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew, want_gradients
 from rtp_ext.convert.bundled import OWN_HOOKS
 from rtp_ext.convert.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
 from rtp_ext.convert.whole_embedding import WholeEmbedding
@@ -277,7 +277,7 @@ class _Open:
             if self.scope.in_graph is None and not self.scope.handed:
                 traced.scope(self.scope, "check")  # of a part that is called alone
             if isinstance(part, GatheredModule):
-                _gather_own(part)
+                part.gather_own()
             return
         self.scope.enter()
 
@@ -288,21 +288,10 @@ class _Close:
 
     def __call__(self, part: nn.Module, _arguments: Any, _output: Any) -> None:
         if torch.compiler.is_compiling() and traced.tracing(self.scope.ring):
-            if isinstance(part, GatheredModule) and not _is_handed(part):
+            if isinstance(part, GatheredModule) and not part.is_handed():
                 part.wholes = None
             return
         self.scope.leave()
-
-
-def _is_handed(part: GatheredModule) -> bool:
-    """Whether a forward of the whole model has gathered the parameters of a part."""
-    return part.first >= 0 and (part.scope.handed or part.scope.in_graph is not None)
-
-
-def _gather_own(part: GatheredModule) -> None:
-    """While a graph is made: once for all uses of its parameters in its forward."""
-    if not _is_handed(part):
-        part.wholes = part.scope.gather_in_graph(part)
 
 
 # torch.compile(model) calls hooks of the model itself outside of its graph, and would make graphs of what they call.
@@ -326,11 +315,11 @@ def _close_eagerly(state: RotationState) -> None:
 def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:
     state: RotationState = root._rotation_state  # type: ignore[assignment]
     if torch.compiler.is_compiling() and traced.tracing(state.ring):
-        split = _want_gradients((arguments, keywords))
+        split = want_gradients((arguments, keywords))
         traced.scope(state, "open" if split is None else "open with gradients", bool(split))
         state.gather_small_in_graph()
     else:
-        _open_eagerly(state, root, _want_gradients((arguments, keywords)))
+        _open_eagerly(state, root, want_gradients((arguments, keywords)))
     policy = state.mp_policy
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return None
@@ -350,13 +339,6 @@ def _close_root(root: nn.Module, _arguments: Any, output: Any) -> Any:
 
 for _hook in (_Open, _Close):
     setattr(_hook, OWN_HOOKS, True)
-
-
-def _want_gradients(arguments: Any) -> bool | None:
-    """Whether anything that a model was called with wants gradients; None where nothing can."""
-    if not torch.is_grad_enabled():
-        return None
-    return any([isinstance(value, torch.Tensor) and value.requires_grad for value in tree_leaves(arguments)])
 
 
 def _caster(dtype: torch.dtype) -> Any:

@@ -26,15 +26,19 @@ from rtp_ext.functional.cross_entropy import LinearCrossEntropy
 from rtp_ext.functional.embedding import Embedding
 from rtp_ext.functional.linear import Linears, PartialLinear
 from rtp_ext.functional.mlp import MLP
-from rtp_ext.parameters.gather import GatherPlan
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
 from rtp_ext.ring.enrolled import owner_of, ring_named
 
 # Caches of compilers know an operator by its name and its schema, not by its effects: what changes of those, or of what
 # an operator means, takes another number here.
-_VERSION = 1
-_NAMESPACE = "rtp_ext"
+VERSION = 1
+NAMESPACE = "rtp_ext"
+
+
+@functools.cache
+def operator(name: str) -> Any:
+    return getattr(torch.ops.rtp_ext, f"{name}_{VERSION}").default
 
 
 @dataclass
@@ -158,7 +162,7 @@ _OPERATIONS = {
 _left: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def _forward(
+def forward(
     number: Tensor,
     ring: str,
     operation: str,
@@ -202,7 +206,7 @@ def _expect_registered(call: Call, registered: Sequence[Home], homes: list[Tenso
             )
 
 
-def _forward_fake(
+def forward_fake(
     number: Tensor,
     ring: str,
     operation: str,
@@ -216,7 +220,7 @@ def _forward_fake(
     return [homes[0].new_empty(shape, dtype=each) for shape, each in results]
 
 
-def _backward(
+def backward(
     number: Tensor,
     ring: str,
     operation: str,
@@ -248,7 +252,7 @@ def _backward(
     return found
 
 
-def _backward_fake(
+def backward_fake(
     number: Tensor,
     ring: str,
     operation: str,
@@ -267,7 +271,7 @@ def _backward_fake(
     return [*of_inputs, *of_homes]
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+def keep_for_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     number, ring, operation, tensors, homes, sizes, needs, dtype = inputs
     count = _OPERATIONS[operation].outputs(sizes)
     # A linear layer whose parameters want no gradient reads nothing of its input.
@@ -278,13 +282,13 @@ def _keep_for_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.save_for_backward(number, *(tensors if read else ()), *homes, *kept)
 
 
-def _differentiate(ctx: Any, gradients: list[Tensor]) -> tuple:
+def differentiate(ctx: Any, gradients: list[Tensor]) -> tuple:
     ring, operation, sizes, needs, dtype = ctx.constants
     tensors, read, homes, count = ctx.counts
     number, *saved = ctx.saved_tensors
     wanted = [*ctx.needs_input_grad[3], *ctx.needs_input_grad[4]]
     found = iter(
-        _operator("backward")(
+        operator("backward")(
             number,
             ring,
             operation,
@@ -300,152 +304,3 @@ def _differentiate(ctx: Any, gradients: list[Tensor]) -> tuple:
     )
     each = [next(found) if want else None for want in wanted]
     return None, None, None, each[:tensors], each[tensors:], None, None, None
-
-
-# -- whole parameters of modules that do not rotate --------------------------------------------------------------------
-
-
-class Gathering(Protocol):
-    """Whom a number stands for that `gather` is given."""
-
-    def _gather_plan(self) -> GatherPlan: ...
-
-
-def _gather(number: Tensor, ring: str, shards: list[Tensor], shapes: Sequence[int], dtypes: Any) -> list[Tensor]:
-    return owner_of(number)._gather_plan().gather(shards)
-
-
-def _gather_fake(number: Tensor, ring: str, shards: list[Tensor], shapes: Sequence[int], dtypes: Any) -> list[Tensor]:
-    wholes, place = [], 0
-    for shard, dtype in zip(shards, dtypes, strict=True):
-        dims = shapes[place]
-        wholes.append(shard.new_empty(tuple(shapes[place + 1 : place + 1 + dims]), dtype=dtype))
-        place += 1 + dims
-    return wholes
-
-
-def _reduce(
-    number: Tensor,
-    ring: str,
-    gradients: list[Tensor],
-    places: Sequence[int],
-    shards: list[Tensor],
-    wanted: Sequence[int],
-) -> list[Tensor]:
-    """`places`: of which of all parameters the gradients are; the others were used by nobody here. `shards`, `wanted`:
-    of the parameters that want gradients, and which these are."""
-    return owner_of(number)._gather_plan().reduce(gradients, places, wanted)
-
-
-def _reduce_fake(
-    number: Tensor,
-    ring: str,
-    gradients: list[Tensor],
-    places: Sequence[int],
-    shards: list[Tensor],
-    wanted: Sequence[int],
-) -> list[Tensor]:
-    return [shard.new_empty(shard.shape) for shard in shards]
-
-
-def _keep_for_reduction(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    number, ring, shards, *_ = inputs
-    ctx.ring = ring
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(number, *shards)
-
-
-def _reduced(ctx: Any, gradients: list[Tensor | None]) -> tuple:
-    number, *shards = ctx.saved_tensors
-    wanted = [place for place, want in enumerate(ctx.needs_input_grad[2]) if want]
-    places = [place for place in wanted if gradients[place] is not None]
-    used = [gradients[place] for place in places]
-    each: list[Tensor | None] = [None] * len(shards)
-    found = _operator("reduce")(number, ctx.ring, used, places, [shards[place] for place in wanted], wanted)
-    for place, gradient in zip(wanted, found, strict=True):
-        each[place] = gradient
-    return None, None, each, None, None
-
-
-# -- forwards of models ------------------------------------------------------------------------------------------------
-
-
-class Model(Protocol):
-    """Whom a number stands for that `scope` is given."""
-
-    def in_graph_event(self, event: str, split: bool, autocast: torch.dtype | None) -> None: ...
-
-
-def _scope(number: Tensor, ring: str, event: str, split: bool, autocast: torch.dtype | None) -> None:
-    owner_of(number).in_graph_event(event, split, autocast)
-
-
-def _scope_fake(number: Tensor, ring: str, event: str, split: bool, autocast: torch.dtype | None) -> None:
-    return None
-
-
-# -- registration ------------------------------------------------------------------------------------------------------
-
-_SCHEMAS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
-    "forward": (
-        "(Tensor number, str ring, str operation, Tensor[] inputs, Tensor[] homes, SymInt[] sizes, bool[] needs, "
-        "ScalarType dtype) -> Tensor[]",
-        _forward,
-        _forward_fake,
-    ),
-    "backward": (
-        "(Tensor number, str ring, str operation, Tensor[] gradients, Tensor[] inputs, Tensor[] homes, Tensor[] kept, "
-        "SymInt[] sizes, bool[] needs, bool[] wanted, ScalarType dtype) -> Tensor[]",
-        _backward,
-        _backward_fake,
-    ),
-    "gather": (
-        "(Tensor number, str ring, Tensor[] shards, int[] shapes, ScalarType[] dtypes) -> Tensor[]",
-        _gather,
-        _gather_fake,
-    ),
-    "reduce": (
-        "(Tensor number, str ring, Tensor[] gradients, int[] places, Tensor[] shards, int[] wanted) -> Tensor[]",
-        _reduce,
-        _reduce_fake,
-    ),
-    "scope": (
-        "(Tensor number, str ring, str event, bool split, ScalarType? autocast) -> ()",
-        _scope,
-        _scope_fake,
-    ),
-}
-
-
-@functools.cache
-def _operator(name: str) -> Any:
-    return getattr(torch.ops.rtp_ext, f"{name}_{_VERSION}").default
-
-
-def _register() -> torch.library.Library:
-    library = torch.library.Library(_NAMESPACE, "FRAGMENT")
-    for name, (schema, kernel, fake) in _SCHEMAS.items():
-        qualified = f"{_NAMESPACE}::{name}_{_VERSION}"
-        library.define(f"{name}_{_VERSION}{schema}")
-        library.impl(f"{name}_{_VERSION}", kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(qualified, fake, lib=library)
-    for name, backward, setup in (
-        ("forward", _differentiate, _keep_for_backward),
-        ("gather", _reduced, _keep_for_reduction),
-    ):
-        qualified = f"{_NAMESPACE}::{name}_{_VERSION}"
-        torch.library.register_autograd(qualified, backward, setup_context=setup, lib=library)
-    return library
-
-
-_LIBRARY = _register()
-
-
-@functools.cache
-def register_effects() -> None:
-    """Has compilers keep all operators, in their order. When a graph is made: it imports what makes graphs."""
-    from torch._higher_order_ops.effects import _register_effectful_op
-    from torch._library.effects import EffectType
-
-    for name in _SCHEMAS:
-        _register_effectful_op(_operator(name), EffectType.ORDERED)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rtp_ext.functional.operators import register_effects
+from rtp_ext.functional.library import register_effects
 from rtp_ext.ring.surroundings import outermost
 
 

@@ -14,8 +14,9 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 # Files whose functions a compiler may trace when traced code calls them; everything else breaks its graph. Each asks
-# `tracing` first, and puts an operator of functional/operators.py into the graph where the eager function would run.
+# `tracing` first, and puts an operator of functional/library.py into the graph where the eager function would run.
 _TRACED = (
+    "convert/agreement.py",
     "convert/bundled.py",
     "convert/gathered.py",
     "convert/head.py",
