@@ -24,14 +24,7 @@ from rtp_ext.ring.gate import Gate, kind_of, nvlinks_of
 from rtp_ext.ring.links.hosts import Hosts, find_hosts
 from rtp_ext.ring.links.options import TransportOptions
 from rtp_ext.ring.links.routes import choose_ce_modes, choose_hops
-from rtp_ext.ring.links.transports import (
-    NETWORKED,
-    ce_refusal,
-    connect,
-    nccl_put_refusal,
-    nccl_refusal,
-    order_launches,
-)
+from rtp_ext.ring.links.transports import NETWORKED, ce_refusal, connect, nccl_put_refusal, nccl_refusal, order_launches
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
 from rtp_ext.ring.prepared import Ledger, Prepared
