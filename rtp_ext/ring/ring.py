@@ -26,14 +26,7 @@ from rtp_ext.ring.gradient_routes import ComingHome, GradientRoutes, check_wishe
 from rtp_ext.ring.links.hosts import Hosts, find_hosts
 from rtp_ext.ring.links.options import TransportOptions, check_travel
 from rtp_ext.ring.links.routes import choose_ce_modes, choose_hops
-from rtp_ext.ring.links.transports import (
-    NETWORKED,
-    ce_refusal,
-    connect,
-    nccl_put_refusal,
-    nccl_refusal,
-    order_launches,
-)
+from rtp_ext.ring.links.transports import NETWORKED, ce_refusal, connect, nccl_put_refusal, nccl_refusal, order_launches
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
 from rtp_ext.ring.prepared import Agreements, Ledger, Prepared

@@ -1,0 +1,235 @@
+// The functions of the simulated runtime: the second half of runtime.cpp, which includes it once.
+#pragma once
+
+extern "C" {
+
+const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "simulated error"; }
+const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(error); }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute, int) {
+  called("cudaDeviceGetAttribute");
+  *value = attribute == cudaDevAttrMultiProcessorCount ? world().controls.multiprocessors : 0;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  called("cudaGetDevice");
+  *device = current_device();
+  return cudaSuccess;
+}
+// Since CUDA 12 this makes a context.
+cudaError_t cudaSetDevice(int device) {
+  called("cudaSetDevice");
+  chosen_device = device;
+  make_context();
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  called("cudaDeviceGetStreamPriorityRange");
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
+// The device is that of all ranks.
+cudaError_t cudaDeviceSynchronize() {
+  called("cudaDeviceSynchronize");
+  std::unique_lock lock(world().mutex);
+  if (world().controls.capturing) mistake("cudaDeviceSynchronize while a graph is captured");
+  wait_until(lock, [] {
+    for (const auto& [handle, stream] : streams()) {
+      if (!stream->queue.empty() || stream->busy) return false;
+    }
+    return true;
+  });
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  called("cudaDriverGetVersion");
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+  called("cudaDeviceCanAccessPeer");
+  *can = 1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int flags, int priority) {
+  called("cudaStreamCreateWithPriority");
+  if (flags != cudaStreamNonBlocking || (priority != -5 && priority != 0)) return cudaErrorInvalidValue;
+  *stream = make_stream();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
+  called("cudaStreamCreateWithFlags");
+  *stream = make_stream();
+  return cudaSuccess;
+}
+// As the real one: returns at once, and the stream ends when its work has.
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  called("cudaStreamDestroy");
+  const std::lock_guard lock(world().mutex);
+  const auto found = streams().find(stream);
+  if (found == streams().end()) {
+    mistake("cudaStreamDestroy of what is not a stream");
+    return cudaErrorInvalidResourceHandle;
+  }
+  found->second->ending = true;
+  streams().erase(found);
+  world().changed.notify_all();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  called("cudaStreamSynchronize");
+  synchronize(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  called("cudaStreamQuery");
+  const std::lock_guard lock(world().mutex);
+  if (world().controls.capturing) mistake("cudaStreamQuery of a stream that is being captured");
+  return stream->queue.empty() && !stream->busy ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, enum cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+  called("cudaStreamGetCaptureInfo");
+  const std::lock_guard lock(world().mutex);
+  *status = world().controls.capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *id = world().controls.capturing ? 1 : 0;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* mode) {
+  called("cudaThreadExchangeStreamCaptureMode");
+  thread_local cudaStreamCaptureMode now = cudaStreamCaptureModeGlobal;
+  std::swap(now, *mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
+  called("cudaEventCreateWithFlags");
+  *event = new CUevent_st{{}, (flags & cudaEventDisableTiming) == 0};
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  called("cudaEventDestroy");
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  called("cudaEventRecord");
+  auto point = enqueue(stream, [] {});
+  const std::lock_guard lock(world().mutex);
+  event->point = std::move(point);
+  return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  called("cudaEventQuery");
+  const std::lock_guard lock(world().mutex);
+  return event->point == nullptr || event->point->reached ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  called("cudaEventSynchronize");
+  std::unique_lock lock(world().mutex);
+  wait_until(lock, [point = event->point] { return point == nullptr || point->reached; });
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
+  called("cudaEventElapsedTime");
+  const std::lock_guard lock(world().mutex);
+  if (!from->timing || !to->timing || from->point == nullptr || to->point == nullptr)
+    return cudaErrorInvalidResourceHandle;
+  if (!from->point->reached || !to->point->reached) return cudaErrorNotReady;
+  *milliseconds = std::chrono::duration<float, std::milli>(to->point->time - from->point->time).count();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
+  called("cudaStreamWaitEvent");
+  std::shared_ptr<Point> point;
+  {
+    const std::lock_guard lock(world().mutex);
+    point = event->point;
+  }
+  if (point == nullptr) return cudaSuccess;
+  enqueue(stream, [point] {
+    std::unique_lock lock(world().mutex);
+    wait_until(lock, [&] { return point->reached; });
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, enum cudaMemcpyKind, cudaStream_t stream) {
+  called("cudaMemcpyAsync");
+  use("cudaMemcpyAsync", stream);
+  enqueue(stream, [=] { copy(to, from, bytes); }, {{to, bytes}, {from, bytes}});
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, enum cudaMemcpyKind) {
+  called("cudaMemcpy");
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  called("cudaMemsetAsync");
+  enqueue(stream, [=] { std::memset(to, value, bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  called("cudaMemset");
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+#if CUDART_VERSION >= 13000
+cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* bytes, size_t count,
+                                 struct cudaMemcpyAttributes*, size_t*, size_t, cudaStream_t stream) {
+  called("cudaMemcpyBatchAsync");
+  {
+    const std::lock_guard lock(world().mutex);
+    if (world().controls.capturing) mistake("cudaMemcpyBatchAsync cannot be captured");
+  }
+  const std::vector<void*> targets(to, to + count);
+  const std::vector<const void*> sources(from, from + count);
+  const std::vector<size_t> sizes(bytes, bytes + count);
+  Memory memory;
+  for (size_t i = 0; i < count; ++i) memory.insert(memory.end(), {{to[i], bytes[i]}, {from[i], bytes[i]}});
+  const auto copies = [=] {
+    for (size_t i = 0; i < targets.size(); ++i) copy(targets[i], sources[i], sizes[i]);
+  };
+  enqueue(stream, copies, std::move(memory));
+  return cudaSuccess;
+}
+#endif
+
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  called("cudaMalloc");
+  *memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+cudaError_t cudaFree(void* memory) {
+  called("cudaFree");
+  std::free(memory);
+  return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned int) { return cudaMalloc(memory, bytes); }
+cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
+cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned int) {
+  called("cudaHostGetDevicePointer");
+  *device = host;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned int, unsigned long long,
+                                             enum cudaDriverEntryPointQueryResult* result) {
+  called("cudaGetDriverEntryPointByVersion");
+  const std::lock_guard lock(world().mutex);
+  const std::string name(symbol);
+  *function = nullptr;
+  if (!world().controls.lacks_memory_ops) {
+    if (name == "cuStreamWaitValue64") *function = reinterpret_cast<void*>(&wait_value64);
+    if (name == "cuStreamBatchMemOp") *function = reinterpret_cast<void*>(&batch_mem_op);
+    if (name == "cuStreamWriteValue64") *function = reinterpret_cast<void*>(&write_value64);
+  }
+  *result = *function == nullptr ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+
+}  // extern "C"
