@@ -52,7 +52,7 @@ Spans spans_of_view(const at::Tensor& tensor) {
   return spans;
 }
 
-class Recorder {
+class Accesses {
  public:
   void add(Record record) { records.push_back(std::move(record)); }
 
@@ -83,7 +83,7 @@ class Recorder {
   std::vector<c10::Storage> storages_;
 };
 
-std::unique_ptr<Recorder> recorder = std::make_unique<Recorder>();
+std::unique_ptr<Accesses> recorder = std::make_unique<Accesses>();
 
 // -- what operators read and write ------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::kw_only(), py::arg("multiprocessors") = 0, py::arg("sends_anywhere") = true,
       py::arg("receives_anywhere") = true);
   m.def("start", [] {
-    recorder = std::make_unique<Recorder>();
+    recorder = std::make_unique<Accesses>();
     recorder->callback = at::addGlobalCallback(at::RecordFunctionCallback(before_operator, after_operator)
                                                    .needsInputs(true)
                                                    .needsOutputs(true)
@@ -245,6 +245,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("records", [] { return recorder->records; });
   m.def("stop", [] {
     if (recorder->callback) at::removeCallback(*recorder->callback);
-    recorder = std::make_unique<Recorder>();
+    recorder = std::make_unique<Accesses>();
   });
 }
