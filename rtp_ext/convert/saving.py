@@ -109,7 +109,7 @@ def _names(model: Any, given: Mapping[str, Any]) -> set[str] | None:
 def _write(method: Any, model: Any, given: dict[str, Any]) -> None:
     method(model, **given)
     plain = plain_class(model).__name__
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if getattr(config, "architectures", None) == [type(model).__name__] != [plain]:
         config.architectures = [plain]
         config.save_pretrained(given["save_directory"])

@@ -40,6 +40,9 @@ class RotationAccelerator(Accelerator):
     apart, trainable ignored_params.
     """
 
+    _models: Any
+    _optimizers: Any
+
     def __init__(self, *arguments: Any, rotate: Mapping[str, Any] | None = None, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._begin(rotate)

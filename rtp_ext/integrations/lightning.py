@@ -40,6 +40,8 @@ class RotationStrategy(ModelParallelStrategy):
     train apart.
     """
 
+    model: Any
+
     def __init__(
         self,
         rotate: Mapping[str, Any] | None = None,

@@ -43,6 +43,9 @@ class RotationTrainer(Trainer):
     out on one rank alone; DataParallel.
     """
 
+    model: Any
+    lr_scheduler: Any
+
     def __init__(self, *arguments: Any, rotate: Mapping[str, Any] | None = None, **keywords: Any) -> None:
         self.rotate = dict(rotate or {})
         super().__init__(*arguments, **keywords)
@@ -116,7 +119,7 @@ class RotationTrainer(Trainer):
             self._load_whole(model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
+        best: Any = self.state.best_model_checkpoint
         logger.info("loading the best model, from %s (score: %s)", best, self.state.best_metric)
         if has_shards(best):
             load_shards(best, [self.model], [])

@@ -131,8 +131,9 @@ def bound_cross_entropy(
     def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
         weight, bias = head.weight, head.bias
         homes, sizes = prepare_cross_entropy(call, head._prepared, inputs[0], weight, bias, False)
-        settings = bias is not None, False, ignore_index, label_smoothing, soft_cap, z_loss
-        return homes, (native_shape(*sizes, *settings),)
+        biased = bias is not None
+        shape = native_shape(*sizes, biased, False, ignore_index, label_smoothing, soft_cap, z_loss)
+        return homes, (shape,)
 
     return Bound(head.ring, head.qualified_name, head.in_place, head.mp_policy.reduce_dtype, prepare)
 

@@ -136,7 +136,7 @@ def link_of(device: torch.device, *, nvlink: bool) -> Link:
     return Link(rate, _HOP_SECONDS, "modelled")
 
 
-def gemm_seconds(device: Device, rows: int, columns: int, depth: int, sum_bytes: int = 0) -> float:
+def gemm_seconds(device: Device, rows: int, columns: int, depth: int, sum_bytes: float = 0) -> float:
     """Time of a product [rows, depth] x [depth, columns], with the last wave of tiles counted whole. `sum_bytes`: what
     is read and written of each number of the result, where that is a sum."""
     if min(rows, columns, depth) == 0:

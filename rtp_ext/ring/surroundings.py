@@ -42,7 +42,8 @@ def keep_compilers_out() -> None:
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     rules.add("rtp_ext")
     package = Path(__file__).resolve().parents[1]
-    getattr(rules, "BUILTIN_INLINE_WHEN_CALLED", set()).update(str(package / file) for file in _TRACED)
+    traced: set[str] = getattr(rules, "BUILTIN_INLINE_WHEN_CALLED", set())
+    traced.update(str(package / file) for file in _TRACED)
 
 
 def outermost() -> bool:
