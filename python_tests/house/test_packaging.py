@@ -89,7 +89,10 @@ def test_architectures_are_those_of_the_gpus_present(setup, tmp_path):
 
 
 def test_cuda_is_compiled_as_the_environment_says(setup, tmp_path, monkeypatch):
-    for name in ("bin/nvcc", "lib64/libcudart.so.13", "lib64/libcublas.so.13", "lib64/libnccl.so.2"):
+    for name in (
+        "bin/nvcc",
+        *(f"lib64/lib{name}" for name in ("cudart.so.13", "cublas.so.13", "cublasLt.so.13", "nccl.so.2")),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))

@@ -150,6 +150,7 @@ def test_routes(gpus):
 def test_ranks_tell_each_other_the_kinds_of_their_gpus(gpus, other):
     class Starting(TwoRanks):
         exchange_others = TwoRanks.exchange
+        gradient_route, gradient_travel = "chain", None
 
         def exchange(self, value):
             return [value, other] if isinstance(value, tuple) else self.exchange_others(value)
@@ -159,7 +160,7 @@ def test_ranks_tell_each_other_the_kinds_of_their_gpus(gpus, other):
 
     gpus.setattr(ring_module, "kind_of", lambda device: (9, 132))
     ring = Starting()
-    rtp_ext.Ring._start(ring, "nccl", "auto", None, None)
+    rtp_ext.Ring._start(ring, "nccl", "auto", False, None, None, "auto", None)
     assert ring.gate.alike == (other == (9, 132))
 
 
