@@ -173,7 +173,7 @@ def refuse_offload(
 
 def ring_of_module(part: nn.Module) -> Ring | None:
     """The ring that a module's own parameters are on."""
-    scope = part.__dict__.get("scope")
+    scope = part.__dict__.get("_rtp_scope")
     ring = scope.ring if isinstance(scope, ForwardScope) else part.__dict__.get("ring")
     return ring if isinstance(ring, Ring) else None
 

@@ -187,7 +187,7 @@ def _modules(root: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _rotation(module: LiveModule) -> tuple[MixedPrecisionPolicy | None, bool]:
     """The policy that a module travels by, and whether its home shards do."""
-    scope = module.__dict__.get("scope", module)  # of a gathered one
+    scope = module.__dict__.get("_rtp_scope", module)  # of a gathered one
     return scope.__dict__.get("mp_policy"), module.__dict__.get("in_place", False)
 
 

@@ -63,7 +63,7 @@ class ForwardScope:
             return
         for each, wholes in zip(self.small, self._gather(self.small), strict=True):
             self.gathered[id(each)] = (_version(each), wholes)
-            each.__dict__["wholes"] = [*wholes.values()]
+            each.__dict__["_rtp_wholes"] = [*wholes.values()]
         self.handed = True
 
     def leave(self) -> None:
@@ -73,7 +73,7 @@ class ForwardScope:
             if self.handed:
                 self.handed = False
                 for each in self.small:
-                    each.__dict__["wholes"] = None
+                    each.__dict__["_rtp_wholes"] = None
 
     def __deepcopy__(self, memo: dict) -> ForwardScope:
         twin = type(self)(self.ring, self.mp_policy)
@@ -84,9 +84,9 @@ class ForwardScope:
     def parameter(self, owner: GatheredModule, name: str) -> Any:
         """The parameter `name` of `owner`: gathered inside a forward, the registered one outside."""
         if torch.compiler.is_compiling() and traced.tracing(self.ring):
-            return self.parameters_in_graph(owner)[owner.gathered_names.index(name)]
+            return self.parameters_in_graph(owner)[owner._rtp_gathered.index(name)]
         registered = owner._parameters[name]
-        if registered is None or name not in owner.gathered_names:
+        if registered is None or name not in owner._rtp_gathered:
             return registered
         # In a backward, activation checkpointing may recompute a function that is no module's forward.
         recomputing = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
@@ -101,33 +101,33 @@ class ForwardScope:
 
     def parameters_in_graph(self, owner: GatheredModule) -> list[torch.Tensor]:
         """The whole parameters of `owner` while a compiler makes a graph."""
-        if self.in_graph is not None and owner.first >= 0:
-            return self.in_graph[owner.first : owner.first + len(owner.gathered_names)]
-        handed = owner.wholes
+        if self.in_graph is not None and owner._rtp_first >= 0:
+            return self.in_graph[owner._rtp_first : owner._rtp_first + len(owner._rtp_gathered)]
+        handed = owner._rtp_wholes
         return self.gather_in_graph(owner) if handed is None else handed
 
     def gather_in_graph(self, owner: GatheredModule) -> list[torch.Tensor]:
         """For a part that is called without the model around it, or is not small."""
-        return traced.gather(owner, self.ring, [*owner.sharded().values()], self.mp_policy)
+        return traced.gather(owner, self.ring, [*owner.rtp_sharded().values()], self.mp_policy)
 
     def gather_small_in_graph(self) -> None:
         """The forward of the whole model begins in a graph."""
         if self.small:
-            parameters = [parameter for each in self.small for parameter in each.sharded().values()]
+            parameters = [parameter for each in self.small for parameter in each.rtp_sharded().values()]
             self.in_graph = traced.gather(self, self.ring, parameters, self.mp_policy)
 
     def _gather_plan(self) -> GatherPlan:
-        parameters = [parameter for each in self.small for parameter in each.sharded().values()]
+        parameters = [parameter for each in self.small for parameter in each.rtp_sharded().values()]
         return GatherPlan(parameters, self.ring, self.mp_policy)
 
     def _gather(self, owners: list[GatheredModule]) -> list[dict[str, torch.Tensor]]:
         """The whole parameters of each owner, by one collective."""
-        own = [owner.sharded() for owner in owners]
+        own = [owner.rtp_sharded() for owner in owners]
         # A pipeline that computes the gradients of inputs first, and those of parameters later, does the latter for one
         # node of autograd after the other, and frees what lies between the places where its parameters are used.
         counts = None
         if self.split or self.root_depth == 0:
-            counts = [count for owner in owners for count in owner.used_together()]
+            counts = [count for owner in owners for count in owner.rtp_used_together()]
         whole = iter(gather([p for parameters in own for p in parameters.values()], self.ring, self.mp_policy, counts))
         return [
             {name: self._shown(owner, name, next(whole)) for name in parameters}
@@ -136,7 +136,7 @@ class ForwardScope:
 
     def _shown(self, owner: GatheredModule, name: str, whole: torch.Tensor) -> torch.Tensor:
         """What a module gets to see of a whole parameter."""
-        if name not in owner.replicated_names:
+        if name not in owner._rtp_replicated:
             return whole
         assert self.ring.tensor_mesh is not None, "somebody replicated it"
         shown = DTensor.from_local(whole, self.ring.tensor_mesh, [Replicate()], run_check=False)
@@ -146,7 +146,7 @@ class ForwardScope:
 
 def _version(owner: GatheredModule) -> Any:
     """Changes whenever what was gathered of an owner is out of date."""
-    state = tuple((held(p).data_ptr(), p._version, p.dtype, p.requires_grad) for p in owner.sharded().values())
+    state = tuple((held(p).data_ptr(), p._version, p.dtype, p.requires_grad) for p in owner.rtp_sharded().values())
     return torch.is_grad_enabled(), state
 
 
@@ -155,31 +155,31 @@ class GatheredModule(LiveModule):
 
     _parameters: dict[str, Any]
     _modules: dict[str, Any]
-    scope: ForwardScope
-    gathered_names: tuple[str, ...]
-    replicated_names: frozenset[str]  # of those: DTensors of tensor parallelism
-    first: int  # where its parameters begin among those of all small ones; -1: it is not small
-    wholes: list[torch.Tensor] | None  # what was gathered, for the graphs of a compiler
+    _rtp_scope: ForwardScope
+    _rtp_gathered: tuple[str, ...]
+    _rtp_replicated: frozenset[str]  # of those: DTensors of tensor parallelism
+    _rtp_first: int  # where its parameters begin among those of all small ones; -1: it is not small
+    _rtp_wholes: list[torch.Tensor] | None  # what was gathered, for the graphs of a compiler
 
-    def sharded(self) -> dict[str, torch.Tensor]:
+    def rtp_sharded(self) -> dict[str, torch.Tensor]:
         """The registered parameters that are gathered, by name."""
-        return {name: self._parameters[name] for name in self.gathered_names}
+        return {name: self._parameters[name] for name in self._rtp_gathered}
 
     def _gather_plan(self) -> GatherPlan:
-        return GatherPlan([*self.sharded().values()], self.scope.ring, self.scope.mp_policy)
+        return GatherPlan([*self.rtp_sharded().values()], self._rtp_scope.ring, self._rtp_scope.mp_policy)
 
-    def is_handed(self) -> bool:
+    def rtp_is_handed(self) -> bool:
         """Whether a forward of the whole model has gathered its parameters."""
-        return self.first >= 0 and (self.scope.handed or self.scope.in_graph is not None)
+        return self._rtp_first >= 0 and (self._rtp_scope.handed or self._rtp_scope.in_graph is not None)
 
-    def gather_own(self) -> None:
+    def rtp_gather_own(self) -> None:
         """While a graph is made: once for all uses of its parameters in its forward."""
-        if not self.is_handed():
-            self.wholes = self.scope.gather_in_graph(self)
+        if not self.rtp_is_handed():
+            self._rtp_wholes = self._rtp_scope.gather_in_graph(self)
 
-    def used_together(self) -> list[int]:
+    def rtp_used_together(self) -> list[int]:
         """How many of the parameters that are gathered are used at one place, with no other module in between."""
-        count = len(self.gathered_names)
+        count = len(self._rtp_gathered)
         return [1] * count if self._modules else [count]
 
 
@@ -193,7 +193,7 @@ class GatheredRNN(GatheredModule):
     def list_registered(self) -> None:
         """Has the list show the registered parameters; the next forward makes another one."""
         for index, name in enumerate(self._flat_weights_names):
-            if name in self.gathered_names:
+            if name in self._rtp_gathered:
                 self._flat_weights[index] = self._parameters[name]
                 self._flat_weight_refs[index] = _NOTHING  # to a parameter, it would keep it from being swapped
 
@@ -230,20 +230,20 @@ def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict
         mixin = GatheredRNN if issubclass(base, nn.RNNBase) else GatheredModule
         _CLASSES[base, names] = type(f"Gathered{base.__name__}", (mixin, base), members)
     module.__class__ = _CLASSES[base, names]
-    module.__dict__["scope"] = scope
-    module.__dict__["gathered_names"] = names
-    module.__dict__["replicated_names"] = replicated
+    module.__dict__["_rtp_scope"] = scope
+    module.__dict__["_rtp_gathered"] = names
+    module.__dict__["_rtp_replicated"] = replicated
     if isinstance(module, GatheredRNN):
         module.list_registered()
-    module.__dict__["wholes"] = None
+    module.__dict__["_rtp_wholes"] = None
     module.__dict__["_rtp_number"] = enrol(module)
-    module.__dict__["first"] = sum(len(each.gathered_names) for each in scope.small) if size <= _SMALL else -1
+    module.__dict__["_rtp_first"] = sum(len(each._rtp_gathered) for each in scope.small) if size <= _SMALL else -1
     if size <= _SMALL:
         scope.small.append(module)  # type: ignore[arg-type]
 
 
 def _gathered_property(name: str) -> property:
-    return property(lambda self: self.scope.parameter(self, name))
+    return property(lambda self: self._rtp_scope.parameter(self, name))
 
 
 _WATCHED = "_rtp_averaged"  # attribute of a whole parameter: the serial of the ring that averages its gradient

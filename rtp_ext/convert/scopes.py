@@ -251,7 +251,7 @@ def install(root: nn.Module, state: RotationState) -> None:
     # A module below the root may be called on its own, or by activation checkpointing in backward. Every module with
     # parameters of this scope in it therefore opens it around its forward.
     for part in root.modules():
-        if part is not root and any(isinstance(i, GatheredModule) and i.scope is state for i in part.modules()):
+        if part is not root and any(isinstance(i, GatheredModule) and i._rtp_scope is state for i in part.modules()):
             part.register_forward_pre_hook(_Open(state), prepend=True)
             part.register_forward_hook(_Close(state), always_call=True)
     mark_inside(root)
@@ -277,7 +277,7 @@ class _Open:
             if self.scope.in_graph is None and not self.scope.handed:
                 traced.scope(self.scope, "check")  # of a part that is called alone
             if isinstance(part, GatheredModule):
-                part.gather_own()
+                part.rtp_gather_own()
             return
         self.scope.enter()
 
@@ -288,8 +288,8 @@ class _Close:
 
     def __call__(self, part: nn.Module, _arguments: Any, _output: Any) -> None:
         if torch.compiler.is_compiling() and traced.tracing(self.scope.ring):
-            if isinstance(part, GatheredModule) and not part.is_handed():
-                part.wholes = None
+            if isinstance(part, GatheredModule) and not part.rtp_is_handed():
+                part._rtp_wholes = None
             return
         self.scope.leave()
 
