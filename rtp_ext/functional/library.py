@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rtp_ext.functional.operators import (
     NAMESPACE,
@@ -165,3 +166,13 @@ def register_effects() -> None:
 
     for name in _SCHEMAS:
         _register_effectful_op(operator(name), EffectType.ORDERED)
+    _leave_gradients_alone()
+
+
+def _leave_gradients_alone() -> None:
+    """Where a compiled function calls `backward`, torch 2.14 would compile how gradients become DTensors again, too, and
+    fails at it once parameters are cut along different dimensions."""
+    from torch._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    set_code_exec_strategy(DTensor.__tensor_unflatten__.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
