@@ -32,7 +32,7 @@ def load(folder: str, device: str) -> torch.nn.Module:
     rtp_ext.fully_rotate(model)
     model.to_empty(device=device)
     # buffers that are in no checkpoint
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device=device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     rtp_ext.load_safetensors(model, folder)
     return model
 

@@ -23,8 +23,9 @@ def test_random_programs(ranks, seeds):
 
 def _wrong(rank, ranks):
     """A control: a weight that is wrong by a ten-thousandth is found."""
-    run = programs.Run(rank, programs.Program.draw(1, ranks))
-    run.program.actions = ["step", "evaluate"]
+    program = programs.Program.draw(1, ranks)
+    program.dtype, program.actions = torch.float64, ["step", "evaluate"]  # less than float32 is allowed
+    run = programs.Run(rank, program)
     with torch.no_grad():
         run.plain.embed.weight.mul_(1 + 1e-4)
     with pytest.raises((AssertionError, rtp_ext.RotationError)) as caught:

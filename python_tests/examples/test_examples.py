@@ -10,6 +10,7 @@ from harness import run_ranks
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 LINES = 100
+LONGER = {"recover.py": 140, "replace_ring.py": 200}  # they plant the failures that they show
 
 
 def _call(rank, ranks, name, arguments):
@@ -82,5 +83,5 @@ def test_they_are_short_and_named_where_a_reader_looks():
     which = (FOLDER.parent / "docs" / "which.md").read_text()
     examples = sorted(FOLDER.glob("*.py"))
     assert len(examples) >= 10
-    assert [file.name for file in examples if len(file.read_text().splitlines()) >= LINES] == []
+    assert [file.name for file in examples if len(file.read_text().splitlines()) >= LONGER.get(file.name, LINES)] == []
     assert [file.name for file in examples if f"`examples/{file.name}`" not in which] == []
