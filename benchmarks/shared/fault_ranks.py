@@ -80,8 +80,9 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.at("prefetch", self.first(self.at("first", x)))
+        x = self.at("forward", x)
         if not self.skips:
-            x = self.second(self.at("forward", x))
+            x = self.second(x)
         if x.requires_grad:
             x.register_hook(lambda gradient: self.at("backward", gradient))
         return self.head(self.norm(x))
