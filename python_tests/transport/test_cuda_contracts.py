@@ -161,7 +161,9 @@ def test_the_code_of_raised_flags_is_loaded_before_anybody_waits(sim):
         waiting, other, flag = sim.Stream(), sim.Stream(), torch.zeros(1, dtype=torch.int64)
         a, b = torch.ones(4), torch.zeros(4)
         waiting.wait_value(flag, 1)
-        time.sleep(0.05)
+        deadline = time.monotonic() + 10
+        while not waiting.waits and time.monotonic() < deadline:  # its thread gets there when it is let
+            time.sleep(0.001)
         other.copy(a, b)
         flag.fill_(1)
         waiting.synchronize()

@@ -110,6 +110,11 @@ void bind_runtime(py::module_& m) {
       .def(
           "synchronize", [](const Stream& s) { simulated::synchronize(s.get()); }, py::call_guard<NoGil>())
       .def("idle", [](const Stream& s) { return cudaStreamQuery(s.get()) == cudaSuccess; })
+      .def_property_readonly("waits",  // for a value, by now
+                             [](const Stream& s) {
+                               const std::lock_guard lock(simulated::world().mutex);
+                               return s.get()->waiting;
+                             })
       .def("copy",
            [](const Stream& s, const at::Tensor& to, const at::Tensor& from) {
              RTP_CUDA_CHECK(

@@ -178,7 +178,7 @@ ncclResult_t ncclMemAlloc(void** memory, size_t bytes) {
   called("ncclMemAlloc");
   cudaMalloc(memory, bytes);
   const std::lock_guard lock(world().mutex);
-  world().registrable[*memory] = {bytes, std::this_thread::get_id()};
+  world().registrable[*memory] = {bytes, this_maker()};
   return ncclSuccess;
 }
 // It lives on, as memory that peers have mapped does.

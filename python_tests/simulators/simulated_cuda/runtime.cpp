@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -113,6 +114,12 @@ Calls& calls() {
 }
 
 void called(const char* function) { ++calls()[function]; }
+
+Maker this_maker() {
+  static std::atomic<Maker> makers{0};
+  thread_local const Maker mine = ++makers;
+  return mine;
+}
 
 bool in_use(Maker maker, const void* data, size_t bytes) {
   return std::any_of(live().begin(), live().end(), [&](const auto& stream) {

@@ -49,7 +49,7 @@ struct ncclComm {
   std::shared_ptr<simulated::Point> last;  // one communicator runs one piece of work at a time, whatever the stream
   std::map<int, int64_t> awaited;          // signals of each peer that waits have used up
   int registered = 0;                      // ncclCommRegister less ncclCommDeregister
-  simulated::Maker maker = std::this_thread::get_id();
+  simulated::Maker maker = simulated::this_maker();
 };
 
 struct ncclWindow_vidmem {

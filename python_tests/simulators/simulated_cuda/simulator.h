@@ -38,8 +38,9 @@ struct Queued {
   Memory memory;
 };
 
-// Ranks are threads, and what a rank makes remembers which.
-using Maker = std::thread::id;
+// Ranks are threads, and what a rank makes remembers which. The ids of threads that have ended come again; these do not.
+using Maker = uint64_t;
+Maker this_maker();
 struct Allocation {
   size_t bytes;
   Maker maker;
@@ -113,7 +114,7 @@ struct CUstream_st {
   bool ending = false;
   bool host = false;     // runs everything at once, in the thread that calls
   bool waiting = false;  // for a value in memory
-  simulated::Maker maker = std::this_thread::get_id();
+  simulated::Maker maker = simulated::this_maker();
 };
 struct CUevent_st {
   std::shared_ptr<simulated::Point> point;  // of the last record; none before the first
