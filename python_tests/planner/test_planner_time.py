@@ -242,8 +242,12 @@ def test_rotation_of_a_model_hides_its_hops_where_there_are_tokens_enough():
     assert many.components["gemm"] == pytest.approx(whole.components["gemm"])
     two = Cluster.preset("h100-80gb", gpus=16)
     inside = estimate_time(LLAMA, two, Strategy(rtp=8, dp=2, fused_loss=True), 16)
-    across = estimate_time(LLAMA, two, Strategy(rtp=16, fused_loss=True), 16)
-    assert across.components["rotation"] > 5 * inside.components["rotation"]
+    flat, across = (
+        estimate_time(LLAMA, two, Strategy(rtp=16, route=way, fused_loss=True), 16) for way in ("ring", "auto")
+    )
+    assert flat.components["rotation"] > 20 * inside.components["rotation"], "every hop waits for the one between nodes"
+    assert across.components["rotation"] < 0.2 * flat.components["rotation"], "on two levels one hop in eight does"
+    assert across.components["rotation"] > 2 * inside.components["rotation"]
     staged = estimate_time(LLAMA, H100, Strategy(rtp=4, pp=2, fused_loss=True), 32)
     assert staged.components["bubble"] > 0 < staged.components["rotation"]
 
