@@ -38,7 +38,7 @@ struct Queued {
   Memory memory;
 };
 
-// Ranks are threads, and what a rank makes remembers which. The ids of threads that have ended come again; these do not.
+// Ranks are threads, and what a rank makes remembers which. Ids of threads that have ended come again; these do not.
 using Maker = uint64_t;
 Maker this_maker();
 struct Allocation {
