@@ -33,10 +33,6 @@ class Replicas(Groups):
         self.device, self.timeout, self.transport = ring.device, ring.timeout, ring.transport
         self.transport_options = ring.transport_options
         self._open_groups(dist.get_process_group_ranks(group))
-        if self.size > 1 and self._collective is self._control:
-            self._collective = self.new_group(
-                "gloo"
-            )  # replicas may have sent different numbers of buckets when they meet
         ring.companions = (*ring.companions, self)
 
     def check_alive(self, operation: str) -> None:

@@ -52,9 +52,10 @@ class Groups:
         dropped = weakref.finalize(self, _destroy, self._groups, self._world, self._owner, unclosed=True)
         dropped.atexit = False
         if self.size > 1:
-            self._control = self._collective = self.new_group("gloo")
-            if self.device.type == "cuda":
-                self._collective = self.new_group("nccl")
+            self._control = self.new_group("gloo")
+            # One of its own on CPUs, too: gloo ends the process of a rank that compares models while another sends it
+            # a longer tensor, and replicas may have sent different numbers of buckets when they meet. Apart, they wait.
+            self._collective = self.new_group("nccl" if self.device.type == "cuda" else "gloo")
 
     def new_group(self, backend: str) -> dist.ProcessGroup:
         with _counted_apart(self._members):
