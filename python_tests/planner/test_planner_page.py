@@ -6,6 +6,7 @@ import re
 import planner_page
 import planner_runs
 import pytest
+import scale
 
 TEXT = planner_page.PAGE.read_text()
 # what the prose quotes from its sources
@@ -52,3 +53,16 @@ def test_eight_bit_runs_are_predicted_in_eight_bits():
     assert all(run.strategy.fp8 == ("Float8" in run.name) for run in runs)
     assert {run.measured for run in runs if "405B, 128 H100" in run.name} == {109, 185}
     assert [run.name for run in runs if not run.ran] == ["Llama 2 70B, 64 A100, 4096 tokens, eager"]
+
+
+def test_the_page_of_scale_is_what_the_planner_gives(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(scale, "table", functools.cache(scale.table))
+    monkeypatch.setattr("sys.argv", ["scale.py", "--check"])
+    scale.main()
+    text = scale.PAGE.read_text()
+    number = re.search(r"<!-- scale: rings -->.*?\d+\.\d+", text, re.DOTALL)
+    wrong = tmp_path / "scale.md"
+    wrong.write_text(text[: number.end() - 1] + str(9 - int(text[number.end() - 1])) + text[number.end() :])
+    monkeypatch.setattr(scale, "PAGE", wrong)
+    with pytest.raises(SystemExit, match="differs from the planner"):
+        scale.main()
