@@ -72,7 +72,7 @@ class SharedInput:
         place: int = layer.together_place  # type: ignore[assignment]
         if self.in_graph is not None:
             source, waiting = self.in_graph
-            if source is x and waiting[place] is not None:
+            if source is x and waiting[place] is not None and traced.unchanged(x):
                 rest = [None if each == place else y for each, y in enumerate(waiting)]
                 self.in_graph = (source, rest) if any([y is not None for y in rest]) else None
                 return waiting[place]
@@ -81,6 +81,7 @@ class SharedInput:
         outputs = traced.linears(self, self.layers, layer._cast(x), transposed=False)
         if outputs is None:
             return None
+        traced.watch(x)
         self.in_graph = (x, [None if each == place else y for each, y in enumerate(outputs)])
         return outputs[place]
 

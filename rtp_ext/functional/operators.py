@@ -5,7 +5,7 @@ different hops. So it neither writes to its arguments nor returns what shares me
 What an operator does is what the eager function does, with the layer that its number stands for: the same native call,
 prepared by the same agreement of the ranks. Eager calls do not come this way.
 
-What decides shapes is an argument, so that a graph from a cache on disk fits whatever layer it is called for.
+What decides shapes is an argument, so that one graph fits all layers of a kind.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rtp_ext.functional.library import register_effects
 from rtp_ext.ring.surroundings import outermost
@@ -28,6 +29,46 @@ _effects._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs wh
 def tracing(ring: Any) -> bool:
     """Whether operations of the ring go into the graph that is being made. Asked where torch.compiler.is_compiling."""
     return ring.graphs and outermost() and _effects()
+
+
+# -- whether a tensor of the graph that is being made is written to ----------------------------------------------------
+
+_watched = WeakTensorKeyDictionary()  # versions, by what stands for a tensor
+_unchanged = [False]  # the last answer
+
+
+def _note(context: Any) -> None:
+    fake = context.get_local("x").as_fake()
+    _watched[fake] = fake._version
+
+
+def _compare(context: Any) -> None:
+    fake = context.get_local("x").as_fake()
+    _unchanged[0] = _watched.get(fake) == fake._version
+
+
+def _answer() -> bool:
+    return _unchanged[0]
+
+
+_answer._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def watch(x: Tensor) -> None:
+    from torch._dynamo.comptime import comptime  # which imports what makes graphs
+
+    comptime(_note)
+
+
+def unchanged(x: Tensor) -> bool:
+    """Whether nothing in the graph that is being made has written to `x` since it was watched there."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_compare)
+    return _answer()
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
 
 
 def local(parameter: Tensor) -> Tensor:
