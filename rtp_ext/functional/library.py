@@ -170,7 +170,7 @@ def register_effects() -> None:
 
 
 def _leave_gradients_alone() -> None:
-    """Where a compiled function calls `backward`, torch 2.14 would compile how gradients become DTensors again, too, and
+    """Where a compiled function calls `backward`, torch 2.14 would compile how gradients become DTensors again and
     fails at it once parameters are cut along different dimensions."""
     from torch._dynamo.eval_frame import set_code_exec_strategy
     from torch._dynamo.types import FrameAction, FrameExecStrategy
