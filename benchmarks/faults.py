@@ -112,10 +112,21 @@ def run(cell: Cell) -> dict[str, Any]:
                  if (folder / f"stderr{rank}").exists()}  # fmt: skip
     problems, seconds, text = judge(cell, told, min(times, default=None), ended)
     row = {"benchmark": "faults", **dataclasses.asdict(cell), "verdict": "fail" if problems else "pass"}
-    row |= {"seconds": seconds, "problems": problems, "message": text, "took": time.monotonic() - started}
+    row |= {
+        "seconds": seconds,
+        "problems": problems,
+        "message": _without_folders(text),
+        "took": time.monotonic() - started,
+    }
     if problems:
-        row["notes"] = notes | {f"trace{rank}": each.get("trace", "")[-600:] for rank, each in told.items()}
+        notes |= {f"trace{rank}": each.get("trace", "")[-600:] for rank, each in told.items()}
+        row["notes"] = {key: _without_folders(note) for key, note in notes.items()}
     return row
+
+
+def _without_folders(text: str) -> str:
+    """A trace, or its end, in which files are named from the package on."""
+    return re.sub(r"[^\s\"]*/(?=(rtp_ext|torch|benchmarks|lib)/)", "", text)
 
 
 def _here(cell: Cell, folder: Path) -> dict[str, Any]:
