@@ -16,8 +16,8 @@ block and then the root; `rtp-c10d` is rtp over the torch.distributed backend th
 reduce-scatter of its own, torch makes one of an all-reduce, so that on CPUs fully_shard sends more than it would
 between GPUs. `tp` leaves norms whole and gathers the logits. `--dtype bfloat16` leaves parameters in float32: rtp and
 fsdp2 cast them, the others run under autocast. `--reduce-dtype` is of the gradients of these two. `--travel`,
-`--gradient-route` and `--gradient-travel` are options of fully_rotate, of every rtp strategy; `ring` is what a rank
-sends along the ring in a step, in MiB.
+`--gradient-route` and `--gradient-travel` are options of fully_rotate, of every rtp strategy but `rtp-exact`, the
+default beside them; `ring` is what a rank sends along the ring in a step, in MiB.
 
 Exposed communication is the time of forward and backward beyond that of a reference which takes its turns too: on
 every rank at once, a plain copy of the model on that rank's own batch, without any communication. So it has the same
@@ -292,10 +292,8 @@ def _result(
         transport=contestant.transport,
         backend=dist.get_backend(),
         dtype=args.dtype,
-        travel=args.travel,
-        gradient_route=args.gradient_route,
-        gradient_travel=args.gradient_travel,
-        reduce_dtype=args.reduce_dtype,
+        **_travelled(contestant.strategy, args),
+        asked_travel=args.travel,
         ring_bytes=contestant.ring_bytes,
         step_ms=times.median / 1e3,
         p20_ms=times.p20 / 1e3,
@@ -319,8 +317,17 @@ def _result(
     )
 
 
+def _travelled(strategy: str, args: argparse.Namespace) -> Result:
+    """What weights and gradients of this strategy travelled in, and how; None is the default."""
+    kind = STRATEGIES[strategy]
+    rotated = strategy.startswith("rtp") and not kind.exact
+    told = {name: getattr(args, name) if rotated else None for name in ("travel", "gradient_route", "gradient_travel")}
+    return told | {"reduce_dtype": args.reduce_dtype if kind.follows_policy and not kind.exact else "float32"}
+
+
 def _closed_form(strategy: str, place: Place, args: argparse.Namespace) -> float | None:
-    if {args.dtype, args.reduce_dtype} != {"float32"} or args.travel or args.gradient_travel:
+    ways = _travelled(strategy, args)
+    if {args.dtype, ways["reduce_dtype"]} != {"float32"} or ways["travel"] or ways["gradient_travel"]:
         return None
     with torch.device("meta"):
         return closed_form(strategy, WORKLOADS[args.model].build(), place.ranks, args.ranks_per_host)

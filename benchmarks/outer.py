@@ -5,10 +5,10 @@
     python benchmarks/outer.py --hosts 4 --ranks-per-host 2 --ring 2 --rate 200mbit
     python benchmarks/outer.py --problems
 
-Every policy trains the byte-level GPT of train_lm.py from the same weights, with AdamW, on the same windows of the
-same text, the last twentieth of which is held out. Policies run one after the other in the same processes. `losses` are
-means over all ranks of the loss of a step, each on its replica's weights; `eval_loss` is that of the mean of all
-replicas' weights (what `average()` gives) on held-out windows.
+Every policy trains the byte-level GPT of train_lm.py from the same weights, with --optimizer, on the same windows of
+the same text, the last twentieth of which is held out. Policies run one after the other in the same processes.
+`losses` are means over all ranks of the loss of a step, each on its replica's weights; `eval_loss` is that of the mean
+of all replicas' weights (what `average()` gives) on held-out windows.
 
 `sent_bytes` is what a replica has sent to others by the policy's own count, all its ranks together, of the replica that
 sent most. With `--hosts` there is a host for every replica, so that all that leaves a host goes between replicas:
@@ -24,6 +24,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ from rtp_ext import outer
 HELD_OUT = 20  # one part of so many
 POINTS = 60  # of a curve
 QUICK = {"steps": 12, "period": 4, "batch": 1, "seq": 32, "layers": 1, "hidden": 64, "heads": 2, "lr_warmup": 2}
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # and a learning rate
+    "AdamW": (torch.optim.AdamW, 2e-3),
+    "SGD": (partial(torch.optim.SGD, momentum=0.9), 0.1),
+}
 Policies = dict[str, Callable[[int], outer.OuterPolicy]]
 POLICIES: Policies = {  # by name, of a period
     "all-reduce": lambda period: outer.AllReduce(),
@@ -86,7 +91,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--layers", type=int, default=2)
     add("--hidden", type=int, default=128)
     add("--heads", type=int, default=4)
-    add("--lr", type=float, default=2e-3)
+    add("--optimizer", choices=tuple(OPTIMIZERS), default="AdamW")
+    add("--lr", type=float, help=f"default: {', '.join(f'{lr} of {name}' for name, (_, lr) in OPTIMIZERS.items())}")
     add("--lr-warmup", type=int, default=20, help="steps over which the learning rate rises to --lr")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true", help="a smaller model and few steps, to see that it works; records nothing")
@@ -101,6 +107,7 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("replicas", "ring", "steps", "period", "batch", "seq", "layers", "hidden", "heads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    args.lr = OPTIMIZERS[args.optimizer][1] if args.lr is None else args.lr
     if args.replicas < 2:
         parser.error(f"--replicas must be at least 2, got {args.replicas}")
     args.policies = args.policies.split(",")
@@ -138,7 +145,10 @@ def train(place: Place, args: argparse.Namespace) -> list[dict[str, Any]]:
                 flush=True,
             )
         shape = f"byte GPT, {args.layers} layers, hidden {args.hidden}, {args.heads} heads, seq {args.seq}"
-        common = {key: getattr(args, key) for key in ("replicas", "ring", "steps", "period", "lr", "lr_warmup", "seed")}
+        common = {
+            key: getattr(args, key)
+            for key in ("replicas", "ring", "steps", "period", "optimizer", "lr", "lr_warmup", "seed")
+        }
         rows.append(
             result_line(
                 card,
@@ -168,7 +178,7 @@ def _train_one(
     model = GPT(seq=args.seq, layers=args.layers, hidden=args.hidden, heads=args.heads).to(place.device)
     dims = rtp_ext.RotationDims(ring="ring", replicate="replicas")
     rtp_ext.fully_rotate(model, mesh=mesh, dims=dims, outer=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = OPTIMIZERS[args.optimizer][0](model.parameters(), lr=args.lr)
     apart = isinstance(policy, outer.LocalSGD | outer.DiLoCo | outer.Gossip)
     if apart:
         policy.attach(optimizer)  # type: ignore[union-attr]
@@ -230,7 +240,9 @@ def _train_one(
 def print_table(rows: list[dict[str, Any]]) -> None:
     first = rows[0]
     between = f", {first['hosts']} made hosts at {first['rate']}" if "hosts" in first else ""
-    print(f"\n{first['shape']}; AdamW, {first['tokens']} tokens per rank and step, {first['steps']} steps")
+    print(
+        f"\n{first['shape']}; {first['optimizer']}, {first['tokens']} tokens per rank and step, {first['steps']} steps"
+    )
     print(f"{first['replicas']} replicas of {first['ring']} on {first['device']}{between}")
     print(f"\n{'policy':<18}{'held out':>10}{'last loss':>10}{'sent MiB':>12}{'kernel':>9}{'seconds':>9}")
     for row in rows:

@@ -206,8 +206,11 @@ def rates(rows: list[Row], args: argparse.Namespace) -> Any:
     rows = [row for row in rows if args.tokens in (None, row["tokens"]) and args.ranks in (None, row["ranks"])]
     if not rows:
         raise CannotPlot(f"no line between made hosts of model {model!r} with these ranks and tokens")
-    kind = ("hosts", "ranks_per_host", "delay", "dtype", "device")
-    rows = [row for row in rows if all(row[key] == rows[-1][key] for key in kind)]
+    kinds: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        names = ("hosts", "ranks_per_host", "delay", "dtype", "device", "asked_travel")
+        kinds.setdefault(tuple(row.get(name) for name in names), []).append(row)
+    rows = max(kinds.values(), key=lambda kind: len({row["rate"] for row in kind}))
     places: dict[str, int] = {}
     for row in sorted(rows, key=lambda row: bits_per_second(None if row["rate"] == "none" else row["rate"]) or 1e99):
         places.setdefault(row["rate"], len(places))
@@ -236,7 +239,7 @@ def rates(rows: list[Row], args: argparse.Namespace) -> Any:
 
 def outer(rows: list[Row], args: argparse.Namespace) -> Any:
     """Loss of policies between replicas over steps, bytes and seconds, of the last run."""
-    if not (rows := last_outer_run(rows, [])):
+    if not (rows := last_outer_run(rows, args.words)):
         raise CannotPlot("expected a run of outer.py with all-reduce among its policies, found none")
     figure, panels = canvas(3)
     kinds = {
@@ -300,6 +303,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="FILE.png and FILE.svg are written")
     parser.add_argument("--uncommitted", action="store_true", help="draw a draft from results that are not committed")
     parser.add_argument("--model", help="of memory, scaling and rates (default: the last measured)")
+    parser.add_argument("--words", nargs="+", default=[], help="of outer: what chooses the run, as in report.py")
     parser.add_argument("--shape", help="of overlap (default: the most measured)")
     parser.add_argument("--direction", choices=("forward", "backward", "step"))
     parser.add_argument("--ranks", type=int)

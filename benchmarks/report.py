@@ -14,10 +14,11 @@ results/ and TABLE one of:
     overlap         cases of overlap.py, of each the last; WORDS choose them: a shape, a direction, a link, R8, T4096
     memory          strategies of memory_per_rank.py, of each the last
     hosts MODEL     strategies between made hosts, of each the last; WORDS choose rows: a rate (2gbit, none), T1024, H2,
-                    G1 (ranks on a host)
+                    G1 (ranks on a host), int8 (--travel of the run, `exact` where there was none)
     hosts-brief MODEL   a few columns of it; WORDS as for `hosts`
     hosts-overlap   cases of overlap.py between made hosts
-    outer           policies between replicas, of the last run of outer.py; WORDS choose it: a rate, R2 for rings of two
+    outer           policies between replicas, of the last run of outer.py; WORDS choose it: a rate, R2 (ranks of a
+                    ring), S150 (steps), AdamW, SGD
     travel          runs of travel_curves.py, of the last command
 
 It holds the commands that made the results, what they were measured on, and the table. Columns of which a run knows
@@ -55,6 +56,7 @@ FILES = {
 }
 NAMES = {
     "rtp-c10d": 'rtp, `transport="c10d"`',
+    "rtp-exact": "rtp, as computed with",
     "rtp-flat": 'rtp, `route="ring"`',
     "rtp-inplace": "rtp, `in_place=True`",
     "rtp-unbundled": "rtp, `bundle=False`",
@@ -293,7 +295,11 @@ def compare_table(rows: list[Row], columns: Columns = COMPARE) -> str:
 
 def words_of(row: Row) -> set[Any]:
     words = {row["shape"], row["direction"], row["link"], row["transport"], f"R{row['ranks']}", f"T{row['tokens']}"}
-    return words | ({row["rate"], f"H{row['hosts']}", f"G{row['ranks_per_host']}"} if "hosts" in row else set())
+    return (
+        words
+        | ({row["rate"], f"H{row['hosts']}", f"G{row['ranks_per_host']}"} if "hosts" in row else set())
+        | {row.get("asked_travel") or "exact"}
+    )
 
 
 def _comparable(line: Row, row: Row) -> bool:

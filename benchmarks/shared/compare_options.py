@@ -53,14 +53,14 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     args.ranks = args.ranks or on_hosts or [2]
     if on_hosts and args.ranks != on_hosts:
         error(f"--hosts and --ranks-per-host make {on_hosts[0]} ranks, got --ranks {args.ranks}")
-    if on_hosts and args.trace:
-        error("--trace is not of --hosts")
+    otherwise = args.reduce_dtype != "float32" or any((args.travel, args.gradient_route, args.gradient_travel))
     if args.strategies is None:
         args.strategies = [
             name
             for name, kind in STRATEGIES.items()
             if kind.refusal(workload.make) is None and kind.replicas == 1
             if args.travel is None or name != "rtp-inplace"
+            if otherwise or not kind.exact
         ]
     for strategy in args.strategies:
         if strategy not in STRATEGIES:

@@ -24,10 +24,14 @@ OUTER: dict[str, Callable[[Row], str | None]] = {
 
 
 def last_outer_run(lines: list[Row], words: list[str]) -> list[Row]:
-    """The rows of the last command whose lines have all of the `words` (a rate, RING ranks as R2), with what all-reduce
-    sent; none where there are none, or no all-reduce among them."""
-    lines = [line for line in lines if set(words) <= {line.get("rate"), f"R{line['ring']}"}]
-    run = [line for line in lines if (line["command"], line["date"]) == (lines[-1]["command"], lines[-1]["date"])]
+    """The rows of the last command whose lines have all of the `words` (a rate, R2 for rings of two, S150 for steps, an
+    optimizer), with what all-reduce sent; none where there are none, or no all-reduce among them."""
+    known = [
+        {line.get("rate"), f"R{line['ring']}", f"S{line['steps']}", line.get("optimizer", "AdamW")} for line in lines
+    ]
+    lines = [line for line, mine in zip(lines, known, strict=True) if set(words) <= mine]
+    last = lines[-1] if lines else {}
+    run = [line for line in lines if (line["command"], line["date"]) == (last["command"], last["date"])]
     whole = [line["sent_bytes"] for line in run if line["strategy"] == "all-reduce"]
     return [{**line, "all_reduce_bytes": whole[0]} for line in run] if whole else []
 
@@ -36,7 +40,7 @@ def outer_note(rows: list[Row]) -> str:
     """For below a command."""
     first = rows[0]
     note = f" {first['replicas']} replicas of {first['ring']}, {first['shape']}, {first['steps']} steps of "
-    note += f"{first['tokens']} tokens per rank"
+    note += f"{first['tokens']} tokens per rank, {first.get('optimizer', 'AdamW')}"
     if first.get("rate") is not None:
         note += f"; made hosts, links: {first['rate']}"
         off = [row["strategy"] for row in rows if abs(row["kernel_ratio"] - 1) > SPREAD]

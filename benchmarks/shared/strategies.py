@@ -29,7 +29,8 @@ class Strategy:
     single process trains on the batches of all ranks. `alone`: every rank trains a model of its own on its own batch.
     `whole_batch`: every rank computes with the batches of all ranks, and with its part of the weights. `model_method`:
     what a model must have for it. `language`: only for causal language models of the transformers package. `replicas`:
-    of the weights, each of them spread over as many ranks.
+    of the weights, each of them spread over as many ranks. `exact`: weights and gradients travel as they are computed
+    with, whatever else is asked for.
     """
 
     convert: Callable[..., nn.Module]
@@ -40,6 +41,7 @@ class Strategy:
     model_method: str | None = None
     language: bool = False
     replicas: int = 1
+    exact: bool = False
 
     @property
     def every_batch(self) -> bool:
@@ -104,6 +106,7 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy 
 STRATEGIES = {
     "rtp": Strategy(_rotate(), follows_policy=True),
     "rtp-c10d": Strategy(_rotate(transport="c10d"), follows_policy=True),
+    "rtp-exact": Strategy(_rotate(), follows_policy=True, exact=True),
     "rtp-flat": Strategy(_rotate(route="ring"), follows_policy=True),
     "rtp-inplace": Strategy(_rotate(in_place=True), follows_policy=True),
     "rtp-unbundled": Strategy(_rotate(bundle=False), follows_policy=True),
@@ -157,6 +160,8 @@ class Trainer:
         rotation: Mapping[str, Any] | None = None,
     ) -> None:
         kind = STRATEGIES[strategy]
+        if kind.exact:
+            reduce_dtype, rotation = "float32", None
         compute_dtype = DTYPES[dtype]
         policy = None
         self._autocast: torch.dtype | None = None

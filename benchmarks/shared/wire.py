@@ -62,7 +62,7 @@ def closed_form(strategy: str, model: nn.Module, ranks: int, per_host: int = 1) 
     tied = {id(p) for module in model.modules() if isinstance(module, nn.Linear) for p in module.parameters()}
     only_looked_up = size(p for table in tables for p in table.parameters() if id(p) not in tied)
     share = (ranks - 1) / ranks
-    if strategy in ("rtp", "rtp-flat", "rtp-c10d", "rtp-unbundled"):  # weights there and back
+    if strategy in ("rtp", "rtp-exact", "rtp-flat", "rtp-c10d", "rtp-unbundled"):  # weights there and back
         if per_host > 1 and strategy != "rtp-flat":
             share = (ranks - per_host) / ranks
         return share * (3 * whole - only_looked_up)  # no backward of indices reads weights

@@ -105,7 +105,10 @@ def _counts(rank, cases, shape):
             sent = policy.bytes_sent()
             step_on(model, optimizer, [functools.partial(batch_loss, model, rank, step)])
             gathered = (shape[0] - 1) * widths(shape, rank)[0] * 8
-            assert policy.bytes_sent() - sent == scattered(shape, rank) + gathered, (policy.bytes_sent() - sent, step)
+            assert policy.bytes_sent() - sent == 2 * scattered(shape, rank) + gathered, (
+                policy.bytes_sent() - sent,
+                step,
+            )
         assert before == {name: id(p) for name, p in model.named_parameters()}, "the same parameters throughout"
         mesh, homes = model.mix.weight.device_mesh, 0
         for name, parameter in model.named_parameters():

@@ -62,6 +62,12 @@ class Replicas(Groups):
         row = torch.empty_like(values[0])
         return _reduce_scatter_single(row, values.view(-1), group=self._collective, async_op=True), row
 
+    def sent_by_scatter(self, row: torch.Tensor) -> int:
+        """Bytes that a rank sends of a `begin_scatter` that gives it `row`: K - 1 rows, twice as many over Gloo: there
+        torch makes a reduce-scatter of an all-reduce."""
+        passes = 2 if dist.get_backend(self._collective) == "gloo" else 1
+        return passes * (self.size - 1) * row.nbytes
+
     def begin_gather(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """Starts to gather `mine` [n] of every replica. Returns what `end_sum` waits for, and what arrives, [K, n]."""
         self.check_alive("replicas")

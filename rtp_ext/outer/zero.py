@@ -94,8 +94,8 @@ class ZeroOuter(AllReduce):
         return twin
 
     def bytes_sent(self) -> int:
-        """(K - 1) / K of what was reduced, and (K - 1) times the pieces that were gathered from this rank, each as long
-        as the longest of its shard; without the few bytes of bookkeeping."""
+        """(K - 1) / K of what was reduced, twice that over Gloo, which sums whole buckets, and (K - 1) times the pieces
+        that were gathered from this rank, each as long as the longest of its shard; without a few of bookkeeping."""
         return super().bytes_sent() + self._sent_bytes
 
     # -- what is registered --------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class ZeroOuter(AllReduce):
     def _begin(self, flat: torch.Tensor, bucket: tuple[int, ...]) -> Flight:
         assert self.replicas is not None, "one replica sends nothing"
         work, row = self.replicas.begin_scatter(flat)
-        self._sent_bytes += (self.size - 1) * row.nbytes
+        self._sent_bytes += self.replicas.sent_by_scatter(row)
         return Flight(work, flat, row, bucket)
 
     def _land(self, flight: Flight) -> Sequence[torch.Tensor]:
