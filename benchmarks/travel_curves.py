@@ -1,18 +1,19 @@
 """Loss curves of the byte-level GPT of train_lm.py, by what its weights and gradients travel in.
 
-    python benchmarks/travel_curves.py                 # 300 steps, two local ranks
+    python benchmarks/travel_curves.py                 # 300 steps from each of three seeds, two local ranks
     python benchmarks/travel_curves.py --quick         # a smaller model and few steps, to see that it works
     python benchmarks/plot.py travel benchmarks/results/MACHINE/travel_curves.jsonl --output docs/travel
 
-Every run starts from the same weights and reads the same windows of the same text, the last twentieth of which is held
-out. The runs with a `travel` are rotated over the ranks by fully_rotate. `int4` and `int2` are controls, of what nobody
-offers: on every rank a plain model whose weights are rounded to 15 values, or 3, in blocks of 128 before each forward,
-with the exact ones back before the optimizer steps, and gradients averaged in float32. That is what int8 travel does,
-in fewer bits. (In 300 steps 4 bits make next to no difference yet.)
+All runs of a seed start from the same weights and read the same windows of the same text, the last twentieth of which
+is held out. The runs with a `travel` are rotated over the ranks by fully_rotate. The controls are what nobody offers,
+on every rank a plain model: `int4` computes with weights rounded to 15 values in blocks of 128, with the exact ones
+back before the optimizer steps, which is what int8 travel does, in fewer bits; `int4 at home` and `int8 at home` keep
+no exact ones: the optimizer adds its steps to what was rounded, which takes the most of them away again.
 
 `losses` are means over the ranks, of every step; `eval_loss` is that of held-out windows at the end, with the weights
 that training computed with. `ring_bytes` is what a rank has sent along the ring in a step. Unless --quick, the run
-fails where the held-out loss of a rotated run is not within 1 % of that of `float32`, or those of all controls are.
+fails where the held-out loss of a rotated run, as a mean over the seeds, is not within 1 % of that of `float32`, or
+where no control's is more than 1 % above it.
 
 The last line of stdout is JSON. One JSON line a run is appended to results/MACHINE/travel_curves.jsonl, unless --quick.
 """
@@ -23,6 +24,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +42,18 @@ from shared.card import (
 from shared.data import fingerprint, read_text, sample_windows
 from shared.launch import Place, add_launch_options, gather, is_first, launch
 from shared.models import GPT
+from shared.travel_report import apart, over_seeds
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import rtp_ext
 
 HELD_OUT = 20  # one part of so many
-EVALUATED = 8  # batches of each rank
+EVALUATED = 32  # batches of each rank
+HELD_OUT_SEED = 1_000_003  # of windows
 CLOSE = 0.01  # relative, of held-out losses
 BLOCK = 128
-QUICK = {"steps": 4, "batch": 1, "seq": 32, "layers": 1, "hidden": 64, "heads": 2, "lr_warmup": 2}
+QUICK = {"steps": 4, "seeds": 1, "batch": 1, "seq": 32, "layers": 1, "hidden": 64, "heads": 2, "lr_warmup": 2}
 Row = dict[str, Any]
 
 HALF = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
@@ -59,8 +63,8 @@ ROTATED: dict[str, dict[str, Any]] = {  # options of fully_rotate
     "int8, gradients bfloat16": {"travel": "int8", "mp_policy": HALF, "gradient_route": "direct"},
     "int8, gradients int8": {"travel": "int8", "gradient_travel": "int8", "gradient_route": "direct"},
 }
-CONTROLS = {"int4": 4, "int3": 3, "int2": 2}  # bits
-RUNS = ("float32", "bfloat16", "int8, gradients bfloat16", "int4", "int2")
+CONTROLS = {"int4": (4, True), "int8 at home": (8, False), "int4 at home": (4, False)}  # bits, and exact ones kept
+RUNS = ("float32", "bfloat16", "int8, gradients bfloat16", "int4 at home")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,14 +75,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--ranks", type=int, default=2)
     add("--steps", type=int, default=300)
     add("--data", type=Path, help="text file or folder (default: source of Python's standard library)")
-    add("--batch", type=int, default=4, help="windows per rank and step")
-    add("--seq", type=int, default=128, help="tokens (bytes) per window")
-    add("--layers", type=int, default=6)
-    add("--hidden", type=int, default=384)
-    add("--heads", type=int, default=6)
-    add("--lr", type=float, default=5e-4)
+    add("--batch", type=int, default=8, help="windows per rank and step")
+    add("--seq", type=int, default=64, help="tokens (bytes) per window")
+    add("--layers", type=int, default=2)
+    add("--hidden", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--lr", type=float, default=1e-3)
     add("--lr-warmup", type=int, default=20, help="steps over which the learning rate rises to --lr")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="the first")
+    add("--seeds", type=int, default=3, help="how many; each is a run of all")
     add("--quick", action="store_true", help="a smaller model and few steps, to see that it works; records nothing")
     add("--machine", help="name of the results folder (default: of this machine)")
     add("--output", type=Path, metavar="FILE.jsonl", help="in the place of the file under results/")
@@ -86,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         vars(args).update(QUICK)
-    for name in ("ranks", "steps", "batch", "seq", "layers", "hidden", "heads"):
+    for name in ("ranks", "steps", "seeds", "batch", "seq", "layers", "hidden", "heads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     args.runs = [name.strip() for name in args.runs.split(";")]
@@ -108,10 +113,10 @@ def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class Control:
-    """A plain model on every rank, whose weights are rounded while it computes."""
+    """A plain model on every rank, whose weights are rounded while it computes; and stay so unless `keep_exact`."""
 
-    def __init__(self, model: nn.Module, bits: int) -> None:
-        self._model, self._bits = model, bits
+    def __init__(self, model: nn.Module, bits: int, keep_exact: bool) -> None:
+        self._model, self._bits, self._keep_exact = model, bits, keep_exact
         weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)]
         self._weights = list({id(weight): weight for weight in weights}.values())
 
@@ -123,7 +128,7 @@ class Control:
                 weight.copy_(rounded(weight, self._bits))
         yield
         with torch.no_grad():
-            for weight, values in zip(self._weights, exact, strict=True):
+            for weight, values in zip(self._weights, exact if self._keep_exact else (), strict=self._keep_exact):
                 weight.copy_(values)
 
     def average(self, ranks: int) -> None:
@@ -140,12 +145,12 @@ def train(place: Place, args: argparse.Namespace) -> list[Row]:
     card = environment_card(place.device, args.command)
     shape = f"byte GPT, {args.layers} layers, hidden {args.hidden}, {args.heads} heads, seq {args.seq}"
     rows = []
-    for name in args.runs:
-        row = _train_one(name, place, args, text[:edge], text[edge:])
+    for seed, name in product(range(args.seed, args.seed + args.seeds), args.runs):
+        row = _train_one(name, seed, place, args, text[:edge], text[edge:])
         if place.rank == 0:
             told = f"loss {row['losses'][0]:.3f} -> {row['losses'][-1]:.3f}, held out {row['eval_loss']:.4f}"
-            print(f"{name:<26} {told}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
-        common = {key: getattr(args, key) for key in ("steps", "lr", "lr_warmup", "seed")}
+            print(f"{name:<26} seed {seed}: {told}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
+        common = {key: getattr(args, key) for key in ("steps", "lr", "lr_warmup")} | {"seed": seed}
         rows.append(
             result_line(
                 card,
@@ -167,10 +172,12 @@ def train(place: Place, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _train_one(name: str, place: Place, args: argparse.Namespace, text: torch.Tensor, held_out: torch.Tensor) -> Row:
-    torch.manual_seed(args.seed)
+def _train_one(
+    name: str, seed: int, place: Place, args: argparse.Namespace, text: torch.Tensor, held_out: torch.Tensor
+) -> Row:
+    torch.manual_seed(seed)
     model = GPT(seq=args.seq, layers=args.layers, hidden=args.hidden, heads=args.heads).to(place.device)
-    control = Control(model, CONTROLS[name]) if name in CONTROLS else None
+    control = Control(model, *CONTROLS[name]) if name in CONTROLS else None
     if control is None:
         rtp_ext.fully_rotate(model, mesh=place.mesh, **ROTATED[name])
     ring = None if control else rtp_ext.ring_of(model)
@@ -191,7 +198,7 @@ def _train_one(name: str, place: Place, args: argparse.Namespace, text: torch.Te
             group["lr"] = args.lr * min(1.0, (step + 1) / max(1, args.lr_warmup))
         optimizer.zero_grad()
         with computing():
-            loss = model(*windows(text, step, args.seed))
+            loss = model(*windows(text, step, seed))
             loss.backward()
         if control is not None:
             control.average(place.ranks)
@@ -200,7 +207,7 @@ def _train_one(name: str, place: Place, args: argparse.Namespace, text: torch.Te
     seconds = time.perf_counter() - start
     sent = None if ring is None else (ring.bytes_sent("weight") + ring.bytes_sent("gradient")) / args.steps
     with torch.no_grad(), computing():
-        evaluated = [model(*windows(held_out, step, args.seed + 1)).item() for step in range(EVALUATED)]
+        evaluated = [model(*windows(held_out, step, HELD_OUT_SEED)).item() for step in range(EVALUATED)]
     if ring is not None:
         ring.close()
     return {
@@ -218,31 +225,27 @@ def print_table(rows: list[Row]) -> None:
     first = rows[0]
     print(f"\n{first['shape']}; AdamW, {first['tokens']} tokens per rank and step, {first['steps']} steps")
     print(f"{first['ranks']} ranks on {first['device']}; losses in nats per byte\n")
-    print(f"{'run':<26}{'held out':>10}{'of float32':>12}{'last 20':>10}{'MiB a step':>12}{'seconds':>9}")
-    whole = _exact(rows)["eval_loss"]
+    print(f"{'run':<26}{'held out':>10}{'of float32':>20}{'last 20':>10}{'MiB a step':>12}{'seconds':>9}")
     for row in rows:
         last = row["losses"][-20:]
         sent = "-" if row["ring_bytes"] is None else f"{row['ring_bytes'] / 2**20:.2f}"
         print(
-            f"{row['strategy']:<26}{row['eval_loss']:>10.4f}{row['eval_loss'] / whole - 1:>+12.2%}"
+            f"{row['strategy']:<26}{row['eval_loss']:>10.4f}{apart(row):>20}"
             f"{sum(last) / len(last):>10.4f}{sent:>12}{row['seconds']:>9.0f}"
         )
 
 
-def _exact(rows: list[Row]) -> Row:
-    return next(row for row in rows if row["strategy"] == "float32")
-
-
 def surprises(rows: list[Row]) -> list[str]:
-    """Rotated runs that learn otherwise than float32 does; and controls, if none of them learns worse."""
-    whole = _exact(rows)["eval_loss"]
-    off = {row["strategy"]: row["eval_loss"] / whole - 1 for row in rows}
+    """Rotated runs that learn otherwise than float32 does; and controls, if none of them learns worse.
+
+    `rows`: as `over_seeds` makes them.
+    """
     told = [
-        f"{row['strategy']} is {off[row['strategy']]:+.2%} off, at most {CLOSE:.0%} are expected"
+        f"{row['strategy']} is {apart(row)} off, at most {CLOSE:.0%} are expected"
         for row in rows
-        if not row["control"] and not abs(off[row["strategy"]]) <= CLOSE  # NaN is not
+        if not row["control"] and not abs(row["off"]) <= CLOSE  # NaN is not
     ]
-    controls = [off[row["strategy"]] for row in rows if row["control"]]
+    controls = [row["off"] for row in rows if row["control"]]
     if controls and not max(controls) > CLOSE:
         told.append(f"the worst control is only {max(controls):+.2%} off: nothing is proved")
     return told
@@ -259,12 +262,13 @@ def main() -> None:
     rows = launch(train, args, args.ranks)
     if not is_first():
         return
-    print_table(rows)
+    merged = over_seeds(rows)
+    print_table(merged)
     for row in rows if output else ():
         append_line(output, row)
-    keys = ("eval_loss", "ring_bytes", "seconds")
-    print(json.dumps({row["strategy"]: {key: row[key] for key in keys} for row in rows}), flush=True)
-    if not args.quick and (told := surprises(rows)):
+    keys = ("eval_loss", "off", "off_error", "ring_bytes", "seconds")
+    print(json.dumps({row["strategy"]: {key: row[key] for key in keys} for row in merged}), flush=True)
+    if not args.quick and (told := surprises(merged)):
         sys.exit("; ".join(told))
 
 

@@ -1,6 +1,8 @@
 """What is said of results by what weights and gradients travelled in."""
 
-from collections.abc import Callable
+import math
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -8,7 +10,7 @@ Row = dict[str, Any]
 TRAVEL: dict[str, Callable[[Row], str | None]] = {
     "run": lambda row: row["strategy"] + (" (control, simulated)" if row["control"] else ""),
     "loss, held out": lambda row: f"{row['eval_loss']:.4f}",
-    "of float32's": lambda row: f"{row['eval_loss'] / row['whole_loss'] - 1:+.2%}",
+    "of float32's": lambda row: apart(row),
     "MiB a rank sends in a step": lambda row: None if row["ring_bytes"] is None else f"{row['ring_bytes'] / 2**20:.2f}",
     "seconds": lambda row: f"{row['seconds']:.0f}",
 }
@@ -27,14 +29,37 @@ def ways_of(row: Row) -> str | None:
     return ", ".join(told) or None
 
 
+def apart(row: Row) -> str:
+    """How far a held-out loss is from float32's, with the standard error of that over the seeds."""
+    error = "" if row["off_error"] is None else f" ± {row['off_error']:.2%}"
+    return f"{row['off']:+.2%}{error}"
+
+
+def over_seeds(rows: Sequence[Row]) -> list[Row]:
+    """One row for each way to travel: means over the seeds, and `off`, by how much of it the held-out loss is above the
+    one that float32 reached from the same seed; with `off_error`, the standard error, None for one seed."""
+    whole = {row["seed"]: row["eval_loss"] for row in rows if row["strategy"] == "float32"}
+    merged = []
+    for name in dict.fromkeys(row["strategy"] for row in rows):
+        mine = [row for row in rows if row["strategy"] == name]
+        off = [row["eval_loss"] / whole[row["seed"]] - 1 for row in mine]
+        means = {key: statistics.fmean(row[key] for row in mine) for key in ("eval_loss", "seconds")}
+        losses = [statistics.fmean(step) for step in zip(*(row["losses"] for row in mine), strict=True)]
+        error = statistics.stdev(off) / math.sqrt(len(off)) if len(off) > 1 else None
+        of_seeds = {"off": statistics.fmean(off), "off_error": error, "seeds": len(mine)}
+        merged.append({**mine[0], **means, "losses": losses, **of_seeds})
+    return merged
+
+
 def last_travel_run(lines: list[Row]) -> list[Row]:
-    """The rows of the last run of travel_curves.py, with the held-out loss of float32; none where there is none."""
+    """The last run of travel_curves.py, as `over_seeds`; none where there is none."""
     run = [line for line in lines if (line["command"], line["date"]) == (lines[-1]["command"], lines[-1]["date"])]
-    whole = [line["eval_loss"] for line in run if line["strategy"] == "float32"]
-    return [{**line, "whole_loss": whole[0]} for line in run] if whole else []
+    return over_seeds(run) if any(line["strategy"] == "float32" for line in run) else []
 
 
 def travel_note(rows: list[Row]) -> str:
     """For below a command."""
     first = rows[0]
-    return f" {first['shape']}, {first['ranks']} ranks, {first['steps']} steps of {first['tokens']} tokens per rank."
+    seeds = f", means over {first['seeds']} seeds" if first["seeds"] > 1 else ""
+    shape = f"{first['shape']}, {first['ranks']} ranks"
+    return f" {shape}, {first['steps']} steps of {first['tokens']} tokens per rank{seeds}."

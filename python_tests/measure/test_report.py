@@ -8,6 +8,7 @@ import plot
 import pytest
 import report
 import travel_curves
+from shared.travel_report import over_seeds
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -233,21 +234,26 @@ def test_loss_by_what_travels(tmp_path):
     (tmp_path / "m").mkdir()
     file, card = tmp_path / "m" / "travel_curves.jsonl", json.loads(COMPARE.read_text().splitlines()[0])
     rows = []
-    for date, whole in (("2026-01-01", 9.0), ("2026-01-02", 2.0)):
-        for name, loss, sent in (("float32", whole, 4 * 2**20), ("int8", 2.01, 2**20), ("int4", 2.2, None)):
-            row = {"strategy": name, "control": name == "int4", "eval_loss": loss, "ring_bytes": sent, "seconds": 3.0}
-            row |= {"losses": [3.0, 2.5, loss], "steps": 3, "tokens": 7, "shape": "byte GPT", "date": date}
-            rows.append({**card, **row, "command": "travel_curves.py", "dtype": "float32"})
+    for date, seed, whole in (("2026-01-01", 0, 9.0), ("2026-01-02", 0, 2.0), ("2026-01-02", 1, 4.0)):
+        for name, loss, sent in (("float32", 1.0, 4 * 2**20), ("int8", 1.005 + seed / 500, 2**20), ("int4", 1.1, None)):
+            row = {"strategy": name, "control": name == "int4", "eval_loss": loss * whole, "ring_bytes": sent}
+            row |= {"losses": [3.0, 2.5, loss * whole], "steps": 3, "tokens": 7, "shape": "byte GPT", "date": date}
+            row |= {"seed": seed, "seconds": 3.0, "command": "travel_curves.py", "dtype": "float32"}
+            rows.append({**card, **row})
     file.write_text("\n".join(map(json.dumps, rows)))
     text = report.block("m travel", tmp_path)
     assert (
-        "| int8 | 2.0100 | +0.50% | 1.00 | 3 |" in text and "int4 (control, simulated) | 2.2000 | +10.00% | |" in text
+        "| int8 | 3.0190 | +0.60% ± 0.10% | 1.00 | 3 |" in text
+        and "int4 (control, simulated) | 3.3000 | +10.00% ± 0.00% | |" in text
+        and "means over 2 seeds" in text
     )
     plot.main(["travel", str(file), "--output", str(tmp_path / "travel"), "--uncommitted"])
     drawn = (tmp_path / "travel.svg").read_text()
     assert all(part in drawn for part in ("int4 (control)", "percent above float32"))
     found = [
-        travel_curves.surprises([{**row, "eval_loss": loss} for row, loss in zip(rows[3:], losses, strict=True)])
+        travel_curves.surprises(
+            over_seeds([{**row, "eval_loss": loss} for row, loss in zip(rows[3:6], losses, strict=True)])
+        )
         for losses in ((2.0, 2.01, 2.2), (2.0, 2.1, 2.2), (2.0, 2.01, 2.01), (2.0, float("nan"), float("nan")))
     ]
     assert [len(told) for told in found] == [0, 1, 1, 2]
