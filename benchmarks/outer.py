@@ -24,7 +24,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ POINTS = 60  # of a curve
 QUICK = {"steps": 12, "period": 4, "batch": 1, "seq": 32, "layers": 1, "hidden": 64, "heads": 2, "lr_warmup": 2}
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # and a learning rate
     "AdamW": (torch.optim.AdamW, 2e-3),
-    "SGD": (partial(torch.optim.SGD, momentum=0.9), 0.1),
+    "SGD": (torch.optim.SGD, 0.5),  # without momentum, which takes what feedback delays for a direction
 }
 Policies = dict[str, Callable[[int], outer.OuterPolicy]]
 POLICIES: Policies = {  # by name, of a period
