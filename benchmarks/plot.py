@@ -285,7 +285,8 @@ def travel(rows: list[Row], args: argparse.Namespace) -> Any:
             apart.plot(steps, 100 * (smooth(row["losses"]) / smooth(whole["losses"]) - 1), **look)
     apart.axhspan(-1, 1, color="#dddddd", zorder=0)
     curves.set_title("loss, nats per byte; in the legend held out", fontsize=9, loc="left")
-    apart.set_title("percent above float32; grey: within 1", fontsize=9, loc="left")
+    apart.set_ylim(-3, 3)
+    apart.set_title("percent above float32; grey: within 1; controls may lie outside", fontsize=9, loc="left")
     for axes in (curves, apart):
         axes.set_xlabel(f"steps; means of {window}", fontsize=9)
     curves.legend(fontsize=7, frameon=False)
