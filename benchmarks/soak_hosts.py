@@ -5,7 +5,8 @@
 
 Two runs of the same steps: one undisturbed, one in which ranks sleep at random in front of their steps and cables are
 pulled out for up to 0.1 s, so that packets are lost, or slowed down to a twentieth (drawn from --seed; with --delay,
-where the kernel has netem, packets are late besides). The last line of stdout is JSON: whether the losses are equal,
+where the kernel has netem, packets are late besides). The last line of stdout is JSON, and appended to
+results/MACHINE/soak_hosts.jsonl where at least 500 steps were taken: whether the losses are equal,
 how many disturbances there were, and for both runs the seconds, and by how much the memory, the descriptors and the
 threads of the rank that grew most did between a fifth of the steps and the last one. Exit status 1 where losses differ,
 nothing was disturbed, or descriptors, threads or more than 8 MiB of memory have been added. Needs root:
@@ -23,11 +24,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from shared.card import RESULTS, append_line, command_line, environment_card, machine_name
 from shared.host_options import add_host_options, complete_hosts
 from shared.hosts import Hosts, NoHosts
 from shared.launch import Place, gather, launch_on_hosts
 
 GROWN = {"resident_bytes": 8 * 2**20, "descriptors": 0, "threads": 0}  # the most that is no growth
+RECORDED = 500  # steps, at least
 NAP = 0.02  # seconds: the longest sleep in front of a step
 
 
@@ -57,7 +61,6 @@ def status() -> dict[str, int]:
 
 def train(place: Place, args: argparse.Namespace) -> dict[str, Any]:
     """One rank: the losses of all steps, and what it added meanwhile."""
-    import torch
     from shared.models import MLPStack, random_vectors
     from shared.strategies import Trainer
 
@@ -157,6 +160,9 @@ def main() -> int:
     told |= {"disturbances": disturbances, "grown": grown}
     told |= {f"{name}_seconds": each["seconds"] for name, each in (("calm", calm), ("rough", rough))}
     told |= {f"{name}_added": each["added"] for name, each in (("calm", calm), ("rough", rough))}
+    if args.steps >= RECORDED:
+        cpu = torch.device("cpu")
+        append_line(RESULTS / machine_name(cpu) / "soak_hosts.jsonl", {**environment_card(cpu, command_line()), **told})
     print(json.dumps(told), flush=True)
     return 0 if equal and disturbed and not grown else 1
 

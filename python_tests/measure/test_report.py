@@ -16,7 +16,9 @@ PAGES_OF_THEIR_OWN = {  # of results whose tables their own scripts make
     "faults": "reliability.md",
     "frameworks": "frameworks.md",
     "planner_grid": "planner.md",
+    "recorder": "reliability.md",
     "search_ways": "planner.md",
+    "soak_hosts": "reliability.md",
 }
 COMPARE = RESULTS / "cpu-2core" / "compare.jsonl"
 
