@@ -202,7 +202,8 @@ def _expect_registered(call: Call, registered: Sequence[Home], homes: list[Tenso
             raise RotationError(
                 f"{call.name}: a compiled graph was given a {home.what} of shape {tuple(given.shape)} that is not the "
                 "parameter of the layer that it was made for: expected parameters as they are registered (not those "
-                "that torch.func.functional_call puts in their place)"
+                "that torch.func.functional_call puts in their place, nor written to earlier in the same graph: write "
+                "to parameters outside of compiled functions)"
             )
 
 
