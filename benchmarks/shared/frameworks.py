@@ -346,7 +346,7 @@ def lightning(folder: str, steps: int, rotate: dict[str, Any] | None = None) -> 
     for name, shards in (("shards", True), ("whole", False)):
         options = {"rotate": rotate, "save_distributed_checkpoint": shards}
         models.append(trained(RotationStrategy(**options), name))
-        models.append(trained(RotationStrategy(**options), "again", f"{folder}/{name}/step={middle}.ckpt"))
+        models.append(trained(RotationStrategy(**options), f"{name}-again", f"{folder}/{name}/step={middle}.ckpt"))
     first = models[0]
     run = Run("DDP", first.losses, plain.losses, first.norms, plain.norms, share(first, count(plain)))
     end = whole(first)
