@@ -46,7 +46,7 @@ def in_rings(place: Place, replicas: int) -> dict[str, Any]:
     if replicas == 1:
         return {}
     mesh = init_device_mesh("cpu", (replicas, place.ranks // replicas), mesh_dim_names=("replicas", "ring"))
-    return {"rotate": {"mesh": mesh, "dims": rtp_ext.RotationDims(ring="ring", replicate="replicas")}}
+    return {"rotate": lambda: {"mesh": mesh, "dims": rtp_ext.RotationDims(ring="ring", replicate="replicas")}}
 
 
 def work(place: Place, args: argparse.Namespace) -> dict[str, Any]:

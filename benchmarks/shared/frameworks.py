@@ -123,13 +123,14 @@ def _trainers(stock: type, ours: type, make: Callable[[], nn.Module], folder: st
     """Trains with both; saves in the middle and at the end, goes on from the middle, and loads the end.
 
     `options`: `load` reads a saved model; `arguments`, the class of the arguments; `data`; `more`, for both trainers;
-    `rotate`, for ours.
+    `rotate`, makes the
+    options of a ring.
     """
     arguments = options.pop("arguments", None)
 
     def trained(cls: type, name: str, resume: str | None = None) -> Any:
         args = _arguments(f"{folder}/{name}", arguments, max_steps=steps, save_strategy="steps", save_steps=steps // 2)
-        more = {**options.get("more", {}), **({"rotate": options.get("rotate")} if cls is ours else {})}
+        more = {**options.get("more", {}), **({"rotate": options.get("rotate", dict)()} if cls is ours else {})}
         trainer = cls(model=make(), args=args, train_dataset=options.get("data", rows(64)), **more)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
@@ -154,7 +155,7 @@ def _trainers(stock: type, ours: type, make: Callable[[], nn.Module], folder: st
     return run
 
 
-def transformers(folder: str, steps: int, rotate: dict[str, Any] | None = None) -> Run:
+def transformers(folder: str, steps: int, rotate: Callable[[], dict[str, Any]] = dict) -> Run:
     from transformers import AutoModelForCausalLM, Trainer
 
     from rtp_ext.integrations import RotationTrainer
@@ -285,7 +286,7 @@ class _Batches:
         self.done = state["done"]
 
 
-def lightning(folder: str, steps: int, rotate: dict[str, Any] | None = None) -> Run:
+def lightning(folder: str, steps: int, rotate: Callable[[], dict[str, Any]] = dict) -> Run:
     import lightning as package
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy
@@ -344,9 +345,9 @@ def lightning(folder: str, steps: int, rotate: dict[str, Any] | None = None) -> 
     plain = trained(DDPStrategy(process_group_backend="gloo"), "plain")
     models = []
     for name, shards in (("shards", True), ("whole", False)):
-        options = {"rotate": rotate, "save_distributed_checkpoint": shards}
-        models.append(trained(RotationStrategy(**options), name))
-        models.append(trained(RotationStrategy(**options), f"{name}-again", f"{folder}/{name}/step={middle}.ckpt"))
+        for folder_of_run, resume in ((name, None), (f"{name}-again", f"{folder}/{name}/step={middle}.ckpt")):
+            strategy = RotationStrategy(rotate(), save_distributed_checkpoint=shards)
+            models.append(trained(strategy, folder_of_run, resume))
     first = models[0]
     run = Run("DDP", first.losses, plain.losses, first.norms, plain.norms, share(first, count(plain)))
     end = whole(first)

@@ -34,7 +34,7 @@ def _replicas(rank, ranks, name, folder, zero):
     as_torchrun(rank, ranks)
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "ring"))
     rotate = {"mesh": mesh, "dims": rtp_ext.RotationDims(ring="ring", replicate="replicas")}
-    return RUNS[name](folder, 6, rotate={**rotate, "outer": ZeroOuter() if zero else None})
+    return RUNS[name](folder, 6, rotate=lambda: {**rotate, "outer": ZeroOuter() if zero else None})
 
 
 @with_frameworks

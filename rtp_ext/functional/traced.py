@@ -107,7 +107,8 @@ def rotate(
     grad = torch.is_grad_enabled()
     needs = [grad and tensor.requires_grad for tensor in [*inputs, *parameters]]
     homes = [local(parameter) for parameter in parameters]
-    return torch.ops.rtp_ext.forward_2(owner._rtp_number, ring.name, operation, inputs, homes, sizes, needs, dtype)
+    found = torch.ops.rtp_ext.forward_2(owner._rtp_number, ring.name, operation, inputs, homes, sizes, needs, dtype)
+    return found[:-1] if any(needs) else found  # the last one is the backward's
 
 
 def shaped(y: Tensor, like: Tensor) -> Tensor:
