@@ -4,7 +4,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.14.1
-COMPILED ?= build/compiled.jsonl
 CLANG_FORMATTED := $(shell find csrc python_tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 DOCUMENTED := rtp_ext rtp_ext.planner rtp_ext.trace rtp_ext.schedule rtp_ext.timeline
@@ -50,7 +49,7 @@ FRAMEWORKS := .venv-frameworks
 
 $(FRAMEWORKS)/.installed: $(VENV)/.built
 	$(BIN)/python -m venv $(FRAMEWORKS)
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> $$(echo $(FRAMEWORKS)/lib/python*/site-packages)/main.pth
 	$(FRAMEWORKS)/bin/pip install --quiet lightning trl torchtitan
 	touch $@
@@ -58,17 +57,19 @@ $(FRAMEWORKS)/.installed: $(VENV)/.built
 frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest -q python_tests/integrations python_tests/examples
 	$(FRAMEWORKS)/bin/python benchmarks/frameworks.py
+	$(FRAMEWORKS)/bin/python benchmarks/frameworks.py --only transformers,lightning --ranks 4 --replicas 2
 	$(FRAMEWORKS)/bin/python benchmarks/frameworks.py --page
 
 # Pythons and torches that the package is built and tried with, each in an environment of its own; takes long.
 versions:
 	$(PYTHON) benchmarks/versions.py
 
-# torch.compile of a whole model, on every backend, against eager steps: minutes.
+# torch.compile of a whole model, on every backend, against eager steps, and the table of docs/compile.md: minutes.
 compiled: build
-	$(BIN)/python benchmarks/compiled.py --ranks 2 --output $(COMPILED)
-	$(BIN)/python benchmarks/compiled.py --ranks 3 --strategies rtp --fused-head --output $(COMPILED)
-	$(BIN)/python benchmarks/compiled.py --ranks 2 --strategies rtp --checkpoint --output $(COMPILED)
+	$(BIN)/python benchmarks/compiled.py --ranks 2
+	$(BIN)/python benchmarks/compiled.py --ranks 3 --strategies rtp --fused-head
+	$(BIN)/python benchmarks/compiled.py --ranks 2 --strategies rtp --checkpoint
+	$(BIN)/python benchmarks/compiled.py --page
 
 # Faults at every place of a step, and the table of docs/reliability.md: an hour and more.
 faults: build

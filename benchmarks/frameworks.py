@@ -2,6 +2,7 @@
 
     python benchmarks/frameworks.py                        # transformers, peft, trl, accelerate, lightning, torchtitan
     python benchmarks/frameworks.py --only lightning --steps 6 --quick
+    python benchmarks/frameworks.py --only transformers,lightning --ranks 4 --replicas 2    # two rings of two
 
 `make frameworks` installs them and calls it. Every run goes on from its middle, and loads what it saved. A JSON line a
 framework is appended to results/MACHINE/frameworks.jsonl, unless --quick; the table of docs/frameworks.md is made from
@@ -29,17 +30,28 @@ from shared.card import (
     refusal_to_write,
     result_line,
 )
-from shared.frameworks import RUNS, as_torchrun, missing
+from shared.frameworks import RUNS, WITH_REPLICAS, as_torchrun, missing
 from shared.frameworks_report import page
 from shared.launch import Place, launch
+from torch.distributed.device_mesh import init_device_mesh
+
+import rtp_ext
 
 CLOSE = 1e-4
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "frameworks.md"
 
 
+def in_rings(place: Place, replicas: int) -> dict[str, Any]:
+    """What a run of several rings is given besides."""
+    if replicas == 1:
+        return {}
+    mesh = init_device_mesh("cpu", (replicas, place.ranks // replicas), mesh_dim_names=("replicas", "ring"))
+    return {"rotate": lambda: {"mesh": mesh, "dims": rtp_ext.RotationDims(ring="ring", replicate="replicas")}}
+
+
 def work(place: Place, args: argparse.Namespace) -> dict[str, Any]:
     as_torchrun(place.rank, place.ranks)
-    run = RUNS[args.framework](args.folder, args.steps)
+    run = RUNS[args.framework](args.folder, args.steps, **in_rings(place, args.replicas))
     return {
         **dataclasses.asdict(run),
         "loss_spread": run.worst("losses", "reference_losses"),
@@ -52,6 +64,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(RUNS), help=f"of {', '.join(RUNS)}")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=1, help="rings that hold the same shards")
     parser.add_argument("--quick", action="store_true", help="append nothing to the results")
     parser.add_argument("--page", action="store_true", help="run nothing: write the table of docs/frameworks.md")
     args = parser.parse_args()
@@ -62,6 +75,10 @@ def main() -> int:
     unknown = [name for name in names if name not in RUNS]
     if unknown:
         parser.error(f"--only: expected some of {', '.join(RUNS)}, got {', '.join(unknown)}")
+    if args.replicas < 1 or args.ranks % args.replicas:
+        parser.error(f"--replicas: expected a divisor of {args.ranks} ranks, got {args.replicas}")
+    if args.replicas > 1 and not set(names) <= set(WITH_REPLICAS):
+        parser.error(f"--replicas: expected --only some of {', '.join(WITH_REPLICAS)}, got {args.only}")
     args.device, args.threads, command = "cpu", 1, command_line()
     path = RESULTS / machine_name(torch.device("cpu")) / "frameworks.jsonl"
     if not args.quick and (refusal := refusal_to_write(path)) is not None:
@@ -83,7 +100,8 @@ def main() -> int:
         good = found["loss_spread"] < CLOSE and (found["norm_spread"] or 0.0) < CLOSE
         good = good and found["resumed"] in (None, 0.0) and found["reloaded"] == 0.0
         failed = failed or not good
-        line = {"framework": name, "framework_version": version(name), "steps": args.steps, **found}
+        line = {"framework": name, "framework_version": version(name), "steps": args.steps, "replicas": args.replicas}
+        line |= found
         print(json.dumps({key: value for key, value in line.items() if not isinstance(value, list)}), flush=True)
         if not args.quick:
             card = environment_card(torch.device("cpu"), command)

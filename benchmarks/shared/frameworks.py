@@ -6,7 +6,7 @@ A run is a function of a folder of its own and of a number of steps, called on e
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,12 +120,18 @@ def _curve(trainer: Any, key: str) -> list[float]:
 
 
 def _trainers(stock: type, ours: type, make: Callable[[], nn.Module], folder: str, steps: int, **options: Any) -> Run:
-    """Trains with both; saves in the middle and at the end, goes on from the middle, and loads the end."""
+    """Trains with both; saves in the middle and at the end, goes on from the middle, and loads the end.
+
+    `options`: `load` reads a saved model; `arguments`, the class of the arguments; `data`; `more`, for both trainers;
+    `rotate`, makes the
+    options of a ring.
+    """
     arguments = options.pop("arguments", None)
 
     def trained(cls: type, name: str, resume: str | None = None) -> Any:
         args = _arguments(f"{folder}/{name}", arguments, max_steps=steps, save_strategy="steps", save_steps=steps // 2)
-        trainer = cls(model=make(), args=args, train_dataset=options.get("data", rows(64)), **options.get("more", {}))
+        more = {**options.get("more", {}), **({"rotate": options.get("rotate", dict)()} if cls is ours else {})}
+        trainer = cls(model=make(), args=args, train_dataset=options.get("data", rows(64)), **more)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -149,12 +155,13 @@ def _trainers(stock: type, ours: type, make: Callable[[], nn.Module], folder: st
     return run
 
 
-def transformers(folder: str, steps: int) -> Run:
+def transformers(folder: str, steps: int, rotate: Callable[[], dict[str, Any]] = dict) -> Run:
     from transformers import AutoModelForCausalLM, Trainer
 
     from rtp_ext.integrations import RotationTrainer
 
-    return _trainers(Trainer, RotationTrainer, llama, folder, steps, load=AutoModelForCausalLM.from_pretrained)
+    load = AutoModelForCausalLM.from_pretrained
+    return _trainers(Trainer, RotationTrainer, llama, folder, steps, load=load, rotate=rotate)
 
 
 def peft(folder: str, steps: int) -> Run:
@@ -251,11 +258,42 @@ def accelerate(folder: str, steps: int) -> Run:
 # -- Lightning ---------------------------------------------------------------------------------------------------------
 
 
-def lightning(folder: str, steps: int) -> Run:
+class _Batches:
+    """This rank's batches of an epoch, another for every step. It tells Lightning where it was, and goes on there."""
+
+    def __init__(self, steps: int) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.batches = [
+            torch.stack([row["input_ids"] for row in rows(2 * ranks, seed=step)[2 * rank : 2 * rank + 2]])
+            for step in range(steps)
+        ]
+        self.done = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        first, self.done = self.done, 0
+        for place in range(first, len(self.batches)):
+            self.done = place + 1
+            yield self.batches[place]
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+def lightning(folder: str, steps: int, rotate: Callable[[], dict[str, Any]] = dict) -> Run:
     import lightning as package
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy
 
     from rtp_ext.integrations import RotationStrategy
+
+    middle = steps // 2
 
     class Model(package.LightningModule):
         def __init__(self) -> None:
@@ -265,9 +303,9 @@ def lightning(folder: str, steps: int) -> Run:
             self.losses: list[float] = []
             self.norms: list[float] = []
 
-        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
-            logits = self.model(input_ids=batch["input_ids"]).logits * self.gain
-            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        def training_step(self, ids: torch.Tensor, _: int) -> torch.Tensor:
+            logits = self.model(input_ids=ids).logits * self.gain
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
             total = loss.detach().clone()
             dist.all_reduce(total)
             self.losses.append(total.item() / dist.get_world_size())
@@ -277,38 +315,50 @@ def lightning(folder: str, steps: int) -> Run:
             norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
             self.norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=LR)
+        def configure_optimizers(self) -> dict[str, Any]:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=LR)
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=steps)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def trained(strategy: Any, last: int, save: str | None = None) -> Model:
+    def trained(strategy: Any, name: str, resume: str | None = None) -> Model:
         torch.manual_seed(0)
         model = Model()
+        saving = ModelCheckpoint(
+            f"{folder}/{name}", "{step}", every_n_train_steps=middle, save_top_k=-1, enable_version_counter=False
+        )
         trainer = package.Trainer(
             accelerator="cpu",
             devices=dist.get_world_size(),
             strategy=strategy,
-            max_steps=last,
+            max_steps=steps,
             gradient_clip_val=0.5,
             logger=False,
-            enable_checkpointing=False,
+            callbacks=[saving],
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        loader = DataLoader(rows(2 * dist.get_world_size() * steps), batch_size=2, shuffle=False)
-        trainer.fit(model, loader)
-        if save is not None:
-            trainer.save_checkpoint(save)
+        # an epoch is two thirds of the run: it goes on in the middle of one, and into the next
+        trainer.fit(model, _Batches(2 * steps // 3), ckpt_path=resume)
         return model
 
-    plain = trained(DDPStrategy(process_group_backend="gloo"), steps)
-    model = trained(RotationStrategy(), steps)
-    run = Run("DDP", model.losses, plain.losses, model.norms, plain.norms, share(model, count(plain)))
-    half = trained(RotationStrategy(save_distributed_checkpoint=False), steps // 2, save=f"{folder}/half.ckpt")
-    one = torch.load(f"{folder}/half.ckpt", weights_only=False)["state_dict"] if dist.get_rank() == 0 else None
-    end, rings = whole(half), [model, half]
-    run.reloaded = 0.0 if one is None else difference({name: one[name] for name in end}, end)
-    for each in rings:
+    plain = trained(DDPStrategy(process_group_backend="gloo"), "plain")
+    models = []
+    for name, shards in (("shards", True), ("whole", False)):
+        for folder_of_run, resume in ((name, None), (f"{name}-again", f"{folder}/{name}/step={middle}.ckpt")):
+            strategy = RotationStrategy(rotate(), save_distributed_checkpoint=shards)
+            models.append(trained(strategy, folder_of_run, resume))
+    first = models[0]
+    run = Run("DDP", first.losses, plain.losses, first.norms, plain.norms, share(first, count(plain)))
+    end = whole(first)
+    run.resumed = max(difference(whole(model), end) for model in models)
+    if [model.losses for model in models[1::2]] != [first.losses[middle:]] * 2:
+        raise AssertionError(
+            f"resumed: expected losses {first.losses[middle:]}, got {[m.losses for m in models[1::2]]}"
+        )
+    saved = torch.load(f"{folder}/whole/step={2 * middle}.ckpt", weights_only=False)["state_dict"]
+    run.reloaded = difference({name: saved[name] for name in end}, end)
+    for each in models:
         rtp_ext.ring_of(each).close()
     return run
 
@@ -322,9 +372,10 @@ def torchtitan(folder: str, steps: int) -> Run:
     return run(folder, steps)
 
 
-RUNS: dict[str, Callable[[str, int], Run]] = {
+RUNS: dict[str, Callable[..., Run]] = {
     each.__name__: each for each in (transformers, peft, trl, accelerate, lightning, torchtitan)
 }
+WITH_REPLICAS = ("transformers", "lightning")  # which take `rotate`
 
 
 def missing(names: Iterable[str]) -> list[str]:

@@ -11,11 +11,16 @@ MARKER = re.compile(r"(<!-- frameworks: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOT
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
-    """Of each framework the last line, in the order of the first ones. Raises ValueError where there is none."""
+    """Of each framework and mesh the last line, in the order of the first. Raises ValueError where there is none."""
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     if not lines:
         raise ValueError(f"expected results in {path}, found none")
-    return list({line["framework"]: line for line in lines}.values())
+    return list({(line["framework"], _mesh(line)): line for line in lines}.values())
+
+
+def _mesh(line: dict[str, Any]) -> str:
+    replicas = line.get("replicas", 1)
+    return str(line["ranks"]) if replicas == 1 else f"{replicas} x {line['ranks'] // replicas}"
 
 
 def page(text: str, results: Path) -> str:
@@ -29,20 +34,28 @@ def page(text: str, results: Path) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
-    head = ["framework", "compared with", "steps", "losses differ by", "gradient norms by", "parameters on a rank"]
+    head = [
+        "framework",
+        "ranks",
+        "compared with",
+        "steps",
+        "losses differ by",
+        "gradient norms by",
+        "parameters on a rank",
+    ]
     lines = [[*head, "resumed in the middle", "saved and loaded"]]
     lines.append(["---"] * len(lines[0]))
     for row in rows:
-        cells = [f"{row['framework']} {row['framework_version']}", row["reference"], str(row["steps"])]
+        cells = [f"{row['framework']} {row['framework_version']}", _mesh(row), row["reference"], str(row["steps"])]
         cells += [_spread(row["loss_spread"]), _spread(row["norm_spread"]), f"{100 * row['kept']:.1f} %"]
         lines.append([*cells, _equal(row["resumed"]), _equal(row["reloaded"])])
     commands = "\n".join(f"    {command}" for command in dict.fromkeys(row["command"] for row in rows))
     dates = sorted({row["date"][:10] for row in rows})
     commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
     about = (
-        f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))} at commit {commits}, {first['ranks']} ranks, "
+        f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))} at commit {commits}, torch {first['torch']}. "
     )
-    about += f"torch {first['torch']}."
+    about += "Ranks: of one ring, or replicas x those of a ring."
     return f"\n{commands}\n\n{about}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
 
 

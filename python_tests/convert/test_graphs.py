@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from graph_cases import Mixed, compare
 from harness import Cases, run_ranks
 from models import make_batch, make_model
 from reference import assert_same, random
@@ -18,54 +19,8 @@ from rtp_ext.nn import RotatedLinear
 TIMEOUT = 60.0
 
 
-class Mixed(nn.Module):
-    """Every operation that goes into graphs but the fused head, and a rotated layer that nothing is done with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(19, 10)
-        self.unused = nn.Linear(10, 7)
-        self.norm = nn.LayerNorm(10)
-        self.mlp = nn.Sequential(nn.Linear(10, 23), nn.GELU(), nn.Linear(23, 10))
-        self.scale = nn.Parameter(random(10, dtype=torch.float64, seed=5))
-        self.head = nn.Linear(10, 19, bias=False)
-        for number, parameter in enumerate(self.parameters()):
-            parameter.data = random(*parameter.shape, dtype=torch.float64, seed=200 + number)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        self.unused(x)
-        return self.head(x + self.scale * self.mlp(self.norm(x)))
-
-
-def _step(model, call, ids):
-    """The output, all gradients, and the hops of a step."""
-    ring = rtp_ext.ring_of(model)
-    before = ring.hops("weight"), ring.hops("gradient")
-    output = call(ids)
-    output.square().mean().backward()
-    gradients = {n: None if p.grad is None else p.grad.to_local().clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    return output.detach(), gradients, (ring.hops("weight") - before[0], ring.hops("gradient") - before[1])
-
-
-def _compare(cases, name, make, compiled, batches, tolerance=1e-12):
-    torch._dynamo.reset()
-    eager, model = (rtp_ext.fully_rotate(make(), timeout=TIMEOUT) for _ in range(2))
-    call = compiled(model)
-    for ids in batches:
-        expected, gradients, hops = _step(eager, eager, ids)
-        output, theirs, their_hops = _step(model, call, ids)
-        with cases.case(f"{name}, {ids.shape[1]} tokens"):
-            assert_same(output, expected, tolerance, "output")
-            for key, gradient in gradients.items():
-                if gradient is None:
-                    assert theirs[key] is None, f"expected no gradient of {key}"
-                else:
-                    assert_same(theirs[key], gradient, tolerance, key)
-            assert their_hops == hops, f"expected {hops} hops, got {their_hops}"
-    for each in (eager, model):
-        rtp_ext.ring_of(each).close()
+def _compare(cases, name, make, compiled, batches):
+    compare(cases, name, lambda: rtp_ext.fully_rotate(make(), timeout=TIMEOUT), compiled, batches)
 
 
 def _graphs(rank, ranks, backend):

@@ -2,7 +2,12 @@
 
 import pytest
 from harness import run_ranks
-from shared.frameworks import RUNS, as_torchrun, missing
+from shared.frameworks import RUNS, WITH_REPLICAS, as_torchrun, missing
+from torch.distributed.device_mesh import init_device_mesh
+from trainer_cases import with_frameworks
+
+import rtp_ext
+from rtp_ext.outer import ZeroOuter
 
 CLOSE = 1e-4
 HEAVY = ("trl", "lightning", "torchtitan")  # the others have tests of their own
@@ -22,4 +27,23 @@ def test_trains_like_it_does_without_rotation(name, tmp_path):
         assert run.worst("norms", "reference_norms") < CLOSE, f"{run.norms}, expected {run.reference_norms}"
         assert len(run.losses) == 6 and run.losses[-1] < run.losses[0] - 100 * CLOSE, "control: it learns"
         assert 0.49 < run.kept < 0.55 and run.reloaded == 0.0, run
-        assert run.resumed == (None if name == "lightning" else 0.0), run
+        assert run.resumed == 0.0, run
+
+
+def _replicas(rank, ranks, name, folder, zero):
+    as_torchrun(rank, ranks)
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "ring"))
+    rotate = {"mesh": mesh, "dims": rtp_ext.RotationDims(ring="ring", replicate="replicas")}
+    return RUNS[name](folder, 6, rotate=lambda: {**rotate, "outer": ZeroOuter() if zero else None})
+
+
+@with_frameworks
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("name", WITH_REPLICAS)
+def test_two_rings_of_two(name, zero, tmp_path):
+    for run in run_ranks(_replicas, 4, name, str(tmp_path), zero, timeout=500.0):
+        assert run.worst("losses", "reference_losses") < CLOSE, f"{run.losses}, expected {run.reference_losses}"
+        assert run.worst("norms", "reference_norms") < CLOSE, f"{run.norms}, expected {run.reference_norms}"
+        assert run.losses[-1] < run.losses[0] - 100 * CLOSE, "control: it learns"
+        assert run.resumed == 0.0 and run.reloaded == 0.0, run
+        assert 0.24 < run.kept < 0.3 if zero else 0.49 < run.kept < 0.55, run

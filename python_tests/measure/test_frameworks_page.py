@@ -21,4 +21,6 @@ def test_a_run_that_differs_shows():
     line = {"framework": "x", "framework_version": "1", "reference": "DDP", "steps": 2, "ranks": 2, "torch": "t"}
     line |= {"loss_spread": 0.2, "norm_spread": None, "kept": 0.5, "resumed": 0.0, "reloaded": 3e-3}
     made = table([{**line, "command": "c", "date": "2026-01-01", "commit": "a"}])
-    assert "| x 1 | DDP | 2 | 2e-01 |  | 50.0 % | equal | differs by 3e-03 |" in made
+    assert "| x 1 | 2 | DDP | 2 | 2e-01 |  | 50.0 % | equal | differs by 3e-03 |" in made
+    several = {**line, "ranks": 4, "replicas": 2, "command": "c", "date": "2026-01-01", "commit": "a"}
+    assert "| x 1 | 2 x 2 | DDP |" in table([several])

@@ -35,7 +35,7 @@ class SharedInput:
         self.shared = True
         self.prepared = Prepared(sharded=True)
         self._rtp_number = enrol(self)
-        self.in_graph: Any = None  # an input, and outputs of it that nobody has asked for yet, while a graph is made
+        self.in_graph: Any = None  # an input, modes, and outputs that nobody has asked for yet, while a graph is made
         self._source: Any = None  # weak, so that an input lives no longer than it would
         self._key: Any = None
         self._waiting: dict[int, torch.Tensor] = {}  # outputs that nobody has asked for yet, by place of their layer
@@ -70,19 +70,23 @@ class SharedInput:
         if not self.shared or not isinstance(x, torch.Tensor):
             return None
         place: int = layer.together_place  # type: ignore[assignment]
+        mode = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+        weights = [p for each in self.layers for p in (each.weight, each.bias) if p is not None]
         if self.in_graph is not None:
-            source, waiting = self.in_graph
-            if source is x and waiting[place] is not None and traced.unchanged(x):
+            source, then, waiting = self.in_graph
+            same = source is x and then == mode and waiting[place] is not None
+            if same and all([traced.unchanged(tensor) for tensor in [x, *weights]]):
                 rest = [None if each == place else y for each, y in enumerate(waiting)]
-                self.in_graph = (source, rest) if any([y is not None for y in rest]) else None
+                self.in_graph = (source, then, rest) if any([y is not None for y in rest]) else None
                 return waiting[place]
             self.shared, self.in_graph = False, None
             return None
         outputs = traced.linears(self, self.layers, layer._cast(x), transposed=False)
         if outputs is None:
             return None
-        traced.watch(x)
-        self.in_graph = (x, [None if each == place else y for each, y in enumerate(outputs)])
+        for tensor in [x, *weights]:
+            traced.watch(tensor)
+        self.in_graph = (x, mode, [None if each == place else y for each, y in enumerate(outputs)])
         return outputs[place]
 
     def _bound(self, _operation: str) -> Bound:

@@ -32,7 +32,7 @@ from rtp_ext.ring.enrolled import owner_of, ring_named
 
 # Caches of compilers know an operator by its name and its schema, not by its effects: what changes of those, or of what
 # an operator means, takes another number here.
-VERSION = 1
+VERSION = 2
 NAMESPACE = "rtp_ext"
 
 
@@ -189,10 +189,32 @@ def forward(
         unwanted = (False,) * (1 + len(constants))
         context: Any = _Context((*unwanted, *needs, *(False,) * (len(arguments) - len(needs))))
         result = kind.function.forward(context, call, *constants, *arguments)
-    kept = kind.keep(context.saved_tensors, len(arguments))
+    kept = [*kind.keep(context.saved_tensors, len(arguments))]
+    if any(needs):
+        kept.append(_stamp(registered, homes, [any(home is each for each in context.saved_tensors) for home in homes]))
     context.save_for_backward()
     _left.setdefault(layer, {})[operation, tuple(needs), dtype] = context, unwanted
     return [*result, *kept] if isinstance(result, tuple) else [result, *kept]
+
+
+def _stamp(registered: Sequence[Home], homes: list[Tensor], read: Sequence[bool]) -> Tensor:
+    """[2, homes]: versions of the parameters that the backward reads, and addresses of their shards; -1 of the others.
+
+    Autograd cannot tell of a shard who writes to the parameter. A write after the graph, or between two, changes the
+    version; after a write within the graph the backward is given another tensor.
+    """
+    versions = [home.tensor._version if each else -1 for home, each in zip(registered, read, strict=True)]
+    addresses = [given.data_ptr() if each else -1 for given, each in zip(homes, read, strict=True)]
+    return torch.tensor([versions, addresses], dtype=torch.int64, device="cpu")
+
+
+def _expect_unwritten(call: Call, homes: list[Tensor], stamp: Tensor) -> None:
+    for parameter, home, version, address in zip(call.watched, homes, *stamp.tolist(), strict=True):
+        if version >= 0 and (parameter._version, home.data_ptr()) != (version, address):
+            raise RuntimeError(
+                f"{call.name}: one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a parameter of shape {tuple(parameter.shape)}, now at version {parameter._version}"
+            )
 
 
 def _expect_registered(call: Call, registered: Sequence[Home], homes: list[Tensor]) -> None:
@@ -202,7 +224,8 @@ def _expect_registered(call: Call, registered: Sequence[Home], homes: list[Tenso
             raise RotationError(
                 f"{call.name}: a compiled graph was given a {home.what} of shape {tuple(given.shape)} that is not the "
                 "parameter of the layer that it was made for: expected parameters as they are registered (not those "
-                "that torch.func.functional_call puts in their place)"
+                "that torch.func.functional_call puts in their place, nor written to earlier in the same graph: write "
+                "to parameters outside of compiled functions)"
             )
 
 
@@ -217,7 +240,8 @@ def forward_fake(
     dtype: torch.dtype,
 ) -> list[Tensor]:
     results = _OPERATIONS[operation].results(inputs, sizes, dtype)
-    return [homes[0].new_empty(shape, dtype=each) for shape, each in results]
+    stamp = [number.new_empty((2, len(homes)))] if any(needs) else []
+    return [*(homes[0].new_empty(shape, dtype=each) for shape, each in results), *stamp]
 
 
 def backward(
@@ -236,6 +260,8 @@ def backward(
     kind = _OPERATIONS[operation]
     layer: Layer = owner_of(number)
     then, unwanted = _left[layer][operation, tuple(needs), dtype]
+    *kept, stamp = kept
+    _expect_unwritten(then.call, homes, stamp)
     if not inputs:  # of which the backward needs nothing but the rows
         inputs = [gradients[0].new_empty(gradients[0].shape[0], 0)]
     padding = (False,) * (len(kind.arguments(inputs, homes)) - len(wanted))

@@ -107,7 +107,8 @@ def rotate(
     grad = torch.is_grad_enabled()
     needs = [grad and tensor.requires_grad for tensor in [*inputs, *parameters]]
     homes = [local(parameter) for parameter in parameters]
-    return torch.ops.rtp_ext.forward_1(owner._rtp_number, ring.name, operation, inputs, homes, sizes, needs, dtype)
+    found = torch.ops.rtp_ext.forward_2(owner._rtp_number, ring.name, operation, inputs, homes, sizes, needs, dtype)
+    return found[:-1] if any(needs) else found  # the last one is the backward's
 
 
 def shaped(y: Tensor, like: Tensor) -> Tensor:
@@ -213,11 +214,11 @@ def gather(owner: Any, ring: Any, parameters: list[Tensor], policy: Any) -> list
         floating = parameter.is_floating_point()
         dtypes.append(policy.param_dtype if floating and policy.param_dtype is not None else parameter.dtype)
     shards = [local(parameter) for parameter in parameters]
-    return torch.ops.rtp_ext.gather_1(owner._rtp_number, ring.name, shards, shapes, dtypes)
+    return torch.ops.rtp_ext.gather_2(owner._rtp_number, ring.name, shards, shapes, dtypes)
 
 
 def scope(state: Any, event: str, split: bool = False) -> None:
     """Something begins or ends in the forward of a model."""
     kind = state.ring.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    torch.ops.rtp_ext.scope_1(state._rtp_number, state.ring.name, event, split, autocast)
+    torch.ops.rtp_ext.scope_2(state._rtp_number, state.ring.name, event, split, autocast)

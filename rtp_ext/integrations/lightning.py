@@ -36,8 +36,7 @@ class RotationStrategy(ModelParallelStrategy):
             of ranks. False: one file, with everything whole, which rank 0 writes.
         process_group_backend, timeout: of the default process group.
 
-    Raises ValueError for `fit(ckpt_path=...)`, a mesh of other ranks than all, tensor parallelism, and replicas that
-    train apart.
+    Raises ValueError for a mesh of other ranks than all, tensor parallelism, and replicas that train apart.
     """
 
     model: Any
@@ -86,15 +85,6 @@ class RotationStrategy(ModelParallelStrategy):
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if self.optimizers:
-            raise ValueError(
-                f"RotationStrategy: expected a fit that begins anew, got {checkpoint_path} to go on from: what an "
-                "optimizer goes on with was found to differ from the uninterrupted run. Load the weights before, and "
-                "the state of the optimizer with torch.distributed.checkpoint (examples/resume.py)"
-            )
-        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def _check(self, module: LightningModule) -> None:
         ring, policy = ring_of(module), outer_of(module)
