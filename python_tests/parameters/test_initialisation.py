@@ -1,6 +1,7 @@
 """Constructors of rotated modules: the values of the plain module under the same seed, and never a whole weight."""
 
 import logging
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -119,8 +120,8 @@ def test_values_are_those_of_the_plain_module(dtype, monkeypatch):
     cases.finish()
 
 
+@mock.patch.object(initial, "_PIECE", PIECE)
 def _on_a_ring(rank, ranks):
-    initial._PIECE = PIECE
     cases = Cases()
     with rtp_ext.Ring(timeout=30.0) as ring:
         for dtype in DTYPES[:3:2]:

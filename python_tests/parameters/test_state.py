@@ -3,6 +3,7 @@
 import copy
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -113,7 +114,6 @@ def initialise(module: nn.Module) -> None:
 
 def _made_on_meta(rank, ranks):
     cases = Cases()
-    sharding._BLOCK = BLOCK
     for make, variant in MODELS:
         with cases.case(f"{make.__name__} {variant}"):
             with LiveBytes() as whole:
@@ -166,6 +166,7 @@ def _full_state(rank, ranks):
     cases.finish()
 
 
+@mock.patch.object(sharding, "_BLOCK", BLOCK)
 def _whole_models(rank, ranks):
     """In one start: DTensor has found out by then what becomes of these shapes."""
     _made_on_meta(rank, ranks)
