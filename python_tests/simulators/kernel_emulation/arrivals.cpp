@@ -1,11 +1,12 @@
 // kernels/arrivals.h, right and with a mistake each (mutants.py), against shards that arrive in any order: blocks are
 // threads of the system, of which some run at once, and a thread stands for the stream of the hops. And the kernel's
 // own source while such a thread feeds it.
-#include <atomic>
+#include <ucontext.h>
+
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <memory>
-#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -18,8 +19,6 @@
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 struct ArrivalCase {
   int mutant;  // 0: none
   int positions;
@@ -28,66 +27,107 @@ struct ArrivalCase {
   int tiles;  // of a position; one more of every other one, unless they are sums
   int blocks;
   int together;  // blocks that run at once
-  int delay_us;
-  int torn;  // whether counters lose counts
+  int torn;      // whether counters lose counts
   int seed;
   int order[rtp::kMostPositions];  // in which positions arrive; the rest, as many as are negative, are there at first
 };
 
 struct Stuck {};
 
-// What a case shares between its threads.
+// Functions that take turns at random on one thread, so that a case goes the same way every time. Now and then one is
+// left far behind the others.
+class Turns {
+ public:
+  explicit Turns(unsigned seed) : random_(seed + 1) {}
+
+  void add(std::function<void()> work) {
+    auto one = std::make_unique<One>();
+    one->work = std::move(work);
+    one->stack = std::make_unique<char[]>(kStackBytes);
+    getcontext(&one->context);
+    one->context.uc_stack.ss_sp = one->stack.get();
+    one->context.uc_stack.ss_size = kStackBytes;
+    one->context.uc_link = &main_;
+    makecontext(&one->context, enter, 0);
+    all_.push_back(std::move(one));
+  }
+  void run() {
+    const size_t late = random_() % (2 * all_.size());  // it may be none
+    while (!all_.empty()) {
+      size_t next = random_() % all_.size();
+      if (next == late && all_.size() > 1 && random_() % 16 != 0) next = (next + 1) % all_.size();
+      current_ = all_[next].get();
+      swapcontext(&main_, &current_->context);
+      if (current_->done) all_.erase(all_.begin() + static_cast<int64_t>(next));
+    }
+  }
+  void next() { swapcontext(&current_->context, &main_); }
+  unsigned random() { return static_cast<unsigned>(random_()); }
+
+ private:
+  static constexpr size_t kStackBytes = size_t{64} << 10;
+  struct One {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    std::function<void()> work;
+    bool done = false;
+  };
+  static void enter() {
+    One& one = *current_;
+    one.work();
+    one.done = true;
+  }
+
+  static inline One* current_ = nullptr;
+  std::vector<std::unique_ptr<One>> all_;
+  ucontext_t main_;
+  std::minstd_rand random_;
+};
+
+// What a case shares between those that take turns.
 struct Room {
   uint64_t words[rtp::kPassWords] = {};
-  std::atomic<int> slots[rtp::kMostPositions];  // the position whose shard lies there; -1: a part of one
+  int slots[rtp::kMostPositions];  // the position whose shard lies there; -1: a part of one
   int slot_of[rtp::kMostPositions] = {};
-  std::atomic<int> made[rtp::kMostPositions][64] = {};
-  std::atomic<int> added[64] = {};
-  std::atomic<bool> over = false;
-  Clock::time_point deadline;
-  std::mutex mutex;
+  int made[rtp::kMostPositions][64] = {};
+  int added[64] = {};
+  Turns* turns = nullptr;
+  int idle = 0;  // pauses since a word was last written
   std::string problem;
 
   void tell(const std::string& text) {
-    const std::lock_guard lock(mutex);
     if (problem.empty()) problem = text;
-    over = true;
   }
 };
 
 class CheckedWords {
  public:
-  CheckedWords(Room& room, const ArrivalCase& given, int seed) : room_(room), given_(given), random_(seed) {}
+  CheckedWords(Room& room, bool torn) : room_(room), torn_(torn) {}
 
-  uint64_t acquire(const uint64_t* word) { return dawdle(), __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-  void release(uint64_t* word, uint64_t value) { dawdle(), __atomic_store_n(word, value, __ATOMIC_RELEASE); }
-  unsigned look(const unsigned* counter) { return dawdle(), __atomic_load_n(counter, __ATOMIC_ACQUIRE); }
+  uint64_t acquire(const uint64_t* word) { return dawdle(), *word; }
+  void release(uint64_t* word, uint64_t value) { dawdle(), room_.idle = 0, *word = value; }
+  unsigned look(const unsigned* counter) { return dawdle(), *counter; }
   unsigned add(unsigned* counter) {
-    if (given_.torn == 0) return dawdle(), __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL);
-    const unsigned before = look(counter);
     dawdle();
-    set(counter, before + 1);
+    room_.idle = 0;
+    const unsigned before = *counter;
+    if (torn_) dawdle();
+    *counter = before + 1;
     return before;
   }
-  void set(unsigned* counter, unsigned value) { dawdle(), __atomic_store_n(counter, value, __ATOMIC_RELEASE); }
+  void set(unsigned* counter, unsigned value) { dawdle(), room_.idle = 0, *counter = value; }
   void pause() {
-    if (room_.over) throw Stuck{};
-    if (Clock::now() > room_.deadline) room_.tell("it does not end");
-    if (++pauses_ % 64 != 0) return std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::microseconds(10));
+    if (++room_.idle > 20000) room_.tell("it does not end");
+    if (!room_.problem.empty()) throw Stuck{};
+    room_.turns->next();
   }
   void dawdle() {
-    if (given_.delay_us == 0) return;
-    const auto time = random_() % static_cast<unsigned>(given_.delay_us + 1);
-    if (time % 2 == 0) return std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::microseconds(time));
+    for (unsigned times = room_.turns->random() % 3; times > 0; --times) room_.turns->next();
   }
 
  private:
   Room& room_;
-  const ArrivalCase& given_;
-  std::minstd_rand random_;
-  unsigned pauses_ = 0;
+  bool torn_;
 };
 
 template <typename Protocol>
@@ -124,25 +164,21 @@ class Check {
  private:
   void once(int turn) {
     Room& room = *room_;
-    room.deadline = Clock::now() + std::chrono::milliseconds(given_.mutant != 0 || given_.torn != 0 ? 300 : 20000);
+    Turns turns(static_cast<unsigned>(2 * given_.seed + turn));
+    room.turns = &turns;
     counters_ = {};
     pass_.counters = &counters_;
     std::fill(std::begin(turns_), std::end(turns_), 0u);
-    for (auto& of_position : room.made) {
-      for (auto& count : of_position) count = 0;
-    }
-    for (auto& count : room.added) count = 0;
-    std::vector<std::thread> threads;
-    threads.emplace_back([&] { guarded([&] { feed(turn); }); });
-    std::atomic<int> next{0};
+    std::memset(room.made, 0, sizeof(room.made));
+    std::memset(room.added, 0, sizeof(room.added));
+    turns.add([&] { guarded([&] { feed(); }); });
+    int next = 0;
     for (int worker = 0; worker < given_.together; ++worker) {
-      threads.emplace_back([&, worker] {
-        for (int block = next++; block < given_.blocks; block = next++) {
-          guarded([&] { run_block(given_.seed * 100 + turn * 50 + worker * 10 + block); });
-        }
+      turns.add([&] {
+        for (int block = next++; block < given_.blocks; block = next++) guarded([&] { run_block(); });
       });
     }
-    for (std::thread& thread : threads) thread.join();
+    turns.run();
     if (!room.problem.empty()) return;
     for (const uint64_t word : room.words) {
       if (word != 0) room.tell("a word is raised after the pass");
@@ -165,8 +201,8 @@ class Check {
 
   static std::string name(int position, int tile) { return std::to_string(tile) + " of " + std::to_string(position); }
 
-  void feed(int turn) {
-    CheckedWords words(*room_, given_, given_.seed * 7 + turn);
+  void feed() {
+    CheckedWords words(*room_, given_.torn != 0);
     for (int number = 0; number < arriving_; ++number) {
       const int position = given_.order[number];
       if (number >= given_.slots) {
@@ -181,12 +217,12 @@ class Check {
     }
   }
 
-  void run_block(int seed) {
-    CheckedWords words(*room_, given_, seed);
+  void run_block() {
+    CheckedWords words(*room_, given_.torn != 0);
     int first = 0;
     for (auto tile = Protocol::next(pass_, words, first); tile.position >= 0;
          tile = Protocol::next(pass_, words, first)) {
-      if (room_->over) throw Stuck{};
+      if (!room_->problem.empty()) throw Stuck{};
       if (tile.index >= pass_.tiles[tile.position]) room_->tell("there is no tile " + name(tile.position, tile.index));
       ++room_->made[tile.position][tile.index];
       for (int look = 0; look < 2; ++look, words.dawdle()) {
