@@ -163,7 +163,7 @@ class BundleBackward {
     if (needs.dgrad) weight = travelling_weights(executor_, options_, std::move(weights), std::move(home));
     const Schedule& schedule = backward_schedule(executor_, piecewise(options_, piece), weight, needs);
     Execution pass(executor_, schedule, std::move(weight), std::move(gradients), options_.name + " backward");
-    if (!needs.wgrad && needs.dgrad && follow(pass, cut)) return;
+    if (needs.dgrad && follow(pass, cut)) return;
     const BundleCut halves[] = {cut, BundleCut(cut, Half::first), BundleCut(cut, Half::second)};
     while (const Step* step = pass.next()) {
       for (size_t k = 0; k < projections_.size(); ++k) {
@@ -186,7 +186,7 @@ class BundleBackward {
            wastes_last_wave(cut.most(0), features, multiprocessors);
   }
 
-  // The input gradients of a pass that makes no others, in one kernel where that can be.
+  // The input gradients in one kernel, where that can be: it refuses a pass that makes others.
   bool follow(Execution& pass, const BundleCut& cut) {
     std::set<int64_t> reached;
     const auto products = [&](const Step& step, const std::vector<at::Tensor>& shards) {
