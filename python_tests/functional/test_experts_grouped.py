@@ -76,17 +76,18 @@ def _experts(rank, ranks):
                     assert grouped == (4 * shards if rank != 1 else 0), grouped
                     for mine, expected in zip(made, loop, strict=True):
                         assert torch.equal(mine, expected)
-        for sizes, more in (
-            ((2 * ranks, 12, 24), {}),  # rows of 24 bytes
-            ((2 * ranks, 16, 24), {"biased": True}),
-            ((2 * ranks, 16, 24), {"dtype": torch.float32}),
-            ((ranks, 16, 24), {}),  # one expert a shard
+        for sizes, more, products in (  # products that are grouped, of the four of a shard
+            ((2 * ranks, 12, 20), {}, 0),  # rows of 24 and 40 bytes
+            ((2 * ranks, 12, 24), {}, 1),  # down: its matrices lie along the hidden features
+            ((2 * ranks, 16, 24), {"biased": True}, 2),  # gradients have no bias
+            ((2 * ranks, 16, 24), {"dtype": torch.float32}, 0),
+            ((ranks, 16, 24), {}, 0),  # one expert a shard
         ):
             more = {"biased": False, "dtype": BF16, **more}
             with cases.case(f"{sizes} {more}"):
                 loop, _ = results(ring, *sizes, transposed=False, capability=0, **more)
                 made, grouped = results(ring, *sizes, transposed=False, capability=9, **more)
-                assert grouped == (2 * ranks if more["biased"] else 0)  # gradients have no bias
+                assert grouped == products * ranks
                 assert all(torch.equal(mine, expected) for mine, expected in zip(made, loop, strict=True))
     cases.finish()
 
