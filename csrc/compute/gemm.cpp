@@ -21,6 +21,11 @@ bool same_memory(const at::Tensor& a, const at::Tensor& b) {
 void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha) {
   at::Tensor result = out;  // ATen's out arguments are non-const handles
   if (a.scalar_type() == out.scalar_type()) {
+#ifdef RTP_WITH_CUDA
+    // torch's takes a bias so only where `out` has no gaps; elsewhere it copies the bias into every row first
+    const bool biased = in.defined() && in.dim() == 1 && in.scalar_type() == out.scalar_type() && alpha == 1.0;
+    if (a.is_cuda() && biased && !out.is_contiguous() && gemm_epilogue(out, {}, in, a, b, false)) return;
+#endif
     if (!in.defined()) {
       // beta = 0: what is in `out` is ignored, NaNs included
       at::addmm_out(result, out, a, b, /*beta=*/0.0, alpha);

@@ -20,6 +20,15 @@ void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, cons
 // is copied first.
 void gemm_widening(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha);
 
+// out = a @ b + bias, or its GELU in the tanh form, in one call of cuBLASLt, on a GPU and with all in one 16-bit dtype;
+// `before`, where it is defined, gets what the GELU is applied to. Rounded once. `bias` may be undefined for a GELU.
+// False, and nothing is done, where cuBLASLt takes these matrices not as they are, or has no kernel for them.
+//
+// Of cuBLASLt's epilogues these alone are taken: its GELU is the tanh form, whatever is asked for; its ReLU keeps one
+// bit a number for a backward, not the number, and what becomes of a NaN there nothing says.
+bool gemm_epilogue(const at::Tensor& out, const at::Tensor& before, const at::Tensor& bias, const at::Tensor& a,
+                   const at::Tensor& b, bool gelu_tanh);
+
 // Whether two tensors are the same view of the same memory.
 bool same_memory(const at::Tensor& a, const at::Tensor& b);
 
@@ -29,6 +38,10 @@ class ProductSum {
   ProductSum(int64_t rows, int64_t columns, at::TensorOptions operands);
 
   void add(const at::Tensor& a, const at::Tensor& b);
+  // For who adds to it by other means: where the sum lies, and whether it holds anything yet; and that it now does.
+  const at::Tensor& memory() const { return sum_; }
+  bool started() const { return started_; }
+  void start() { started_ = true; }
   // The sum; zeros where nothing was added. Still in the accumulation dtype.
   at::Tensor result();
 

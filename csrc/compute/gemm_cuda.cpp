@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "base/handles.h"
@@ -46,14 +47,18 @@ void alert_not_deterministic(const Context& context) {
   if constexpr (requires { context.alertCuBLASConfigNotDeterministic(); }) context.alertCuBLASConfigNotDeterministic();
 }
 
-// One product, as a column-major BLAS takes it: D = factor * op(left) op(right) + C.
+// One product, as a column-major BLAS takes it: D = factor * op(left) op(right) + keep * C, and then the epilogue.
 struct Product {
   GemmLayout layout;
   const void *left, *right, *c;
   void* d;
   int64_t c_stride;
-  cudaDataType operands;
-  float factor;
+  cudaDataType operands, sums;  // of left and right; of C and D
+  float factor, keep;
+  cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+  const void* bias = nullptr;  // of the type of D, one number for each of its rows
+  void* before = nullptr;      // where the epilogue writes what the activation is applied to, in the type of D
+  int64_t before_stride = 0;
 };
 
 // What cuBLASLt makes and destroys.
@@ -80,7 +85,7 @@ uint32_t alignment(const void* address) {
 }
 
 // Asking cuBLASLt for a kernel takes longer than launching it: it is asked once for each kind of product.
-using ProductKey = std::array<int64_t, 14>;
+using ProductKey = std::array<int64_t, 19>;
 
 ProductKey key_of(const Product& product, int device, size_t workspace) {
   const GemmLayout& layout = product.layout;
@@ -94,33 +99,44 @@ ProductKey key_of(const Product& product, int device, size_t workspace) {
           layout.transpose_left,
           layout.transpose_right,
           product.operands,
+          product.sums,
+          product.keep != 0,
+          product.epilogue,
+          alignment(product.bias) * 512 + alignment(product.before),
+          product.before_stride,
           alignment(product.left) * 512 + alignment(product.right),
           alignment(product.c) * 512 + alignment(product.d),
           device,
           static_cast<int64_t>(workspace)};
 }
 
-void multiply_and_add(const Product& product, int device) {
+// False where cuBLASLt has no kernel for it, and nothing was done.
+bool multiply_and_add(const Product& product, int device) {
   const GemmLayout& layout = product.layout;
   cublasLtMatmulDesc_t made = nullptr;
   RTP_CUBLAS_CHECK(cublasLtMatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   const Made<cublasLtMatmulDescOpaque_t, cublasLtMatmulDescDestroy> operation(made);
-  const auto transpose = [&](cublasLtMatmulDescAttributes_t which, bool transposed) {
-    const cublasOperation_t value = transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+  const auto set = [&](cublasLtMatmulDescAttributes_t which, const auto& value) {
     RTP_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(made, which, &value, sizeof(value)));
   };
-  transpose(CUBLASLT_MATMUL_DESC_TRANSA, layout.transpose_left);
-  transpose(CUBLASLT_MATMUL_DESC_TRANSB, layout.transpose_right);
+  set(CUBLASLT_MATMUL_DESC_TRANSA, layout.transpose_left ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(CUBLASLT_MATMUL_DESC_TRANSB, layout.transpose_right ? CUBLAS_OP_T : CUBLAS_OP_N);
+  if (product.epilogue != CUBLASLT_EPILOGUE_DEFAULT) set(CUBLASLT_MATMUL_DESC_EPILOGUE, product.epilogue);
+  if (product.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, product.bias);
+  if (product.before != nullptr) {
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, product.before);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, product.before_stride);
+  }
   const Layout left = stored(product.operands, layout.transpose_left, layout.m, layout.k, layout.left_stride);
   const Layout right = stored(product.operands, layout.transpose_right, layout.k, layout.n, layout.right_stride);
-  const Layout c = stored(CUDA_R_32F, false, layout.m, layout.n, product.c_stride);
-  const Layout d = stored(CUDA_R_32F, false, layout.m, layout.n, layout.out_stride);
+  const Layout c = stored(product.sums, false, layout.m, layout.n, product.c_stride);
+  const Layout d = stored(product.sums, false, layout.m, layout.n, layout.out_stride);
 
   const cublasLtHandle_t handle = at::cuda::getCurrentCUDABlasLtHandle();
   const size_t workspace = at::cuda::getCUDABlasLtWorkspaceSize();
   static std::mutex mutex;
-  static std::map<ProductKey, cublasLtMatmulAlgo_t> known;
-  cublasLtMatmulAlgo_t algorithm;
+  static std::map<ProductKey, std::optional<cublasLtMatmulAlgo_t>> known;
+  std::optional<cublasLtMatmulAlgo_t> algorithm;
   {
     const std::lock_guard lock(mutex);
     const ProductKey key = key_of(product, device, workspace);
@@ -139,18 +155,20 @@ void multiply_and_add(const Product& product, int device) {
       prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(product.d));
       cublasLtMatmulHeuristicResult_t best{};
       int count = 0;
-      RTP_CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(handle, made, left.get(), right.get(), c.get(), d.get(), wish, 1,
-                                                      &best, &count));
-      if (count == 0) throw CudaError("cuBLASLt has no kernel for a product of 16-bit operands in float32");
-      found = known.emplace(key, best.algo).first;
+      const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, made, left.get(), right.get(), c.get(),
+                                                                   d.get(), wish, 1, &best, &count);
+      if (status != CUBLAS_STATUS_NOT_SUPPORTED) RTP_CUBLAS_CHECK(status);
+      const bool some = status == CUBLAS_STATUS_SUCCESS && count > 0;
+      found = known.emplace(key, some ? std::optional(best.algo) : std::nullopt).first;
     }
     algorithm = found->second;
   }
-  const float one = 1.0f;
+  if (!algorithm) return false;
   RTP_CUBLAS_CHECK(cublasLtMatmul(handle, made, &product.factor, product.left, left.get(), product.right, right.get(),
-                                  &one, product.c, c.get(), product.d, d.get(), &algorithm,
+                                  &product.keep, product.c, c.get(), product.d, d.get(), &*algorithm,
                                   at::cuda::getCUDABlasLtWorkspace(), workspace,
                                   c10::cuda::getCurrentCUDAStream().stream()));
+  return true;
 }
 
 }  // namespace
@@ -181,9 +199,19 @@ void gemm_widening(const at::Tensor& out, const at::Tensor& in, const at::Tensor
   const at::Tensor& right = layout->left_is_b ? first : second;
   if (apart && in.sizes() == out.sizes() && in.scalar_type() == out.scalar_type()) {
     if (const auto stride = summand_stride(*layout, layout_of(in))) {
-      multiply_and_add({*layout, left.const_data_ptr(), right.const_data_ptr(), in.const_data_ptr(), out.data_ptr(),
-                        *stride, data_type(left.scalar_type()), factor},
-                       out.device().index());
+      const Product product{*layout,
+                            left.const_data_ptr(),
+                            right.const_data_ptr(),
+                            in.const_data_ptr(),
+                            out.data_ptr(),
+                            *stride,
+                            data_type(left.scalar_type()),
+                            CUDA_R_32F,
+                            factor,
+                            /*keep=*/1.0f};
+      if (!multiply_and_add(product, out.device().index())) {
+        throw CudaError("cuBLASLt has no kernel for a product of 16-bit operands in float32");
+      }
       return;
     }
   }
@@ -197,6 +225,34 @@ void gemm_widening(const at::Tensor& out, const at::Tensor& in, const at::Tensor
       layout->m, layout->n, layout->k, &factor, left.const_data_ptr(), data_type(left.scalar_type()),
       layout->left_stride, right.const_data_ptr(), data_type(right.scalar_type()), layout->right_stride, &keep,
       out.data_ptr(), CUDA_R_32F, layout->out_stride, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+}
+
+bool gemm_epilogue(const at::Tensor& out, const at::Tensor& before, const at::Tensor& bias, const at::Tensor& a,
+                   const at::Tensor& b, bool gelu_tanh) {
+  const at::ScalarType dtype = out.scalar_type();
+  if (dtype != at::kBFloat16 && dtype != at::kHalf) return false;
+  if (out.numel() == 0 || a.size(1) == 0) return false;
+  if (!is_blas_matrix(layout_of(a)) || !is_blas_matrix(layout_of(b))) return false;
+  const auto layout = gemm_layout(layout_of(out), layout_of(a), layout_of(b));
+  if (!layout || !layout->left_is_b) return false;  // a bias is one number for each row of D, which is out transposed
+  if (bias.defined() && bias.size(0) > 1 && bias.stride(0) != 1) return false;
+  Product product{*layout,         b.const_data_ptr(), a.const_data_ptr(), out.data_ptr(),
+                  out.data_ptr(),  layout->out_stride, data_type(dtype),   data_type(dtype),
+                  /*factor=*/1.0f, /*keep=*/0.0f};
+  product.epilogue = !gelu_tanh          ? CUBLASLT_EPILOGUE_BIAS
+                     : !before.defined() ? bias.defined() ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU
+                     : bias.defined()    ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS
+                                         : CUBLASLT_EPILOGUE_GELU_AUX;
+  if (bias.defined()) product.bias = bias.const_data_ptr();
+  if (before.defined()) {
+    const auto stride = column_major_stride({before.size(1), before.size(0), before.stride(1), before.stride(0)});
+    product.before = before.data_ptr();
+    if (!stride || *stride % 8 != 0 || alignment(product.before) < 16) return false;
+    product.before_stride = *stride;
+  }
+  const c10::cuda::CUDAGuard guard(out.device());
+  alert_not_deterministic(at::globalContext());
+  return multiply_and_add(product, out.device().index());
 }
 
 }  // namespace rtp

@@ -67,28 +67,6 @@ void Executor::set_trace(bool on) {
   on ? trace_.start() : trace_.stop();
 }
 
-// Runs `action`; an error of the transport, or of torch where others wait, kills the ring before it goes on to the
-// caller.
-template <typename Action>
-auto Execution::guarded(Action&& action) {
-  const LanesScope scope(executor_.lanes());
-  try {
-    return action();
-  } catch (RotationError& error) {
-    executor_.lanes().select_compute_lane(0);
-    error.add(executor_.fail(error.what()));
-    ended_ = true;
-    throw;
-  } catch (c10::Error& error) {  // memory ran out, perhaps on this rank alone
-    executor_.lanes().select_compute_lane(0);
-    if (!executor_.transport().alone()) {  // what its neighbours have posted would wait for it
-      error.add_context(executor_.fail(concat(operation_, ": ", error.what_without_backtrace())));
-      ended_ = true;
-    }
-    throw;
-  }
-}
-
 Execution::Execution(Executor& executor, const Schedule& schedule, std::optional<Cargo> weight,
                      std::optional<Cargo> gradient, std::string operation)
     : executor_(executor),
@@ -367,6 +345,10 @@ void Execution::hop(const Step& step) {
   for (size_t part = 0; part < send.size(); ++part) {
     hop.lands_at.push_back(offset(step.receive, step.half, step.send_owner, part));
     hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, part));
+  }
+  if (hop_words_ != nullptr) {
+    hop.arrived = (*hop_words_)[static_cast<size_t>(position())].arrived;
+    hop.freed = (*hop_words_)[static_cast<size_t>(position())].freed;
   }
   const Range range([&] { return concat(operation_, ": ", label(step)); });
   Trace& trace = executor_.trace_;

@@ -9,6 +9,7 @@
 
 #include "base/checks.h"
 #include "compute/gemm.h"
+#include "compute/grouped.h"
 
 namespace rtp {
 namespace {
@@ -50,6 +51,7 @@ class Group {
     rows = starts_[expert_ + experts_] - first;
     place = routed.order.narrow(0, first, rows);
     token = place.div(choices, "floor");
+    ends_ = routed.ends.narrow(0, expert_, experts_);
   }
 
   // Calls body(e, rows of tensors of this group) for every expert of the shard that has tokens.
@@ -63,14 +65,18 @@ class Group {
   }
 
   // Grouped GEMM: rows of `left` of each expert times that expert's matrix of `stack` (transposed), plus its row of
-  // `biases` where there are any.
+  // `biases` where there are any. In one launch where that can be; torch's adds no biases.
   at::Tensor product(const at::Tensor& left, const at::Tensor& stack, bool transpose, const at::Tensor& biases = {},
                      at::Tensor out = {}) const {
+    const at::Tensor matrices = transpose ? stack.transpose(1, 2) : stack;
+    if (!biases.defined() && !grouped_refusal(left, matrices)) {
+      at::Tensor made = grouped_product(left, matrices, ends_.sub(first).to(at::kInt));
+      return out.defined() ? out.copy_(made) : made;
+    }
     if (!out.defined()) out = at::empty({rows, transpose ? stack.size(1) : stack.size(2)}, left.options());
     each([&](int64_t e, const auto& of, int64_t count) {
       if (count == 0) return;
-      const at::Tensor matrix = stack.select(0, e);
-      gemm(of(out), biases.defined() ? biases.select(0, e) : biases, of(left), transpose ? matrix.t() : matrix);
+      gemm(of(out), biases.defined() ? biases.select(0, e) : biases, of(left), matrices.select(0, e));
     });
     return out;
   }
@@ -82,6 +88,7 @@ class Group {
  private:
   int64_t expert_, experts_;
   const std::vector<int64_t>& starts_;
+  at::Tensor ends_;  // of its experts
 };
 
 // The gate's and the other half of up(x).
@@ -143,9 +150,10 @@ void check_operands(const Executor& executor, const ExpertsShape& shape, const R
 void route(const at::Tensor& index, const ExpertsShape& shape, const RotationOptions& options, ExpertsResult& result) {
   const auto [sorted, order] = index.view(-1).sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
   result.order = order;
-  const at::Tensor starts =
-      at::searchsorted(sorted, at::arange(shape.experts + 2, sorted.options()), /*out_int32=*/false, /*right=*/false)
-          .cpu();
+  const at::Tensor found =
+      at::searchsorted(sorted, at::arange(shape.experts + 2, sorted.options()), /*out_int32=*/false, /*right=*/false);
+  result.ends = found.narrow(0, 1, shape.experts);
+  const at::Tensor starts = found.cpu();
   const int64_t* first = starts.const_data_ptr<int64_t>();
   TORCH_CHECK_INDEX(first[0] == 0 && first[shape.experts + 1] == sorted.numel(), options.name,
                     ": expected an index in [0, ", shape.experts, "], got one outside");

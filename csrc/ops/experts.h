@@ -37,6 +37,7 @@ struct ExpertsResult {
   at::Tensor y;                 // [T, features]
   at::Tensor kept;              // up(x) of every routed token in the order of experts, or undefined
   at::Tensor order;             // [T * K] int64: positions in index.view(-1), by expert
+  at::Tensor ends;              // [experts] int64: of every expert in that order, on the device
   std::vector<int64_t> starts;  // of every expert in that order, and the end
 };
 

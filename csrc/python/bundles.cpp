@@ -55,14 +55,15 @@ void bind_bundles(py::module_& m) {
            py::arg("up_bias"), py::arg("down_bias"), py::arg("transposed"), py::arg("interleaved"),
            py::arg("activation"), py::arg("clamped"));
   py::class_<ExpertsResult>(m, "ExpertsResult")
-      .def(py::init(
-               [](const std::optional<at::Tensor>& kept, const at::Tensor& order, const std::vector<int64_t>& starts) {
-                 return ExpertsResult{{}, kept.value_or(at::Tensor()), order, starts};
-               }),
-           py::arg("kept"), py::arg("order"), py::arg("starts"))
+      .def(py::init([](const std::optional<at::Tensor>& kept, const at::Tensor& order, const at::Tensor& ends,
+                       const std::vector<int64_t>& starts) {
+             return ExpertsResult{{}, kept.value_or(at::Tensor()), order, ends, starts};
+           }),
+           py::arg("kept"), py::arg("order"), py::arg("ends"), py::arg("starts"))
       .def_readonly("y", &ExpertsResult::y)
       .def_readonly("kept", &ExpertsResult::kept)
       .def_readonly("order", &ExpertsResult::order)
+      .def_readonly("ends", &ExpertsResult::ends)
       .def_readonly("starts", &ExpertsResult::starts);
   m.def("experts_forward", &experts_forward, py::arg("executor"), py::arg("x"), py::arg("weights"), py::arg("index"),
         py::arg("parameters"), py::arg("shape"), py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());

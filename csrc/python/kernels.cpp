@@ -7,6 +7,7 @@
 #include "base/checks.h"
 #include "compute/activation.h"
 #include "compute/gemm.h"
+#include "compute/grouped.h"
 #include "compute/logits.h"
 #include "compute/pack.h"
 #include "compute/quantise.h"
@@ -55,6 +56,9 @@ void bind_kernels(py::module_& parent) {
       },
       py::arg("chunk"), py::arg("most"), py::arg("factor"), py::arg("upstream"), py::kw_only(),
       py::arg("label_smoothing"), py::arg("everywhere"), py::arg("dtype"));
+  m.def("grouped_refusal", &grouped_refusal, py::arg("rows"), py::arg("stack"));
+  m.def("grouped_product", &grouped_product, py::arg("rows"), py::arg("stack"), py::arg("ends"));
+  m.def("choose_grouped_as_on", &choose_grouped_as_on, py::arg("capability"));
   m.def("gather_rows", &gather_rows, py::arg("ids"), py::arg("table"), py::arg("first_row"), py::arg("out"));
   m.def("add_rows", &add_rows, py::arg("out"), py::arg("ids"), py::arg("values"), py::arg("first_row"),
         py::arg("padding_idx"), py::arg("alpha"));

@@ -16,6 +16,7 @@ import compiled
 import numpy as np
 from compiled import compiler
 from kernel_arrays import BYTES, CANARY, ELEMENTS, POISON, Array, decode, encode
+from kernel_emulation.mutants import write_arrivals_mutants
 from quantise_checks import bytes_array, layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,9 @@ def build(sanitized: bool = False) -> Path:
     cxx = compiler()
     flags = [*FLAGS, *(telling_pattern(cxx) if cxx else []), *(SANITIZED if sanitized else PLAIN)]
     name = "kernel_emulation_sanitized" if sanitized else "kernel_emulation"
-    return compiled.build(name, SOURCES, flags, [ROOT / "csrc", FOLDER])
+    generated = ROOT / "build" / name / "include"
+    write_arrivals_mutants(ROOT / "csrc" / "kernels" / "arrivals.h", generated)
+    return compiled.build(name, SOURCES, [*flags, "-pthread"], [generated, ROOT / "csrc", FOLDER])
 
 
 def sanitizer_runtimes() -> list[str]:

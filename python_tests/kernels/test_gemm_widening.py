@@ -77,6 +77,51 @@ def test_a_sum_that_lies_elsewhere_is_added_without_a_copy(sim_blas):
         assert torch.equal(out, other.expand(4, 6) + 3)
 
 
+def test_epilogues_add_the_bias_and_apply_the_gelu(sim_blas):
+    """In the strided slices that a bundle keeps; rounded once. Only the tanh form is a GELU of cuBLASLt's."""
+    generator = torch.Generator().manual_seed(2)
+    gelu = torch.nn.functional.gelu
+    for number in range(24):
+        biased, kept, activated, dtype = number & 1, number >> 1 & 1, number >> 2 & 1, torch.bfloat16
+        dtype = torch.float16 if number >= 16 else dtype
+        m, n, k = (int(torch.randint(1, 40, (1,), generator=generator)) for _ in range(3))
+        a, b = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, k, generator=generator).to(dtype).t()
+        bias = torch.randn(n, generator=generator).to(dtype) if biased or not activated else None
+        out = torch.full((m, n + 16), CANARY, dtype=dtype)[:, 8 : 8 + n]
+        before = torch.full((m, -(-n // 8) * 8 + 16), CANARY, dtype=dtype)[:, 8 : 8 + n] if kept and activated else None
+        counted = Counter(sim_blas.calls())
+        with Seen() as seen:
+            assert sim_blas.gemm_epilogue(out, before, bias, a, b, bool(activated))
+        counted = Counter(sim_blas.calls()) - counted
+        assert counted["cublasLtMatmul"] == 1 and seen.calls["aten::copy_"] == 0
+        pre = a.double() @ b.double() + (0 if bias is None else bias.double())
+        expected = gelu(pre, approximate="tanh") if activated else pre
+        rounding = {"atol": 1e-3, "rtol": 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11}
+        torch.testing.assert_close(out.double(), expected, **rounding)
+        if before is not None:
+            torch.testing.assert_close(before.double(), pre, **rounding)
+        if activated and n * m > 20:  # the control
+            assert not torch.allclose(out.double(), pre, **rounding)
+
+
+def test_epilogues_that_cannot_be_leave_the_work_to_others(sim_blas):
+    a, b, bias = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((4, 8), (8, 6), (6,)))
+    out = torch.full((4, 6), CANARY, dtype=torch.bfloat16)
+
+    def refused(out=out, before=None, bias=bias, a=a, b=b):
+        found = sim_blas.gemm_epilogue(out, before, bias, a, b, before is not None)
+        return not found and bool((out == CANARY).all())
+
+    assert refused(out=out.float(), bias=bias.float(), a=a.float(), b=b.float())  # torch decides about TF32
+    assert refused(out=torch.full((6, 4), CANARY, dtype=torch.bfloat16).t())  # stored by columns
+    assert refused(before=torch.empty(4, 6, dtype=torch.bfloat16))  # rows of 12 bytes
+    assert refused(bias=torch.ones(6, 2, dtype=torch.bfloat16)[:, 0])
+    sim_blas.controls.lacks_epilogues = True
+    assert refused(a=torch.ones(4, 9, dtype=torch.bfloat16), b=torch.ones(9, 6, dtype=torch.bfloat16))
+    sim_blas.controls.lacks_epilogues = False
+    assert not refused()
+
+
 def test_rows_of_logits_are_aligned():
     """50257 over 8 ranks is 6283 entries a shard: here 4 ranks of 7."""
     ring = rtp_ext.Ring.emulated(4)

@@ -11,7 +11,7 @@ import simulated_cuda
 import torch
 from reference import TOLERANCE, assert_same, random
 from simulated_cuda import run_threads, values
-from simulated_cuda.mutants import CE_MUTANTS
+from simulated_cuda.mutants import ALL_CE_MUTANTS, CE_MUTANTS
 from test_cuda_transports import linear, primitives
 
 from rtp_ext import RingTimeout, RotationError, _native
@@ -29,7 +29,7 @@ class Rank:
     """One rank of a ring over `ce`, with what its checks need."""
 
     def __init__(self, sim, rank, ranks, id_, barrier, mode, timeout=TIMEOUT, mutant=None, news=None):
-        number = -1 if mutant is None else list(CE_MUTANTS).index(mutant)
+        number = -1 if mutant is None else list(ALL_CE_MUTANTS).index(mutant)
         self.sim, self.rank, self.ranks, self.barrier = sim, rank, ranks, barrier
         self.transport = sim.ce(id_, rank, ranks, timeout, news, number)
         sim.set_ce_modes(self.transport, *MODES[mode])

@@ -34,19 +34,19 @@ class _RotatedExperts(torch.autograd.Function):
         ctx.call, ctx.shape = call, shape
         routed = call.run(_native.experts_forward, x, weights, index, parameters, shape, keep, call.options)
         ctx.starts = routed.starts
-        ctx.save_for_backward(x, weights, *watched_where_read(parameters, read), routed.order, routed.kept)
+        ctx.save_for_backward(x, weights, *watched_where_read(parameters, read), routed.order, routed.ends, routed.kept)
         return routed.y
 
     @staticmethod
     @first_order_only
     def backward(ctx, dy):
-        x, weights, *parameters, order, kept = saved(ctx)
+        x, weights, *parameters, order, ends, kept = saved(ctx)
         dx, dweights, *gradients = ctx.call.run(
             _native.experts_backward,
             dy.contiguous(),
             x,
             weights,
-            _native.ExpertsResult(kept, order, ctx.starts),
+            _native.ExpertsResult(kept, order, ends, ctx.starts),
             parameters,
             ctx.shape,
             wanted(ctx)[5:],

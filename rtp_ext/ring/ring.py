@@ -82,6 +82,10 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
         checksum: every hop carries a CRC-32C, and one that arrives changed is a RotationError that names it. For CPUs.
+        persistent_gemm: on transport `ce`, one kernel makes all products of a forward of linear layers, or of a
+            backward that makes no weight gradients, and takes tiles of each shard as it arrives; in bfloat16 and
+            float16. `persistent_gemms()` says of which passes, and why not of others. Not measured; each rank for
+            itself.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
             (default 0: NCCL chooses). `registered`: `nccl` moves slots that are registered with NCCL, without copies of
             its own (default None: where that works). `delay_us`: for race tests, every hop is held up by a random time
@@ -131,6 +135,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         gradient_route: str = "auto",
         gradient_travel: str | None = None,
         checksum: bool = False,
+        persistent_gemm: bool = False,
         transport_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_choice("transport", transport, TRANSPORTS)
@@ -168,6 +173,8 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
             f"{self.transport_options}"
         )
         self._start(transport, route, checksum, gradient_halves, late_gradients, gradient_route, gradient_travel)
+        if persistent_gemm:
+            self._executor.set_follows(True)
 
     @classmethod
     def emulated(

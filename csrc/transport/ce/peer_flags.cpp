@@ -22,19 +22,26 @@ BatchMemOp find_batch_mem_op() {
   return nullptr;
 }
 
-// Waits for `word` to be 1 and makes it 0. One call for both: a graph captures it as one node.
-CUresult wait_and_reset(BatchMemOp batch_mem_op, uint64_t* word, cudaStream_t stream) {
-  std::array<CUstreamBatchMemOpParams, 2> operations{};
-  const auto address = reinterpret_cast<CUdeviceptr>(word);
+CUstreamBatchMemOpParams write(uint64_t* word, uint64_t value) {
+  CUstreamBatchMemOpParams operation{};
+  operation.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+  operation.writeValue.address = reinterpret_cast<CUdeviceptr>(word);
+  operation.writeValue.value64 = value;
+  operation.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // after everything before it, for the whole system
+  return operation;
+}
+
+// Waits for `word` to be 1 and makes it 0, and then `then` 1 unless it is null. One call for all: a graph captures it
+// as one node.
+CUresult wait_and_reset(BatchMemOp batch_mem_op, uint64_t* word, uint64_t* then, cudaStream_t stream) {
+  std::array<CUstreamBatchMemOpParams, 3> operations{};
   operations[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
-  operations[0].waitValue.address = address;
+  operations[0].waitValue.address = reinterpret_cast<CUdeviceptr>(word);
   operations[0].waitValue.value64 = 1;
   operations[0].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
-  operations[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
-  operations[1].writeValue.address = address;
-  operations[1].writeValue.value64 = 0;
-  operations[1].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
-  return batch_mem_op(stream, operations.size(), operations.data(), 0);
+  operations[1] = write(word, 0);
+  operations[2] = write(then, 1);
+  return batch_mem_op(stream, then == nullptr ? 2 : 3, operations.data(), 0);
 }
 
 // The words that are always 1 follow the `count` flags, and are copied over them.
@@ -55,16 +62,12 @@ std::optional<std::string> stream_wait_refusal() {
   return "the CUDA driver lacks cuStreamBatchMemOp, or rtp_ext was built with CUDA before 12.5";
 }
 
-int64_t PeerFlags::bytes(int ranks) {
-  const int64_t flags = int64_t{2} * 2 * kSlots * ranks;
-  return 2 * flags * static_cast<int64_t>(sizeof(uint64_t));
-}
+int64_t PeerFlags::count(int ranks) { return int64_t{2} * 2 * kSlots * ranks + kPassWords; }
+
+int64_t PeerFlags::bytes(int ranks) { return 2 * count(ranks) * static_cast<int64_t>(sizeof(uint64_t)); }
 
 PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks, cudaStream_t side)
-    : batch_mem_op_(reinterpret_cast<void*>(find_batch_mem_op())),
-      rank_(rank),
-      ranks_(ranks),
-      flags_(int64_t{2} * 2 * kSlots * ranks) {
+    : batch_mem_op_(reinterpret_cast<void*>(find_batch_mem_op())), rank_(rank), ranks_(ranks), flags_(count(ranks)) {
   RTP_ASSERT(batch_mem_op_ != nullptr, *stream_wait_refusal());
   // Before the registration: no peer knows the address yet.
   raise_words(static_cast<uint64_t*>(memory.data_ptr()), flags_, side);
@@ -87,9 +90,18 @@ void PeerFlags::raise(Channel channel, Kind kind, int slot, int peer, const Copy
   engine.copy({{word(peer, flag(channel, kind, slot, rank_)), one, sizeof(uint64_t)}}, stream, captured);
 }
 
-void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream) const {
+void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream, uint64_t* then) const {
   check_driver(wait_and_reset(reinterpret_cast<BatchMemOp>(batch_mem_op_), word(rank_, flag(channel, kind, slot, peer)),
-                              stream));
+                              then, stream));
+}
+
+void PeerFlags::await(uint64_t* pass_word, cudaStream_t stream) const {
+  check_driver(wait_and_reset(reinterpret_cast<BatchMemOp>(batch_mem_op_), pass_word, nullptr, stream));
+}
+
+void PeerFlags::raise(uint64_t* pass_word, cudaStream_t stream) const {
+  CUstreamBatchMemOpParams operation = write(pass_word, 1);
+  check_driver(reinterpret_cast<BatchMemOp>(batch_mem_op_)(stream, 1, &operation, 0));
 }
 
 void PeerFlags::raise_all(cudaStream_t stream) const { raise_words(word(rank_, 0), flags_, stream); }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "device/copy_engine.h"
+#include "kernels/arrivals.h"
 #include "schedule/schedule.h"
 #include "transport/ce/peer_memory.h"
 
@@ -38,8 +39,14 @@ class PeerFlags {
   // Enqueues: a flag of ours at `peer` becomes 1. `captured`: whether the stream takes part in a capture.
   void raise(Channel channel, Kind kind, int slot, int peer, const CopyEngine& engine, cudaStream_t stream,
              bool captured) const;
-  // Enqueues: waits until the flag that `peer` raises here is 1, and makes it 0 again.
-  void await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream) const;
+  // Enqueues: waits until the flag that `peer` raises here is 1, makes it 0 again, and raises `then` where it is given.
+  void await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream, uint64_t* then = nullptr) const;
+
+  // Words by which a kernel and the streams of this rank tell each other how far a pass is: kPassWords of
+  // kernels/arrivals.h. Enqueues: waits for one of them and makes it 0 again; raises one after what was enqueued.
+  uint64_t* pass_words() const { return word(rank_, flags_ - kPassWords); }
+  void await(uint64_t* pass_word, cudaStream_t stream) const;
+  void raise(uint64_t* pass_word, cudaStream_t stream) const;
 
   // Giving up. Enqueues: every flag here becomes 1, so that one wait of each stream ends.
   void raise_all(cudaStream_t stream) const;
@@ -49,13 +56,14 @@ class PeerFlags {
   PeerRegion& region() { return region_; }
 
  private:
+  static int64_t count(int ranks);
   int64_t flag(Channel channel, Kind kind, int slot, int raiser) const;
   uint64_t* word(int rank, int64_t index) const { return reinterpret_cast<uint64_t*>(region_.bases[rank]) + index; }
 
   void* batch_mem_op_;  // cuStreamBatchMemOp
   int rank_;
   int ranks_;
-  int64_t flags_;  // how many there are; as many words follow that are 1
+  int64_t flags_;  // how many there are, those of passes last; as many words follow that are 1
   PeerRegion region_;
 };
 

@@ -1,6 +1,11 @@
-// A cuBLAS and a cuBLASLt in host memory, as far as the engine calls them: products of 16-bit operands in float32. What
-// the real ones refuse is refused; where the strides or alignments that were promised do not hold, it is a mistake.
+// A cuBLAS and a cuBLASLt in host memory, as far as the engine calls them: products of 16-bit operands in float32, and
+// with an epilogue. What the real ones refuse is refused; where the strides or alignments that were promised do not
+// hold, it is a mistake.
 #include <torch/csrc/utils/pybind.h>
+
+#include <cmath>
+#include <cstring>
+#include <functional>
 
 #include "../../../csrc/compute/gemm.cpp"
 #include "../../../csrc/compute/gemm_cuda.cpp"
@@ -31,8 +36,21 @@ struct Matrix {
   }
 };
 
+void store(void* data, cudaDataType type, int64_t index, float value) {
+  if (type == CUDA_R_16BF) {
+    static_cast<c10::BFloat16*>(data)[index] = value;
+  } else if (type == CUDA_R_16F) {
+    static_cast<c10::Half*>(data)[index] = value;
+  } else {
+    static_cast<float*>(data)[index] = value;
+  }
+}
+
+// What becomes of an element of D after the sum.
+using Epilogue = std::function<float(int64_t row, int64_t column, float sum)>;
+
 cublasStatus_t multiply(int64_t m, int64_t n, int64_t k, float alpha, const Matrix& a, const Matrix& b, float beta,
-                        const Matrix& c, float* d, int64_t d_stride) {
+                        const Matrix& c, void* d, int64_t d_stride, const Epilogue& epilogue = {}) {
   for (const Matrix* matrix : {&a, &b, &c}) {
     if (matrix->stride < std::max<int64_t>(matrix->rows, 1)) return CUBLAS_STATUS_INVALID_VALUE;
   }
@@ -41,7 +59,8 @@ cublasStatus_t multiply(int64_t m, int64_t n, int64_t k, float alpha, const Matr
     for (int64_t row = 0; row < m; ++row) {
       float sum = 0;
       for (int64_t inner = 0; inner < k; ++inner) sum += a.at(row, inner) * b.at(inner, column);
-      d[row + column * d_stride] = alpha * sum + (beta == 0 ? 0 : beta * c.at(row, column));
+      sum = alpha * sum + (beta == 0 ? 0 : beta * c.at(row, column));
+      store(d, c.type, row + column * d_stride, epilogue ? epilogue(row, column, sum) : sum);
     }
   }
   return CUBLAS_STATUS_SUCCESS;
@@ -55,6 +74,10 @@ struct Stored {
 };
 struct Operation {
   cublasOperation_t left = CUBLAS_OP_N, right = CUBLAS_OP_N;
+  cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+  const void* bias = nullptr;
+  void* aux = nullptr;
+  int64_t aux_stride = 0;
 };
 struct Preference {
   uint64_t workspace = 0;
@@ -130,11 +153,28 @@ cublasStatus_t cublasLtMatmulDescDestroy(const cublasLtMatmulDesc_t operation) {
 }
 cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t what,
                                               const void* value, size_t bytes) {
-  if (bytes != sizeof(cublasOperation_t)) return CUBLAS_STATUS_INVALID_VALUE;
   auto& mine = held<Operation>(operation);
-  if (what == CUBLASLT_MATMUL_DESC_TRANSA) mine.left = *static_cast<const cublasOperation_t*>(value);
-  if (what == CUBLASLT_MATMUL_DESC_TRANSB) mine.right = *static_cast<const cublasOperation_t*>(value);
-  return CUBLAS_STATUS_SUCCESS;
+  const auto take = [&](auto& field) {
+    if (bytes != sizeof(field)) return CUBLAS_STATUS_INVALID_VALUE;
+    std::memcpy(&field, value, bytes);
+    return CUBLAS_STATUS_SUCCESS;
+  };
+  switch (what) {
+    case CUBLASLT_MATMUL_DESC_TRANSA:
+      return take(mine.left);
+    case CUBLASLT_MATMUL_DESC_TRANSB:
+      return take(mine.right);
+    case CUBLASLT_MATMUL_DESC_EPILOGUE:
+      return take(mine.epilogue);
+    case CUBLASLT_MATMUL_DESC_BIAS_POINTER:
+      return take(mine.bias);
+    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER:
+      return take(mine.aux);
+    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD:
+      return take(mine.aux_stride);
+    default:
+      return CUBLAS_STATUS_NOT_SUPPORTED;
+  }
 }
 cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* made) { return make(made, Preference{}); }
 cublasStatus_t cublasLtMatmulPreferenceDestroy(const cublasLtMatmulPreference_t preference) {
@@ -155,12 +195,15 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
   mine.alignments[static_cast<size_t>(which)] = *static_cast<const uint32_t*>(value);
   return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t,
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t operation, cublasLtMatrixLayout_t,
                                               cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
                                               cublasLtMatmulPreference_t preference, int wanted,
                                               cublasLtMatmulHeuristicResult_t results[], int* count) {
   called("cublasLtMatmulAlgoGetHeuristic");
   if (wanted < 1) return CUBLAS_STATUS_INVALID_VALUE;
+  if (world().controls.lacks_epilogues && held<Operation>(operation).epilogue != CUBLASLT_EPILOGUE_DEFAULT) {
+    return CUBLAS_STATUS_NOT_SUPPORTED;
+  }
   held<Algorithm>(&results[0].algo) = {held<Preference>(preference).alignments};
   *count = 1;
   return CUBLAS_STATUS_SUCCESS;
@@ -184,8 +227,24 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t operation, 
     const auto& promised = held<const Algorithm>(const_cast<cublasLtMatmulAlgo_t*>(algorithm)).alignments[i];
     if (reinterpret_cast<uintptr_t>(addresses[i]) % promised != 0) note("cublasLtMatmul of less aligned memory");
   }
+  const bool biased = (mine.epilogue & CUBLASLT_EPILOGUE_BIAS) != 0,
+             gelu = (mine.epilogue & CUBLASLT_EPILOGUE_GELU) != 0;
+  const bool keeps = (mine.epilogue & CUBLASLT_EPILOGUE_GELU_AUX) == CUBLASLT_EPILOGUE_GELU_AUX;
+  const int known = CUBLASLT_EPILOGUE_BIAS | CUBLASLT_EPILOGUE_GELU_AUX | CUBLASLT_EPILOGUE_DEFAULT;
+  if ((mine.epilogue & ~known) != 0) return CUBLAS_STATUS_NOT_SUPPORTED;
+  if (biased != (mine.bias != nullptr) || keeps != (mine.aux != nullptr)) note("an epilogue without its pointers");
+  if (keeps && (mine.aux_stride % 8 != 0 || mine.aux_stride < out.rows || reinterpret_cast<uintptr_t>(mine.aux) % 16)) {
+    return CUBLAS_STATUS_INVALID_VALUE;
+  }
+  const Matrix bias{mine.bias, out.rows, 1, out.rows, out.type, false};
+  const Epilogue epilogue = [&](int64_t row, int64_t column, float value) {
+    if (biased) value += bias.at(row, 0);
+    if (keeps) store(mine.aux, out.type, row + column * mine.aux_stride, value);
+    if (!gelu) return value;
+    return 0.5f * value * (1.0f + std::tanh(0.7978845608f * (value + 0.044715f * value * value * value)));
+  };
   return multiply(out.rows, out.columns, k, *static_cast<const float*>(alpha), left, right,
-                  *static_cast<const float*>(beta), sum, static_cast<float*>(d), out.stride);
+                  *static_cast<const float*>(beta), sum, d, out.stride, epilogue);
 }
 
 }  // extern "C"
@@ -194,5 +253,10 @@ void bind_blas(pybind11::module_& m) {
   m.def("gemm_widening",
         [](const at::Tensor& out, const std::optional<at::Tensor>& in, const at::Tensor& a, const at::Tensor& b,
            double alpha) { rtp::gemm_widening(out, in.value_or(at::Tensor()), a, b, alpha); });
+  m.def("gemm_epilogue",
+        [](const at::Tensor& out, const std::optional<at::Tensor>& before, const std::optional<at::Tensor>& bias,
+           const at::Tensor& a, const at::Tensor& b, bool gelu_tanh) {
+          return rtp::gemm_epilogue(out, before.value_or(at::Tensor()), bias.value_or(at::Tensor()), a, b, gelu_tanh);
+        });
   m.def("aligned_stride", &rtp::aligned_stride);
 }

@@ -53,6 +53,7 @@ struct Controls {
   bool signals_abort = true;      // ncclCommAbort ends waits for signals too
   bool capturing = false;         // every stream says that it is being captured
   bool released = false;          // all waits end: for taking down a test that failed
+  bool lacks_epilogues = false;   // cuBLASLt has no kernel with one
   bool lacks_memory_ops = false;  // the driver has no cuStreamWaitValue64 and its like
   int multiprocessors = 0;        // of the device; 0: nothing computes on two lanes
   int first_device = 0;           // the current device of a thread that has chosen none
