@@ -17,7 +17,10 @@ void bind_bundles(py::module_& m) {
            }),
            py::kw_only(), py::arg("in_features"), py::arg("hidden_features"), py::arg("out_features"), py::arg("gated"),
            py::arg("transposed"), py::arg("up_bias"), py::arg("down_bias"), py::arg("activation"));
-  py::class_<MlpResult>(m, "MlpResult").def_readonly("y", &MlpResult::y).def_readonly("kept", &MlpResult::kept);
+  py::class_<MlpResult>(m, "MlpResult")
+      .def(py::init([](const at::Tensor& y, const std::vector<at::Tensor>& kept) { return MlpResult{y, kept}; }),
+           py::arg("y"), py::arg("kept"))
+      .def_readonly("y", &MlpResult::y).def_readonly("kept", &MlpResult::kept);
   m.def("mlp_forward", &mlp_forward, py::arg("executor"), py::arg("x"), py::arg("parameters"), py::arg("shape"),
         py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
   m.def("mlp_backward", &mlp_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("kept"),
