@@ -32,9 +32,10 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python_tests" / "simulators"))
 
+from shared.card import append_line, command_line, environment_card, result_line
+
 from rtp_ext import _native
 from rtp_ext.ring.graphs import PassGraphs
-from shared.card import append_line, command_line, environment_card, result_line
 
 TIMEOUT = timedelta(seconds=60)
 # pull weights, pull gradients
@@ -59,9 +60,7 @@ def connect(sim: Any, transport: str, mode: str, ids: list[bytes], rank: int, ra
         return made
     if transport == "nccl":
         blocking = mode.endswith("blocking")
-        return sim.nccl(
-            ids, rank, ranks, TIMEOUT, None, registered=mode.startswith("registered"), blocking=blocking
-        )
+        return sim.nccl(ids, rank, ranks, TIMEOUT, None, registered=mode.startswith("registered"), blocking=blocking)
     return sim.nccl_put(ids, rank, ranks, TIMEOUT, None)
 
 
@@ -106,7 +105,9 @@ def count(sim: Any, transport: str, mode: str, ranks: int) -> dict[str, Any]:
 
         graphs = FixedPlaces(executor) if mode == "replayed" else None
         if graphs is not None:
-            sim.set_compute(True)  # the host's own stream cannot be captured; the products are made at once all the same
+            sim.set_compute(
+                True
+            )  # the host's own stream cannot be captured; the products are made at once all the same
 
         def step() -> None:
             forward: Any = (_native.linear_forward, [[x], [home], bundle, projections, options])

@@ -112,9 +112,7 @@ def ring_end(rank: int, ranks: int, device: torch.device, timeout: Any, news: An
     return _C.RingEnd(rank, ranks, device, timeout, news)
 
 
-def nccl_transport(
-    ids: list[bytes], end: Any, min_ctas: int, max_ctas: int, blocking: bool, registered: bool
-) -> Any:
+def nccl_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int, blocking: bool, registered: bool) -> Any:
     """A transport with two NCCL communicators of its own. `blocking`: calls of NCCL return when they are done.
     `registered`: its slots are registered with NCCL. Collective over the ranks."""
     return _C.nccl_transport(ids, end, _C.NcclOptions(min_ctas, max_ctas, blocking, registered))

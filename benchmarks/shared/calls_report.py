@@ -29,4 +29,6 @@ def last_calls(lines: list[Row]) -> list[Row]:
 
 def calls_note(rows: list[Row]) -> str:
     """For below a command."""
-    return f" Counted in the simulation, not timed: rank 0 of {rows[0]['ranks']}, forward and backward of a linear layer."
+    return (
+        f" Counted in the simulation, not timed: rank 0 of {rows[0]['ranks']}, forward and backward of a linear layer."
+    )

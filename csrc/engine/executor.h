@@ -54,8 +54,8 @@ class Executor {
   }
   // Lands a gradient of a pass that did not wait for it: see Schedule::lands_late.
   void land(const at::Tensor& gradient);
-  // Passes as graphs. Once fix_slots() was called, hops of a pass use the same slots whether it is enqueued step by step
-  // or as a graph; nothing may then travel between passes, ahead or late.
+  // Passes as graphs. Once fix_slots() was called, hops of a pass use the same slots whether it is enqueued step by
+  // step or as a graph; nothing may then travel between passes, ahead or late.
   Results& results() { return results_; }
   bool takes_graphs() const { return transport_->takes_graphs() && transport_->lanes().has_graphs(); }
   void fix_slots();

@@ -8,9 +8,9 @@
 
 namespace rtp {
 
-// An operation asks here for the memory of every tensor that it returns, in the same order in every call. Usually that is
-// fresh memory. A pass that is captured writes where the graph's next launch will, so its results are given: memory that
-// the caller has asked torch for, and which belongs to whoever gets it, as that of any other result.
+// An operation asks here for the memory of every tensor that it returns, in the same order in every call. Usually that
+// is fresh memory. A pass that is captured writes where the graph's next launch will, so its results are given: memory
+// that the caller has asked torch for, and which belongs to whoever gets it, as that of any other result.
 class Results {
  public:
   // The next results lie where these do; in fresh memory again after clear().

@@ -1,5 +1,5 @@
-"""Passes as graphs over the transport `ce`, on the simulated CUDA runtime: replays give what one process gives, whatever
-other ranks do with the same pass, and a failure reaches whoever waits in a graph."""
+"""Passes as graphs over the transport `ce`, on the simulated CUDA runtime: replays give what one process gives,
+whatever other ranks do with the same pass, and a failure reaches whoever waits in a graph."""
 
 import gc
 import threading
@@ -12,7 +12,7 @@ import pytest
 import simulated_cuda
 import torch
 from simulated_cuda import run_threads, values
-from test_transport_ce import CE_MUTANTS, DTYPE, MODES, Rank, connected_news
+from test_transport_ce import CE_MUTANTS, DTYPE, Rank, connected_news
 
 from rtp_ext import RingTimeout, RotationError, _native
 from rtp_ext.ring.graphs import PassGraphs, begin_graphs
@@ -109,8 +109,8 @@ class Layer:
 
 
 def train(rank, sim, ranks, id_, barrier, mode, mutant=None, timeout=timedelta(seconds=20)):
-    """Layers of different sizes, an evaluation between, and addresses that move on some ranks and not on others. Returns
-    what became of the passes, before and after slots have grown."""
+    """Layers of different sizes, an evaluation between, and addresses that move on some ranks and not on others.
+    Returns what became of the passes, before and after slots have grown."""
     end = Rank(sim, rank, ranks, id_, barrier, mode, timeout, mutant, late=True)
     executor = end.executor
     executor.prefetch(False)
@@ -156,7 +156,9 @@ def train(rank, sim, ranks, id_, barrier, mode, mutant=None, timeout=timedelta(s
 def test_replayed_passes_are_those_of_one_process(sim, mode, ranks):
     for delay in (0, 200):
         sim.controls.delay_us = delay
-        told = values(run_threads(train, ranks, sim, ranks, sim.unique_id(), threading.Barrier(ranks), mode, timeout=60.0))
+        told = values(
+            run_threads(train, ranks, sim, ranks, sim.unique_id(), threading.Barrier(ranks), mode, timeout=60.0)
+        )
         for turn in range(2):
             captured, replayed, _ = told[0][turn]
             assert captured >= 6 and replayed > captured, told

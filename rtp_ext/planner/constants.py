@@ -23,7 +23,7 @@ def memory_constant(name: str) -> float:
 
 
 def host_constant(name: str) -> float:
-    """A number of the section `host`: what enqueueing the engine's work takes. Of predictions of rotated layers alone."""
+    """A number of the section `host`: what enqueueing the engine's work takes."""
     return constants()["host"][name]["value"]
 
 

@@ -1,16 +1,16 @@
 """Passes of operations as CUDA graphs: captured once, then enqueued in one call each, without the user's help.
 
-Whether a pass is a graph decides no hop: over the transports that take graphs, a rank that replays, one that captures and
-one that enqueues hop by hop make the same hops through the same slots in the same order, and each rank does what its own
-inputs allow. What this rests on is settled for the ring, by all its ranks: that slots go to passes in a fixed order, and
-that nothing travels between passes. Other transports are refused: NCCL demands that both ends of a hop are captured, and
-no rank knows how many tokens the others have.
+Whether a pass is a graph decides no hop: over the transports that take graphs, a rank that replays, one that captures
+and one that enqueues hop by hop make the same hops through the same slots in the same order, and each rank does what
+its own inputs allow. What this rests on is settled for the ring, by all its ranks: that slots go to passes in a fixed
+order, and that nothing travels between passes. Other transports are refused: NCCL demands that both ends of a hop are
+captured, and no rank knows how many tokens the others have.
 
 A graph knows addresses. It is replayed where every tensor of the call, results included, lies where it lay at the
 capture: in a loop of fixed shapes torch's caching allocator sees to that. Copying into tensors that stay was the other
-choice; it would read and write every activation and gradient of a layer once more, a tenth of the time of a layer. Where
-addresses change, the pass is enqueued hop by hop as ever. Results are allocated by torch before the pass, whichever way
-it goes, so that they belong to whoever gets them.
+choice; it would read and write every activation and gradient of a layer once more, a tenth of the time of a layer.
+Where addresses change, the pass is enqueued hop by hop as ever. Results are allocated by torch before the pass,
+whichever way it goes, so that they belong to whoever gets them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ GRAPHS = ("auto", "on", "off")
 # What they launch follows from shapes alone. Experts and losses look at values on the host.
 CAPTURED = frozenset(
     {
-    _native.linear_forward,
-    _native.linear_backward,
-    _native.partial_linear_forward,
-    _native.partial_linear_backward,
-    _native.mlp_forward,
-    _native.mlp_backward,
+        _native.linear_forward,
+        _native.linear_backward,
+        _native.partial_linear_forward,
+        _native.partial_linear_backward,
+        _native.mlp_forward,
+        _native.mlp_backward,
     }
 )
 MOST_GRAPHS = 4  # of one pass, for different addresses; the one that was used last goes last
@@ -79,7 +79,7 @@ class Pass:
 
     Attributes:
         results: shape and dtype of each tensor that it returns; None: it has not run, or not since slots have changed.
-        returns: what it returns, with places in `results` for tensors; None: something else, so that it is not captured.
+        returns: what it returns, with places in `results` for tensors; None: it returns something else, and steps.
         warm: whether it has run beside the caller's stream.
         seen: addresses of tensors that it was called with, oldest first.
         graphs: by addresses, the one used last at the end.
@@ -232,8 +232,8 @@ class PassGraphs:
 
 
 def _look(argument: Any, tensors: list[torch.Tensor]) -> Any:
-    """What tells one pass from another; the tensors go to the list. Native descriptions are told apart as objects, which
-    the key keeps alive."""
+    """What tells one pass from another; the tensors go to the list. Native descriptions are told apart as objects,
+    which the key keeps alive."""
     if isinstance(argument, torch.Tensor):
         tensors.append(argument)
         return argument.shape, argument.stride(), argument.dtype

@@ -89,10 +89,10 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
             `prefetch` is 0. See `graphs`.
         checksum: every hop carries a CRC-32C, and one that arrives changed is a RotationError that names it. For CPUs.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
-            (default 0: NCCL chooses). `blocking`: NCCL's calls return when they are done, without a thread for each (default
-            False; docs/gpu.md has what this costs where a rank is lost). `registered`: `nccl` moves slots that are registered with NCCL, without copies of
-            its own (default None: where that works). `delay_us`: for race tests, every hop is held up by a random time
-            up to this; the environment's RTP_DEBUG_DELAY_US is the default. `ce_mode`: whether the sender copies
+            (default 0: NCCL chooses). `blocking`: NCCL's calls return when they are done, without a thread for each
+            (default False: docs/gpu.md). `registered`: `nccl` moves slots that are registered with NCCL, without copies
+            of its own (default None: where that works). `delay_us`: for race tests, every hop is held up by a random
+            time up to this; the environment's RTP_DEBUG_DELAY_US is the default. `ce_mode`: whether the sender copies
             (`push`) or the receiver (`pull`); default `auto`: pull for weights on route `direct`, else push.
 
     Collective: every rank of the group makes the ring at the same point. The ring owns its process groups.

@@ -27,9 +27,9 @@ struct CommunicatorOptions {
   int min_ctas = 0;  // thread blocks, and so SMs, that NCCL may use; 0: NCCL chooses
   int max_ctas = 0;
   // A call returns when it is done. Otherwise NCCL starts and joins a thread for every group of calls, which tens of
-  // microseconds go to, but which it also joins before it frees a communicator; with blocking ones, a rank that does not
-  // come to their start is waited for without end, and a call that a dead peer holds up ends by ncclCommRevoke, if the
-  // NCCL that is loaded has it, else never.
+  // microseconds go to, but which it also joins before it frees a communicator; with blocking ones, a rank that does
+  // not come to their start is waited for without end, and a call that a dead peer holds up ends by ncclCommRevoke, if
+  // the NCCL that is loaded has it, else never.
   bool blocking = false;
 };
 

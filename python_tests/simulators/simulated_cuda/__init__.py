@@ -29,7 +29,16 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 
 NAME = "rtp_simulated_cuda"
-SOURCES = ["bindings.cpp", "blas.cpp", "ce.cpp", "graphs.cpp", "nccl.cpp", "nccl_windows.cpp", "runtime.cpp", "transports.cpp"]
+SOURCES = [
+    "bindings.cpp",
+    "blas.cpp",
+    "ce.cpp",
+    "graphs.cpp",
+    "nccl.cpp",
+    "nccl_windows.cpp",
+    "runtime.cpp",
+    "transports.cpp",
+]
 
 
 def include_folders() -> list[Path] | None:

@@ -142,12 +142,10 @@ struct CapturedGraph {
 
 void bind_graphs(py::module_& m) {
   py::class_<CapturedGraph, std::shared_ptr<CapturedGraph>>(m, "CapturedGraph")
-      .def("launch", [](CapturedGraph& graph, const Stream& s) {
-        RTP_CUDA_CHECK(cudaGraphLaunch(graph.executable, s.get()));
-      });
-  m.def("begin_capture", [](const Stream& s) {
-    RTP_CUDA_CHECK(cudaStreamBeginCapture(s.get(), cudaStreamCaptureModeThreadLocal));
-  });
+      .def("launch",
+           [](CapturedGraph& graph, const Stream& s) { RTP_CUDA_CHECK(cudaGraphLaunch(graph.executable, s.get())); });
+  m.def("begin_capture",
+        [](const Stream& s) { RTP_CUDA_CHECK(cudaStreamBeginCapture(s.get(), cudaStreamCaptureModeThreadLocal)); });
   m.def("end_capture", [](const Stream& s) {
     cudaGraph_t graph = nullptr;
     RTP_CUDA_CHECK(cudaStreamEndCapture(s.get(), &graph));
@@ -262,9 +260,7 @@ class CountedLanes : public Lanes {
   void end_pass() override { inner_.end_pass(); }
   void enter() override { inner_.enter(); }
   void leave() override { inner_.leave(); }
-  void on_compute(const std::function<void()>& work) override {
-    simulated::enqueue(simulated::compute_stream(), work);
-  }
+  void on_compute(const std::function<void()>& work) override { simulated::enqueue(simulated::compute_stream(), work); }
   bool has_graphs() const override { return inner_.has_graphs(); }
   void begin_aside(bool captured) override { inner_.begin_aside(captured); }
   std::shared_ptr<Graph> end_aside() override { return inner_.end_aside(); }

@@ -36,7 +36,8 @@ void run(const std::vector<Node>& nodes) {
       {
         std::unique_lock lock(world().mutex);
         wait_until(lock, [&] {
-          return std::all_of(nodes[node].after.begin(), nodes[node].after.end(), [&](size_t each) { return done[each]; });
+          return std::all_of(nodes[node].after.begin(), nodes[node].after.end(),
+                             [&](size_t each) { return done[each]; });
         });
       }
       dawdle();

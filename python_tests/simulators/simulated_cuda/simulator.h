@@ -114,8 +114,8 @@ Capture* own_capture();
 // The stream behind a handle, for work that may outlive it; null for the host's. Holds the mutex.
 std::shared_ptr<CUstream_st> held(cudaStream_t stream);
 
-// Appends to a stream, or runs at once where the stream is the host's. Returns the point after it; null where the stream
-// is being captured.
+// Appends to a stream, or runs at once where the stream is the host's. Returns the point after it; null where the
+// stream is being captured.
 std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work, Memory memory = {});
 
 // Whether a stream that `maker` made has yet to run, or runs, work on this memory. Holds the mutex.
@@ -140,8 +140,8 @@ struct CUstream_st {
   simulated::Memory running;  // what the work that runs touches
   bool busy = false;
   bool ending = false;
-  bool host = false;     // runs everything at once, in the thread that calls
-  bool waiting = false;  // for a value in memory
+  bool host = false;                            // runs everything at once, in the thread that calls
+  bool waiting = false;                         // for a value in memory
   std::shared_ptr<simulated::Capture> capture;  // that it takes part in
   simulated::Maker maker = simulated::this_maker();
 };
