@@ -166,7 +166,7 @@ void unmap_windows(ncclComm_t comm, const char* function) {
 
 namespace {
 
-ncclResult_t revoke(ncclComm_t comm, int flags) {
+ncclResult_t revoke_all(ncclComm_t comm, int flags) {
   called("ncclCommRevoke");
   const std::lock_guard lock(world().mutex);
   if (flags != 0 || comm->gone || comm->finalizing || comm->revoked) return ncclInvalidArgument;
@@ -233,7 +233,7 @@ void* rtp::find_nccl_function(const char* name) {
       {"ncclPutSignal", {22900, reinterpret_cast<void*>(&put_signal)}},
       {"ncclSignal", {22900, reinterpret_cast<void*>(&signal)}},
       {"ncclWaitSignal", {22900, reinterpret_cast<void*>(&wait_signal)}},
-      {"ncclCommRevoke", {23000, reinterpret_cast<void*>(&revoke)}},
+      {"ncclCommRevoke", {23000, reinterpret_cast<void*>(&revoke_all)}},
   };
   const std::lock_guard lock(world().mutex);
   const auto found = functions.find(name);
