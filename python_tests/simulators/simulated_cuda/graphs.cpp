@@ -105,8 +105,9 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMo
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   called("cudaStreamEndCapture");
   *graph = nullptr;
+  std::shared_ptr<Capture> capture;  // goes after the mutex: tensors that it holds may need Python's lock
   const std::lock_guard lock(world().mutex);
-  const std::shared_ptr<Capture> capture = stream->capture;
+  capture = stream->capture;
   if (capture == nullptr || capture->origin != stream) return cudaErrorInvalidValue;
   if (capture->thread != std::this_thread::get_id()) return cudaErrorStreamCaptureWrongThread;
   const std::set<size_t> joined = reached(*capture, capture->tails[stream]);
@@ -167,8 +168,10 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   called("cudaGraphExecDestroy");
-  const std::lock_guard lock(world().mutex);
-  if (executable->last != nullptr && !executable->last->reached) mistake("cudaGraphExecDestroy of a graph that runs");
+  {
+    const std::lock_guard lock(world().mutex);
+    if (executable->last != nullptr && !executable->last->reached) mistake("cudaGraphExecDestroy of a graph that runs");
+  }
   delete executable;
   return cudaSuccess;
 }

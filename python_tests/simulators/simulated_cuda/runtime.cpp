@@ -63,6 +63,7 @@ void run(std::shared_ptr<CUstream_st> stream) {
     lock.unlock();
     dawdle();
     next.work();
+    next.work = nullptr;  // tensors that it holds may need Python's lock to go, whose owner may wait for the mutex
     lock.lock();
     stream->busy = false;
     stream->running.clear();
