@@ -22,7 +22,7 @@ $(VENV)/.torch:
 $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 	@echo "Compiling takes minutes. For CPUs only: RTP_WITH_CUDA=0. For other GPUs than those of this machine:" \
 		"RTP_CUDA_ARCHITECTURES=90-real, for example."
-	$(BIN)/pip install --quiet --no-build-isolation -e ".[dev]"
+	RTP_WERROR=1 $(BIN)/pip install --quiet --no-build-isolation -e ".[dev]"
 	touch $@
 
 # What tests run on CPUs instead of CUDA. Only what has changed is compiled; a test that finds one missing makes it.

@@ -5,9 +5,10 @@
     python benchmarks/gpu_on_paper.py --check    # whether docs/gpu.md has these tables
 
 Nothing here was measured on a GPU. A forward and a backward take what the GPU takes or what the host takes to enqueue
-them, whichever is longer. The GPU's part is the gate's model (rtp_ext/ring/gate.py) over NVLink 4; the host's is a
-number of calls for each hop and each compute (`benchmarks/driver_calls.py` counts them) times the time of a call, and
-what torch takes for a product.
+them, whichever is longer. The GPU's part is the gate's model (rtp_ext/ring/gate.py); the host's is a number of calls
+for each hop and each compute, or for a pass that is a graph, as `benchmarks/driver_calls.py` counted them last
+(results/cpu-2core/driver_calls.jsonl), times the time of a call, and what torch takes for a product. Rates and times
+are the planner's (rtp_ext/planner/constants.json, which has their sources).
 """
 
 from __future__ import annotations
@@ -18,9 +19,15 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shared.calls_report import last_calls
+from shared.card import RESULTS
+
+from rtp_ext.planner import Cluster
+from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.ring.gate import Device, LayerSize, Link, predict
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "gpu.md"
+CALLS = RESULTS / "cpu-2core" / "driver_calls.jsonl"
 BEGIN, END = "<!-- made by benchmarks/gpu_on_paper.py -->\n", "<!-- end -->\n"
 
 RANKS = 8
@@ -33,30 +40,53 @@ SHAPES = {  # outputs, inputs
 }
 TOKENS = (1024, 2048, 4096, 8192)
 
-# 380 of nominally 450 GB/s were measured on H100 (NVIDIA/nccl issue 1264); a round of a ring costs about 6 us of
-# synchronisation (JAX, collective matmul on 8 H100).
-LINK = Link(370e9, 6e-6, "NVLink 4, as others measured it")
-# 65 % of the data sheet's 989 TFLOP/s for large products, 132 SMs, 85 % of 3.35 TB/s.
-GPU = Device(989e12 * 0.65, 132, 4e-6, "H100 SXM", 3.35e12 * 0.85)
-CALL_US = 20 / 30  # of the driver or the runtime: a reviewer's estimate of 20 us for 30 calls
-THREAD_US = 71.0  # that NCCL starts and joins for a group of a non-blocking communicator: 54 to 88 us on a CPU server
-PRODUCT_US = 5.0  # of the host: an operator of torch and a launch of cuBLAS; assumed
+H100, TIME = Cluster.preset("h100-80gb"), TimeConstants.default()
+LINK = Link(H100.nccl_ring_bytes_per_s, TIME.nccl_base_s + TIME.nccl_intra_step_s, "NVLink 4")
+GPU = Device(
+    H100.bf16_achievable_flops_per_s * TIME.gemm_fraction,
+    H100.streaming_multiprocessors,
+    TIME.engine_launch_s,
+    H100.name,
+    H100.hbm_bytes_per_s * TIME.hbm_fraction,
+)
 
 
 @dataclass(frozen=True)
 class Host:
-    """Microseconds of the host for a hop and for a compute."""
+    """Microseconds of the host for a hop, for a compute, and for a pass besides these."""
 
     hop: float
     compute: float
+    replay: float
     source: str
 
+    def step(self, hops: int, computes: int) -> float:
+        """A forward and a backward."""
+        return hops * self.hop + computes * self.compute + 2 * self.replay
 
-HOSTS = {
-    "before": Host(20.0, 15.0, "the same reviewer's estimate of the engine as it was"),
-    "after": Host(10.67 * CALL_US, 3.75 * CALL_US + PRODUCT_US, "10.67 and 3.75 calls, counted"),
-    "nccl": Host(4.44 * CALL_US + THREAD_US, 3.75 * CALL_US + PRODUCT_US, "counted, and a thread for each hop"),
-}
+
+def hosts() -> dict[str, Host]:
+    counted = {}
+    for row in last_calls([json.loads(line) for line in CALLS.read_text().splitlines()]):
+        counted[row["transport"], row["mode"]] = row
+    call, group, product, replay = (
+        host_constant(name) * 1e6 for name in ("call_s", "nccl_group_s", "product_s", "replay_s")
+    )
+
+    def steps(transport: str, modes: tuple[str, ...], thread: float, source: str) -> Host:
+        hop, compute = (
+            max(counted[transport, mode][key] for mode in modes) for key in ("calls_per_hop", "calls_per_compute")
+        )
+        return Host(hop * call + thread, compute * call + product, 0.0, f"{hop:g} and {compute:g} calls{source}")
+
+    pass_ = counted["ce", "replayed"]["calls_per_pass"]
+    return {
+        "before": Host(20.0, 15.0, 0.0, "a reviewer's estimate of the engine as it was"),
+        "after": steps("ce", ("push", "pull", "mixed"), 0.0, ""),
+        "graphs": Host(0.0, 0.0, pass_ * call + replay, f"{pass_:g} calls a pass, and finding it"),
+        "nccl": steps("nccl", ("registered",), group, ", and a thread for each hop"),
+        "blocking": steps("nccl", ("registered, blocking",), 0.0, ", and what NCCL calls, not counted"),
+    }
 
 
 @dataclass(frozen=True)
@@ -69,36 +99,39 @@ class Row:
     gpu: float
     before: float
     after: float
+    graphs: float
     nccl: float
+    blocking: float
     prediction: bool = True
 
 
 def rows() -> list[Row]:
-    made = []
+    made, takes = [], hosts()
     computes, hops = 3 * RANKS, 3 * (RANKS - 1)  # forward: R and R - 1; backward: twice as many
     for shape, (outputs, inputs) in SHAPES.items():
         for tokens in TOKENS:
             layer = LayerSize(outputs, inputs, 2, 4)
             gpu = predict(RANKS, tokens, layer, LINK, GPU)["rotate"] * 1e6
             alone = predict(RANKS, tokens, layer, Link(1e18, 0.0, "none"), GPU)["rotate"] * 1e6
-            host = {name: hops * each.hop + computes * each.compute for name, each in HOSTS.items()}
-            before, after, nccl = (max(gpu, host[name]) for name in ("before", "after", "nccl"))
-            made.append(Row(shape, tokens, alone, gpu, before, after, nccl))
+            times = {name: max(gpu, each.step(hops, computes)) for name, each in takes.items()}
+            made.append(Row(shape, tokens, alone, gpu, **times))
     return made
 
 
 def tables() -> str:
     lines = [
-        "| layer | tokens | products alone | with hops | `ce`, before | `ce` | `nccl` |",
-        "|---|---|---|---|---|---|---|",
+        "| layer | tokens | products alone | with hops | `ce`, before | `ce` | `ce`, graphs | `nccl` | blocking |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows():
-        times = (row.compute, row.gpu, row.before, row.after, row.nccl)
+        times = (row.compute, row.gpu, row.before, row.after, row.graphs, row.nccl, row.blocking)
         lines.append(f"| {row.shape} | {row.tokens} | " + " | ".join(f"{time:.0f}" for time in times) + " |")
-    lines += ["", "| what the host takes, us | a hop | a compute | from |", "|---|---|---|---|"]
-    names = {"before": "`ce`, before", "after": "`ce`", "nccl": "`nccl`"}
+    lines += ["", "| what the host takes, us | a hop | a compute | a pass besides | from |", "|---|---|---|---|---|"]
+    names = {"before": "`ce`, before", "after": "`ce`", "graphs": "`ce`, graphs", "nccl": "`nccl`"}
     lines += [
-        f"| {names[name]} | {each.hop:.1f} | {each.compute:.1f} | {each.source} |" for name, each in HOSTS.items()
+        f"| {names.get(name, '`nccl`, blocking')} | {each.hop:.1f} | {each.compute:.1f} | {each.replay:.1f} | "
+        f"{each.source} |"
+        for name, each in hosts().items()
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,6 @@
-"""Prints the tables of README.md and docs/results.md from the committed results, or writes them there.
+"""Prints the tables of README.md, docs/results.md and docs/gpu.md from the committed results, or writes them there.
 
-    python benchmarks/report.py                  # prints every block of both pages
+    python benchmarks/report.py                  # prints every block of these pages
     python benchmarks/report.py --write          # rewrites the blocks
     python benchmarks/report.py --check          # exit status 1 where a page says anything else
 
@@ -20,6 +20,7 @@ results/ and TABLE one of:
     outer           policies between replicas, of the last run of outer.py; WORDS choose it: a rate, R2 (ranks of a
                     ring), S150 (steps), AdamW, SGD
     travel          runs of travel_curves.py, of the last command
+    calls           calls of the driver as driver_calls.py counted them last
 
 It holds the commands that made the results, what they were measured on, and the table. Columns of which a run knows
 nothing are left out. A block of `hosts`, `outer` or `travel` is empty as long as there is no such result.
@@ -36,11 +37,11 @@ from pathlib import Path
 from typing import Any
 
 from shared.card import RESULTS
-from shared.outer_report import OUTER, last_outer_run, outer_note
-from shared.travel_report import TRAVEL, last_travel_run, travel_note, ways_of
+from shared.run_reports import OF_A_RUN
+from shared.travel_report import ways_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "gpu.md")
 BLOCK = re.compile(r"(<!-- report: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 FILES = {
     "brief": "compare.jsonl",
@@ -53,6 +54,7 @@ FILES = {
     "hosts-overlap": "hosts_overlap.jsonl",
     "outer": "outer.jsonl",
     "travel": "travel_curves.jsonl",
+    "calls": "driver_calls.jsonl",
 }
 NAMES = {
     "rtp-c10d": 'rtp, `transport="c10d"`',
@@ -357,19 +359,17 @@ def block(wish: str, results: Path) -> str:
     )
     if kind not in FILES or wrong:
         expected = "<!-- report: MACHINE compare MODEL|scaling MODEL|brief MODEL WORDS|overlap WORDS|memory WORDS|"
-        expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-overlap WORDS|outer WORDS|travel -->"
+        expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-overlap WORDS|outer WORDS|travel|calls -->"
         raise ValueError(f"expected {expected}, got {wish!r}")
     if kind.startswith(("hosts", "outer", "travel")) and not (results / machine / FILES[kind]).exists():
         return "\n"
     lines = read_lines(results / machine / FILES[kind])
     if kind in ("hosts", "hosts-brief"):
         return hosts_table(lines, words, HOSTS if kind == "hosts" else HOSTS_BRIEF)
-    if kind == "outer":
-        rows = last_outer_run(lines, words)
-        return table(rows, OUTER, outer_note(rows)) if rows else "\n"
-    if kind == "travel":
-        rows = last_travel_run(lines)
-        return table(rows, TRAVEL, travel_note(rows)) if rows else "\n"
+    if kind in OF_A_RUN:
+        choose, columns, note = OF_A_RUN[kind]
+        rows = choose(lines, words)
+        return table(rows, columns, note(rows)) if rows else "\n"
     if kind == "hosts-overlap":
         return table(last_cases(lines, words), HOSTS_OVERLAP, _between(lines))
     if kind == "scaling":
@@ -410,7 +410,7 @@ def main(argv: list[str] | None = None) -> None:
     wish = parser.add_mutually_exclusive_group()
     wish.add_argument("--write", action="store_true", help="rewrite the blocks in the pages")
     wish.add_argument("--check", action="store_true", help="fail where a page differs")
-    parser.add_argument("--page", type=Path, action="append", help="default: README.md and docs/results.md")
+    parser.add_argument("--page", type=Path, action="append", help="default: those that have tables")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the machines")
     args = parser.parse_args(argv)
     for page in args.page or PAGES:

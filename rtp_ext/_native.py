@@ -44,6 +44,7 @@ ExpertsShape = _C.ExpertsShape
 GEMM_TILES: tuple[tuple[int, int], ...] = _C.gemm_tiles
 LinearBundle = _C.LinearBundle
 LinearShape = _C.LinearShape
+MlpResult = _C.MlpResult
 MlpShape = _C.MlpShape
 OperationSize = _C.OperationSize
 PeerNews = _C.PeerNews
@@ -111,10 +112,10 @@ def ring_end(rank: int, ranks: int, device: torch.device, timeout: Any, news: An
     return _C.RingEnd(rank, ranks, device, timeout, news)
 
 
-def nccl_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int, registered: bool) -> Any:
-    """A transport with two NCCL communicators of its own. `registered`: its slots are registered with NCCL.
-    Collective over the ranks."""
-    return _C.nccl_transport(ids, end, _C.NcclOptions(min_ctas, max_ctas, registered))
+def nccl_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int, blocking: bool, registered: bool) -> Any:
+    """A transport with two NCCL communicators of its own. `blocking`: calls of NCCL return when they are done.
+    `registered`: its slots are registered with NCCL. Collective over the ranks."""
+    return _C.nccl_transport(ids, end, _C.NcclOptions(min_ctas, max_ctas, blocking, registered))
 
 
 def ce_refusal() -> str | None:
@@ -142,6 +143,6 @@ def nccl_put_communicators() -> int:
     return _C.nccl_put_communicators
 
 
-def nccl_put_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int) -> Any:
+def nccl_put_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int, blocking: bool) -> Any:
     """A transport of NCCL's puts and signals. Collective over the ranks."""
-    return _C.nccl_put_transport(ids, end, min_ctas, max_ctas)
+    return _C.nccl_put_transport(ids, end, min_ctas, max_ctas, blocking)

@@ -12,6 +12,34 @@ namespace {
 
 thread_local int scoped = -1;  // the device of the innermost DeviceScope of this thread
 
+class CudaGraph : public Graph {
+ public:
+  // `memory`: what its work takes comes from there.
+  CudaGraph(cudaGraph_t captured, std::shared_ptr<GraphMemory> memory) : memory_(std::move(memory)) {
+    RTP_CUDA_CHECK(cudaGraphInstantiate(&executable_, captured, 0));
+  }
+  CudaGraph(const CudaGraph&) = delete;
+  CudaGraph& operator=(const CudaGraph&) = delete;
+  // One that runs is left to the process: nothing says that it may be destroyed, and nobody waits here.
+  ~CudaGraph() override {
+    if (idle()) cudaGraphExecDestroy(executable_);
+  }
+
+  bool idle() const override { return !launched_ || ended_.reached(); }
+
+  void launch(cudaStream_t stream) {
+    RTP_CUDA_CHECK(cudaGraphLaunch(executable_, stream));
+    launched_ = true;
+    ended_.record(stream, 0);
+  }
+
+ private:
+  cudaGraphExec_t executable_ = nullptr;
+  bool launched_ = false;
+  Event ended_;  // the newest launch
+  std::shared_ptr<GraphMemory> memory_;
+};
+
 }  // namespace
 
 cudaStream_t current_stream(at::Device device) { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); }
@@ -88,6 +116,78 @@ void CudaLanes::select_compute_lane(int lane) {
     c10::cuda::setCurrentCUDAStream(*std::static_pointer_cast<c10::cuda::CUDAStream>(restore_));
     restore_ = nullptr;
   }
+}
+
+// On a stream of our own: the caller's may be the default stream, which cannot be captured. What is allocated there
+// before it is captured, as a workspace of cuBLAS, is not a graph's. In this thread only: what other threads call of
+// CUDA meanwhile, the watchdog and those of torch, is none of this capture's business.
+void CudaLanes::begin_aside(bool captured) {
+  RTP_ASSERT(from_ == nullptr && restore_ == nullptr, "work goes aside already");
+  const DeviceScope scope(device_);
+  if (aside_.get() == nullptr) aside_ = Stream::with_priority(0);
+  const auto before = c10::cuda::getCurrentCUDAStream(device_.index());
+  std::static_pointer_cast<Event>(mark(before.stream()))->block(aside_.get());
+  from_ = std::make_shared<c10::cuda::CUDAStream>(before);
+  c10::cuda::setCurrentCUDAStream(c10::cuda::getStreamFromExternal(aside_.get(), device_.index()));
+  if (!captured) return;
+  try {
+    if (graph_memory_ == nullptr) graph_memory_ = std::make_shared<GraphMemory>(device_);
+    graph_memory_->begin();
+    RTP_CUDA_CHECK(cudaStreamBeginCapture(aside_.get(), cudaStreamCaptureModeThreadLocal));
+    capturing_ = true;
+  } catch (...) {
+    graph_memory_->end();
+    leave_aside();
+    throw;
+  }
+}
+
+std::shared_ptr<Graph> CudaLanes::end_aside() {
+  RTP_ASSERT(from_ != nullptr, "nothing went aside");
+  const DeviceScope scope(device_);
+  std::shared_ptr<Graph> graph;
+  try {
+    if (capturing_) {
+      cudaGraph_t captured = nullptr;
+      capturing_ = false;
+      const cudaError_t status = cudaStreamEndCapture(aside_.get(), &captured);
+      graph_memory_->end();
+      RTP_CUDA_CHECK(status);
+      const std::shared_ptr<void> discard(captured, [](cudaGraph_t made) { cudaGraphDestroy(made); });
+      graph = std::make_shared<CudaGraph>(captured, graph_memory_);
+    }
+    const Mark here = mark(aside_.get());
+    const auto caller = std::static_pointer_cast<c10::cuda::CUDAStream>(std::exchange(from_, nullptr));
+    c10::cuda::setCurrentCUDAStream(*caller);
+    std::static_pointer_cast<Event>(here)->block(caller->stream());
+  } catch (...) {
+    leave_aside();
+    throw;
+  }
+  return graph;
+}
+
+void CudaLanes::leave_aside() noexcept {
+  if (from_ == nullptr) return;
+  const DeviceScope scope(device_);
+  if (std::exchange(capturing_, false)) {
+    cudaGraph_t captured = nullptr;
+    cudaStreamEndCapture(aside_.get(), &captured);  // says so where the capture was invalidated: there is no graph then
+    if (captured != nullptr) cudaGraphDestroy(captured);
+    cudaGetLastError();
+    graph_memory_->end();
+  }
+  const auto caller = std::static_pointer_cast<c10::cuda::CUDAStream>(std::exchange(from_, nullptr));
+  c10::cuda::setCurrentCUDAStream(*caller);
+  try {
+    std::static_pointer_cast<Event>(mark(aside_.get()))->block(caller->stream());
+  } catch (...) {  // the error that led here is already on its way
+  }
+}
+
+void CudaLanes::launch(Graph& graph) {
+  const DeviceScope scope(device_);
+  static_cast<CudaGraph&>(graph).launch(compute());
 }
 
 double CudaLanes::seconds(const Moment& from, const Moment& to) {

@@ -12,6 +12,7 @@
 
 #include "base/handles.h"
 #include "device/event_pool.h"
+#include "device/graph_memory.h"
 #include "device/lanes.h"
 
 namespace rtp {
@@ -57,6 +58,13 @@ class CudaLanes : public Lanes {
   double seconds(const Moment& from, const Moment& to) override;
   void delay(Channel channel, std::chrono::microseconds time) override;
 
+  bool has_graphs() const override { return true; }
+  void begin_aside(bool captured) override;
+  std::shared_ptr<Graph> end_aside() override;
+  void leave_aside() noexcept override;
+  bool capturing() const override { return capturing_; }
+  void launch(Graph& graph) override;
+
   cudaStream_t channel(Channel channel) const { return streams_[static_cast<size_t>(channel)].get(); }
   cudaStream_t compute() const { return current_stream(device_); }
   Mark mark(cudaStream_t stream) const;
@@ -79,6 +87,10 @@ class CudaLanes : public Lanes {
   Stream side_;
   cudaStream_t main_ = nullptr;    // the caller's stream, while lane 1 is selected
   std::shared_ptr<void> restore_;  // the same as torch knows it; null while lane 0 is selected
+  Stream aside_;
+  std::shared_ptr<void> from_;  // the caller's stream, as torch knows it, while work goes aside; else null
+  bool capturing_ = false;
+  std::shared_ptr<GraphMemory> graph_memory_;
 };
 
 }  // namespace rtp

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "schedule/schedule.h"
@@ -15,6 +16,14 @@ using Mark = std::shared_ptr<void>;
 
 // A point of a lane in time: a time of the host's steady clock, or a timing event of the lane's CUDA stream.
 using Moment = std::shared_ptr<void>;
+
+// What was captured once and is enqueued as often as wanted, in one call. Nothing may wait for what is in it but by
+// waiting for the lane that it is launched on.
+class Graph {
+ public:
+  virtual ~Graph() = default;
+  virtual bool idle() const = 0;  // no launch of it has yet to end
+};
 
 using HostClock = std::chrono::steady_clock;  // shared by all processes of a host
 Moment host_moment(HostClock::time_point time = HostClock::now());
@@ -33,12 +42,27 @@ class Lanes {
   virtual int multiprocessors() const { return 0; }
   // Tells captures of a CUDA graph apart; 0 outside. Marks of one mean nothing in another.
   virtual uint64_t capture() const { return 0; }
+  // Runs what enqueues kernels on the compute lane. Where a device is simulated, and kernels are the host's, `work` is
+  // itself enqueued: it may name nothing that does not live as long as the tensors that it holds.
+  virtual void on_compute(const std::function<void()>& work) { work(); }
   // A pass begins or ends. A capture neither begins nor ends within one: it is asked for once.
   virtual void begin_pass() {}
   virtual void end_pass() {}
   // The calling thread is about to enqueue work, or has done so.
   virtual void enter() {}
   virtual void leave() {}
+
+  // Passes as graphs. What the calling thread enqueues after begin_aside() goes to a stream beside the caller's, after
+  // what the caller's has; after end_aside() the caller's goes on behind it. `captured`: nothing of it runs, and
+  // end_aside() returns its graph. leave_aside(): the same for what has failed, without a graph. Idempotent.
+  virtual bool has_graphs() const { return false; }
+  virtual void begin_aside(bool captured);
+  virtual std::shared_ptr<Graph> end_aside() { return nullptr; }
+  virtual void leave_aside() noexcept {}
+  // Whether this is between begin_aside(true) and its end: what is captured then is this package's own.
+  virtual bool capturing() const { return false; }
+  // Enqueues a graph on the caller's lane.
+  virtual void launch(Graph&) {}
 
   // For traces: where the compute lane has got to, where that of a channel has (null on the host, where a Transfer
   // tells when it arrived), and the seconds between two moments, which may have to be waited for.

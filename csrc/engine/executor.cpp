@@ -43,6 +43,7 @@ void Executor::check_alive(const std::string& operation) const {
 
 const std::string& Executor::fail(const std::string& reason) noexcept {
   if (!alive()) return trace_.recorder().note();
+  lanes().leave_aside();  // while something is captured, giving up may not ask how far streams are
   end_ = reason.empty() ? "unknown failure" : reason;
   transport_->abort(end_);
   prefetcher_.forget(), landings_.forget();
@@ -167,7 +168,7 @@ void Execution::stage_home() {
   staged_->usage.settle(executor_.lanes());
   Trace& trace = executor_.trace_;
   const EventHandle staging = trace.begin(traced_, TraceKind::stage, TraceEvent::kNoStep, Lane::compute, "home");
-  weight_->stage(staged_->memory, executor_.rank());
+  weight_->stage(executor_.lanes(), staged_->memory, executor_.rank());
   trace.end(staging);
 }
 

@@ -18,7 +18,9 @@
 #include "base/ranges.h"
 #include "engine/landings.h"
 #include "engine/narrowing.h"
+#include "engine/pass_graph.h"
 #include "engine/prefetch.h"
+#include "engine/results.h"
 #include "engine/slots.h"
 #include "engine/trace.h"
 #include "engine/widened.h"
@@ -53,6 +55,19 @@ class Executor {
   }
   // Lands a gradient of a pass that did not wait for it: see Schedule::lands_late.
   void land(const at::Tensor& gradient);
+  // Passes as graphs. Once fix_slots() was called, hops of a pass use the same slots whether it is enqueued step by
+  // step or as a graph; nothing may then travel between passes, ahead or late.
+  Results& results() { return results_; }
+  bool takes_graphs() const { return transport_->takes_graphs() && transport_->lanes().has_graphs(); }
+  void fix_slots();
+  // A pass that is run between these runs beside the caller's stream: see Lanes. Its graph, where it was `captured`; it
+  // has not run then.
+  void begin_aside(bool captured);
+  std::shared_ptr<PassGraph> end_aside(const std::string& operation);
+  void leave_aside() noexcept;
+  // Enqueues a pass that was captured. Its slots must be the ones that there were then.
+  void replay(const PassGraph& pass);
+
   // Starts or stops the recorder. What is under way is waited for first, so that passes are recorded whole.
   void set_trace(bool on);
 
@@ -107,6 +122,8 @@ class Executor {
   Hops hops_;
   Prefetcher prefetcher_;
   Landings landings_;
+  Results results_;
+  Hops::Counts before_aside_;
   std::map<ScheduleOptions, Schedule> schedules_;
   bool follows_ = false;
   std::map<std::string, std::string> followed_;

@@ -116,7 +116,7 @@ void Prefetcher::send_ahead() {
     ahead.staged = pool_.lease(Channel::weight, cargo.slot_bytes());
     ahead.staged->usage.settle(transport.lanes());
     ahead.traced.push_back(trace_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
-    cargo.stage(ahead.staged->memory, rank_);
+    cargo.stage(transport.lanes(), ahead.staged->memory, rank_);
     trace_.end(ahead.traced.back());
   }
   ahead.home = cargo.home;

@@ -33,9 +33,14 @@ at::Tensor view_of(const at::Tensor& memory, int64_t offset, int64_t bytes, at::
 struct TransportMemory {
   Transport& transport;
   Channel channel;
+  int64_t number;
+  bool fixed;
 
   std::shared_ptr<Slot> allocate(int64_t bytes) const {
-    return std::make_shared<Slot>(Slot{transport.allocate(channel, bytes), {}, false});
+    return std::make_shared<Slot>(Slot{transport.allocate(channel, bytes), {}, false, number});
+  }
+  bool before(const std::shared_ptr<Slot>& a, const std::shared_ptr<Slot>& b) const {
+    return fixed && a->number < b->number;
   }
   void release(const std::shared_ptr<Slot>& slot) const {
     slot->usage.settle(transport.lanes());
@@ -51,8 +56,9 @@ struct OwnMemory {
 
   std::shared_ptr<Slot> allocate(int64_t bytes) const {
     return std::make_shared<Slot>(
-        Slot{at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device)), {}, false});
+        Slot{at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device)), {}, false, 0});
   }
+  bool before(const std::shared_ptr<Slot>&, const std::shared_ptr<Slot>&) const { return false; }
   // The allocator may have it for another stream than the one on which it was last used.
   void release(const std::shared_ptr<Slot>& slot) const {
     if (device.is_cuda()) {
@@ -156,7 +162,7 @@ at::Tensor Cargo::at_home(int owner, int rank, size_t part) const {
   return tensor.as_strided(shape, contiguous_strides(shape), tensor.storage_offset());
 }
 
-void Cargo::stage(const at::Tensor& memory, int rank) {
+void Cargo::stage(Lanes& lanes, const at::Tensor& memory, int rank) {
   std::vector<PackItem> items;
   for (size_t part = 0; part < parts.size(); ++part) {
     const at::Tensor copy = in_slot(memory, rank, part);
@@ -167,7 +173,7 @@ void Cargo::stage(const at::Tensor& memory, int rank) {
     }
     home[part] = copy;
   }
-  pack(items);
+  lanes.on_compute([items = std::move(items)] { pack(items); });
 }
 
 bool Cargo::cast() const {
@@ -204,27 +210,41 @@ void Usage::settle(Lanes& lanes) {
 }
 
 std::shared_ptr<Slot> SlotPool::lease(Channel channel, int64_t bytes) {
-  std::shared_ptr<Slot> slot = ledger(channel).lease(bytes, TransportMemory{*transport_, channel});
-  slot->captured = slot->captured || transport_->lanes().capture() != 0;
+  Ledger& slots = ledger(channel);
+  const int64_t number = slots.count().allocations;
+  std::shared_ptr<Slot> slot = slots.lease(bytes, TransportMemory{*transport_, channel, number, fixed_});
+  slot->captured = slot->captured || captured_by_user();
   return slot;
 }
 
 std::shared_ptr<Slot> SlotPool::lease_scratch(int64_t bytes) {
   std::shared_ptr<Slot> slot = scratch_.lease(bytes, OwnMemory{device_});
-  slot->captured = slot->captured || transport_->lanes().capture() != 0;
+  slot->captured = slot->captured || captured_by_user();
   return slot;
+}
+
+bool SlotPool::captured_by_user() const {
+  const Lanes& lanes = transport_->lanes();
+  return lanes.capture() != 0 && !lanes.capturing();
 }
 
 void SlotPool::clear() {
   scratch_.clear(OwnMemory{device_});
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
-    ledger(channel).clear(TransportMemory{*transport_, channel});
+    ledger(channel).clear(TransportMemory{*transport_, channel, 0, false});
   }
 }
 
 void SlotPool::reset_peak() {
   for (Ledger& ledger : ledgers_) ledger.reset_peak();
   scratch_.reset_peak();
+}
+
+void Hops::add(const Counts& pass, int times) {
+  for (size_t kind = 0; kind < counts_.size(); ++kind) {
+    counts_[kind] += times * pass.hops[kind];
+    bytes_[kind] += times * pass.bytes[kind];
+  }
 }
 
 std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced) {

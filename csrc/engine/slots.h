@@ -57,7 +57,7 @@ struct Cargo {
 
   // Copies the home tensors into `memory`, laid out as in a slot, cast or quantised, and lets the copies take their
   // place. What is undefined is not copied.
-  void stage(const at::Tensor& memory, int rank);
+  void stage(Lanes& lanes, const at::Tensor& memory, int rank);
   bool cast() const;  // whether a home tensor is another than what travels of it
 
   // The same for one half of the rows of every shard.
@@ -79,7 +79,8 @@ void wait(Transfer& transfer, End end);
 struct Slot {
   at::Tensor memory;
   Usage usage;
-  bool captured = false;  // a graph knows it: it stays where it is until the pool is cleared
+  bool captured = false;  // a graph of the user knows it: it stays where it is until the pool is cleared
+  int64_t number = 0;     // of its kind, in the order in which they were made
 
   std::byte* data() const { return static_cast<std::byte*>(memory.data_ptr()); }
 };
@@ -101,14 +102,22 @@ class SlotPool {
   const SlotCount& scratch_count() const { return scratch_.count(); }
   void reset_peak();
 
+  // From now on which slots a pass gets follows from which are free, and not from what ran before: ranks whose passes
+  // come out of graphs, which lease nothing, and ranks that lease use the same.
+  void fix_order() { fixed_ = true; }
+  // Changes with every slot that is made or unmade: what a graph knows of slots is true as long as it is the same.
+  int64_t generation() const { return ledgers_[0].changes() + ledgers_[1].changes() + scratch_.changes(); }
+
  private:
   using Ledger = SlotLedger<std::shared_ptr<Slot>>;
+  bool captured_by_user() const;
   Ledger& ledger(Channel channel) { return ledgers_[static_cast<size_t>(channel)]; }
 
   std::shared_ptr<Transport> transport_;
   at::Device device_;
   std::array<Ledger, 2> ledgers_;
   Ledger scratch_;
+  bool fixed_ = false;
 };
 
 // Posts the hops of one ring, and counts them.
@@ -125,6 +134,14 @@ class Hops {
 
   int64_t count(Channel channel) const { return counts_[static_cast<size_t>(channel)]; }
   int64_t bytes_sent(Channel channel) const { return bytes_[static_cast<size_t>(channel)]; }
+
+  // What a pass has added to both counts.
+  struct Counts {
+    std::array<int64_t, 2> hops{}, bytes{};
+  };
+  Counts counts() const { return {counts_, bytes_}; }
+  // Of a pass that was enqueued as a graph; and of one that was captured and did not run.
+  void add(const Counts& pass, int times);
 
  private:
   std::shared_ptr<Transport> transport_;

@@ -1,7 +1,5 @@
 #include "ops/linear.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <set>
 
@@ -137,7 +135,9 @@ class BundleBackward {
   std::vector<at::Tensor> run() {
     for (const Piece& piece : bundle_pieces(bundle_, whole_, options_)) run(piece);
     std::vector<at::Tensor> result;
-    for (auto& sum : sums_) result.push_back(sum ? sum->result().to(options_.compute_dtype) : at::Tensor());
+    for (auto& sum : sums_) {
+      result.push_back(sum ? executor_.results().of(sum->result(), options_.compute_dtype) : at::Tensor());
+    }
     for (at::Tensor& gradient : gradients_.result()) result.push_back(std::move(gradient));
     return result;
   }
@@ -305,7 +305,7 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
   for (const Projection& projection : projections) {
     const at::Tensor& x = inputs[projection.input];
     check_operand(executor, options, "an input", x, bundle.shapes[projection.layer].in_features);
-    outputs.push_back(at::empty({x.size(0), projection.end - projection.begin}, x.options()));
+    outputs.push_back(executor.results().empty({x.size(0), projection.end - projection.begin}, x.options()));
   }
 
   for (const Piece& piece : bundle_pieces(bundle, whole, options)) {

@@ -102,7 +102,7 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
   MlpResult result;
   if (keep) {
     for (int i = 0; i < (shape.gated ? 2 : 1); ++i) {
-      result.kept.push_back(at::empty({rows, shape.hidden_features}, x.options()));
+      result.kept.push_back(executor.results().empty({rows, shape.hidden_features}, x.options()));
     }
   }
   const auto room = [&](size_t which, int owner) {
@@ -130,7 +130,7 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
   }
   result.y = sum.result();
   if (bias.defined()) result.y.add_(bias);
-  result.y = result.y.to(options.compute_dtype);
+  result.y = executor.results().of(result.y, options.compute_dtype);
   return result;
 }
 
@@ -189,7 +189,7 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
     hidden.erase(owner);
   }
 
-  std::vector<at::Tensor> result{dx ? dx->result().to(options.compute_dtype) : at::Tensor()};
+  std::vector<at::Tensor> result{dx ? executor.results().of(dx->result(), options.compute_dtype) : at::Tensor()};
   for (at::Tensor& gradient : gradients.result()) result.push_back(std::move(gradient));
   return result;
 }

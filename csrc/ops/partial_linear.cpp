@@ -54,7 +54,7 @@ at::Tensor partial_linear_forward(Executor& executor, const at::Tensor& x, const
   }
   at::Tensor y = sum.result();
   if (bias) y.add_(whole_bias);
-  return y.to(options.compute_dtype);
+  return executor.results().of(y, options.compute_dtype);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor& executor, const at::Tensor& dy,
@@ -76,7 +76,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor&
   if (needs.x) {
     weights = travelling_weights(executor, options, {weight_part(shape, cut.sizes, options.compute_dtype)}, {weight});
     check_home(executor, options, "weight", weight, weights->parts[0]);
-    dx = at::empty({dy.size(0), shape.in_features}, dy.options());
+    dx = executor.results().empty({dy.size(0), shape.in_features}, dy.options());
   }
 
   const Schedule& schedule =

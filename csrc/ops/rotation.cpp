@@ -1,7 +1,5 @@
 #include "ops/rotation.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 
 #include "base/checks.h"
@@ -129,7 +127,7 @@ Cargo travelling_gradients(Cargo gradients, const RotationOptions& options) {
   return gradients;
 }
 
-Gradients::Gradients(const Executor& executor, const RotationOptions& rotation, std::vector<Part> parts,
+Gradients::Gradients(Executor& executor, const RotationOptions& rotation, std::vector<Part> parts,
                      const std::vector<bool>& wanted)
     : scale_(1.0 / executor.ranks()), options_(rotation), place_(parts.size(), -1) {
   for (size_t parameter = 0; parameter < parts.size(); ++parameter) {
@@ -137,7 +135,7 @@ Gradients::Gradients(const Executor& executor, const RotationOptions& rotation, 
     place_[parameter] = static_cast<int>(parts_.size());
     parts_.push_back(std::move(parts[parameter]));
     const at::TensorOptions options = at::TensorOptions().dtype(rotation.home_dtype()).device(executor.device());
-    home_.push_back(at::empty(parts_.back().shapes[static_cast<size_t>(executor.rank())], options));
+    home_.push_back(executor.results().empty(parts_.back().shapes[static_cast<size_t>(executor.rank())], options));
   }
 }
 

@@ -98,7 +98,7 @@ Cargo travelling_gradients(Cargo gradients, const RotationOptions& options);
 class Gradients {
  public:
   // `parts`: of the gradients of all parameters, whole shards, in the reduce dtype. Allocates this rank's own ones.
-  Gradients(const Executor& executor, const RotationOptions& options, std::vector<Part> parts,
+  Gradients(Executor& executor, const RotationOptions& options, std::vector<Part> parts,
             const std::vector<bool>& wanted);
 
   bool any() const { return !home_.empty(); }

@@ -9,6 +9,7 @@
 #include "ops/linear.h"
 #include "python/bundles.h"
 #include "python/footprint.h"
+#include "python/graphs.h"
 #include "python/kernels.h"
 #include "python/recorder.h"
 #include "python/schedule.h"
@@ -89,10 +90,10 @@ void bind_transports(py::module_& m) {
                        const std::shared_ptr<PeerNews>& news) { return RingEnd{rank, ranks, device, timeout, news}; }),
            py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("timeout"), py::arg("news"));
   py::class_<NcclOptions>(m, "NcclOptions")
-      .def(py::init([](int min_ctas, int max_ctas, bool registered) {
-             return NcclOptions{{min_ctas, max_ctas}, registered};
+      .def(py::init([](int min_ctas, int max_ctas, bool blocking, bool registered) {
+             return NcclOptions{{min_ctas, max_ctas, blocking}, registered};
            }),
-           py::arg("min_ctas"), py::arg("max_ctas"), py::arg("registered"));
+           py::arg("min_ctas"), py::arg("max_ctas"), py::arg("blocking"), py::arg("registered"));
   m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
   m.def("nccl_loaded_version", &nccl_loaded_version);
   m.def("nccl_compiled_version", &nccl_compiled_version);
@@ -116,11 +117,11 @@ void bind_transports(py::module_& m) {
   m.def("nccl_put_refusal", &nccl_put_refusal);
   m.def(
       "nccl_put_transport",
-      [](const std::vector<std::string>& ids, const RingEnd& end, int min_ctas, int max_ctas) {
+      [](const std::vector<std::string>& ids, const RingEnd& end, int min_ctas, int max_ctas, bool blocking) {
         const NoGil release;
-        return make_nccl_put_transport(end, ids, {min_ctas, max_ctas});
+        return make_nccl_put_transport(end, ids, {min_ctas, max_ctas, blocking});
       },
-      py::arg("ids"), py::arg("end"), py::arg("min_ctas"), py::arg("max_ctas"));
+      py::arg("ids"), py::arg("end"), py::arg("min_ctas"), py::arg("max_ctas"), py::arg("blocking"));
 #else
   m.attr("with_cuda") = false;
 #endif
@@ -193,7 +194,7 @@ void bind_executor(py::module_& m) {
       .def("hops", [](Executor& e, const std::string& channel) { return e.hops().count(parse_channel(channel)); })
       .def("bytes_sent",
            [](Executor& e, const std::string& channel) { return e.hops().bytes_sent(parse_channel(channel)); });
-  bind_trace(executor), bind_recorder(m, executor);
+  bind_trace(executor), bind_recorder(m, executor), bind_graphs(m, executor);
   py::class_<Execution>(m, "Execution", "One pass driven from Python: rotate and collect.")
       .def_static(
           "rotate",

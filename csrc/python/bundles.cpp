@@ -17,7 +17,11 @@ void bind_bundles(py::module_& m) {
            }),
            py::kw_only(), py::arg("in_features"), py::arg("hidden_features"), py::arg("out_features"), py::arg("gated"),
            py::arg("transposed"), py::arg("up_bias"), py::arg("down_bias"), py::arg("activation"));
-  py::class_<MlpResult>(m, "MlpResult").def_readonly("y", &MlpResult::y).def_readonly("kept", &MlpResult::kept);
+  py::class_<MlpResult>(m, "MlpResult")
+      .def(py::init([](const at::Tensor& y, const std::vector<at::Tensor>& kept) { return MlpResult{y, kept}; }),
+           py::arg("y"), py::arg("kept"))
+      .def_readonly("y", &MlpResult::y)
+      .def_readonly("kept", &MlpResult::kept);
   m.def("mlp_forward", &mlp_forward, py::arg("executor"), py::arg("x"), py::arg("parameters"), py::arg("shape"),
         py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
   m.def("mlp_backward", &mlp_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("kept"),
@@ -45,9 +49,10 @@ void bind_bundles(py::module_& m) {
       .def(py::init([](int64_t experts, int64_t features, int64_t hidden_features, bool gated, bool up_bias,
                        bool down_bias, bool transposed, bool interleaved, const std::string& activation,
                        const std::optional<std::tuple<double, double>>& clamped) {
-             ExpertsShape shape{experts,    features,    hidden_features,
-                                gated,      up_bias,     down_bias,
-                                transposed, interleaved, parse_activation(activation)};
+             ExpertsShape shape{experts,     features,    hidden_features,
+                                gated,       up_bias,     down_bias,
+                                transposed,  interleaved, parse_activation(activation),
+                                std::nullopt};
              if (clamped) shape.clamped = ClampedGate{std::get<0>(*clamped), std::get<1>(*clamped)};
              return shape;
            }),

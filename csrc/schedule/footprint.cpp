@@ -20,6 +20,7 @@ struct Sizes {
   void release(int64_t) const {}
   int64_t bytes(int64_t slot) const { return slot; }
   bool movable(int64_t) const { return true; }
+  bool before(int64_t, int64_t) const { return false; }
 };
 
 // One pass: what it leases, and what it can return before it ends.

@@ -86,7 +86,8 @@ struct SlotCount {
 };
 
 // The slots of one channel: which one a lease takes, and what they count. `Memory` makes a slot of some bytes with
-// `allocate(bytes)`, unmakes it with `release(slot)`, and knows its `bytes(slot)` and whether it is `movable(slot)`.
+// `allocate(bytes)`, unmakes it with `release(slot)`, knows its `bytes(slot)` and whether it is `movable(slot)`, and
+// which of two free ones of one size goes `before` the other; where neither does, the one that was given back first.
 template <typename Slot>
 class SlotLedger {
  public:
@@ -94,8 +95,9 @@ class SlotLedger {
   // one.
   template <typename Memory>
   Slot lease(int64_t bytes, Memory&& memory) {
-    std::stable_sort(free_.begin(), free_.end(),
-                     [&](const Slot& a, const Slot& b) { return memory.bytes(a) < memory.bytes(b); });
+    std::stable_sort(free_.begin(), free_.end(), [&](const Slot& a, const Slot& b) {
+      return memory.bytes(a) != memory.bytes(b) ? memory.bytes(a) < memory.bytes(b) : memory.before(a, b);
+    });
     const auto found =
         std::find_if(free_.begin(), free_.end(), [&](const Slot& slot) { return memory.bytes(slot) >= bytes; });
     Slot slot{};
@@ -111,7 +113,7 @@ class SlotLedger {
       slot = memory.allocate(bytes);
       count_.bytes += memory.bytes(slot);
       ++count_.slots;
-      ++count_.allocations;
+      ++count_.allocations, ++changes_;
       count_.peak_bytes = std::max(count_.peak_bytes, count_.bytes);
     }
     count_.peak_slots = std::max(count_.peak_slots, ++leased_);
@@ -134,6 +136,7 @@ class SlotLedger {
     count_.peak_bytes = count_.bytes;
   }
   const SlotCount& count() const { return count_; }
+  int64_t changes() const { return changes_; }  // slots ever made and unmade
   const std::vector<Slot>& free() const { return free_; }
 
  private:
@@ -142,11 +145,12 @@ class SlotLedger {
     const int64_t bytes = memory.bytes(slot);
     memory.release(slot);  // may refuse
     count_.bytes -= bytes;
-    --count_.slots;
+    --count_.slots, ++changes_;
   }
 
   std::vector<Slot> free_;
   int64_t leased_ = 0;
+  int64_t changes_ = 0;
   SlotCount count_;
 };
 

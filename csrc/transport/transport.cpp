@@ -7,6 +7,7 @@
 namespace rtp {
 
 std::string Hop::describe() const {
+  if (count == 0) return concat(operation, ", as a graph");
   return concat(operation, ", ", rtp::name(channel), " hop ", index + 1, " of ", count);
 }
 

@@ -40,7 +40,7 @@ struct Hop {
   // for messages
   std::string operation;
   int index = 0;
-  int count = 0;
+  int count = 0;  // 0: all hops of a pass that is enqueued as a graph
   // Where a kernel follows the hops of its pass, two of the Following's words, null for none. Nothing lands before
   // `freed` is 1, which then becomes 0 again; `arrived` becomes 1 once all has landed.
   uint64_t* arrived = nullptr;
@@ -110,6 +110,12 @@ class Transport {
 
   // Starts a hop. Every rank posts the same hops of a channel in the same order.
   virtual std::unique_ptr<Transfer> post(const Hop& hop) = 0;
+
+  // Whether a rank may enqueue a pass as a graph while others enqueue its hops one by one; else none may.
+  virtual bool takes_graphs() const { return false; }
+  // Before a graph of a pass is enqueued, and after, where `end` is the mark behind it.
+  virtual void before_graph() {}
+  virtual void after_graph(const std::string&, const Mark&) {}
 
   // Where its hops run beside computes.
   Lanes& lanes() const { return *lanes_; }

@@ -107,3 +107,22 @@ def test_a_ring_goes_on_after_a_capture(link):
         actual = loss if number % 2 else mixed.step()
         assert torch.equal(actual, expected), f"step {number}"
     assert mixed.ring.slot_count("weight").allocations == slots
+
+
+@pytest.mark.parametrize("bundle", [False, True, "recompute"])
+@pytest.mark.parametrize("link", LINKS)
+def test_passes_become_graphs(link, bundle):
+    """Without the user's help: steps with graphs end bit for bit where steps without them end."""
+    plain = plain_model()
+    single, replayed = (Training(plain, link, bundle=bundle, optimize=True) for _ in range(2))
+    replayed.ring.close()
+    replayed.ring = emulated(RANKS, link=link, graphs="on")
+    replayed.model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=replayed.ring, bundle=bundle)
+    replayed.optimizer = torch.optim.AdamW(replayed.model.parameters(), lr=1e-3, capturable=True)
+    for number in range(12):
+        for training in (single, replayed):
+            training.feed(number)
+        assert torch.equal(replayed.step(), single.step()), f"step {number}: {replayed.ring.graphs!r}"
+        for mine, right in zip(replayed.state(), single.state(), strict=True):
+            assert torch.equal(mine, right), f"step {number}: a parameter or gradient of shape {tuple(mine.shape)}"
+    assert replayed.ring.graphs.replayed > 0, f"addresses did not come again: {replayed.ring.graphs!r}"

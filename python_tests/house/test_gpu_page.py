@@ -29,4 +29,4 @@ def test_the_predictions_are_those_of_the_script():
     assert gpu_on_paper.written() == gpu_on_paper.tables()
     for row in gpu_on_paper.rows():
         assert row.prediction and row.compute <= row.gpu <= row.after <= row.before
-        assert row.after <= row.nccl
+        assert row.graphs <= row.after <= row.nccl and row.blocking <= row.nccl

@@ -28,7 +28,7 @@ _effects._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs wh
 
 def tracing(ring: Any) -> bool:
     """Whether operations of the ring go into the graph that is being made. Asked where torch.compiler.is_compiling."""
-    return ring.graphs and outermost() and _effects()
+    return ring.traceable and outermost() and _effects()
 
 
 # -- whether a tensor of the graph that is being made is written to ----------------------------------------------------

@@ -114,7 +114,7 @@ class OuterPolicy:
             return  # their gradients are right as they come home
         self._fingerprint = None
         if self.ring is not None:
-            self.ring.graphs = False
+            self.ring.traceable = False
         if not any(reference() is root for reference in self._roots):
             self._roots.append(weakref.ref(root))
         for name, parameter in root.named_parameters():

@@ -22,6 +22,11 @@ def memory_constant(name: str) -> float:
     return constants()["memory"][name]["value"]
 
 
+def host_constant(name: str) -> float:
+    """A number of the section `host`: what enqueueing the engine's work takes."""
+    return constants()["host"][name]["value"]
+
+
 def check_known(what: str, name: str, known: Any) -> None:
     """Raises ValueError for a name that is not among the known ones."""
     if name not in known:

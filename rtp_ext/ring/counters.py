@@ -11,7 +11,7 @@ class Counters:
     _executor: Any
     serial: int
     name: str  # by which graphs of a compiler find the ring
-    graphs: bool = True  # whether its operations can be in them: gradients come home as the operations return them
+    traceable: bool = True  # whether its operations can be in them: gradients come home as the operations return them
 
     def slot_count(self, channel: str) -> Any:
         """Slots of `weight` or `gradient`: .slots and .bytes that exist, .peak_slots leased at once, .peak_bytes,

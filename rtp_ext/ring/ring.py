@@ -23,6 +23,7 @@ from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.enrolled import name_ring
 from rtp_ext.ring.gate import Gate, kind_of, nvlinks_of
 from rtp_ext.ring.gradient_routes import ComingHome, GradientRoutes, check_wishes, choose_gradient_route
+from rtp_ext.ring.graphs import CAPTURED, begin_graphs, check_graphs
 from rtp_ext.ring.links.hosts import Hosts, find_hosts
 from rtp_ext.ring.links.options import TransportOptions, check_travel
 from rtp_ext.ring.links.routes import choose_ce_modes, choose_hops
@@ -81,15 +82,21 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
             biases, everything on a single rank, and `rotate` and `collect`. Not on route gather, and not in place.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
+        graphs: passes of linear layers and MLPs as CUDA graphs, which take the host a few calls each: `auto` (where the
+            transport takes them: `ce`, and emulated rings), `on` (elsewhere a ValueError), or `off`, the default as
+            long as none has run on a GPU. A pass is captured once for its shapes, after it has run, and replayed where
+            its tensors lie where they lay then; it is enqueued hop by hop where not. Nothing is sent ahead then:
+            `prefetch` is 0. See `graphs`.
         checksum: every hop carries a CRC-32C, and one that arrives changed is a RotationError that names it. For CPUs.
         persistent_gemm: on transport `ce`, one kernel makes all products of a forward of linear layers, or of a
             backward that makes no weight gradients, and takes tiles of each shard as it arrives; in bfloat16 and
             float16. `persistent_gemms()` says of which passes, and why not of others. Not measured; each rank for
             itself.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
-            (default 0: NCCL chooses). `registered`: `nccl` moves slots that are registered with NCCL, without copies of
-            its own (default None: where that works). `delay_us`: for race tests, every hop is held up by a random time
-            up to this; the environment's RTP_DEBUG_DELAY_US is the default. `ce_mode`: whether the sender copies
+            (default 0: NCCL chooses). `blocking`: NCCL's calls return when they are done, without a thread for each
+            (default False: docs/gpu.md). `registered`: `nccl` moves slots that are registered with NCCL, without copies
+            of its own (default None: where that works). `delay_us`: for race tests, every hop is held up by a random
+            time up to this; the environment's RTP_DEBUG_DELAY_US is the default. `ce_mode`: whether the sender copies
             (`push`) or the receiver (`pull`); default `auto`: pull for weights on route `direct`, else push.
 
     Collective: every rank of the group makes the ring at the same point. The ring owns its process groups.
@@ -109,6 +116,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         hosts, per_host: on how many hosts its ranks are, and how many on each; None where not equally many.
         hop_route: `ring`, `direct` or `two-level`, what the hops of a rotation take.
         gradient_route, gradient_travel, gradients: what gradients take, in what, and why: see GradientRoutes.
+        graphs: whether passes are graphs, why, and how many: see PassGraphs.
         gate: decides how each linear layer travels, and remembers it: `gate.plans`.
         common: what functional forms without `prepared=` keep of operations on DTensors.
         offload_policy: what the models on the ring were converted with; None: none was yet.
@@ -134,6 +142,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         late_gradients: int | None = None,
         gradient_route: str = "auto",
         gradient_travel: str | None = None,
+        graphs: str = "off",
         checksum: bool = False,
         persistent_gemm: bool = False,
         transport_options: Mapping[str, Any] | None = None,
@@ -146,14 +155,15 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
-        self._take(slot_cap, prefetch, late_gradients, travel, route)
+        check_graphs(graphs, persistent_gemm)
+        self._take(slot_cap, prefetch, late_gradients, travel, route, graphs)
         self.transport_options = TransportOptions.of(transport_options)
         meshes = resolve_mesh(mesh_or_group, dims)
         self.mesh: DeviceMesh | None = meshes.hops
         self.parameter_mesh: DeviceMesh | None = meshes.parameters
         self.tensor_mesh: DeviceMesh | None = meshes.tensor
         self.replicas = meshes.replicas
-        self.graphs = meshes.replicas == 1 and meshes.tensor is None
+        self.traceable = meshes.replicas == 1 and meshes.tensor is None
         follow(meshes.parameters, meshes.replicas, meshes.tensor is not None)
         group = meshes.hops.get_group()
         self.rank = dist.get_rank(group)
@@ -169,7 +179,8 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         self._agree_on_options(
             f"transport {transport}, route {route}, travel {travel}, timeout {self.timeout}, slot_cap {slot_cap}, "
             f"prefetch {prefetch}, gradient_halves {gradient_halves}, late_gradients {late_gradients}, "
-            f"gradient_route {gradient_route}, gradient_travel {gradient_travel}, checksum {checksum}, "
+            f"gradient_route {gradient_route}, gradient_travel {gradient_travel}, graphs {graphs}, "
+            f"checksum {checksum}, "
             f"{self.transport_options}"
         )
         self._start(transport, route, checksum, gradient_halves, late_gradients, gradient_route, gradient_travel)
@@ -191,6 +202,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         gradient_halves: bool | None = None,
         gradient_route: str = "chain",
         gradient_travel: str | None = None,
+        graphs: str = "off",
     ) -> Ring:
         """A ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
 
@@ -210,7 +222,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         check_wishes(gradient_route, gradient_travel, route, gradient_halves)
         _check_choice("gradient_route", gradient_route, ("chain", "direct"))
         ring.gradients = GradientRoutes(gradient_route, gradient_travel, "it was asked for")
-        ring._take(SLOT_CAP, prefetch, 0, travel, route)
+        ring._take(SLOT_CAP, prefetch, 0, travel, route, graphs)
         ring.transport_options = TransportOptions.of(None)
         ring.mesh = ring.parameter_mesh = ring.tensor_mesh = None
         ring.replicas = 1
@@ -231,8 +243,12 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
 
     # -- making and ending -------------------------------------------------------------------------------------------
 
-    def _take(self, slot_cap: int, prefetch: int, late_gradients: int | None, travel: str | None, route: str) -> None:
+    def _take(
+        self, slot_cap: int, prefetch: int, late_gradients: int | None, travel: str | None, route: str, graphs: str
+    ) -> None:
         """Takes the options that need no other rank."""
+        check_graphs(graphs)
+        self._graphs_wanted = graphs
         if slot_cap < 0:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
         if prefetch not in (0, 1):
@@ -259,6 +275,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         # Numbers in autograd's order: when each of the newest operations whose gradients may land late was called.
         self._called: collections.deque[int] = collections.deque(maxlen=self.late_gradients)
         self._executor.set_delay(datetime.timedelta(microseconds=self.transport_options.delay_us))
+        self.graphs = begin_graphs(self, self._executor, self._graphs_wanted)
         self._begin_record()
 
     def _agree_on_options(self, mine: str) -> None:
@@ -317,6 +334,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         try:
             self._executor.close()
         finally:
+            self.graphs.forget()
             self.drop_groups()
 
     def __enter__(self) -> Ring:
@@ -369,6 +387,8 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         phase = self._forward_phase if not backward else 0 if task == self._passing_by else task + 1
         self._executor.enter(phase, backward, serial, watched)
         try:
+            if self.graphs.on and function in CAPTURED:
+                return self.graphs.run(operation, function, arguments)
             return function(self._executor, *arguments)
         except RotationError:
             self.abandon()
@@ -390,7 +410,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         if isinstance(policy, CPUOffloadPolicy):
             self.host_memory = host_memory(policy, self.device)
         if self.host_memory is not None:  # a shard has no memory on the device before its layer runs
-            self.prefetch, self.graphs = 0, False
+            self.prefetch, self.traceable = 0, False
             self._executor.prefetch(False)
 
 

@@ -5,12 +5,17 @@
 #include <memory>
 #include <thread>
 
+#include "device/nccl/library.h"
+
 namespace rtp {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kSpin = std::chrono::microseconds(500);  // enqueueing a hop takes microseconds: too short to sleep
+
+constexpr auto kShortCall = std::chrono::milliseconds(200);  // a call that takes longer waits for a peer
+constexpr auto kRevoked = std::chrono::seconds(5);           // once a communicator is revoked, its calls end
 
 ncclUniqueId parse_id(const std::string& bytes) {
   ncclUniqueId id;
@@ -47,12 +52,12 @@ int nccl_compiled_version() { return NCCL_VERSION_CODE; }
 
 NcclCommunicators::NcclCommunicators(const std::vector<std::string>& ids, int rank, int ranks,
                                      const CommunicatorOptions& options, std::chrono::milliseconds timeout)
-    : timeout_(timeout) {
+    : timeout_(timeout), blocking_(options.blocking) {
   comms_.reserve(ids.size());
   std::unique_lock lock(mutex_);
   for (size_t index = 0; index < ids.size(); ++index) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;    // so that a dead peer can be given up on
+    config.blocking = blocking_ ? 1 : 0;
     config.splitShare = 0;  // communicators that share resources wait for each other
     if (options.min_ctas > 0) config.minCTAs = options.min_ctas;
     if (options.max_ctas > 0) config.maxCTAs = options.max_ctas;
@@ -67,7 +72,8 @@ void NcclCommunicators::check_open(size_t index, const std::string& what) const 
   if (comms_[index].get() == nullptr) throw RotationError(concat(what, ": its communicator has been closed"));
 }
 
-void NcclCommunicators::settle(std::unique_lock<std::mutex>& lock, size_t index, const std::string& what) {
+void NcclCommunicators::settle(std::unique_lock<Mutex>& lock, size_t index, const std::string& what) {
+  if (blocking_) return;
   const auto start = Clock::now();
   while (true) {
     ncclResult_t status = ncclInProgress;
@@ -110,13 +116,30 @@ void* NcclCommunicators::receive(size_t index, const std::string& what,
   return *result;
 }
 
+bool NcclCommunicators::end_calls(std::unique_lock<Mutex>& lock) noexcept {
+  if (!blocking_) {  // they look whether they have been given up
+    lock.lock();
+    return true;
+  }
+  if (lock.try_lock_for(kShortCall)) return true;
+  // Whoever is inside a call changes no handle.
+  using Revoke = ncclResult_t (*)(ncclComm_t, int flags);
+  const auto revoke = nccl_function<Revoke>("ncclCommRevoke");
+  if (revoke == nullptr) return false;
+  for (const Communicator& comm : comms_) {
+    if (comm.get() != nullptr) revoke(comm.get(), 0);
+  }
+  return lock.try_lock_for(kRevoked);
+}
+
 bool NcclCommunicators::open() {
   const std::lock_guard lock(mutex_);
   return std::all_of(comms_.begin(), comms_.end(), [](const Communicator& comm) { return comm.get() != nullptr; });
 }
 
 std::optional<std::string> NcclCommunicators::asynchronous_error() noexcept {
-  const std::lock_guard lock(mutex_);
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return std::nullopt;  // a call is under way: the next look will tell
   for (const Communicator& comm : comms_) {
     if (comm.get() == nullptr) continue;
     ncclResult_t status = ncclSuccess;
@@ -130,12 +153,14 @@ std::optional<std::string> NcclCommunicators::asynchronous_error() noexcept {
 }
 
 void NcclCommunicators::abort() noexcept {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_, std::defer_lock);
+  if (!end_calls(lock)) return;  // freed under a call they would take the process with them
   for (Communicator& comm : comms_) comm.abort();
 }
 
 void NcclCommunicators::leak() noexcept {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_, std::defer_lock);
+  if (!end_calls(lock)) return;
   for (Communicator& comm : comms_) comm.release();
 }
 

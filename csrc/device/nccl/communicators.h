@@ -1,4 +1,4 @@
-// What transports over NCCL share: communicators of their own that never block the host for long.
+// What transports over NCCL share: communicators of their own, whose calls can be given up.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -26,6 +26,11 @@ int nccl_compiled_version();
 struct CommunicatorOptions {
   int min_ctas = 0;  // thread blocks, and so SMs, that NCCL may use; 0: NCCL chooses
   int max_ctas = 0;
+  // A call returns when it is done. Otherwise NCCL starts and joins a thread for every group of calls, which tens of
+  // microseconds go to, but which it also joins before it frees a communicator; with blocking ones, a rank that does
+  // not come to their start is waited for without end, and a call that a dead peer holds up ends by ncclCommRevoke, if
+  // the NCCL that is loaded has it, else never.
+  bool blocking = false;
 };
 
 class NcclCommunicators {
@@ -58,12 +63,17 @@ class NcclCommunicators {
   void finalize();
 
  private:
-  void settle(std::unique_lock<std::mutex>& lock, size_t index, const std::string& what);
+  using Mutex = std::timed_mutex;
+
+  void settle(std::unique_lock<Mutex>& lock, size_t index, const std::string& what);
   void check_open(size_t index, const std::string& what) const;
+  // Whether no thread is inside a call any more, which is then kept so by `lock`.
+  bool end_calls(std::unique_lock<Mutex>& lock) noexcept;
 
   std::chrono::milliseconds timeout_;
   std::atomic<bool> given_up_ = false;
-  std::mutex mutex_;  // NCCL must not be inside a call when a communicator is aborted
+  bool blocking_;
+  Mutex mutex_;  // NCCL must not be inside a call when a communicator is aborted
   std::vector<Communicator> comms_;
 };
 

@@ -9,10 +9,10 @@
 
 #include <algorithm>
 #include <memory>
-#include <thread>
 #include <type_traits>
 
 #include "base/handles.h"
+#include "device/pool_scope.h"
 
 namespace rtp {
 namespace {
@@ -58,26 +58,6 @@ struct Allocation {
   at::Tensor memory;
 
   ~Allocation() { memory.reset(); }  // before the pool
-};
-
-// While it lives, what this thread allocates comes from the pool.
-class PoolScope {
- public:
-  PoolScope(c10::DeviceIndex device, c10::cuda::MempoolId_t pool) : device_(device), pool_(pool) {
-    caching::beginAllocateToPool(device_, pool_, [mine = std::this_thread::get_id()](cudaStream_t) {
-      return std::this_thread::get_id() == mine;
-    });
-  }
-  PoolScope(const PoolScope&) = delete;
-  PoolScope& operator=(const PoolScope&) = delete;
-  ~PoolScope() {
-    caching::endAllocateToPool(device_, pool_);
-    caching::releasePool(device_, pool_);  // the use that the beginning counted
-  }
-
- private:
-  c10::DeviceIndex device_;
-  c10::cuda::MempoolId_t pool_;
 };
 
 }  // namespace

@@ -64,6 +64,8 @@ class CopyEngineTransport : public CeTransport, public Following {
   const char* name() const override { return "ce"; }
   bool sends_anywhere() const override { return false; }
   bool receives_anywhere() const override { return false; }
+  // A flag is set and reset in the same way wherever a hop was enqueued, and nothing else is between the ranks.
+  bool takes_graphs() const override { return true; }
   void set_mode(Channel channel, CeMode mode) override { modes_[static_cast<size_t>(channel)] = mode; }
 
   Following* following() override { return this; }

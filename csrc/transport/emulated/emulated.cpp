@@ -61,6 +61,7 @@ class EmulatedDevice : public CudaTransport {
 
   const char* name() const override { return "emulated"; }
   bool alone() const override { return true; }
+  bool takes_graphs() const override { return true; }  // there is no other rank
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     const DeviceScope scope(device_);

@@ -1,5 +1,7 @@
 #include "transport/nccl/supervised.h"
 
+#include <algorithm>
+
 namespace rtp {
 namespace {
 
@@ -90,8 +92,9 @@ std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
 }
 
 // Hops of a stream that is being captured are not supervised: their events cannot be queried, and they run when the
-// graph does.
+// graph does. Graphs of our own are, as a whole: after_graph().
 void SupervisedTransport::watch(const Hop& hop, const Mark& done) {
+  if (lanes_.capturing()) return;
   if (lanes_.capture() != 0) {
     captured_ = true;
   } else {
@@ -99,7 +102,21 @@ void SupervisedTransport::watch(const Hop& hop, const Mark& done) {
   }
 }
 
-std::optional<Failure> SupervisedTransport::look(const std::vector<int>& awaited) {
+void SupervisedTransport::after_graph(const std::string& operation, const Mark& end) {
+  Hop all;
+  all.operation = operation;
+  all.to = all.from = Watchdog::kAnyRank;
+  watchdog_->watch(all, end);
+}
+
+std::optional<Failure> SupervisedTransport::look(const std::vector<int>& oldest) {
+  std::vector<int> awaited = oldest;
+  if (std::find(oldest.begin(), oldest.end(), Watchdog::kAnyRank) != oldest.end()) {
+    awaited.clear();
+    for (int peer = 0; peer < end_.ranks; ++peer) {
+      if (peer != end_.rank) awaited.push_back(peer);
+    }
+  }
   if (auto error = communicators_.asynchronous_error()) return Failure{Failure::Kind::nccl, *error};
   if (!end_.news) return std::nullopt;
   if (auto told = end_.news->heard()) return Failure{Failure::Kind::lost, *told};

@@ -33,6 +33,8 @@ class SupervisedTransport : public CudaTransport {
   ~SupervisedTransport() override;
 
   std::unique_ptr<Transfer> post(const Hop& hop) final;
+  void before_graph() final { check(); }
+  void after_graph(const std::string& operation, const Mark& end) final;
   void check() const final;
   void abort(const std::string& reason) noexcept final;
   void close() final;
@@ -76,11 +78,11 @@ class SupervisedTransport : public CudaTransport {
   NcclCommunicators communicators_;
 
  private:
-  std::optional<Failure> look(const std::vector<int>& awaited);
+  std::optional<Failure> look(const std::vector<int>& oldest);
 
   void watch(const Hop& hop, const Mark& done);
 
-  bool captured_ = false;  // there are graphs, whose hops nobody watches
+  bool captured_ = false;  // there are graphs of the user, whose hops nobody watches
   std::map<void*, at::Tensor> slots_;
   int unanswered_ = 0;  // looks in a row that found an awaited process ended
   std::unique_ptr<Watchdog> watchdog_;

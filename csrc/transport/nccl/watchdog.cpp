@@ -68,9 +68,9 @@ std::optional<Failure> Watchdog::overdue() {
     const std::chrono::duration<double> waited = Clock::now() - hops.front().since;
     if (waited < timeout_) continue;
     const Hop& hop = hops.front().hop;
-    return Failure{Failure::Kind::lost,
-                   concat(hop.describe(), ": rank ", hop.from, " of the ring did not answer (waited ", waited.count(),
-                          " s): the hop did not end")};
+    const std::string who = hop.from == kAnyRank ? "a rank" : concat("rank ", hop.from);
+    return Failure{Failure::Kind::lost, concat(hop.describe(), ": ", who, " of the ring did not answer (waited ",
+                                               waited.count(), " s): the hop did not end")};
   }
   return std::nullopt;
 }

@@ -32,11 +32,13 @@ class Watchdog {
   // What a transport does for its watchdog. Called on any thread, one call at a time; must not throw.
   struct Duties {
     // Looks for an error that was reported asynchronously, or that another rank told of. `awaited`: the ranks that the
-    // oldest hops are waiting for.
+    // oldest hops are waiting for, kAnyRank among them.
     std::function<std::optional<Failure>(const std::vector<int>& awaited)> look;
     // Gives up: lets what is enqueued come to an end. True: to be called again until every hop has ended.
     std::function<bool(const Failure&)> give_up;
   };
+
+  static constexpr int kAnyRank = -1;  // of a pass as a whole: nobody knows whom it waits for
 
   Watchdog(at::Device device, std::chrono::milliseconds timeout, Duties duties);
   Watchdog(const Watchdog&) = delete;

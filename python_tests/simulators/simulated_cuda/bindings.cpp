@@ -27,6 +27,7 @@ void bind_controls(py::module_& m) {
   using simulated::Controls;
   py::class_<Controls>(m, "Controls")
       .def_readwrite("delay_us", &Controls::delay_us)
+      .def_readwrite("launch_queue", &Controls::launch_queue)
       .def_readwrite("version", &Controls::version)
       .def_readwrite("null_windows", &Controls::null_windows)
       .def_readwrite("signals_abort", &Controls::signals_abort)
@@ -133,6 +134,29 @@ void bind_runtime(py::module_& m) {
       .def("reached", &Event::reached);
 }
 
+// Graphs themselves, for the tests of the simulation.
+struct CapturedGraph {
+  cudaGraphExec_t executable = nullptr;
+
+  ~CapturedGraph() { cudaGraphExecDestroy(executable); }
+};
+
+void bind_graphs(py::module_& m) {
+  py::class_<CapturedGraph, std::shared_ptr<CapturedGraph>>(m, "CapturedGraph")
+      .def("launch",
+           [](CapturedGraph& graph, const Stream& s) { RTP_CUDA_CHECK(cudaGraphLaunch(graph.executable, s.get())); });
+  m.def("begin_capture",
+        [](const Stream& s) { RTP_CUDA_CHECK(cudaStreamBeginCapture(s.get(), cudaStreamCaptureModeThreadLocal)); });
+  m.def("end_capture", [](const Stream& s) {
+    cudaGraph_t graph = nullptr;
+    RTP_CUDA_CHECK(cudaStreamEndCapture(s.get(), &graph));
+    auto made = std::make_shared<CapturedGraph>();
+    RTP_CUDA_CHECK(cudaGraphInstantiate(&made->executable, graph, 0));
+    cudaGraphDestroy(graph);
+    return made;
+  });
+}
+
 class FewerWaits : public Lanes {
  public:
   FewerWaits(std::shared_ptr<Transport> inner, const std::string& missing)
@@ -237,6 +261,13 @@ class CountedLanes : public Lanes {
   void end_pass() override { inner_.end_pass(); }
   void enter() override { inner_.enter(); }
   void leave() override { inner_.leave(); }
+  void on_compute(const std::function<void()>& work) override { simulated::enqueue(simulated::compute_stream(), work); }
+  bool has_graphs() const override { return inner_.has_graphs(); }
+  void begin_aside(bool captured) override { inner_.begin_aside(captured); }
+  std::shared_ptr<Graph> end_aside() override { return inner_.end_aside(); }
+  void leave_aside() noexcept override { inner_.leave_aside(); }
+  bool capturing() const override { return inner_.capturing(); }
+  void launch(Graph& graph) override { inner_.launch(graph); }
 
  private:
   std::shared_ptr<Transport> transport_;
@@ -264,6 +295,9 @@ class CountedTransport : public Transport {
   void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
   bool sends_anywhere() const override { return inner_->sends_anywhere(); }
   bool receives_anywhere() const override { return inner_->receives_anywhere(); }
+  bool takes_graphs() const override { return inner_->takes_graphs(); }
+  void before_graph() override { inner_->before_graph(); }
+  void after_graph(const std::string& operation, const Mark& end) override { inner_->after_graph(operation, end); }
   void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
   void close() override { inner_->close(); }
 
@@ -329,22 +363,27 @@ void bind_transports(py::module_& m) {
   m.def(
       "nccl",
       [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout, const News& news,
-         bool registered) {
+         bool registered, bool blocking) {
         const NoGil release;
         NcclOptions options;
         options.registered = registered;
+        options.communicators.blocking = blocking;
         return make_nccl_transport(ring_end(rank, ranks, timeout, news), ids, options);
       },
       py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"),
-      py::arg("registered") = false);
+      py::arg("registered") = false, py::arg("blocking") = false);
   m.def("nccl_put_refusal", &nccl_put_refusal);
   m.def(
       "nccl_put",
-      [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout, const News& news) {
+      [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout, const News& news,
+         bool blocking) {
         const NoGil release;
-        return make_nccl_put_transport(ring_end(rank, ranks, timeout, news), ids, {});
+        CommunicatorOptions options;
+        options.blocking = blocking;
+        return make_nccl_put_transport(ring_end(rank, ranks, timeout, news), ids, options);
       },
-      py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"));
+      py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"),
+      py::arg("blocking") = false);
 }
 
 }  // namespace
@@ -353,6 +392,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_controls(m);
   bind_kernels(m);
   bind_runtime(m);
+  bind_graphs(m);
   bind_communicators(m);
   bind_transports(m);
   bind_ce(m);

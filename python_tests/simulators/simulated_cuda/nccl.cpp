@@ -39,7 +39,7 @@ Group& group_of(ncclComm_t comm, cudaStream_t stream) {
   return groups.back();
 }
 
-bool over(ncclComm_t comm) { return comm->aborted || world().controls.released; }
+bool over(ncclComm_t comm) { return comm->aborted || comm->revoked || world().controls.released; }
 
 void exchange(const Group& group) {
   Clique& clique = *group.comm->clique;
@@ -79,8 +79,9 @@ void exchange(const Group& group) {
 ncclResult_t launch(Group group) {
   const ncclResult_t usable = check_usable(group.comm);
   if (usable != ncclSuccess) return usable;
+  const ncclResult_t status = under_way(group.comm);
   enqueue_on(group.comm, group.stream, [group = std::move(group)] { exchange(group); });
-  return ncclInProgress;
+  return status;
 }
 
 ncclResult_t add(ncclComm_t comm, cudaStream_t stream, const std::function<void(Group&)>& what) {
@@ -103,16 +104,25 @@ ncclResult_t check_usable(ncclComm_t comm) {
     mistake("a communicator was used before it had settled");
     return ncclInvalidUsage;
   }
+  if (comm->revoked) return ncclInvalidUsage;
   return comm->error;
 }
+
+ncclResult_t under_way(ncclComm_t comm) { return comm->blocking ? ncclSuccess : ncclInProgress; }
 
 void enqueue_on(ncclComm_t comm, cudaStream_t stream, Work work) {
   std::shared_ptr<Point> before;
   auto done = std::make_shared<Point>();
   {
-    const std::lock_guard lock(world().mutex);
+    std::unique_lock lock(world().mutex);
+    if (comm->blocking && world().controls.launch_queue > 0) {  // the call returns when there is room for its work
+      comm->inside = true;
+      wait_until(lock, [&] { return comm->pending < world().controls.launch_queue || ended(comm); });
+      comm->inside = false;
+    }
     before = std::exchange(comm->last, done);
-    comm->unsettled = 2;
+    comm->unsettled = comm->blocking ? 0 : 2;
+    ++comm->pending;
   }
   enqueue(stream, [=, work = std::move(work)] {
     {
@@ -122,6 +132,7 @@ void enqueue_on(ncclComm_t comm, cudaStream_t stream, Work work) {
     work();
     const std::lock_guard lock(world().mutex);
     done->reached = true;
+    --comm->pending;
     world().changed.notify_all();
   });
 }
@@ -180,8 +191,9 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t* config) {
   called("ncclCommInitRankConfig");
-  const std::lock_guard lock(world().mutex);
-  if (config->blocking != 0 || config->magic != NCCL_API_MAGIC || config->splitShare != 0) return ncclInvalidArgument;
+  std::unique_lock lock(world().mutex);
+  if (config->blocking < 0 || config->blocking > 1 || config->magic != NCCL_API_MAGIC || config->splitShare != 0)
+    return ncclInvalidArgument;
   auto& clique = book().cliques[id.internal];
   if (clique == nullptr) clique = std::make_shared<Clique>();
   if (clique->members.count(rank) > 0) return ncclInvalidUsage;
@@ -189,10 +201,15 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id
   *comm = new ncclComm;
   (*comm)->clique = clique;
   (*comm)->rank = rank;
-  (*comm)->unsettled = 2;
+  (*comm)->blocking = config->blocking == 1;
+  (*comm)->unsettled = (*comm)->blocking ? 0 : 2;
   clique->members[rank] = *comm;
   book().comms.push_back(*comm);
-  return ncclInProgress;
+  world().changed.notify_all();
+  if ((*comm)->blocking) {
+    wait_until(lock, [&] { return static_cast<int>(clique->members.size()) == clique->ranks; });
+  }
+  return under_way(*comm);
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
@@ -226,7 +243,7 @@ ncclResult_t ncclGroupEnd() {
   ncclResult_t result = ncclSuccess;
   for (Group& group : std::exchange(groups, {})) {
     const ncclResult_t launched = launch(std::move(group));
-    if (result == ncclSuccess || launched != ncclInProgress) result = launched;
+    if (result == ncclSuccess || result == ncclInProgress) result = launched;
   }
   return result;
 }
@@ -248,6 +265,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   called("ncclCommAbort");
   const std::lock_guard lock(world().mutex);
   if (comm->gone) mistake("ncclCommAbort after the end of a communicator");
+  if (comm->inside) mistake("ncclCommAbort while a thread is inside a call");
   unmap_windows(comm, "ncclCommAbort");
   comm->aborted = comm->gone = true;
   world().changed.notify_all();
@@ -257,12 +275,17 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   called("ncclCommFinalize");
   const ncclResult_t usable = check_usable(comm);
   if (usable != ncclSuccess) return usable;
-  const std::lock_guard lock(world().mutex);
+  std::unique_lock lock(world().mutex);
   if (comm->registered != 0) mistake("the end of a communicator with registered memory");
   comm->finalizing = true;
   ++comm->clique->finalized;
   world().changed.notify_all();
-  return ncclInProgress;
+  if (comm->blocking) {
+    wait_until(lock, [&] {
+      return comm->clique->finalized == comm->clique->ranks && (comm->last == nullptr || comm->last->reached);
+    });
+  }
+  return under_way(comm);
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   called("ncclCommDestroy");

@@ -8,6 +8,9 @@ namespace simulated {
 // ncclSuccess where a communicator can take work; notes a mistake where it has ended or not settled.
 ncclResult_t check_usable(ncclComm_t comm);
 
+// What a call returns that has enqueued work, or whose result comes once every rank has called.
+ncclResult_t under_way(ncclComm_t comm);
+
 // Enqueues work of a communicator: after its work before, whatever stream that was on.
 void enqueue_on(ncclComm_t comm, cudaStream_t stream, Work work);
 

@@ -65,7 +65,7 @@ ncclResult_t put_signal(const void* data, size_t count, ncclDataType_t type, int
     copy(target, data, count);
     send_signal(comm, peer);
   });
-  return ncclInProgress;
+  return under_way(comm);
 }
 
 ncclResult_t signal(int peer, int index, int context, unsigned int flags, ncclComm_t comm, cudaStream_t stream) {
@@ -74,7 +74,7 @@ ncclResult_t signal(int peer, int index, int context, unsigned int flags, ncclCo
   if (usable != ncclSuccess) return usable;
   if (index != 0 || context != 0 || flags != 0) return ncclInvalidArgument;
   enqueue_on(comm, stream, [=] { send_signal(comm, peer); });
-  return ncclInProgress;
+  return under_way(comm);
 }
 
 ncclResult_t wait_signal(int count, WaitDescription* wanted, ncclComm_t comm, cudaStream_t stream) {
@@ -97,7 +97,7 @@ ncclResult_t wait_signal(int count, WaitDescription* wanted, ncclComm_t comm, cu
       });
     }
   });
-  return ncclInProgress;
+  return under_way(comm);
 }
 
 // Collective. The windows are made once every rank has asked; a communicator is in progress until then.
@@ -105,9 +105,13 @@ ncclResult_t register_window(ncclComm_t comm, void* data, size_t bytes, ncclWind
   called("ncclCommWindowRegister");
   const ncclResult_t usable = check_usable(comm);
   if (usable != ncclSuccess) return usable;
-  const std::lock_guard lock(world().mutex);
+  std::unique_lock lock(world().mutex);
   Clique& clique = *comm->clique;
   *window = nullptr;
+  const auto made = [&] {  // a blocking communicator returns with the window
+    if (comm->blocking) wait_until(lock, [&] { return clique.wanted[comm->rank].empty() || ended(comm); });
+    return under_way(comm);
+  };
   if (world().controls.null_windows) return ncclSuccess;
   if ((flags != NCCL_WIN_COLL_SYMMETRIC && flags != NCCL_WIN_DEFAULT) ||
       reinterpret_cast<uintptr_t>(data) % NCCL_WIN_REQUIRED_ALIGNMENT != 0 || !registrable(data, bytes)) {
@@ -117,9 +121,9 @@ ncclResult_t register_window(ncclComm_t comm, void* data, size_t bytes, ncclWind
   clique.registrations[comm->rank].emplace_back(data, bytes);
   clique.wanted[comm->rank].push_back(window);
   ++comm->registered;
-  if (static_cast<int>(clique.wanted.size()) < clique.ranks) return ncclInProgress;
+  if (static_cast<int>(clique.wanted.size()) < clique.ranks) return made();
   for (const auto& [rank, wanted] : clique.wanted) {
-    if (wanted.empty()) return ncclInProgress;
+    if (wanted.empty()) return made();
   }
   std::vector<std::pair<void*, size_t>> memory;
   for (auto& [rank, registrations] : clique.registrations) memory.push_back(registrations.back());
@@ -128,7 +132,7 @@ ncclResult_t register_window(ncclComm_t comm, void* data, size_t bytes, ncclWind
     wanted.clear();
   }
   world().changed.notify_all();
-  return ncclInProgress;
+  return under_way(comm);
 }
 
 ncclResult_t deregister_window(ncclComm_t comm, ncclWindow_t window) {
@@ -161,6 +165,15 @@ void unmap_windows(ncclComm_t comm, const char* function) {
 }
 
 namespace {
+
+ncclResult_t revoke_all(ncclComm_t comm, int flags) {
+  called("ncclCommRevoke");
+  const std::lock_guard lock(world().mutex);
+  if (flags != 0 || comm->gone || comm->finalizing || comm->revoked) return ncclInvalidArgument;
+  comm->revoked = true;
+  world().changed.notify_all();
+  return under_way(comm);
+}
 
 ncclResult_t peer_pointer(ncclWindow_t window, size_t offset, int peer, void** pointer) {
   *pointer = static_cast<std::byte*>(window->memory[peer].first) + offset;
@@ -220,6 +233,7 @@ void* rtp::find_nccl_function(const char* name) {
       {"ncclPutSignal", {22900, reinterpret_cast<void*>(&put_signal)}},
       {"ncclSignal", {22900, reinterpret_cast<void*>(&signal)}},
       {"ncclWaitSignal", {22900, reinterpret_cast<void*>(&wait_signal)}},
+      {"ncclCommRevoke", {23000, reinterpret_cast<void*>(&revoke_all)}},
   };
   const std::lock_guard lock(world().mutex);
   const auto found = functions.find(name);

@@ -20,7 +20,7 @@ int run_arriving_gemm(ArrivingGemm gemm, int blocks, void* stream);  // kernels.
 namespace simulated {
 namespace {
 
-thread_local cudaStream_t asynchronous_compute = nullptr;
+thread_local cudaStream_t asynchronous_compute = nullptr, chosen_compute = nullptr;
 thread_local int chosen_device = -1;
 
 int current_device() { return chosen_device < 0 ? world().controls.first_device : chosen_device; }
@@ -68,6 +68,7 @@ void run(std::shared_ptr<CUstream_st> stream) {
     lock.unlock();
     dawdle();
     next.work();
+    next.work = nullptr;  // tensors that it holds may need Python's lock to go, whose owner may wait for the mutex
     lock.lock();
     stream->busy = false;
     stream->running.clear();
@@ -165,6 +166,12 @@ std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work, Memory memory) {
     return point;
   }
   const std::lock_guard lock(world().mutex);
+  if (stream->capture != nullptr) {
+    Capture& capture = *stream->capture;
+    capture.nodes.push_back({std::move(work), std::move(memory), capture.tails[stream], stream});
+    capture.tails[stream] = {capture.nodes.size() - 1};
+    return nullptr;
+  }
   const auto and_reach = [work = std::move(work), point] {
     work();
     const std::lock_guard lock(world().mutex);
@@ -183,7 +190,15 @@ void synchronize(cudaStream_t stream) {
   while (!idle()) world().changed.wait_for(lock, std::chrono::milliseconds(5));
 }
 
+std::shared_ptr<CUstream_st> held(cudaStream_t stream) {
+  const auto found = streams().find(stream);
+  return found == streams().end() ? nullptr : found->second;
+}
+
+void choose_compute(cudaStream_t stream) { chosen_compute = stream; }
+
 void set_compute(bool asynchronous) {
+  chosen_compute = nullptr;
   if (asynchronous == (asynchronous_compute != nullptr)) return;
   if (asynchronous) {
     asynchronous_compute = make_stream();
@@ -192,7 +207,10 @@ void set_compute(bool asynchronous) {
   }
 }
 
-cudaStream_t compute_stream() { return asynchronous_compute != nullptr ? asynchronous_compute : &host_stream(); }
+cudaStream_t compute_stream() {
+  if (asynchronous_compute == nullptr) return &host_stream();
+  return chosen_compute != nullptr ? chosen_compute : asynchronous_compute;
+}
 
 namespace {
 
@@ -200,9 +218,14 @@ namespace {
 CUresult CUDAAPI wait_value64(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags) {
   if (flags != CU_STREAM_WAIT_VALUE_GEQ && flags != CU_STREAM_WAIT_VALUE_EQ) return CUDA_ERROR_INVALID_VALUE;
   const auto* memory = reinterpret_cast<uint64_t*>(address);
+  std::shared_ptr<CUstream_st> kept;  // a graph may outlive the stream
+  {
+    const std::lock_guard lock(world().mutex);
+    kept = held(stream);
+  }
   const auto wait = [=] {
     std::unique_lock lock(world().mutex);
-    stream->waiting = true;
+    stream->waiting = kept != nullptr;
     wait_until(lock, [=] {
       const uint64_t now = __atomic_load_n(memory, __ATOMIC_ACQUIRE);
       return flags == CU_STREAM_WAIT_VALUE_EQ ? now == value : static_cast<int64_t>(now - value) >= 0;
@@ -271,6 +294,8 @@ cudaError_t c10::cuda::MaybeSetDevice(DeviceIndex device) {
 }
 
 c10::cuda::CUDAStream c10::cuda::getCurrentCUDAStream(int) { return CUDAStream(compute_stream()); }
+
+void c10::cuda::setCurrentCUDAStream(CUDAStream stream) { choose_compute(stream.stream()); }
 
 int rtp::launch_delay(int64_t microseconds, void* stream) {
   enqueue(static_cast<cudaStream_t>(stream),

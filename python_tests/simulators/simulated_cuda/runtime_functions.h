@@ -34,7 +34,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 cudaError_t cudaDeviceSynchronize() {
   called("cudaDeviceSynchronize");
   std::unique_lock lock(world().mutex);
-  if (world().controls.capturing) mistake("cudaDeviceSynchronize while a graph is captured");
+  if (world().controls.capturing || own_capture()) mistake("cudaDeviceSynchronize while a graph is captured");
   wait_until(lock, [] {
     for (const auto& [handle, stream] : streams()) {
       if (!stream->queue.empty() || stream->busy) return false;
@@ -81,21 +81,26 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   called("cudaStreamSynchronize");
+  {
+    const std::lock_guard lock(world().mutex);
+    if (stream->capture != nullptr) mistake("cudaStreamSynchronize of a stream that is being captured");
+  }
   synchronize(stream);
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   called("cudaStreamQuery");
   const std::lock_guard lock(world().mutex);
-  if (world().controls.capturing) mistake("cudaStreamQuery of a stream that is being captured");
+  if (world().controls.capturing || stream->capture) mistake("cudaStreamQuery of a stream that is being captured");
   return stream->queue.empty() && !stream->busy ? cudaSuccess : cudaErrorNotReady;
 }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, enum cudaStreamCaptureStatus* status, unsigned long long* id,
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus* status, unsigned long long* id,
                                      cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
   called("cudaStreamGetCaptureInfo");
   const std::lock_guard lock(world().mutex);
-  *status = world().controls.capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  *id = world().controls.capturing ? 1 : 0;
+  const bool active = world().controls.capturing || stream->capture != nullptr;
+  *status = active ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *id = stream->capture != nullptr ? stream->capture->id : active ? 1 : 0;
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* mode) {
@@ -107,7 +112,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* mode
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
   called("cudaEventCreateWithFlags");
-  *event = new CUevent_st{{}, (flags & cudaEventDisableTiming) == 0};
+  *event = new CUevent_st{{}, (flags & cudaEventDisableTiming) == 0, {}, {}};
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
@@ -117,6 +122,15 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   called("cudaEventRecord");
+  {
+    const std::lock_guard lock(world().mutex);
+    event->capture = stream->capture;
+    if (event->capture != nullptr) {
+      event->after = event->capture->tails[stream];
+      event->point = nullptr;
+      return cudaSuccess;
+    }
+  }
   auto point = enqueue(stream, [] {});
   const std::lock_guard lock(world().mutex);
   event->point = std::move(point);
@@ -125,6 +139,11 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   called("cudaEventQuery");
   const std::lock_guard lock(world().mutex);
+  if (own_capture() != nullptr) mistake("cudaEventQuery by a thread that captures");
+  if (event->capture != nullptr) {
+    mistake("cudaEventQuery of an event that was recorded in a capture");
+    return cudaErrorCapturedEvent;
+  }
   return event->point == nullptr || event->point->reached ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -147,7 +166,13 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   std::shared_ptr<Point> point;
   {
     const std::lock_guard lock(world().mutex);
+    if (event->capture != nullptr) return wait_in_capture(stream, *event);
     point = event->point;
+    if (stream->capture != nullptr && point != nullptr) {
+      mistake("a stream that is being captured waits for an event from outside of the capture");
+      stream->capture->invalid = true;
+      return cudaErrorStreamCaptureIsolation;
+    }
   }
   if (point == nullptr) return cudaSuccess;
   enqueue(stream, [point] {
@@ -165,6 +190,10 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, enum cudaM
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, enum cudaMemcpyKind) {
   called("cudaMemcpy");
+  {
+    const std::lock_guard lock(world().mutex);
+    if (own_capture() != nullptr) mistake("cudaMemcpy by a thread that captures");
+  }
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
@@ -184,7 +213,7 @@ cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const
   called("cudaMemcpyBatchAsync");
   {
     const std::lock_guard lock(world().mutex);
-    if (world().controls.capturing) mistake("cudaMemcpyBatchAsync cannot be captured");
+    if (world().controls.capturing || stream->capture) mistake("cudaMemcpyBatchAsync cannot be captured");
   }
   const std::vector<void*> targets(to, to + count);
   const std::vector<const void*> sources(from, from + count);

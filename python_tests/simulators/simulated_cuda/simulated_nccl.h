@@ -45,6 +45,10 @@ struct ncclComm {
   bool finalizing = false;
   bool aborted = false;
   bool gone = false;  // destroyed or aborted
+  bool blocking = false;
+  bool revoked = false;
+  int pending = 0;      // pieces of work that have not ended
+  bool inside = false;  // a thread is in a call that waits
   ncclResult_t error = ncclSuccess;
   std::shared_ptr<simulated::Point> last;  // one communicator runs one piece of work at a time, whatever the stream
   std::map<int, int64_t> awaited;          // signals of each peer that waits have used up

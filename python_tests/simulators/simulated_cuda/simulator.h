@@ -48,6 +48,7 @@ struct Allocation {
 
 struct Controls {
   int delay_us = 0;               // before every piece of work and in the middle of every copy: random up to this
+  int launch_queue = 0;           // pieces of work that fit into a blocking communicator's stream; 0: any number
   int version = 23007;            // of NCCL; functions newer than it are lacking
   bool null_windows = false;      // ncclCommWindowRegister succeeds without a window
   bool signals_abort = true;      // ncclCommAbort ends waits for signals too
@@ -90,7 +91,32 @@ void dawdle();
 // Copies in two halves, dawdling in between.
 void copy(void* to, const void* from, size_t bytes);
 
-// Appends to a stream, or runs at once where the stream is the host's. Returns the point after it.
+// Work of streams that is captured: nodes, and what each comes after.
+struct Node {
+  Work work;
+  Memory memory;
+  std::set<size_t> after;
+  cudaStream_t stream;  // nodes of one stream come one after the other
+};
+struct Capture {
+  unsigned long long id = 0;
+  cudaStream_t origin = nullptr;
+  std::thread::id thread;
+  bool ended = false, invalid = false;
+  std::vector<Node> nodes;
+  std::map<cudaStream_t, std::set<size_t>> tails;  // of every stream that takes part: what its next node comes after
+};
+// cudaStreamWaitEvent for an event that was recorded in a capture: the stream takes part in it from then on. Holds the
+// mutex.
+cudaError_t wait_in_capture(cudaStream_t stream, const CUevent_st& event);
+// A capture that this thread has begun; null: none. Holds the mutex.
+Capture* own_capture();
+
+// The stream behind a handle, for work that may outlive it; null for the host's. Holds the mutex.
+std::shared_ptr<CUstream_st> held(cudaStream_t stream);
+
+// Appends to a stream, or runs at once where the stream is the host's. Returns the point after it; null where the
+// stream is being captured.
 std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work, Memory memory = {});
 
 // Whether a stream that `maker` made has yet to run, or runs, work on this memory. Holds the mutex.
@@ -104,6 +130,8 @@ void synchronize(cudaStream_t stream);
 // launch_copy and launch_add compute.
 void set_compute(bool asynchronous);
 cudaStream_t compute_stream();
+// The compute stream is this one until another is chosen. For compute streams that are not the host's.
+void choose_compute(cudaStream_t stream);
 
 }  // namespace simulated
 
@@ -113,11 +141,14 @@ struct CUstream_st {
   simulated::Memory running;  // what the work that runs touches
   bool busy = false;
   bool ending = false;
-  bool host = false;     // runs everything at once, in the thread that calls
-  bool waiting = false;  // for a value in memory
+  bool host = false;                            // runs everything at once, in the thread that calls
+  bool waiting = false;                         // for a value in memory
+  std::shared_ptr<simulated::Capture> capture;  // that it takes part in
   simulated::Maker maker = simulated::this_maker();
 };
 struct CUevent_st {
   std::shared_ptr<simulated::Point> point;  // of the last record; none before the first
   bool timing = false;
+  std::shared_ptr<simulated::Capture> capture;  // in which it was recorded, after these nodes; then there is no point
+  std::set<size_t> after;
 };

@@ -37,6 +37,7 @@ class TransportOptions:
 
     min_ctas: int = 0
     max_ctas: int = 0
+    blocking: bool = False
     registered: bool | None = None
     delay_us: int = 0
     ce_mode: str = "auto"
@@ -49,9 +50,10 @@ class TransportOptions:
         for name, value in given.items():
             if name not in known:
                 raise ValueError(f"Ring: expected transport_options among {', '.join(known)}, got {name!r}")
-            if name == "registered":
-                if value is not None and not isinstance(value, bool):
-                    raise TypeError(f"Ring: expected transport option registered to be a bool or None, got {value!r}")
+            if name in ("blocking", "registered"):
+                if not isinstance(value, bool) and (value is not None or name == "blocking"):
+                    what = "a bool" if name == "blocking" else "a bool or None"
+                    raise TypeError(f"Ring: expected transport option {name} to be {what}, got {value!r}")
             elif name == "ce_mode":
                 if value not in CE_MODES:
                     raise ValueError(

@@ -279,10 +279,11 @@ def _make_ce(ring: Groups) -> Any:
 
 def _make_nccl(ring: Groups, registered: bool) -> Any:
     options = ring.transport_options
-    return _native.nccl_transport(_unique_ids(ring, 2), _ring_end(ring), options.min_ctas, options.max_ctas, registered)
+    ctas = options.min_ctas, options.max_ctas
+    return _native.nccl_transport(_unique_ids(ring, 2), _ring_end(ring), *ctas, options.blocking, registered)
 
 
 def _make_nccl_put(ring: Groups) -> Any:
     options = ring.transport_options
     ids = _unique_ids(ring, _native.nccl_put_communicators())
-    return _native.nccl_put_transport(ids, _ring_end(ring), options.min_ctas, options.max_ctas)
+    return _native.nccl_put_transport(ids, _ring_end(ring), options.min_ctas, options.max_ctas, options.blocking)

@@ -17,6 +17,7 @@ class CUDAStream {
 // The calling thread's: see set_compute in simulator.h.
 CUDAStream getCurrentCUDAStream(int device = -1);
 inline CUDAStream getStreamFromExternal(cudaStream_t stream, int) { return CUDAStream(stream); }
-inline void setCurrentCUDAStream(CUDAStream) {}  // torch computes on the host at once, whichever lane it is on
+// Where computes are the host's, torch computes at once, whichever lane it is on.
+void setCurrentCUDAStream(CUDAStream stream);
 
 }  // namespace c10::cuda

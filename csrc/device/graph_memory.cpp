@@ -1,0 +1,42 @@
+#include "device/graph_memory.h"
+
+#include <ATen/cuda/MemPool.h>
+
+#include <optional>
+
+#include "device/pool_scope.h"
+
+namespace rtp {
+namespace {
+
+// Versions of torch that have it ask events of freed memory while something is captured, unless they are told.
+template <typename Allocator>
+void tell_capture(Allocator* allocator, c10::DeviceIndex device, bool begins) {
+  if constexpr (requires { allocator->markCaptureBegin(device); }) {
+    begins ? allocator->markCaptureBegin(device) : allocator->markCaptureEnd(device);
+  }
+}
+
+}  // namespace
+
+struct GraphMemory::Pool {
+  at::cuda::MemPool pool;
+  std::optional<PoolScope> scope;
+};
+
+GraphMemory::GraphMemory(c10::Device device) : device_(device), pool_(std::make_unique<Pool>()) {}
+
+GraphMemory::~GraphMemory() = default;
+
+void GraphMemory::begin() {
+  pool_->scope.emplace(device_.index(), pool_->pool.id());
+  tell_capture(c10::cuda::CUDACachingAllocator::get(), device_.index(), true);
+}
+
+void GraphMemory::end() noexcept {
+  if (!pool_->scope) return;
+  tell_capture(c10::cuda::CUDACachingAllocator::get(), device_.index(), false);
+  pool_->scope.reset();
+}
+
+}  // namespace rtp

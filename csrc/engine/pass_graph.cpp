@@ -1,0 +1,51 @@
+#include "engine/pass_graph.h"
+
+#include "base/checks.h"
+#include "engine/executor.h"
+
+namespace rtp {
+
+void Executor::fix_slots() {
+  RTP_CHECK_VALUE(takes_graphs(), "expected a transport whose passes can be graphs, got ", transport_->name());
+  drain();
+  pool_.fix_order();
+}
+
+void Executor::begin_aside(bool captured) {
+  before_aside_ = hops_.counts();
+  lanes().begin_aside(captured);
+}
+
+std::shared_ptr<PassGraph> Executor::end_aside(const std::string& operation) {
+  std::shared_ptr<PassGraph> made;
+  or_fail([&] {
+    const std::shared_ptr<Graph> graph = lanes().end_aside();
+    if (graph == nullptr) return;
+    Hops::Counts pass = hops_.counts();
+    for (size_t kind = 0; kind < pass.hops.size(); ++kind) {
+      pass.hops[kind] -= before_aside_.hops[kind];
+      pass.bytes[kind] -= before_aside_.bytes[kind];
+    }
+    hops_.add(pass, -1);  // they have not run yet
+    made = std::make_shared<PassGraph>(PassGraph{graph, operation, pass, pool_.generation()});
+  });
+  return made;
+}
+
+void Executor::leave_aside() noexcept { lanes().leave_aside(); }
+
+void Executor::replay(const PassGraph& pass) {
+  check_alive(pass.operation);
+  RTP_ASSERT(pass.generation == pool_.generation(), "a graph of slots that are gone");
+  or_fail([&] {
+    const LanesScope scope(lanes());
+    transport_->before_graph();
+    const uint64_t recorded = trace_.recorder().begin_pass(pass.operation + ", as a graph");
+    lanes().launch(*pass.graph);
+    transport_->after_graph(pass.operation, lanes().mark_compute());
+    trace_.recorder().end(recorded);
+    hops_.add(pass.hops, 1);
+  });
+}
+
+}  // namespace rtp

@@ -1,0 +1,40 @@
+#include "python/graphs.h"
+
+#include "engine/pass_graph.h"
+
+namespace rtp {
+
+using NoGil = py::gil_scoped_release;
+
+void bind_graphs(py::module_& m, py::class_<Executor, std::shared_ptr<Executor>>& executor) {
+  py::class_<PassGraph, std::shared_ptr<PassGraph>>(m, "PassGraph", "A pass that was captured.")
+      .def_property_readonly("idle", &PassGraph::idle)
+      .def_readonly("generation", &PassGraph::generation);
+  executor.def("takes_graphs", &Executor::takes_graphs, "Whether its passes can be graphs.")
+      .def("fix_slots", &Executor::fix_slots, py::call_guard<NoGil>())
+      .def(
+          "generation", [](Executor& e) { return e.pool().generation(); }, "Of the slots that graphs know.")
+      .def(
+          "captured", [](Executor& e) { return e.lanes().capture() != 0; }, "Whether the caller captures a graph.")
+      .def("traced", [](Executor& e) { return e.trace().on(); })
+      .def(
+          "note_results", [](Executor& e) { e.results().note(); },
+          "The next pass tells which tensors it returns: results().")
+      .def(
+          "give_results", [](Executor& e, std::vector<at::Tensor> places) { e.results().give(std::move(places)); },
+          py::arg("places"), "The next pass returns these tensors.")
+      .def(
+          "result",
+          [](Executor& e, const std::vector<int64_t>& shape, at::ScalarType dtype) {
+            return e.results().empty(shape, at::TensorOptions().dtype(dtype).device(e.device()));
+          },
+          py::arg("shape"), py::arg("dtype"), "Memory for what an operation returns.")
+      .def("results", [](Executor& e) { return e.results().asked(); })
+      .def("clear_results", [](Executor& e) { e.results().clear(); })
+      .def("begin_aside", &Executor::begin_aside, py::arg("captured"), py::call_guard<NoGil>())
+      .def("end_aside", &Executor::end_aside, py::arg("operation"), py::call_guard<NoGil>())
+      .def("leave_aside", &Executor::leave_aside, py::call_guard<NoGil>())
+      .def("replay", &Executor::replay, py::arg("graph"), py::call_guard<NoGil>());
+}
+
+}  // namespace rtp

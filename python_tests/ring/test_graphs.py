@@ -1,0 +1,157 @@
+"""Passes as graphs, without a GPU: which rings have them, and that operations write their results where they are told.
+What replays do is in python_tests/transport/test_pass_graphs.py."""
+
+import pytest
+import torch
+from reference import random
+
+from rtp_ext import Ring
+from rtp_ext.functional import rotated_linear, rotated_linears, rotated_mlp
+from rtp_ext.ring.graphs import CAPTURED, Pass, PassGraphs, _fill, _places
+
+CPU = torch.device("cpu")
+
+
+def test_rings_that_have_no_graphs_say_why():
+    ring = Ring.emulated(2)
+    assert not ring.graphs.on and ring.graphs.reason == "not asked for" and ring.prefetch == 1
+    ring = Ring.emulated(2, graphs="auto")
+    assert not ring.graphs.on and "no CUDA streams" in ring.graphs.reason and ring.prefetch == 1
+    with pytest.raises(
+        ValueError, match="expected graphs 'auto' or 'off', got 'on': over the transport emulated there"
+    ):
+        Ring.emulated(2, graphs="on")
+    with pytest.raises(ValueError, match="expected graphs to be one of auto, on, off, got 'always'"):
+        Ring.emulated(2, graphs="always")
+    with pytest.raises(ValueError, match="expected graphs 'off' with persistent_gemm=True, got 'auto'"):
+        Ring(graphs="auto", persistent_gemm=True)
+    ring.close()
+
+
+class Placed:
+    """Stands for the graphs of a ring: every pass runs once more with its results given, and must fill these."""
+
+    on = True
+
+    def __init__(self, executor):
+        self.executor, self.seen = executor, []
+
+    def run(self, operation, function, arguments):
+        executor = self.executor
+        expected = _tensors(function(executor, *arguments))
+        executor.note_results()
+        noted = function(executor, *arguments)
+        asked = executor.results()
+        executor.clear_results()
+        places = _places(noted, list(enumerate(asked)))
+        assert places is not None, f"{operation}: {function} returns memory that nobody gave it"
+        given = [torch.full_like(each, float("nan")) for each in asked]
+        executor.give_results(given)
+        returned = function(executor, *arguments)
+        executor.clear_results()
+        filled = _fill(places, given)
+        assert type(filled) is type(returned) and len(_tensors(filled)) == len(expected) > 0
+        for mine, theirs, first in zip(_tensors(filled), _tensors(returned), expected, strict=True):
+            assert mine.data_ptr() == theirs.data_ptr() and torch.equal(mine, first), f"{operation}: {function}"
+        self.seen.append(function)
+        return filled
+
+    def forget(self):
+        pass
+
+
+def _tensors(returned):
+    if isinstance(returned, torch.Tensor):
+        return [returned]
+    if isinstance(returned, (list, tuple)):
+        return [tensor for each in returned for tensor in _tensors(each)]
+    return [] if returned is None else _tensors([returned.y, list(returned.kept)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_operations_write_their_results_where_they_are_told(dtype):
+    ranks, tokens, inputs = 3, 5, 6
+    with Ring.emulated(ranks) as ring:
+        ring.graphs = Placed(ring._executor)
+
+        def numbers(*shape, seed):
+            return random(*shape, dtype=dtype, seed=seed).requires_grad_()
+
+        x = numbers(tokens, inputs, seed=1)
+        up, gate = numbers(4, inputs, seed=2), numbers(4, inputs, seed=3)
+        down, bias = numbers(inputs, 4, seed=4), numbers(4, seed=5)
+        partial = numbers(7, 2, seed=6)
+        calls = [
+            lambda: rotated_linear(x, up, bias, ring=ring),
+            lambda: sum(
+                y.sum()
+                for y in rotated_linears([x, x * 2], [up, gate], ring=ring, projections=[(0, 0, 0, 12), (1, 1, 0, 12)])
+            ),
+            lambda: rotated_linear(x, partial, ring=ring, shard_dim=1),
+            lambda: rotated_mlp(x, up, down, gate, activation="swiglu", ring=ring),
+            lambda: rotated_mlp(x, up, down, activation="gelu", recompute=True, ring=ring),
+        ]
+        for call in calls:
+            call().sum().backward()
+        frozen = up.detach()
+        rotated_linear(x, frozen, ring=ring).sum().backward()  # no gradient of the weight
+        assert set(ring.graphs.seen) == set(CAPTURED)
+
+
+def test_a_pass_that_returns_other_memory_is_not_captured():
+    class Executor:
+        def generation(self):
+            return 0
+
+        def captured(self):
+            return False
+
+        def traced(self):
+            return False
+
+        def note_results(self):
+            pass
+
+        def results(self):
+            return []
+
+        def clear_results(self):
+            pass
+
+        def fix_slots(self):
+            pass
+
+    graphs = PassGraphs(Executor(), "asked for", on=True, device=CPU)
+    x = torch.ones(3)
+    for _ in range(4):
+        assert torch.equal(graphs.run("an operation", lambda _, x: x * 2, [x]), x * 2)
+    assert (graphs.captured, graphs.replayed, graphs.stepped) == (0, 0, 4)
+
+
+def test_shapes_and_options_tell_passes_apart():
+    seen = []
+
+    class Told(PassGraphs):
+        def _first(self, known, function, arguments):
+            assert isinstance(known, Pass) and known.results is None
+            seen.append(arguments)
+            return self._step(function, arguments)
+
+    ring = Ring.emulated(2)
+    graphs = Told(ring._executor, "asked for", on=False, device=CPU)
+    graphs._generation = ring._executor.generation()
+
+    def nothing(*_):
+        return None
+
+    first = [torch.ones(2, 3), [torch.ones(4), None], (True, False)]
+    others = [
+        [torch.ones(3, 2).t(), [torch.ones(4), None], (True, False)],
+        [torch.ones(2, 3), [torch.ones(4, dtype=torch.float64), None], (True, False)],
+        [torch.ones(2, 3), [None, torch.ones(4)], (True, False)],
+        [torch.ones(2, 3), [torch.ones(4), None], (True, True)],
+    ]
+    for arguments in (first, *others, first):
+        graphs.run("an operation", nothing, arguments)
+    assert len(graphs._passes) == 1 + len(others)
+    ring.close()

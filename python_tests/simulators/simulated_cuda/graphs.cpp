@@ -1,0 +1,179 @@
+// Captures and graphs of the simulated runtime.
+#include <algorithm>
+#include <atomic>
+#include <iterator>
+
+#include "simulator.h"
+
+namespace simulated {
+namespace {
+
+std::set<Capture*>& captures() {
+  static auto* all = new std::set<Capture*>;  // that have not ended
+  return *all;
+}
+
+// All nodes that `last` come after, themselves among them.
+std::set<size_t> reached(const Capture& capture, const std::set<size_t>& last) {
+  std::set<size_t> found = last, next = last;
+  while (!next.empty()) {
+    const size_t node = *next.begin();
+    next.erase(next.begin());
+    for (const size_t before : capture.nodes[node].after) {
+      if (found.insert(before).second) next.insert(before);
+    }
+  }
+  return found;
+}
+
+// Runs all nodes, each when what it comes after has ended; nodes of different streams side by side.
+void run(const std::vector<Node>& nodes) {
+  std::map<cudaStream_t, std::vector<size_t>> lanes;
+  for (size_t node = 0; node < nodes.size(); ++node) lanes[nodes[node].stream].push_back(node);
+  std::vector<bool> done(nodes.size(), false);
+  const auto run_lane = [&](const std::vector<size_t>& lane) {
+    for (const size_t node : lane) {
+      {
+        std::unique_lock lock(world().mutex);
+        wait_until(lock, [&] {
+          return std::all_of(nodes[node].after.begin(), nodes[node].after.end(),
+                             [&](size_t each) { return done[each]; });
+        });
+      }
+      dawdle();
+      nodes[node].work();
+      const std::lock_guard lock(world().mutex);
+      done[node] = true;
+      world().changed.notify_all();
+    }
+  };
+  std::vector<std::thread> threads;
+  for (const auto& [stream, lane] : lanes) threads.emplace_back(run_lane, lane);
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+Capture* own_capture() {
+  for (Capture* capture : captures()) {
+    if (capture->thread == std::this_thread::get_id()) return capture;
+  }
+  return nullptr;
+}
+
+cudaError_t wait_in_capture(cudaStream_t stream, const CUevent_st& event) {
+  if (event.capture->ended || stream->host || (stream->capture != nullptr && stream->capture != event.capture)) {
+    mistake("a wait for an event of a capture that the stream cannot take part in");
+    return cudaErrorCapturedEvent;
+  }
+  stream->capture = event.capture;
+  event.capture->tails[stream].insert(event.after.begin(), event.after.end());
+  return cudaSuccess;
+}
+
+}  // namespace simulated
+
+using namespace simulated;
+
+// Opaque in CUDA's headers.
+struct CUgraph_st {
+  std::vector<Node> nodes;
+};
+struct CUgraphExec_st {
+  std::shared_ptr<const std::vector<Node>> nodes;
+  std::shared_ptr<Point> last;  // the end of the newest launch
+};
+
+extern "C" {
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
+  called("cudaStreamBeginCapture");
+  static std::atomic<unsigned long long> ids{1};  // 1: of controls.capturing
+  const std::lock_guard lock(world().mutex);
+  if (stream->host || stream->capture != nullptr || mode != cudaStreamCaptureModeThreadLocal) {
+    return cudaErrorInvalidValue;
+  }
+  stream->capture = std::make_shared<Capture>();
+  stream->capture->id = ++ids;
+  stream->capture->origin = stream;
+  stream->capture->thread = std::this_thread::get_id();
+  stream->capture->tails[stream];
+  captures().insert(stream->capture.get());
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  called("cudaStreamEndCapture");
+  *graph = nullptr;
+  std::shared_ptr<Capture> capture;  // goes after the mutex: tensors that it holds may need Python's lock
+  const std::lock_guard lock(world().mutex);
+  capture = stream->capture;
+  if (capture == nullptr || capture->origin != stream) return cudaErrorInvalidValue;
+  if (capture->thread != std::this_thread::get_id()) return cudaErrorStreamCaptureWrongThread;
+  const std::set<size_t> joined = reached(*capture, capture->tails[stream]);
+  bool unjoined = false;
+  for (const auto& [each, tails] : capture->tails) {
+    unjoined |= !std::includes(joined.begin(), joined.end(), tails.begin(), tails.end());
+    each->capture = nullptr;
+  }
+  capture->ended = true;
+  captures().erase(capture.get());
+  if (capture->invalid) return cudaErrorStreamCaptureInvalidated;
+  if (unjoined) return cudaErrorStreamCaptureUnjoined;
+  *graph = new CUgraph_st{std::move(capture->nodes)};
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long flags) {
+  called("cudaGraphInstantiate");
+  if (flags != 0) return cudaErrorInvalidValue;
+  *executable = new CUgraphExec_st{std::make_shared<const std::vector<Node>>(graph->nodes), nullptr};
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  called("cudaGraphDestroy");
+  delete graph;
+  return cudaSuccess;
+}
+
+// One launch of a graph runs after the other, whatever the streams.
+cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
+  called("cudaGraphLaunch");
+  Memory memory;
+  for (const Node& node : *executable->nodes) memory.insert(memory.end(), node.memory.begin(), node.memory.end());
+  std::shared_ptr<Point> before;
+  const auto here = std::make_shared<Point>();
+  {
+    const std::lock_guard lock(world().mutex);
+    if (stream->capture != nullptr) {
+      mistake("cudaGraphLaunch into a stream that is being captured");
+      return cudaErrorInvalidValue;
+    }
+    before = std::exchange(executable->last, here);
+  }
+  const auto work = [nodes = executable->nodes, before, here] {
+    if (before != nullptr) {
+      std::unique_lock lock(world().mutex);
+      wait_until(lock, [&] { return before->reached; });
+    }
+    run(*nodes);
+    const std::lock_guard lock(world().mutex);
+    here->reached = true;
+    world().changed.notify_all();
+  };
+  enqueue(stream, work, std::move(memory));
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+  called("cudaGraphExecDestroy");
+  {
+    const std::lock_guard lock(world().mutex);
+    if (executable->last != nullptr && !executable->last->reached) mistake("cudaGraphExecDestroy of a graph that runs");
+  }
+  delete executable;
+  return cudaSuccess;
+}
+
+}  // extern "C"

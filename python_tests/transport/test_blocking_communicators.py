@@ -1,0 +1,64 @@
+"""Communicators whose calls return when they are done, on the simulated NCCL: passes are right without a thread for
+each group, and a rank that is lost while a call waits for it is given up on all the same."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import simulated_cuda
+from simulated_cuda import run_threads, values
+from test_cuda_transports import TRANSPORTS, connected_news, passes, unique_ids, until_failure
+
+from rtp_ext import RingTimeout
+from rtp_ext.ring.links.options import TransportOptions
+
+if simulated_cuda.include_folders() is None:
+    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+
+BLOCKING = {
+    "blocking": ("nccl", 2, {"blocking": True}),
+    "blocking, registered": ("nccl", 2, {"blocking": True, "registered": True}),
+    "blocking puts": ("nccl_put", 4, {"blocking": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def kinds(monkeypatch):
+    for name, kind in BLOCKING.items():
+        monkeypatch.setitem(TRANSPORTS, name, kind)
+
+
+@pytest.mark.parametrize("kind", BLOCKING)
+def test_passes_give_what_one_process_gives(sim, kind):
+    sim.controls.delay_us, sim.controls.launch_queue = 200, 8
+    values(run_threads(passes, 3, sim, kind, unique_ids(sim, kind), 3, 1))
+    assert sim.mistakes() == []
+
+
+@pytest.mark.parametrize("fault", ["leaves", "fails"])
+def test_a_call_that_a_lost_rank_holds_up_is_given_up(sim, fault):
+    """The launch queue is full, so that the host waits inside NCCL; a communicator may not be aborted under it."""
+    sim.controls.launch_queue = 3
+    timeout, kind = (1.0, 100.0)[fault == "fails"], "blocking"
+    news = connected_news(3) if fault == "fails" else None
+    arguments = (sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=timeout), fault, threading.Barrier(3), news)
+    for error, waited, alive in values(run_threads(until_failure, 3, *arguments))[:-1]:
+        assert isinstance(error, RingTimeout) and not alive and waited < min(timeout, 5) + 8, error
+    assert sim.mistakes() == []
+
+
+def test_without_a_way_to_end_a_call_nothing_is_freed_under_it(sim):
+    """The control: where NCCL cannot revoke, a rank stays in its call, and its communicator is left as it is."""
+    sim.controls.launch_queue, sim.controls.version = 3, 22907
+    kind = "blocking"
+    arguments = (sim, kind, unique_ids(sim, kind), 2, timedelta(seconds=1), "leaves", threading.Barrier(2))
+    with pytest.raises(AssertionError, match="did not end within 4"):
+        run_threads(until_failure, 2, *arguments, timeout=4.0)
+    assert not any("inside a call" in text for text in sim.mistakes())
+    sim.reset(1)
+
+
+def test_the_option_is_a_bool():
+    assert TransportOptions.of({"blocking": True}).blocking and not TransportOptions.of(None).blocking
+    with pytest.raises(TypeError, match="transport option blocking to be a bool, got None"):
+        TransportOptions.of({"blocking": None})
