@@ -38,6 +38,7 @@ from shared.card import (
     result_line,
 )
 from shared.data import fingerprint, read_text, sample_windows
+from shared.gpt_options import add_gpt_options, check_gpt_options
 from shared.launch import Place, add_launch_options, gather, is_first, launch
 from shared.models import GPT
 from torch import nn
@@ -70,15 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--runs", default=";".join(RUNS), help=f"separated by semicolons, of {'; '.join(every)} (default: %(default)s)")
     add("--ranks", type=int, default=2)
     add("--steps", type=int, default=300)
-    add("--data", type=Path, help="text file or folder (default: source of Python's standard library)")
-    add("--batch", type=int, default=4, help="windows per rank and step")
-    add("--seq", type=int, default=128, help="tokens (bytes) per window")
-    add("--layers", type=int, default=6)
-    add("--hidden", type=int, default=384)
-    add("--heads", type=int, default=6)
-    add("--lr", type=float, default=5e-4)
-    add("--lr-warmup", type=int, default=20, help="steps over which the learning rate rises to --lr")
-    add("--seed", type=int, default=0)
+    add_gpt_options(parser)
     add("--quick", action="store_true", help="a smaller model and few steps, to see that it works; records nothing")
     add("--machine", help="name of the results folder (default: of this machine)")
     add("--output", type=Path, metavar="FILE.jsonl", help="in the place of the file under results/")
@@ -86,9 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         vars(args).update(QUICK)
-    for name in ("ranks", "steps", "batch", "seq", "layers", "hidden", "heads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    check_gpt_options(args, parser.error, "ranks", "steps")
     args.runs = [name.strip() for name in args.runs.split(";")]
     if unknown := [name for name in args.runs if name not in every]:
         parser.error(f"--runs: expected some of {'; '.join(every)}, got {unknown[0]}")
