@@ -39,6 +39,7 @@ from shared.card import (
     result_line,
 )
 from shared.data import fingerprint, read_text, sample_windows
+from shared.gpt_options import add_gpt_options, check_gpt_options
 from shared.host_options import add_host_options, complete_hosts
 from shared.launch import Place, add_launch_options, gather, is_first, launch
 from shared.models import GPT
@@ -84,16 +85,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--ring", type=int, default=1, help="ranks of each replica")
     add("--steps", type=int, default=300)
     add("--period", type=int, default=50, help="of local-sgd, diloco and gossip-pga")
-    add("--data", type=Path, help="text file or folder (default: source of Python's standard library)")
-    add("--batch", type=int, default=4, help="windows per rank and step")
-    add("--seq", type=int, default=64, help="tokens (bytes) per window")
-    add("--layers", type=int, default=2)
-    add("--hidden", type=int, default=128)
-    add("--heads", type=int, default=4)
-    add("--optimizer", choices=tuple(OPTIMIZERS), default="AdamW")
-    add("--lr", type=float, help=f"default: {', '.join(f'{lr} of {name}' for name, (_, lr) in OPTIMIZERS.items())}")
-    add("--lr-warmup", type=int, default=20, help="steps over which the learning rate rises to --lr")
-    add("--seed", type=int, default=0)
+    add_gpt_options(parser, seq=64, layers=2, hidden=128, heads=4, lr=None)
+    rates = ", ".join(f"{lr} of {name}" for name, (_, lr) in OPTIMIZERS.items())
+    add("--optimizer", choices=tuple(OPTIMIZERS), default="AdamW", help=f"--lr is by default {rates}")
     add("--quick", action="store_true", help="a smaller model and few steps, to see that it works; records nothing")
     add("--problems", action="store_true", help="two small problems of which the answer is known; records nothing")
     add("--machine", help="name of the results folder (default: of this machine)")
@@ -103,10 +97,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         vars(args).update(QUICK)
-    for name in ("replicas", "ring", "steps", "period", "batch", "seq", "layers", "hidden", "heads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     args.lr = OPTIMIZERS[args.optimizer][1] if args.lr is None else args.lr
+    check_gpt_options(args, parser.error, "replicas", "ring", "steps", "period")
     if args.replicas < 2:
         parser.error(f"--replicas must be at least 2, got {args.replicas}")
     args.policies = args.policies.split(",")

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from shared.card import append_line, command_line, environment_card, result_line
 from shared.data import fingerprint, read_text, sample_windows
+from shared.gpt_options import add_gpt_options, check_gpt_options
 from shared.launch import Place, add_launch_options, gather, launch
 from shared.memory import PROBED_STEPS, Memory, MemoryProbe
 from shared.models import GPT
@@ -68,15 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--ranks", type=int, default=2, help="ranks; for `single`: the ranks whose batches it takes together")
     add("--steps", type=int, default=100)
-    add("--data", type=Path, help="text file or folder (default: source of Python's standard library)")
-    add("--batch", type=int, default=4, help="windows per rank and step")
-    add("--seq", type=int, default=128, help="tokens (bytes) per window")
-    add("--layers", type=int, default=6)
-    add("--hidden", type=int, default=384)
-    add("--heads", type=int, default=6)
-    add("--lr", type=float, default=5e-4)
-    add("--lr-warmup", type=int, default=20, help="steps over which the learning rate rises to --lr")
-    add("--seed", type=int, default=0)
+    add_gpt_options(parser)
     add("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
     add("--output", type=Path, metavar="FILE.jsonl", help="append the result to this file, too")
     add(
@@ -88,11 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     add_trace_option(parser, "one step more than --steps, of an rtp strategy")
     add_launch_options(parser)
     args = parser.parse_args()
-    for name in ("ranks", "steps", "batch", "seq", "layers", "hidden", "heads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.hidden % args.heads:
-        parser.error(f"--hidden {args.hidden} is not divisible by --heads {args.heads}")
+    check_gpt_options(args, parser.error, "ranks", "steps")
     if args.trace and not args.strategy.startswith("rtp"):
         parser.error(f"--trace records rings, and the strategy {args.strategy} has none")
     if args.log and not args.strategy.startswith("rtp"):

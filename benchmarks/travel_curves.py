@@ -40,6 +40,7 @@ from shared.card import (
     result_line,
 )
 from shared.data import fingerprint, read_text, sample_windows
+from shared.gpt_options import add_gpt_options, check_gpt_options
 from shared.launch import Place, add_launch_options, gather, is_first, launch
 from shared.models import GPT
 from shared.travel_report import apart, over_seeds
@@ -74,16 +75,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--runs", default=";".join(RUNS), help=f"separated by semicolons, of {'; '.join(every)} (default: %(default)s)")
     add("--ranks", type=int, default=2)
     add("--steps", type=int, default=300)
-    add("--data", type=Path, help="text file or folder (default: source of Python's standard library)")
-    add("--batch", type=int, default=8, help="windows per rank and step")
-    add("--seq", type=int, default=64, help="tokens (bytes) per window")
-    add("--layers", type=int, default=2)
-    add("--hidden", type=int, default=128)
-    add("--heads", type=int, default=4)
-    add("--lr", type=float, default=1e-3)
-    add("--lr-warmup", type=int, default=20, help="steps over which the learning rate rises to --lr")
-    add("--seed", type=int, default=0, help="the first")
-    add("--seeds", type=int, default=3, help="how many; each is a run of all")
+    add_gpt_options(parser, batch=8, seq=64, layers=2, hidden=128, heads=4, lr=1e-3)
+    add("--seeds", type=int, default=3, help="how many, from --seed on; each is a run of all")
     add("--quick", action="store_true", help="a smaller model and few steps, to see that it works; records nothing")
     add("--machine", help="name of the results folder (default: of this machine)")
     add("--output", type=Path, metavar="FILE.jsonl", help="in the place of the file under results/")
@@ -91,9 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         vars(args).update(QUICK)
-    for name in ("ranks", "steps", "seeds", "batch", "seq", "layers", "hidden", "heads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    check_gpt_options(args, parser.error, "ranks", "steps", "seeds")
     args.runs = [name.strip() for name in args.runs.split(";")]
     if unknown := [name for name in args.runs if name not in every]:
         parser.error(f"--runs: expected some of {'; '.join(every)}, got {unknown[0]}")

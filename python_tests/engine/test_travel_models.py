@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import Cases, run_ranks
 from models import batch_loss, make_model, mean_loss
-from narrowed import rebuilt
+from narrowed import computing_with, cuts_of
 from pretended import pretend_hosts
 from reference import adamw, assert_same, differs, full
 from test_travel import TRAVELS, _check, _operations
@@ -17,31 +17,24 @@ from torch.distributed.tensor import DTensor
 
 import rtp_ext
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight, rtp_bytes
-from rtp_ext.ring.mesh import ring_dim
 
 STEPS, TOLERANCE = 3, 1e-8
 
 
 def _rotating(model):
-    """The dimension that each weight which rotates is cut along, by name."""
+    """How each weight which rotates is cut, by name."""
     kinds = (nn.Linear, nn.Embedding)
     names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)]
-    return {name: ring_dim(model.get_parameter(name)) for name in names}
+    return {name: cuts_of(model.get_parameter(name)) for name in names}
 
 
 def _train_plain(model, cuts, ranks, travel):
     """Steps of AdamW on exact weights, with the gradients of rounded ones."""
     optimizer = adamw(model.parameters(), lr=0.01)
     for step in range(STEPS):
-        exact = {name: model.get_parameter(name).detach().clone() for name in cuts}
-        with torch.no_grad():
-            for name, dim in cuts.items():
-                model.get_parameter(name).copy_(rebuilt(exact[name], dim, ranks, travel))
-        optimizer.zero_grad()
-        mean_loss(model, ranks, step).backward()
-        with torch.no_grad():
-            for name, values in exact.items():
-                model.get_parameter(name).copy_(values)
+        with computing_with(model, cuts, travel):
+            optimizer.zero_grad()
+            mean_loss(model, ranks, step).backward()
         optimizer.step()
     return model
 

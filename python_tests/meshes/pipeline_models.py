@@ -1,21 +1,24 @@
 """A language model in parts, its training in one process, and as stages of a pipeline, each on rings of its own."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import Cases
 from models import Block
+from narrowed import Cuts, computing_with, cuts_of
 from reference import assert_same, differs, full, random
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rtp_ext
 from rtp_ext import RotationDims
+from rtp_ext.outer.apart.after_steps import AfterSteps
 
 TOLERANCE = 1e-9
 VOCABULARY, WIDTH, TOKENS = 19, 9, 5  # not divisible by 2
@@ -102,15 +105,19 @@ def clip(parameters: Iterable[nn.Parameter], largest: float, group: dist.Process
 
 
 @functools.cache
-def trained(count: int, places: int, steps: int) -> tuple[list[Part], list[float], list[float]]:
-    """The plain model on the batches of all places: its parts, its losses, and the norms of its gradients."""
+def trained(
+    count: int, places: int, steps: int, cuts: tuple[tuple[str, Cuts], ...] = (), travel: str | None = None
+) -> tuple[list[Part], list[float], list[float]]:
+    """The plain model on the batches of all places: its parts, its losses, and the norms of its gradients. `cuts`: of
+    weights that travel so, by name."""
     parts = make_parts(count)
     model = nn.Sequential(*parts)
     optimizer, losses, norms = adamw(model.parameters()), [], []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = sum(loss_of(model(ids), targets) for ids, targets in (batch(place, step) for place in range(places)))
-        (loss / places).backward()
+        with computing_with(model, dict(cuts), travel):
+            loss = sum(loss_of(model(ids), targets) for ids, targets in (batch(place, step) for place in range(places)))
+            (loss / places).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM).item())
         optimizer.step()
         losses.append(loss.item() / places)
@@ -121,11 +128,17 @@ class Pipeline:
     """The stages of this rank, each on rings of its own, and their schedule.
 
     `mesh`: ("pp", "ring"), with "replicas" between them for a policy made by `outer` for each stage, or with "tp" after
-    them.
+    them. `how`: of the rings.
     """
 
     def __init__(
-        self, schedule: type, mesh: DeviceMesh, parts: int = 4, inferred: bool = False, outer: type | None = None
+        self,
+        schedule: type,
+        mesh: DeviceMesh,
+        parts: int = 4,
+        inferred: bool = False,
+        outer: Callable[[], Any] | None = None,
+        how: Mapping[str, Any] | None = None,
     ) -> None:
         self.mesh, names = mesh, mesh.mesh_dim_names[1:]
         self.batches = mesh[tuple(name for name in names if name != "tp")]
@@ -133,7 +146,8 @@ class Pipeline:
         per_stage = parts // ranks if schedule is Schedule1F1B else 1
         count = parts // per_stage
         pieces = make_parts(parts)
-        self.slices = {i: slice(i * per_stage, (i + 1) * per_stage) for i in range(rank, count, ranks)}
+        mine = (rank, count - 1 - rank) if schedule is ScheduleZBVZeroBubble else range(rank, count, ranks)
+        self.slices = {i: slice(i * per_stage, (i + 1) * per_stage) for i in mine}
         self.stages = {index: nn.Sequential(*pieces[which]) for index, which in self.slices.items()}
         made = []
         for index, stage in self.stages.items():
@@ -144,7 +158,8 @@ class Pipeline:
                     tensor_parallel(part, mesh["tp"])
             elif outer is not None:
                 options = {"dims": RotationDims(replicate="replicas"), "outer": outer()}
-            rtp_ext.fully_rotate(stage, mesh=mesh[names], timeout=60.0, **options)
+            place = mesh[names] if how is None else rtp_ext.Ring(mesh[names], timeout=60.0, **how)
+            rtp_ext.fully_rotate(stage, mesh=place, timeout=60.0, **options)
             ids, hidden = torch.zeros(ROWS, TOKENS, dtype=torch.int64), torch.zeros(ROWS, TOKENS, WIDTH).double()
             logits = torch.zeros(ROWS, TOKENS, VOCABULARY).double()
             taken = ids if index == 0 else hidden.requires_grad_()
@@ -156,6 +171,9 @@ class Pipeline:
         self.first, self.last = 0 in self.stages, count - 1 in self.stages
         self.parameters = [p for stage in self.stages.values() for p in stage.parameters()]
         self.optimizer = adamw(self.parameters)
+        for policy in map(rtp_ext.outer_of, self.stages.values()):
+            if isinstance(policy, AfterSteps):
+                policy.attach(self.optimizer)
 
     @property
     def place(self) -> int:
@@ -174,6 +192,18 @@ class Pipeline:
             index: (ring.hops("weight"), ring.hops("gradient"), *ring.prefetched(), sent[index])
             for index, ring in rings.items()
         }
+
+    def cuts(self) -> tuple[tuple[str, Cuts], ...]:
+        """Of the weights of all parts that rotate, by name; every rank has to call this."""
+        mine = {}
+        for index, stage in self.stages.items():
+            for name, parameter in stage.named_parameters():
+                part, _, rest = name.partition(".")
+                if parameter.dim() > 1:
+                    mine[f"{self.slices[index].start + int(part)}.{rest}"] = cuts_of(parameter)
+        told = [None] * self.mesh.size(0)
+        dist.all_gather_object(told, mine, group=self.mesh.get_group("pp"))
+        return tuple(sorted(item for theirs in told for item in theirs.items()))
 
     def backward(self, step: int) -> float | None:
         """All micro-batches. Returns the mean of their losses over all places, where this rank has the last stage."""
@@ -202,10 +232,12 @@ class Pipeline:
 
 
 def trains_like_one_process(
-    cases: Cases, what: str, pipeline: Pipeline, parts: int, steps: int
+    cases: Cases, what: str, pipeline: Pipeline, parts: int, steps: int, travel: str | None = None
 ) -> dict[int, tuple[int, ...]]:
-    """Returns what was counted of the last step. Parameters say nothing of the scale of gradients; norms do."""
-    plain, losses, norms = trained(parts, pipeline.batches.size(), steps)
+    """Returns what was counted of the last step. Parameters say nothing of the scale of gradients; norms do. `travel`:
+    of the weights."""
+    rounded = () if travel is None else (pipeline.cuts(), travel)
+    plain, losses, norms = trained(parts, pipeline.batches.size(), steps, *rounded)
     initial = make_parts(parts)
     for step in range(steps):
         before = pipeline.counted()

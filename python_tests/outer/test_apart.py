@@ -15,6 +15,7 @@ from apart_cases import (
     property_cases,
     training_cases,
 )
+from freezing_cases import freezing_cases
 from grids import few
 from harness import Cases, run_ranks
 from reference import assert_same, differs
@@ -171,7 +172,7 @@ def test_against_workers_in_one_process():
 
 def _two_by_two(rank, ranks, folder):
     cases = Cases()
-    for part in (property_cases, counting_cases, training_cases, apart_refusals, frozen_cases):
+    for part in (property_cases, counting_cases, training_cases, apart_refusals, frozen_cases, freezing_cases):
         part(rank, ranks, cases)
     checkpoint_cases(rank, ranks, cases, folder)
     cases.finish()

@@ -6,9 +6,13 @@ its rounding, may go to either. `reckoned` makes them with torch alone, in float
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
 import torch
 from reference import chunk
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from rtp_ext import _native
 
@@ -39,6 +43,37 @@ def rebuilt(whole: Tensor, dim: int, ranks: int, travel: str | None, rows: int |
     return torch.cat([arrived(chunk(whole, ranks, rank, dim), travel, rows) for rank in range(ranks)], dim)
 
 
+Cuts = tuple[tuple[int, int], ...]  # dimension and number of parts, one cut after the other; the ring's is the last
+
+
+def cuts_of(parameter: DTensor) -> Cuts:
+    """How a parameter is cut: by tensor parallelism, if at all, and then over the ring."""
+    ranks = parameter.device_mesh.shape
+    return tuple((p.dim, ranks[n]) for n, p in enumerate(parameter.placements) if isinstance(p, Shard))
+
+
+def rebuilt_parts(whole: Tensor, cuts: Cuts, travel: str | None) -> Tensor:
+    """A whole parameter of what arrives of the shards of each of its parts."""
+    (dim, ranks), *further = cuts
+    if not further:
+        return rebuilt(whole, dim, ranks, travel)
+    parts = [rebuilt_parts(chunk(whole, ranks, rank, dim), tuple(further), travel) for rank in range(ranks)]
+    return torch.cat(parts, dim)
+
+
+@contextlib.contextmanager
+def computing_with(model: nn.Module, cuts: Mapping[str, Cuts], travel: str | None) -> Iterator[None]:
+    """Within, a plain model has the weights that the ranks of a ring compute with; then its exact ones again."""
+    exact = {name: model.get_parameter(name).detach().clone() for name in cuts}
+    with torch.no_grad():
+        for name, values in exact.items():
+            model.get_parameter(name).copy_(rebuilt_parts(values, cuts[name], travel))
+    yield
+    with torch.no_grad():
+        for name, values in exact.items():
+            model.get_parameter(name).copy_(values)
+
+
 def blocks_of(values: Tensor) -> Tensor:
     """[blocks, 128] float64, the last one filled up with zeros."""
     flat = values.detach().double().flatten()
@@ -49,6 +84,42 @@ def most_in_block(values: Tensor) -> Tensor:
     """For every number, the largest magnitude in its block."""
     blocks = blocks_of(values)
     return blocks.abs().amax(1, keepdim=True).expand_as(blocks).flatten()[: values.numel()].view(values.shape)
+
+
+_NOTHING = 1e-14  # what is zero but for rounding, such as the gradient of the bias of a key
+
+
+class Contributions:
+    """Whether gradients that came straight home are off by the rounding of what others have contributed, and by no
+    more. `travel`: int8 or bfloat16."""
+
+    def __init__(self, travel: str) -> None:
+        self.travel = travel
+        self.numbers = self.rounded = self.refused = 0
+
+    def bound(self, part: Tensor) -> Tensor:
+        """What one number may be off by; contiguous, as it travels."""
+        return most_in_block(part) / 254 if self.travel == "int8" else part.abs() * 2.0**-8
+
+    def check(self, what: str, found: Tensor, own: Tensor, others: Sequence[Sequence[Tensor]]) -> None:
+        """`others`: for each other rank what it contributed, in each of its backwards, every one of which is rounded
+        once; `own` is not."""
+        if found.numel() == 0:
+            return
+        parts = [part.contiguous() for rank in others for part in rank]
+        slack = 1e-6 * sum(part.abs().max() for part in (own, *parts)) + _NOTHING  # of sums in float32
+        allowed = sum(map(self.bound, parts)) + slack
+        error = (found - own - sum(parts)).abs()
+        assert (error <= allowed).all(), f"{what}: {(error - allowed).max()} beyond {allowed.max()}"
+        missing = sum(others[0]).abs()
+        self.numbers += int((missing > _NOTHING).sum())
+        self.rounded += int((error > 0.1 * allowed).sum())
+        self.refused += int((error + missing > allowed).sum())
+
+    def controls(self) -> None:
+        assert self.rounded > 0.2 * self.numbers > 0, f"control: of {self.numbers} only {self.rounded} were rounded"
+        text = f"control: without a rank's contribution {self.refused} of {self.numbers} numbers are refused"
+        assert self.refused > 0.8 * self.numbers, text
 
 
 def reckoned(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,8 +37,8 @@ def test_the_checksum_is_the_one_of_the_standard():
 class Rings:
     """Rings whose native transports can flip bits. `verify`: with checksums."""
 
-    def __init__(self, transport: str) -> None:
-        self.transport = transport
+    def __init__(self, transport: str, **options) -> None:
+        self.options = {"transport": transport, "timeout": PATIENT, **options}
 
     def make(self, verify: bool) -> tuple[rtp_ext.Ring, object]:
         made, original = [], _native.CheckedTransport
@@ -49,7 +49,7 @@ class Rings:
 
         _native.CheckedTransport = disturbed
         try:
-            ring = rtp_ext.Ring(transport=self.transport, timeout=PATIENT, checksum=True)
+            ring = rtp_ext.Ring(checksum=True, **self.options)
         finally:
             _native.CheckedTransport = original
         return ring, made[0]

@@ -12,3 +12,8 @@ def engine() -> Any:
     from rtp_ext import _native
 
     return _native
+
+
+def wire_bytes(travel: str | None, element_bytes: int) -> float:
+    """Of a number that is `element_bytes` wide where it does not travel; its part of the scales included."""
+    return engine().wire_bytes(128, travel, element_bytes) / 128

@@ -49,7 +49,6 @@ class AfterSteps(Means):
         self._stepped: set[int] = set()  # optimizers of which the others have to follow
         self._rehearsing = False
         self._arrived = False  # gradients, since the last step
-        self._trained: set[int] = set()  # numbers of parameters that a step may have changed
         self._weights_differ = self._states_differ = False  # between replicas, or they may
         self._own_state_dict = False
         _refuse_unattached()
@@ -78,10 +77,6 @@ class AfterSteps(Means):
             known = (getattr(hook, "policy", None) for hook in module._state_dict_pre_hooks.values())
             if any(p is not None and self._has(p) for p in own) and not any(policy is self for policy in known):
                 module.register_state_dict_pre_hook(_Guard(self))
-
-    def _weights(self) -> list[tuple[int, Any]]:
-        """Parameters that training has changed, and their numbers, the same on all replicas."""
-        return [(index, p) for index, p in sorted(dict(self._claimed()).items()) if index in self._trained]
 
     def begin_forward(self) -> None:
         if self.acts and self._arrived and not self._optimizers and torch.is_grad_enabled():
@@ -144,14 +139,21 @@ class AfterSteps(Means):
             )
         refuse_scaler(self)
         self._trained |= {index for index, p in self._claimed() if p.requires_grad and p.is_floating_point()}
-        if self.replicas is not None and self._verified != self.fingerprint():
-            told = self.exchange(repr(self))
+        if self._has_to_verify():
+            told = self.exchange(f"{self!r} before step {self._steps + 1}")
             if any(theirs != told[0] for theirs in told):
-                raise ValueError(f"replicas disagree on the policy: got {', '.join(told)}")
+                raise ValueError(
+                    f"replicas disagree on the policy: got {', '.join(told)}: every rank has to take the same, and to "
+                    "freeze the same at the same step"
+                )
             self.verify()
         if self._steps == 0 and not self._stepped:
             with torch.inference_mode(False), torch.no_grad():
                 self._start()
+
+    def _has_to_verify(self) -> bool:
+        """Whether replicas compare policies, models and weights before this step."""
+        return self.replicas is not None and self._verified != self.fingerprint()
 
     def _after_step(self, optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
         if self._rehearsing:
@@ -332,6 +334,14 @@ class AfterSteps(Means):
     def _expect_attached(self, what: str) -> None:
         if not self._optimizers:
             raise ValueError(f"{self!r}: expected attach(optimizer) before {what}, which is of the optimizer too")
+        own = {id(parameter) for parameter in self._whole().parameters()}
+        for optimizer in self._optimizers:
+            if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+                raise ValueError(
+                    f"{self!r}: expected optimizers of this model alone before {what}, got a "
+                    f"{type(optimizer).__name__} with parameters of another, such as the next stage of a pipeline: "
+                    "build and attach one for each"
+                )
 
     @contextlib.contextmanager
     def _as_its_own(self) -> Iterator[None]:

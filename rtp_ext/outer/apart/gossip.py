@@ -59,6 +59,7 @@ class Gossip(AfterSteps):
             raise ValueError(f"Gossip: expected global_period to be a multiple of period {period}, got {global_period}")
         self._on_way: tuple[torch.Tensor, Swap, list[tuple[int, ...]]] | None = None  # matrix, buffers, their buckets
         self._moves: dict[int, torch.Tensor] = {}  # by number: what mixing changes, of what has arrived and is not due
+        self._agreed: dict[int, tuple[int, int]] = {}  # by replica: what it was last seen to have in common with this
 
     def __repr__(self) -> str:
         more = f", global_period={self.global_period}" if self.global_period else ""
@@ -70,6 +71,10 @@ class Gossip(AfterSteps):
     def connect(self, ring: Ring) -> None:
         check_topology(self.topology, ring.replicas)
         super().connect(ring)
+
+    def _has_to_verify(self) -> bool:
+        # Once they have begun, tickets tell of what changes: who has changed alone would be alone in a comparison.
+        return super()._has_to_verify() and (not self._verified or self._compared < len(self._members))
 
     def _act(self) -> None:
         if self.size == 1:
@@ -83,13 +88,14 @@ class Gossip(AfterSteps):
             self._average_weights()
             return
         matrix = mixing_matrix(self.topology, self.size, self._steps // self.period - 1)
+        common = self._common()
         if self.overlap:
             buckets = self._buckets(most=None)
-            self._on_way = matrix, self._send(matrix, buckets), buckets
+            self._on_way = matrix, self._send(matrix, buckets, common), buckets
             return
         swaps: deque[tuple[torch.Tensor, Swap, list[tuple[int, ...]]]] = deque()
         for bucket in self._buckets(BUCKET):
-            swaps.append((matrix, self._send(matrix, [bucket]), [bucket]))
+            swaps.append((matrix, self._send(matrix, [bucket], common), [bucket]))
             if len(swaps) == IN_FLIGHT:
                 self._mix(*swaps.popleft())
         for swap in swaps:
@@ -103,15 +109,17 @@ class Gossip(AfterSteps):
         total = sum(held(p).nbytes for _, p in weights)
         return bucketed(((i, p.dtype, held(p).numel()) for i, p in weights), total if most is None else most)
 
-    def _send(self, matrix: torch.Tensor, buckets: list[tuple[int, ...]]) -> Swap:
+    def _send(self, matrix: torch.Tensor, buckets: list[tuple[int, ...]], common: tuple[int, int]) -> Swap:
         me, weights = self.peers.rank, dict(self._weights())
         sources = [j for j in self.peers.others if matrix[me, j] != 0]
         targets = [j for j in self.peers.others if matrix[j, me] != 0]
         flats = [torch.cat([held(weights[index]).reshape(-1) for index in bucket]) for bucket in buckets]
         self._sent_bytes += len(targets) * sum(flat.nbytes for flat in flats)
-        travels = [index for bucket in buckets for index in bucket]
-        ticket = (self._steps, int(self.fingerprint()[:15], 16), travels[0] if travels else -1, len(travels))
-        return self.peers.begin_swap("gossip", ticket, flats, sources, targets)
+        peers = {*sources, *targets}
+        unsure = any(self._agreed.get(peer) != common for peer in peers)
+        swap = self.peers.begin_swap("gossip", (self._steps, *common), flats, sources, targets, unsure)
+        self._agreed |= dict.fromkeys(peers, common)
+        return swap
 
     def _combined(
         self, matrix: torch.Tensor, swap: Swap, buckets: list[tuple[int, ...]]

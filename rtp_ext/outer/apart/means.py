@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from rtp_ext.outer.apart.peers import Peers
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight, bucketed
+from rtp_ext.parameters.sharding import held
 
 BUCKET = 16 << 20  # bytes that travel at once at most, unless one shard is larger
 IN_FLIGHT = 2  # buckets, where what arrives can be put in its place at once
@@ -24,6 +27,7 @@ class Means(OuterPolicy):
         super().__init__()
         self._steps = 0  # of the optimizer
         self._sent_bytes = 0
+        self._trained: set[int] = set()  # numbers of parameters that a step may have changed
 
     @property
     def peers(self) -> Peers:
@@ -35,17 +39,27 @@ class Means(OuterPolicy):
         2 (K - 1) / K of what it is of, as a ring all-reduce sends it. Without the few bytes of bookkeeping."""
         return self._sent_bytes
 
+    def _weights(self) -> list[tuple[int, Any]]:
+        """Parameters that training has changed, and their numbers, the same on all replicas."""
+        return [(index, p) for index, p in sorted(dict(self._claimed()).items()) if index in self._trained]
+
+    def _common(self) -> tuple[int, int]:
+        """Numbers that differ, but for chance, where replicas have different models, or others of it frozen, and where
+        they mix different parameters."""
+        travels = hashlib.sha256(repr([(i, p.dtype, held(p).shape) for i, p in self._weights()]).encode())
+        return int(self.fingerprint()[:15], 16), int(travels.hexdigest()[:15], 16)
+
     def _meet(self, what: str) -> None:
         """Raises ValueError where replicas are about to do something else. Collective."""
         if self.replicas is None:
             return
-        told = self.exchange((what, self._steps, self.fingerprint()))
+        told = self.exchange((what, self._steps, *self._common()))
         for replica, theirs in enumerate(told):
             if theirs != told[0]:
                 raise ValueError(
                     f"replicas disagree: expected {told[0][0]} after step {told[0][1]} (replica 0), got {theirs[0]} "
                     f"after step {theirs[1]} in replica {replica}: every rank has to call its optimizer as often, with "
-                    "the same model and policy"
+                    "the same model and policy, and to freeze the same at the same step"
                 )
 
     def _begin_means(self, values: Sequence[torch.Tensor], most: int = BUCKET) -> Iterator[Flight]:

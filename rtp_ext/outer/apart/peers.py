@@ -25,7 +25,8 @@ class Swap:
     what: str
     sent: list[torch.Tensor] = field(default_factory=list)  # alive until they have arrived
     received: list[dict[int, torch.Tensor]] = field(default_factory=list)  # for each buffer, by replica
-    tickets: dict[int, torch.Tensor] = field(default_factory=dict)  # by replica
+    tickets: dict[int, torch.Tensor] = field(default_factory=dict)  # by replica, of all that send or receive
+    untold: int = 0  # works, the first ones, that bring tickets which have not been compared
     works: list[tuple[Sequence[int], Any]] = field(default_factory=list)  # with the replicas that they wait for
 
 
@@ -52,14 +53,27 @@ class Peers(Replicas):
     # -- from one to another -------------------------------------------------------------------------------------------
 
     def begin_swap(
-        self, what: str, ticket: Sequence[int], buffers: Iterable[torch.Tensor], sources: list[int], targets: list[int]
+        self,
+        what: str,
+        ticket: Sequence[int],
+        buffers: Iterable[torch.Tensor],
+        sources: list[int],
+        targets: list[int],
+        unsure: bool,
     ) -> Swap:
-        """Starts to send buffers to `targets`, and to receive those of `sources`; `end_swap` compares the tickets."""
+        """Starts to send buffers to `targets`, and to receive those of `sources`; `end_swap` compares the tickets.
+
+        `unsure`: some of them may be about to swap something else. Tickets are then compared before a buffer leaves:
+        gloo ends the process that receives a longer one than it waits for.
+        """
         self.check_alive(what)
         swap = Swap(what, [torch.tensor(ticket, dtype=torch.int64, device="cpu")])
-        for source in sources:
-            swap.tickets[source] = torch.zeros_like(swap.sent[0])
-        self._post(swap, self._control, swap.sent[0], swap.tickets, targets)
+        peers = sorted({*sources, *targets})
+        swap.tickets = {peer: torch.zeros_like(swap.sent[0]) for peer in peers}
+        self._post(swap, self._control, swap.sent[0], swap.tickets, peers)
+        swap.untold = len(swap.works)
+        if unsure:
+            self._compare(swap)
         for buffer in buffers:
             if not buffer.numel():
                 swap.received.append({source: buffer for source in sources})
@@ -88,19 +102,30 @@ class Peers(Replicas):
 
     def end_swap(self, swap: Swap) -> list[dict[int, torch.Tensor]]:
         """Waits: for each buffer what the sources sent, by replica. Raises ValueError where a ticket is another."""
-        for peers, work in swap.works:
-            self._wait(swap.what, work.wait, peers)
+        self._compare(swap)
+        self._wait_for(swap.what, swap.works)
+        return swap.received
+
+    def _wait_for(self, what: str, works: Sequence[tuple[Sequence[int], Any]]) -> None:
+        for peers, work in works:
+            self._wait(what, work.wait, peers)
+
+    def _compare(self, swap: Swap) -> None:
+        """Waits for the tickets, once. Raises ValueError where one is another."""
+        self._wait_for(swap.what, swap.works[: swap.untold])
+        del swap.works[: swap.untold]
+        swap.untold = 0
         mine = swap.sent[0]
         for source, ticket in swap.tickets.items():
             if not torch.equal(ticket, mine):
                 message = (
-                    f"replicas disagree: expected {swap.what} with ticket {mine.tolist()} (step, then what travels), "
+                    f"replicas disagree: expected {swap.what} with ticket {mine.tolist()} (step, model, what travels), "
                     f"got {ticket.tolist()} from replica {source}: every rank has to call its optimizer as often, with "
-                    "the same model and policy"
+                    "the same model and policy, and to freeze the same at the same step"
                 )
+                swap.works.clear()  # a kept traceback would keep connections, whose end is what tells the others
                 self.fail(message)
                 raise ValueError(message)
-        return swap.received
 
     # -- all of them ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.engine import engine
+from rtp_ext.planner.engine import engine, wire_bytes
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.time.gemm import Product, product_s, traffic_s
@@ -80,11 +80,6 @@ class RotationTime:
     makespan_s: tuple[float, float]
     hosts: int
     hops_s: tuple[float, float]
-
-
-def wire_bytes(travel: str | None, element_bytes: int) -> float:
-    """Of a number that is `element_bytes` wide where it does not travel; its part of the scales included."""
-    return engine().wire_bytes(128, travel, element_bytes) / 128
 
 
 def hop_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtp_ext.planner.constants import check_at_least, check_known
+from rtp_ext.planner.engine import wire_bytes
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 
@@ -246,13 +247,12 @@ class Strategy:
     @property
     def travel_bytes(self) -> float:
         """Of a value of a weight that rotates; in eight bits with its part of a scale for each 128 values."""
-        narrow = {"bfloat16": 2.0, "int8": 1 + 4 / 128}
-        return min(narrow.get(self.travel or "", self.param_bytes), self.param_bytes)
+        return wire_bytes(self.travel, self.param_bytes)
 
     @property
     def gradient_travel_bytes(self) -> float:
         """Of a value of a gradient that rotates."""
-        return 1 + 4 / 128 if self.gradient_travel == "int8" else self.reduce_bytes
+        return wire_bytes(self.gradient_travel, self.reduce_bytes)
 
     @property
     def effective_stack(self) -> str:

@@ -1,0 +1,204 @@
+"""A rank whose memory runs out in the middle of a step, and which itself goes on: others name it within the timeout,
+and what it does next on the ring is an error within the timeout too. Where all ranks caught it, training goes on."""
+
+import os
+import re
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from reference import assert_same, full
+from torch import nn
+
+import rtp_ext
+from rtp_ext.functional import rotated_linear
+from rtp_ext.nn import Flyweight
+
+TIMEOUT = 2.0
+PROMPT = TIMEOUT + 6.0  # some more for the scheduler
+VICTIM = 1
+NOTHING = 1 << 46  # numbers that no machine has memory for
+ERRORS = (torch.OutOfMemoryError, MemoryError, RuntimeError)
+
+
+class Small(nn.Linear):
+    """A part of what is copied; memory runs out in its second copy."""
+
+    hungry = False
+
+    def forward(self, x):
+        if Small.hungry == "copies":
+            Small.hungry = True
+        elif Small.hungry is True:
+            raise MemoryError("planted")
+        return super().forward(x)
+
+
+class Net(nn.Module):
+    """Layers by kind of pass: of C++, of Python, gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(6, 9), nn.LayerNorm(9)
+        self.second, self.third = nn.Linear(9, 6), nn.Linear(6, 6)
+        self.place = ""
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        if self.place == "forward":
+            raise torch.OutOfMemoryError("planted")
+        if self.place == "a product":  # its output is allocated before the first hop
+            x = x[:1].expand(NOTHING, -1)
+        x = self.second(x)
+        if self.place == "backward":
+            x.register_hook(_no_memory)
+        return self.third(x)
+
+
+def _no_memory(_gradient):
+    raise MemoryError("planted")
+
+
+def batch(rank, step):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+def _steps_until_error(step):
+    """The error that ends the steps, and the seconds since the last good one."""
+    last = time.monotonic()
+    for number in range(1000):
+        try:
+            step(number)
+        except Exception as error:
+            return error, time.monotonic() - last
+        last = time.monotonic()
+    raise AssertionError("no error")
+
+
+def _goes_on(rank, ranks, step, ring, plant, clear):
+    """Plants it on one rank, and has all of them go on until they hear of it. Returns the error of this one."""
+    for number in range(3):
+        step(number)
+    dist.barrier()
+    if rank == VICTIM:
+        plant()
+        with pytest.raises(ERRORS) as planted:
+            step(3)
+        assert not isinstance(planted.value, rtp_ext.RotationError), planted.value
+        clear()
+    error, seconds = _steps_until_error(step)
+    assert isinstance(error, rtp_ext.RotationError), f"{type(error)}: {error}"
+    assert seconds < PROMPT, f"{seconds} s: {error}"
+    assert not ring.alive
+    start = time.monotonic()
+    with pytest.raises(rtp_ext.RotationError, match="cannot be used any more"):
+        step(0)
+    ring.close()
+    assert time.monotonic() - start < PROMPT, "a dead ring answers at once"
+    return str(error)
+
+
+def _one_rank(rank, ranks, transport, folder):
+    os.environ["RTP_RECORD_DIR"] = folder
+    told = {}
+    for place in ("forward", "a product", "backward"):
+        model = rtp_ext.fully_rotate(Net(), transport=transport, timeout=TIMEOUT)
+
+        def step(number, model=model):
+            model.zero_grad()
+            model(batch(rank, number)).sum().backward()
+
+        def plant(model=model, place=place):
+            model.place = place
+
+        def clear(model=model):
+            model.place = ""
+
+        told[place] = _goes_on(rank, ranks, step, rtp_ext.ring_of(model), plant, clear)
+        dist.barrier()
+    ring = rtp_ext.Ring(transport=transport, timeout=TIMEOUT)
+    torch.manual_seed(0)
+    copies = Flyweight(Small(6, 9), ring, shard_dims={"weight": 0, "bias": 0})
+    layer = rtp_ext.nn.RotatedLinear(9, 9, ring=ring)
+
+    def step_of_copies(number):
+        layer(copies(batch(rank, number))).sum().backward()
+
+    def plant_in_copies():
+        Small.hungry = "copies"
+
+    def clear_copies():
+        Small.hungry = False
+
+    told["a pass from Python"] = _goes_on(rank, ranks, step_of_copies, ring, plant_in_copies, clear_copies)
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "c10d"), (3, "c10d"), (3, "tcp"), (2, "shm")])
+def test_a_rank_without_memory_that_goes_on(ranks, transport, tmp_path):
+    told = run_ranks(_one_rank, ranks, transport, str(tmp_path), timeout=200.0)
+    for place in told[0]:
+        # who waits for it names it; who waits for one that does, names that one
+        named = [rank for rank in range(ranks) if rank != VICTIM and re.search(r"rank 1\b", told[rank][place])]
+        assert named, f"{place}: {[each[place] for each in told]}"
+    assert list(Path(tmp_path).glob("rtp_record_*"))
+
+
+def _slots(rank, ranks, transport):
+    """Memory runs out within a pass, where its slots are allocated: the ring ends at once, and tells its neighbours."""
+    ring = rtp_ext.Ring(transport=transport, timeout=60.0, slot_cap=0)
+    shard = torch.zeros(8000, 3000)  # 96 MB, and so is a slot: more than what the heaps of other threads have reserved
+    small = rtp_ext.nn.RotatedLinear(8, 8, ring=ring)
+    small(torch.ones(1, 8)).sum().backward()
+    dist.barrier()
+    start, before = time.monotonic(), resource.getrlimit(resource.RLIMIT_AS)
+    if rank == VICTIM:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20), before[1]))
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            rotated_linear(torch.ones(1, 3000), shard, ring=ring, name="large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert time.monotonic() - start < 30.0, "not by the timeout"
+    if rank == VICTIM:
+        assert re.search("can't allocate memory|bad_alloc|allocate", str(caught.value)), caught.value
+    else:
+        assert isinstance(caught.value, rtp_ext.RotationError), caught.value
+    assert not ring.alive
+    for _ in range(2):
+        with pytest.raises(rtp_ext.RotationError, match="cannot be used any more"):
+            small(torch.ones(1, 8))
+    ring.close()
+
+
+@pytest.mark.parametrize("transport", ["c10d", "tcp"])
+def test_slots_that_there_is_no_memory_for(transport):
+    run_ranks(_slots, 2, transport)
+
+
+def _all_ranks(rank, ranks, transport):
+    """The same batch is too large for all: the usual answer is a smaller one."""
+    model, plain = rtp_ext.fully_rotate(Net(), transport=transport, timeout=30.0), Net()
+    for place in ("forward", "a product", "backward"):
+        model.place = place
+        with pytest.raises(ERRORS):
+            model(batch(rank, 0)).sum().backward()
+        model.place = ""
+        model.zero_grad(), plain.zero_grad()
+        model(batch(rank, 1)).square().sum().backward()
+        (sum(plain(batch(each, 1)).square().sum() for each in range(ranks)) / ranks).backward()
+        for name, parameter in model.named_parameters():
+            assert_same(full(parameter.grad), plain.get_parameter(name).grad, 1e-5, f"{place}: {name}")
+    rtp_ext.ring_of(model).close()
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_where_all_ranks_caught_it_training_goes_on(transport):
+    run_ranks(_all_ranks, 3, transport)
