@@ -21,6 +21,7 @@ from rtp_ext.host import cores, cpu_name
 from shared.hosts import card as made_hosts
 
 RESULTS = Path(__file__).parents[1] / "results"
+WITHOUT_RESULTS = (":/", ":(top,exclude)benchmarks/results")  # all files that git knows but these
 # fmt: off
 KEYS = (
     "benchmark", "case", "shape", "n", "k", "tokens", "ranks", "direction", "transport", "link", "dtype",
@@ -73,7 +74,7 @@ def environment_card(device: torch.device, command: str) -> dict[str, Any]:
 def _commit() -> str | None:
     """With `-dirty` where tracked files differ from it, other than results."""
     commit = output_of("git", "rev-parse", "--short=12", "HEAD")
-    changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", ":/", f":!{RESULTS.name}")
+    changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", *WITHOUT_RESULTS)
     return commit if changed is None else f"{commit}-dirty"
 
 

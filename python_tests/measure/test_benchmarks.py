@@ -15,7 +15,7 @@ import torch
 from harness import Cases, run_ranks
 from live_bytes import LiveBytes
 from shared import overlap_cases, overlap_options
-from shared.card import KEYS
+from shared.card import KEYS, WITHOUT_RESULTS
 from shared.launch import Place
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +34,15 @@ TINY = ["--device", "cpu", "--ring", "emulated", "--shapes", "cpu-tiny", "--toke
 
 def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a clone")
+def test_results_do_not_make_a_tree_dirty():
+    for folder in (ROOT, BENCHMARKS, BENCHMARKS / "shared"):
+        listed = ["git", "ls-files", "--full-name", "--", *WITHOUT_RESULTS]
+        files = subprocess.run(listed, cwd=folder, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert "benchmarks/report.py" in files and "README.md" in files
+        assert not [file for file in files if file.startswith("benchmarks/results")]
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
