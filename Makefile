@@ -10,6 +10,9 @@ DOCUMENTED := rtp_ext rtp_ext.planner rtp_ext.trace rtp_ext.schedule rtp_ext.tim
 
 MINUTES ?= 30
 
+# Where it is set each of the processes that tests start compiles the package anew, and each of pytest's all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: build simulators demo test frameworks versions lint format docs clean sweep compiled faults soak sanitize
 
 build: $(VENV)/.built
