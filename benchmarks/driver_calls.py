@@ -30,7 +30,8 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "python_tests" / "simulators"))
+# Before this folder, which has another module `compiled`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests" / "simulators"))
 
 from shared.card import append_line, command_line, environment_card, result_line
 

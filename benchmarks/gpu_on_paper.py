@@ -139,7 +139,8 @@ def tables() -> str:
 def written() -> str:
     """The tables that the page has."""
     text = PAGE.read_text()
-    return text[text.index(BEGIN) + len(BEGIN) : text.index(END)]
+    start = text.index(BEGIN) + len(BEGIN)
+    return text[start : text.index(END, start)]
 
 
 def main() -> None:
