@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "device/pool_scope.h"
+#include "base/pool_scope.h"
 
 namespace rtp {
 namespace {

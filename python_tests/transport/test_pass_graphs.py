@@ -272,27 +272,6 @@ def test_an_error_in_a_capture_ends_the_capture(sim):
     assert sim.mistakes() == []
 
 
-def test_in_a_graph_of_the_user_passes_are_steps_of_it(sim):
-    def work(rank, id_, barrier):
-        end = Rank(sim, rank, 2, id_, barrier, "push", late=True)
-        sim.set_compute(True)
-        graphs, layer = Graphs(end.executor), Layer(sim, rank, 2, 0, 6, "direct")
-        for step in range(3):
-            layer.step(graphs, step, 0)
-        barrier.wait(20)
-        sim.controls.capturing = True
-        barrier.wait(20)
-        before = graphs.captured, graphs.replayed
-        graphs.run("layer 0 forward", layer.forward, [layer.home, layer.feed(3, 0)[0]])
-        assert (graphs.captured, graphs.replayed) == before
-        barrier.wait(20)
-        sim.controls.capturing = False
-        sim.synchronize()
-        sim.set_compute(False)
-
-    values(run_threads(work, 2, sim.unique_id(), threading.Barrier(2)))
-
-
 def test_transports_that_need_both_ends_captured_are_refused(sim):
     def work(rank, ids):
         executor = _native.Executor(sim.nccl(ids, rank, 2, timedelta(seconds=20), None), rank, 2, torch.device("cpu"))

@@ -12,7 +12,7 @@
 #include <type_traits>
 
 #include "base/handles.h"
-#include "device/pool_scope.h"
+#include "base/pool_scope.h"
 
 namespace rtp {
 namespace {
