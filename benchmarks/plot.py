@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import NAMES, Row, last_runs, read_lines
+from report import Row, last_runs, read_lines
 from shared.hosts import bits_per_second
+from shared.names import NAMES
 from shared.outer_report import last_outer_run
 from shared.planner_figures import capacity, planned
 from shared.travel_report import last_travel_run, ways_of

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.card import RESULTS
+from shared.names import NAMES
 from shared.run_reports import OF_A_RUN
 from shared.travel_report import ways_of
 
@@ -55,23 +56,6 @@ FILES = {
     "outer": "outer.jsonl",
     "travel": "travel_curves.jsonl",
     "calls": "driver_calls.jsonl",
-}
-NAMES = {
-    "rtp-c10d": 'rtp, `transport="c10d"`',
-    "rtp-exact": "rtp, as computed with",
-    "rtp-flat": 'rtp, `route="ring"`',
-    "rtp-inplace": "rtp, `in_place=True`",
-    "rtp-unbundled": "rtp, `bundle=False`",
-    "rtp-recompute": "rtp, recomputing",
-    "rtp-fused": "rtp, recomputing, fused loss",
-    "rtp-2rings": "rtp, two rings",
-    "fsdp2": "`fully_shard` per block",
-    "fsdp2-noreshard": "`fully_shard` per block, `reshard_after_forward=False`",
-    "hsdp": "`fully_shard` per block, two replicas",
-    "ddp": "DDP",
-    "tp": "tensor parallelism (DTensor)",
-    "single": "one process, all batches",
-    "none": "no communication",
 }
 
 IMPOSSIBLE = 105  # % of the ceiling

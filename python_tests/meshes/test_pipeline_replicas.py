@@ -24,14 +24,17 @@ TENSOR_PARALLEL = [(Schedule1F1B, 2), (ScheduleInterleavedZeroBubble, 2)]
 
 
 def bytes_of_a_step(stage, outer, mesh):
-    """What a rank sends of one reduction of a stage's gradients; ZeroOuter also of one change of its weights."""
+    """What a rank sends of one reduction of a stage's gradients; ZeroOuter also of one change of its weights.
+
+    Over Gloo: there a reduce-scatter is an all-reduce.
+    """
     group, replicas = mesh.get_group("replicas"), mesh["replicas"].size()
     largest = torch.tensor([local(p).numel() for p in stage.parameters()])  # of the pieces of a shard
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     if outer is AllReduce:
         return 2 * (replicas - 1) * int(largest.sum()) * 8 // replicas
     cut = torch.tensor([p.placements[0] != Replicate() for p in stage.parameters()])
-    return (replicas - 1) * int(largest.sum() + largest[cut].sum()) * 8
+    return (replicas - 1) * int(2 * largest.sum() + largest[cut].sum()) * 8
 
 
 def _trains(rank, ranks):

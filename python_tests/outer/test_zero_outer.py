@@ -57,8 +57,9 @@ def widths(shape, rank):
 
 
 def scattered(shape, rank):
-    """Bytes of one reduce-scatter of all gradients: what stays on every replica goes to each of them."""
-    return (shape[0] - 1) * sum(widths(shape, rank)) * 8
+    """Bytes of one reduce-scatter of all gradients: what stays on every replica goes to each of them. Twice, since
+    Gloo's is an all-reduce."""
+    return 2 * (shape[0] - 1) * sum(widths(shape, rank)) * 8
 
 
 def _trains(rank, ranks, cases, shape, factor, ways, **how):
@@ -105,10 +106,7 @@ def _counts(rank, cases, shape):
             sent = policy.bytes_sent()
             step_on(model, optimizer, [functools.partial(batch_loss, model, rank, step)])
             gathered = (shape[0] - 1) * widths(shape, rank)[0] * 8
-            assert policy.bytes_sent() - sent == 2 * scattered(shape, rank) + gathered, (
-                policy.bytes_sent() - sent,
-                step,
-            )
+            assert policy.bytes_sent() - sent == scattered(shape, rank) + gathered, (policy.bytes_sent() - sent, step)
         assert before == {name: id(p) for name, p in model.named_parameters()}, "the same parameters throughout"
         mesh, homes = model.mix.weight.device_mesh, 0
         for name, parameter in model.named_parameters():

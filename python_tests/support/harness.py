@@ -186,10 +186,9 @@ class _Crew:
         __tracebackhide__ = True
         self.ran.append(fn.__qualname__)
         work = tempfile.mkdtemp(dir=self.folder.name)
-        message = ForkingPickler.dumps((fn, args, work))
         for rank in self.ranks:
             rank.done, rank.result, rank.failure = False, None, None
-        self._send(bytes(message))
+        self._send(*(bytes(ForkingPickler.dumps((fn, args, work))) for _ in self.ranks))  # a tensor arrives once
         self._collect(lost, time.monotonic() + timeout, timeout)
         shutil.rmtree(work, ignore_errors=True)
         return [rank.result for rank in self.ranks]
@@ -232,10 +231,11 @@ class _Crew:
             rank.pipe.close()
         self.folder.cleanup()
 
-    def _send(self, message: bytes) -> None:
-        for rank in self.ranks:
+    def _send(self, *messages: bytes) -> None:
+        """One to all, or one to each."""
+        for number, rank in enumerate(self.ranks):
             with contextlib.suppress(BrokenPipeError):
-                rank.pipe.send_bytes(message)
+                rank.pipe.send_bytes(messages[number % len(messages)])
 
     def _refuse(self, rank: _Rank, what: str) -> NoReturn:
         raise RankError(f"rank {self.ranks.index(rank)} {what}")

@@ -105,17 +105,18 @@ def test_an_older_nccl_registers_nothing(monkeypatch):
 
 def test_options_are_checked(monkeypatch):
     monkeypatch.delenv("RTP_DEBUG_DELAY_US", raising=False)
-    assert TransportOptions.of(None) == TransportOptions(0, 0, None, 0)
-    assert TransportOptions.of({"max_ctas": 4, "registered": False}) == TransportOptions(0, 4, False, 0)
+    assert TransportOptions.of(None) == TransportOptions(0, 0, False, None, 0)
+    assert TransportOptions.of({"max_ctas": 4, "registered": False}) == TransportOptions(0, 4, False, False, 0)
     monkeypatch.setenv("RTP_DEBUG_DELAY_US", "30")
     assert TransportOptions.of({}).delay_us == 30
     assert TransportOptions.of({"delay_us": 0}).delay_us == 0
     for given, error, text in [
-        ({"ctas": 1}, ValueError, "among min_ctas, max_ctas, registered, delay_us, ce_mode, got 'ctas'"),
+        ({"ctas": 1}, ValueError, "among min_ctas, max_ctas, blocking, registered, delay_us, ce_mode, got 'ctas'"),
         ({"max_ctas": "4"}, TypeError, "max_ctas to be an int, got '4'"),
         ({"max_ctas": True}, TypeError, "max_ctas to be an int, got True"),
         ({"delay_us": -1}, ValueError, "delay_us >= 0, got -1"),
         ({"registered": 1}, TypeError, "registered to be a bool or None, got 1"),
+        ({"blocking": None}, TypeError, "blocking to be a bool, got None"),
     ]:
         with pytest.raises(error, match=text):
             TransportOptions.of(given)

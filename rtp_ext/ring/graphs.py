@@ -120,7 +120,12 @@ class PassGraphs:
     def run(self, operation: str, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """What `function(executor, *arguments)` returns, enqueued as a graph where there is one for these tensors."""
         executor = self._executor
-        if executor.captured() or executor.traced():  # the user's own graph takes the pass; a trace wants its steps
+        if executor.captured():
+            raise _native.RotationError(
+                f"{operation}: expected no CUDA graph of the caller's around it on a ring whose passes are graphs; "
+                "make the ring with graphs='off'"
+            )
+        if executor.traced():  # a trace wants its steps
             return self._step(function, arguments)
         if executor.generation() != self._generation:
             self.forget()

@@ -1,11 +1,13 @@
 """Passes as graphs, without a GPU: which rings have them, and that operations write their results where they are told.
 What replays do is in python_tests/transport/test_pass_graphs.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from reference import random
 
-from rtp_ext import Ring
+from rtp_ext import Ring, RotationError
 from rtp_ext.functional import rotated_linear, rotated_linears, rotated_mlp
 from rtp_ext.ring.graphs import CAPTURED, Pass, PassGraphs, _fill, _places
 
@@ -26,6 +28,12 @@ def test_rings_that_have_no_graphs_say_why():
     with pytest.raises(ValueError, match="expected graphs 'off' with persistent_gemm=True, got 'auto'"):
         Ring(graphs="auto", persistent_gemm=True)
     ring.close()
+
+
+def test_a_graph_of_the_caller_is_refused():
+    captured = SimpleNamespace(captured=lambda: True, fix_slots=lambda: None)
+    with pytest.raises(RotationError, match=r"up: expected no CUDA graph of the caller's .* graphs='off'"):
+        PassGraphs(captured, "", on=True, device=CPU).run("up", max, (1, 2))
 
 
 class Placed:

@@ -1,0 +1,19 @@
+"""What tables and figures call the strategies."""
+
+NAMES = {
+    "rtp-c10d": 'rtp, `transport="c10d"`',
+    "rtp-exact": "rtp, as computed with",
+    "rtp-flat": 'rtp, `route="ring"`',
+    "rtp-inplace": "rtp, `in_place=True`",
+    "rtp-unbundled": "rtp, `bundle=False`",
+    "rtp-recompute": "rtp, recomputing",
+    "rtp-fused": "rtp, recomputing, fused loss",
+    "rtp-2rings": "rtp, two rings",
+    "fsdp2": "`fully_shard` per block",
+    "fsdp2-noreshard": "`fully_shard` per block, `reshard_after_forward=False`",
+    "hsdp": "`fully_shard` per block, two replicas",
+    "ddp": "DDP",
+    "tp": "tensor parallelism (DTensor)",
+    "single": "one process, all batches",
+    "none": "no communication",
+}
