@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from grids import few
 from harness import Cases, run_ranks
 from models import make_batch, make_model
 from reference import assert_same, random
@@ -138,7 +139,7 @@ def _compiled(rank, ranks):
     _compile(rank, ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_a_compiled_model_is_the_eager_one(ranks):
     run_ranks(_compiled, ranks, timeout=240.0)
 
@@ -203,6 +204,6 @@ def _refuse(rank, ranks):
     cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_what_cannot_be_traced_is_refused_and_the_ring_lives_on(ranks):
     run_ranks(_refuse, ranks)

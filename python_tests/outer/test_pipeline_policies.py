@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from grids import few
 from harness import Cases, run_ranks
 from pipeline_models import LARGEST_NORM, Pipeline, adamw, batch, loss_of, make_parts
 from reference import assert_same, differs, full
@@ -58,7 +59,7 @@ def _trains(rank, ranks):
     cases = Cases()
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "replicas", "ring"))
     shape, replica = tuple(mesh.shape[1:]), mesh.get_local_rank("replicas")
-    for schedule, policy, act in POLICIES:
+    for schedule, policy, act in few([POLICIES[0], POLICIES[2]], POLICIES):
         what = f"{schedule.__name__}, {policy()!r}"
         pipeline = Pipeline(schedule, mesh, PARTS, outer=policy)
         for step in range(STEPS):

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from grids import few
 from harness import Cases, RankError, run_ranks
 from models import batch_loss, make_model, train
 from torch.distributed.tensor import DTensor
@@ -154,21 +155,24 @@ def test_ranks_are_kept_and_find_themselves_as_new():
     assert [each[0] for each in run_ranks(_process, 2)] == [each[0] for each in first]
 
 
+LEAVE_SOMETHING = [
+    _patches,
+    _patches_a_class,
+    _patches_torch_on_one,
+    _fills_a_table,
+    _adds_a_handler,
+    _leaves_a_thread,
+    _leaves_a_ring,
+    _leaves_a_group,
+    _sets_a_dtype,
+    _compiles,
+    _imports,
+]
+
+
 @pytest.mark.parametrize(
     "fn",
-    [
-        _patches,
-        _patches_a_class,
-        _patches_torch_on_one,
-        _fills_a_table,
-        _adds_a_handler,
-        _leaves_a_thread,
-        _leaves_a_ring,
-        _leaves_a_group,
-        _sets_a_dtype,
-        _compiles,
-        _imports,
-    ],
+    few([_patches_torch_on_one, _leaves_a_ring, _sets_a_dtype], LEAVE_SOMETHING),
 )
 def test_ranks_that_are_not_as_new_are_not_kept(fn):
     before = run_ranks(_process, 2)

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from grids import few
 from harness import Cases, run_ranks
 from reference import chunk, random
 from test_checksum import PATIENT, Rings, same
@@ -82,7 +83,9 @@ def _flipped(rank, ranks, transports):
     cases.finish()
 
 
-@pytest.mark.parametrize(("ranks", "transports"), [(2, ["shm"]), (3, ["tcp", "c10d"])])
+@pytest.mark.parametrize(
+    ("ranks", "transports"), few([(2, ["shm"]), (3, ["c10d"])], [(2, ["shm"]), (3, ["c10d"]), (3, ["tcp"])])
+)
 def test_a_flipped_bit_of_few_is_found(ranks, transports):
     run_ranks(_flipped, ranks, transports)
 
