@@ -36,14 +36,6 @@ def pytest_collection_finish():
     gc.enable()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def ranks_that_are_kept():
-    yield
-    import harness
-
-    harness.end_ranks()
-
-
 @pytest.fixture
 def sim():
     import simulated_cuda  # here: its place on the import path is known when tests run

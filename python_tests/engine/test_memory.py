@@ -52,7 +52,7 @@ def _probe(rank, ranks, strategy):
 @functools.cache
 def memory_of(strategy, ranks=RANKS):
     """Of the rank that holds most."""
-    return max(run_ranks(_probe, ranks, strategy, alone=True), key=lambda memory: memory.peak)
+    return max(run_ranks(_probe, ranks, strategy), key=lambda memory: memory.peak)
 
 
 def persistent(memory):

@@ -156,7 +156,7 @@ def _memory(rank, ranks):
 
 
 def test_logits_never_exist_as_a_whole():
-    run_ranks(_memory, 4, alone=True)
+    run_ranks(_memory, 4)
 
 
 def _saved(rank, ranks):

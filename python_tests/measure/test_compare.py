@@ -225,7 +225,7 @@ def _check_compare(cases, compare, parse, file):
 
 def test_strategies_agree_and_absurd_wishes_are_refused(tmp_path):
     pytest.importorskip("transformers")
-    run_ranks(_compares, 2, str(tmp_path / "made" / "compare.jsonl"), timeout=300.0, alone=True)
+    run_ranks(_compares, 2, str(tmp_path / "made" / "compare.jsonl"), timeout=300.0)
 
 
 def test_a_results_file_is_tried_before_the_run(tmp_path):

@@ -264,7 +264,7 @@ def test_only_this_ranks_rows_are_read(tmp_path):
     weight = torch.arange(float(FEATURES)).unsqueeze(1).repeat(1, FEATURES)
     file = save({"0.weight": weight}, tmp_path / "large.safetensors")
     save(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path / "small.safetensors")
-    run_ranks(_pages, 4, str(file), alone=True)
+    run_ranks(_pages, 4, str(file))
 
 
 def test_works_without_ranks(tmp_path, caplog):

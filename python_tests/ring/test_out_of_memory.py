@@ -19,7 +19,7 @@ import rtp_ext
 from rtp_ext.functional import rotated_linear
 from rtp_ext.nn import Flyweight
 
-TIMEOUT = 2.0
+TIMEOUT = 4.0
 PROMPT = TIMEOUT + 6.0  # some more for the scheduler
 VICTIM = 1
 NOTHING = 1 << 46  # numbers that no machine has memory for
