@@ -166,7 +166,8 @@ def make_batch(args: argparse.Namespace, tokens: int, ranks: Iterable[int], devi
 
 
 def make_trainer(strategy: str, place: Place, args: argparse.Namespace) -> Trainer:
-    asked = {name: getattr(args, name) for name in ("travel", "gradient_route", "gradient_travel")}
+    ways = _ways(strategy, args)
+    reduce_dtype = ways.pop("reduce_dtype")
     return Trainer(
         strategy,
         WORKLOADS[args.model].build,
@@ -175,8 +176,8 @@ def make_trainer(strategy: str, place: Place, args: argparse.Namespace) -> Train
         dtype=args.dtype,
         lr=args.lr,
         seed=args.seed,
-        reduce_dtype=args.reduce_dtype,
-        rotation={name: value for name, value in asked.items() if value is not None},
+        reduce_dtype=reduce_dtype,
+        rotation={name: value for name, value in ways.items() if value is not None},
     )
 
 
@@ -292,7 +293,7 @@ def _result(
         transport=contestant.transport,
         backend=dist.get_backend(),
         dtype=args.dtype,
-        **_travelled(contestant.strategy, args),
+        **_ways(contestant.strategy, args),
         asked_travel=args.travel,
         ring_bytes=contestant.ring_bytes,
         step_ms=times.median / 1e3,
@@ -317,8 +318,8 @@ def _result(
     )
 
 
-def _travelled(strategy: str, args: argparse.Namespace) -> Result:
-    """What weights and gradients of this strategy travelled in, and how; None is the default."""
+def _ways(strategy: str, args: argparse.Namespace) -> Result:
+    """What weights and gradients of this strategy travel in, and how; None is the default."""
     kind = STRATEGIES[strategy]
     rotated = strategy.startswith("rtp") and not kind.exact
     told = {name: getattr(args, name) if rotated else None for name in ("travel", "gradient_route", "gradient_travel")}
@@ -326,7 +327,7 @@ def _travelled(strategy: str, args: argparse.Namespace) -> Result:
 
 
 def _closed_form(strategy: str, place: Place, args: argparse.Namespace) -> float | None:
-    ways = _travelled(strategy, args)
+    ways = _ways(strategy, args)
     if {args.dtype, ways["reduce_dtype"]} != {"float32"} or ways["travel"] or ways["gradient_travel"]:
         return None
     with torch.device("meta"):

@@ -38,6 +38,7 @@ from shared.card import (
 )
 from shared.compiled_report import page
 from shared.launch import Place, add_launch_options, is_first, launch
+from shared.memory import status_bytes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -173,9 +174,7 @@ def peak(device: torch.device) -> int:
     """Bytes, since `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    found = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found[1])
+    return status_bytes("VmHWM")
 
 
 def compare(args: argparse.Namespace) -> bool:

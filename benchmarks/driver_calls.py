@@ -105,10 +105,8 @@ def count(sim: Any, transport: str, mode: str, ranks: int) -> dict[str, Any]:
         x, dy = torch.ones(TOKENS, INPUTS), torch.ones(TOKENS, OUTPUTS)
 
         graphs = FixedPlaces(executor) if mode == "replayed" else None
-        if graphs is not None:
-            sim.set_compute(
-                True
-            )  # the host's own stream cannot be captured; the products are made at once all the same
+        if graphs is not None:  # the host's own stream cannot be captured; the products are made at once all the same
+            sim.set_compute(True)
 
         def step() -> None:
             forward: Any = (_native.linear_forward, [[x], [home], bundle, projections, options])

@@ -19,8 +19,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shared.calls_report import last_calls
-from shared.card import RESULTS
+from shared.card import RESULTS, last_command
 
 from rtp_ext.planner import Cluster
 from rtp_ext.planner.constants import TimeConstants, host_constant
@@ -67,7 +66,7 @@ class Host:
 
 def hosts() -> dict[str, Host]:
     counted = {}
-    for row in last_calls([json.loads(line) for line in CALLS.read_text().splitlines()]):
+    for row in last_command([json.loads(line) for line in CALLS.read_text().splitlines()]):
         counted[row["transport"], row["mode"]] = row
     call, group, product, replay = (
         host_constant(name) * 1e6 for name in ("call_s", "nccl_group_s", "product_s", "replay_s")

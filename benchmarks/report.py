@@ -281,11 +281,8 @@ def compare_table(rows: list[Row], columns: Columns = COMPARE) -> str:
 
 def words_of(row: Row) -> set[Any]:
     words = {row["shape"], row["direction"], row["link"], row["transport"], f"R{row['ranks']}", f"T{row['tokens']}"}
-    return (
-        words
-        | ({row["rate"], f"H{row['hosts']}", f"G{row['ranks_per_host']}"} if "hosts" in row else set())
-        | {row.get("asked_travel") or "exact"}
-    )
+    words.add(row.get("asked_travel") or "exact")
+    return words | ({row["rate"], f"H{row['hosts']}", f"G{row['ranks_per_host']}"} if "hosts" in row else set())
 
 
 def _comparable(line: Row, row: Row) -> bool:

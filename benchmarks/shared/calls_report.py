@@ -22,11 +22,6 @@ CALLS: dict[str, Callable[[Row], str | None]] = {
 }
 
 
-def last_calls(lines: list[Row]) -> list[Row]:
-    """The rows of the last run of driver_calls.py."""
-    return [line for line in lines if (line["command"], line["date"]) == (lines[-1]["command"], lines[-1]["date"])]
-
-
 def calls_note(rows: list[Row]) -> str:
     """For below a command."""
     return (

@@ -102,6 +102,12 @@ def refusal_to_write(path: Path) -> str | None:
     return None
 
 
+def last_command(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of the command that wrote the last one; none of none."""
+    last = lines[-1] if lines else {}
+    return [line for line in lines if (line["command"], line["date"]) == (last["command"], last["date"])]
+
+
 def append_line(path: Path, line: dict[str, Any]) -> None:
     """Appends `line` to a file of JSON lines, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

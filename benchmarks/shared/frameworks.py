@@ -123,8 +123,7 @@ def _trainers(stock: type, ours: type, make: Callable[[], nn.Module], folder: st
     """Trains with both; saves in the middle and at the end, goes on from the middle, and loads the end.
 
     `options`: `load` reads a saved model; `arguments`, the class of the arguments; `data`; `more`, for both trainers;
-    `rotate`, makes the
-    options of a ring.
+    `rotate` makes the options of a ring.
     """
     arguments = options.pop("arguments", None)
 

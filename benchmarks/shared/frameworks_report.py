@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
-MARKER = re.compile(r"(<!-- frameworks: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+from shared import own_pages
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
     """Of each framework and mesh the last line, in the order of the first. Raises ValueError where there is none."""
-    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    if not lines:
+    rows = own_pages.last_lines(path, lambda line: (line["framework"], _mesh(line)))
+    if not rows:
         raise ValueError(f"expected results in {path}, found none")
-    return list({(line["framework"], _mesh(line)): line for line in lines}.values())
+    return rows
 
 
 def _mesh(line: dict[str, Any]) -> str:
@@ -25,15 +23,12 @@ def _mesh(line: dict[str, Any]) -> str:
 
 def page(text: str, results: Path) -> str:
     """A page with its table made anew; `results`: the folder of the machines."""
-    if not MARKER.search(text):
-        raise ValueError("expected a block <!-- frameworks: MACHINE --> ... <!-- end -->, found none")
-    return MARKER.sub(
-        lambda found: found[1] + table(last_lines(results / found[2] / "frameworks.jsonl")) + found[4], text
+    return own_pages.made_anew(
+        text, "frameworks", lambda machine: table(last_lines(results / machine / "frameworks.jsonl"))
     )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    first = rows[0]
     head = [
         "framework",
         "ranks",
@@ -44,19 +39,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         "parameters on a rank",
     ]
     lines = [[*head, "resumed in the middle", "saved and loaded"]]
-    lines.append(["---"] * len(lines[0]))
     for row in rows:
         cells = [f"{row['framework']} {row['framework_version']}", _mesh(row), row["reference"], str(row["steps"])]
         cells += [_spread(row["loss_spread"]), _spread(row["norm_spread"]), f"{100 * row['kept']:.1f} %"]
         lines.append([*cells, _equal(row["resumed"]), _equal(row["reloaded"])])
-    commands = "\n".join(f"    {command}" for command in dict.fromkeys(row["command"] for row in rows))
-    dates = sorted({row["date"][:10] for row in rows})
-    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
-    about = (
-        f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))} at commit {commits}, torch {first['torch']}. "
-    )
-    about += "Ranks: of one ring, or replicas x those of a ring."
-    return f"\n{commands}\n\n{about}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
+    return own_pages.measured(rows, ". Ranks: of one ring, or replicas x those of a ring.", lines)
 
 
 def _spread(value: float | None) -> str:

@@ -183,11 +183,11 @@ class _HostMeter:
         self._libc.malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         self._held = self._mapped() - self._shared()
-        self._resident = _status("VmRSS")
+        self._resident = status_bytes("VmRSS")
 
     def peak(self) -> int:
         # shared memory is allocated once and kept, so its level at the end is its peak
-        return self._held + _status("VmHWM") - self._resident + self._shared() - self._base
+        return self._held + status_bytes("VmHWM") - self._resident + self._shared() - self._base
 
     def footprint(self, size: int) -> int:
         """Bytes that `_mapped` counts for a storage of `size` bytes: whole pages with a header; nothing if small."""
@@ -217,7 +217,7 @@ class _HostMeter:
         return total
 
 
-def _status(field: str) -> int:
+def status_bytes(field: str) -> int:
     """A size from /proc/self/status, in bytes."""
     found = re.search(rf"^{field}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if found is None:

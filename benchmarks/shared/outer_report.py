@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from shared.card import last_command
+
 Row = dict[str, Any]
 
 SPREAD = 0.05  # of the kernel's count from the policy's, at most
@@ -30,8 +32,7 @@ def last_outer_run(lines: list[Row], words: list[str]) -> list[Row]:
         {line.get("rate"), f"R{line['ring']}", f"S{line['steps']}", line.get("optimizer", "AdamW")} for line in lines
     ]
     lines = [line for line, mine in zip(lines, known, strict=True) if set(words) <= mine]
-    last = lines[-1] if lines else {}
-    run = [line for line in lines if (line["command"], line["date"]) == (last["command"], last["date"])]
+    run = last_command(lines)
     whole = [line["sent_bytes"] for line in run if line["strategy"] == "all-reduce"]
     return [{**line, "all_reduce_bytes": whole[0]} for line in run] if whole else []
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from shared.calls_report import CALLS, calls_note, last_calls
+from shared.calls_report import CALLS, calls_note
+from shared.card import last_command
 from shared.outer_report import OUTER, last_outer_run, outer_note
 from shared.travel_report import TRAVEL, last_travel_run, travel_note
 
@@ -13,5 +14,5 @@ Row = dict[str, Any]
 OF_A_RUN: dict[str, tuple[Callable[..., list[Row]], dict[str, Callable[[Row], str | None]], Callable[..., str]]] = {
     "outer": (last_outer_run, OUTER, outer_note),
     "travel": (lambda lines, _: last_travel_run(lines), TRAVEL, travel_note),
-    "calls": (lambda lines, _: last_calls(lines), CALLS, calls_note),
+    "calls": (lambda lines, _: last_command(lines), CALLS, calls_note),
 }

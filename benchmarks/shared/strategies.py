@@ -29,8 +29,8 @@ class Strategy:
     single process trains on the batches of all ranks. `alone`: every rank trains a model of its own on its own batch.
     `whole_batch`: every rank computes with the batches of all ranks, and with its part of the weights. `model_method`:
     what a model must have for it. `language`: only for causal language models of the transformers package. `replicas`:
-    of the weights, each of them spread over as many ranks. `exact`: weights and gradients travel as they are computed
-    with, whatever else is asked for.
+    of the weights, each of them spread over as many ranks. `exact`: is given no options of what travels, so that it
+    stands beside those that are.
     """
 
     convert: Callable[..., nn.Module]
@@ -160,8 +160,6 @@ class Trainer:
         rotation: Mapping[str, Any] | None = None,
     ) -> None:
         kind = STRATEGIES[strategy]
-        if kind.exact:
-            reduce_dtype, rotation = "float32", None
         compute_dtype = DTYPES[dtype]
         policy = None
         self._autocast: torch.dtype | None = None

@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shared.card import last_command
+
 Row = dict[str, Any]
 
 TRAVEL: dict[str, Callable[[Row], str | None]] = {
@@ -53,7 +55,7 @@ def over_seeds(rows: Sequence[Row]) -> list[Row]:
 
 def last_travel_run(lines: list[Row]) -> list[Row]:
     """The last run of travel_curves.py, as `over_seeds`; none where there is none."""
-    run = [line for line in lines if (line["command"], line["date"]) == (lines[-1]["command"], lines[-1]["date"])]
+    run = last_command(lines)
     return over_seeds(run) if any(line["strategy"] == "float32" for line in run) else []
 
 

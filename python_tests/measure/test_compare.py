@@ -223,6 +223,16 @@ def _check_compare(cases, compare, parse, file):
         torch.cuda.is_available, torch.cuda.device_count = available, count
 
 
+def test_what_a_strategy_is_given_of_what_travels():
+    import compare
+
+    asked = SimpleNamespace(travel="int8", gradient_route="direct", gradient_travel=None, reduce_dtype="bfloat16")
+    exact = {"travel": None, "gradient_route": None, "gradient_travel": None, "reduce_dtype": "float32"}
+    assert compare._ways("rtp", asked) == vars(asked)
+    assert compare._ways("rtp-exact", asked) == compare._ways("ddp", asked) == exact
+    assert compare._ways("fsdp2", asked) == {**exact, "reduce_dtype": "bfloat16"}
+
+
 def test_strategies_agree_and_absurd_wishes_are_refused(tmp_path):
     pytest.importorskip("transformers")
     run_ranks(_compares, 2, str(tmp_path / "made" / "compare.jsonl"), timeout=300.0)

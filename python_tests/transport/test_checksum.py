@@ -1,5 +1,6 @@
 """Ring(checksum=True): a bit that flips on the way is an error that names the hop; without it, numbers are wrong."""
 
+import functools
 import re
 
 import pytest
@@ -68,9 +69,33 @@ def same(ours, theirs) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def told_of_a_flip(rings, channel, ranks, act, hop) -> None:
+    """Flips a bit of the last hop to the last rank, whose error has to match `hop`; all ranks hear of it."""
+    ring, native = rings.make(verify=True)
+    flips_here = ring.rank == ranks - 1
+    if flips_here:
+        native.flip(channel, ranks - 2)
+    with pytest.raises(rtp_ext.RotationError) as caught:
+        for _ in range(100):  # who is done before it hears of it goes on
+            act(ring)
+    text = str(caught.value)
+    if flips_here:
+        assert re.search(hop, text), text
+    assert not ring.alive
+    dist.barrier()
+    ring.close()
+
+
+def unnoticed(rings, channel, ranks, act):
+    """The same without checksums: what `act` gives then, and the ring, which is left open."""
+    ring, native = rings.make(verify=False)
+    if ring.rank == ranks - 1:
+        native.flip(channel, ranks - 2)
+    return act(ring), ring
+
+
 def _flipped(rank, ranks):
     cases = Cases()
-    odd = ranks - 1  # the rank that a disturbed hop reaches
     for transport in TRANSPORTS:
         with rtp_ext.Ring(transport=transport, timeout=PATIENT) as plain:
             expected = results(plain, rank)
@@ -80,27 +105,15 @@ def _flipped(rank, ranks):
             rtp_ext.Ring(transport=transport, timeout=PATIENT, checksum=True) as ring,
         ):
             assert ring.transport == transport and same(results(ring, rank), expected)
+        act = functools.partial(results, rank=rank)
         for channel in ("weight", "gradient"):
-            number = ranks - 2  # the last hop of a forward, and of the gradient
             with cases.case(f"{transport}, {channel}, found"):
-                ring, native = rings.make(verify=True)
-                if rank == odd:
-                    native.flip(channel, number)
-                with pytest.raises(rtp_ext.RotationError) as caught:
-                    for _ in range(100):  # who is done before it hears of it goes on
-                        results(ring, rank)
-                text = str(caught.value)
-                if rank == odd:
-                    hop = rf"RotatedLinear (forward|backward), {channel} hop {ranks - 1} of {ranks - 1}"
-                    assert re.search(rf"{hop}: what arrived from rank \d of the ring is not what it sent", text), text
-                assert not ring.alive
-                dist.barrier()
-                ring.close()
+                hop = rf"RotatedLinear (forward|backward), {channel} hop {ranks - 1} of {ranks - 1}"
+                hop += r": what arrived from rank \d of the ring is not what it sent"
+                told_of_a_flip(rings, channel, ranks, act, hop)
             with cases.case(f"{transport}, {channel}, control"):
-                ring, native = rings.make(verify=False)
-                if rank == odd:
-                    native.flip(channel, number)
-                wrong = not same(results(ring, rank), expected)
+                found, ring = unnoticed(rings, channel, ranks, act)
+                wrong = not same(found, expected)
                 assert any(ring.exchange(wrong)), "the flipped bit has to change a number"
                 ring.close()
     cases.finish()

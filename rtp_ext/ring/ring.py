@@ -180,8 +180,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
             f"transport {transport}, route {route}, travel {travel}, timeout {self.timeout}, slot_cap {slot_cap}, "
             f"prefetch {prefetch}, gradient_halves {gradient_halves}, late_gradients {late_gradients}, "
             f"gradient_route {gradient_route}, gradient_travel {gradient_travel}, graphs {graphs}, "
-            f"checksum {checksum}, "
-            f"{self.transport_options}"
+            f"checksum {checksum}, {self.transport_options}"
         )
         self._start(transport, route, checksum, gradient_halves, late_gradients, gradient_route, gradient_travel)
         if persistent_gemm:
@@ -222,6 +221,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         check_wishes(gradient_route, gradient_travel, route, gradient_halves)
         _check_choice("gradient_route", gradient_route, ("chain", "direct"))
         ring.gradients = GradientRoutes(gradient_route, gradient_travel, "it was asked for")
+        check_graphs(graphs)
         ring._take(SLOT_CAP, prefetch, 0, travel, route, graphs)
         ring.transport_options = TransportOptions.of(None)
         ring.mesh = ring.parameter_mesh = ring.tensor_mesh = None
@@ -247,7 +247,6 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         self, slot_cap: int, prefetch: int, late_gradients: int | None, travel: str | None, route: str, graphs: str
     ) -> None:
         """Takes the options that need no other rank."""
-        check_graphs(graphs)
         self._graphs_wanted = graphs
         if slot_cap < 0:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
