@@ -39,7 +39,7 @@ from rtp_ext.outer.micro_batches import MicroBatches
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight, Order, Pass, Told, bucketed
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import accumulates, hooked, read_within, unrounded
+from rtp_ext.ring.autograd import accumulates, read_within, unrounded
 
 BUCKET = 4 << 20  # bytes
 
@@ -349,16 +349,17 @@ class AllReduce(MicroBatches):
             if value is None:
                 assert self.replicas is not None, "one replica delivers nothing"
                 value = part.new_zeros(part.shape, device=self.replicas.device)
-            value = value.view(part.shape)
-            if parameter.grad is None and hooked(parameter):  # hooks have seen every part of it
-                (value,) = self._at_home([parameter], [value])
-                parameter.grad = self._as_gradient(parameter, value)
-                continue
             parameters.append(parameter)
-            values.append(value)
+            values.append(value.view(part.shape))
         values = self._at_home(parameters, values)
-        if parameters:
-            torch.autograd.backward(parameters, list(map(self._as_gradient, parameters, values)))
+        added = []
+        for parameter, gradient in zip(parameters, map(self._as_gradient, parameters, values), strict=True):
+            if parameter.grad is None:  # its hooks have seen every part of it
+                parameter.grad = gradient
+            else:
+                added.append((parameter, gradient))
+        if added:
+            torch.autograd.backward(*zip(*added, strict=True))
 
     def _learn(self, order: Order) -> None:
         """The next backward is expected to be like this one of replica 0."""

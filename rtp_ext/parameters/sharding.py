@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -166,7 +166,11 @@ def _over_tensor(parameter: nn.Parameter, ring: Ring) -> Placement | None:
 
 
 def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    converted = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    if isinstance(data, DTensor):  # nn.Parameter would detach it: DTensor asks its rules for every shape, for 5 ms each
+        data._is_param = True  # type: ignore[attr-defined]
+        converted = cast(nn.Parameter, data.requires_grad_(parameter.requires_grad))
+    else:
+        converted = nn.Parameter(data, requires_grad=parameter.requires_grad)
     converted.__dict__.update(parameter.__dict__)
     return converted
 

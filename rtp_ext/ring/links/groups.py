@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Older versions of torch name a new group by how many there are, which has to be the same number on all ranks.
 _NAMES_ARE_COUNTED = "group_count" in dist.distributed_c10d._hash_ranks_to_str.__code__.co_names
+_AT_FIRST = 1024  # bytes of what a rank tells, with their number, that go in a first exchange; few have more
 
 
 class Groups:
@@ -118,16 +119,20 @@ class Groups:
             self.check_alive("exchange")
         if self._control is None:
             return [value] * self.size
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")  # whatever the default device is
-        length = torch.tensor([mine.numel()], device="cpu")
-        self._collectively("exchange", _all_gather_single, sizes, length, group=self._control)
-        longest = int(sizes.max())
-        told = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
-        padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
+        mine = pickle.dumps(value)
+        firsts = self._gather_bytes(len(mine).to_bytes(8, "little") + mine, _AT_FIRST)
+        sizes = [int.from_bytes(first[:8], "little") for first in firsts]
+        longest = 8 + max(sizes) - _AT_FIRST
+        rests = self._gather_bytes(mine[_AT_FIRST - 8 :], longest) if longest > 0 else [b""] * self.size
+        every = zip(firsts, rests, sizes, strict=True)
+        return [pickle.loads((first[8:] + rest)[:size]) for first, rest, size in every]
+
+    def _gather_bytes(self, mine: bytes, width: int) -> list[bytes]:
+        """The first `width` bytes of every rank's, filled up with zeros. Collective."""
+        padded = torch.frombuffer(bytearray(mine[:width].ljust(width, b"\0")), dtype=torch.uint8)
+        told = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")  # whatever the default device is
         self._collectively("exchange", _all_gather_single, told, padded, group=self._control)
-        every = zip(told.view(self.size, longest), sizes.tolist(), strict=True)
-        return [pickle.loads(text[:size].numpy().tobytes()) for text, size in every]
+        return [text.numpy().tobytes() for text in told.view(self.size, width)]
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
         """Shards [n] of equal size to [R, n]. For what is too small to rotate. Collective."""
