@@ -353,11 +353,11 @@ class AllReduce(MicroBatches):
             values.append(value.view(part.shape))
         values = self._at_home(parameters, values)
         added = []
-        for parameter, gradient in zip(parameters, map(self._as_gradient, parameters, values), strict=True):
-            if parameter.grad is None:  # its hooks have seen every part of it
-                parameter.grad = gradient
-            else:
-                added.append((parameter, gradient))
+        for parameter, value in zip(parameters, values, strict=True):
+            if parameter.grad is not None:
+                added.append((parameter, self._as_gradient(parameter, value)))
+            else:  # Its hooks have seen every part of it. No part of a bucket: a DTensor of one cannot be deep-copied.
+                parameter.grad = self._as_gradient(parameter, value.clone() if value._is_view() else value)
         if added:
             torch.autograd.backward(*zip(*added, strict=True))
 
