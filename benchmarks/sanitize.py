@@ -5,17 +5,22 @@
 
 `address` and `undefined` are one build, `thread` is another; each in a folder of its own below build/, for CPUs alone
 (the simulators run what is CUDA's). torch, Gloo and Python are not instrumented: what the sanitizers say of them alone
-is in the lists below, with the reason of each. Exit status 1 where anything else is found or a test fails.
+is in the lists below, with the reason of each. A line for each build is appended to
+benchmarks/results/MACHINE/sanitize.jsonl. Exit status 1 where anything else is found or a test fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = {"address,undefined": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
@@ -74,35 +79,62 @@ def build(kind: str) -> Path:
     return package
 
 
-def run(kind: str, package: Path, tests: list[str]) -> int:
-    suppressions = package.parent / "thread.txt"
+def run(kind: str, package: Path, tests: list[str]) -> dict[str, Any]:
+    """Runs the tests; counts them, and what the sanitizers have reported of any process."""
+    place = package.parent
+    for old in place.glob("report.*"):
+        old.unlink()
+    suppressions = place / "thread.txt"
     suppressions.write_text(THREAD)
+    log = f"log_path={place / 'report'}"
     environment = {
         **os.environ,
-        "LD_PRELOAD": " ".join(runtime(name) for name in KINDS[kind]),
         "PYTHONPATH": str(package),
         "RTP_SANITIZE": kind,  # the simulators are built alike
-        "ASAN_OPTIONS": ADDRESS,
-        "UBSAN_OPTIONS": UNDEFINED,
-        "TSAN_OPTIONS": f"suppressions={suppressions}:exitcode=66:halt_on_error=1:die_after_fork=0",
+        "ASAN_OPTIONS": f"{ADDRESS}:{log}",
+        "UBSAN_OPTIONS": f"{UNDEFINED}:{log}",
+        "TSAN_OPTIONS": f"suppressions={suppressions}:exitcode=66:halt_on_error=0:die_after_fork=0:{log}",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-    # Not from the root: the package that is there would come first.
-    command += ["--rootdir", str(ROOT), *(str(ROOT / test) for test in tests)]
-    return subprocess.run(command, cwd=package, env=environment).returncode
+    subprocess.run([sys.executable, str(ROOT / "python_tests" / "simulators")], check=True, env=environment)
+    told = place / "tests.xml"
+    # Not from the root: the package that is there would come first. Addresses as the runtime of `thread` wants them.
+    command = ["setarch", "-R", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={told}"]
+    command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *(str(ROOT / test) for test in tests)]
+    preloaded = {"LD_PRELOAD": " ".join(runtime(name) for name in KINDS[kind])}
+    began = time.monotonic()
+    status = subprocess.run(command, cwd=package, env=environment | preloaded).returncode
+    row: dict[str, Any] = {"benchmark": "sanitize", "sanitizers": kind, "seconds": round(time.monotonic() - began, 1)}
+    counts = next(iter(ElementTree.parse(told).getroot())).attrib if told.exists() else {}
+    row |= {"tests": int(counts.get("tests", 0)), "skipped": int(counts.get("skipped", 0))}
+    row["failed"] = int(counts.get("failures", 0)) + int(counts.get("errors", 0))
+    reports = [file.read_text(errors="replace") for file in sorted(place.glob("report.*"))]
+    for report in reports:
+        print(report[:4000], flush=True)
+    row["reports"] = sum(len(re.findall("^SUMMARY: ", report, re.MULTILINE)) or 1 for report in reports)
+    return row | {"verdict": "fail" if status or reports else "pass"}
 
 
 def main() -> int:
+    import torch
+    from shared.card import RESULTS, append_line, command_line, environment_card, machine_name
+
     parser = argparse.ArgumentParser(description="Tests under sanitizers. See the top of the file.")
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
     parser.add_argument("--build-only", action="store_true")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/MACHINE/sanitize.jsonl")
     parser.add_argument("tests", nargs="*", help="default: those of executor, prefetch, transports, recorder, watchdog")
     args = parser.parse_args()
+    card = environment_card(torch.device("cpu"), command_line())
+    path = args.output or RESULTS / machine_name(torch.device("cpu")) / "sanitize.jsonl"
     failed = []
     for kind in args.kinds:
         package = build(kind)
-        if not args.build_only and run(kind, package, args.tests or TESTS) != 0:
+        if args.build_only:
+            continue
+        row = run(kind, package, args.tests or TESTS)
+        append_line(path, {**row, **card})
+        if row["verdict"] == "fail":
             failed.append(kind)
     print(f"sanitizers: {', '.join(failed) or 'none'} found something" if not args.build_only else "built")
     return 1 if failed else 0
