@@ -290,7 +290,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     good = sum(row["verdict"] == "pass" for row in ran)
     possible = [cell for cell in _every() if nonsense(cell) is None]
     head = f"{good} of {len(ran)} cells that have run did what they should. "
-    head += f"Of {len(_every())} cells {len(possible)} make sense."
+    head += f"Of {len(_every())} cells {len(possible)} make sense.\n"
+    errors = [row for row in ran if row["seconds"] is not None and row["place"] != "save"]
+    named = sum(re.search(r"hop \d.*rank \d", row["message"]) is not None for row in errors)
+    again = sum(row.get("starts", 1) > 1 for row in ran)
+    head += f"Of {len(errors)} errors in training {named} name the rank that did not answer and the hop; the others\n"
+    head += "name the collective of Gloo's that waited, and the [records](#records) say what each rank was doing.\n"
+    head += f"{again or 'None'} of the cells had to be started again because its ranks waited for a processor too long."
     failed = [row for row in ran if row["verdict"] == "fail"]
     for row in failed:
         lines.append("")
