@@ -1,4 +1,4 @@
-"""The tables of docs/reliability.md about sanitizers and random programs, from results of sanitize.py and soak.py."""
+"""The tables of docs/reliability.md from results of sanitize.py, soak.py and recovery.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.own_pages import Row
 
 def page(text: str, results: Path) -> str:
     """The page with these tables made anew; `results`: the folder of the machines."""
-    for kind, make in (("sanitize", _sanitizers), ("soak", _soaks)):
+    for kind, make in (("sanitize", _sanitizers), ("soak", _soaks), ("recovery", _recoveries)):
         text = own_pages.made_anew(
             text, kind, lambda machine, kind=kind, make=make: make(results / machine / f"{kind}.jsonl")
         )
@@ -55,6 +55,18 @@ def _soaks(path: Path) -> str:
         if rows
         else "\n"
     )
+
+
+def _recoveries(path: Path) -> str:
+    """The last run."""
+    rows = own_pages.last_lines(path, lambda row: row["benchmark"])
+    head = ["ranks", "steps", "lives", "effective time", "loss differs by", "then with ranks", "loss differs by"]
+    lines = [head]
+    for row in rows:
+        cells = [str(row[key]) for key in ("ranks", "steps", "lives")] + [f"{row['effective_time']:.2f}"]
+        cells += [f"{row['loss_difference']:.0e}", str(row["fewer_ranks"]), f"{row['fewer_loss_difference']:.0e}"]
+        lines.append(cells)
+    return own_pages.measured(rows, ". Effective time: of steps that count, of all.", lines) if rows else "\n"
 
 
 def _minutes(row: Row) -> str:
