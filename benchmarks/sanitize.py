@@ -45,7 +45,7 @@ THREAD = """
 race:std::runtime_error::~runtime_error
 # Works of Gloo that torch's own thread ends: counted by atomics in code that is not instrumented. Ours is rtp::.
 race:c10d::ProcessGroupGloo::runLoop
-race:c10d::(anonymous namespace)::Async
+race:c10d::*Async*Work
 # Locks that torch's libraries take in code that is not instrumented, when Python ends.
 mutex:capsule_dealloc
 mutex:TorchLibraryInit
