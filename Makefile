@@ -13,7 +13,7 @@ MINUTES ?= 30
 # Where it is set each of the processes that tests start compiles the package anew, and each of pytest's all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: build simulators demo test frameworks versions lint format docs clean sweep compiled faults soak sanitize
+.PHONY: build simulators demo test frameworks versions lint format docs clean sweep compiled faults soak recovery sanitize
 
 build: $(VENV)/.built
 
@@ -82,10 +82,17 @@ faults: build
 # Random programs against one process, and many steps with random delays.
 soak: build
 	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) --steps 20000
+	$(BIN)/python benchmarks/faults.py --write
+
+# A training run whose ranks die, and go on from the last checkpoint.
+recovery: build
+	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/faults.py --write
 
 # The extension under the address, undefined-behaviour and thread sanitizers: builds of their own, which take minutes.
 sanitize: build
 	$(BIN)/python benchmarks/sanitize.py
+	$(BIN)/python benchmarks/faults.py --write
 
 lint: build
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py                                     # the whole matrix: an hour and more
     python benchmarks/faults.py --ranks 2 --faults kill,exception   # a part of it
-    python benchmarks/faults.py --write                             # no run: the table of docs/reliability.md
+    python benchmarks/faults.py --write                             # no run: the tables of docs/reliability.md
     make faults                                                     # both
 
 A cell is a fault at a place on a kind of ring: see `FAULTS`, `PLACES`, `TRANSPORTS`; those that make no sense are
@@ -34,6 +34,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from shared import reliability_report
+from shared.card import RESULTS
 from shared.fault_ranks import FAULT_STEP, VICTIM, Cell, entry, reference
 from shared.hosts import Hosts, Links, refusal
 
@@ -44,7 +46,8 @@ PLACES = ("forward", "backward", "prefetch", "between steps", "optimizer", "oute
 TRANSPORTS = ("shm", "c10d", "tcp", "two-level")
 RANKS = (2, 3, 4)
 SLACK = 1.0  # seconds that a rank may take beyond the timeout
-START = 60.0  # seconds until the fault
+START = 120.0  # seconds until the fault
+STARTS = 3  # of a cell whose ranks fail before the fault: they had to wait for a processor longer than their timeout
 NOT_REACHED = "the fault was not reached"
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reliability.md"
 BLOCK = re.compile(r"(<!-- faults -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -108,7 +111,7 @@ def run(cell: Cell) -> dict[str, Any]:
             if (file := folder / f"rank{rank}.json").exists()
         }
         times = [float(file.read_text()) for file in folder.glob("fault*") if file.read_text()]
-        notes = {rank: (folder / f"stderr{rank}").read_text()[-500:] for rank in range(cell.processes)
+        notes = {rank: (folder / f"stderr{rank}").read_text()[-1500:] for rank in range(cell.processes)
                  if (folder / f"stderr{rank}").exists()}  # fmt: skip
     problems, seconds, text = judge(cell, told, min(times, default=None), ended)
     row = {"benchmark": "faults", **dataclasses.asdict(cell), "verdict": "fail" if problems else "pass"}
@@ -141,14 +144,19 @@ def _here(cell: Cell, folder: Path) -> dict[str, Any]:
     mark = folder / f"fault{VICTIM}"
     while not mark.exists() and time.monotonic() < deadline and any(each.is_alive() for each in processes):
         time.sleep(0.01)
-    if cell.fault == "stop":
-        time.sleep(cell.pause)
-        os.kill(pids[VICTIM], signal.SIGCONT)
-    others = [each for rank, each in enumerate(processes) if cell.fault != "stop for good" or rank != VICTIM]
-    deadline = time.monotonic() + 4 * cell.timeout + 20
-    for process in others:
-        process.join(max(0.0, deadline - time.monotonic()))
-    hanging = [rank for rank, each in enumerate(processes) if each in others and each.is_alive()]
+    hanging = []
+    if mark.exists():
+        if cell.fault == "stop":
+            time.sleep(cell.pause)
+            os.kill(pids[VICTIM], signal.SIGCONT)
+        others = [each for rank, each in enumerate(processes) if cell.fault != "stop for good" or rank != VICTIM]
+        deadline = time.monotonic() + 4 * cell.timeout + 20
+        for process in others:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hanging = [rank for rank, each in enumerate(processes) if each in others and each.is_alive()]
+    for rank in hanging:
+        os.kill(pids[rank], signal.SIGUSR2)  # tells where it stands
+    time.sleep(0.5 if hanging else 0.0)
     for process in processes:
         if process.is_alive():
             process.kill()
@@ -282,7 +290,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     good = sum(row["verdict"] == "pass" for row in ran)
     possible = [cell for cell in _every() if nonsense(cell) is None]
     head = f"{good} of {len(ran)} cells that have run did what they should. "
-    head += f"Of {len(_every())} cells {len(possible)} make sense."
+    head += f"Of {len(_every())} cells {len(possible)} make sense.\n"
+    errors = [row for row in ran if row["seconds"] is not None and row["place"] != "save"]
+    named = sum(re.search(r"hop \d.*rank \d", row["message"]) is not None for row in errors)
+    again = sum(row.get("starts", 1) > 1 for row in ran)
+    head += f"Of {len(errors)} errors in training {named} name the rank that did not answer and the hop; the others\n"
+    head += "name the collective of Gloo's that waited, and the [records](#records) say what each rank was doing.\n"
+    head += f"{again or 'None'} of the cells had to be started again because its ranks waited for a processor too long."
     failed = [row for row in ran if row["verdict"] == "fail"]
     for row in failed:
         lines.append("")
@@ -307,16 +321,16 @@ def reasons() -> str:
 
 def results_file() -> Path:
     import torch
-    from shared.card import RESULTS, machine_name
+    from shared.card import machine_name
 
     return RESULTS / machine_name(torch.device("cpu")) / "faults.jsonl"
 
 
 def page(text: str, rows: list[dict[str, Any]]) -> str:
-    """The page with the block of this matrix made anew."""
+    """The page with the block of this matrix made anew, and those of sanitize.py and soak.py."""
     block = f"{table(rows)}\nCells that make no sense:\n\n{reasons()}\n"
     assert BLOCK.search(text), "the page has no block <!-- faults -->"
-    return BLOCK.sub(lambda found: found[1] + block + found[3], text)
+    return reliability_report.page(BLOCK.sub(lambda found: found[1] + block + found[3], text), RESULTS)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -333,7 +347,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell later than this")
     parser.add_argument("--missing", action="store_true", help="only cells that the results do not have as passed")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/MACHINE/faults.jsonl")
-    parser.add_argument("--write", action="store_true", help="write the table of docs/reliability.md, run nothing")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/reliability.md, run nothing")
     args = parser.parse_args(argv)
     for name, every in (("faults", FAULTS), ("places", PLACES), ("transports", TRANSPORTS), ("ranks", RANKS)):
         known = {str(each): each for each in every}
@@ -365,9 +379,10 @@ def main(argv: list[str] | None = None) -> int:
             return {"benchmark": "faults", **dataclasses.asdict(cell), "verdict": "no sense", "reason": why}
         if time.monotonic() > end or (cell.fault == "lost host" and no_hosts is not None):
             return None
-        row = run(cell)
-        if NOT_REACHED in row["problems"]:  # ranks that had to wait for a processor longer than their timeout
-            row = run(cell) | {"starts": 2}
+        for start in range(1, STARTS + 1):
+            row = run(cell) | {"starts": start}
+            if NOT_REACHED not in row["problems"]:
+                break
         return row
 
     wanted = [c for c in cells(args) if (c.fault, c.place, c.transport, c.ranks) not in passed]

@@ -6,8 +6,8 @@
 
 First programs (python_tests/support/programs.py), a seed each, one after the other on 2, 3 and 4 ranks; then `--steps`
 actions of one program in random order, while hops are held up at random. Memory, descriptors and threads of every rank
-must not grow meanwhile. The last line is JSON. Exit status 1 where a number differs or something grows; the seed of a
-program that failed is in the message.
+must not grow meanwhile. The last line is JSON, and is appended to benchmarks/results/MACHINE/soak.jsonl. Exit status 1
+where a number differs or something grows; the seed of a program that failed is in the message.
 """
 
 from __future__ import annotations
@@ -72,11 +72,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="of the long run; default: none")
     parser.add_argument("--ranks", type=int, help="default: 2, 3 and 4 by turns")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/MACHINE/soak.jsonl")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
+    import torch
+    from shared.card import RESULTS, append_line, command_line, environment_card, machine_name
+
     args = parse_arguments(argv)
+    card = environment_card(torch.device("cpu"), command_line())
     began = time.monotonic()
     end = began + 60 * args.minutes if args.minutes is not None else float("inf")
     sizes, ran, actions, failed, seed = [args.ranks] if args.ranks else [2, 3, 4], 0, 0, [], args.seed
@@ -97,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     told = {"benchmark": "soak", "programs": ran, "actions": actions, "failed": len(failed), "first_seed": args.seed}
     told |= {"steps": args.steps, "added": added, "grown": grown, "seconds": round(time.monotonic() - began, 1)}
     print(json.dumps(told), flush=True)
+    append_line(args.output or RESULTS / machine_name(torch.device("cpu")) / "soak.jsonl", {**told, **card})
     return 1 if failed or grown else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -31,7 +32,8 @@ VICTIM = 1
 STEPS, FAULT_STEP = 5, 3
 WIDTH, HIDDEN, CLASSES = 12, 20, 8
 LATE = 0.6  # of the timeout
-BIG = 40_000  # rows of a batch for which memory runs out
+BIG = 4_000  # how often a batch is repeated for which memory runs out: of its activations, each takes more than a PIECE
+PIECE = 2 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Rank:
         self.rank, self.cell, self.folder = rank, cell, folder
         self.step, self.acted = -1, False
         self.told: dict[str, Any] = {"losses": []}
+        self.hoard: list[Tensor] = []  # all memory but for little pieces, where it runs out
 
     # -- the fault ---------------------------------------------------------------------------------------------------
 
@@ -179,7 +182,10 @@ class Rank:
     def do_out_of_memory(self, value: Any) -> Any:
         value = value if self.cell.place == "backward" else value.repeat(BIG, 1)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        self.limit(resource.RLIMIT_AS, pages * resource.getpagesize() + (1 << 20))
+        self.limit(resource.RLIMIT_AS, pages * resource.getpagesize() + 2 * PIECE)
+        with contextlib.suppress(RuntimeError):  # what was freed before would do as well
+            while True:
+                self.hoard.append(torch.empty(PIECE, dtype=torch.uint8))
         return value
 
     def do_lost_socket(self, value: Any) -> Any:
@@ -220,6 +226,7 @@ class Rank:
             self.told |= {"ended": "error", "at": time.monotonic(), "kind": type(error).__name__, "text": str(error)}
             for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
                 self.limit(kind, resource.getrlimit(kind)[1])
+            self.hoard.clear()
             self.told["trace"] = traceback.format_exc()[-3000:]
             error.__traceback__ = None
         gc.collect()
@@ -303,6 +310,7 @@ def entry(rank: int, cell: Cell, folder: Path, method: str | None = None) -> Non
     if cell.transport == "two-level" and method is None:
         os.environ["RTP_DEBUG_HOST"] = f"host {rank // 2}"
     sys.stderr = (folder / f"stderr{rank}").open("w")  # until the process ends
+    faulthandler.register(signal.SIGUSR2)  # where it stands: for ranks that hang
     gc.freeze()
     torch.set_num_threads(1)
     dist.init_process_group(

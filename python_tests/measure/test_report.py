@@ -17,7 +17,10 @@ PAGES_OF_THEIR_OWN = {  # of results whose tables their own scripts make
     "frameworks": "frameworks.md",
     "planner_grid": "planner.md",
     "recorder": "reliability.md",
+    "recovery": "reliability.md",
+    "sanitize": "reliability.md",
     "search_ways": "planner.md",
+    "soak": "reliability.md",
     "soak_hosts": "reliability.md",
 }
 COMPARE = RESULTS / "cpu-2core" / "compare.jsonl"

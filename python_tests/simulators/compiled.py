@@ -130,12 +130,14 @@ def build_module(
         *("-std=c++20", "-fPIC", "-fvisibility=hidden", "-g0", "-O0"),
         f"-DTORCH_EXTENSION_NAME={name}",
     ]
+    where = name
     if sanitizers := os.environ.get("RTP_SANITIZE"):  # as the extension is: benchmarks/sanitize.py
-        needed += [f"-fsanitize={sanitizers}", "-g1"]
+        needed += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined", "-g1"]
+        where = f"{name}-{sanitizers.replace(',', '-')}"
     for include in (torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]):
         needed += ["-isystem", str(include)]
     links = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    return build(name, sources, [*flags, *needed], folders, links, [*foreign, torch / "version.py"])
+    return build(where, sources, [*flags, *needed], folders, links, [*foreign, torch / "version.py"])
 
 
 def load_module(name: str, path: Path) -> Any:
