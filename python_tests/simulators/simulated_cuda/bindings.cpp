@@ -82,27 +82,20 @@ void bind_kernels(py::module_& m) {
       simulated::copy(to, from, bytes);
     });
   });
-  // Any Python function, as the kernel of something.
-  m.def("launch", [](py::function work) {
-    const auto let_go = [](py::function* held) {
+  m.def("launch", [](py::function work) {  // any Python function, as a kernel
+    const std::shared_ptr<py::function> held(new py::function(std::move(work)), [](py::function* last) {
       const py::gil_scoped_acquire lock;
-      delete held;
-    };
-    const std::shared_ptr<py::function> held(new py::function(std::move(work)), let_go);
+      delete last;
+    });
     simulated::enqueue(simulated::compute_stream(), [held] {
-      std::string said;
       try {
         const py::gil_scoped_acquire lock;
-        try {
-          (*held)();
-        } catch (py::error_already_set& error) {
-          said = error.what();
-        }
-      } catch (...) {
-        said = "unknown";
+        (*held)();
+      } catch (const std::exception& error) {
+        const std::string said = error.what();
+        const std::lock_guard lock(simulated::world().mutex);
+        simulated::mistake("a kernel raised " + said);
       }
-      const std::lock_guard lock(simulated::world().mutex);
-      if (!said.empty()) simulated::mistake("a kernel raised " + said);
     });
   });
   m.def("launch_endless", [] {  // until everything is released
