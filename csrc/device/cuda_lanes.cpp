@@ -20,9 +20,14 @@ class CudaGraph : public Graph {
   }
   CudaGraph(const CudaGraph&) = delete;
   CudaGraph& operator=(const CudaGraph&) = delete;
-  // One that runs is left to the process: nothing says that it may be destroyed, and nobody waits here.
+  // One that runs is left to the process, with its memory: nothing says that it may be destroyed, and nobody waits
+  // here.
   ~CudaGraph() override {
-    if (idle()) cudaGraphExecDestroy(executable_);
+    if (idle()) {
+      cudaGraphExecDestroy(executable_);
+    } else {
+      static_cast<void>(new std::shared_ptr<GraphMemory>(std::move(memory_)));
+    }
   }
 
   bool idle() const override { return !launched_ || ended_.reached(); }
@@ -136,7 +141,7 @@ void CudaLanes::begin_aside(bool captured) {
     RTP_CUDA_CHECK(cudaStreamBeginCapture(aside_.get(), cudaStreamCaptureModeThreadLocal));
     capturing_ = true;
   } catch (...) {
-    graph_memory_->end();
+    if (graph_memory_ != nullptr) graph_memory_->end();
     leave_aside();
     throw;
   }

@@ -9,6 +9,7 @@ from reference import random
 
 from rtp_ext import Ring, RotationError
 from rtp_ext.functional import rotated_linear, rotated_linears, rotated_mlp
+from rtp_ext.ring import graphs as module
 from rtp_ext.ring.graphs import CAPTURED, Pass, PassGraphs, _fill, _places
 
 CPU = torch.device("cpu")
@@ -162,4 +163,18 @@ def test_shapes_and_options_tell_passes_apart():
     for arguments in (first, *others, first):
         graphs.run("an operation", nothing, arguments)
     assert len(graphs._passes) == 1 + len(others)
+    ring.close()
+
+
+def test_passes_that_are_in_use_are_kept(monkeypatch):
+    monkeypatch.setattr(module, "MOST_PASSES", 2)
+    ring = Ring.emulated(2)
+    graphs = PassGraphs(ring._executor, "asked for", on=False, device=CPU)
+
+    def nothing(*_):
+        return None
+
+    for tokens in (1, 2, 1, 3, 1):
+        graphs.run("an operation", nothing, [torch.ones(tokens)])
+    assert [key[1][0] for key in graphs._passes] == [torch.Size([3]), torch.Size([1])]
     ring.close()

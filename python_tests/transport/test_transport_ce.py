@@ -28,14 +28,16 @@ MODES = {"push": (False, False), "pull": (True, True), "mixed": (True, False)}
 class Rank:
     """One rank of a ring over `ce`, with what its checks need."""
 
-    def __init__(self, sim, rank, ranks, id_, barrier, mode, timeout=TIMEOUT, mutant=None, news=None, late=False):
+    def __init__(
+        self, sim, rank, ranks, id_, barrier, mode, timeout=TIMEOUT, mutant=None, news=None, late=False, hosts=1
+    ):
         """`late`: copies of home shards run when the compute stream gets there, too."""
         number = -1 if mutant is None else list(ALL_CE_MUTANTS).index(mutant)
         self.sim, self.rank, self.ranks, self.barrier = sim, rank, ranks, barrier
         self.transport = sim.ce(id_, rank, ranks, timeout, news, number)
         sim.set_ce_modes(self.transport, *MODES[mode])
         used = sim.counted(self.transport, sim.Tally()) if late else self.transport
-        self.executor = _native.Executor(used, rank, ranks, torch.device("cpu"))
+        self.executor = _native.Executor(used, rank, ranks, torch.device("cpu"), hosts)
 
     def check_rest(self):
         """Every flag of every rank is 0 between passes, so that a captured pass can be replayed."""

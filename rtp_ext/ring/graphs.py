@@ -136,6 +136,8 @@ class PassGraphs:
             known = self._passes[key] = Pass()
             if len(self._passes) > MOST_PASSES:
                 self._retire(self._passes.popitem(last=False)[1])
+        else:
+            self._passes.move_to_end(key)  # what is not used any more goes first
         if known.results is None:
             return self._first(known, function, arguments)
         if known.returns is None:

@@ -36,7 +36,8 @@ void bind_controls(py::module_& m) {
       .def_readwrite("lacks_epilogues", &Controls::lacks_epilogues)
       .def_readwrite("lacks_memory_ops", &Controls::lacks_memory_ops)
       .def_readwrite("multiprocessors", &Controls::multiprocessors)
-      .def_readwrite("first_device", &Controls::first_device);
+      .def_readwrite("first_device", &Controls::first_device)
+      .def_readwrite("lacks_graph_memory", &Controls::lacks_graph_memory);
   m.attr("controls") = py::cast(&simulated::world().controls, py::return_value_policy::reference);
   m.def("reset", [](unsigned int seed) {
     simulated::forget_communicators();
@@ -79,6 +80,22 @@ void bind_kernels(py::module_& m) {
   m.def("launch_copy", [](const at::Tensor& to, const at::Tensor& from) {
     simulated::enqueue(simulated::compute_stream(), [to = address(to), from = address(from), bytes = from.nbytes()] {
       simulated::copy(to, from, bytes);
+    });
+  });
+  m.def("launch", [](py::function work) {  // any Python function, as a kernel
+    const std::shared_ptr<py::function> held(new py::function(std::move(work)), [](py::function* last) {
+      const py::gil_scoped_acquire lock;
+      delete last;
+    });
+    simulated::enqueue(simulated::compute_stream(), [held] {
+      try {
+        const py::gil_scoped_acquire lock;
+        (*held)();
+      } catch (const std::exception& error) {
+        const std::string said = error.what();
+        const std::lock_guard lock(simulated::world().mutex);
+        simulated::mistake("a kernel raised " + said);
+      }
     });
   });
   m.def("launch_endless", [] {  // until everything is released
@@ -256,6 +273,7 @@ class CountedLanes : public Lanes {
     (*tally_)([&] { inner_.order_channel_after(channel, mark); });
   }
   void select_compute_lane(int lane) override { inner_.select_compute_lane(lane); }
+  int multiprocessors() const override { return inner_.multiprocessors(); }
   uint64_t capture() const override { return inner_.capture(); }
   void begin_pass() override { inner_.begin_pass(); }
   void end_pass() override { inner_.end_pass(); }
@@ -296,6 +314,8 @@ class CountedTransport : public Transport {
   bool sends_anywhere() const override { return inner_->sends_anywhere(); }
   bool receives_anywhere() const override { return inner_->receives_anywhere(); }
   bool takes_graphs() const override { return inner_->takes_graphs(); }
+  bool alone() const override { return inner_->alone(); }
+  Following* following() override { return inner_->following(); }
   void before_graph() override { inner_->before_graph(); }
   void after_graph(const std::string& operation, const Mark& end) override { inner_->after_graph(operation, end); }
   void abort(const std::string& reason) noexcept override { inner_->abort(reason); }

@@ -8,6 +8,7 @@
 #include "../../../csrc/device/copy_engine.cpp"
 #include "../../../csrc/transport/ce/peer_flags.cpp"
 #include "../../../csrc/transport/ce/peer_memory.cpp"
+#include "../../../csrc/transport/emulated/emulated.cpp"
 #include "../../../csrc/transport/emulated/links.cpp"
 #include "mutated_transport_ce.h"
 
@@ -52,6 +53,9 @@ void bind_ce(pybind11::module_& m) {
         ce(transport).set_mode(Channel::gradient, mode(pull_gradients));
       },
       py::arg("transport"), py::arg("pull_weights"), py::arg("pull_gradients"));
+  m.def("emulated", [](const std::string& link) -> std::shared_ptr<Transport> {
+    return std::make_shared<EmulatedDevice>(at::Device(at::kCPU, 0), link);
+  });
   m.def("ce_check", [](Transport& transport) { ce(transport).check(); });
   m.def("ce_at_rest", [](Transport& transport) { return ce(transport).at_rest(); }, py::call_guard<NoGil>());
 }

@@ -151,14 +151,16 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
       return cudaErrorInvalidValue;
     }
     before = std::exchange(executable->last, here);
+    ++world().launches[this_maker()];
   }
-  const auto work = [nodes = executable->nodes, before, here] {
+  const auto work = [nodes = executable->nodes, before, here, maker = this_maker()] {
     if (before != nullptr) {
       std::unique_lock lock(world().mutex);
       wait_until(lock, [&] { return before->reached; });
     }
     run(*nodes);
     const std::lock_guard lock(world().mutex);
+    --world().launches[maker];
     here->reached = true;
     world().changed.notify_all();
   };

@@ -47,17 +47,18 @@ struct Allocation {
 };
 
 struct Controls {
-  int delay_us = 0;               // before every piece of work and in the middle of every copy: random up to this
-  int launch_queue = 0;           // pieces of work that fit into a blocking communicator's stream; 0: any number
-  int version = 23007;            // of NCCL; functions newer than it are lacking
-  bool null_windows = false;      // ncclCommWindowRegister succeeds without a window
-  bool signals_abort = true;      // ncclCommAbort ends waits for signals too
-  bool capturing = false;         // every stream says that it is being captured
-  bool released = false;          // all waits end: for taking down a test that failed
-  bool lacks_epilogues = false;   // cuBLASLt has no kernel with one
-  bool lacks_memory_ops = false;  // the driver has no cuStreamWaitValue64 and its like
-  int multiprocessors = 0;        // of the device; 0: nothing computes on two lanes
-  int first_device = 0;           // the current device of a thread that has chosen none
+  int delay_us = 0;                 // before every piece of work and in the middle of every copy: random up to this
+  int launch_queue = 0;             // pieces of work that fit into a blocking communicator's stream; 0: any number
+  int version = 23007;              // of NCCL; functions newer than it are lacking
+  bool null_windows = false;        // ncclCommWindowRegister succeeds without a window
+  bool signals_abort = true;        // ncclCommAbort ends waits for signals too
+  bool capturing = false;           // every stream says that it is being captured
+  bool released = false;            // all waits end: for taking down a test that failed
+  bool lacks_epilogues = false;     // cuBLASLt has no kernel with one
+  bool lacks_memory_ops = false;    // the driver has no cuStreamWaitValue64 and its like
+  int multiprocessors = 0;          // of the device; 0: nothing computes on two lanes
+  int first_device = 0;             // the current device of a thread that has chosen none
+  bool lacks_graph_memory = false;  // torch has no memory for graphs
 };
 
 struct World {
@@ -68,6 +69,7 @@ struct World {
   int threads = 0;                                 // of streams
   std::map<void*, Allocation> registrable;         // from ncclMemAlloc
   std::vector<std::string> mistakes;               // calls that the real libraries do not allow
+  std::map<Maker, int> launches;                   // of graphs, by who launched them, that have not ended
   std::set<int> contexts;                          // devices on which this process has a context
   std::set<std::pair<Maker, std::string>> loaded;  // what each rank has used, so that the driver has loaded its code
 };

@@ -15,10 +15,19 @@
 #include "../../../csrc/transport/recorder.cpp"
 #include "../../../csrc/transport/shm/shared_memory.cpp"
 #include "../../../csrc/transport/transport.cpp"
+#include "simulator.h"
 
-// There is no allocator of torch's to take a pool from: what a captured pass works in, the tests keep.
-struct rtp::GraphMemory::Pool {};
-rtp::GraphMemory::GraphMemory(c10::Device device) : device_(device) {}
-rtp::GraphMemory::~GraphMemory() = default;
+// There is no allocator of torch's to take a pool from: what a captured pass works in, the tests keep. But memory that
+// ends while a graph of its rank runs is noticed.
+struct rtp::GraphMemory::Pool {
+  simulated::Maker maker = simulated::this_maker();
+};
+rtp::GraphMemory::GraphMemory(c10::Device device) : device_(device), pool_(std::make_unique<Pool>()) {
+  if (simulated::world().controls.lacks_graph_memory) throw CudaError("torch has no memory for graphs");
+}
+rtp::GraphMemory::~GraphMemory() {
+  const std::lock_guard lock(simulated::world().mutex);
+  if (simulated::world().launches[pool_->maker] > 0) simulated::mistake("the memory of graphs ends while one runs");
+}
 void rtp::GraphMemory::begin() {}
 void rtp::GraphMemory::end() noexcept {}

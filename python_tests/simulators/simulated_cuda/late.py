@@ -1,0 +1,60 @@
+"""Torch's operators as kernels of the simulation: they run when the compute stream gets there, and again with every
+launch of a graph that they were captured in.
+
+With `late(sim)` native operations of the extension compute as they do on a GPU: what they call of torch is enqueued on
+the compute stream of the calling thread. An operator that makes a tensor runs at once too, for its shape; what it
+holds then is overwritten when the stream gets there, and should nobody wait for that it is NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Of memory, not of numbers.
+AT_ONCE = {"aten::set_", "aten::resize_", "aten::detach"}
+
+
+class late(TorchDispatchMode):
+    """A context in which the operators that this thread calls are enqueued. `enqueued`: how many were."""
+
+    def __init__(self, sim: Any) -> None:
+        super().__init__()
+        self.sim, self.enqueued = sim, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        made = func(*args, **kwargs) if not schema.is_mutable or schema.name in AT_ONCE else None
+        views = any(returned.alias_info is not None for returned in schema.returns)
+        if made is not None and (
+            views or schema.name in AT_ONCE or schema.name.startswith(("aten::empty", "aten::new_empty"))
+        ):
+            return made
+        self.enqueued += 1
+        if made is None:  # writes to what it was given
+
+            def write() -> None:
+                with torch.no_grad():
+                    func(*args, **kwargs)
+
+            self.sim.launch(write)
+            written = [
+                kwargs[argument.name] if argument.name in kwargs else args[place]
+                for place, argument in enumerate(schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            return written[0] if len(schema.returns) == 1 else None if not schema.returns else tuple(written)
+        if not isinstance(made, torch.Tensor):
+            raise NotImplementedError(f"{schema.name} returns something else than a tensor")
+        if made.is_floating_point():
+            made.fill_(float("nan"))
+
+        def again() -> None:
+            with torch.no_grad():
+                made.copy_(func(*args, **kwargs))
+
+        self.sim.launch(again)
+        return made

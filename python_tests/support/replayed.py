@@ -1,0 +1,155 @@
+"""Passes as graphs on rings of CPUs: what a GPU would replay, made again from the addresses that the capture saw.
+
+`with replayed() as rings:` every ring made inside has graphs. A pass that would be captured is remembered as a graph
+knows it: the function, where its tensors lay and how, and the options; a replay runs it with just that, whatever the
+call that asked for it was given. So an option or a tensor that does not tell passes apart, a result that is not where
+the call expects it, and memory that went to somebody else meanwhile, make other numbers. What flags and streams do is
+the business of python_tests/transport/test_pass_graphs.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rtp_ext.ring import ring as ring_module
+from rtp_ext.ring.graphs import MOST_GRAPHS, PassGraphs, _fill
+
+
+class Address:
+    """Where a tensor lies, and how. `here()`: one that lies there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.start, self.bytes = storage.data_ptr(), storage.nbytes()
+        self.dtype, self.offset = tensor.dtype, tensor.storage_offset()
+        self.shape, self.strides = tensor.shape, tensor.stride()
+
+    def here(self) -> torch.Tensor:
+        made = torch.empty(0, dtype=self.dtype)
+        if self.bytes == 0:
+            return made.new_empty(self.shape)
+        raw = (ctypes.c_uint8 * self.bytes).from_address(self.start)
+        storage = torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
+        return made.set_(storage, self.offset, self.shape, self.strides)
+
+
+def _seen(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return Address(argument)
+    return type(argument)(map(_seen, argument)) if isinstance(argument, (list, tuple)) else argument
+
+
+def _there(seen: Any) -> Any:
+    if isinstance(seen, Address):
+        return seen.here()
+    return type(seen)(map(_there, seen)) if isinstance(seen, (list, tuple)) else seen
+
+
+class Graph:
+    """What a graph would know of a pass."""
+
+    idle = True
+
+    def __init__(self, function: Any, arguments: Any, results: list[torch.Tensor]) -> None:
+        self.function, self.arguments, self.results = function, _seen(list(arguments)), _seen(results)
+
+
+class Executor:
+    """The ring's own, which can replay."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def fix_slots(self) -> None:
+        pass
+
+    def replay(self, graph: Graph) -> None:
+        self.real.give_results(_there(graph.results))
+        try:
+            graph.function(self.real, *_there(graph.arguments))
+        finally:
+            self.real.clear_results()
+
+
+class Places:
+    """Memory for results that comes again once nobody holds it, the newest first: as that of torch's allocator of
+    CUDA does, and as the host's often does not."""
+
+    def __init__(self) -> None:
+        self.blocks: list[torch.Tensor] = []
+        self.alone = self._users(torch.empty(8))
+
+    @staticmethod
+    def _users(block: torch.Tensor) -> int:
+        return torch._C._storage_Use_Count(block.untyped_storage()._cdata)
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        size = max(shape.numel() * dtype.itemsize, 1)
+        for block in reversed(self.blocks):
+            if block.numel() == size and self._users(block) == self.alone:
+                break
+        else:
+            block = torch.empty(size, dtype=torch.uint8)
+            self.blocks.append(block)
+        strides = torch.empty(shape, device="meta").stride()
+        return torch.empty(0, dtype=dtype).set_(block.untyped_storage(), 0, shape, strides)
+
+
+class Replayed(PassGraphs):
+    """The graphs of one ring."""
+
+    def __init__(self, executor: Any, device: torch.device) -> None:
+        self.places = Places()
+        super().__init__(Executor(executor), "a test", on=True, device=device)
+
+    def _places_for(self, results: Any) -> list[torch.Tensor]:
+        return [self.places.take(shape, dtype) for shape, dtype in results]
+
+    def _step(self, function: Any, arguments: Any, results: Any = None) -> Any:
+        real, wrapped = self._executor.real, self._executor
+        self._executor = real
+        try:
+            return super()._step(function, arguments, results)
+        finally:
+            self._executor = wrapped
+
+    def _aside(self, operation: str, function: Any, arguments: Any, results: Any, *, captured: bool) -> Any:
+        assert not captured
+        return self._step(function, arguments, results), None
+
+    def _capture(
+        self, known: Any, addresses: Any, operation: str, function: Any, arguments: Any, results: list[torch.Tensor]
+    ) -> Any:
+        graph = known.graphs[addresses] = Graph(function, arguments, results)
+        self.captured += 1
+        if len(known.graphs) > MOST_GRAPHS:
+            known.graphs.popitem(last=False)
+        self._executor.replay(graph)
+        self.replayed += 1
+        return _fill(known.returns, results)
+
+
+@contextlib.contextmanager
+def replayed() -> Iterator[list[Replayed]]:
+    """Rings that are made in it have graphs. Gives the list of these."""
+    made: list[Replayed] = []
+
+    def begin(ring: Any, executor: Any, wish: str) -> Replayed:
+        assert ring.late_gradients == 0, "what graphs refuse"
+        ring.prefetch = 0
+        executor.prefetch(False)
+        made.append(Replayed(executor, ring.device))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring_module, "begin_graphs", begin)
+        yield made
