@@ -64,8 +64,9 @@ frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python benchmarks/frameworks.py --page
 
 # Pythons and torches that the package is built and tried with, each in an environment of its own; takes long.
-versions:
-	$(PYTHON) benchmarks/versions.py
+versions: build
+	$(BIN)/python benchmarks/versions.py
+	$(BIN)/python benchmarks/versions.py --page
 
 # torch.compile of a whole model, on every backend, against eager steps, and the table of docs/compile.md: minutes.
 compiled: build

@@ -2,16 +2,15 @@
 
     python benchmarks/versions.py                                     # every pair; takes an hour and more
     python benchmarks/versions.py --python 3.12 --torch 2.11.0,2.14.1
-    python benchmarks/versions.py --table                             # what was found
+    python benchmarks/versions.py --page                              # run nothing: write the table of docs/limits.md
 
 For each pair: an environment of its own, torch from the registry, a wheel built from the source archive (without CUDA),
 installed, `doctor`, examples/quickstart.py on two ranks, and uninstalled again. A Python that is not there, or a torch
 that the registry has not got for it, is a line that says so. Lines are appended to results/MACHINE/versions.jsonl; the
-table has the last of each pair.
+table has the last of each pair. Exit status 1 where a pair that could be had does not work.
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -19,17 +18,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+from shared.card import (
+    RESULTS,
+    append_line,
+    command_line,
+    environment_card,
+    machine_name,
+    refusal_to_write,
+    result_line,
+)
+from shared.own_pages import last_lines, made_anew
+
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "limits.md"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11.0", "2.13.0", "newest")
+BUILDS_WITH = ("setuptools>=77", "wheel", "cmake", "ninja", "pybind11")
 
 
 class Failed(Exception):
     """A step that did not work, and the last of what it said."""
+
+
+class Missing(Exception):
+    """A Python or a torch that cannot be had here."""
 
 
 def call(*command: str, **options: Any) -> str:
@@ -42,8 +59,8 @@ def call(*command: str, **options: Any) -> str:
     return done.stdout
 
 
-def find_python(version: str) -> str | None:
-    """A Python of that version: on the path, or of pyenv."""
+def find_python(version: str) -> str:
+    """A Python of that version: on the path, or of pyenv. Raises Missing."""
     places = [shutil.which(f"python{version}"), sys.executable]
     places += sorted(map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")), reverse=True)
     for place in places:
@@ -51,97 +68,109 @@ def find_python(version: str) -> str | None:
             told = subprocess.run([place, "--version"], capture_output=True, text=True).stdout
             if told.startswith(f"Python {version}."):
                 return place
-    return None
+    raise Missing("no such Python here")
 
 
-def attempt(python: str, torch: str, folder: Path) -> dict[str, Any]:
-    """What came of one pair. Raises Failed."""
+def attempt(python: str, wanted: str, folder: Path) -> dict[str, Any]:
+    """What came of one pair. Raises Failed, or Missing."""
     call(python, "-m", "venv", str(folder / "venv"))
     here = str(folder / "venv" / "bin" / "python")
-    wanted = "torch" if torch == "newest" else f"torch=={torch}"
-    call(
-        here,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        wanted,
-        "numpy",
-        "setuptools>=77",
-        "wheel",
-        "cmake",
-        "ninja",
-        "pybind11",
-    )
-    found = call(here, "-c", "import torch; print(torch.__version__)").strip()
+    pip = (here, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    try:
+        call(*pip, "install", "torch" if wanted == "newest" else f"torch=={wanted}", "numpy")
+    except Failed as problem:
+        if "No matching distribution" not in str(problem):
+            raise
+        raise Missing("no such torch for it on the registry") from problem
+    call(*pip, "install", *BUILDS_WITH)
+    found = call(here, "-c", "import platform, torch; print(platform.python_version(), torch.__version__)").split()
     began = time.monotonic()
     call(here, "setup.py", "-q", "sdist", "--dist-dir", str(folder / "sdist"), cwd=ROOT)
     (archive,) = (folder / "sdist").glob("*.tar.gz")
-    call(here, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), str(archive))
+    call(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(archive))
     seconds = time.monotonic() - began
     (wheel,) = folder.glob("*.whl")
-    call(here, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
+    call(*pip, "install", "--no-deps", str(wheel))
     call(here, "-m", "rtp_ext", "doctor", cwd=folder)
     shutil.copy(ROOT / "examples" / "quickstart.py", folder)
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "quickstart.py")
     said = re.findall(r"loss (\S+), (\d+) parameters", call(here, *ranks, cwd=folder))
     if len(said) != 2 or not all(float(loss) < 5.0 for loss, _ in said):
         raise Failed(f"quickstart: expected two losses below 5, got {said}")
-    call(here, "-m", "pip", "uninstall", "--quiet", "-y", "rtp-ext")
+    call(*pip, "uninstall", "-y", "rtp-ext")
     left = list((folder / "venv").rglob("rtp_ext*"))
     if left:
         raise Failed(f"uninstall: left {left[0]}")
-    return {"torch": found, "loss": float(said[0][0]), "wheel_bytes": wheel.stat().st_size, "build_s": round(seconds)}
+    return {
+        "outcome": "works",
+        "python": found[0],
+        "torch": found[1],
+        "loss": float(said[0][0]),
+        "wheel_bytes": wheel.stat().st_size,
+        "build_s": round(seconds),
+    }
 
 
-def table(lines: list[dict[str, Any]]) -> str:
-    rows = {(line["python"], line["wanted"]): line for line in lines}
-    text = ["| Python | torch | came of it | wheel, MiB | build, s |", "| --- | --- | --- | --- | --- |"]
-    for line in rows.values():
-        size = f"{line['wheel_bytes'] / 2**20:.1f}" if line.get("wheel_bytes") else ""
-        text.append(
-            f"| {line['python']} | {line.get('torch') or line['wanted']} | {line['outcome']} | {size} | "
-            f"{line.get('build_s') or ''} |"
-        )
-    dates = sorted(line["date"][:10] for line in rows.values())
-    return f"\nTried {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.\n\n" + "\n".join(text) + "\n\n"
+def last_of_each(path: Path) -> list[dict[str, Any]]:
+    """The last line of every pair, in the order of PYTHONS and TORCHES; of a pair without one, that nobody tried it."""
+    known = {(row["wanted_python"], row["wanted_torch"]): row for row in last_lines(path, _pair)}
+    every = dict.fromkeys([*product(PYTHONS, TORCHES), *known])
+    return [known.get(pair, {"wanted_python": pair[0], "wanted_torch": pair[1]}) for pair in every]
 
 
-def read(machine: str) -> list[dict[str, Any]]:
-    path = ROOT / "benchmarks" / "results" / machine / "versions.jsonl"
-    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+def _pair(line: dict[str, Any]) -> tuple[str, str]:
+    return line["wanted_python"], line["wanted_torch"]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    tried = [row for row in rows if "outcome" in row]
+    if not tried:
+        return "\nNot tried yet: `make versions`.\n\n"
+    lines = ["| Python | torch | came of it | wheel, MiB |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        size = f"{row['wheel_bytes'] / 2**20:.1f}" if row.get("wheel_bytes") else ""
+        python, torch = (row.get(key) or row[f"wanted_{key}"] for key in ("python", "torch"))
+        lines.append(f"| {python} | {torch} | {row.get('outcome', 'not tried')} | {size} |")
+    commands = "\n".join(f"    {command}" for command in dict.fromkeys(row["command"] for row in tried))
+    dates = sorted({row["date"][:10] for row in tried})
+    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in tried))
+    about = f"Tried {' to '.join(dict.fromkeys((dates[0], dates[-1])))} at commit {commits}; builds without CUDA."
+    return f"\n{commands}\n\n{about}\n\n" + "\n".join(lines) + "\n\n"
+
+
+def page(text: str, results: Path) -> str:
+    """A page with its table made anew; `results`: the folder of the machines."""
+    return made_anew(text, "versions", lambda machine: table(last_of_each(results / machine / "versions.jsonl")))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Tries Pythons and torches. See the top of the file.")
     parser.add_argument("--python", default=",".join(PYTHONS))
     parser.add_argument("--torch", default=",".join(TORCHES))
-    parser.add_argument("--machine", default="cpu-2core", help="the folder under results/")
-    parser.add_argument("--table", action="store_true", help="try nothing: print the last results of each")
+    parser.add_argument("--page", action="store_true", help="try nothing: write the table of docs/limits.md")
     args = parser.parse_args()
-    if args.table:
-        print(table(read(args.machine)))
+    if args.page:
+        PAGE.write_text(page(PAGE.read_text(), RESULTS))
         return 0
-    failed = 0
-    for version in args.python.split(","):
-        for torch in args.torch.split(","):
-            line: dict[str, Any] = {"benchmark": "versions", "python": version, "wanted": torch}
-            python = find_python(version)
-            try:
-                if python is None:
-                    line["outcome"] = "no such Python here"
-                else:
-                    with tempfile.TemporaryDirectory() as folder:
-                        line.update(attempt(python, torch, Path(folder)), outcome="works")
-            except Failed as problem:
-                line["outcome"] = str(problem)
-                failed += 1
-            line["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            print(json.dumps(line), flush=True)
-            path = ROOT / "benchmarks" / "results" / args.machine / "versions.jsonl"
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-    return int(failed > 0)
+    path, command = RESULTS / machine_name(torch.device("cpu")) / "versions.jsonl", command_line()
+    if (refusal := refusal_to_write(path)) is not None:
+        parser.error(refusal)
+    failed = False
+    for version, wanted in product(args.python.split(","), args.torch.split(",")):
+        line: dict[str, Any] = {"python": None, "torch": None}  # those of the card are others
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                line |= attempt(find_python(version), wanted, Path(folder))
+        except Failed as problem:
+            line["outcome"], failed = str(problem), True
+        except Missing as problem:
+            line["outcome"] = str(problem)
+        card = environment_card(torch.device("cpu"), command)
+        more = {"benchmark": "versions", "case": f"Python {version}, torch {wanted}"}
+        line = result_line(card, **more, wanted_python=version, wanted_torch=wanted, **line)
+        print(f"{line['case']}: {line['outcome']}", flush=True)
+        append_line(path, line)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from graph_cases import Mixed, compare
+from graph_cases import Mixed, compare, step
 from grids import few
 from harness import Cases, run_ranks
 from models import make_batch
@@ -72,13 +72,14 @@ OPTIONS = {
     "gradient_route direct": ({"gradient_route": "direct"}, False),
     "gradient_travel int8": ({"gradient_route": "direct", "gradient_travel": "int8"}, False),
     "checksum": ({"checksum": True}, False),
+    "gathered layers": ({"route": "gather"}, False),
     "recomputed bundles": ({"bundle": "recompute"}, False),
     "late gradients": ({"transport": "tcp"}, False),
 }
 # In `make test` several at once.
 MANY = "travel int8, gradient_travel int8, checksum, autocast"
 OPTIONS[MANY] = ({"travel": "int8", "gradient_route": "direct", "gradient_travel": "int8", "checksum": True}, True)
-ENOUGH = ["mp_policy", MANY]
+ENOUGH = ["mp_policy", "gathered layers", MANY]
 CHANGES = ("autocast", "mp_policy", "rotated, then adapters", "travel bfloat16", "travel int8")  # what comes out
 
 
@@ -107,7 +108,30 @@ def _options(rank, ranks, backend, names):
             assert differs(outputs[name], expected, 1e-4), name
         for name in {"checksum", "gradient_travel int8"} & set(names):
             assert_same(outputs[name], expected, 0.0, f"{name} changes nothing of what comes out")
+    _divided(cases, backend, batch[0])
     cases.finish()
+
+
+def _divided(cases, backend, batch):
+    """A divide factor that is set, and taken back, after a graph was made in which nobody multiplies."""
+    torch._dynamo.reset()
+    eager, model = mixed(), mixed()
+    compiled, known = torch.compile(model, backend=backend), {}
+    for factor in (None, 0.5, None):
+        for each in (eager, model):
+            rtp_ext.set_gradient_divide_factor(each, factor)
+        with cases.case(f"gradients divided by {factor}"):
+            expected, gradients, hops = step(eager, eager, batch)
+            output, theirs, their_hops = step(model, compiled, batch)
+            assert_same(output, expected, 0.0, "output")
+            for key, gradient in gradients.items():
+                assert_same(theirs[key], gradient, 0.0, key)
+            assert their_hops == hops, f"expected {hops} hops, got {their_hops}"
+            known[factor] = gradients["head.weight"]
+    with cases.case("control: the factor shows"):
+        assert differs(known[0.5], known[None], 0.5)
+    for each in (eager, model):
+        rtp_ext.ring_of(each).close()
 
 
 def _under(autocast, call, *arguments):

@@ -1,7 +1,5 @@
 """torch.compile puts rotated operations into its graphs: outputs, gradients and hops are those of eager calls."""
 
-import logging
-
 import pytest
 import torch
 from graph_cases import Mixed, compare
@@ -135,27 +133,3 @@ def _written(rank, ranks, backend):
 
 def test_an_input_that_is_written_to_between_layers_that_travel_together():
     run_ranks(_written, 2, "aot_eager", timeout=600.0)
-
-
-def _with_inductor(rank, ranks, folder):
-    cases = Cases()
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    torch._inductor.config.fx_graph_cache = True
-    batch = make_batch(rank, 0, 6)[0]
-
-    def small():
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Embedding(19, 8), nn.LayerNorm(8), nn.Linear(8, 5)).double()
-
-    for state in ("cold", "warm"):
-        counters.clear()
-        _compare(cases, state, small, lambda model: torch.compile(model, fullgraph=True), [batch])
-    with cases.case("the second time as the first: torch 2.14 stores no graph with effects"):
-        found = counters["inductor"]
-        assert found["fxgraph_cache_bypass"] + found["fxgraph_cache_hit"] > 0, counters
-    cases.finish()
-
-
-def test_inductor_cold_and_warm(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    run_ranks(_with_inductor, 2, str(tmp_path), timeout=600.0)

@@ -13,6 +13,7 @@ from shared.travel_report import over_seeds
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES_OF_THEIR_OWN = {  # of results whose tables their own scripts make
+    "compiled": "compile.md",
     "faults": "reliability.md",
     "frameworks": "frameworks.md",
     "planner_grid": "planner.md",
@@ -22,6 +23,7 @@ PAGES_OF_THEIR_OWN = {  # of results whose tables their own scripts make
     "search_ways": "planner.md",
     "soak": "reliability.md",
     "soak_hosts": "reliability.md",
+    "versions": "limits.md",
 }
 COMPARE = RESULTS / "cpu-2core" / "compare.jsonl"
 

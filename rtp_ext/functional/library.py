@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from rtp_ext.functional.operators import (
     NAMESPACE,
     VERSION,
+    Backward,
+    Forward,
     backward,
     backward_fake,
     differentiate,
@@ -108,18 +110,24 @@ def _scope_fake(number: Tensor, ring: str, event: str, split: bool, autocast: to
 
 # -- registration ------------------------------------------------------------------------------------------------------
 
+
+def _as_one(kind: Callable[..., Any], function: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`function`, which is given its arguments as one `kind`."""
+    return lambda *arguments: function(kind(*arguments))
+
+
 _SCHEMAS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "forward": (
         "(Tensor number, str ring, str operation, Tensor[] inputs, Tensor[] homes, SymInt[] sizes, bool[] needs, "
         "ScalarType dtype) -> Tensor[]",
-        forward,
-        forward_fake,
+        _as_one(Forward, forward),
+        _as_one(Forward, forward_fake),
     ),
     "backward": (
         "(Tensor number, str ring, str operation, Tensor[] gradients, Tensor[] inputs, Tensor[] homes, Tensor[] kept, "
         "SymInt[] sizes, bool[] needs, bool[] wanted, ScalarType dtype) -> Tensor[]",
-        backward,
-        backward_fake,
+        _as_one(Backward, backward),
+        _as_one(Backward, backward_fake),
     ),
     "gather": (
         "(Tensor number, str ring, Tensor[] shards, int[] shapes, ScalarType[] dtypes) -> Tensor[]",

@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -158,25 +158,47 @@ _OPERATIONS = {
 
 # -- forward and backward of an operation ------------------------------------------------------------------------------
 
+
+class Forward(NamedTuple):
+    """What the operator of forwards is given, in the order of its schema."""
+
+    number: Tensor
+    ring: str
+    operation: str
+    inputs: list[Tensor]
+    homes: list[Tensor]
+    sizes: Sequence[int]
+    needs: Sequence[bool]  # which of inputs, and then of homes, will get gradients
+    dtype: torch.dtype
+
+
+class Backward(NamedTuple):
+    """What the operator of backwards is given, in the order of its schema."""
+
+    number: Tensor
+    ring: str
+    operation: str
+    gradients: list[Tensor]
+    inputs: list[Tensor]
+    homes: list[Tensor]
+    kept: list[Tensor]
+    sizes: Sequence[int]
+    needs: Sequence[bool]
+    wanted: Sequence[bool]  # of which this backward is asked
+    dtype: torch.dtype
+
+
 # What the forwards of a layer have left for their backwards: nothing of a batch.
 _left: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def forward(
-    number: Tensor,
-    ring: str,
-    operation: str,
-    inputs: list[Tensor],
-    homes: list[Tensor],
-    sizes: Sequence[int],
-    needs: Sequence[bool],
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    kind = _OPERATIONS[operation]
-    layer: Layer = owner_of(number)
-    bound = layer._bound(operation)
-    if bound.ring is not ring_named(ring):
-        raise RotationError(f"{bound.name}: expected a graph of {bound.ring.name}, got one of {ring}")
+def forward(given: Forward) -> list[Tensor]:
+    kind = _OPERATIONS[given.operation]
+    layer: Layer = owner_of(given.number)
+    inputs, homes, needs, dtype = given.inputs, given.homes, given.needs, given.dtype
+    bound = layer._bound(given.operation)
+    if bound.ring is not ring_named(given.ring):
+        raise RotationError(f"{bound.name}: expected a graph of {bound.ring.name}, got one of {given.ring}")
     bound.ring.check_alive(bound.name)
     reduce = bound.reduce_dtype or (torch.float64 if dtype == torch.float64 else torch.float32)
     differentiable = [each for each, x in enumerate(inputs) if x.is_floating_point()]
@@ -193,7 +215,7 @@ def forward(
     if any(needs):
         kept.append(_stamp(registered, homes, [any(home is each for each in context.saved_tensors) for home in homes]))
     context.save_for_backward()
-    _left.setdefault(layer, {})[operation, tuple(needs), dtype] = context, unwanted
+    _left.setdefault(layer, {})[given.operation, tuple(needs), dtype] = context, unwanted
     return [*result, *kept] if isinstance(result, tuple) else [result, *kept]
 
 
@@ -229,38 +251,18 @@ def _expect_registered(call: Call, registered: Sequence[Home], homes: list[Tenso
             )
 
 
-def forward_fake(
-    number: Tensor,
-    ring: str,
-    operation: str,
-    inputs: list[Tensor],
-    homes: list[Tensor],
-    sizes: Sequence[int],
-    needs: Sequence[bool],
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    results = _OPERATIONS[operation].results(inputs, sizes, dtype)
-    stamp = [number.new_empty((2, len(homes)))] if any(needs) else []
-    return [*(homes[0].new_empty(shape, dtype=each) for shape, each in results), *stamp]
+def forward_fake(given: Forward) -> list[Tensor]:
+    results = _OPERATIONS[given.operation].results(given.inputs, given.sizes, given.dtype)
+    stamp = [given.number.new_empty((2, len(given.homes)))] if any(given.needs) else []
+    return [*(given.homes[0].new_empty(shape, dtype=each) for shape, each in results), *stamp]
 
 
-def backward(
-    number: Tensor,
-    ring: str,
-    operation: str,
-    gradients: list[Tensor],
-    inputs: list[Tensor],
-    homes: list[Tensor],
-    kept: list[Tensor],
-    sizes: Sequence[int],
-    needs: Sequence[bool],
-    wanted: Sequence[bool],
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    kind = _OPERATIONS[operation]
-    layer: Layer = owner_of(number)
-    then, unwanted = _left[layer][operation, tuple(needs), dtype]
-    *kept, stamp = kept
+def backward(given: Backward) -> list[Tensor]:
+    kind = _OPERATIONS[given.operation]
+    layer: Layer = owner_of(given.number)
+    gradients, inputs, homes, wanted = given.gradients, given.inputs, given.homes, given.wanted
+    then, unwanted = _left[layer][given.operation, tuple(given.needs), given.dtype]
+    *kept, stamp = given.kept
     _expect_unwritten(then.call, homes, stamp)
     if not inputs:  # of which the backward needs nothing but the rows
         inputs = [gradients[0].new_empty(gradients[0].shape[0], 0)]
@@ -272,40 +274,29 @@ def backward(
     )
     results = kind.function.backward(context, *gradients)[len(unwanted) :]
     found = [gradient for gradient, want in zip(results, wanted, strict=False) if want]
-    if (on := ring_named(ring)).late_gradients:
+    if (on := ring_named(given.ring)).late_gradients:
         for gradient in found:
             on.land(gradient)
     return found
 
 
-def backward_fake(
-    number: Tensor,
-    ring: str,
-    operation: str,
-    gradients: list[Tensor],
-    inputs: list[Tensor],
-    homes: list[Tensor],
-    kept: list[Tensor],
-    sizes: Sequence[int],
-    needs: Sequence[bool],
-    wanted: Sequence[bool],
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    count = len(wanted) - len(homes)
-    of_inputs = [gradients[0].new_empty((_rows(gradients), sizes[0]), dtype=dtype) for want in wanted[:count] if want]
-    of_homes = [home.new_empty(home.shape) for home, want in zip(homes, wanted[count:], strict=True) if want]
+def backward_fake(given: Backward) -> list[Tensor]:
+    like, homes = given.gradients[0], given.homes
+    shape, count = (_rows(given.gradients), given.sizes[0]), len(given.wanted) - len(homes)
+    of_inputs = [like.new_empty(shape, dtype=given.dtype) for want in given.wanted[:count] if want]
+    of_homes = [home.new_empty(home.shape) for home, want in zip(homes, given.wanted[count:], strict=True) if want]
     return [*of_inputs, *of_homes]
 
 
 def keep_for_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    number, ring, operation, tensors, homes, sizes, needs, dtype = inputs
-    count = _OPERATIONS[operation].outputs(sizes)
+    given = Forward(*inputs)
+    tensors, count = given.inputs, _OPERATIONS[given.operation].outputs(given.sizes)
     # A linear layer whose parameters want no gradient reads nothing of its input.
-    read = operation not in ("linears", "partial linear") or any(needs[len(tensors) :])
+    read = given.operation not in ("linears", "partial linear") or any(given.needs[len(tensors) :])
     kept = output[count:]
-    ctx.counts = len(tensors), len(tensors) if read else 0, len(homes), count
-    ctx.constants = ring, operation, sizes, list(needs), dtype
-    ctx.save_for_backward(number, *(tensors if read else ()), *homes, *kept)
+    ctx.counts = len(tensors), len(tensors) if read else 0, len(given.homes), count
+    ctx.constants = given.ring, given.operation, given.sizes, list(given.needs), given.dtype
+    ctx.save_for_backward(given.number, *(tensors if read else ()), *given.homes, *kept)
 
 
 def differentiate(ctx: Any, gradients: list[Tensor]) -> tuple:
@@ -313,20 +304,19 @@ def differentiate(ctx: Any, gradients: list[Tensor]) -> tuple:
     tensors, read, homes, count = ctx.counts
     number, *saved = ctx.saved_tensors
     wanted = [*ctx.needs_input_grad[3], *ctx.needs_input_grad[4]]
-    found = iter(
-        operator("backward")(
-            number,
-            ring,
-            operation,
-            gradients[:count],
-            saved[:read],
-            saved[read : read + homes],
-            saved[read + homes :],
-            sizes,
-            needs,
-            wanted,
-            dtype,
-        )
+    given = Backward(
+        number,
+        ring,
+        operation,
+        gradients[:count],
+        inputs=saved[:read],
+        homes=saved[read : read + homes],
+        kept=saved[read + homes :],
+        sizes=sizes,
+        needs=needs,
+        wanted=wanted,
+        dtype=dtype,
     )
+    found = iter(operator("backward")(*given))
     each = [next(found) if want else None for want in wanted]
     return None, None, None, each[:tensors], each[tensors:], None, None, None

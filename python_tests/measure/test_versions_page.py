@@ -1,0 +1,27 @@
+"""The table of Pythons and torches is what the committed results say."""
+
+import pytest
+from shared.card import RESULTS
+from versions import PAGE, PYTHONS, TORCHES, last_of_each, page, table
+
+
+def test_the_table_is_made_from_the_results():
+    text = PAGE.read_text()
+    assert page(text, RESULTS) == text, "run python benchmarks/versions.py --page"
+    with pytest.raises(ValueError, match="expected a block"):
+        page("nothing", RESULTS)
+
+
+def test_every_pair_has_a_row(tmp_path):
+    path = tmp_path / "versions.jsonl"
+    assert "Not tried yet" in table(last_of_each(path))
+    card = '"commit": "a", "date": "2026-01-01", "command": "c"'
+    path.write_text(
+        f'{{"wanted_python": "3.10", "wanted_torch": "newest", "python": null, "torch": null, {card}, '
+        '"outcome": "no such Python here"}\n'
+        f'{{"wanted_python": "3.13", "wanted_torch": "2.11.0", "python": "3.13.0", "torch": "2.11.0+cpu", {card}, '
+        '"outcome": "works", "wheel_bytes": 2097152}\n'
+    )
+    made = table(last_of_each(path))
+    assert "| 3.10 | newest | no such Python here |  |" in made and "| 3.13.0 | 2.11.0+cpu | works | 2.0 |" in made
+    assert made.count("| not tried |") == len(PYTHONS) * len(TORCHES) - 2
