@@ -65,7 +65,7 @@ def test_slots_of_our_runs_are_those_that_were_counted():
         assert apart <= (0 if row["family"] == "llama" else 3 * row["hidden"] * 4), row["case"]
     in_time = [estimate_memory(case.model, ROOMY, dataclasses.replace(case.plan, late_gradients=0)) for case in CASES]
     slots = [report.components["rotation_slots"] for report in in_time]
-    assert len(rotated) >= 90 and all(
+    assert len(rotated) > 80 and all(
         held < case.predicted()["slots"] for held, case in zip(slots, CASES, strict=True)
     ), "control: slots without gradients that land late"
 
