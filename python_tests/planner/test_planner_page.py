@@ -80,12 +80,9 @@ def test_the_largest_model_is_found_and_its_neighbours_are_tried():
 
 def test_steps_between_hosts_are_predicted_from_what_was_measured_beside_them():
     """The wire decides at 1 Gbit/s and 256 tokens: rotation is then right; a link of twice the rate would not be."""
-    (row,) = (
-        row
-        for row in planner_hosts.measured()
-        if (row["case"], row["rate"], row["tokens"]) == ("mlp/rtp", "1gbit", 256)
-    )
-    beside = [other for other in planner_hosts.measured() if other["command"] == row["command"]]
+    rows = planner_hosts.measured()
+    (row,) = (row for row in rows if (row["case"], row["rate"], row["tokens"]) == ("mlp/rtp", "1gbit", 256))
+    beside = [other for other in rows if other["command"] == row["command"]]
     near = [each for each in planner_hosts.predictions(beside) if each.row is row]
     assert abs(near[0].error) < 0.05
     faster = [{**other, "rate": "2gbit"} for other in beside if other["rate"] == "1gbit"]
