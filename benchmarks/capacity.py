@@ -1,22 +1,23 @@
 """The largest model that fits into a byte budget of every rank: found by running, beside the prediction.
 
-    python benchmarks/capacity.py                          # 1, 2, 4 and 8 ranks, 96 MiB each
-    python benchmarks/capacity.py --ranks 8 --budget 64
+    python benchmarks/capacity.py                          # 1, 2, 4 and 8 ranks, 64 MiB each
+    python benchmarks/capacity.py --ranks 8 --budget 96
 
 Llamas, of which first the number of layers grows at a hidden size of 256, then the hidden size at two layers. A model
 fits if the most that any rank held at a moment of a step (shared/memory.py) is within the budget. The search begins
-with what the planner says is largest and goes on by running: up while the next model fits, else down to one that does;
-so the two neighbours of the answer have both run. Every rank has a batch of its own; with tensor parallelism all
-compute with the batches of all. `rtp-recompute` is RTP with activation checkpointing of every block and a fused loss.
+with what the planner says is largest and goes on by running, in strides that double until one model fits and another
+does not, then between them: the answer and the next larger model have both run. Every rank has a batch of its own;
+with tensor parallelism all compute with the batches of all. `rtp-recompute` is RTP with activation checkpointing of
+every block and a fused loss. One rank trains alone, whatever the strategy.
 
-One JSON line a strategy, number of ranks and way to grow is appended to results/MACHINE/capacity.jsonl.
+One JSON line a strategy, number of ranks and way to grow is appended to results/MACHINE/capacity.jsonl as soon as it is
+known; what docs/planner.md says is predicted, the planner says now.
 """
 
 import argparse
 import dataclasses
-import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from shared.planned import Case, counted
 
 RANKS = (1, 2, 4, 8)
 STRATEGIES = ("rtp", "rtp-recompute", "fsdp2", "ddp", "tp")
-LAYERS, HIDDEN, HEADS, TOKENS, STEP = 2, 256, 16, 128, 64
+LAYERS, HIDDEN, HEADS, TOKENS, STEP = 2, 256, 16, 128, 32
 MOST = {"layers": 400, "hidden": 4096}
 
 
@@ -43,69 +44,87 @@ def sizes(grown: str) -> range:
     return range(1, MOST["layers"] + 1) if grown == "layers" else range(STEP, MOST["hidden"] + 1, STEP)
 
 
-def largest(known: range, fits: Callable[[int], bool], first: int) -> tuple[int, int]:
-    """The place of the largest size that fits (-1: none), and how many were tried, from a first guess on."""
-    place, tried = first, 1
-    up = fits(known[place])
-    while 0 <= place + (1 if up else -1) < len(known):
-        place += 1 if up else -1
-        tried += 1
-        if fits(known[place]) != up:
-            return (place - 1 if up else place), tried
-    return (place if up else -1), tried
-
-
-def guess(strategy: str, ranks: int, grown: str, budget: float) -> int:
-    """The place of the largest size that is predicted to fit; 0 where none is."""
-    known = sizes(grown)
-    low, high = 0, len(known) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = case_of(strategy, ranks, grown, known[middle]).predicted()["peak"] <= budget
-        low, high = (middle, high) if fits else (low, middle - 1)
+def largest(count: int, fits: Callable[[int], bool], first: int) -> int:
+    """The largest of `count` places that fits, -1 for none, from a first guess on. A place is asked once at most; what
+    is smaller than one that fits does, too."""
+    low, high = -1, count  # that fits, that does not
+    place, stride = first, 1
+    while high - low > 1:
+        if fits(place):
+            low, place = place, place + stride
+        else:
+            high, place = place, place - stride
+        stride *= 2
+        if not low < place < high or (low >= 0 and high < count):
+            place = (low + high) // 2
     return low
 
 
-def search(place: Place, args: argparse.Namespace) -> list[dict[str, Any]]:
+def guess(strategy: str, ranks: int, grown: str, budget: float) -> int:
+    """The largest size that is predicted to fit; 0 where none is."""
+    known = sizes(grown)
+    low, high = -1, len(known)
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = case_of(strategy, ranks, grown, known[middle]).predicted()["peak"] <= budget
+        low, high = (middle, high) if fits else (low, middle)
+    return known[low] if low >= 0 else 0
+
+
+def last_of_each(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The last line of every search, with what the planner predicts as it is now."""
+    last = {(row["grown"], row["strategy"], row["ranks"], row["budget_bytes"]): row for row in rows}
+    told = []
+    for (grown, strategy, ranks, budget), row in last.items():
+        size = guess(strategy, ranks, grown, budget)
+        parameters = case_of(strategy, ranks, grown, size).model.parameters if size else 0
+        told.append({**row, "predicted_largest": size, "predicted_parameters": parameters})
+    return told
+
+
+def search(place: Place, args: argparse.Namespace) -> None:
     card = environment_card(place.device, args.command)
-    return list(_lines(place, args, card))
-
-
-def _lines(place: Place, args: argparse.Namespace, card: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    budget = args.budget * 2**20
+    peaks: dict[Case, float] = {}  # of what has run
     for grown in args.grow:
         for strategy in args.strategies:
-            known, first = sizes(grown), guess(strategy, place.ranks, grown, budget)
-            peaks: dict[int, float] = {}
-            fits = functools.partial(_fits, place, strategy, grown, budget, peaks)
-            found, tried = largest(known, fits, first)
-            size = known[found] if found >= 0 else 0
-            case = case_of(strategy, place.ranks, grown, max(size, known[0]))
-            parameters = case.model.parameters if size else 0
-            predicted = case_of(strategy, place.ranks, grown, known[first]).model.parameters
+            line = result_line(card, **_found(place, strategy, grown, args.budget * 2**20, peaks))
             if place.rank == 0:
-                print(f"{grown:<7}{strategy:<14}R={place.ranks} {size:>5} ({known[first]} predicted)", flush=True)
-            yield result_line(
-                card,
-                benchmark="capacity",
-                transport="c10d",
-                direction="step",
-                peak_bytes=peaks.get(size),
-                grown=grown,
-                budget_bytes=budget,
-                largest=size,
-                predicted_largest=known[first],
-                parameters=parameters,
-                predicted_parameters=predicted,
-                tried=tried,
-                **{**dataclasses.asdict(case), "case": f"llama/{strategy}/{grown}", "strategy": strategy},
-            )
+                append_line(args.output, line)
+                told = f"{line['largest']:>5} ({line['predicted_largest']} predicted, {line['tried']} tried)"
+                print(f"{grown:<7}{strategy:<14}R={place.ranks}{told}", flush=True)
 
 
-def _fits(place: Place, strategy: str, grown: str, budget: float, peaks: dict[int, float], size: int) -> bool:
-    """Runs one size, and keeps what it took."""
-    peaks[size] = counted(case_of(strategy, place.ranks, grown, size), place)["peak"]
-    return peaks[size] <= budget
+def _found(place: Place, strategy: str, grown: str, budget: float, peaks: dict[Case, float]) -> dict[str, Any]:
+    """What the line of one search says."""
+    known, predicted = sizes(grown), guess(strategy, place.ranks, grown, budget)
+    asked: dict[int, float] = {}
+
+    def fits(index: int) -> bool:
+        case = case_of(strategy, place.ranks, grown, known[index])
+        if case not in peaks:
+            peaks[case] = counted(case, place)["peak"]
+        asked[index] = peaks[case]
+        return peaks[case] <= budget
+
+    found = largest(len(known), fits, max(known.index(predicted) if predicted else 0, 0))
+    size = known[found] if found >= 0 else 0
+    case = case_of(strategy, place.ranks, grown, size or known[0])
+    return {
+        **dataclasses.asdict(case),
+        "benchmark": "capacity",
+        "case": f"llama/{strategy}/{grown}",
+        "strategy": strategy,
+        "transport": "c10d",
+        "direction": "step",
+        "grown": grown,
+        "budget_bytes": budget,
+        "largest": size,
+        "parameters": case.model.parameters if size else 0,
+        "peak_bytes": asked.get(found),
+        "next_peak_bytes": asked.get(found + 1),  # of the next larger model
+        "predicted_largest": predicted,
+        "tried": len(asked),
+    }
 
 
 def main() -> None:
@@ -113,16 +132,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--strategies", choices=STRATEGIES, nargs="+", default=STRATEGIES)
     parser.add_argument("--grow", choices=tuple(MOST), nargs="+", default=tuple(MOST))
-    parser.add_argument("--budget", type=float, default=96, metavar="MIB", help="of every rank")
+    parser.add_argument("--budget", type=float, default=64, metavar="MIB", help="of every rank")
     parser.add_argument("--machine", help="folder under results/ (default: from the CPU)")
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead")
     args = parser.parse_args()
     args.command, args.device, args.threads = command_line(), "cpu", 1
     machine = args.machine or machine_name(torch.device("cpu"))
-    output = args.output or RESULTS / machine / "capacity.jsonl"
+    args.output = args.output or RESULTS / machine / "capacity.jsonl"
     for ranks in args.ranks:
-        for line in launch(search, args, ranks):
-            append_line(output, line)
+        launch(search, args, ranks)
     sys.stdout.flush()
 
 

@@ -2,17 +2,20 @@
 
     python benchmarks/planner_grid.py                 # all of them, in pieces: a piece for every number of ranks
     python benchmarks/planner_grid.py --ranks 4       # one piece
+    python benchmarks/planner_grid.py --missing       # what has no line yet of a clean tree, to go on with
     python benchmarks/planner_grid.py --list          # what would run, and what is predicted
 
 Small GPTs and Llamas of several sizes, two batches, one to four ranks, every way to share the work that runs here, with
 and without activation checkpointing, in float32 and with a mixed-precision policy. `counted_kept_bytes` are those of
 parameters, gradients and optimizer state; `counted_peak_bytes` the most that a rank held at a moment of a step
-(shared/memory.py: the kernel counts, right to about 3 MiB). Bytes do not depend on what else the machine does; times
+(shared/memory.py: the kernel counts, right to about 3 MiB). docs/planner.md holds them against what the planner says
+now, which may be another version of it. Bytes do not depend on what else the machine does; times
 would, so none is taken. One JSON line a case is appended to results/MACHINE/planner_grid.jsonl.
 """
 
 import argparse
 import itertools
+import json
 import statistics
 import sys
 from pathlib import Path
@@ -40,6 +43,13 @@ def cases(ranks: int) -> list[Case]:
     if ranks == 3:
         found = [case for case in found if case.strategy.startswith(("rtp", "fsdp2")) and case.layers == 4]
     return sorted(allowed(found), key=lambda case: case.tokens)
+
+
+def missing(found: list[Case], output: Path) -> list[Case]:
+    """Those of which no line of a clean tree tells."""
+    lines = map(json.loads, output.read_text().splitlines()) if output.exists() else iter(())
+    known = {Case.of(line) for line in lines if not str(line["commit"]).endswith("-dirty")}
+    return [case for case in found if case not in known]
 
 
 def measure(place: Place, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -78,23 +88,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Counted bytes against predicted ones. See the top of the file.")
     parser.add_argument("--ranks", type=int, choices=RANKS, nargs="+", default=RANKS)
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--missing", action="store_true", help="only what has no line yet of a clean tree")
     parser.add_argument("--machine", help="folder under results/ (default: from the CPU)")
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead")
     args = parser.parse_args()
     args.command, args.device, args.threads = command_line(), "cpu", 1
+    machine = args.machine or machine_name(torch.device("cpu"))
+    args.output = args.output or RESULTS / machine / "planner_grid.jsonl"
+    wanted = {ranks: missing(cases(ranks), args.output) if args.missing else cases(ranks) for ranks in args.ranks}
     if args.list:
-        for case in itertools.chain.from_iterable(map(cases, args.ranks)):
+        for case in itertools.chain.from_iterable(wanted.values()):
             told = ", ".join(f"{what} {size / 2**20:.1f} MiB" for what, size in case.predicted().items())
             print(f"{case.family:<6}{case.layers} x {case.hidden} {case.strategy:<14} R={case.ranks} {told}")
         return
-    machine = args.machine or machine_name(torch.device("cpu"))
-    args.output = args.output or RESULTS / machine / "planner_grid.jsonl"
     ratios = []
-    for ranks in args.ranks:
-        args.cases = cases(ranks)
-        for line in launch(measure, args, ranks):
+    for ranks, args.cases in wanted.items():
+        for line in launch(measure, args, ranks) if args.cases else ():
             ratios.append(line["predicted_peak_bytes"] / line["counted_peak_bytes"])
     errors = [abs(ratio - 1) for ratio in ratios]
+    if not errors:
+        return
     print(f"{len(ratios)} runs: peak wrong by {statistics.mean(errors):.1%} on average, {max(errors):.1%} at most")
     sys.stdout.flush()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import planner_runs as runs
 from shared.card import RESULTS
+from shared.planned import last_of_each
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -66,12 +67,12 @@ def ways() -> str:
 
 def grid() -> str:
     """Counted and predicted bytes of our own runs, by strategy."""
-    last = {(row["case"], *(row[key] for key in _CASE)): row for row in _lines("planner_grid")}
+    last = last_of_each(_lines("planner_grid"))
     by_strategy: dict[str, list[dict[str, Any]]] = {}
-    for row in last.values():
+    for row in last:
         by_strategy.setdefault(row["strategy"], []).append(row)
     rows = []
-    for name, own in [*by_strategy.items(), ("all", list(last.values()))]:
+    for name, own in [*by_strategy.items(), ("all", last)]:
         cells_ = [name, str(len(own))]
         for what in ("kept", "slots", "peak"):
             ratios = [
@@ -84,6 +85,3 @@ def grid() -> str:
         rows.append((*cells_, f"{100 * runs.mean(errors):.1f} %"))
     heads = ("strategy", "runs", "kept: predicted / counted", "slots", "peak", "peak wrong by, on average")
     return markdown(heads, rows)
-
-
-_CASE = ("family", "layers", "hidden", "ranks", "tokens", "recompute", "dtype")

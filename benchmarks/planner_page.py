@@ -19,6 +19,7 @@ from pathlib import Path
 
 import planner_runs as runs
 import published
+from planner_hosts import hosts
 from planner_more import grid as our_runs
 from planner_more import markdown, sources, ways
 from report import deliver
@@ -163,6 +164,7 @@ BLOCKS = {
     "sources": sources,
     "ways": ways,
     "grid": our_runs,
+    "hosts": hosts,
 }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ ROTATED: dict[str, dict[str, Any]] = {  # options of fully_rotate
     "rtp-2rings": {},
 }
 STRATEGIES = (*ROTATED, "fsdp2", "hsdp", "ddp", "tp", "single")
-_FIELDS = {"in_place": "in_place", "bundle": "bundle"}
 _PROCESSORS = Cluster(
     name="processors",
     gpus=64,
@@ -68,6 +67,12 @@ class Case:
     seq: int = 128
     head_dim: int = 32
 
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Case:
+        """The case that a line of results tells of."""
+        known = [field.name for field in fields(cls) if field.name in row]
+        return cls(**{name: row[name] for name in known})
+
     @property
     def heads(self) -> int:
         return self.hidden // self.head_dim
@@ -91,14 +96,19 @@ class Case:
 
     @property
     def plan(self) -> Strategy:
-        """With tensor parallelism every rank computes with the batches of all, and so does a single process."""
+        """With tensor parallelism every rank computes with the batches of all, and so does a single process.
+
+        The blocks of GPT are its own, so that nothing of them is a bundle, whatever the strategy asks for; and a ring
+        of CPUs over torch.distributed lets one pass's gradients land late.
+        """
         ranks, samples = self.ranks, self.tokens // self.seq
         own: dict[str, Any] = {"micro_batch": samples, "stack": "torch"}
         own |= {"param_dtype": {"float32": "fp32", "bfloat16": "bf16"}[self.dtype]}
         own |= {"recompute": "full" if self.recompute else "none"}
         if self.strategy in ROTATED:
-            options = ROTATED[self.strategy]
+            options = ROTATED[self.strategy] | ({"bundle": False} if self.family == "gpt" else {})
             own |= {name: options[name] for name in ("in_place", "bundle") if name in options}
+            own |= {"late_gradients": 1}
             own |= {"fused_loss": options.get("loss_head") == "fused"}
             rings = 2 if self.strategy == "rtp-2rings" else 1
             return Strategy(rtp=ranks // rings, dp=rings, **own)
@@ -185,6 +195,18 @@ def counted(case: Case, place: Place) -> dict[str, float]:
     kept = memory.parameters + memory.gradients + memory.optimizer
     largest = gather([kept, memory.slots, memory.peak], place).amax(0).tolist()
     return dict(zip(("kept", "slots", "peak"), largest, strict=True))
+
+
+_CASE = ("case", "family", "layers", "hidden", "strategy", "ranks", "tokens", "recompute", "dtype")
+
+
+def last_of_each(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of every case of planner_grid.py the last line, with what the planner predicts of it as it is now."""
+    last = {tuple(row[key] for key in _CASE): row for row in rows}
+    return [
+        {**row, **{f"predicted_{what}_bytes": size for what, size in Case.of(row).predicted().items()}}
+        for row in last.values()
+    ]
 
 
 def allowed(cases: Sequence[Case]) -> list[Case]:

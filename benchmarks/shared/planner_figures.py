@@ -14,7 +14,9 @@ def planned(rows: list[Row], args: argparse.Namespace) -> Any:
     """Counted bytes of every run over predicted ones; above the dashed line a run at the 80 % line would not fit."""
     from plot import CannotPlot, canvas, style
 
-    if not (rows := [row for row in rows if row["benchmark"] == "planner_grid"]):
+    from shared.planned import last_of_each
+
+    if not (rows := last_of_each(row for row in rows if row["benchmark"] == "planner_grid")):
         raise CannotPlot("expected runs of planner_grid.py, found none")
     figure, (kept, peak) = canvas(2, 4.2)
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
@@ -42,17 +44,18 @@ def planned(rows: list[Row], args: argparse.Namespace) -> Any:
 
 def capacity(rows: list[Row], args: argparse.Namespace) -> Any:
     """Parameters of the largest model within the budget over ranks, found by running; hollow: predicted."""
+    from capacity import last_of_each
     from plot import HOLLOW, CannotPlot, canvas, style
 
-    if not (rows := [row for row in rows if row["benchmark"] == "capacity"]):
+    if not (rows := last_of_each(row for row in rows if row["benchmark"] == "capacity")):
         raise CannotPlot("expected results of capacity.py, found none")
-    last = {(row["grown"], row["strategy"], row["ranks"]): row for row in rows}
-    ways = list(dict.fromkeys(grown for grown, *_ in last))
+    ways = list(dict.fromkeys(row["grown"] for row in rows))
     figure, panels = canvas(len(ways))
     for axes, grown in zip(panels, ways, strict=True):
-        names = list(dict.fromkeys(strategy for way, strategy, _ in last if way == grown))
+        names = list(dict.fromkeys(row["strategy"] for row in rows if row["grown"] == grown))
         for index, name in enumerate(names):
-            own = sorted((row for key, row in last.items() if key[:2] == (grown, name)), key=lambda row: row["ranks"])
+            own = [row for row in rows if (row["grown"], row["strategy"]) == (grown, name)]
+            own.sort(key=lambda row: row["ranks"])
             sizes = [row["ranks"] for row in own]
             axes.plot(sizes, [row["parameters"] / 1e6 for row in own], label=name, linewidth=1.2, **style(index))
             axes.plot(sizes, [row["predicted_parameters"] / 1e6 for row in own], **{**style(index), **HOLLOW})
@@ -61,4 +64,4 @@ def capacity(rows: list[Row], args: argparse.Namespace) -> Any:
         axes.set_ylim(bottom=0)
     panels[-1].legend(fontsize=7, frameon=False)
     budget = rows[-1]["budget_bytes"] / MIB
-    return figure, list(last.values()), f"{budget:g} MiB a rank, {rows[-1]['tokens']} tokens; hollow: predicted"
+    return figure, rows, f"{budget:g} MiB a rank, {rows[-1]['tokens']} tokens; hollow: predicted"

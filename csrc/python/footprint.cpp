@@ -33,14 +33,15 @@ void bind_footprint(py::module_& m) {
       .def_readonly("free_gradient", &Footprint::free_gradient);
   py::class_<OperationSize>(m, "OperationSize", "One rotated operation in numbers: its largest shard.")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool>>& parts, bool bundle, bool in_pieces,
-                       const std::vector<size_t>& biases) {
-             OperationSize operation{{}, bundle, in_pieces, biases};
+                       const std::vector<size_t>& biases, bool late) {
+             OperationSize operation{{}, bundle, in_pieces, biases, late};
              for (const auto& [rows, elements, backward] : parts) operation.parts.push_back({rows, elements, backward});
              return operation;
            }),
            py::arg("parts"), py::arg("bundle"), py::arg("in_pieces"), py::arg("biases") = std::vector<size_t>{},
+           py::arg("late") = true,
            "parts: rows, numbers in each, and whether it travels in backward too. biases: the places of those that "
-           "never travel in fewer bits.")
+           "never travel in fewer bits. late: whether its gradients may land after its pass.")
       .def(
           "pieces",
           [](const OperationSize& operation, int64_t element_bytes, int64_t cap) {

@@ -116,7 +116,7 @@ class Walk {
     options.dgrad = pass.weight.has_value();
     options.bundle = operation.bundle && !forward;
     options.receive_in_slots = !forward && !step_.travel.receives_anywhere;
-    options.late = step_.late > 0 && !forward && pieces.count == 1;
+    options.late = step_.late > 0 && operation.late && !forward && pieces.count == 1;
     options.gradient_route = step_.gradient_route;
     options.narrow = step_.narrow();
     auto& known = schedules_[options];

@@ -165,6 +165,7 @@ struct OperationSize {
   bool bundle = false;         // its weight gradients need what its input gradients compute
   bool in_pieces = false;      // it travels in pieces where it is above the slot cap
   std::vector<size_t> biases;  // the places of parts that never travel in fewer bits than they are computed with
+  bool late = true;            // its gradients may land late, where the step lets them
 
   bool is_bias(size_t part) const { return std::find(biases.begin(), biases.end(), part) != biases.end(); }
   Pieces pieces(int64_t element_bytes, int64_t cap) const;

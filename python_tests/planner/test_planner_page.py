@@ -1,14 +1,23 @@
 """docs/planner.md says what published.py and the planner give."""
 
+import dataclasses
 import functools
 import re
 
+import capacity
+import planner_hosts
+import planner_more
 import planner_page
 import planner_runs
 import pytest
 import scale
+from shared.planned import Case, last_of_each
+
+from rtp_ext.planner import Cluster, estimate_memory
 
 TEXT = planner_page.PAGE.read_text()
+ROOMY = Cluster.preset("h100-80gb")
+CASES = [Case(family, 4, 256, "rtp", ranks, 256) for family in ("llama", "gpt") for ranks in (2, 3)]
 # what the prose quotes from its sources
 QUOTED = (
     *("f/h = 3.5", "up to 100 %", "as 0.44", "Its 0.3 for", "fitted to 0.3", "HBM2e of 2.4 TB/s", "the rule of 80 %"),
@@ -45,6 +54,40 @@ def test_no_number_of_the_prose_goes_unchecked():
     prose = re.sub(r"`[^`]*`|arXiv [\d., ]+", " ", prose)
     assert re.findall(r"\S*\d\s?%|\d+\.\d+", prose) == []
     assert re.findall(r"\S*\d\s?%|\d+\.\d+", "wrong by 7 %, or 0.5 s") == ["7 %", "0.5"], "control"
+
+
+def test_slots_of_our_runs_are_those_that_were_counted():
+    """Every Llama's to the byte; a GPT's, whose head is tied, up to one bias: which of two slots made way."""
+    rows = last_of_each(planner_more._lines("planner_grid"))
+    rotated = [row for row in rows if row["counted_slots_bytes"]]
+    for row in rotated:
+        apart = abs(row["predicted_slots_bytes"] - row["counted_slots_bytes"])
+        assert apart <= (0 if row["family"] == "llama" else 3 * row["hidden"] * 4), row["case"]
+    in_time = [estimate_memory(case.model, ROOMY, dataclasses.replace(case.plan, late_gradients=0)) for case in CASES]
+    slots = [report.components["rotation_slots"] for report in in_time]
+    assert len(rotated) > 80 and all(
+        held < case.predicted()["slots"] for held, case in zip(slots, CASES, strict=True)
+    ), "control: slots without gradients that land late"
+
+
+def test_the_largest_model_is_found_and_its_neighbours_are_tried():
+    for count, answer in ((1, -1), (1, 0), (9, -1), (9, 4), (9, 8), (40, 17)):
+        for first in range(count):
+            asked = {place: place <= answer for place in range(count)}
+            assert capacity.largest(count, asked.pop, first) == answer, "each is asked once"
+            assert not {answer, answer + 1} & set(asked), "both have been"
+
+
+def test_steps_between_hosts_are_predicted_from_what_was_measured_beside_them():
+    """The wire decides at 1 Gbit/s and 256 tokens: rotation is then right; a link of twice the rate would not be."""
+    rows = planner_hosts.measured()
+    (row,) = (row for row in rows if (row["case"], row["rate"], row["tokens"]) == ("mlp/rtp", "1gbit", 256))
+    beside = [other for other in rows if other["command"] == row["command"]]
+    near = [each for each in planner_hosts.predictions(beside) if each.row is row]
+    assert abs(near[0].error) < 0.05
+    faster = [{**other, "rate": "2gbit"} for other in beside if other["rate"] == "1gbit"]
+    wrong = [each for each in planner_hosts.predictions(faster) if each.row["case"] == "mlp/rtp"]
+    assert wrong[0].row["tokens"] == 256 and wrong[0].error < -0.3, "control"
 
 
 def test_eight_bit_runs_are_predicted_in_eight_bits():

@@ -152,15 +152,17 @@ def _ragged(rank, ranks):
     torch.set_num_threads(1)
     found = []
     ids = torch.arange(5)
-    for transport, bundle, low, in_place in (
-        ("c10d", False, True, False),
-        ("c10d", True, False, True),
-        ("shm", True, False, True),
+    for transport, bundle, low, in_place, late in (
+        ("c10d", False, True, False, 0),
+        ("c10d", True, False, True, 0),
+        ("shm", True, False, True, 0),
+        ("c10d", False, False, False, 1),
+        ("c10d", True, True, False, 1),
     ):
         torch.manual_seed(0)
         mlp = nn.Sequential(nn.Linear(10, 23), nn.GELU(), nn.Linear(23, 10))
         model = nn.Sequential(nn.Embedding(17, 10), nn.LayerNorm(10), mlp)
-        with Ring(transport=transport, timeout=30.0, late_gradients=0) as ring:
+        with Ring(transport=transport, timeout=30.0, late_gradients=late) as ring:
             options = {"bundle": bundle, "low": low, "in_place": in_place}
             counted = _train(model, ring, lambda m: m(ids).float().square().sum(), **options)
         held = rtp_bytes(
@@ -171,8 +173,9 @@ def _ragged(rank, ranks):
             compute_bytes=2 if low else 4,
             in_place=in_place,
             receives_anywhere=transport != "shm",
+            late_gradients=late,
         )
-        found.append((transport, bundle, low, in_place, counted, _predicted(held)))
+        found.append((transport, bundle, low, in_place, late, counted, _predicted(held)))
     return found
 
 
@@ -183,7 +186,9 @@ def test_slots_and_states_of_ragged_shards_on_real_rings():
     for rank, cases in enumerate(told):
         for *case, counted, predicted in cases:
             assert counted == predicted, (rank, case)
-    assert told[0][0][4] != told[2][0][4], "control: the last rank holds less"
+    assert told[0][0][5] != told[2][0][5], "control: the last rank holds less"
+    in_time, late = (cases[5][1] for cases in (told[0][0], told[0][3]))
+    assert late > in_time, "control: a gradient that lands late has slots of its own"
 
 
 def test_rotations_of_a_stage_in_the_estimate():

@@ -69,6 +69,9 @@ def test_the_pool_keeps_slots_and_small_ones_make_way():
     for layers, late in ((2, 1), (3, 1), (4, 2)):
         _, gradients, _, most = footprint(sized(*[32] * layers), late=late)
         assert (gradients, most) == ([128] * (2 + 2 * late), 256 + 256 * late), "two more for each that lands late"
+    in_time = [_native.OperationSize([(1, 32, True)], False, False, late=False) for _ in range(3)]
+    assert footprint(in_time, late=1) == footprint(sized(32, 32, 32)), "an operation that never is late"
+    assert footprint(in_time[:1] + sized(32, 32), late=1) == footprint(sized(32, 32, 32), late=1), "one behind others"
     assert footprint(sized(32, 32)) == ([64, 64], [128, 128], 128, 256), "into the slot that the first one is done with"
     # slots of 64 bytes make way for larger ones, one by one
     assert footprint(sized(32, 64)) == footprint(sized(64, 32)) == ([128, 128], [256, 256], 256, 512)

@@ -75,7 +75,7 @@ def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int, hosts: int 
     moments = OPTIMIZER_MOMENTS[strategy.optimizer]
     sizes = (strategy.rtp, strategy.tp, strategy.param_bytes, strategy.reduce_bytes, moments)
     layers, ends = stage_layers(model, strategy, stage), (stage == 0, stage == strategy.pp - 1, strategy.pp > 1)
-    ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel)
+    ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel, strategy.late_gradients)
     return _rotation_bytes(
         model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends, hosts, ways
     )
@@ -91,7 +91,7 @@ def _rotation_bytes(
     layers: int,
     ends: tuple[bool, bool, bool],
     hosts: int,
-    ways: tuple[str | None, str, str | None],
+    ways: tuple[str | None, str, str | None, int],
 ) -> RotationBytes:
     """`rtp_bytes` of a few layers; those beyond add their shards and need no further slots."""
     ranks, tp, param_bytes, reduce_bytes, moments = sizes
@@ -120,6 +120,7 @@ def _rotation_bytes(
             travel=ways[0],
             gradient_route=ways[1],
             gradient_travel=ways[2],
+            late_gradients=ways[3],
         )
 
     if layers <= _FEW_LAYERS:

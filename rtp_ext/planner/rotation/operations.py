@@ -72,6 +72,12 @@ class RotatedOperation:
             return ()
         return tuple(weight for weight in self.weights if not weight.is_bias)
 
+    @property
+    def late(self) -> bool:
+        """Whether its gradients may land after its pass: those of linear layers and of MLPs (`late=True` in
+        rtp_ext/functional)."""
+        return self.kind in ("linear", "bundle") and all(len(weight.shape) < 3 for weight in self.weights)
+
     def size(self, ranks: int) -> Any:
         """The largest shards in numbers, as csrc/schedule/footprint.h takes them.
 
@@ -87,7 +93,7 @@ class RotatedOperation:
             parts.append((rows, math.prod(rest), weight in travelling))
         dims = 3 if any(len(weight.shape) == 3 for weight in self.weights) else 2  # of the weights of experts: 3
         biases = [place for place, weight in enumerate(self.weights) if len(weight.shape) < dims]
-        return engine().OperationSize(parts, self.bundle, in_pieces, biases)
+        return engine().OperationSize(parts, self.bundle, in_pieces, biases, self.late)
 
     def pieces(self, ranks: int, element_bytes: int) -> int:
         """How many pieces its shards travel in, under the slot cap of a ring that is given none."""
@@ -127,6 +133,7 @@ def rtp_bytes(
     gradient_route: str = "chain",
     gradient_travel: str | None = None,
     hosts: int = 1,
+    late_gradients: int = 0,
 ) -> RotationBytes:
     """Slots and states of one rank that trains with rotation.
 
@@ -144,6 +151,8 @@ def rtp_bytes(
         gradient_route, gradient_travel: what gradients take, `chain` or `direct`, and in what they travel; None: in
             `reduce_bytes` a number. On `direct` they are summed in float32 (float64 for 8 bytes).
         hosts: that a ring takes on two levels; 1: none.
+        late_gradients: of the ring: passes whose gradients may still be arriving while the next one runs, each with
+            slots of its own. 0 on GPUs, 1 on CPUs over a network.
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
     parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. On gradient
@@ -181,6 +190,7 @@ def rtp_bytes(
         gradients_quantised=gradient_travel is not None,
         route="two-level" if hosts > 1 else "ring",
         hosts=hosts,
+        late=late_gradients,
         **reach,
     )
 

@@ -62,6 +62,8 @@ class Strategy:
         gradient_route: of rotation: partial sums travel (`chain`), or contributions go straight home (`direct`).
         travel: what rotating weights travel in; None: in what they are computed with. gradient_travel: `int8` on the
             gradient route `direct`; None: in reduce_dtype.
+        late_gradients: of rotation, as of `rtp_ext.Ring`: 0 on GPUs; a ring of CPUs over a network takes 1 by itself.
+            It takes slots, and time is reckoned without it.
         outer: what replicas of a ring agree by (`rtp_ext.outer`), and the `period` in steps of those that do not agree
             in every one. topology: of gossip.
         replicate: of `zero=3`: groups of data-parallel ranks that hold all shards each, gradients summed over the
@@ -103,6 +105,7 @@ class Strategy:
     gradient_route: str = "chain"
     travel: str | None = None
     gradient_travel: str | None = None
+    late_gradients: int = 0
     outer: str = "allreduce"
     period: int = 1
     topology: str = "one-peer"
@@ -123,6 +126,7 @@ class Strategy:
                     f"strategy: expected {degree} of at most {LARGEST}, since rings are simulated step by step and "
                     f"pipelines stage by stage, got {getattr(self, degree)}"
                 )
+        check_at_least("strategy", 0, late_gradients=self.late_gradients)
         check_known("schedule", self.schedule, SCHEDULES)
         check_known("recompute", self.recompute, RECOMPUTE)
         check_known("optimizer", self.optimizer, OPTIMIZER_MOMENTS)
@@ -189,6 +193,7 @@ class Strategy:
             "gradient_route": "chain",
             "travel": None,
             "gradient_travel": None,
+            "late_gradients": 0,
             "outer": "allreduce",
             "period": 1,
         }
