@@ -27,8 +27,7 @@ COMBINATIONS = {
     "gradients straight home in int8": ({**DIRECT, "gradients_quantised": True, "route": "direct"}, ""),
     "halves": ({"halves": True}, ""),
     "late": ({"late": True}, ""),
-    "pieces": ({"slot_cap": 256}, ""),
-    "gathered": ({"route": "gather"}, "route gather"),
+    "pieces": ({"slot_cap": 512}, ""),
 }
 TWO_LEVELS = {"two levels": ({"route": "two-level"}, "")}
 
