@@ -102,6 +102,6 @@ ALL_PLANS = [
 @pytest.mark.parametrize("backend", few(["aot_eager"], ["aot_eager", "inductor"]))
 @pytest.mark.parametrize("shape", few([(2, 2)], [(2, 2), (2, 3)]))
 def test_replicas_and_tensor_parallelism_break_graphs(shape, backend):
-    policies = few(["all-reduce", "ZeroOuter", "local SGD"], list(POLICIES))
+    policies = few(["all-reduce"], list(POLICIES))
     plans = few(ALL_PLANS[:1], ALL_PLANS)
     run_ranks(_meshes, shape[0] * shape[1], shape, policies, plans, backend, timeout=600.0)

@@ -1,24 +1,18 @@
-"""Passes as graphs together with split backwards, checkpoints and compiled models. Replays are made as replayed.py
-says."""
+"""Passes as graphs together with split backwards and checkpoints. Replays are made as replayed.py says."""
 
 import contextlib
-import functools
 
 import pytest
 import torch
 from autograd_subjects import SUBJECTS
-from graph_cases import compare
 from grids import few
 from harness import Cases, run_ranks
-from models import make_batch, make_model
 from replayed import replayed
 from test_split_backward import _adapted, _checkpointed, _subject
 
 import rtp_ext
 from rtp_ext.nn import RotatedLinear
 from rtp_ext.ring import graphs
-
-STEPS = 7
 
 
 @contextlib.contextmanager
@@ -29,7 +23,7 @@ def replaying():
         assert sum(each.replayed for each in rings) > 0, rings
 
 
-# -- split backwards, compiled models ----------------------------------------------------------------------------------
+# -- split backwards ---------------------------------------------------------------------------------------------------
 
 
 def _parts(rank, ranks):
@@ -40,21 +34,11 @@ def _parts(rank, ranks):
                 _subject(label, SUBJECTS[label], ring, False, cases)
             _checkpointed(ring, cases)
         _adapted(ring, cases)
-    made = iter((contextlib.nullcontext(), replaying()))
-    with contextlib.ExitStack() as around:
-
-        def make():
-            around.enter_context(next(made))  # the eager model has none
-            return rtp_ext.fully_rotate(make_model(blocks=1), timeout=60.0)
-
-        whole = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
-        ids = make_batch(rank, 0)[0]
-        compare(cases, "compiled", make, whole, [ids] * STEPS)
     cases.finish()
 
 
 @pytest.mark.parametrize("ranks", few([2], [2, 3]))
-def test_split_backwards_and_compiled_models(ranks):
+def test_split_backwards_and_checkpoints(ranks):
     run_ranks(_parts, ranks, timeout=600.0)
 
 

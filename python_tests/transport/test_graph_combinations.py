@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import simulated_cuda
 import torch
+from grids import few
 from reference import chunk, random
 from simulated_cuda import run_threads, values
 from simulated_cuda.late import late
@@ -192,10 +193,11 @@ def check(sim, ranks, cases):
         assert sim.mistakes() == [], name
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_replays_give_the_bits_of_passes_that_are_enqueued(sim, ranks):
-    check(sim, ranks, CASES)
+    names = few(["plain", "bfloat16, gradients too", "straight", "two lanes"], list(CASES))
+    check(sim, ranks, {name: CASES[name] for name in names})
 
 
 def test_replays_on_two_levels(sim):
-    check(sim, 4, TWO_LEVELS)
+    check(sim, 4, {name: TWO_LEVELS[name] for name in few(["two levels"], list(TWO_LEVELS))})
