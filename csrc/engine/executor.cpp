@@ -332,6 +332,7 @@ void Execution::hop(const Step& step) {
   const auto send = views(step.send, step.send_owner, step.half);
   const auto receive = views(step.receive, step.receive_owner, step.half);
   Hop hop{step.channel,
+          step.receive.is_whole(),
           step.to,
           step.from,
           spans_of(send),

@@ -122,8 +122,8 @@ void Prefetcher::send_ahead() {
   ahead.home = cargo.home;
   transport.lanes().order_channel_after(Channel::weight, transport.lanes().mark_compute());
   const Step& step = record.first_hop;
-  Hop hop{Channel::weight, step.to, step.from, spans_of(cargo.home), {}, nullptr,
-          nullptr,         {},      {},        record.name,          0,  record.hops};
+  Hop hop{Channel::weight, false, step.to,    step.from, spans_of(cargo.home), {}, nullptr, nullptr, {}, {},
+          record.name,     0,     record.hops};
   std::vector<at::Tensor> landing;
   for (size_t part = 0; part < cargo.parts.size(); ++part) {
     landing.push_back(cargo.in_slot(ahead.landing->memory, step.receive_owner, part));

@@ -15,8 +15,8 @@ uint64_t Hop::identity() const {
   return std::hash<std::string>{}(operation) * 1024 + static_cast<uint64_t>(index) * 2 + static_cast<uint64_t>(channel);
 }
 
-std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there) {
-  constexpr size_t kPadding = 64;  // less than this lies between the parts of a slot
+std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool among_others) {
+  const size_t padding = among_others ? 1 : 64;  // less than this lies between the parts of a slot
   std::vector<Block> blocks;
   for (size_t part = 0; part < parts.size(); ++part) {
     const Span& span = parts[part];
@@ -25,7 +25,7 @@ std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<s
       Block& last = blocks.back();
       const auto ahead = static_cast<size_t>(span.data - last.data);
       const bool alike = span.data > last.data && there[part] > last.there && there[part] - last.there == ahead;
-      if (alike && ahead >= last.bytes && ahead - last.bytes < kPadding) {
+      if (alike && ahead >= last.bytes && ahead - last.bytes < padding) {
         last.bytes = ahead + span.bytes;
         continue;
       }

@@ -27,6 +27,7 @@ struct Span {
 // One hop of this rank: `send` leaves for `to` while `receive` is filled from `from`.
 struct Hop {
   Channel channel = Channel::weight;
+  bool among_others = false;  // it lands in the slot of all shards, where other owners' lie between its parts
   int to = 0;
   int from = 0;
   std::vector<Span> send;
@@ -59,8 +60,8 @@ struct Block {
 };
 
 // What one side of a hop moves. Parts that follow each other at both ends, but for padding, go together; both ends of a
-// hop come to the same blocks.
-std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there);
+// hop come to the same blocks. `among_others`: as in Hop. What lies between parts is not padding then.
+std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool among_others);
 
 // A hop in flight. Waiting orders the compute lane (the host on CPU, the current stream on CUDA) after it.
 class Transfer {

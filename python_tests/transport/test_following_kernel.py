@@ -1,6 +1,7 @@
 """Passes that one kernel makes while their hops are under way: over `ce` in the simulation, the kernel on emulated
 threads, they give what one process gives, bit for bit where numbers are small integers."""
 
+import os
 import threading
 import time
 from datetime import timedelta
@@ -8,6 +9,7 @@ from datetime import timedelta
 import pytest
 import simulated_cuda
 import torch
+import torch.distributed as dist
 from harness import Cases, run_ranks
 from reference import chunk
 from simulated_cuda import run_threads, values
@@ -188,7 +190,9 @@ def test_where_it_cannot_be_is_said(sim):
         end.executor.set_follows(True)
         Layers(rank, 2, [16], 16, dtype=torch.float64, name="wide").forward(end.executor, 3, seed=1)
         Layers(rank, 2, [16], 12, name="narrow rows").forward(end.executor, 3, seed=1)
+        Layers(rank, 2, [16], 16, route="gather", name="gathered").forward(end.executor, 3, seed=1)
         said = end.executor.followed()
+        assert said["gathered forward"] == "route gather"
         assert said["wide forward"] == "it computes in Double"
         assert said["narrow rows forward"] == "rows of the input do not start at multiples of 16 bytes"
         end.executor.set_follows(False)
@@ -205,8 +209,18 @@ def test_where_it_cannot_be_is_said(sim):
 
 def _rings(rank, ranks):
     cases = Cases()
-    with cases.case("refused"), pytest.raises(ValueError, match=r"persistent_gemm: expected a transport .* got shm"):
-        rtp_ext.Ring(persistent_gemm=True, timeout=30.0)
+    groups, threads = len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))
+    for wish, said in (
+        ({"persistent_gemm": True}, r"persistent_gemm: expected a transport .* got shm"),
+        ({"graphs": "on"}, r"expected graphs 'auto' or 'off', got 'on'"),
+    ):
+        # What was raised holds the ring, so that nothing ends because it was dropped.
+        with cases.case(f"refused: {wish}"), pytest.raises(ValueError, match=said) as raised:
+            rtp_ext.Ring(**wish, timeout=30.0)
+        with cases.case(f"closed: {wish}"):
+            assert raised.tb is not None
+            assert len(dist.distributed_c10d._world.pg_map) == groups, "process groups of the ring are left"
+            assert len(os.listdir("/proc/self/task")) <= threads, "threads of the ring are left"
     with cases.case("off"), rtp_ext.Ring(timeout=30.0) as ring:
         assert ring.persistent_gemms() == {}
     cases.finish()

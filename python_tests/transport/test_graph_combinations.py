@@ -40,6 +40,7 @@ CASES = {
     "plain": Case(mode="mixed"),
     "weights in bfloat16": Case({"travel": "bfloat16"}),
     "bfloat16, gradients too": Case({"compute_dtype": BF16, "reduce_dtype": BF16}),
+    "gathered": Case({"route": "gather"}, linears_only=True),
     "straight home": Case(DIRECT, mode="mixed"),
     "straight": Case({**DIRECT, "route": "direct"}, mode="pull"),
     "halves": Case({"halves": True}, linears_only=True),

@@ -63,7 +63,11 @@ def begin_graphs(ring: Any, executor: Any, wish: str) -> PassGraphs:
         )
     elif ring.late_gradients:
         refusal = f"late_gradients is {ring.late_gradients}, and gradients land within the pass that is captured"
+    elif untried := _untried(ring):
+        refusal = f"{untried} and graphs were not tried together"
     if wish == "on" and refusal is not None:
+        executor.close()  # nobody else will: the ring is not made
+        ring.drop_groups()
         raise ValueError(f"Ring: expected graphs 'auto' or 'off', got 'on': {refusal}")
     on = wish != "off" and refusal is None
     if on:
@@ -73,6 +77,28 @@ def begin_graphs(ring: Any, executor: Any, wish: str) -> PassGraphs:
     if wish == "auto":
         logger.info("ring of %d: passes are %s graphs: %s", ring.size, "" if on else "no", reason)
     return PassGraphs(executor, reason, on=on, device=ring.device)
+
+
+def _untried(ring: Any) -> str | None:
+    """An option of the ring that no test has together with graphs."""
+    if ring.travel == "int8":
+        return "travel='int8'"
+    if ring.gradient_travel == "int8":
+        return "gradient_travel='int8'"
+    return None if ring.tensor_mesh is None else "tensor parallelism"
+
+
+def refuse_graphs(ring: Any, option: str) -> None:
+    """Of a ring that exists: what `option` asks for and graphs were not tried together. Its passes are enqueued hop by
+    hop. ValueError where graphs were asked for."""
+    if not ring.graphs.on:
+        return
+    reason = f"{option} and graphs were not tried together"
+    if ring._graphs_wanted == "on":
+        raise ValueError(f"Ring: expected graphs 'auto' or 'off' with {option}, got 'on': {reason}")
+    ring.graphs.forget()
+    ring.graphs.on, ring.graphs.reason = False, reason
+    logger.info("ring of %d: passes are no graphs: %s", ring.size, reason)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.enrolled import name_ring
 from rtp_ext.ring.gate import Gate, kind_of, nvlinks_of
 from rtp_ext.ring.gradient_routes import ComingHome, GradientRoutes, check_wishes, choose_gradient_route
-from rtp_ext.ring.graphs import CAPTURED, begin_graphs, check_graphs
+from rtp_ext.ring.graphs import CAPTURED, begin_graphs, check_graphs, refuse_graphs
 from rtp_ext.ring.links.hosts import Hosts, find_hosts
 from rtp_ext.ring.links.options import TransportOptions, check_travel
 from rtp_ext.ring.links.routes import choose_ce_modes, choose_hops
@@ -184,7 +184,7 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         )
         self._start(transport, route, checksum, gradient_halves, late_gradients, gradient_route, gradient_travel)
         if persistent_gemm:
-            self._executor.set_follows(True)
+            self._follow_hops()
 
     @classmethod
     def emulated(
@@ -405,9 +405,10 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
 
     def offload(self, policy: OffloadPolicy) -> None:
         """Settles whether home shards stay on the host, for all models of the ring."""
-        self.offload_policy = policy
         if isinstance(policy, CPUOffloadPolicy):
+            refuse_graphs(self, "offload_policy=CPUOffloadPolicy")
             self.host_memory = host_memory(policy, self.device)
+        self.offload_policy = policy
         if self.host_memory is not None:  # a shard has no memory on the device before its layer runs
             self.prefetch, self.traceable = 0, False
             self._executor.prefetch(False)

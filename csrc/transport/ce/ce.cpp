@@ -214,7 +214,7 @@ class CopyEngineTransport : public CeTransport, public Following {
   void push(const Hop& hop, cudaStream_t stream, bool captured) const {
     std::byte* landing = slot(hop.channel, hop.receive_slot).region.bases[hop.to];
     std::vector<Copy> copies;
-    for (const Block& block : blocks_of(hop.send, hop.lands_at)) {
+    for (const Block& block : blocks_of(hop.send, hop.lands_at, hop.among_others)) {
       copies.push_back({landing + block.there, block.data, block.bytes});
     }
     engine_.copy(copies, stream, captured);
@@ -223,7 +223,7 @@ class CopyEngineTransport : public CeTransport, public Following {
   void pull(const Hop& hop, cudaStream_t stream, bool captured) const {
     const std::byte* source = slot(hop.channel, hop.send_slot).region.bases[hop.from];
     std::vector<Copy> copies;
-    for (const Block& block : blocks_of(hop.receive, hop.leaves_from)) {
+    for (const Block& block : blocks_of(hop.receive, hop.leaves_from, hop.among_others)) {
       copies.push_back({block.data, source + block.there, block.bytes});
     }
     engine_.copy(copies, stream, captured);

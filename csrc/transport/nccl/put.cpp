@@ -88,7 +88,8 @@ class NcclPutTransport : public SupervisedTransport {
   // Signals are counted by their source, and a communicator works off its calls in order. So credits travel on a
   // communicator of their own, and a put is enqueued before the wait for what arrives.
   Ends enqueue(const Hop& hop, cudaStream_t stream) override {
-    const std::vector<Block> out = blocks_of(hop.send, hop.lands_at), in = blocks_of(hop.receive, hop.leaves_from);
+    const std::vector<Block> out = blocks_of(hop.send, hop.lands_at, hop.among_others);
+    const std::vector<Block> in = blocks_of(hop.receive, hop.leaves_from, hop.among_others);
     const std::string what = hop.describe();
     if (!in.empty()) {  // the slot is free: whatever used it is ahead in the stream
       communicators_.call(credits(hop.channel), what,
