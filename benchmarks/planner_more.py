@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import planner_runs as runs
+from capacity import last_of_each as last_searches
 from shared.card import RESULTS
 from shared.planned import last_of_each
 
@@ -85,3 +86,33 @@ def grid() -> str:
         rows.append((*cells_, f"{100 * runs.mean(errors):.1f} %"))
     heads = ("strategy", "runs", "kept: predicted / counted", "slots", "peak", "peak wrong by, on average")
     return markdown(heads, rows)
+
+
+def capacity() -> str:
+    """The largest models within a budget of every rank, found by running and predicted."""
+    rows = [
+        (
+            f"{row['budget_bytes'] / 2**20:g} MiB",
+            row["grown"],
+            row["strategy"],
+            str(row["ranks"]),
+            *(f"{row[size]} ({row[count] / 1e6:.2f}e6)" if row[size] else "none" for size, count in _FOUND),
+            f"{row['peak_bytes'] / 2**20:.1f} MiB" if row["peak_bytes"] else "-",
+            f"{row['next_peak_bytes'] / 2**20:.1f} MiB" if row["next_peak_bytes"] else "-",
+        )
+        for row in last_searches(_lines("capacity"))
+    ]
+    heads = (
+        "budget",
+        "grown",
+        "strategy",
+        "ranks",
+        "largest that ran (parameters)",
+        "predicted",
+        "peak",
+        "of the next",
+    )
+    return markdown(heads, rows)
+
+
+_FOUND = (("largest", "parameters"), ("predicted_largest", "predicted_parameters"))

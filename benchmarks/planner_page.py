@@ -20,8 +20,8 @@ from pathlib import Path
 import planner_runs as runs
 import published
 from planner_hosts import hosts
+from planner_more import capacity, markdown, sources, ways
 from planner_more import grid as our_runs
-from planner_more import markdown, sources, ways
 from report import deliver
 
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, calibrate, errors_of, estimate_memory, goodput, lecture
@@ -164,6 +164,7 @@ BLOCKS = {
     "sources": sources,
     "ways": ways,
     "grid": our_runs,
+    "capacity": capacity,
     "hosts": hosts,
 }
 

@@ -8,11 +8,13 @@ from typing import Any
 Row = dict[str, Any]
 SAFE = 0.8  # of a memory: what fits by the estimate (Fujii et al., arXiv 2411.06465)
 MIB = 2**20
+_GROWN = {"layers": "layers", "hidden": "the hidden size"}
 
 
 def planned(rows: list[Row], args: argparse.Namespace) -> Any:
     """Counted bytes of every run over predicted ones; above the dashed line a run at the 80 % line would not fit."""
-    from plot import CannotPlot, canvas, style
+    from matplotlib.ticker import NullFormatter
+    from plot import HOLLOW, MARKERS, CannotPlot, canvas, style
 
     from shared.planned import last_of_each
 
@@ -25,7 +27,12 @@ def planned(rows: list[Row], args: argparse.Namespace) -> Any:
             own = [row for row in rows if row["strategy"] == name]
             predicted = [row[f"predicted_{what}_bytes"] / MIB for row in own]
             counted = [row[f"counted_{what}_bytes"] / MIB for row in own]
-            axes.plot(predicted, counted, linestyle="none", label=name, alpha=0.8, **style(index))
+            look = {
+                **style(index),
+                **(HOLLOW if index >= len(MARKERS) else {}),
+                "linestyle": "none",
+            }  # styles come again
+            axes.plot(predicted, counted, label=name, alpha=0.8, **look)
         ends = [
             min(row[f"predicted_{what}_bytes"] for row in rows),
             max(row[f"predicted_{what}_bytes"] for row in rows),
@@ -35,6 +42,9 @@ def planned(rows: list[Row], args: argparse.Namespace) -> Any:
         axes.plot(line, [x / SAFE for x in line], color="black", linewidth=0.8, linestyle="--", label="80 % line")
         axes.set_xscale("log")
         axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
+            axis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("MiB predicted for a rank", fontsize=9)
     kept.set_title("parameters, gradients, optimizer state: MiB counted", fontsize=9, loc="left")
     peak.set_title("peak of a step: MiB counted", fontsize=9, loc="left")
@@ -59,9 +69,12 @@ def capacity(rows: list[Row], args: argparse.Namespace) -> Any:
             sizes = [row["ranks"] for row in own]
             axes.plot(sizes, [row["parameters"] / 1e6 for row in own], label=name, linewidth=1.2, **style(index))
             axes.plot(sizes, [row["predicted_parameters"] / 1e6 for row in own], **{**style(index), **HOLLOW})
+        counts = sorted({row["ranks"] for row in rows})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
         axes.set_xlabel("ranks", fontsize=9)
-        axes.set_title(f"largest model, growing {grown}: 1e6 parameters", fontsize=9, loc="left")
+        axes.set_title(f"largest model, growing {_GROWN[grown]}: 1e6 parameters", fontsize=9, loc="left")
         axes.set_ylim(bottom=0)
     panels[-1].legend(fontsize=7, frameon=False)
     budget = rows[-1]["budget_bytes"] / MIB
-    return figure, rows, f"{budget:g} MiB a rank, {rows[-1]['tokens']} tokens; hollow: predicted"
+    return figure, rows, f"{budget:g} MiB a rank, {rows[-1]['tokens']} tokens of each rank; hollow: predicted"

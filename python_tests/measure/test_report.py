@@ -13,6 +13,7 @@ from shared.travel_report import over_seeds
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES_OF_THEIR_OWN = {  # of results whose tables their own scripts make
+    "capacity": "planner.md",
     "compiled": "compile.md",
     "faults": "reliability.md",
     "frameworks": "frameworks.md",

@@ -196,3 +196,38 @@ def test_traced_layer_agrees_with_the_list():
     assert reports[1].peak_allocated_bytes == pytest.approx(plain.peak_allocated_bytes, rel=1e-12)
     grown = reports[2].peak_allocated_bytes - reports[1].peak_allocated_bytes
     assert grown == pytest.approx(model.layers * listed)
+
+
+def test_a_layer_of_the_transformers_package_keeps_what_is_listed():
+    """In float32, where a norm's copy of its input is the input, but what its weight is multiplied with is not."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama import modeling_llama
+
+    from rtp_ext.planner.memory.trace import saved_bytes
+
+    model = ModelSpec.llama(layers=1, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=128, seq=16)
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=192, vocab_size=128)
+    config = transformers.LlamaConfig(num_hidden_layers=1, attn_implementation="sdpa", **sizes)
+    with torch.device("meta"):
+        layer = modeling_llama.LlamaDecoderLayer(config, 0)
+        x = torch.empty(2, model.seq, model.hidden, requires_grad=True)
+        angles = torch.empty(1, model.seq, model.head_dim)
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x, position_embeddings=(angles, angles))
+
+    unfused = dict(stack="torch", param_dtype="fp32", flash_attention=False)  # no fused attention on the meta device
+
+    def listed(**more):
+        strategy = Strategy(**unfused, **more)
+        return sum(saved.bytes_per_token(strategy) for saved in layer_tensors(model, strategy)) * 2 * model.seq
+
+    two_norms, cosines = 2 * 4 * 2 * model.seq, 4 * angles.numel()  # a number a token each; one tensor for all layers
+    assert saved_bytes(Layer(), (x,)) == listed() + two_norms + cosines
+    assert listed() - listed(fused_norm=True) == 2 * 4 * x.numel(), "control"

@@ -57,12 +57,17 @@ def test_no_number_of_the_prose_goes_unchecked():
 
 
 def test_slots_of_our_runs_are_those_that_were_counted():
-    """Every Llama's to the byte; a GPT's, whose head is tied, up to one bias: which of two slots made way."""
+    """To the byte; but the planner walks through two steps, and on rings of two a GPT's pool settles in the third, when
+    a slot that was as large as the MLP's second layer (h/2 numbers of bias) makes way for the first's (2 h)."""
     rows = last_of_each(planner_more._lines("planner_grid"))
     rotated = [row for row in rows if row["counted_slots_bytes"]]
     for row in rotated:
-        apart = abs(row["predicted_slots_bytes"] - row["counted_slots_bytes"])
-        assert apart <= (0 if row["family"] == "llama" else 3 * row["hidden"] * 4), row["case"]
+        ring = row["ranks"] // (2 if row["strategy"] == "rtp-2rings" else 1)
+        settles = (
+            row["family"] == "gpt" and ring == 2 and row["strategy"] != "rtp-inplace" and row["dtype"] == "float32"
+        )
+        third = 4 * (2 * row["hidden"] - row["hidden"] // 2) if settles else 0
+        assert row["counted_slots_bytes"] - row["predicted_slots_bytes"] == third, row["case"]
     in_time = [estimate_memory(case.model, ROOMY, dataclasses.replace(case.plan, late_gradients=0)) for case in CASES]
     slots = [report.components["rotation_slots"] for report in in_time]
     assert len(rotated) > 80 and all(

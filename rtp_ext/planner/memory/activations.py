@@ -81,9 +81,10 @@ def _input_split(strategy: Strategy) -> str:
 
 
 def _norm(model: ModelSpec, strategy: Strategy, name: str) -> list[Saved]:
-    """Without its output, which is the input of what follows."""
+    """Without its output, which is the input of what follows. A plain RMSNorm works on a float32 copy of its input and
+    keeps what its weight is multiplied with; a fused one keeps its input alone."""
     h, compute = model.hidden, strategy.param_bytes
-    if strategy.effective_stack == "torch" and model.family == "llama" and compute < 4:
+    if strategy.effective_stack == "torch" and model.family == "llama" and not strategy.fused_norm:
         return [Saved(name, "input, float32", h, 4), Saved(name, "normalized", h, compute)]
     return [Saved(name, "input", h, compute)]
 
