@@ -196,7 +196,7 @@ def check(sim, ranks, cases):
 
 @pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_replays_give_the_bits_of_passes_that_are_enqueued(sim, ranks):
-    names = few(["plain", "bfloat16, gradients too", "straight", "two lanes"], list(CASES))
+    names = few(["plain", "bfloat16, gradients too", "straight", "two lanes", "gathered"], list(CASES))
     check(sim, ranks, {name: CASES[name] for name in names})
 
 

@@ -54,6 +54,7 @@ _DEGREES = {
     "micro_batch": "samples of one forward",
     "interleave": "model chunks of a stage",
     "period": "steps between two agreements of replicas",
+    "late_gradients": "of rotation: passes whose gradients may still be arriving",
     "replicate": "groups of zero=3 that hold all shards each",
 }
 
