@@ -30,7 +30,6 @@ def train(ranks: int, folder: Path, steps: int, *more: str) -> dict[str, Any]:
     command += ["--max-restarts", "20", "--monitor-interval", "0.1", str(EXAMPLE), "--folder", str(folder)]
     command += ["--steps", str(steps), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RTP_RECORD_DIR": str(folder)}
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(done.stdout.strip().splitlines()[-1])
 

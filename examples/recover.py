@@ -1,7 +1,8 @@
 """Training that survives its ranks: when one dies, torchrun starts all again, and they go on from the last checkpoint.
 
-    torchrun --nproc-per-node 4 --max-restarts 20 examples/recover.py --folder run --die-every 10 --deaths 5
-    torchrun --nproc-per-node 3 --max-restarts 20 examples/recover.py --folder run     # goes on with three ranks
+    torchrun --nproc-per-node 4 --max-restarts 20 examples/recover.py --folder run --step-time 0.3 --die-every 10 \\
+        --deaths 5
+    torchrun --nproc-per-node 3 --max-restarts 20 examples/recover.py --folder run --steps 220  # goes on, three ranks
 
 A checkpoint counts once it is whole: ranks write into a folder that nobody reads, and the first one renames it when all
 have written. So one that a rank dies in leaves nothing but waste. Batches follow from the number of the step, and are
@@ -67,8 +68,22 @@ def batch(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]
     return x[mine], x.unflatten(1, (4, 4)).sum(2).argmax(1)[mine]
 
 
+def meet() -> None:
+    """`init_process_group`, for ranks that torchrun may have started again.
+
+    The store of torchrun outlives them: under the same keys they would find the addresses of ranks that are dead. Where
+    it is not shared (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, on several hosts, which count their restarts apart, and with
+    --rdzv-backend c10d), each life has a store of its own.
+    """
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(f"life_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Returns the mean loss of the last step, how many lives it took, and the share of time in steps that count."""
+    """Returns the mean loss of the last step (None where all were done before), how many lives it took, and the share
+    of time in steps that count."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="of checkpoints; what is in it is gone on from")
     parser.add_argument("--steps", type=int, default=200)
@@ -78,7 +93,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--deaths", type=int, default=3)
     options = parser.parse_args(arguments)
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        meet()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if BATCH % ranks != 0:
         raise SystemExit(f"expected a number of ranks that divides {BATCH}, got {ranks}")
@@ -123,7 +138,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     lines = [json.loads(line) for line in (options.folder / "log.jsonl").read_text().splitlines()]
     useful = sum({line["step"]: line["end"] - line["start"] for line in lines}.values())  # the last of each step
     total = max(line["end"] for line in lines) - min(line["start"] for line in lines)
-    told = {"loss": mean.item() / ranks, "lives": 1 + life, "first": first, "ranks": ranks}
+    told = {"loss": mean.item() / ranks if first < options.steps else None}
+    told |= {"lives": 1 + life, "first": first, "ranks": ranks}
     told["effective_time"] = useful / total
     if rank == 0:
         print(json.dumps(told), flush=True)
