@@ -55,6 +55,7 @@ _DEGREES = {
     "interleave": "model chunks of a stage",
     "period": "steps between two agreements of replicas",
     "replicate": "groups of zero=3 that hold all shards each",
+    "late_gradients": "passes of a rotation whose gradients may land while the next one runs; 0 on GPUs",
 }
 
 
