@@ -56,6 +56,7 @@ _DEGREES = {
     "period": "steps between two agreements of replicas",
     "late_gradients": "of rotation: passes whose gradients may still be arriving",
     "replicate": "groups of zero=3 that hold all shards each",
+    "late_gradients": "passes of a rotation whose gradients may land while the next one runs; 0 on GPUs",
 }
 
 
