@@ -54,7 +54,6 @@ _DEGREES = {
     "micro_batch": "samples of one forward",
     "interleave": "model chunks of a stage",
     "period": "steps between two agreements of replicas",
-    "late_gradients": "of rotation: passes whose gradients may still be arriving",
     "replicate": "groups of zero=3 that hold all shards each",
     "late_gradients": "passes of a rotation whose gradients may land while the next one runs; 0 on GPUs",
 }
