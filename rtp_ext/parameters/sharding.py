@@ -167,8 +167,8 @@ def _over_tensor(parameter: nn.Parameter, ring: Ring) -> Placement | None:
 
 def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     if isinstance(data, DTensor):
-        # nn.Parameter would detach it, for which DTensor asks its rules for every shape, 5 ms each. The shard is no view:
-        # one made of a view of another tensor would not see the versions that it shares with its parameter.
+        # nn.Parameter would detach it, for which DTensor asks its rules for every shape, 5 ms each. The shard is no
+        # view: aliases of a view would not have the version that it shares with its parameter.
         data = as_gradient(held(data).data, data._spec)
         data._is_param = True  # type: ignore[attr-defined]
         converted = cast(nn.Parameter, data.requires_grad_(parameter.requires_grad))
