@@ -80,7 +80,8 @@ def _loads(rank, ranks, folder):
                 assert rtp_ext.load_safetensors(model, file) == ([], [])
                 peak = live.peak
                 assert_same_model(model, plain, 0.0)
-                assert live.peak > held, "control: parameters gathered one by one"
+                # Not `held`: a thread of gloo may have let go since of what ranks told each other.
+                assert live.peak > live.current, "control: parameters gathered one by one"
             assert peak == held <= most, f"{peak - held} bytes while it was loaded, {held} after"
             for name, buffer in plain.named_buffers():
                 ours = model.get_buffer(name)
