@@ -63,12 +63,12 @@ def largest(count: int, fits: Callable[[int], bool], first: int) -> int:
 def guess(strategy: str, ranks: int, grown: str, budget: float) -> int:
     """The largest size that is predicted to fit; 0 where none is."""
     known = sizes(grown)
-    low, high = -1, len(known)
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = case_of(strategy, ranks, grown, known[middle]).predicted()["peak"] <= budget
-        low, high = (middle, high) if fits else (low, middle)
-    return known[low] if low >= 0 else 0
+
+    def fits(index: int) -> bool:
+        return case_of(strategy, ranks, grown, known[index]).predicted()["peak"] <= budget
+
+    found = largest(len(known), fits, 0)
+    return known[found] if found >= 0 else 0
 
 
 def last_of_each(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ def _found(place: Place, strategy: str, grown: str, budget: float, peaks: dict[C
         asked[index] = peaks[case]
         return peaks[case] <= budget
 
-    found = largest(len(known), fits, max(known.index(predicted) if predicted else 0, 0))
+    found = largest(len(known), fits, known.index(predicted) if predicted else 0)
     size = known[found] if found >= 0 else 0
     case = case_of(strategy, place.ranks, grown, size or known[0])
     return {

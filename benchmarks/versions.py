@@ -32,7 +32,7 @@ from shared.card import (
     refusal_to_write,
     result_line,
 )
-from shared.own_pages import last_lines, made_anew
+from shared.own_pages import block, last_lines, made_anew
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "limits.md"
@@ -126,16 +126,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     tried = [row for row in rows if "outcome" in row]
     if not tried:
         return "\nNot tried yet: `make versions`.\n\n"
-    lines = ["| Python | torch | came of it | wheel, MiB |", "| --- | --- | --- | --- |"]
+    lines = [["Python", "torch", "came of it", "wheel, MiB"]]
     for row in rows:
         size = f"{row['wheel_bytes'] / 2**20:.1f}" if row.get("wheel_bytes") else ""
         python, torch = (row.get(key) or row[f"wanted_{key}"] for key in ("python", "torch"))
-        lines.append(f"| {python} | {torch} | {row.get('outcome', 'not tried')} | {size} |")
-    commands = "\n".join(f"    {command}" for command in dict.fromkeys(row["command"] for row in tried))
-    dates = sorted({row["date"][:10] for row in tried})
-    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in tried))
-    about = f"Tried {' to '.join(dict.fromkeys((dates[0], dates[-1])))} at commit {commits}; builds without CUDA."
-    return f"\n{commands}\n\n{about}\n\n" + "\n".join(lines) + "\n\n"
+        lines.append([python, torch, row.get("outcome", "not tried"), size])
+    return block(tried, "Tried", "; builds without CUDA.", lines)
 
 
 def page(text: str, results: Path) -> str:

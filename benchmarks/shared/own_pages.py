@@ -27,13 +27,18 @@ def made_anew(text: str, kind: str, make: Callable[[str], str]) -> str:
 
 
 def measured(rows: list[Row], more: str, lines: list[list[str]]) -> str:
-    """The commands of `rows`, when they were measured, `more` of that, and a table of `lines`, the first being its
-    head."""
+    """`block` of what was measured, with the versions of torch, and `more` of that."""
+    torches = ", ".join(dict.fromkeys(row["torch"] for row in rows))
+    return block(rows, "Measured", f", torch {torches}{more}", lines)
+
+
+def block(rows: list[Row], done: str, more: str, lines: list[list[str]]) -> str:
+    """The commands of `rows`, a sentence of what was `done` when and of which commit, and a table of `lines`, the first
+    being its head."""
     commands = "\n".join(f"    {command}" for command in dict.fromkeys(row["command"] for row in rows))
     dates = sorted({row["date"][:10] for row in rows})
     commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
-    torches = ", ".join(dict.fromkeys(row["torch"] for row in rows))
-    about = f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))} at commit {commits}, torch {torches}"
+    about = f"{done} {' to '.join(dict.fromkeys((dates[0], dates[-1])))} at commit {commits}{more}"
     head, *body = lines
     table = "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *body])
-    return f"\n{commands}\n\n{about}{more}\n\n{table}\n\n"
+    return f"\n{commands}\n\n{about}\n\n{table}\n\n"
