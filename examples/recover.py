@@ -8,7 +8,8 @@ A checkpoint counts once it is whole: ranks write into a folder that nobody read
 have written. So one that a rank dies in leaves nothing but waste. Batches follow from the number of the step, and are
 divided among however many ranks there are: losses do not depend on how often, or as how many, ranks started.
 
-For the demonstration a rank kills itself after `--die-every` seconds, `--deaths` times, every other time in a save.
+For the demonstration a rank kills itself `--die-every` seconds after its first step, `--deaths` times, every other time
+in a save.
 The last line says what part of the time went into steps that count.
 """
 
@@ -113,10 +114,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     mortal = options.die_every is not None and life < options.deaths and rank == life % ranks
     in_save = mortal and life % 2 == 1
-    if mortal and not in_save:
-        timer = threading.Timer(options.die_every, os.kill, (os.getpid(), signal.SIGKILL))
-        timer.daemon = True
-        timer.start()
     began = time.time()
     mean = torch.zeros((), dtype=torch.float64)
     for step in range(first, options.steps):
@@ -128,6 +125,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         optimizer.step()
         mean = loss.detach()
         dist.all_reduce(mean)
+        if mortal and not in_save and step == first:  # not before: how long starting takes differs between machines
+            timer = threading.Timer(options.die_every, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
         time.sleep(max(0.0, options.step_time - (time.time() - start)))
         if rank == 0:
             print(json.dumps({"step": step, "start": start, "end": time.time(), "life": life}), file=log, flush=True)

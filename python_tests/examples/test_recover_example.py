@@ -54,11 +54,11 @@ def test_ranks_that_die_change_no_loss(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     rough = json.loads(done.stdout.strip().splitlines()[-1])
     expected = undisturbed(MORE)
-    assert rough["lives"] == 3 and 0 < rough["first"] < STEPS, rough
+    assert rough["lives"] == 3 and rough["first"] in range(0, STEPS, 4), rough
     assert abs(rough["loss"] - expected[STEPS - 1]) < 1e-6 < abs(rough["loss"] - expected[STEPS - 2])
     assert 0 < rough["effective_time"] < 0.9, "control: who dies loses time"
     lives = [json.loads(line)["life"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    # where starting takes long, the second life ends before its first step
+    # where steps take long, the second life ends in its first ones
     assert {0, 2} <= set(lives) <= {0, 1, 2} and len(lives) >= STEPS, "control: several lives made the steps"
     for told, again in run_ranks(_goes_on, 3, str(tmp_path)):
         assert (told["ranks"], told["first"]) == (3, STEPS) and abs(told["loss"] - expected[-1]) < 1e-6, told
