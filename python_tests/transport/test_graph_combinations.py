@@ -43,7 +43,9 @@ CASES = {
     "gathered": Case({"route": "gather"}, linears_only=True),
     "straight home": Case(DIRECT, mode="mixed"),
     "straight": Case({**DIRECT, "route": "direct"}, mode="pull"),
-    "straight home in bfloat16": Case({**DIRECT, "compute_dtype": BF16, "reduce_dtype": BF16}, mode="mixed"),
+    "straight home in bfloat16": Case(
+        {**DIRECT, "route": "direct", "compute_dtype": BF16, "reduce_dtype": BF16}, mode="pull"
+    ),
     "halves": Case({"halves": True}, linears_only=True),
     "two lanes": Case(multiprocessors=3, linears_only=True),
     "pieces": Case({"slot_cap": 64, "travel": "bfloat16"}, linears_only=True),
