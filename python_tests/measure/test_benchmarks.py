@@ -411,3 +411,20 @@ def test_the_suite_refuses(tmp_path):
     assert suite("everything").returncode == 2
     missing = suite("--dry-run", "tests", str(tmp_path), NCCL_LIBRARY="/nowhere/libnccl.so.2")
     assert missing.returncode == 2 and "cannot be read" in missing.stderr
+
+
+def test_the_suite_says_that_there_is_no_gpu(tmp_path):
+    done = suite("contracts", str(tmp_path), PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "there is no GPU" in done.stderr, done.stderr
+    assert "build_ext" not in done.stdout, "nothing is compiled for nothing"
+
+
+def test_the_suite_can_write_its_card(tmp_path):
+    """As it does, without what pytest puts on the path of imports: else a run would end there."""
+    (line,) = [line for line in suite("--dry-run", "kernels", str(tmp_path)).stdout.splitlines() if "card" in line]
+    command = [sys.executable, *line.split()[3:]]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "kernels.card.json").read_text())["torch"] == torch.__version__
