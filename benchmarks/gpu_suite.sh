@@ -101,10 +101,13 @@ build() {
     PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
     export PATH
     local tool module
+    "$PYTHON" -c "import torch" || stop "$PYTHON has no torch; PYTHON=.venv/bin/python is what \`make build\` makes"
+    "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+      stop "there is no GPU, or no driver for this torch: torch.cuda.is_available() is False. --dry-run prints the commands"
     for tool in cmake ninja nvcc g++; do
       command -v "$tool" >/dev/null || stop "$tool was not found, and there is no building without it"
     done
-    for module in torch numpy setuptools; do
+    for module in numpy setuptools; do
       "$PYTHON" -c "import $module" || stop "Python has no $module"
     done
     "$PYTHON" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
@@ -115,9 +118,8 @@ build() {
     done
   fi
   run 20 nvidia-smi
-  run 300 env "RTP_WITH_CUDA=1" "RTP_CUDA_ARCHITECTURES=${RTP_CUDA_ARCHITECTURES:-90a}" \
-    "$PYTHON" setup.py build_ext --inplace || finish
-  py 60 benchmarks/shared/card.py "$OUT/$PART.card.json" || finish
+  run 300 env RTP_WITH_CUDA=1 "$PYTHON" setup.py build_ext --inplace || finish # for the GPUs of this machine
+  py 60 benchmarks/card.py "$OUT/$PART.card.json" || finish
   py 60 -m rtp_ext doctor
 }
 

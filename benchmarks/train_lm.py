@@ -82,6 +82,8 @@ def parse_arguments() -> argparse.Namespace:
     add_launch_options(parser)
     args = parser.parse_args()
     check_gpt_options(args, parser.error, "ranks", "steps")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no GPU is available")
     if args.trace and not args.strategy.startswith("rtp"):
         parser.error(f"--trace records rings, and the strategy {args.strategy} has none")
     if args.log and not args.strategy.startswith("rtp"):

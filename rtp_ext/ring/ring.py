@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import datetime
-import itertools
-import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,21 +18,17 @@ from rtp_ext._native import SLOT_CAP, RotationError
 from rtp_ext.ring.autograd import follow, refuse_transforms
 from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.enrolled import name_ring
-from rtp_ext.ring.gate import Gate, kind_of, nvlinks_of
-from rtp_ext.ring.gradient_routes import ComingHome, GradientRoutes, check_wishes, choose_gradient_route
-from rtp_ext.ring.graphs import CAPTURED, begin_graphs, check_graphs, refuse_graphs
-from rtp_ext.ring.links.hosts import Hosts, find_hosts
-from rtp_ext.ring.links.options import TransportOptions, check_travel
-from rtp_ext.ring.links.routes import choose_ce_modes, choose_hops
-from rtp_ext.ring.links.transports import NETWORKED, ce_refusal, connect, nccl_put_refusal, nccl_refusal, order_launches
+from rtp_ext.ring.gradient_routes import ComingHome, GradientRoutes, check_wishes
+from rtp_ext.ring.graphs import CAPTURED, check_graphs, refuse_graphs
+from rtp_ext.ring.links.hosts import Hosts
+from rtp_ext.ring.links.options import TransportOptions
+from rtp_ext.ring.links.transports import ce_refusal, nccl_put_refusal, nccl_refusal, order_launches
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
-from rtp_ext.ring.prepared import Agreements, Ledger, Prepared
+from rtp_ext.ring.prepared import Agreements
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Recorded
-from rtp_ext.ring.surroundings import keep_compilers_out
-
-logger = logging.getLogger("rtp_ext")
+from rtp_ext.ring.start import Start, check_choice
 
 __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 
@@ -44,7 +37,7 @@ TRANSPORTS = ("auto", "shm", "shm+tcp", "shm+c10d", "tcp", "c10d", "ce", "nccl",
 ROUTES = ("auto", "ring", "direct", "gather", "two-level")
 
 
-class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
+class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
     """Ranks that rotate shards among themselves.
 
     Args:
@@ -147,8 +140,8 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         persistent_gemm: bool = False,
         transport_options: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_choice("transport", transport, TRANSPORTS)
-        _check_choice("route", route, ROUTES)
+        check_choice("transport", transport, TRANSPORTS)
+        check_choice("route", route, ROUTES)
         if route == "two-level" and gradient_halves:
             raise ValueError("Ring: expected gradient_halves None or False with route two-level, got True")
         check_wishes(gradient_route, gradient_travel, route, gradient_halves)
@@ -176,15 +169,16 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
             order_launches()
         self._open_groups(dist.get_process_group_ranks(group))
         name_ring(self)
-        self._agree_on_options(
-            f"transport {transport}, route {route}, travel {travel}, timeout {self.timeout}, slot_cap {slot_cap}, "
-            f"prefetch {prefetch}, gradient_halves {gradient_halves}, late_gradients {late_gradients}, "
-            f"gradient_route {gradient_route}, gradient_travel {gradient_travel}, graphs {graphs}, "
-            f"checksum {checksum}, {self.transport_options}"
-        )
-        self._start(transport, route, checksum, gradient_halves, late_gradients, gradient_route, gradient_travel)
-        if persistent_gemm:
-            self._follow_hops()
+        with self._whole_or_closed():
+            self._agree_on_options(
+                f"transport {transport}, route {route}, travel {travel}, timeout {self.timeout}, slot_cap {slot_cap}, "
+                f"prefetch {prefetch}, gradient_halves {gradient_halves}, late_gradients {late_gradients}, "
+                f"gradient_route {gradient_route}, gradient_travel {gradient_travel}, graphs {graphs}, "
+                f"checksum {checksum}, {self.transport_options}"
+            )
+            self._start(transport, route, checksum, gradient_halves, late_gradients, gradient_route, gradient_travel)
+            if persistent_gemm:
+                self._executor.set_follows(True)
 
     @classmethod
     def emulated(
@@ -217,9 +211,9 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
             raise ValueError(f"Ring.emulated: expected size >= 1 and 0 <= rank < size, got size {size}, rank {rank}")
         ring = cls.__new__(cls)
         ring.timeout = datetime.timedelta(seconds=600)
-        _check_choice("route", route, ROUTES[1:])
+        check_choice("route", route, ROUTES[1:])
         check_wishes(gradient_route, gradient_travel, route, gradient_halves)
-        _check_choice("gradient_route", gradient_route, ("chain", "direct"))
+        check_choice("gradient_route", gradient_route, ("chain", "direct"))
         ring.gradients = GradientRoutes(gradient_route, gradient_travel, "it was asked for")
         check_graphs(graphs)
         ring._take(SLOT_CAP, prefetch, 0, travel, route, graphs)
@@ -238,86 +232,11 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         ring.transport = "emulated"
         if ring.device.type == "cuda":
             ring.link = link or "sm-local"
-        ring._build(_native.emulated_transport(ring.device, link), route, gradient_halves)
+        with ring._whole_or_closed():
+            ring._build(_native.emulated_transport(ring.device, link), route, gradient_halves)
         return ring
 
-    # -- making and ending -------------------------------------------------------------------------------------------
-
-    def _take(
-        self, slot_cap: int, prefetch: int, late_gradients: int | None, travel: str | None, route: str, graphs: str
-    ) -> None:
-        """Takes the options that need no other rank."""
-        self._graphs_wanted = graphs
-        if slot_cap < 0:
-            raise ValueError(f"Ring: expected slot_cap >= 0, got {slot_cap}")
-        if prefetch not in (0, 1):
-            raise ValueError(f"Ring: expected prefetch 0 or 1, got {prefetch!r}")
-        if late_gradients is not None and (isinstance(late_gradients, bool) or late_gradients < 0):
-            raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late_gradients!r}")
-        check_travel(travel, route)
-        keep_compilers_out()
-        self.travel = travel
-        self.slot_cap, self.prefetch, self.late_gradients = slot_cap, prefetch, late_gradients or 0
-        self._agreements = itertools.count(1)
-        self._forward_phase = 0
-        self._passing_by = -1  # id of the backward that told nothing of the order of others
-        self._forwards = 0  # of models, one within another, that are running
-        self._ledger = Ledger()
-        self.common = Prepared()
-
-    def _build(self, native: Any, route: str, gradient_halves: bool | None) -> None:
-        """The executor and the gate, once transport and routes are known."""
-        self.gate = Gate(self.size, self.device, self.hop_route, route, gradient_halves, gathers=self.travel is None)
-        self._executor = _native.Executor(native, self.rank, self.size, self.device, self.placed.count)
-        self._executor.prefetch(self.prefetch > 0)
-        self._executor.allow_late(self.late_gradients)
-        # Numbers in autograd's order: when each of the newest operations whose gradients may land late was called.
-        self._called: collections.deque[int] = collections.deque(maxlen=self.late_gradients)
-        self._executor.set_delay(datetime.timedelta(microseconds=self.transport_options.delay_us))
-        self.graphs = begin_graphs(self, self._executor, self._graphs_wanted)
-        self._begin_record()
-
-    def _agree_on_options(self, mine: str) -> None:
-        told, tokens = zip(*self.exchange((mine, secrets.token_hex(4))), strict=True)
-        for rank, theirs in enumerate(told):
-            if theirs != told[0]:
-                raise ValueError(f"Ring: ranks disagree: expected {told[0]} (rank 0), got {theirs} on rank {rank}")
-        self.token = tokens[0]
-
-    def _start(
-        self,
-        transport: str,
-        route: str,
-        checksum: bool,
-        gradient_halves: bool | None,
-        late_gradients: int | None,
-        *gradients: Any,
-    ) -> None:
-        self.placed = find_hosts(self)
-        connection = connect(self, transport)
-        self._native, self.transport = connection.native, connection.name
-        self.transport_reason: str = connection.reason
-        self.hop_route, missed = choose_hops(
-            self, self.transport, "auto" if route == "gather" else route, gradient_halves
-        )
-        self.transport_reason += missed
-        self.route: str = "gather" if route == "gather" else self.hop_route
-        self.gradients = choose_gradient_route(self, self.transport, self.hop_route, *gradients)
-        if self.transport == "ce":
-            choose_ce_modes(connection.native, self.hop_route, self.transport_options.ce_mode)
-        if late_gradients is None and self.device.type == "cpu" and self.transport in NETWORKED:
-            self.late_gradients = 1
-        native = _native.CheckedTransport(connection.native, self.size) if checksum else connection.native
-        self._build(native, route, gradient_halves)
-        if self.device.type == "cuda":
-            self.gate.alike = len(set(self.exchange(kind_of(self.device)))) == 1
-            if self.gate.decides and not self.gate.take_nvlinks(self.exchange(nvlinks_of(self.device))):
-                self.measure_link()
-        logger.info(
-            "ring of %d: transport %s (%s), route %s, gradients %s (%s)",
-            *(self.size, self.transport, self.transport_reason, self.route),
-            *(self.gradient_travel or self.gradient_route, self.gradients.reason),
-        )
+    # -- using and ending --------------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
@@ -412,8 +331,3 @@ class Ring(Primitives, Counters, ComingHome, Agreements, Recorded):
         if self.host_memory is not None:  # a shard has no memory on the device before its layer runs
             self.prefetch, self.traceable = 0, False
             self._executor.prefetch(False)
-
-
-def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"Ring: expected {what} to be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,97 @@
+"""Route gather over every transport between GPUs, in layers so small that of the gathered shards less than 64 bytes lie
+between the two parts of one, which are other owners': numbers are those of one process, though nothing is computed
+before its stream gets there."""
+
+import pytest
+import simulated_cuda
+import torch
+from grids import few
+from reference import assert_same, chunk, differs, random
+from simulated_cuda import run_threads, values
+from simulated_cuda.late import late
+from test_cuda_transports import TIMEOUT, TRANSPORTS, unique_ids
+from test_transport_ce import MODES
+
+from rtp_ext import _native
+
+if simulated_cuda.include_folders() is None:
+    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+
+DTYPE, EXACT = torch.float64, 1e-12
+OUTS, INPUTS, TOKENS, STEPS = [4, 8], 2, 3, 3
+KINDS = [*TRANSPORTS, *(f"ce, {mode}" for mode in MODES)]
+
+
+def transport(sim, kind, ids, rank, ranks):
+    if kind in TRANSPORTS:
+        function, _, options = TRANSPORTS[kind]
+        return getattr(sim, function)(ids, rank, ranks, TIMEOUT, None, **options)
+    made = sim.ce(ids[0], rank, ranks, TIMEOUT, None)
+    sim.set_ce_modes(made, *MODES[kind.removeprefix("ce, ")])
+    return made
+
+
+def work(rank, sim, kind, ids, ranks):
+    executor = _native.Executor(
+        sim.counted(transport(sim, kind, ids, rank, ranks), sim.Tally()), rank, ranks, torch.device("cpu")
+    )
+    shapes = [_native.LinearShape(out, INPUTS, by_outputs=True, transposed=False) for out in OUTS]
+    bundle = _native.LinearBundle(shapes, [True] * len(OUTS))
+    projections = [_native.Projection(0, layer, 0, out) for layer, out in enumerate(OUTS)]
+    told = _native.RotationOptions(
+        route="gather", in_place=False, compute_dtype=DTYPE, reduce_dtype=DTYPE, slot_cap=0, halves=False, name="small"
+    )
+    before = None
+    try:
+        sim.set_compute(True)
+        for step in range(STEPS):  # into slots that hold the numbers of the step before
+            wholes = [
+                part
+                for layer, out in enumerate(OUTS)
+                for part in (
+                    random(out, INPUTS, dtype=DTYPE, seed=10 * step + layer),
+                    random(out, dtype=DTYPE, seed=1000 + 10 * step + layer),
+                )
+            ]
+            xs = [random(TOKENS, INPUTS, dtype=DTYPE, seed=100 * step + other) for other in range(ranks)]
+            dys = [
+                [random(TOKENS, out, dtype=DTYPE, seed=2000 + 100 * step + 10 * layer + r) for r in range(ranks)]
+                for layer, out in enumerate(OUTS)
+            ]
+            home = [chunk(whole, ranks, rank).clone() for whole in wholes]
+            x, dy = xs[rank], [each[rank] for each in dys]
+            with late(sim) as operators:
+                ys = _native.linear_forward(executor, [x], home, bundle, projections, told)
+                dx, *gradients = _native.linear_backward(
+                    executor, dy, [x], home, bundle, projections, [True], [True] * len(home), told
+                )
+            assert operators.enqueued > 0, "control: nothing was late"
+            sim.synchronize()
+            where = f"{kind}, step {step}, rank {rank} of {ranks}"
+            expected = [x @ weight.t() + bias for weight, bias in zip(wholes[::2], wholes[1::2], strict=True)]
+            for layer, (y, other) in enumerate(zip(ys, expected, strict=True)):
+                assert_same(y, other, EXACT, f"{where}: y of layer {layer}")
+            assert_same(dx, sum(d @ w for d, w in zip(dy, wholes[::2], strict=True)), EXACT, f"{where}: dx")
+            for layer, of_ranks in enumerate(dys):
+                weight = sum(d.t() @ other for d, other in zip(of_ranks, xs, strict=True)) / ranks
+                bias = sum(d.sum(0) for d in of_ranks) / ranks
+                for found, whole in ((gradients[2 * layer], weight), (gradients[2 * layer + 1], bias)):
+                    assert_same(found, chunk(whole, ranks, rank), EXACT, f"{where}: gradient of layer {layer}")
+            assert before is None or differs(wholes[1], before, 1e-3), "control: steps are alike"
+            before = wholes[1]
+        executor.close()
+    except BaseException as error:
+        sim.controls.released = True  # so that nobody waits for this rank
+        executor.fail(f"rank {rank}: {error}")
+        raise
+    finally:
+        sim.set_compute(False)
+
+
+@pytest.mark.parametrize("ranks", few([2, 3], [2, 3, 4]))
+def test_parts_between_others(sim, ranks):
+    for number, kind in enumerate(KINDS):
+        sim.controls.delay_us = 200 * (number % 2)
+        ids = unique_ids(sim, kind) if kind in TRANSPORTS else [sim.unique_id()]
+        values(run_threads(work, ranks, sim, kind, ids, ranks, timeout=60.0))
+        assert sim.mistakes() == [], kind
