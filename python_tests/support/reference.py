@@ -155,7 +155,7 @@ def differs(actual: Tensor | None, expected: Tensor | None, tolerance: float) ->
 
 
 def training_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Whole parameters and whole states of the optimizer, copied, by name; every rank of their meshes must call this."""
+    """Whole parameters and whole states of the optimizer, copied, by name. Every rank of the meshes must call this."""
     found: dict[str, Tensor | None] = {}
     for name, parameter in module.named_parameters():
         found[name] = parameter
