@@ -21,9 +21,7 @@ def _sanitizers(path: Path) -> str:
     """Of each build the last runs: those of tests that no later one has run again."""
     rows: list[Row] = []
     for row in own_pages.last_lines(path, lambda row: (row["sanitizers"], row["date"])):
-        again = _tests(row)
-        rows = [other for other in rows if other["sanitizers"] != row["sanitizers"] or again and _tests(other) - again]
-        rows.append(row)
+        rows = [other for other in rows if not _replaces(row, other)] + [row]
     rows.sort(key=lambda row: (row["sanitizers"], row["date"]))
     lines = [["sanitizers", "files", "tests", "skipped", "failed", "reports", "minutes"]]
     lines += [
@@ -36,6 +34,12 @@ def _sanitizers(path: Path) -> str:
         for row in rows
     ]
     return own_pages.measured(rows, ".", lines) if rows else "\n"
+
+
+def _replaces(later: Row, earlier: Row) -> bool:
+    """Whether it has run again all that the earlier one ran."""
+    again, before = _tests(later), _tests(earlier)
+    return later["sanitizers"] == earlier["sanitizers"] and (not again or (bool(before) and before <= again))
 
 
 def _tests(row: Row) -> set[str]:
