@@ -2,12 +2,13 @@
 
     python benchmarks/soak.py --minutes 30            # make soak MINUTES=30
     python benchmarks/soak.py --programs 100 --ranks 3 --seed 5000
-    python benchmarks/soak.py --steps 100000 --programs 0
+    python benchmarks/soak.py --steps 100000 --step-minutes 90 --programs 0
 
 First programs (python_tests/support/programs.py), a seed each, one after the other on 2, 3 and 4 ranks; then `--steps`
-actions of one program in random order, while hops are held up at random. Memory, descriptors and threads of every rank
-must not grow meanwhile. The last line is JSON, and is appended to benchmarks/results/MACHINE/soak.jsonl. Exit status 1
-where a number differs or something grows; the seed of a program that failed is in the message.
+actions of one program in random order, or those of `--step-minutes`, while hops are held up at random. Memory,
+descriptors and threads of every rank must not grow meanwhile. The last line is JSON, and is appended to
+benchmarks/results/MACHINE/soak.jsonl. Exit status 1 where a number differs or something grows; the seed of a program
+that failed is in the message.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests" / "support"))
 
 from harness import RankError, run_ranks
 
 BUNCH = 20  # programs of one start of ranks
+STRETCH = 100  # steps of the long run between looks at memory and clock
 GROWTH = {"resident_kib": 16 * 1024, "descriptors": 2, "threads": 1}  # the most that is no growth
 
 
@@ -45,24 +46,31 @@ def several(rank: int, ranks: int, first: int, count: int) -> int:
     return sum(programs.check(rank, ranks, seed) for seed in range(first, first + count))
 
 
-def long(rank: int, ranks: int, seed: int, steps: int) -> dict[str, Any]:
-    """One program whose actions go on and on, without those that make rings; what it has added since a fifth."""
+def long(rank: int, ranks: int, seed: int, steps: int, minutes: float) -> tuple[int, dict[str, int]]:
+    """One program whose actions go on and on, without those that make rings, for as many steps or minutes; how many
+    it has done, and what it has added since a fifth of them."""
     import programs
+    import torch
 
     program = programs.Program.draw(seed, ranks)
     for options in program.options:
         options["transport_options"] = {"delay_us": 50}
     run = programs.Run(rank, program)
     usual = ("step", "accumulate", "clip", "evaluate", "forward", "nap")
-    early: dict[str, int] = {}
-    program.dtype = run.plain.head.weight.dtype
-    for step in range(steps):
-        if step == steps // 5:
-            early = status()
-        getattr(run, f"do_{run.draw.choice(usual)}")()
+    seen, done, end = [status()], 0, time.monotonic() + 60 * minutes
+    while done < steps:
+        for _ in range(min(STRETCH, steps - done)):
+            getattr(run, f"do_{run.draw.choice(usual)}")()
+            done += 1
+        seen.append(status())
+        late = torch.tensor(time.monotonic() > end)
+        torch.distributed.all_reduce(late, torch.distributed.ReduceOp.MAX)  # all ranks end at the same step
+        if late:
+            break
+    early = seen[len(seen) // 5]
     added = {name: value - early[name] for name, value in status().items()}
     run.close()
-    return added
+    return done, added
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -70,6 +78,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="of programs; default: as many as --programs")
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--steps", type=int, default=0, help="of the long run; default: none")
+    parser.add_argument("--step-minutes", type=float, default=1440.0, help="the long run ends after so many, too")
     parser.add_argument("--ranks", type=int, help="default: 2, 3 and 4 by turns")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/MACHINE/soak.jsonl")
@@ -95,14 +104,16 @@ def main(argv: list[str] | None = None) -> int:
             print(failed[-1], flush=True)
         ran, seed = ran + count, seed + count
         print(f"{ran} programs, {actions} actions, {time.monotonic() - began:.0f} s", flush=True)
-    grown, added = [], []
+    grown, added, steps = [], [], 0
     if args.steps > 0:
-        added = run_ranks(long, args.ranks or 2, args.seed + 1, args.steps, timeout=86400.0)
+        limit = 60 * args.step_minutes + 600
+        told = run_ranks(long, args.ranks or 2, args.seed + 1, args.steps, args.step_minutes, timeout=limit)
+        steps, added = told[0][0], [each for _, each in told]
         grown = sorted({name for each in added for name, most in GROWTH.items() if each[name] > most})
-    told = {"benchmark": "soak", "programs": ran, "actions": actions, "failed": len(failed), "first_seed": args.seed}
-    told |= {"steps": args.steps, "added": added, "grown": grown, "seconds": round(time.monotonic() - began, 1)}
-    print(json.dumps(told), flush=True)
-    append_line(args.output or RESULTS / machine_name(torch.device("cpu")) / "soak.jsonl", {**told, **card})
+    line = {"benchmark": "soak", "programs": ran, "actions": actions, "failed": len(failed), "first_seed": args.seed}
+    line |= {"steps": steps, "added": added, "grown": grown, "seconds": round(time.monotonic() - began, 1)}
+    print(json.dumps(line), flush=True)
+    append_line(args.output or RESULTS / machine_name(torch.device("cpu")) / "soak.jsonl", {**line, **card})
     return 1 if failed or grown else 0
 
 

@@ -18,14 +18,33 @@ def page(text: str, results: Path) -> str:
 
 
 def _sanitizers(path: Path) -> str:
-    """Of each build the last run."""
-    rows = own_pages.last_lines(path, lambda row: row["sanitizers"])
-    lines = [["sanitizers", "tests", "skipped", "failed", "reports", "minutes"]]
+    """Of each build the last runs: those of tests that no later one has run again."""
+    rows: list[Row] = []
+    for row in own_pages.last_lines(path, lambda row: (row["sanitizers"], row["date"])):
+        rows = [other for other in rows if not _replaces(row, other)] + [row]
+    rows.sort(key=lambda row: (row["sanitizers"], row["date"]))
+    lines = [["sanitizers", "files", "tests", "skipped", "failed", "reports", "minutes"]]
     lines += [
-        [row["sanitizers"], *(str(row[key]) for key in ("tests", "skipped", "failed", "reports")), _minutes(row)]
+        [
+            row["sanitizers"],
+            ", ".join(sorted(Path(test).stem.removeprefix("test_") for test in _tests(row))) or "all",
+            *(str(row[key]) for key in ("tests", "skipped", "failed", "reports")),
+            _minutes(row),
+        ]
         for row in rows
     ]
     return own_pages.measured(rows, ".", lines) if rows else "\n"
+
+
+def _replaces(later: Row, earlier: Row) -> bool:
+    """Whether it has run again all that the earlier one ran."""
+    again, before = _tests(later), _tests(earlier)
+    return later["sanitizers"] == earlier["sanitizers"] and (not again or (bool(before) and before <= again))
+
+
+def _tests(row: Row) -> set[str]:
+    """The files that a command names; none where it takes all."""
+    return {word for word in row["command"].split() if word.endswith(".py") and "/test_" in word}
 
 
 def _soaks(path: Path) -> str:

@@ -25,7 +25,9 @@ void bind_recorder(py::module_& m, py::class_<Executor, std::shared_ptr<Executor
           "begin_collective",
           [](Executor& e, const std::string& name) { return e.trace().recorder().begin_collective(name); },
           py::arg("name"))
-      .def("end_collective", [](Executor& e, uint64_t number) { e.trace().recorder().end(number); }, py::arg("number"));
+      .def(
+          "end_collective", [](Executor& e, uint64_t number) { e.trace().recorder().end(number); }, py::arg("number"))
+      .def("last_hop", [](Executor& e) { return e.trace().recorder().last_hop(); });
   m.def("record_on_signal", &Recorder::take_signal,
         "Lets SIGUSR1 write the records of all rings. False where somebody else handles it.");
   py::class_<CheckedTransport, Transport, std::shared_ptr<CheckedTransport>>(m, "CheckedTransport")

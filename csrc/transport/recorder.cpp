@@ -97,13 +97,16 @@ void Recorder::identify(const Place& place) {
 }
 
 uint16_t Recorder::name(const std::string& operation) {
-  const auto found = known_.find(operation);
-  if (found != known_.end()) return found->second;
-  const size_t number = known_.size();
-  if (number >= kNames) return 0;
-  copy_text(names_.get() + number * kNameBytes, kNameBytes, operation);
-  known_.emplace(operation, static_cast<uint16_t>(number));
-  return static_cast<uint16_t>(number);
+  if (named_ != nullptr && named_->first == operation) return named_->second;
+  auto found = known_.find(operation);
+  if (found == known_.end()) {
+    const size_t number = known_.size();
+    if (number >= kNames) return 0;
+    copy_text(names_.get() + number * kNameBytes, kNameBytes, operation);
+    found = known_.emplace(operation, static_cast<uint16_t>(number)).first;
+  }
+  named_ = &*found;
+  return found->second;
 }
 
 Recorder::Entry* Recorder::add(Kind kind) {
@@ -178,12 +181,12 @@ void Recorder::end_wait(uint64_t hop, End which, int64_t begin) {
   if (begin == 0) return;
   waiting_for_ = 0;
   const int64_t end = now_ns();
-  Entry awaited = entries_[hop % kEntries];
-  if (awaited.number == hop) {
-    int64_t& seen = which == End::received ? entries_[hop % kEntries].end : entries_[hop % kEntries].sent;
-    if (seen == 0) seen = end;
-  }
-  if (end - begin < kShort || awaited.number != hop) return;
+  Entry& posted = entries_[hop % kEntries];
+  if (posted.number != hop) return;
+  int64_t& seen = which == End::received ? posted.end : posted.sent;
+  if (seen == 0) seen = end;
+  if (end - begin < kShort) return;
+  const Entry awaited = posted;  // the new entry may take its place
   Entry* entry = add(Kind::wait);
   const uint64_t number = entry->number;
   *entry = awaited;  // its operation, channel and peers
@@ -193,6 +196,19 @@ void Recorder::end_wait(uint64_t hop, End which, int64_t begin) {
   entry->begin = begin;
   entry->end = end;
   entry->sent = 0;
+}
+
+std::string Recorder::last_hop() const {
+  const uint64_t next = next_.load(std::memory_order_relaxed);
+  for (uint64_t number = next - 1; number > 0 && number + kEntries >= next; --number) {
+    const Entry& entry = entries_[number % kEntries];
+    if (entry.number != number || entry.kind != Kind::hop) continue;
+    const std::string operation = names_.get() + entry.operation * kNameBytes;
+    if (entry.hops == 0) return concat(operation, ", as a graph");
+    return concat(operation, ", ", rtp::name(entry.channel), " hop ", entry.index + 1, " of ", entry.hops, " to rank ",
+                  entry.to);
+  }
+  return "";
 }
 
 std::string Recorder::dump(const std::string& reason) {

@@ -81,6 +81,9 @@ class Recorder {
     end_wait(hop, which, begin);
   }
 
+  // The hop that was posted last, as Hop::describe says it, and to whom; empty where none is known.
+  std::string last_hop() const;
+
   // Writes the file and returns its path. Throws std::runtime_error where that cannot be done.
   std::string dump(const std::string& reason);
   // The same for a ring that has failed: adds to `reason` where the file is, and returns what it has added.
@@ -105,6 +108,7 @@ class Recorder {
   std::unique_ptr<Entry[]> entries_;
   std::unique_ptr<char[]> names_;  // kNames times kNameBytes
   std::unordered_map<std::string, uint16_t> known_;
+  const std::pair<const std::string, uint16_t>* named_ = nullptr;  // of known_, asked for last: hops of a pass share it
   std::atomic<uint64_t> next_{1};
   bool on_ = true;
   bool on_failure_ = true;

@@ -1,4 +1,4 @@
-"""Random programs on a ring, against the same in one process. More of them: `make soak`."""
+"""A hundred random programs on a ring, against the same in one process. More of them, none brief: `make soak`."""
 
 import programs
 import pytest
@@ -7,18 +7,22 @@ from harness import Cases, run_ranks
 
 import rtp_ext
 
+NUMBERS = [(2, 4, 70), (3, 3, 17), (4, 2, 4)]  # ranks, and how many programs, and how many brief ones
 
-def _run(rank, ranks, seeds):
+
+def _run(rank, ranks, whole, brief):
     cases = Cases()
-    for seed in seeds:
-        with cases.case(f"seed {seed}"):
-            programs.check(rank, ranks, seed)
+    for short, seeds in ((False, range(whole)), (True, range(1000, 1000 + brief))):
+        for seed in seeds:
+            with cases.case(f"seed {seed}, {ranks} ranks, brief={short}"):
+                programs.check(rank, ranks, seed, short)
     cases.finish()
+    return cases.count
 
 
-@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(4)), (3, range(3)), (4, range(2))])
-def test_random_programs(ranks, seeds):
-    run_ranks(_run, ranks, seeds)
+@pytest.mark.parametrize(("ranks", "whole", "brief"), NUMBERS)
+def test_random_programs(ranks, whole, brief):
+    assert run_ranks(_run, ranks, whole, brief, timeout=300.0) == [whole + brief] * ranks
 
 
 def _wrong(rank, ranks):
@@ -37,7 +41,14 @@ def _wrong(rank, ranks):
 def test_a_wrong_number_is_found():
     """By a rank that has a batch; the other may hear of it from its neighbour."""
     assert any("loss of micro-batch" in told and "exceeds" in told for told in run_ranks(_wrong, 2))
-    drawn = [programs.Program.draw(seed, 4) for seed in range(200)]
-    kinds = {kind for program in drawn for kind, *_ in program.blocks}
-    actions = {action for program in drawn for action in program.actions}
-    assert len(kinds) == 6 and actions == set(programs.ACTIONS)
+
+
+def test_what_is_drawn():
+    assert sum(whole + brief for _, whole, brief in NUMBERS) == 100
+    brief = [programs.Program.draw(seed, 2, brief=True) for seed in range(1000, 1070)]
+    for drawn in ([programs.Program.draw(seed, 4) for seed in range(200)], brief):
+        kinds = {kind for program in drawn for kind, *_ in program.blocks}
+        actions = {action for program in drawn for action in program.actions}
+        assert len(kinds) == 6 and actions == set(programs.ACTIONS)
+        options = {(name, str(value)) for program in drawn for each in program.options for name, value in each.items()}
+        assert len(options) == 25, "each value of each option"

@@ -8,6 +8,7 @@ import plot
 import pytest
 import report
 import travel_curves
+from shared import reliability_report
 from shared.travel_report import over_seeds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -274,3 +275,26 @@ def test_results_in_fewer_bits_are_cases_of_their_own():
     assert [len(report.last_cases(lines, [])) for lines in ([line, narrow], [line, same])] == [2, 1]
     told = [report.COMPARE["travels"](row) for row in (line, narrow, same)]
     assert told == [None, "weights int8, gradients bfloat16", None]
+
+
+def test_runs_under_sanitizers_stand_until_all_their_tests_have_run_again(tmp_path):
+    def row(date, tests, kind="thread", failed=0):
+        names = " ".join(f"python_tests/engine/test_{name}.py" for name in tests)
+        counts = {"tests": 1, "skipped": 0, "failed": failed, "reports": 0, "seconds": 60.0}
+        more = {"commit": "abc", "torch": "2", "date": f"2026-01-0{date}", "command": f"python sanitize.py {names}"}
+        return {"sanitizers": kind, **counts, **more}
+
+    def table(*rows):
+        path = tmp_path / "results" / "here"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "sanitize.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        blocks = "".join(f"<!-- {kind}: here -->\n<!-- end -->\n" for kind in ("sanitize", "soak", "recovery"))
+        text = reliability_report.page(blocks, tmp_path / "results")
+        return re.findall(r"^\| (thread|address) \| ([^|]*) \|", text, re.MULTILINE)
+
+    first, other = row(1, ["a", "b"], failed=1), row(2, ["a", "b"], "address")
+    assert table(first, other, row(3, ["c"])) == [("address", "a, b"), ("thread", "a, b"), ("thread", "c")]
+    assert table(first, row(3, ["b"])) == [("thread", "a, b"), ("thread", "b")]
+    assert table(first, row(3, ["a", "b", "c"])) == [("thread", "a, b, c")]
+    assert table(first, row(3, [])) == [("thread", "all")]
+    assert table(row(1, []), row(3, ["a"])) == [("thread", "all"), ("thread", "a")]

@@ -92,6 +92,18 @@ def _tells(rank, ranks, folder, transport):
         told["away"] = str(caught.value)
     keep("away", ring)
     dist.barrier()
+    # One that stays away from a collective.
+    ring = rtp_ext.Ring(transport=transport, timeout=1.0)
+    step = Steps(ring)
+    step()
+    dist.barrier()
+    if rank == 0:
+        time.sleep(1.5)
+    else:
+        after = r"after first backward, (weight|gradient) hop \d of \d to rank \d"
+        with pytest.raises(rtp_ext.RingTimeout, match=rf"^all_gather on rank {rank} of {ranks}, {after}: a rank of"):
+            ring.all_gather(torch.ones(2))
+    dist.barrier()
     # One that is lost.
     ring = rtp_ext.Ring(transport=transport, timeout=3.0)
     step = Steps(ring)

@@ -13,7 +13,18 @@ from grids import few
 from harness import Cases, run_ranks
 from live_bytes import LiveBytes
 from models import VOCABULARY, batch_loss, make_model, mean_loss
-from reference import TOLERANCE, adamw, assert_same, chunk, differs, full, local
+from reference import (
+    TOLERANCE,
+    adamw,
+    assert_same,
+    chunk,
+    differs,
+    full,
+    local,
+    one_bit_off,
+    training_state,
+    unequal,
+)
 from shared.models import GPT
 from test_convert import _initialise, assert_same_model
 from torch import nn
@@ -193,6 +204,9 @@ def _save(rank, ranks, folder):
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         dcp.save(state, checkpoint_id=saved_as(folder, make, variant))
+        whole = training_state(model, optimizer)
+        if rank == 0:
+            torch.save(whole, f"{saved_as(folder, make, variant)}.pt")
         rtp_ext.ring_of(model).close()
 
 
@@ -214,6 +228,9 @@ def _resume(rank, ranks, folder):
             dcp.load(state, checkpoint_id=saved_as(folder, make, variant))
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
             assert_same_model(model, plain, EXACT)
+            saved, found = torch.load(f"{saved_as(folder, make, variant)}.pt"), training_state(model, optimizer)
+            assert unequal(found, saved) == [], "bit by bit what two ranks have saved"
+            assert all(len(unequal(each, saved)) == 1 for each in one_bit_off(found)), "control: one bit is found"
             forgetful = copy.deepcopy(plain)
             ours = train_shares(model, optimizer, AFTER, rank, ranks)
             theirs = train_shares(plain, reference, AFTER)

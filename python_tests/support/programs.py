@@ -1,11 +1,13 @@
 """Random training programs, on a ring and in one process: a seed says all of a program, and both do the same.
 
     check(rank, ranks, seed)
+    check(rank, ranks, seed, brief=True)
 
 A program is a model of random blocks (some checkpointed, some frozen, the head tied or not), a ring with random options
 on a random mesh, and a list of actions: steps of one or more micro-batches, of different sizes and empty on some ranks,
 evaluations, forwards without a backward, parameters that are frozen or thawed, clipping, a state dict that is saved and
-loaded into a model with other options, ranks that are late.
+loaded into a model with other options, ranks that are late. A brief one has a single block of one of few sizes, and two
+actions: DTensor, which looks long at every new shape, knows those of the ones before.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from reference import full
+from reference import full, wholes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,6 +29,7 @@ import rtp_ext
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}  # of the largest magnitude, after all steps
 WHOLE = StateDictOptions(full_state_dict=True)
+CHECKPOINTED = (None, None, True, False)
 ACTIONS = ("step", "step", "step", "accumulate", "clip", "evaluate", "forward", "freeze", "reload", "nap")
 
 
@@ -47,20 +50,20 @@ class Program:
     actions: list[str] = field(default_factory=list)
 
     @classmethod
-    def draw(cls, seed: int, ranks: int) -> Program:
+    def draw(cls, seed: int, ranks: int, brief: bool = False) -> Program:
         draw = random.Random(seed * 1009 + ranks)
         kinds = ("mlp", "linear", "attention", "convolution", "norm", "experts")
         blocks = [
-            (draw.choice(kinds), draw.randint(1, 13), draw.choice((None, None, True, False)))
-            for _ in range(draw.randint(1, 3))
+            (draw.choice(kinds), draw.choice((3, 8)) if brief else draw.randint(1, 13), draw.choice(CHECKPOINTED))
+            for _ in range(1 if brief else draw.randint(1, 3))
         ]
-        actions = [draw.choice(ACTIONS) for _ in range(draw.randint(4, 7))]
+        actions = [draw.choice(ACTIONS) for _ in range(2 if brief else draw.randint(4, 7))]
         return cls(
             seed=seed,
             ranks=ranks,
             dtype=draw.choice((torch.float64, torch.float64, torch.float32)),
-            width=2 * draw.randint(1, 6),
-            vocabulary=draw.randint(2, 17),
+            width=draw.choice((4, 6)) if brief else 2 * draw.randint(1, 6),
+            vocabulary=7 if brief else draw.randint(2, 17),
             blocks=blocks,
             tied=draw.random() < 0.4,
             frozen={n for n in range(12) if draw.random() < 0.15},
@@ -186,17 +189,16 @@ class Run:
         generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
         return tuple(torch.randint(self.program.vocabulary, shape, generator=generator) for _ in range(2))
 
-    def loss(self, model: nn.Module, rank: int, micro: int) -> Tensor:
-        ids, targets = self.batch(rank, micro)
-        return nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="sum") / 4
-
     def both(self, grad: bool) -> tuple[Tensor, Tensor]:
         """The loss of this rank by its own model, and the mean of all by the plain one; compares this rank's."""
         micro, ranks = self.micro, self.program.ranks
         self.micro += 1
         with torch.set_grad_enabled(grad):
-            ours = self.loss(self.model, self.rank, micro)
-            every = [self.loss(self.plain, rank, micro) for rank in range(ranks)]
+            ids, targets = self.batch(self.rank, micro)
+            ours = loss(self.model(ids), targets)
+            batches = [self.batch(rank, micro) for rank in range(ranks)]
+            outputs = self.plain(torch.cat([ids for ids, _ in batches])).split([len(ids) for ids, _ in batches])
+            every = [loss(output, targets) for output, (_, targets) in zip(outputs, batches, strict=True)]
         self.compare(ours, every[self.rank], f"loss of micro-batch {micro}", floor=1.0)
         return ours, torch.stack(every).sum() / ranks
 
@@ -272,17 +274,21 @@ class Run:
     def run(self) -> None:
         for action in self.program.actions:
             getattr(self, f"do_{action}")()
-        for (name, ours), theirs in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
-            self.compare(full(ours), theirs, name)
+        for ours, (name, theirs) in zip(wholes(self.model.parameters()), self.plain.named_parameters(), strict=True):
+            self.compare(ours, theirs, name)
 
     def close(self) -> None:
         for ring in self.rings:
             ring.close()
 
 
-def check(rank: int, ranks: int, seed: int) -> int:
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / 4
+
+
+def check(rank: int, ranks: int, seed: int, brief: bool = False) -> int:
     """Runs the program of `seed`; AssertionError where a number differs. Returns how many actions it had."""
-    run = Run(rank, Program.draw(seed, ranks))
+    run = Run(rank, Program.draw(seed, ranks, brief))
     try:
         run.run()
     except AssertionError:

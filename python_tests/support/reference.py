@@ -154,6 +154,36 @@ def differs(actual: Tensor | None, expected: Tensor | None, tolerance: float) ->
     return False
 
 
+def training_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Whole parameters and whole states of the optimizer, copied, by name. Every rank of the meshes must call this."""
+    found: dict[str, Tensor | None] = {}
+    for name, parameter in module.named_parameters():
+        found[name] = parameter
+        found |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
+    return dict(zip(found, wholes(found.values()), strict=True))
+
+
+def unequal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """The names of tensors of which a bit differs; of all that are in one of the two only."""
+    odd = set(actual) ^ set(expected)
+
+    def same(a: Tensor, b: Tensor) -> bool:
+        return a.dtype == b.dtype and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (a, b)))
+
+    return sorted(odd | {name for name in set(actual) - odd if not same(actual[name], expected[name])})
+
+
+def one_bit_off(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """For controls: copies of `state` in each of which one tensor's last number is the next one above it."""
+    copies = []
+    for name, value in state.items():
+        if value.numel():
+            value = value.clone()
+            value.view(-1)[-1] = torch.nextafter(value.view(-1)[-1], torch.tensor(torch.inf, dtype=value.dtype))
+            copies.append({**state, name: value})
+    return copies
+
+
 def double_copy(module: nn.Module) -> nn.Module:
     """The same module with the same values in float64, for the reference."""
     return copy.deepcopy(module).double()

@@ -92,7 +92,11 @@ class Groups:
             if not posted and not isinstance(error, dist.DistError):
                 raise
             waited = time.monotonic() - start
-            message = f"{operation}: a rank of the ring did not answer (waited {waited:.1f} s): {error}"
+            # Gloo does not say who it was: at least where this rank is.
+            here = f"{operation} on rank {self.rank} of {self.size}"
+            if executor is not None and (hop := executor.last_hop()):
+                here += f", after {hop}"
+            message = f"{here}: a rank of the ring did not answer (waited {waited:.1f} s): {error}"
             if executor is not None:
                 message += executor.fail(message)
                 self.abandon()
