@@ -1,5 +1,7 @@
 #include "schedule/footprint.h"
 
+#include <algorithm>
+#include <array>
 #include <deque>
 #include <map>
 
@@ -10,7 +12,7 @@ namespace rtp {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-constexpr int kSteps = 2;  // the first learns the order of the passes, the second sends ahead
+constexpr int kMostSteps = 16;  // that slots may take to settle
 
 bool weight_hop(const Step& step) { return step.action == Action::hop && step.channel == Channel::weight; }
 
@@ -51,8 +53,11 @@ class Walk {
     }
   }
 
+  // The first step learns the order of the passes, the second sends ahead; what these leave in the pools is what later
+  // ones begin with, until a step leaves what it found.
   Footprint run() {
-    for (int round = 0; round < kSteps; ++round) {
+    for (int round = 0; round < kMostSteps; ++round) {
+      const auto found = left();
       for (const auto& phase : passes_) {
         Held ahead;
         for (size_t index = 0; index < phase.size(); ++index) {
@@ -61,6 +66,7 @@ class Walk {
         }
         land_all_but(0);
       }
+      if (round > 0 && left() == found) break;
     }
     return {weights_.count(), gradients_.count(), scratch_.count(), weights_.free(), gradients_.free()};
   }
@@ -70,6 +76,13 @@ class Walk {
     std::vector<int64_t> slots;
     std::optional<int64_t> staged;
   };
+
+  // The sizes of all slots between two steps.
+  std::array<std::vector<int64_t>, 3> left() const {
+    std::array<std::vector<int64_t>, 3> sizes{weights_.free(), gradients_.free(), scratch_.free()};
+    for (std::vector<int64_t>& pool : sizes) std::sort(pool.begin(), pool.end());
+    return sizes;
+  }
 
   // Bytes of a slot for the parts that travel, each as large as `bytes_of` its place and its numbers; none where there
   // are none.

@@ -22,7 +22,7 @@ CASES = [Case(family, 4, 256, "rtp", ranks, 256) for family in ("llama", "gpt") 
 QUOTED = (
     *("f/h = 3.5", "up to 100 %", "as 0.44", "Its 0.3 for", "fitted to 0.3", "HBM2e of 2.4 TB/s", "the rule of 80 %"),
     *("a failure in 1.8 hours", "above 90 % effective", "2602.00277: 44 and 80 %", "issues a layer in 3.5 ms"),
-    *("some 15 % too fast", "is 18 % too fast", "too fast by 20 to 30 %"),
+    *("some 15 % too fast", "is 18 % too fast"),
 )
 
 
@@ -57,17 +57,10 @@ def test_no_number_of_the_prose_goes_unchecked():
 
 
 def test_slots_of_our_runs_are_those_that_were_counted():
-    """To the byte; but the planner walks through two steps, and on rings of two a GPT's pool settles in the third, when
-    a slot that was as large as the MLP's second layer (h/2 numbers of bias) makes way for the first's (2 h)."""
-    rows = last_of_each(planner_more._lines("planner_grid"))
-    rotated = [row for row in rows if row["counted_slots_bytes"]]
+    """To the byte."""
+    rotated = [row for row in last_of_each(planner_more._lines("planner_grid")) if row["counted_slots_bytes"]]
     for row in rotated:
-        ring = row["ranks"] // (2 if row["strategy"] == "rtp-2rings" else 1)
-        settles = (
-            row["family"] == "gpt" and ring == 2 and row["strategy"] != "rtp-inplace" and row["dtype"] == "float32"
-        )
-        third = 4 * (2 * row["hidden"] - row["hidden"] // 2) if settles else 0
-        assert row["counted_slots_bytes"] - row["predicted_slots_bytes"] == third, row["case"]
+        assert row["counted_slots_bytes"] == row["predicted_slots_bytes"], (row["case"], row["ranks"], row["tokens"])
     in_time = [estimate_memory(case.model, ROOMY, dataclasses.replace(case.plan, late_gradients=0)) for case in CASES]
     slots = [report.components["rotation_slots"] for report in in_time]
     assert len(rotated) > 80 and all(

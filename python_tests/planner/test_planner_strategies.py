@@ -185,6 +185,35 @@ def test_kernels():
     assert uneven == pytest.approx((2 - 1 / 4) * even, rel=0.01)
 
 
+def test_cut_sequences_are_copied_on_torch_and_gathered_in_eight_bits_where_one_scale_does():
+    """Six gathers and six scatters of a layer with full recomputation; by hand."""
+    group, model, tokens = Group(H100, 4), LLAMA, 2 * LLAMA.seq
+    hidden = 2 * tokens * model.hidden
+
+    def parallel(**fields):
+        plan = Strategy(tp=4, sequence_parallel=True, **{"stack": "torch", "recompute": "full", **fields})
+        return StageClock(model, H100, plan, CONSTANTS).per_layer["tensor_parallel"]
+
+    def gathers(size):
+        return gather_s(group, size, CONSTANTS)
+
+    def copies(size):
+        return 2 * size / (H100.hbm_bytes_per_s * CONSTANTS.hbm_fraction)
+
+    plain = 12 * gathers(hidden)
+    assert parallel(micro_batch=2, stack="megatron") == pytest.approx(plain)
+    assert parallel(micro_batch=2) == pytest.approx(plain + 12 * copies(hidden))
+    assert parallel(micro_batch=1) == pytest.approx(12 * gathers(hidden / 2) + 6 * copies(hidden / 2)), (
+        "gathered: a view"
+    )
+    eight = 6 * (gathers(hidden / 2) + gathers(hidden)) + 6 * (copies(hidden / 2) + copies(hidden))
+    assert parallel(micro_batch=2, fp8=True) == pytest.approx(eight)
+    assert parallel(micro_batch=2, fp8=True, fp8_scaling="rowwise") == pytest.approx(parallel(micro_batch=2))
+    again = [parallel(micro_batch=2, recompute=how) for how in ("none", "selective")]
+    assert again[0] == pytest.approx(8 * (gathers(hidden) + copies(hidden)))
+    assert again[1] - again[0] == pytest.approx(2 * (gathers(hidden) + copies(hidden))), "scattered: kept"
+
+
 def test_the_host_bounds_small_layers():
     """A layer takes no less than the host takes to issue its kernels, and no more for that where it is large."""
     cluster = Cluster.preset("a100-80gb")

@@ -12,6 +12,7 @@ from rtp_ext.planner.rotation.seconds import RotationTime, rotation_seconds
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
+from rtp_ext.planner.time.gemm import traffic_s
 from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s, send_s
 from rtp_ext.planner.time.work import Seconds, head_seconds, layer_seconds
 
@@ -127,19 +128,43 @@ class StageClock:
         passes = 2 + (strategy.recompute == "full")
         hidden = self.tokens * model.hidden * strategy.param_bytes
         if strategy.sequence_parallel:
-            one = 2 * gather_s(self.groups.tp, hidden, constants)
+            parallel = self._sequence_parallel(passes)
         else:
-            one = all_reduce_s(self.groups.tp, hidden, constants)
+            parallel = 2 * passes * all_reduce_s(self.groups.tp, hidden, constants)
         keys = self.tokens * strategy.cp * 2 * model.kv_features // strategy.tp * strategy.param_bytes
         exchanged = 0.0
         if strategy.ep > 1:
             group = Group(self.cluster, strategy.ep, strategy.tp * strategy.cp)
             exchanged = 2 * passes * gather_s(group, hidden * model.experts_per_token, constants)
         return {
-            "tensor_parallel": 2 * passes * one,
+            "tensor_parallel": parallel,
             "context_parallel": (passes + 1) * gather_s(self.groups.cp, keys, constants),
             "expert_parallel": exchanged,
         }
+
+    def _sequence_parallel(self, passes: int) -> float:
+        """Two gathers and two scatters a pass, of sequences that are cut.
+
+        On torch three things more. Samples come before positions there, so that what was gathered is copied in order
+        unless it is one sample, and what is scattered is copied before (torch/distributed/_functional_collectives.py:
+        chunk and cat). Selective recomputation keeps what was scattered and gathers anew (torchtitan, _save_list).
+        Where eight bits have one scale a tensor, gathers carry them (torchao, Float8ColwiseParallel and
+        Float8RowwiseParallel; torchtitan leaves them out with a scale a row).
+        """
+        model, strategy, constants, group = self.model, self.strategy, self.constants, self.groups.tp
+        numbers = self.tokens * model.hidden
+        gathered = scattered = numbers * strategy.param_bytes
+        if strategy.effective_stack != "torch":
+            return 2 * passes * (gather_s(group, gathered, constants) + gather_s(group, scattered, constants))
+        if strategy.fp8 and strategy.fp8_scaling == "tensorwise":
+            gathered = numbers
+        gathers, scatters = 2 * (passes + (strategy.recompute == "selective")), 2 * passes
+        copied = scatters * scattered + (gathers * gathered if strategy.micro_batch > 1 else 0)
+        return (
+            gathers * gather_s(group, gathered, constants)
+            + scatters * gather_s(group, scattered, constants)
+            + (traffic_s(2 * copied, self.cluster, constants) if group.ranks > 1 else 0.0)
+        )
 
     # -- weights that travel ------------------------------------------------------------------------------------------
 
