@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -104,7 +105,9 @@ def _fork(rank, ranks, transport):
                         os._exit(0)
                     os._exit(3)
                 assert _ended(pid) == 0
-    with cases.case("workers of a DataLoader"):
+    # for a worker that has failed a DataLoader waits so long, 5 s
+    patient = mock.patch.object(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+    with cases.case("workers of a DataLoader"), patient:
         options = {"num_workers": 1, "batch_size": None, "multiprocessing_context": "fork"}
         loaded = [batch.tolist() for batch in DataLoader(Embedded(model, False), **options)]
         assert loaded == [[0.0, 0.0], [1.0, 1.0]]
