@@ -6,7 +6,6 @@ import os
 import signal
 import time
 import weakref
-from unittest import mock
 
 import pytest
 import torch
@@ -105,9 +104,8 @@ def _fork(rank, ranks, transport):
                         os._exit(0)
                     os._exit(3)
                 assert _ended(pid) == 0
-    # for a worker that has failed a DataLoader waits so long, 5 s
-    patient = mock.patch.object(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
-    with cases.case("workers of a DataLoader"), patient:
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long it waits for a worker that has failed, else 5 s
+    with cases.case("workers of a DataLoader"):
         options = {"num_workers": 1, "batch_size": None, "multiprocessing_context": "fork"}
         loaded = [batch.tolist() for batch in DataLoader(Embedded(model, False), **options)]
         assert loaded == [[0.0, 0.0], [1.0, 1.0]]
