@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from grids import few
 from harness import run_ranks
 from models import VOCABULARY, batch_loss, make_batch, make_model, mean_loss, train
 from reference import adamw, assert_same, differs, double_copy, full, local, random
@@ -297,7 +298,14 @@ BEHAVIOURS = [
 
 
 def _run(rank, ranks, behaviours):
-    for behaviour, variant in product(behaviours, VARIANTS):
+    # two variants of three for each; each variant meets two behaviours of three
+    enough = [
+        (behaviour, variant)
+        for behaviour in behaviours
+        for number, variant in enumerate(VARIANTS)
+        if number != BEHAVIOURS.index(behaviour) // 2 % 3
+    ]
+    for behaviour, variant in few(enough, list(product(behaviours, VARIANTS))):
         try:
             behaviour(rank, ranks, variant)
         except Exception as error:

@@ -123,7 +123,7 @@ def _peak_bytes(run) -> int:
 
 
 def _memory(rank, ranks):
-    vocabulary, tokens, features = 128 * 1024, 2048, 16
+    vocabulary, tokens, features = 128 * 1024, 1024, 16
     x = random(tokens, features, dtype=torch.float32, seed=rank)
     weight = random(vocabulary, features, dtype=torch.float32, seed=100, scale=0.25)
     targets = make_targets((tokens,), vocabulary, rank)

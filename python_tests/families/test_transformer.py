@@ -169,7 +169,8 @@ def _training(rank, ranks, transport, in_place, every):
 
 @pytest.mark.parametrize(
     ("ranks", "transport", "in_place", "every"),
-    [(1, "shm", False, 3), (2, "shm", False, 3), (3, "c10d", True, 3), (4, "shm", False, 3)],
+    # each of the models on one number of ranks: one and four share a third
+    [(1, "shm", False, 6), (2, "shm", False, 3), (3, "c10d", True, 3), (4, "shm", False, 6)],
 )
 def test_training(ranks, transport, in_place, every):
     run_ranks(_training, ranks, transport, in_place, every)

@@ -10,6 +10,7 @@ from harness import Cases
 from models import Block
 from narrowed import Cuts, computing_with, cuts_of
 from reference import assert_same, differs, full, random
+from shards import AdamW, scale_shards
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
@@ -27,7 +28,7 @@ LARGEST_NORM = 0.1  # of the gradients of all stages; those of one stage alone h
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+    return AdamW(parameters, lr=0.01, fused=True)
 
 
 class Part(nn.Module):
@@ -100,7 +101,7 @@ def clip(parameters: Iterable[nn.Parameter], largest: float, group: dist.Process
     squares = norm**2
     dist.all_reduce(squares, group=group)
     total = squares.sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, largest, total)
+    scale_shards(parameters, largest, total)
     return total.item(), norm.item()
 
 

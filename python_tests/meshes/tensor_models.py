@@ -2,6 +2,7 @@
 
 import torch
 from reference import full, random
+from shards import AdamW, clip_shards
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -128,15 +129,15 @@ def batch_loss(model, batch, step):
     return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+def adamw(model, stock=False):
+    return (torch.optim.AdamW if stock else AdamW)(model.parameters(), lr=0.02, fused=True)
 
 
-def step_on(model, optimizer, loss, compared):
-    """One clipped step. Returns the gradients, where they are to be compared, and their norm."""
+def step_on(model, optimizer, loss, compared, stock=False):
+    """One clipped step. Returns the gradients, where they are to be compared, and their norm. `stock`: torch clips."""
     optimizer.zero_grad()
     loss.backward()
     gradients = {name: full(p.grad).clone() for name, p in model.named_parameters()} if compared else {}
-    norm = full(nn.utils.clip_grad_norm_(model.parameters(), 0.1)).clone()
+    norm = full((nn.utils.clip_grad_norm_ if stock else clip_shards)(model.parameters(), 0.1)).clone()
     optimizer.step()
     return gradients, norm

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from grids import few
 from reference import assert_same, differs, full, local
 from replica_models import Tiny, adamw, all_losses, batch_loss, replicated
 from torch import nn
@@ -179,24 +180,26 @@ def checkpoint_cases(rank, ranks, cases, folder):
         "beside": ((4, 1), lambda: Gossip(overlap=True)),
         "gossip": ((4, 1), lambda: Gossip("ring", global_period=3)),
     }
-    for name, (shape, make) in policies.items():
-        for begun in (4, 0) if name == "streaming" else (4,):
-            with cases.case(f"restart of {name} after {begun}"):
-                first = Replica(rank, shape, make())
-                first.train(begun)
-                where, schedule = f"{folder}/{name}{begun}", first.schedule.state_dict()
-                dcp.save({"policy": first.policy}, checkpoint_id=where)
-                saved = everyone(first.weights)
-                assert torch.equal(saved[0], saved[2]) == (begun == 0), "replicas differ when they are saved"
-                first.train(4)
-                again = Replica(rank, shape, make(), model=other_values())
-                dcp.load({"policy": again.policy}, checkpoint_id=where)
-                assert torch.equal(again.weights, saved[rank]), "each its own"
-                again.schedule.load_state_dict(schedule)
-                again.step = begun
-                again.train(4)
-                assert torch.equal(again.weights, first.weights), "bit for bit"
-                assert not torch.equal(again.weights, saved[rank]), "control"
+    every = [(name, begun) for name in policies for begun in ((4, 0) if name == "streaming" else (4,))]
+    # gossip that does not overlap keeps less than one that does
+    for name, begun in few([each for each in every if each[0] != "gossip"], every):
+        shape, make = policies[name]
+        with cases.case(f"restart of {name} after {begun}"):
+            first = Replica(rank, shape, make())
+            first.train(begun)
+            where, schedule = f"{folder}/{name}{begun}", first.schedule.state_dict()
+            dcp.save({"policy": first.policy}, checkpoint_id=where)
+            saved = everyone(first.weights)
+            assert torch.equal(saved[0], saved[2]) == (begun == 0), "replicas differ when they are saved"
+            first.train(4)
+            again = Replica(rank, shape, make(), model=other_values())
+            dcp.load({"policy": again.policy}, checkpoint_id=where)
+            assert torch.equal(again.weights, saved[rank]), "each its own"
+            again.schedule.load_state_dict(schedule)
+            again.step = begun
+            again.train(4)
+            assert torch.equal(again.weights, first.weights), "bit for bit"
+            assert not torch.equal(again.weights, saved[rank]), "control"
     replica = Replica(rank, SHAPE, Gossip("ring", 3))
     with cases.case("plain state dicts of replicas that differ"):
         replica.train(1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from reference import full, random, wholes
+from shards import AdamW, clip_shards
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rtp_ext
 from rtp_ext import RotationDims
@@ -65,15 +67,20 @@ def _loss_of(model: nn.Module, ids: Tensor, reduction: str) -> Tensor:
     return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten(), reduction=reduction)
 
 
-def adamw(model: nn.Module, **how: bool) -> torch.optim.Optimizer:
-    """Fused, for which DTensor's rules are asked once where those of foreach are asked ten times (0.2 s of a rank)."""
-    return torch.optim.AdamW(model.parameters(), lr=0.02, **(how or {"fused": True}))
+def adamw(model: nn.Module, **stock: bool) -> torch.optim.Optimizer:
+    """Fused, on shards: see shards.py. `stock`: torch's own on DTensors, and which of its implementations."""
+    return (torch.optim.AdamW if stock else AdamW)(model.parameters(), lr=0.02, **(stock or {"fused": True}))
 
 
 def replicated(shape: tuple[int, ...], names: tuple[str, ...] = ("replicas", "ring"), model=None, **options) -> Tiny:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     options.setdefault("dims", DIMS)
-    return rtp_ext.fully_rotate(Tiny() if model is None else model, mesh=mesh, timeout=30.0, **options)
+    return rtp_ext.fully_rotate(Tiny() if model is None else model, mesh=mesh_of(shape, names), timeout=30.0, **options)
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One for all models of a rank: its process groups take 10 ms to make. Each ring has groups of its own."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -82,13 +89,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def step_on(
-    model: nn.Module, optimizer: torch.optim.Optimizer, losses: Sequence[Callable[[], Tensor]]
+    model: nn.Module, optimizer: torch.optim.Optimizer, losses: Sequence[Callable[[], Tensor]], stock: bool = False
 ) -> tuple[dict[str, Tensor | None], Tensor]:
     """One clipped step on losses, each of a micro-batch. Returns the gradients and their norm."""
     optimizer.zero_grad()
     for loss in losses:
         loss().backward()
     found = gradients(model)
-    norm = full(nn.utils.clip_grad_norm_(model.parameters(), 0.1)).clone()
+    clip = nn.utils.clip_grad_norm_ if stock else clip_shards
+    norm = full(clip(model.parameters(), 0.1)).clone()
     optimizer.step()
     return found, norm

@@ -300,7 +300,7 @@ def _others(rank, ranks, cases):
         policy = rtp_ext.outer_of(model.mlp)
         model = rtp_ext.fully_rotate(model)
         assert rtp_ext.outer_of(model) is policy and rtp_ext.outer_of(model.mlp) is policy
-        optimizer, reference = adamw(model), adamw(plain)
+        optimizer, reference = adamw(model, fused=True), adamw(plain)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for step in range(2):
             optimizer.zero_grad()

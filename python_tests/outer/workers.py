@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from reference import assert_same, wholes
 from replica_models import Tiny, adamw, all_losses, batch_loss, replicated
+from shards import clip_shards
 from torch import nn
 
 import rtp_ext
@@ -86,7 +87,7 @@ class Replica:
             self.optimizer.zero_grad()
             batch_loss(self.model, self.rank, self.step).backward()
             if self.clip:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+                clip_shards(self.model.parameters(), self.clip)
             self.optimizer.step()
             self.schedule.step()
             self.step += 1

@@ -199,7 +199,7 @@ def saved_as(folder: str, make, variant: tuple[bool, str]) -> str:
 def _save(rank, ranks, folder):
     for make, variant in MODELS:
         model = rotated(make(), variant)
-        optimizer = adamw(model.parameters(), lr=0.01)
+        optimizer = adamw(model.parameters(), lr=0.01, stock=True)
         train_shares(model, optimizer, BEFORE, rank, ranks)
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
@@ -215,7 +215,7 @@ def _resume(rank, ranks, folder):
     for make, variant in MODELS:
         with cases.case(f"{make.__name__} {variant}"):
             plain = make()
-            reference = adamw(plain.parameters(), lr=0.01)
+            reference = adamw(plain.parameters(), lr=0.01, stock=True)
             train_shares(plain, reference, BEFORE)
             with LiveBytes() as live:
                 model = empty_rotated(make, variant)
@@ -223,7 +223,7 @@ def _resume(rank, ranks, folder):
                 dcp.load(state, checkpoint_id=saved_as(folder, make, variant))
                 set_model_state_dict(model, state["model"])
             assert_same_model(model, plain, EXACT)
-            optimizer = adamw(model.parameters(), lr=0.01)
+            optimizer = adamw(model.parameters(), lr=0.01, stock=True)
             state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
             dcp.load(state, checkpoint_id=saved_as(folder, make, variant))
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -236,7 +236,7 @@ def _resume(rank, ranks, folder):
             theirs = train_shares(plain, reference, AFTER)
             assert_same(ours, theirs, EXACT, "losses")
             assert_same_model(model, plain, EXACT)
-            without = train_shares(forgetful, adamw(forgetful.parameters(), lr=0.01), AFTER)
+            without = train_shares(forgetful, adamw(forgetful.parameters(), lr=0.01, stock=True), AFTER)
             assert differs(without, theirs, EXACT), "control: the optimizer's state is lost"
             most = most_bytes(model, plain) + PLANS
             coordinates = rank == 0 and ranks > 1  # and holds the plans of all ranks for as long as Python likes
@@ -311,7 +311,7 @@ def _scaler(rank, ranks):
     for variant, (make, name, where) in product((COPIES, IN_PLACE), (*spoiled, (make_model, "head.weight", ranks - 1))):
         with cases.case(f"{variant} {make.__name__} infinite {name} on rank {where}"):
             model = rotated(make().float(), variant)
-            optimizer = adamw(model.parameters(), lr=0.01)
+            optimizer = adamw(model.parameters(), lr=0.01, stock=True)
             scaler = torch.amp.GradScaler("cpu")
             for infinite in (True, False):
                 here = infinite and rank == where
@@ -337,7 +337,7 @@ def test_gradient_scaler():
 def _files_of_other_ranks(rank, ranks, folder):
     """What one rank has saved of its shards is no other rank's, though its shapes may fit."""
     model = rotated(make_model(), COPIES)
-    optimizer = adamw(model.parameters(), lr=0.01)
+    optimizer = adamw(model.parameters(), lr=0.01, stock=True)
     batch_loss(model, rank, 0).backward()
     optimizer.step()
     torch.save((model.state_dict(), optimizer.state_dict()), Path(folder) / f"{rank}.pt")

@@ -104,6 +104,7 @@ def _fork(rank, ranks, transport):
                         os._exit(0)
                     os._exit(3)
                 assert _ended(pid) == 0
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long it waits for a worker that has failed, else 5 s
     with cases.case("workers of a DataLoader"):
         options = {"num_workers": 1, "batch_size": None, "multiprocessing_context": "fork"}
         loaded = [batch.tolist() for batch in DataLoader(Embedded(model, False), **options)]

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from shards import AdamW
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -33,15 +34,13 @@ LEARNING_RATE = 0.05
 STEPS = 5
 
 
-def adamw(parameters: Any, lr: float = LEARNING_RATE) -> torch.optim.AdamW:
-    """Fused: the first step asks DTensor's rules once, not ten times for each shape, which takes 0.1 s of every rank.
-
-    The other implementations of a step on shards are in functional/test_autograd.py.
-    """
+def adamw(parameters: Any, lr: float = LEARNING_RATE, stock: bool = False) -> torch.optim.AdamW:
+    """Fused, and on shards unless `stock`: see shards.py."""
     given = list(parameters)
     kinds = ([p for p in given if isinstance(p, DTensor) == sharded] for sharded in (True, False))  # no step takes both
     groups = [{"params": kind} for kind in kinds if kind]
-    return torch.optim.AdamW(groups, lr=lr, eps=1e-8, weight_decay=0.01, fused=True)
+    make = torch.optim.AdamW if stock else AdamW
+    return make(groups, lr=lr, eps=1e-8, weight_decay=0.01, fused=True)
 
 
 def trained_tolerance(dtype: torch.dtype, magnitude: float) -> float:
