@@ -174,7 +174,7 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
                 f"transport {transport}, route {route}, travel {travel}, timeout {self.timeout}, slot_cap {slot_cap}, "
                 f"prefetch {prefetch}, gradient_halves {gradient_halves}, late_gradients {late_gradients}, "
                 f"gradient_route {gradient_route}, gradient_travel {gradient_travel}, graphs {graphs}, "
-                f"checksum {checksum}, {self.transport_options}"
+                f"checksum {checksum}, persistent_gemm {persistent_gemm}, {self.transport_options}"
             )
             self._start(transport, route, checksum, gradient_halves, late_gradients, gradient_route, gradient_travel)
             if persistent_gemm:
