@@ -3,8 +3,8 @@
 DTensor asks its rules for every shape that an operation meets for the first time in a process, 1 to 20 ms on a mesh of
 two or three dimensions: for the state, the step and the clipping of one small model a third of what its test takes. The
 steps are elementwise, so that shards take them alone. Torch's own, on DTensors, are in functional/test_autograd.py,
-parameters/test_state.py, convert/test_whole_embedding.py, and once on meshes of two
-dimensions with replicas and with tensor parallelism: where tests ask for `stock`.
+parameters/test_state.py, convert/test_whole_embedding.py, and once on meshes of two dimensions with replicas and with
+tensor parallelism: where tests ask for `stock`.
 """
 
 from __future__ import annotations
