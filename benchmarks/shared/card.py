@@ -16,6 +16,7 @@ import torch
 from rtp_ext.host import cores, cpu_name
 from shared.hosts import card as made_hosts
 
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parents[1] / "results"
 WITHOUT_RESULTS = (":/", ":(top,exclude)benchmarks/results")  # all files that git knows but these
 # fmt: off
@@ -38,8 +39,17 @@ def output_of(*command: str) -> str | None:
 
 
 def command_line() -> str:
-    """The command of this process as it was typed. To be asked before ranks are spawned, which have another one."""
-    return shlex.join(["python", *sys.orig_argv[1:]])
+    """The command of this process as it was typed, but for folders of this machine. To be asked before ranks are
+    spawned, which have another one."""
+    return shlex.join(["python", *(_told(word) for word in sys.orig_argv[1:])])
+
+
+def _told(word: str) -> str:
+    """A file of the project by its place there; any other by its name."""
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def environment_card(device: torch.device, command: str) -> dict[str, Any]:

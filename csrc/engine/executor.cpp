@@ -364,7 +364,7 @@ void Execution::copy_or_add(const Step& step) {
   before_compute(step);
   const auto from = views(step.send, step.send_owner, step.half);
   const auto to = views(step.receive, step.receive_owner, step.half);
-  for (size_t part = 0; part < from.size(); ++part) bring(to[part], from[part], step.action == Action::add);
+  bring(executor_.lanes(), to, from, step.action == Action::add);
   after_compute(step);
 }
 

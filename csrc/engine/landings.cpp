@@ -32,7 +32,7 @@ void Landings::land_next() {
   range.end();
   trace_.end(waiting);
   const EventHandle adding = trace_.begin(landing.traced, landing.position, landing.step);
-  for (size_t part = 0; part < landing.home.size(); ++part) bring(landing.home[part], landing.arriving[part], true);
+  bring(lanes, landing.home, landing.arriving, true);
   trace_.end(adding);
   for (const auto& slot : landing.slots) {
     slot->usage.enter_read(lanes.mark_compute());

@@ -11,8 +11,6 @@ bool quantised(const at::Tensor& travelling, const at::Tensor& wide) {
   return travelling.scalar_type() == at::kByte && wide.scalar_type() != at::kByte;
 }
 
-}  // namespace
-
 void bring(const at::Tensor& to, const at::Tensor& from, bool add) {
   if (quantised(from, to)) {
     add ? dequantise_add(to, from) : dequantise(to, from);
@@ -21,6 +19,14 @@ void bring(const at::Tensor& to, const at::Tensor& from, bool add) {
   } else {
     to.copy_(from);
   }
+}
+
+}  // namespace
+
+void bring(Lanes& lanes, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add) {
+  lanes.on_compute([to = std::move(to), from = std::move(from), add] {
+    for (size_t part = 0; part < from.size(); ++part) bring(to[part], from[part], add);
+  });
 }
 
 Narrowing::Narrowing(SlotPool& pool, Lanes& lanes, const Cargo& gradient) : pool_(pool), wide_(gradient) {

@@ -10,8 +10,8 @@
 
 namespace rtp {
 
-// Brings what has arrived to a tensor, in whatever bits it came: overwrites it, or adds to it.
-void bring(const at::Tensor& to, const at::Tensor& from, bool add);
+// Brings what has arrived to tensors, in whatever bits it came: overwrites them, or adds to them.
+void bring(Lanes& lanes, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add);
 
 // What a pass computes its contributions in: one slot, as wide as the gradient at home. Every wgrad sums in it, and
 // what it has summed is rounded once, on its way to the slot that it leaves from. Only computes of one lane touch it.

@@ -42,6 +42,7 @@ CASES = {
     "bfloat16, gradients too": Case({"compute_dtype": BF16, "reduce_dtype": BF16}),
     "gathered": Case({"route": "gather"}, linears_only=True),
     "straight home": Case(DIRECT, mode="mixed"),
+    "straight home in bfloat16": Case({**DIRECT, "compute_dtype": BF16, "reduce_dtype": BF16}),
     "straight": Case({**DIRECT, "route": "direct"}, mode="pull"),
     "halves": Case({"halves": True}, linears_only=True),
     "two lanes": Case(multiprocessors=3, linears_only=True),
@@ -196,7 +197,10 @@ def check(sim, ranks, cases):
 
 @pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_replays_give_the_bits_of_passes_that_are_enqueued(sim, ranks):
-    names = few(["plain", "bfloat16, gradients too", "straight", "two lanes", "gathered"], list(CASES))
+    names = few(
+        ["plain", "bfloat16, gradients too", "straight home in bfloat16", "straight", "two lanes", "gathered"],
+        list(CASES),
+    )
     check(sim, ranks, {name: CASES[name] for name in names})
 
 
