@@ -11,7 +11,7 @@ import torch
 import rtp_ext
 from rtp_ext import RotationError, _native
 from rtp_ext.observe import doctor
-from rtp_ext.ring import ring as ring_module
+from rtp_ext.ring import start
 from rtp_ext.ring.links.options import TransportOptions
 from rtp_ext.ring.links.routes import choose_ce_modes, choose_route
 from rtp_ext.ring.links.transports import connect
@@ -158,7 +158,7 @@ def test_ranks_tell_each_other_the_kinds_of_their_gpus(gpus, other):
         def _build(self, *_):
             self.gate = SimpleNamespace(alike=None, decides=False)
 
-    gpus.setattr(ring_module, "kind_of", lambda device: (9, 132))
+    gpus.setattr(start, "kind_of", lambda device: (9, 132))
     ring = Starting()
     rtp_ext.Ring._start(ring, "nccl", "auto", False, None, None, "auto", None)
     assert ring.gate.alike == (other == (9, 132))
