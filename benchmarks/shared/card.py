@@ -17,7 +17,7 @@ from rtp_ext.host import cores, cpu_name
 from shared.hosts import card as made_hosts
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 WITHOUT_RESULTS = (":/", ":(top,exclude)benchmarks/results")  # all files that git knows but these
 # fmt: off
 KEYS = (

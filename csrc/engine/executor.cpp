@@ -362,9 +362,9 @@ void Execution::hop(const Step& step) {
 
 void Execution::copy_or_add(const Step& step) {
   before_compute(step);
-  const auto from = views(step.send, step.send_owner, step.half);
-  const auto to = views(step.receive, step.receive_owner, step.half);
-  bring(executor_.lanes(), to, from, step.action == Action::add);
+  auto from = views(step.send, step.send_owner, step.half);
+  auto to = views(step.receive, step.receive_owner, step.half);
+  bring(executor_.lanes(), std::move(to), std::move(from), step.action == Action::add);
   after_compute(step);
 }
 

@@ -153,11 +153,10 @@ class StageClock:
         """
         model, strategy, constants, group = self.model, self.strategy, self.constants, self.groups.tp
         numbers = self.tokens * model.hidden
-        gathered = scattered = numbers * strategy.param_bytes
+        scattered = numbers * strategy.param_bytes
         if strategy.effective_stack != "torch":
-            return 2 * passes * (gather_s(group, gathered, constants) + gather_s(group, scattered, constants))
-        if strategy.fp8 and strategy.fp8_scaling == "tensorwise":
-            gathered = numbers
+            return 4 * passes * gather_s(group, scattered, constants)
+        gathered = numbers if strategy.fp8 and strategy.fp8_scaling == "tensorwise" else scattered
         gathers, scatters = 2 * (passes + (strategy.recompute == "selective")), 2 * passes
         copied = scatters * scattered + (gathers * gathered if strategy.micro_batch > 1 else 0)
         return (
