@@ -1,6 +1,7 @@
 """docs/gpu.md names every function of CUDA, NCCL and cuBLAS that is called, and has the tables of its script."""
 
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import gpu_on_paper
 import pytest
+from shared.card import last_command
 
 from rtp_ext import _native
+from rtp_ext.planner.constants import host_constant
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLED = re.compile(r"\b((?:cuda|nccl|cublas)[A-Z]\w+)\(|\"((?:cu|nccl)[A-Z]\w+)\"")
@@ -67,3 +70,11 @@ def test_the_predictions_are_those_of_the_script():
     for row in gpu_on_paper.rows():
         assert row.prediction and row.compute <= row.gpu <= row.after <= row.before
         assert row.graphs <= row.after <= row.nccl and row.blocking <= row.nccl
+
+
+def test_the_planner_counts_the_calls_of_the_last_results():
+    rows = last_command([json.loads(line) for line in gpu_on_paper.CALLS.read_text().splitlines()])
+    for transport in ("ce", "nccl"):
+        found = [row for row in rows if row["transport"] == transport and row.get("calls_per_hop")]
+        assert max(row["calls_per_hop"] for row in found) == host_constant(f"{transport}_hop_calls"), transport
+        assert max(row["calls_per_compute"] for row in found) == host_constant("compute_calls"), transport

@@ -227,6 +227,39 @@ def test_the_host_bounds_small_layers():
     assert large.per_layer["launches"] == 0
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_host_issues_what_travels(nodes):
+    """A ring's hops, and the products that its shards make more: where the host bounds a layer, they are seen."""
+    cluster = Cluster.preset("h100-80gb", gpus=8, gpus_per_node=8 // nodes)
+    small = ModelSpec.gpt(layers=4, hidden=256, heads=4, vocab=5120, seq=128)
+    plan = Strategy(rtp=8, route="ring")
+    free = dataclasses.replace(CONSTANTS, driver_call_s=0.0, nccl_group_s=0.0, engine_product_s=0.0)
+    clock, without = (StageClock(small, cluster, plan, constants) for constants in (CONSTANTS, free))
+    assert without.per_layer["launches"] > 0, "bounded by the host"
+    hop, group = (10.67, 0.0) if nodes == 1 else (4.44, CONSTANTS.nccl_group_s)
+    hop = hop * CONSTANTS.driver_call_s + group
+    expected, calls = 0.0, 3.75 * CONSTANTS.driver_call_s
+    for time, (matrices, operation) in zip(clock.rotated, ((1, "linear"), (1, "linear"), (2, "mlp")), strict=True):
+        assert time.operation == operation and time.pieces == 1
+        compute = calls + matrices * CONSTANTS.engine_product_s
+        gradients = 2 if time.halves else 1
+        expected += 7 * ((2 + gradients) * hop + 3 * compute)
+    more = clock.per_layer["launches"] - without.per_layer["launches"]
+    assert more == pytest.approx(expected)
+    many = StageClock(
+        dataclasses.replace(small, hidden=8192, head_dim=2048, ffn=32768, seq=8192), cluster, plan, CONSTANTS
+    )
+    assert many.per_layer["launches"] == 0 < sum(sum(time.host_s) for time in many.rotated)
+
+
+def test_the_host_issues_what_fully_shard_gathers():
+    small = ModelSpec.gpt(layers=4, hidden=256, heads=4, vocab=5120, seq=128)
+    cluster = Cluster.preset("h100-80gb")
+    kernels = sum(StageClock(small, cluster, Strategy(dp=8), CONSTANTS).layer.kernels)
+    sharded = StageClock(small, cluster, Strategy(dp=8, zero=3), CONSTANTS)
+    assert sum(sharded.per_layer.values()) == pytest.approx((kernels + 8) * CONSTANTS.host_s)
+
+
 def test_all_reduces_inside_a_node_as_measured():
     a100 = Cluster.preset("a100-80gb")
     for ranks, mib, rate in ((2, 16, 127.16), (4, 64, 185.11), (8, 1024, 229.35)):

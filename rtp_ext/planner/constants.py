@@ -23,7 +23,7 @@ def memory_constant(name: str) -> float:
 
 
 def host_constant(name: str) -> float:
-    """A number of the section `host`: what enqueueing the engine's work takes."""
+    """A number of the section `host`: calls of what the engine enqueues, as they were counted."""
     return constants()["host"][name]["value"]
 
 
@@ -57,6 +57,8 @@ class TimeConstants:
             nodes.
         eager_traffic: bytes that unfused elementwise kernels move over those of fused ones.
         nvlink_sm_share, network_sm_share: of the multiprocessors that NCCL takes from what runs beside it.
+        driver_call_s, nccl_group_s, engine_product_s: that the host takes for a call of the CUDA driver, for a group of
+            NCCL's, and for a product that the engine issues, besides the calls of its step. 0: a machine without GPUs.
     """
 
     gemm_fraction: float
@@ -73,6 +75,9 @@ class TimeConstants:
     eager_traffic: float
     nvlink_sm_share: float
     network_sm_share: float
+    driver_call_s: float
+    nccl_group_s: float
+    engine_product_s: float
 
     @classmethod
     @functools.cache

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rtp_ext.planner.constants import TimeConstants
+from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.planner.engine import engine, wire_bytes
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
@@ -64,6 +64,7 @@ class RotationTime:
         two_lanes: whether two products run beside each other, so that waves fill up.
         hosts: that the ring takes on two levels; 1: none.
         hops_s: that the links inside a host are busy.
+        host_s: that the host takes to issue the hops, and the computes beyond those with a whole weight.
     """
 
     operation: str
@@ -80,6 +81,7 @@ class RotationTime:
     makespan_s: tuple[float, float]
     hosts: int
     hops_s: tuple[float, float]
+    host_s: tuple[float, float]
 
 
 def hop_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
@@ -197,7 +199,23 @@ def rotation_seconds(
         (first + pieces * spans[0], first + pieces * spans[1]),
         hosts,
         busy,
+        _host_s(rotation, group, constants, pieces, back > 0, 2 if halves else 1),
     )
+
+
+def _host_s(
+    rotation: RotatedOperation, group: Group, constants: TimeConstants, pieces: int, weights_back: bool, parts: int
+) -> tuple[float, float]:
+    """Forward and backward: hops and computes as `benchmarks/driver_calls.py` counts their calls, over `ce` inside a
+    node and `nccl` between nodes. parts: that a gradient travels in."""
+    if group.nodes == 1:
+        hop = host_constant("ce_hop_calls") * constants.driver_call_s
+    else:
+        hop = host_constant("nccl_hop_calls") * constants.driver_call_s + constants.nccl_group_s
+    products = sum(not weight.is_bias for weight in rotation.weights)
+    compute = host_constant("compute_calls") * constants.driver_call_s + products * constants.engine_product_s
+    hops, computes = pieces * (group.ranks - 1), pieces * group.ranks - 1
+    return hops * hop + computes * compute, (weights_back + parts) * hops * hop + 2 * computes * compute
 
 
 def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:

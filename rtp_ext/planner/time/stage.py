@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from rtp_ext.planner.constants import TimeConstants
+from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.planner.memory.states import layer_count, recomputed_layers, stage_layers
 from rtp_ext.planner.rotation.operations import RotatedOperation, rotations_of
 from rtp_ext.planner.rotation.seconds import RotationTime, rotation_seconds
@@ -76,7 +76,6 @@ class StageClock:
         self.layer = layer_seconds(model, strategy, cluster, constants, self.tokens)
         self.head = head_seconds(model, strategy, cluster, constants, self.tokens)
         self.per_layer = {**self._compute(), **self._collectives()}
-        self.per_layer["launches"] = self._launches()
         self._stages: dict[tuple[int, int, bool, bool], StageTime] = {}
         self._plain: StageClock | None = None
         self.rotated: list[RotationTime] = []
@@ -87,6 +86,7 @@ class StageClock:
             self._unshard()
         if strategy.offload:
             self._borrow()
+        self.per_layer["launches"] = self._launches()
 
     # -- one layer ----------------------------------------------------------------------------------------------------
 
@@ -110,15 +110,20 @@ class StageClock:
         }
 
     def _launches(self) -> float:
-        """What the host takes to issue a layer's kernels beyond what the GPU takes to run them: it runs ahead, so that
-        the slower of the two decides (PyTorch's asynchronous execution; measured: the floor below which a layer of
-        vTrain's runs does not get whatever its size)."""
+        """What the host takes to issue a layer's kernels and what travels, beyond what the GPU takes for them: it runs
+        ahead, so that the slower of the two decides (PyTorch's asynchronous execution; measured: the floor below which
+        a layer of vTrain's runs does not get whatever its size)."""
         strategy, (forward, backward) = self.strategy, self.layer.kernels
+        passes = 1 + (strategy.recompute == "full")
         if strategy.recompute == "full":
             backward += forward
         elif strategy.recompute == "selective" and not strategy.flash_attention:
             backward += forward // 3
-        return max(0.0, (forward + backward) * self.constants.host_s - sum(self.per_layer.values()))
+        if "unsharding" in self.per_layer:
+            backward += int(host_constant("unshard_kernels"))
+        host = (forward + backward) * self.constants.host_s
+        host += sum(passes * time.host_s[0] + time.host_s[1] for time in self.rotated)
+        return max(0.0, host - sum(self.per_layer.values()))
 
     def _collectives(self) -> dict[str, float]:
         """Tensor parallelism: two all-reduces forward, two backward, or as many gathers and scatters with sequence
