@@ -47,13 +47,13 @@ def _trained(model, call, losses):
     return found, {name: local(p).detach().clone() for name, p in model.named_parameters()}, hops
 
 
-def _compare(cases, name, backend, make, losses):
+def _compare(cases, name, make, losses, **options):
     torch._dynamo.reset()
     eager, model, other = make(), make(), make()
     start = {name: local(p).detach().clone() for name, p in model.named_parameters()}
     expected, weights, hops = _trained(eager, eager, losses)
     counters.clear()
-    found, theirs, their_hops = _trained(model, torch.compile(model, backend=backend), losses)
+    found, theirs, their_hops = _trained(model, torch.compile(model, **options), losses)
     with cases.case(name):
         assert counters["stats"]["unique_graphs"] > 0 and counters["graph_break"], counters
         for step, (one, value) in enumerate(zip(found, expected, strict=True)):
@@ -65,7 +65,7 @@ def _compare(cases, name, backend, make, losses):
         assert their_hops == hops and hops[0] != (0, 0), f"expected {hops} hops, got {their_hops}"
     torch._dynamo.reset()
     with cases.case(f"{name}: one graph is refused"), pytest.raises(Unsupported):
-        losses[0](torch.compile(other, backend=backend, fullgraph=True))
+        losses[0](torch.compile(other, fullgraph=True, **options))
     for each in (eager, model, other):
         rtp_ext.ring_of(each).close()
 
@@ -75,13 +75,14 @@ def _meshes(rank, ranks, shape, policies, plans, backend):
     losses = [lambda call, step=step: replica_models.batch_loss(call, rank, step) for step in range(STEPS)]
     for name in policies:
         make = functools.partial(_replicated, shape, name)
-        _compare(cases, f"{name} on {shape}, {backend}", backend, make, losses)
-    for plan, embedding in plans:
+        _compare(cases, f"{name} on {shape}, {backend}", make, losses, backend=backend)
+    for plan, embedding, dynamic in plans:
         mesh_shape = shape[::-1]
         batch = rank // mesh_shape[1]
         losses = [lambda call, step=step, batch=batch: tensor_models.batch_loss(call, batch, step) for step in range(2)]
         make = functools.partial(_parallel, mesh_shape, plan, embedding)
-        _compare(cases, f"ring x tp {mesh_shape}, {plan.__name__}, {backend}", backend, make, losses)
+        case = f"ring x tp {mesh_shape}, {plan.__name__}, {backend}"
+        _compare(cases, case, make, losses, backend=backend, dynamic=dynamic)
     cases.finish()
 
 
@@ -93,9 +94,9 @@ def _parallel(shape, plan, embedding):
     return tensor_models.rotated(shape, ("ring", "tp"), plan(embedding))[0]
 
 
-ALL_PLANS = [
-    (tensor_models.replicated_activations, RowwiseParallel),
-    (tensor_models.sequence_parallel, ColwiseParallel),
+ALL_PLANS = [  # and `dynamic` of torch.compile: see docs/compile.md
+    (tensor_models.replicated_activations, RowwiseParallel, None),
+    (tensor_models.sequence_parallel, ColwiseParallel, False),
 ]
 
 
