@@ -8,7 +8,8 @@
 A cell is a fault at a place on a kind of ring: see `FAULTS`, `PLACES`, `TRANSPORTS`; those that make no sense are
 listed with the reason. In every cell small ranks train, one of them (rank 1) has the fault in the fourth step, and
 
-    where it is lost   every other rank ends with an error that names the operation, within the timeout and a second
+    where it is lost   every other rank ends with an error that names the operation, the hop and the rank that was lost,
+                       and no other, within the timeout and a second
     where it is not    all go on, and the losses are those of one process, to 1e-9
     always             no process, no shared memory and no descriptor is left
 
@@ -40,7 +41,9 @@ from shared.fault_ranks import FAULT_STEP, VICTIM, Cell, entry, reference
 from shared.hosts import Hosts, Links, refusal
 
 LOST = ("kill", "stop", "stop for good", "exception", "wrong shape", "out of memory", "lost socket", "lost host")
-HARMFUL = (*LOST, "skipped layer", "full shared memory")  # nobody can go on
+NAMED = (*LOST, "full shared memory")  # the rank that had it is to be named
+HARMFUL = (*NAMED, "skipped layer")  # nobody can go on
+WHO = re.compile(r"(?:who failed: global ranks?|the first error was that of global rank) (\d+(?:, \d+)*)")
 FAULTS = (*HARMFUL, "exception on all", "NaN", "late rank")
 PLACES = ("forward", "backward", "prefetch", "between steps", "optimizer", "outer reduction", "save")
 TRANSPORTS = ("shm", "c10d", "tcp", "two-level")
@@ -119,6 +122,7 @@ def run(cell: Cell) -> dict[str, Any]:
         "seconds": seconds,
         "problems": problems,
         "message": _without_folders(text),
+        "named": cell.fault in NAMED and cell.place != "save" and not problems,
         "took": time.monotonic() - started,
     }
     if problems:
@@ -229,6 +233,7 @@ def _judge_errors(
     cell: Cell, told: dict[int, dict[str, Any]], fault: float, others: list[int]
 ) -> tuple[list[str], float | None, str]:
     problems, latest, text = [], 0.0, ""
+    lost = {rank for rank in range(cell.processes) if rank not in others}
     for rank in others:
         each = told.get(rank, {})
         if each.get("ended") != "error":
@@ -240,13 +245,33 @@ def _judge_errors(
             problems.append(f"rank {rank}: {seconds:.1f} s, expected {cell.timeout + SLACK}")
         if cell.place != "save" and not re.search(r"\w+ (forward|backward)|exchange|all_|replicas", each["text"]):
             problems.append(f"rank {rank}: no operation in {each['text'][:200]!r}")
+        if cell.place != "save" and not re.search(r"hop \d", each["text"]):
+            problems.append(f"rank {rank}: no hop in {each['text'][:200]!r}")
+        if wrong := wrong_names(cell, lost, each["text"]):
+            problems.append(f"rank {rank}: {wrong} in {each['text'][-300:]!r}")
         if cell.place != "save" and each["kind"] not in ("RingTimeout", "RotationError"):
             problems.append(f"rank {rank}: {each['kind']}: {each['text'][:200]!r}")
     if cell.fault == "stop":  # it comes back, and hears of it
         back = told.get(VICTIM, {})
         if back.get("ended") != "error" or back["at"] - fault > cell.pause + cell.timeout + SLACK:
             problems.append(f"rank {VICTIM} came back: expected an error, got {back.get('ended', 'nothing')}")
-    return problems, round(latest, 3), re.sub(r"; what (it|this rank) did last.*", "", text)[:300]
+    return problems, round(latest, 3), re.sub(r"; what (it|this rank) did last[^;]*", "", text)[:600]
+
+
+def names(text: str) -> set[int]:
+    """The global ranks of which an error says that they failed."""
+    found = WHO.search(text)
+    return {int(rank) for rank in found[1].split(", ")} if found else set()
+
+
+def wrong_names(cell: Cell, lost: set[int], text: str) -> str | None:
+    """What is wrong with whom an error names: it has to name a rank that was lost, and no other. Of a connection that
+    broke either end may be meant."""
+    if cell.place == "save" or cell.fault not in NAMED:
+        return None
+    named = names(text)
+    link = cell.fault == "lost socket" and named >= lost and len(named) == 2
+    return None if link or (named and named <= lost) else f"expected {sorted(lost)} to be named, got {sorted(named)}"
 
 
 def _judge_numbers(cell: Cell, told: dict[int, dict[str, Any]]) -> tuple[list[str], float | None, str]:
@@ -291,11 +316,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     possible = [cell for cell in _every() if nonsense(cell) is None]
     head = f"{good} of {len(ran)} cells that have run did what they should. "
     head += f"Of {len(_every())} cells {len(possible)} make sense.\n"
-    errors = [row for row in ran if row["seconds"] is not None and row["place"] != "save"]
-    named = sum(re.search(r"hop \d.*rank \d", row["message"]) is not None for row in errors)
+    one_rank = [row for row in ran if row["fault"] in NAMED and row["place"] != "save"]
+    judged = [row for row in one_rank if "named" in row]
+    named = sum(row["named"] for row in judged)
     again = sum(row.get("starts", 1) > 1 for row in ran)
-    head += f"Of {len(errors)} errors in training {named} name the rank that did not answer and the hop; the others\n"
-    head += "name the collective of Gloo's that waited, and the [records](#records) say what each rank was doing.\n"
+    head += f"In {named} of the {len(judged)} cells judged for it, of {len(one_rank)} in training whose fault is that of one rank, every\n"
+    head += "survivor's error names that rank, its own operation and the hop. "
     head += f"{again or 'None'} of the cells had to be started again because its ranks waited for a processor too long."
     failed = [row for row in ran if row["verdict"] == "fail"]
     for row in failed:
@@ -371,7 +397,7 @@ def main(argv: list[str] | None = None) -> int:
     multiprocessing.get_context("forkserver").set_forkserver_preload(["shared.fault_ranks", "torch._dynamo"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     passed = {(row["fault"], row["place"], row["transport"], row["ranks"]) for row in read(path)
-              if row["verdict"] != "fail"} if args.missing else set()  # fmt: skip
+              if row["verdict"] != "fail" and ("named" in row or row["fault"] not in NAMED)} if args.missing else set()  # fmt: skip
     no_hosts, end, failed, ran = refusal(), time.monotonic() + 60 * args.minutes, 0, 0
 
     def one(cell: Cell) -> dict[str, Any] | None:
