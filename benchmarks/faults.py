@@ -37,13 +37,13 @@ from typing import Any
 
 from shared import reliability_report
 from shared.card import RESULTS
+from shared.fault_names import wrong_names
 from shared.fault_ranks import FAULT_STEP, VICTIM, Cell, entry, reference
 from shared.hosts import Hosts, Links, refusal
 
 LOST = ("kill", "stop", "stop for good", "exception", "wrong shape", "out of memory", "lost socket", "lost host")
 NAMED = (*LOST, "full shared memory")  # the rank that had it is to be named
 HARMFUL = (*NAMED, "skipped layer")  # nobody can go on
-WHO = re.compile(r"(?:who failed: global ranks?|the first error was that of global rank) (\d+(?:, \d+)*)")
 FAULTS = (*HARMFUL, "exception on all", "NaN", "late rank")
 PLACES = ("forward", "backward", "prefetch", "between steps", "optimizer", "outer reduction", "save")
 TRANSPORTS = ("shm", "c10d", "tcp", "two-level")
@@ -93,6 +93,11 @@ def nonsense(cell: Cell) -> str | None:
     return None
 
 
+def judges_names(fault: str, place: str) -> bool:
+    """Whether errors have to name the rank: those of torch's own collectives, which save, cannot."""
+    return fault in NAMED and place != "save"
+
+
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
     wanted = itertools.product(args.faults, args.places, args.transports, args.ranks)
     for fault, place, transport, ranks in wanted:
@@ -122,7 +127,7 @@ def run(cell: Cell) -> dict[str, Any]:
         "seconds": seconds,
         "problems": problems,
         "message": _without_folders(text),
-        "named": cell.fault in NAMED and cell.place != "save" and not problems,
+        **({"named": not problems} if judges_names(cell.fault, cell.place) else {}),
         "took": time.monotonic() - started,
     }
     if problems:
@@ -232,8 +237,7 @@ def judge(
 def _judge_errors(
     cell: Cell, told: dict[int, dict[str, Any]], fault: float, others: list[int]
 ) -> tuple[list[str], float | None, str]:
-    problems, latest, text = [], 0.0, ""
-    lost = {rank for rank in range(cell.processes) if rank not in others}
+    problems, latest, text, lost = [], 0.0, "", {*range(cell.processes)} - {*others}
     for rank in others:
         each = told.get(rank, {})
         if each.get("ended") != "error":
@@ -245,9 +249,10 @@ def _judge_errors(
             problems.append(f"rank {rank}: {seconds:.1f} s, expected {cell.timeout + SLACK}")
         if cell.place != "save" and not re.search(r"\w+ (forward|backward)|exchange|all_|replicas", each["text"]):
             problems.append(f"rank {rank}: no operation in {each['text'][:200]!r}")
-        if cell.place != "save" and not re.search(r"hop \d", each["text"]):
+        named = judges_names(cell.fault, cell.place)
+        if named and not re.search(r"hop \d", each["text"]):
             problems.append(f"rank {rank}: no hop in {each['text'][:200]!r}")
-        if wrong := wrong_names(cell, lost, each["text"]):
+        if named and (wrong := wrong_names(cell.fault, lost, each["text"])):
             problems.append(f"rank {rank}: {wrong} in {each['text'][-300:]!r}")
         if cell.place != "save" and each["kind"] not in ("RingTimeout", "RotationError"):
             problems.append(f"rank {rank}: {each['kind']}: {each['text'][:200]!r}")
@@ -256,22 +261,6 @@ def _judge_errors(
         if back.get("ended") != "error" or back["at"] - fault > cell.pause + cell.timeout + SLACK:
             problems.append(f"rank {VICTIM} came back: expected an error, got {back.get('ended', 'nothing')}")
     return problems, round(latest, 3), re.sub(r"; what (it|this rank) did last[^;]*", "", text)[:600]
-
-
-def names(text: str) -> set[int]:
-    """The global ranks of which an error says that they failed."""
-    found = WHO.search(text)
-    return {int(rank) for rank in found[1].split(", ")} if found else set()
-
-
-def wrong_names(cell: Cell, lost: set[int], text: str) -> str | None:
-    """What is wrong with whom an error names: it has to name a rank that was lost, and no other. Of a connection that
-    broke either end may be meant."""
-    if cell.place == "save" or cell.fault not in NAMED:
-        return None
-    named = names(text)
-    link = cell.fault == "lost socket" and named >= lost and len(named) == 2
-    return None if link or (named and named <= lost) else f"expected {sorted(lost)} to be named, got {sorted(named)}"
 
 
 def _judge_numbers(cell: Cell, told: dict[int, dict[str, Any]]) -> tuple[list[str], float | None, str]:
@@ -316,7 +305,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     possible = [cell for cell in _every() if nonsense(cell) is None]
     head = f"{good} of {len(ran)} cells that have run did what they should. "
     head += f"Of {len(_every())} cells {len(possible)} make sense.\n"
-    one_rank = [row for row in ran if row["fault"] in NAMED and row["place"] != "save"]
+    one_rank = [row for row in ran if judges_names(row["fault"], row["place"])]
     judged = [row for row in one_rank if "named" in row]
     named = sum(row["named"] for row in judged)
     again = sum(row.get("starts", 1) > 1 for row in ran)
@@ -400,7 +389,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     known = [row for row in read(path) if args.missing and row["verdict"] != "fail"]
     passed = {(row["fault"], row["place"], row["transport"], row["ranks"]) for row in known
-              if "named" in row or row["fault"] not in NAMED or row["verdict"] == "no sense"}  # fmt: skip
+              if {"named", "reason"} & row.keys() or not judges_names(row["fault"], row["place"])}  # fmt: skip
     no_hosts, end, failed, ran = refusal(), time.monotonic() + 60 * args.minutes, 0, 0
 
     def one(cell: Cell) -> dict[str, Any] | None:

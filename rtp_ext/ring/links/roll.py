@@ -84,7 +84,10 @@ class Roll:
 
         # A store whose keeper is stopped answers nothing, and waits for ever: not this thread, then.
         thread = threading.Thread(target=ask, name="rtp roll call", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):  # no memory for it, which the error tells
+            return ""
         thread.join(grace + _SLACK)
         return (heard or ["" if own else self._without_store(f"no answer within {grace} s")])[0]
 
