@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.harness import Cases, run_ranks
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from rtp_ext import Ring, RingTimeout
 from rtp_ext.ring.links.roll import Roll, _links, broken_links, this_process
@@ -19,7 +20,12 @@ LOADED = 15.0  # seconds that a busy machine may add
 
 
 def _ring(group):
-    """A ring over some ranks, after one round of it."""
+    """A ring over some ranks, after one round of it. Ranks come from different cases: they meet first."""
+    store = dist.distributed_c10d._get_default_store()
+    members = dist.get_process_group_ranks(group)
+    turn = store.add(f"{dist.get_rank()} in {members}", 1)
+    store.set(f"{dist.get_rank()} in {members} at {turn}", "")
+    store.wait([f"{member} in {members} at {turn}" for member in members])
     ring = Ring(group, transport="shm", timeout=TIMEOUT)
     for _ in ring.rotate(torch.ones(3)):
         pass
@@ -33,14 +39,14 @@ def _lose_sockets():
                 each.shutdown(socket.SHUT_RDWR)
 
 
-def _error_of(ring, cases, name, who):
+def _error_of(ring, cases, name, who, operation="all_reduce", collective=None):
     """A collective of the ring fails, and says where, after which hop and because of whom."""
     start = time.monotonic()
     with pytest.raises(RingTimeout) as caught:
-        ring.all_reduce(torch.ones(5))
+        collective() if collective else ring.all_reduce(torch.ones(5))
     text, took = str(caught.value), time.monotonic() - start
     with cases.case(name):
-        assert text.startswith(f"all_reduce on rank {ring.rank} of {ring.size}, after rotate, weight hop "), text
+        assert text.startswith(f"{operation} on rank {ring.rank} of {ring.size}, after rotate, weight hop "), text
         assert who in text, text
         assert took < TIMEOUT + 1.0 + LOADED, took
     return text
@@ -62,15 +68,17 @@ def _faults(rank, ranks):
 
     # one whose connections break, all of them, in a ring that counts its ranks otherwise
     if rank > 0:
+        if rank > 1:  # in a collective of torch's own over the ring's mesh
+            ring = _ring(last_two)
+            whole = torch.nn.Parameter(distribute_tensor(torch.ones(4, 3), ring.mesh, [Shard(0)])).full_tensor()
+            if rank == 3:
+                _lose_sockets()
+            who = "who failed: global ranks 2, 3 (the connection between them broke)"
+            _error_of(ring, cases, "connection", who, "full_tensor backward", whole.sum().backward)
         ring = _ring(last_three)
         if rank == 3:
             _lose_sockets()
         _error_of(ring, cases, "connections", "who failed: global rank 3 (its connections broke)")
-        if rank > 1:
-            ring = _ring(last_two)
-            if rank == 3:
-                _lose_sockets()
-            _error_of(ring, cases, "connection", "who failed: global ranks 2, 3 (the connection between them broke)")
         # one with a reason of its own
         ring = _ring(last_three)
         if rank == 3:

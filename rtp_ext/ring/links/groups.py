@@ -122,7 +122,7 @@ class Groups:
         executor = getattr(self, "_executor", None)
         return "" if executor is None else executor.last_hop()
 
-    def _collectively(self, operation: str, post: Callable[..., Any], *tensors: torch.Tensor, group: Any) -> None:
+    def _collectively(self, operation: str, post: Callable[..., Any], *tensors: Any, group: Any) -> None:
         """Runs a torch.distributed collective. What the process group reports is the ring's failure; what is wrong
         before anything was posted is not."""
         start, posted = time.monotonic(), False
