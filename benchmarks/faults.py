@@ -307,12 +307,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     head += f"Of {len(_every())} cells {len(possible)} make sense.\n"
     one_rank = [row for row in ran if judges_names(row["fault"], row["place"])]
     judged = [row for row in one_rank if "named" in row]
-    named = sum(row["named"] for row in judged)
     again = sum(row.get("starts", 1) > 1 for row in ran)
-    head += (
-        f"In {named} of {len(judged)} cells judged for it, of {len(one_rank)} in training whose fault is that of one "
-    )
-    head += "rank,\nevery survivor's error names that rank, its own operation and the hop.\n"
+    head += f"In {sum(row['named'] for row in judged)} of {len(judged)} cells judged, of {len(one_rank)} in training "
+    head += "with a fault of one rank,\nevery survivor's error names that rank, its own operation and the hop.\n"
     head += f"{again or 'None'} of the cells had to be started again because its ranks waited for a processor too long."
     failed = [row for row in ran if row["verdict"] == "fail"]
     for row in failed:
@@ -387,9 +384,9 @@ def main(argv: list[str] | None = None) -> int:
     card = environment_card(torch.device("cpu"), command_line())
     multiprocessing.get_context("forkserver").set_forkserver_preload(["shared.fault_ranks", "torch._dynamo"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    known = [row for row in read(path) if args.missing and row["verdict"] != "fail"]
-    passed = {(row["fault"], row["place"], row["transport"], row["ranks"]) for row in known
-              if {"named", "reason"} & row.keys() or not judges_names(row["fault"], row["place"])}  # fmt: skip
+    known = [row for row in read(path) if args.missing and row["verdict"] != "fail"
+             and ({"named", "reason"} & row.keys() or not judges_names(row["fault"], row["place"]))]  # fmt: skip
+    passed = {(row["fault"], row["place"], row["transport"], row["ranks"]) for row in known}
     no_hosts, end, failed, ran = refusal(), time.monotonic() + 60 * args.minutes, 0, 0
 
     def one(cell: Cell) -> dict[str, Any] | None:

@@ -86,7 +86,7 @@ def _faults(rank, ranks):
             ring.end(error)
             assert "who failed" not in str(error) and "planted" in str(error), error
         else:
-            _error_of(ring, cases, "own", "no rank is missing, and the first error was that of global rank 3: planted")
+            _error_of(ring, cases, "own", "nobody is missed, and the first error was that of global rank 3: planted")
 
     # one that is stopped
     if rank == 3:

@@ -116,9 +116,7 @@ class Start(Groups):
     ) -> None:
         self.placed = find_hosts(self)
         if self.roll is not None:
-            here = zip(self._members, self._processes, self.placed.of, strict=True)
-            mine = self.placed.of[self.rank]
-            self.roll.neighbours = {rank: process for rank, process, host in here if process and host == mine}
+            self.roll.know(self._members, self._processes, self.placed.of)
         connection = connect(self, transport)
         self._native, self.transport = connection.native, connection.name
         self.transport_reason = connection.reason

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rtp_ext._native import RingTimeout
 from rtp_ext.ring.links.options import TransportOptions
-from rtp_ext.ring.links.roll import Roll, broken_links
+from rtp_ext.ring.links.roll import Roll, broken_links, cut
 
 if TYPE_CHECKING:
     from rtp_ext.ring.links.hosts import Hosts
@@ -83,8 +83,9 @@ class Groups:
         if executor is not None and executor.alive:
             return
         own = not isinstance(error, RingTimeout)
-        broken: set[int] = set() if own or self.roll is None else broken_links(self._open())
-        seen = time.time()
+        groups = self._open()
+        broken, seen = set() if own else broken_links(groups), time.time()
+        cut(groups)
         self.drop_groups()
         if self.roll is None or self._world is not dist.group.WORLD:
             return

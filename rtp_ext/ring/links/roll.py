@@ -7,6 +7,8 @@ own, waits a little for the keys of the others, and names those of whom there ar
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -21,13 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Process", "Roll", "broken_links", "this_process"]
+__all__ = ["Process", "Roll", "broken_links", "cut", "this_process"]
 
 GRACE = 0.6  # seconds that others have to answer: every error is to come within the timeout and a second
 PATIENCE = 5.0  # seconds, where they may be many steps apart
 _POLL = 0.03  # seconds
 _SLACK = 0.15  # seconds beyond the grace that the store may take
-_TAG = 0x7074  # of what probes a link
+_TAG = 0x7074  # of what probes a link, and, one more, of what nobody sends
 _FOUND = "found"  # the key under which whoever knows for sure says so
 
 Process = tuple[int, int]  # its id, and when it started, by the kernel's clock
@@ -47,7 +49,7 @@ class Roll:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.me = dist.get_rank()
-        self.neighbours: Mapping[int, Process] = {}
+        self.neighbours: dict[int, Process] = {}
         counts = _made.setdefault(dist.group.WORLD, Counter())
         counts[self.ranks] += 1
         name = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
@@ -55,6 +57,12 @@ class Roll:
         self._store = dist.PrefixStore(f"rtp_ext/roll/{name}/{counts[self.ranks]}", stock)
         self._keeper = _keeper(stock)
         self._called = False
+
+    def know(self, ranks: Sequence[int], processes: Sequence[Process | None], hosts: Sequence[int]) -> None:
+        """Takes those of `ranks`, this one among them, that are on its host for its neighbours."""
+        here = hosts[[*ranks].index(self.me)]
+        every = zip(ranks, processes, hosts, strict=True)
+        self.neighbours |= {rank: process for rank, process, host in every if process is not None and host == here}
 
     def call(
         self, text: str, own: bool, broken: Iterable[int], seen: float, suspects: Sequence[int] | None = None
@@ -96,22 +104,26 @@ class Roll:
         if mine["own"]:
             return ""
         deadline = time.monotonic() + grace
-        others = [rank for rank in self.ranks if rank != self.me]
+        others, prompt = [rank for rank in self.ranks if rank != self.me], False
         while True:
             if self._store.check([_FOUND]):
                 return self._read(_FOUND)
             # Whoever has answered may have ended since: the silent alone are looked at.
             if gone := self._gone(self._silent([rank for rank in others if rank in self.neighbours])):
                 return self._found(gone)
-            if time.monotonic() > deadline or (suspects is None and self._answered(others)):
+            if time.monotonic() > deadline or self._answered(others):
                 break
+            if suspects is not None and not prompt and self._answered(suspects):  # they know who it was, or find out
+                prompt, deadline = True, time.monotonic() + GRACE
             time.sleep(_POLL)
         silent = self._silent(others)
         missed = [rank for rank in silent if suspects is None or rank in suspects]
-        if missed:
-            return self._found(_verdict(missed, f"no answer to the roll call within {grace} s"))
         told = {rank: json.loads(self._read(str(rank))) for rank in self.ranks if rank not in silent}
-        return self._found(_first(told) if any(each["own"] for each in told.values()) else _links(told))
+        # Whoever is seen to run may be slow, and no more than that where something else is known.
+        seen_to_run = all(rank in self.neighbours for rank in missed)
+        if missed and not (seen_to_run and (_own(told) or _lost_links(told))):
+            return self._found(_verdict(missed, f"no answer to the roll call within {grace} s"))
+        return self._found(_first(told) if _own(told) else _links(told))
 
     def _answered(self, ranks: Sequence[int]) -> bool:
         return not ranks or self._store.check([str(rank) for rank in ranks])
@@ -162,18 +174,26 @@ def _verdict(ranks: Iterable[int], *reasons: str) -> str:
 def _first(told: Mapping[int, dict[str, Any]]) -> str:
     """Of ranks that have answered: who was the first to fail, for a reason of its own if anybody has one."""
     first = min(told, key=lambda rank: (not told[rank]["own"], told[rank]["seen"]))
-    return f"; no rank is missing, and the first error was that of global rank {first}: {told[first]['text']}"
+    return f"; nobody is missed, and the first error was that of global rank {first}: {told[first]['text']}"
 
 
-def _links(told: Mapping[int, dict[str, Any]]) -> str:
-    """Of ranks that have answered, none of which has a reason of its own: it was a connection, one that broke before
-    either end gave up."""
-    links = {
+def _own(told: Mapping[int, dict[str, Any]]) -> bool:
+    return any(each["own"] for each in told.values())
+
+
+def _lost_links(told: Mapping[int, dict[str, Any]]) -> set[tuple[int, int]]:
+    """Between which of the ranks that have answered a connection broke before either end gave up its own."""
+    return {
         (min(rank, other), max(rank, other))
         for rank, each in told.items()
         for other in each["broken"]
         if other in told and each["seen"] <= told[other]["seen"]
     }
+
+
+def _links(told: Mapping[int, dict[str, Any]]) -> str:
+    """Of ranks that have answered, none of which has a reason of its own: it was a connection."""
+    links = _lost_links(told)
     if not links:
         return _first(told)
     common = set.intersection(*map(set, links))
@@ -216,6 +236,21 @@ def broken_links(groups: Iterable[Any]) -> set[int]:
         lost = {rank for rank in members if rank != dist.get_rank() and _refuses(rank, group)}
         found[members] = found[members] & lost if members in found else lost
     return set().union(*found.values())
+
+
+def cut(groups: Iterable[Any]) -> None:
+    """Ends the connections of process groups at once, so that whoever waits at their other ends fails. Destroyed, a
+    group of Gloo keeps them for as long as anybody holds a work of it, such as a frame of an error that is on its way.
+    It closes all of them where a wait runs out of time. Source: gloo's transport/tcp/unbound_buffer.cc."""
+    for group in groups:
+        if dist.get_backend(group) != "gloo":
+            continue
+        for rank in dist.get_process_group_ranks(group):
+            if rank == dist.get_rank():
+                continue
+            with contextlib.suppress(RuntimeError):  # it is broken, or runs out of time
+                work: Any = dist.irecv(torch.zeros(1, device="cpu"), rank, group=group, tag=_TAG + 1)
+                work.wait(datetime.timedelta(milliseconds=1))
 
 
 def _refuses(rank: int, group: Any) -> bool:
