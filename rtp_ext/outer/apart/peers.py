@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rtp_ext._native import RingTimeout
 from rtp_ext.outer.replicas import Replicas
 
 
@@ -126,5 +125,5 @@ class Peers(Replicas):
 
     def _lost(
         self, operation: str, waited: float, cause: Exception, suspects: Sequence[int] | None = None
-    ) -> RingTimeout:
+    ) -> Exception:
         return super()._lost(operation, waited, cause, self.others if suspects is None else suspects)

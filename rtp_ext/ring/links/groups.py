@@ -110,7 +110,7 @@ class Groups:
 
     def _lost(
         self, operation: str, waited: float, cause: Exception, suspects: Sequence[int] | None = None
-    ) -> RingTimeout:
+    ) -> Exception:
         """What to raise where a collective has failed: it ends the ring. `suspects`: whom alone it waited for."""
         hop = self._last_hop()
         here = f"{operation} on {self._member} {self.rank} of {self.size}, "
