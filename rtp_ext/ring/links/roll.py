@@ -28,6 +28,7 @@ __all__ = ["Process", "Roll", "broken_links", "cut", "this_process"]
 GRACE = 0.6  # seconds that others have to answer: every error is to come within the timeout and a second
 PATIENCE = 5.0  # seconds, where they may be many steps apart
 _POLL = 0.03  # seconds
+_STORE = 0.35  # seconds that the store has for a first answer
 _SLACK = 0.15  # seconds beyond the grace that the store may take
 _TAG = 0x7074  # of what probes a link, and, one more, of what nobody sends
 _FOUND = "found"  # the key under which whoever knows for sure says so
@@ -83,9 +84,12 @@ class Roll:
         self._called = True
         mine = {"text": text[:300], "own": own, "broken": sorted(broken), "seen": seen}
         heard: list[str] = []  # from the thread
+        answers = threading.Event()
 
         def ask() -> None:
             try:
+                self._store.check([_FOUND])
+                answers.set()
                 heard.append(self._ask(mine, suspects, grace))
             except Exception as error:  # of the store: of DistError, or what torch makes of a socket's
                 heard.append(self._without_store(str(error)))
@@ -96,8 +100,11 @@ class Roll:
             thread.start()
         except (RuntimeError, MemoryError):  # no memory for it, which the error tells
             return ""
-        thread.join(grace + _SLACK)
-        return (heard or ["" if own else self._without_store(f"no answer within {grace} s")])[0]
+        # Where it answers nothing, it is not waited for as long as ranks are.
+        thread.join(_STORE)
+        if answers.is_set():
+            thread.join(grace + _SLACK - _STORE)
+        return (heard or ["" if own else self._without_store("no answer in time")])[0]
 
     def _ask(self, mine: dict[str, Any], suspects: Sequence[int] | None, grace: float) -> str:
         self._store.set(str(self.me), json.dumps(mine))
@@ -148,7 +155,7 @@ class Roll:
     def _without_store(self, problem: str) -> str:
         if gone := self._gone([rank for rank in self.neighbours if rank != self.me]):
             return gone
-        if self._keeper is None or self._keeper == self.me:
+        if self._keeper is None or self._keeper in self.neighbours:  # one that is seen to run, or this rank
             return f"; nobody could be asked who failed: the store of the process group does not answer: {problem}"
         return _verdict([self._keeper], f"it keeps the store of the process group, which does not answer: {problem}")
 
