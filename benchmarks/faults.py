@@ -8,7 +8,8 @@
 A cell is a fault at a place on a kind of ring: see `FAULTS`, `PLACES`, `TRANSPORTS`; those that make no sense are
 listed with the reason. In every cell small ranks train, one of them (rank 1) has the fault in the fourth step, and
 
-    where it is lost   every other rank ends with an error that names the operation, within the timeout and a second
+    where it is lost   every other rank ends with an error that names the operation, the hop and the rank that was lost,
+                       and no other, within the timeout and a second
     where it is not    all go on, and the losses are those of one process, to 1e-9
     always             no process, no shared memory and no descriptor is left
 
@@ -36,11 +37,13 @@ from typing import Any
 
 from shared import reliability_report
 from shared.card import RESULTS
+from shared.fault_names import wrong_names
 from shared.fault_ranks import FAULT_STEP, VICTIM, Cell, entry, reference
 from shared.hosts import Hosts, Links, refusal
 
 LOST = ("kill", "stop", "stop for good", "exception", "wrong shape", "out of memory", "lost socket", "lost host")
-HARMFUL = (*LOST, "skipped layer", "full shared memory")  # nobody can go on
+NAMED = (*LOST, "full shared memory")  # the rank that had it is to be named
+HARMFUL = (*NAMED, "skipped layer")  # nobody can go on
 FAULTS = (*HARMFUL, "exception on all", "NaN", "late rank")
 PLACES = ("forward", "backward", "prefetch", "between steps", "optimizer", "outer reduction", "save")
 TRANSPORTS = ("shm", "c10d", "tcp", "two-level")
@@ -90,6 +93,11 @@ def nonsense(cell: Cell) -> str | None:
     return None
 
 
+def judges_names(fault: str, place: str) -> bool:
+    """Whether errors have to name the rank: those of torch's own collectives, which save, cannot."""
+    return fault in NAMED and place != "save"
+
+
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
     wanted = itertools.product(args.faults, args.places, args.transports, args.ranks)
     for fault, place, transport, ranks in wanted:
@@ -119,6 +127,7 @@ def run(cell: Cell) -> dict[str, Any]:
         "seconds": seconds,
         "problems": problems,
         "message": _without_folders(text),
+        **({"named": not problems} if judges_names(cell.fault, cell.place) else {}),
         "took": time.monotonic() - started,
     }
     if problems:
@@ -228,7 +237,7 @@ def judge(
 def _judge_errors(
     cell: Cell, told: dict[int, dict[str, Any]], fault: float, others: list[int]
 ) -> tuple[list[str], float | None, str]:
-    problems, latest, text = [], 0.0, ""
+    problems, latest, text, lost = [], 0.0, "", {*range(cell.processes)} - {*others}
     for rank in others:
         each = told.get(rank, {})
         if each.get("ended") != "error":
@@ -240,13 +249,18 @@ def _judge_errors(
             problems.append(f"rank {rank}: {seconds:.1f} s, expected {cell.timeout + SLACK}")
         if cell.place != "save" and not re.search(r"\w+ (forward|backward)|exchange|all_|replicas", each["text"]):
             problems.append(f"rank {rank}: no operation in {each['text'][:200]!r}")
+        named = judges_names(cell.fault, cell.place)
+        if named and not re.search(r"hop \d", each["text"]):
+            problems.append(f"rank {rank}: no hop in {each['text'][:200]!r}")
+        if named and (wrong := wrong_names(cell.fault, lost, each["text"])):
+            problems.append(f"rank {rank}: {wrong} in {each['text'][-300:]!r}")
         if cell.place != "save" and each["kind"] not in ("RingTimeout", "RotationError"):
             problems.append(f"rank {rank}: {each['kind']}: {each['text'][:200]!r}")
     if cell.fault == "stop":  # it comes back, and hears of it
         back = told.get(VICTIM, {})
         if back.get("ended") != "error" or back["at"] - fault > cell.pause + cell.timeout + SLACK:
             problems.append(f"rank {VICTIM} came back: expected an error, got {back.get('ended', 'nothing')}")
-    return problems, round(latest, 3), re.sub(r"; what (it|this rank) did last.*", "", text)[:300]
+    return problems, round(latest, 3), re.sub(r"; what (it|this rank) did last[^;]*", "", text)[:600]
 
 
 def _judge_numbers(cell: Cell, told: dict[int, dict[str, Any]]) -> tuple[list[str], float | None, str]:
@@ -291,11 +305,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     possible = [cell for cell in _every() if nonsense(cell) is None]
     head = f"{good} of {len(ran)} cells that have run did what they should. "
     head += f"Of {len(_every())} cells {len(possible)} make sense.\n"
-    errors = [row for row in ran if row["seconds"] is not None and row["place"] != "save"]
-    named = sum(re.search(r"hop \d.*rank \d", row["message"]) is not None for row in errors)
+    one_rank = [row for row in ran if judges_names(row["fault"], row["place"])]
+    judged = [row for row in one_rank if "named" in row]
     again = sum(row.get("starts", 1) > 1 for row in ran)
-    head += f"Of {len(errors)} errors in training {named} name the rank that did not answer and the hop; the others\n"
-    head += "name the collective of Gloo's that waited, and the [records](#records) say what each rank was doing.\n"
+    head += f"In {sum(row['named'] for row in judged)} of {len(judged)} cells judged, of {len(one_rank)} in training "
+    head += "with a fault of one rank,\nevery survivor's error names that rank, its own operation and the hop.\n"
     head += f"{again or 'None'} of the cells had to be started again because its ranks waited for a processor too long."
     failed = [row for row in ran if row["verdict"] == "fail"]
     for row in failed:
@@ -370,8 +384,9 @@ def main(argv: list[str] | None = None) -> int:
     card = environment_card(torch.device("cpu"), command_line())
     multiprocessing.get_context("forkserver").set_forkserver_preload(["shared.fault_ranks", "torch._dynamo"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    passed = {(row["fault"], row["place"], row["transport"], row["ranks"]) for row in read(path)
-              if row["verdict"] != "fail"} if args.missing else set()  # fmt: skip
+    known = [row for row in read(path) if args.missing and row["verdict"] != "fail"
+             and ({"named", "reason"} & row.keys() or not judges_names(row["fault"], row["place"]))]  # fmt: skip
+    passed = {(row["fault"], row["place"], row["transport"], row["ranks"]) for row in known}
     no_hosts, end, failed, ran = refusal(), time.monotonic() + 60 * args.minutes, 0, 0
 
     def one(cell: Cell) -> dict[str, Any] | None:

@@ -34,14 +34,19 @@ def test_a_sample_of_the_matrix(cell):
 
 def test_what_goes_wrong_is_judged_wrong():
     cell = Cell("kill", "forward", "shm", 3)
-    good = {"ended": "error", "at": 11.0, "kind": "RingTimeout", "text": "second.up forward, weight hop 1 of 2"}
+    who = "; who failed: global rank 1 (its process has ended); what this rank did last: rank1.bin"
+    good = {"ended": "error", "at": 11.0, "kind": "RingTimeout", "text": "second.up forward, weight hop 1 of 2" + who}
     calm = {"hanging": [], "left": []}
     assert faults.judge(cell, {0: good, 2: good}, 10.0, calm)[0] == []
     for told, ended, problem in (
         ({0: good}, calm, "rank 2: expected an error, got nothing"),
         ({0: good, 2: {"ended": "done"}}, calm, "rank 2: expected an error, got done"),
         ({0: good, 2: {**good, "at": 30.0}}, calm, "rank 2: 20.0 s"),
-        ({0: good, 2: {**good, "text": "broken pipe"}}, calm, "no operation"),
+        ({0: good, 2: {**good, "text": "broken pipe, hop 1" + who}}, calm, "no operation"),
+        ({0: good, 2: {**good, "text": "all_gather on rank 2 of 3" + who}}, calm, "no hop"),
+        ({0: good, 2: {**good, "text": good["text"].replace("global rank 1", "global rank 0")}}, calm, "got [0]"),
+        ({0: good, 2: {**good, "text": good["text"].replace("rank 1 (", "ranks 0, 1 (")}}, calm, "got [0, 1]"),
+        ({0: good, 2: {**good, "text": good["text"].replace(who, "; rank 1 did not answer")}}, calm, "got []"),
         ({0: good, 2: {**good, "kind": "KeyError"}}, calm, "KeyError"),
         ({0: good, 2: {**good, "descriptors": 3}}, calm, "3 descriptors more"),
         ({0: good, 2: good}, {"hanging": [2], "left": []}, "rank 2 hung"),
@@ -63,3 +68,15 @@ def test_the_page_has_the_table_of_the_results():
     assert rows and faults.page(text, rows) == text
     lines = [json.dumps({**row, "verdict": "fail", "problems": ["planted"]}) for row in rows[:1]]
     assert faults.page(text, [*rows, *map(json.loads, lines)]) != text or rows[0]["verdict"] == "no sense"
+
+
+def test_of_a_connection_either_end_is_named():
+    for text, named in (
+        ("; who failed: global rank 1 (its connections broke)", None),
+        ("; who failed: global ranks 1, 2 (the connection between them broke)", None),
+        ("; who failed: global ranks 0, 2 (the connection between them broke)", "got [0, 2]"),
+        ("; nobody is missed, and the first error was that of global rank 2: planted", "got [2]"),
+    ):
+        wrong = faults.wrong_names("lost socket", {1}, text)
+        assert wrong == named or named in wrong, (text, wrong)
+        assert faults.wrong_names("kill", {1}, text) == wrong or "ranks 1, 2" in text, text

@@ -49,7 +49,6 @@ def apart_cases(rank, ranks, cases):
     ):
         what = f"gossip {topology} on {shape}, overlap {overlap}, frozen at first {frozen}"
         replica = Replica(rank, shape, Gossip(topology, overlap=overlap), model=thawing(frozen))
-        replica.policy.replicas.grace = 2.0
         replica.train(2)
         if replica.number == 1:
             freeze(replica.model, not frozen)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rtp_ext._native import RotationError, shard_sizes
+from rtp_ext._native import shard_sizes
 from rtp_ext.ring import Ring
 from rtp_ext.ring.surroundings import eager
 
@@ -30,8 +30,8 @@ def drive(ring: Ring, execution: Any, compute: Callable[[Any], None]) -> None:
                 compute(step)
         finally:
             execution.finish()
-    except RotationError:
-        ring.abandon()
+    except RuntimeError as error:
+        ring.abandon(error)
         raise
 
 

@@ -90,12 +90,12 @@ class Compression:
                 self._post(replicas, trip)
             means = [trip.means[place].reshape(-1) for place in range(trip.count)]
             if not torch.stack([mean.abs().max() for mean in means if mean.numel()]).isfinite().all():
-                message = (
+                error = ValueError(
                     f"AllReduce: {self.compressor!r} takes gradients that are finite, got others: what overflows once "
                     "would stay in what compressors keep. A GradScaler cannot be combined with it: use bfloat16"
                 )
-                replicas.fail(message)
-                raise ValueError(message)
+                replicas.end(error)
+                raise error
         return means
 
     def _way(self, index: int, values: torch.Tensor) -> Any:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rtp_ext._native import RingTimeout, RotationError
+from rtp_ext._native import RotationError
 from rtp_ext.ring import Ring
 from rtp_ext.ring.links.groups import Groups, _all_gather_single
+from rtp_ext.ring.links.hosts import find_hosts
+from rtp_ext.ring.links.roll import this_process
 
 # torch 2.14 renamed it
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -24,6 +27,8 @@ class Replicas(Groups):
         rank, size: the number of this rank's ring, and K, how many there are.
     """
 
+    _member, _others = "replica", "a replica"
+
     def __init__(self, ring: Ring) -> None:
         mesh = ring.parameter_mesh
         assert mesh is not None and ring.replicas > 1, "a ring without replicas"
@@ -34,6 +39,8 @@ class Replicas(Groups):
         self.transport_options = ring.transport_options
         self._open_groups(dist.get_process_group_ranks(group))
         ring.companions = (*ring.companions, self)
+        if ring.roll is not None:
+            ring.roll.know(self._members, self.exchange(this_process()), find_hosts(self).of)
 
     def check_alive(self, operation: str) -> None:
         ring = self._ring()
@@ -45,10 +52,7 @@ class Replicas(Groups):
     def exchange(self, value: Any) -> list[Any]:
         """Every replica's `value`, in order. Collective."""
         self.check_alive("replicas")
-        try:
-            return super().exchange(value)
-        except RingTimeout as error:
-            raise RingTimeout(f"{error}{self.fail(str(error))}") from error
+        return super().exchange(value)
 
     def begin_sum(self, values: torch.Tensor) -> Any:
         """Starts to sum `values` over the replicas, in place. Returns what `end_sum` waits for."""
@@ -74,28 +78,20 @@ class Replicas(Groups):
         rows = mine.new_empty(self.size, mine.numel())
         return _all_gather_single(rows.view(-1), mine, group=self._collective, async_op=True), rows
 
-    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """[n] of every replica, as [K, n]. Collective."""
-        try:
-            return super().all_gather(shard)
-        except RingTimeout as error:
-            raise RingTimeout(f"{error}{self.fail(str(error))}") from error
-
     def end_sum(self, work: Any) -> None:
         """Waits for a sum; on a GPU the current stream does."""
         start = time.monotonic()
         try:
             work.wait()
         except RuntimeError as error:
-            waited = time.monotonic() - start
-            message = f"replicas: a rank did not answer a reduction of gradients (waited {waited:.1f} s): {error}"
-            raise RingTimeout(message + self.fail(message)) from error
+            raise self._lost("a reduction of gradients", time.monotonic() - start, error) from error
 
-    def fail(self, message: str) -> str:
-        """Ends the ring, so that its ranks learn of it. Returns what to add to the message."""
+    def end(self, error: Exception, suspects: Sequence[int] | None = None) -> None:
+        """Ends the ring, so that its ranks learn of it."""
         ring = self._ring()
-        if ring is None:
-            return ""
-        note: str = ring._executor.fail(message)
-        ring.abandon()
-        return note
+        if ring is not None:
+            ring.end(error, suspects)
+
+    def _last_hop(self) -> str:
+        ring = self._ring()
+        return "" if ring is None else ring._last_hop()

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from rtp_ext.ring.enrolled import collectively_on
+
 _COMPARED = "_rtp_compared"  # attribute of a parameter
 
 # Relative to the gradient: nothing but rounding may differ. What is a gradient, and not rounding alone, is told by the
@@ -32,7 +34,8 @@ def expect_alike(parameter: Any, gradient: torch.Tensor | None, mesh: DeviceMesh
         waves = torch.arange(1, flat.numel() + 1, dtype=torch.float32, device=flat.device).cos_()
         mine = torch.stack([flat.norm(), flat.dot(waves)])
     told = [torch.empty_like(mine) for _ in range(mesh.size(mesh.ndim - 2))]
-    dist.all_gather(told, mine, group=mesh.get_group(mesh.ndim - 2))
+    group = mesh.get_group(mesh.ndim - 2)
+    collectively_on(mesh, "a copy's gradient", dist.all_gather, told, mine, group=group)
     every = torch.stack(told).cpu()
     norm, apart = every[:, 0].max().item(), (every - every[0]).abs().max().item()
     largest = _largest[mesh] = max(norm, _largest.get(mesh, 0.0))

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rtp_ext._native import RotationError, share_version
 from rtp_ext.ring.alike import expect_alike
+from rtp_ext.ring.enrolled import collectively_on
 from rtp_ext.ring.mesh import followed, home_placements, own_part
 from rtp_ext.ring.offload import kept_of
 
@@ -211,7 +212,7 @@ class _FullTensor(torch.autograd.Function):
         ring, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
         mean = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(mean, group=ring)
+        collectively_on(mesh, "full_tensor backward", dist.all_reduce, mean, group=ring)
         mean.div_(ranks)
         mean = own_part(mean, mesh, home_placements(ctx.spec))
         mean = mean if ctx.kept is None else ctx.kept.memory.load(mean)

@@ -1,4 +1,5 @@
-"""Names by which graphs of a compiler find what they cannot hold: rings by a string, their operations by a number.
+"""Names by which graphs of a compiler find what they cannot hold: rings by a string, their operations by a number. And
+rings by the mesh of their parameters.
 
 A number is a tensor, so that a compiler takes it for an input: one graph then serves all layers of a kind, where a
 constant would have it compiled anew for each.
@@ -8,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from rtp_ext._native import RotationError
 
@@ -43,6 +46,16 @@ def ring_named(name: str) -> Ring:
     if ring is None:
         raise RotationError(f"a compiled graph: expected a ring of the name {name}, which is gone")
     return ring
+
+
+def collectively_on(mesh: DeviceMesh, operation: str, post: Callable[..., Any], *tensors: Any, group: Any) -> None:
+    """Runs a torch.distributed collective over ranks of a mesh that parameters lie on. Where it fails, so does the
+    newest ring there, whose ranks find out which of them it was."""
+    rings = [ring for ring in _rings.values() if ring.parameter_mesh == mesh and ring.alive]
+    if rings:
+        rings[-1]._collectively(operation, post, *tensors, group=group)
+    else:
+        post(*tensors, group=group)
 
 
 def owner_of(number: torch.Tensor) -> Any:

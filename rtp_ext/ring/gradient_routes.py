@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from rtp_ext._native import RotationError
 from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.links.routes import choose_route
 
@@ -51,7 +50,7 @@ class ComingHome:
 
     late_gradients: int
     gradients: GradientRoutes
-    abandon: Callable[[], None]
+    abandon: Callable[[Exception], None]
     _executor: Any
     _called: collections.deque[int]  # when each of the newest operations that may be late was called
 
@@ -77,8 +76,8 @@ class ComingHome:
         """Waits for what is under way of a gradient that an operation's backward has returned."""
         try:
             self._executor.land(gradient)
-        except RotationError:
-            self.abandon()
+        except RuntimeError as error:
+            self.abandon(error)
             raise
 
 

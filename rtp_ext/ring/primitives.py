@@ -134,8 +134,8 @@ class Primitives(Groups):
     def _next(self, execution: Any) -> Any:
         try:
             return execution.next()
-        except RotationError:
-            self.abandon()
+        except RuntimeError as error:
+            self.abandon(error)
             raise
 
     def collect(self, add: Callable[[int, Any], None], like: Any, *, prepared: Prepared | None = None) -> Any:

@@ -107,8 +107,7 @@ def _switch(ring: Groups, on: bool) -> None:
     try:
         ring._executor.trace(on)
     except RotationError as error:
-        ring._executor.fail(str(error))
-        ring.abandon()
+        ring.end(error)
         raise
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
-from rtp_ext._native import SLOT_CAP, RotationError
+from rtp_ext._native import SLOT_CAP
 from rtp_ext.ring.autograd import follow, refuse_transforms
 from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.enrolled import name_ring
@@ -22,6 +22,7 @@ from rtp_ext.ring.gradient_routes import ComingHome, GradientRoutes, check_wishe
 from rtp_ext.ring.graphs import CAPTURED, check_graphs, refuse_graphs
 from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.options import TransportOptions
+from rtp_ext.ring.links.roll import Roll
 from rtp_ext.ring.links.transports import ce_refusal, nccl_put_refusal, nccl_refusal, order_launches
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
@@ -168,6 +169,7 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
             self.device = torch.device("cuda", torch.cuda.current_device())
             order_launches()
         self._open_groups(dist.get_process_group_ranks(group))
+        self.roll = Roll(meshes.parameters.mesh.flatten().tolist())
         name_ring(self)
         with self._whole_or_closed():
             self._agree_on_options(
@@ -308,8 +310,8 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
             if self.graphs.on and function in CAPTURED:
                 return self.graphs.run(operation, function, arguments)
             return function(self._executor, *arguments)
-        except RotationError:
-            self.abandon()
+        except RuntimeError as error:
+            self.abandon(error)
             raise
 
     def placements(self, dim: int | None, tensor: Placement | None = None) -> list[Placement]:

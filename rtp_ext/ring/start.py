@@ -18,6 +18,7 @@ from rtp_ext.ring.graphs import PassGraphs, begin_graphs
 from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.links.hosts import find_hosts
 from rtp_ext.ring.links.options import check_travel
+from rtp_ext.ring.links.roll import Process, this_process
 from rtp_ext.ring.links.routes import choose_ce_modes, choose_hops
 from rtp_ext.ring.links.transports import NETWORKED, connect
 from rtp_ext.ring.prepared import Ledger, Prepared
@@ -48,6 +49,7 @@ class Start(Groups):
     measure_link: Callable[..., Any]
     _begin_record: Callable[[], None]
     _native: Any
+    _processes: tuple[Process | None, ...]
 
     @contextlib.contextmanager
     def _whole_or_closed(self) -> Iterator[None]:
@@ -97,7 +99,7 @@ class Start(Groups):
         self._begin_record()
 
     def _agree_on_options(self, mine: str) -> None:
-        told, tokens = zip(*self.exchange((mine, secrets.token_hex(4))), strict=True)
+        told, tokens, self._processes = zip(*self.exchange((mine, secrets.token_hex(4), this_process())), strict=True)
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
                 raise ValueError(f"Ring: ranks disagree: expected {told[0]} (rank 0), got {theirs} on rank {rank}")
@@ -113,6 +115,8 @@ class Start(Groups):
         *gradients: Any,
     ) -> None:
         self.placed = find_hosts(self)
+        if self.roll is not None:
+            self.roll.know(self._members, self._processes, self.placed.of)
         connection = connect(self, transport)
         self._native, self.transport = connection.native, connection.name
         self.transport_reason = connection.reason

@@ -5,17 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rtp_ext._native import RingTimeout
 from rtp_ext.outer.replicas import Replicas
-from rtp_ext.ring import Ring
-from rtp_ext.ring.links.groups import Groups
-
-_POLL = 0.05  # seconds
 
 
 @dataclass
@@ -31,20 +26,7 @@ class Swap:
 
 
 class Peers(Replicas):
-    """Replicas that may be many steps apart when one of them dies: the others ask for signs of life, so that the error
-    names it.
-
-    Attributes:
-        grace: seconds within which a replica that lives says so once another has failed to answer.
-    """
-
-    grace = 5.0
-
-    def __init__(self, ring: Ring) -> None:
-        super().__init__(ring)
-        assert self._control is not None, "several replicas"
-        store: Any = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"rtp_ext/{self._control.group_name}", store)
+    """Replicas that may be many steps apart when one of them dies: those that a rank did not wait for may not know."""
 
     @property
     def others(self) -> list[int]:
@@ -95,7 +77,7 @@ class Peers(Replicas):
         try:
             works = dist.batch_isend_irecv([*asked, *given])
         except RuntimeError as error:  # a connection that is known to be broken
-            self._lost(swap.what, peers, error)
+            raise self._lost(swap.what, 0.0, error, peers) from error
         one_for_each = len(works) == len(peers)
         for number, work in enumerate(works):
             swap.works.append(([peers[number]] if one_for_each else peers, work))
@@ -118,23 +100,16 @@ class Peers(Replicas):
         mine = swap.sent[0]
         for source, ticket in swap.tickets.items():
             if not torch.equal(ticket, mine):
-                message = (
+                error = ValueError(
                     f"replicas disagree: expected {swap.what} with ticket {mine.tolist()} (step, model, what travels), "
                     f"got {ticket.tolist()} from replica {source}: every rank has to call its optimizer as often, with "
                     "the same model and policy, and to freeze the same at the same step"
                 )
                 swap.works.clear()  # a kept traceback would keep connections, whose end is what tells the others
-                self.fail(message)
-                raise ValueError(message)
+                self.end(error)
+                raise error
 
     # -- all of them ---------------------------------------------------------------------------------------------------
-
-    def exchange(self, value: Any) -> list[Any]:
-        self.check_alive("replicas")
-        try:
-            return Groups.exchange(self, value)
-        except RingTimeout as error:
-            self._lost("replicas", self.others, error)
 
     def end_sum(self, work: Any) -> None:
         self._wait("a mean over replicas", work.wait, self.others)
@@ -142,43 +117,13 @@ class Peers(Replicas):
     # -- who did not answer --------------------------------------------------------------------------------------------
 
     def _wait(self, what: str, wait: Callable[[], Any], peers: Sequence[int]) -> None:
+        start = time.monotonic()
         try:
             wait()
         except RuntimeError as error:
-            self._lost(what, peers, error)
+            raise self._lost(what, time.monotonic() - start, error, peers) from error
 
-    def _lost(self, what: str, suspects: Sequence[int], error: Exception) -> NoReturn:
-        """Ends the ring and raises RingTimeout that names the replicas that are gone."""
-        start = time.monotonic()
-        self.drop_groups()  # others that wait for this rank learn of it, and answer the roll call
-        gone = self._roll_call(suspects)
-        named = f"replica{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} of {self.size}"
-        waited = time.monotonic() - start
-        message = f"{what}: {named} did not answer (no sign of life within {waited:.1f} s): {error}"
-        self.fail(message)
-        raise RingTimeout(message) from error
-
-    def _roll_call(self, suspects: Sequence[int]) -> list[int]:
-        """The replicas that are gone: those of `suspects` that do not say that they live; where all do, those that
-        they have found to be gone."""
-        try:
-            self._store.set(f"{self.rank}/lives", "")
-            gone = [peer for peer in suspects if not self._hear(f"{peer}/lives", self.grace)]
-            if not gone:
-                for peer in suspects:
-                    if self._hear(f"{peer}/gone", 3 * self.grace):
-                        told = self._store.get(f"{peer}/gone").decode()
-                        gone += [int(number) for number in told.split(",") if number]
-            gone = sorted(set(gone)) or list(suspects)
-            self._store.set(f"{self.rank}/gone", ",".join(map(str, gone)))
-        except RuntimeError:  # whoever kept the store is gone too
-            return list(suspects)
-        return gone
-
-    def _hear(self, key: str, seconds: float) -> bool:
-        deadline = time.monotonic() + min(seconds, self.timeout.total_seconds())
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL)
-        return True
+    def _lost(
+        self, operation: str, waited: float, cause: Exception, suspects: Sequence[int] | None = None
+    ) -> Exception:
+        return super()._lost(operation, waited, cause, self.others if suspects is None else suspects)

@@ -9,7 +9,7 @@ import pickle
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rtp_ext._native import RingTimeout
 from rtp_ext.ring.links.options import TransportOptions
+from rtp_ext.ring.links.roll import Roll, broken_links, cut
 
 if TYPE_CHECKING:
     from rtp_ext.ring.links.hosts import Hosts
@@ -46,6 +47,8 @@ class Groups:
     _collective: dist.ProcessGroup | None = None  # for tensors on the device
     _groups: list[dist.ProcessGroup]
     companions: tuple[Groups, ...] = ()  # end with this one
+    roll: Roll | None = None
+    _member, _others = "rank", "a rank of the ring"  # in errors
 
     def _open_groups(self, members: list[int]) -> None:
         self._world, self._members, self._groups = dist.group.WORLD, members, []
@@ -73,12 +76,54 @@ class Groups:
         if self._world is not None:
             _destroy(self._groups, self._world, self._owner)
 
-    def abandon(self) -> None:
-        """Drops the groups of a ring that has failed, so that neighbours in a collective learn of it."""
-        if not self._executor.alive:
-            self.drop_groups()
+    def abandon(self, error: Exception, suspects: Sequence[int] | None = None) -> None:
+        """Drops the groups of a ring that has failed, so that neighbours in a collective learn of it. `error` then says
+        who failed, too: see Roll. Does nothing to a ring that goes on."""
+        executor = getattr(self, "_executor", None)  # None: the ring is being made
+        if executor is not None and executor.alive:
+            return
+        own = not isinstance(error, RingTimeout)
+        groups = self._open()
+        broken, seen = set() if own else broken_links(groups), time.time()
+        cut(groups)
+        self.drop_groups()
+        if self.roll is None or self._world is not dist.group.WORLD:
+            return
+        note: str = "" if executor is None else executor.fail("")
+        text = str(error).removesuffix(note)
+        verdict = self.roll.call(text, own, broken, seen, suspects)
+        if verdict:
+            error.args = (text + verdict + note,)
 
-    def _collectively(self, operation: str, post: Callable[..., Any], *tensors: torch.Tensor, group: Any) -> None:
+    def _open(self) -> list[dist.ProcessGroup]:
+        """The process groups that end with this one."""
+        if self._world is None or self._world is not dist.group.WORLD or os.getpid() != self._owner:
+            return []
+        return [*self._groups, *(group for companion in self.companions for group in companion._open())]
+
+    def end(self, error: Exception, suspects: Sequence[int] | None = None) -> None:
+        """Ends the ring for `error`, which then says who failed."""
+        executor = getattr(self, "_executor", None)
+        if executor is not None:
+            error.args = (str(error) + executor.fail(str(error)),)
+        self.abandon(error, suspects)
+
+    def _lost(
+        self, operation: str, waited: float, cause: Exception, suspects: Sequence[int] | None = None
+    ) -> Exception:
+        """What to raise where a collective has failed: it ends the ring. `suspects`: whom alone it waited for."""
+        hop = self._last_hop()
+        here = f"{operation} on {self._member} {self.rank} of {self.size}, "
+        here += f"after {hop}" if hop else "before the first hop"
+        error = RingTimeout(f"{here}: {self._others} did not answer (waited {waited:.1f} s): {cause}")
+        self.end(error, None if suspects is None else [self._members[rank] for rank in suspects])
+        return error
+
+    def _last_hop(self) -> str:
+        executor = getattr(self, "_executor", None)
+        return "" if executor is None else executor.last_hop()
+
+    def _collectively(self, operation: str, post: Callable[..., Any], *tensors: Any, group: Any) -> None:
         """Runs a torch.distributed collective. What the process group reports is the ring's failure; what is wrong
         before anything was posted is not."""
         start, posted = time.monotonic(), False
@@ -91,16 +136,7 @@ class Groups:
         except RuntimeError as error:
             if not posted and not isinstance(error, dist.DistError):
                 raise
-            waited = time.monotonic() - start
-            # Gloo does not say who it was: at least where this rank is.
-            here = f"{operation} on rank {self.rank} of {self.size}"
-            if executor is not None and (hop := executor.last_hop()):
-                here += f", after {hop}"
-            message = f"{here}: a rank of the ring did not answer (waited {waited:.1f} s): {error}"
-            if executor is not None:
-                message += executor.fail(message)
-                self.abandon()
-            raise RingTimeout(message) from error
+            raise self._lost(operation, time.monotonic() - start, error) from error
         if executor is not None:
             executor.end_collective(recorded)
 

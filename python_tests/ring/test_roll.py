@@ -1,0 +1,152 @@
+"""Whose fault it was that a collective failed: the roll that is called then."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness import Cases, run_ranks
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from rtp_ext import Ring, RingTimeout
+from rtp_ext.ring.links.roll import Roll, _links, broken_links, this_process
+
+TIMEOUT = 2.0
+LOADED = 15.0  # seconds that a busy machine may add
+
+
+def _ring(group):
+    """A ring over some ranks, after one round of it. Ranks come from different cases: they meet first."""
+    store = dist.distributed_c10d._get_default_store()
+    members = dist.get_process_group_ranks(group)
+    turn = store.add(f"{dist.get_rank()} in {members}", 1)
+    store.set(f"{dist.get_rank()} in {members} at {turn}", "")
+    store.wait([f"{member} in {members} at {turn}" for member in members])
+    ring = Ring(group, transport="shm", timeout=TIMEOUT)
+    for _ in ring.rotate(torch.ones(3)):
+        pass
+    return ring
+
+
+def _lose_sockets():
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as each:
+            if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername():
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def _error_of(ring, cases, name, who, operation="all_reduce", collective=None):
+    """A collective of the ring fails, and says where, after which hop and because of whom."""
+    start = time.monotonic()
+    with pytest.raises(RingTimeout) as caught:
+        collective() if collective else ring.all_reduce(torch.ones(5))
+    text, took = str(caught.value), time.monotonic() - start
+    with cases.case(name):
+        assert text.startswith(f"{operation} on rank {ring.rank} of {ring.size}, after rotate, weight hop "), text
+        assert who in text, text
+        assert took < TIMEOUT + 1.0 + LOADED, took
+    return text
+
+
+def _faults(rank, ranks):
+    cases = Cases()
+    all_four, last_three, last_two, first_three, first_two = (
+        dist.new_group(members) for members in ([0, 1, 2, 3], [1, 2, 3], [2, 3], [0, 1, 2], [0, 1])
+    )
+    # one that lives and does not come
+    ring = _ring(all_four)
+    if rank == 3:
+        time.sleep(TIMEOUT + 1.5)
+        text = _error_of(ring, cases, "late", "who failed: global rank 3 (no answer")
+    else:
+        text = _error_of(ring, cases, "absent", "who failed: global rank 3 (no answer to the roll call within 0.6 s)")
+    assert "; what this rank did last: " in text, text
+
+    # one whose connections break, all of them, in a ring that counts its ranks otherwise
+    if rank > 0:
+        if rank > 1:  # in a collective of torch's own over the ring's mesh
+            ring = _ring(last_two)
+            whole = torch.nn.Parameter(distribute_tensor(torch.ones(4, 3), ring.mesh, [Shard(0)])).full_tensor()
+            if rank == 3:
+                _lose_sockets()
+            who = "who failed: global ranks 2, 3 (the connection between them broke)"
+            _error_of(ring, cases, "connection", who, "full_tensor backward", whole.sum().backward)
+        ring = _ring(last_three)
+        if rank == 3:
+            _lose_sockets()
+        _error_of(ring, cases, "connections", "who failed: global rank 3 (its connections broke)")
+        # one with a reason of its own
+        ring = _ring(last_three)
+        if rank == 3:
+            error = MemoryError("planted")
+            ring.end(error)
+            assert "who failed" not in str(error) and "planted" in str(error), error
+        else:
+            _error_of(ring, cases, "own", "nobody is missed, and the first error was that of global rank 3: planted")
+
+    # one that is stopped
+    if rank == 3:
+        return cases.finish()
+    ring = _ring(first_three)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    _error_of(ring, cases, "stopped", "who failed: global rank 2 (its process is stopped)")
+
+    # one that keeps the store: stopped, it answers nothing; ended, it is known to be gone
+    if rank == 1:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        dist.distributed_c10d._get_default_store().set("port", str(store.port))
+    else:
+        port = int(dist.distributed_c10d._get_default_store().get("port"))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    ring = _ring(first_two)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    keeper = ring.roll.neighbours[1]
+    ring.roll._store, ring.roll._keeper, ring.roll.neighbours = store, 1, {}
+    _error_of(ring, cases, "store", "global rank 1 (it keeps the store of the process group, which does not answer: no")
+    os.kill(keeper[0], signal.SIGKILL)
+    ring.roll.neighbours = {1: keeper}
+    while ring.roll._state(1) != "its process has ended":
+        time.sleep(0.01)
+    for neighbours, who in (({}, "(it keeps the store"), ({1: keeper}, "(its process has ended)")):
+        roll = Roll([0, 1])
+        roll._store, roll._keeper, roll.neighbours = dist.PrefixStore("gone", store), 1, neighbours
+        with cases.case(f"store gone, {who}"):
+            assert f"; who failed: global rank 1 {who}" in roll.call("text", False, (), 0.0)
+            assert roll.call("text", False, (), 0.0) == "", "once"
+    cases.finish()
+
+
+def test_every_survivor_names_who_failed():
+    run_ranks(_faults, 4, lost={1, 2})
+
+
+def _told(**broken):
+    """Of ranks in the order in which they gave up."""
+    return {
+        int(rank[1:]): {"text": rank, "own": False, "broken": others, "seen": time_}
+        for time_, (rank, others) in enumerate(broken.items())
+    }
+
+
+def test_connections_that_broke():
+    assert "ranks 0, 1 (the connection between them" in _links(_told(r0=[1], r1=[0]))
+    for order in (dict(r0=[1], r2=[0, 1], r1=[0, 2]), dict(r1=[0, 2], r0=[1], r2=[0, 1]),
+                  dict(r2=[1], r1=[0, 2], r0=[1, 2])):  # fmt: skip
+        assert "global rank 1 (its connections" in _links(_told(**order)), order
+    # what broke because its other end had given up before is nobody's fault
+    assert "ranks 0, 1 (the connection" in _links(_told(r0=[1], r3=[0], r1=[0, 3], r2=[0, 1, 3]))
+    assert "the first error was that of global rank 2: r2" in _links(_told(r2=[], r0=[2]))
+
+
+def test_a_process_is_told_from_another_with_its_number():
+    process, start = this_process()
+    roll = Roll.__new__(Roll)
+    roll.neighbours = {0: (process, start), 1: (process, start - 1)}
+    assert roll._state(0) is None and roll._state(1) == "its process has ended"
+    assert broken_links([]) == set()

@@ -1,0 +1,268 @@
+"""Who it was: what ranks tell each other through the store of the process group once their ring has failed.
+
+A collective that fails says that a rank did not answer, and not which; a hop names the neighbour, which may have given
+up because of another. So every rank whose ring has failed calls the roll: it writes what it has seen under a key of its
+own, waits a little for the keys of the others, and names those of whom there are none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Process", "Roll", "broken_links", "cut", "this_process"]
+
+GRACE = 0.6  # seconds that others have to answer: every error is to come within the timeout and a second
+PATIENCE = 5.0  # seconds, where they may be many steps apart
+_POLL = 0.03  # seconds
+_STORE = 0.35  # seconds that the store has for a first answer
+_SLACK = 0.15  # seconds beyond the grace that the store may take
+_TAG = 0x7074  # of what probes a link, and, one more, of what nobody sends
+_FOUND = "found"  # the key under which whoever knows for sure says so
+
+Process = tuple[int, int]  # its id, and when it started, by the kernel's clock
+
+# By world: how many rings were made there over the same ranks.
+_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+class Roll:
+    """The roll of a ring and its replicas. Made at the same point on all its ranks, like the ring; needs no traffic.
+
+    Attributes:
+        ranks: all that may be missed, as the world counts them.
+        neighbours: processes of ranks on this host, by rank: whether these live can be seen.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.me = dist.get_rank()
+        self.neighbours: dict[int, Process] = {}
+        counts = _made.setdefault(dist.group.WORLD, Counter())
+        counts[self.ranks] += 1
+        name = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
+        stock: Any = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"rtp_ext/roll/{name}/{counts[self.ranks]}", stock)
+        self._keeper = _keeper(stock)
+        self._called = False
+
+    def know(self, ranks: Sequence[int], processes: Sequence[Process | None], hosts: Sequence[int]) -> None:
+        """Takes those of `ranks`, this one among them, that are on its host for its neighbours."""
+        here = hosts[[*ranks].index(self.me)]
+        every = zip(ranks, processes, hosts, strict=True)
+        self.neighbours |= {rank: process for rank, process, host in every if process is not None and host == here}
+
+    def call(
+        self, text: str, own: bool, broken: Iterable[int], seen: float, suspects: Sequence[int] | None = None
+    ) -> str:
+        """Answers the roll call, and returns what to add to the error `text`: who failed, as far as the others do not
+        answer, or say so. Once for a ring. Takes less than a second, or than six with `suspects`, whatever has become
+        of the store.
+
+        Args:
+            own: whether this rank failed for a reason of its own, and not because of another: it waits for nobody.
+            broken: ranks to whom connections were broken at `seen`, in seconds of the clock, before this rank gave up
+                its own.
+            suspects: ranks that this one waited for, where others may not know yet that anything has failed.
+        """
+        grace = GRACE if suspects is None else PATIENCE
+        if self._called:
+            return ""
+        self._called = True
+        mine = {"text": text[:300], "own": own, "broken": sorted(broken), "seen": seen}
+        heard: list[str] = []  # from the thread
+        answers = threading.Event()
+
+        def ask() -> None:
+            try:
+                self._store.check([_FOUND])
+                answers.set()
+                heard.append(self._ask(mine, suspects, grace))
+            except Exception as error:  # of the store: of DistError, or what torch makes of a socket's
+                heard.append(self._without_store(str(error)))
+
+        # A store whose keeper is stopped answers nothing, and waits for ever: not this thread, then.
+        thread = threading.Thread(target=ask, name="rtp roll call", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):  # no memory for it, which the error tells
+            return ""
+        # Where it answers nothing, it is not waited for as long as ranks are.
+        thread.join(_STORE)
+        if answers.is_set():
+            thread.join(grace + _SLACK - _STORE)
+        return (heard or ["" if own else self._without_store("no answer in time")])[0]
+
+    def _ask(self, mine: dict[str, Any], suspects: Sequence[int] | None, grace: float) -> str:
+        self._store.set(str(self.me), json.dumps(mine))
+        if mine["own"]:
+            return ""
+        deadline = time.monotonic() + grace
+        others, prompt = [rank for rank in self.ranks if rank != self.me], False
+        while True:
+            if self._store.check([_FOUND]):
+                return self._read(_FOUND)
+            # Whoever has answered may have ended since: the silent alone are looked at.
+            if gone := self._gone(self._silent([rank for rank in others if rank in self.neighbours])):
+                return self._found(gone)
+            if time.monotonic() > deadline or self._answered(others):
+                break
+            if suspects is not None and not prompt and self._answered(suspects):  # they know who it was, or find out
+                prompt, deadline = True, time.monotonic() + GRACE
+            time.sleep(_POLL)
+        silent = self._silent(others)
+        missed = [rank for rank in silent if suspects is None or rank in suspects]
+        told = {rank: json.loads(self._read(str(rank))) for rank in self.ranks if rank not in silent}
+        # Whoever is seen to run may be slow, and no more than that where something else is known.
+        seen_to_run = all(rank in self.neighbours for rank in missed)
+        if missed and not (seen_to_run and (_own(told) or _lost_links(told))):
+            return self._found(_verdict(missed, f"no answer to the roll call within {grace} s"))
+        return self._found(_first(told) if _own(told) else _links(told))
+
+    def _answered(self, ranks: Sequence[int]) -> bool:
+        return not ranks or self._store.check([str(rank) for rank in ranks])
+
+    def _silent(self, ranks: Sequence[int]) -> list[int]:
+        """Of `ranks`, those without an answer: halved, so that few questions find few among many."""
+        if self._answered(ranks):
+            return []
+        if len(ranks) == 1:
+            return [*ranks]
+        half = len(ranks) // 2
+        return self._silent(ranks[:half]) + self._silent(ranks[half:])
+
+    def _found(self, verdict: str) -> str:
+        """Tells those who come later, and a rank that was only stopped."""
+        self._store.set(_FOUND, verdict)
+        return verdict
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode()
+
+    def _without_store(self, problem: str) -> str:
+        if gone := self._gone([rank for rank in self.neighbours if rank != self.me]):
+            return gone
+        if self._keeper is None or self._keeper in self.neighbours:  # one that is seen to run, or this rank
+            return f"; nobody could be asked who failed: the store of the process group does not answer: {problem}"
+        return _verdict([self._keeper], f"it keeps the store of the process group, which does not answer: {problem}")
+
+    def _gone(self, ranks: Iterable[int]) -> str:
+        """The verdict on those of `ranks`, all on this host, whose processes do not run; empty: all of them do."""
+        states = {rank: state for rank in ranks if (state := self._state(rank)) is not None}
+        return _verdict(states, *sorted(set(states.values()))) if states else ""
+
+    def _state(self, rank: int) -> str | None:
+        """What is wrong with the process of a rank on this host; None: it runs."""
+        process, start = self.neighbours[rank]
+        found = _stat(process)
+        if found is None or found[1] != start or found[0] in "ZXx":
+            return "its process has ended"
+        return "its process is stopped" if found[0] in "Tt" else None
+
+
+def _verdict(ranks: Iterable[int], *reasons: str) -> str:
+    named = sorted(ranks)
+    return f"; who failed: global rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} ({'; '.join(reasons)})"
+
+
+def _first(told: Mapping[int, dict[str, Any]]) -> str:
+    """Of ranks that have answered: who was the first to fail, for a reason of its own if anybody has one."""
+    first = min(told, key=lambda rank: (not told[rank]["own"], told[rank]["seen"]))
+    return f"; nobody is missed, and the first error was that of global rank {first}: {told[first]['text']}"
+
+
+def _own(told: Mapping[int, dict[str, Any]]) -> bool:
+    return any(each["own"] for each in told.values())
+
+
+def _lost_links(told: Mapping[int, dict[str, Any]]) -> set[tuple[int, int]]:
+    """Between which of the ranks that have answered a connection broke before either end gave up its own."""
+    return {
+        (min(rank, other), max(rank, other))
+        for rank, each in told.items()
+        for other in each["broken"]
+        if other in told and each["seen"] <= told[other]["seen"]
+    }
+
+
+def _links(told: Mapping[int, dict[str, Any]]) -> str:
+    """Of ranks that have answered, none of which has a reason of its own: it was a connection."""
+    links = _lost_links(told)
+    if not links:
+        return _first(told)
+    common = set.intersection(*map(set, links))
+    ends = common if len(links) > 1 and common else set().union(*links)
+    return _verdict(ends, "its connections broke" if len(ends) == 1 else "the connection between them broke")
+
+
+def this_process() -> Process | None:
+    """This process, for others on this host; None where the kernel does not tell."""
+    found = _stat(os.getpid())
+    return None if found is None else (os.getpid(), found[1])
+
+
+def _stat(process: int) -> tuple[str, int] | None:
+    """The state of a process, and when it started. Source: proc(5)."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[19])
+
+
+def _keeper(store: Any) -> int | None:
+    """The rank in whose process the store is; None: in none, or nobody knows. Source: torch's rendezvous.py."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return 0 if isinstance(store, dist.TCPStore) and not agents else None
+
+
+def broken_links(groups: Iterable[Any]) -> set[int]:
+    """The ranks, as the world counts them, to whom no process group of `groups` has a connection: those of Gloo refuse
+    at once what is to be sent over one that broke. A group one of whose operations ran out of time has none at all, so
+    that one alone says nothing."""
+    found: dict[tuple[int, ...], set[int]] = {}
+    for group in groups:
+        if dist.get_backend(group) != "gloo":
+            continue
+        members = tuple(dist.get_process_group_ranks(group))
+        lost = {rank for rank in members if rank != dist.get_rank() and _refuses(rank, group)}
+        found[members] = found[members] & lost if members in found else lost
+    return set().union(*found.values())
+
+
+def cut(groups: Iterable[Any]) -> None:
+    """Ends the connections of process groups at once, so that whoever waits at their other ends fails. Destroyed, a
+    group of Gloo keeps them for as long as anybody holds a work of it, such as a frame of an error that is on its way.
+    It closes all of them where a wait runs out of time. Source: gloo's transport/tcp/unbound_buffer.cc."""
+    for group in groups:
+        if dist.get_backend(group) != "gloo":
+            continue
+        for rank in dist.get_process_group_ranks(group):
+            if rank == dist.get_rank():
+                continue
+            with contextlib.suppress(RuntimeError):  # it is broken, or runs out of time
+                work: Any = dist.irecv(torch.zeros(1, device="cpu"), rank, group=group, tag=_TAG + 1)
+                work.wait(datetime.timedelta(milliseconds=1))
+
+
+def _refuses(rank: int, group: Any) -> bool:
+    try:
+        dist.isend(torch.zeros(1, device="cpu"), rank, group=group, tag=_TAG)
+    except RuntimeError:
+        return True
+    return False
