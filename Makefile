@@ -13,7 +13,7 @@ MINUTES ?= 30
 # Where it is set each of the processes that tests start compiles the package anew, and each of pytest's all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: build simulators demo test frameworks versions lint format docs clean sweep compiled faults soak recovery sanitize
+.PHONY: build kernels simulators demo test frameworks versions lint format docs clean sweep compiled faults soak recovery sanitize
 
 build: $(VENV)/.built
 
@@ -22,14 +22,19 @@ $(VENV)/.torch:
 	$(BIN)/pip install --quiet "$(TORCH)" "setuptools>=77" wheel numpy
 	touch $@
 
+# --no-compile: most modules of these packages are never imported, and Python compiles those that are.
 $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 	@echo "Compiling takes minutes. For CPUs only: RTP_WITH_CUDA=0. For other GPUs than those of this machine:" \
 		"RTP_CUDA_ARCHITECTURES=90-real, for example."
-	RTP_WERROR=1 $(BIN)/pip install --quiet --no-build-isolation -e ".[dev]"
+	RTP_WERROR=1 $(BIN)/pip install --quiet --no-compile --no-build-isolation -e ".[dev]"
 	touch $@
 
 # What tests run on CPUs instead of CUDA. Only what has changed is compiled; a test that finds one missing makes it.
-simulators: $(VENV)/.torch
+# Those of the kernels need no package: they compile while pip fetches torch.
+kernels:
+	$(PYTHON) python_tests/simulators kernels
+
+simulators: $(VENV)/.torch kernels
 	$(BIN)/python python_tests/simulators
 
 demo: build

@@ -33,7 +33,9 @@ at::Tensor partial_linear_forward(Executor& executor, const at::Tensor& x, const
   check_operand(executor, options, "an input", x, shape.in_features);
   const PartialCut cut(shape, executor.ranks());
   std::vector<Part> parts{weight_part(shape, cut.sizes, options.compute_dtype)};
-  std::vector<at::Tensor> home{weight};
+  std::vector<at::Tensor> home;
+  home.reserve(2);
+  home.push_back(weight);
   if (bias) {
     parts.push_back(bias_part(shape, cut.bias_sizes, options.compute_dtype));
     home.push_back(*bias);

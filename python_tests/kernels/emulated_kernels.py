@@ -1,72 +1,16 @@
-"""Builds the kernels for emulated threads with the system's C++ compiler, and runs them on NumPy memory.
-
-`sanitized`: with the address and undefined-behaviour sanitizers; then Python itself must run with them (see
-`sanitizer_environment`).
-"""
+"""Runs the kernels on NumPy memory, built for emulated threads (`kernel_emulation`)."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint8, c_void_p
 from pathlib import Path
 
-import compiled
 import numpy as np
-from compiled import compiler
 from kernel_arrays import BYTES, CANARY, ELEMENTS, POISON, Array, decode, encode
-from kernel_emulation.mutants import write_arrivals_mutants
 from quantise_checks import bytes_array, layout
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "python_tests" / "simulators" / "kernel_emulation"
-SOURCES = [
-    # delay.cu does nothing but read the GPU's clock
-    *sorted(file for file in (ROOT / "csrc" / "kernels").glob("*.cu") if file.stem != "delay"),
-    ROOT / "csrc" / "compute" / "gemm_layout.cpp",
-    *sorted(FOLDER.glob("*.cu")),
-    *sorted(FOLDER.glob("*.cpp")),
-]
-# Few blocks, so that small arrays go round the grid several times; locals that nobody set get a telling pattern.
-FLAGS = ["-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
-FLAGS += ["-DRTP_KERNEL_EMULATION", "-DRTP_MOST_BLOCKS=6"]
-PLAIN = ["-O1"]
-SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # in the order of the kernels' enumeration
-
-
-def telling_pattern(cxx: str) -> list[str]:
-    """The flag that fills unset locals, where the compiler knows it."""
-    flag = "-ftrivial-auto-var-init=pattern"
-    probe = subprocess.run([cxx, flag, "-x", "c++", "-fsyntax-only", os.devnull], capture_output=True)
-    return [flag] if probe.returncode == 0 else []
-
-
-def build(sanitized: bool = False) -> Path:
-    """The path of the library, compiled if it is not there."""
-    cxx = compiler()
-    flags = [*FLAGS, *(telling_pattern(cxx) if cxx else []), *(SANITIZED if sanitized else PLAIN)]
-    name = "kernel_emulation_sanitized" if sanitized else "kernel_emulation"
-    generated = ROOT / "build" / name / "include"
-    write_arrivals_mutants(ROOT / "csrc" / "kernels" / "arrivals.h", generated)
-    return compiled.build(name, SOURCES, [*flags, "-pthread"], [generated, ROOT / "csrc", FOLDER])
-
-
-def sanitizer_runtimes() -> list[str]:
-    """The libraries that Python must load first; fewer than two where the compiler does not bring them."""
-    found = []
-    for name in ("libasan.so", "libubsan.so"):
-        asked = subprocess.run([compiler() or "c++", f"-print-file-name={name}"], capture_output=True, text=True)
-        found.append(asked.stdout.strip())
-    return [path for path in found if Path(path).is_absolute()]
-
-
-def sanitizer_environment() -> dict[str, str]:
-    """The environment in which Python can load the sanitized library."""
-    options = "detect_leaks=0:detect_stack_use_after_return=0:handle_segv=0"
-    preload = ":".join(sanitizer_runtimes())
-    return {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": options, "OPENBLAS_NUM_THREADS": "1"}
 
 
 class HiddenForward(Structure):

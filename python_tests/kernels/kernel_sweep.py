@@ -24,7 +24,8 @@ def make_runner(name: str):
         from torch_kernels import Torch
 
         return Torch(name)
-    from emulated_kernels import Emulated, build
+    from emulated_kernels import Emulated
+    from kernel_emulation import build
 
     return Emulated(build(name == "sanitized"), sanitized=name == "sanitized")
 
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # the sanitizer is loaded already
     options = parser.parse_args(arguments)
     if options.runner == "sanitized" and not options.inside:
-        from emulated_kernels import build, sanitizer_environment
+        from kernel_emulation import build, sanitizer_environment
 
         build(sanitized=True)  # the compiler itself runs without the sanitizer
         command = [sys.executable, __file__, *(arguments if arguments is not None else sys.argv[1:]), "--inside"]

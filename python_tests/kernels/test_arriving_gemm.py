@@ -8,8 +8,9 @@ from ctypes import Structure, byref, c_int, c_int32, c_int64, c_uint8, c_uint32,
 import numpy as np
 import pytest
 from compiled import compiler
-from emulated_kernels import build, load
+from emulated_kernels import load
 from kernel_arrays import ELEMENTS, decode, encode
+from kernel_emulation import build
 from kernel_emulation.mutants import ARRIVALS_MUTANTS
 
 POSITIONS, PRODUCTS, TILE = 32, 48, 128

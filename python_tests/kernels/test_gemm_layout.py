@@ -5,8 +5,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from emulated_kernels import build, compiler, load
+from compiled import compiler
+from emulated_kernels import load
 from gemm_checks import run_gemm_checks
+from kernel_emulation import build
 
 FIELDS = ("left_is_b", "transpose_left", "transpose_right", "m", "n", "k", "left_stride", "right_stride", "out_stride")
 Matrix = tuple[int, int, int, int]  # rows, columns, row stride, column stride

@@ -7,18 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulated_kernels import (
-    Emulated,
-    KernelError,
-    build,
-    compiler,
-    load,
-    sanitizer_environment,
-    sanitizer_runtimes,
-    telling_pattern,
-)
+from compiled import compiler
+from emulated_kernels import Emulated, KernelError, load
 from kernel_arrays import ELEMENTS, Array, decode, encode
 from kernel_checks import CHECKS, run_checks
+from kernel_emulation import build, sanitizer_environment, sanitizer_runtimes, telling_pattern
 from torch_kernels import Torch
 
 FOLDER = Path(__file__).resolve().parent
@@ -80,8 +73,9 @@ SANITIZED = """
 import sys
 sys.path.append("../simulators")
 import numpy as np
-from emulated_kernels import Emulated, build
+from emulated_kernels import Emulated
 from kernel_arrays import Array
+from kernel_emulation import build
 
 runner = Emulated(build(sanitized=True), sanitized=True)
 memory = runner.memory(Array(np.ones((1, 64)), "float32", 64, 0, (1, 64)))

@@ -1,5 +1,5 @@
 """Compiles the kernels for every GPU that is supported, warnings as errors, and keeps what ptxas says of registers and
-spills, under a digest of the sources: a second run compiles nothing."""
+spills, under a digest of the sources: a second run compiles nothing. What the host runs is left to the extension."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def report(kernel: Path) -> str:
     include = compiled.ROOT / "csrc"
     texts = [text for file in compiled.closure(kernel, [include]) for text in (str(file).encode(), file.read_bytes())]
     generate = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ARCHITECTURES]
-    command = [compiler, *FLAGS, *generate, f"-I{include}", "-c", str(kernel), "-o", os.devnull]
+    command = [compiler, *FLAGS, *generate, f"-I{include}", "-fatbin", str(kernel), "-o", os.devnull]
     folder = compiled.ROOT / "build" / "ptxas"
     folder.mkdir(parents=True, exist_ok=True)
     said = folder / f"{kernel.stem}.{compiled.digest(repr(command).encode(), *texts)}.txt"

@@ -15,15 +15,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint64_t kMagic = 0x31706374'70747230;      // of this protocol, on hosts of one byte order
-constexpr uint32_t kNews = 2;                         // the purpose of a connection; below it: the channel of its hops
-constexpr auto kPatience = std::chrono::seconds(10);  // with a stranger who says nothing
-constexpr auto kGrace = std::chrono::seconds(1);      // for a connection to arrive later than the news of its end
+constexpr uint64_t kHelloMagic = 0x31706374'70747230;  // of this protocol, on hosts of one byte order
+constexpr uint32_t kNews = 2;                          // the purpose of a connection; below it: the channel of its hops
+constexpr auto kPatience = std::chrono::seconds(10);   // with a stranger who says nothing
+constexpr auto kGrace = std::chrono::seconds(1);       // for a connection to arrive later than the news of its end
 
 }  // namespace
 
 struct Peers::Hello {
-  uint64_t magic = kMagic;
+  uint64_t magic = kHelloMagic;
   Key key{};
   uint32_t rank = 0;
   uint32_t purpose = 0;
@@ -96,7 +96,7 @@ void Peers::join(const std::vector<std::string>& addresses, std::chrono::millise
 }
 
 void Peers::say_hello(const Socket& socket, uint32_t purpose) const {
-  Hello hello{kMagic, key_, static_cast<uint32_t>(rank_), purpose};
+  Hello hello{kHelloMagic, key_, static_cast<uint32_t>(rank_), purpose};
   send_all(socket, {{&hello, sizeof hello}}, stop_);
 }
 
@@ -224,7 +224,7 @@ void Peers::greet(std::list<Stranger>& strangers) {
 
 void Peers::admit(const Hello& hello, Socket socket) {
   const auto rank = static_cast<int>(hello.rank);
-  if (hello.magic != kMagic || !(hello.key == key_) || rank < 0 || rank >= ranks_ || hello.purpose > kNews) return;
+  if (hello.magic != kHelloMagic || !(hello.key == key_) || rank < 0 || rank >= ranks_ || hello.purpose > kNews) return;
   {
     const std::lock_guard lock(mutex_);
     Peer& peer = peers_[hello.rank];

@@ -37,10 +37,7 @@ WAITS = {
 
 def build() -> Path:
     """The path of the module, compiled if it is not there."""
-    names = ("device/lanes", "schedule/schedule", "schedule/straight", "schedule/two_level")
-    names += ("transport/recorder", "transport/transport")
-    sources = [HERE / "recording.cpp", *(ROOT / "csrc" / f"{name}.cpp" for name in names)]
-    return compiled.build_module("rtp_recording_transport", sources, ["-DNDEBUG"], [ROOT / "csrc"])
+    return compiled.build_module("rtp_recording_transport", [HERE / "recording.cpp"], ["-DNDEBUG"], [ROOT / "csrc"])
 
 
 @functools.cache

@@ -11,7 +11,13 @@
 #include <optional>
 #include <set>
 
-#include "transport/transport.h"
+// What it is made of, in one unit because torch's headers take most of the time.
+#include "../../../csrc/device/lanes.cpp"
+#include "../../../csrc/schedule/schedule.cpp"
+#include "../../../csrc/schedule/straight.cpp"
+#include "../../../csrc/schedule/two_level.cpp"
+#include "../../../csrc/transport/recorder.cpp"
+#include "../../../csrc/transport/transport.cpp"
 
 namespace {
 

@@ -1,0 +1,63 @@
+"""Builds the kernels for emulated threads with the system's C++ compiler.
+
+`sanitized`: with the address and undefined-behaviour sanitizers; then Python itself must run with them (see
+`sanitizer_environment`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import compiled
+
+from kernel_emulation.mutants import write_arrivals_mutants
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+SOURCES = [
+    # delay.cu does nothing but read the GPU's clock
+    *sorted(file for file in (ROOT / "csrc" / "kernels").glob("*.cu") if file.stem != "delay"),
+    ROOT / "csrc" / "compute" / "gemm_layout.cpp",
+    *sorted(HERE.glob("*.cu")),
+    *sorted(HERE.glob("*.cpp")),
+]
+# Few blocks, so that small arrays go round the grid several times; locals that nobody set get a telling pattern.
+FLAGS = ["-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
+FLAGS += ["-DRTP_KERNEL_EMULATION", "-DRTP_MOST_BLOCKS=6"]
+PLAIN = ["-O1"]
+SANITIZED = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+
+
+def telling_pattern(cxx: str) -> list[str]:
+    """The flag that fills unset locals, where the compiler knows it."""
+    flag = "-ftrivial-auto-var-init=pattern"
+    probe = subprocess.run([cxx, flag, "-x", "c++", "-fsyntax-only", os.devnull], capture_output=True)
+    return [flag] if probe.returncode == 0 else []
+
+
+def build(sanitized: bool = False) -> Path:
+    """The path of the library, compiled if it is not there."""
+    cxx = compiled.compiler()
+    flags = [*FLAGS, *(telling_pattern(cxx) if cxx else []), *(SANITIZED if sanitized else PLAIN)]
+    name = "kernel_emulation_sanitized" if sanitized else "kernel_emulation"
+    generated = ROOT / "build" / name / "include"
+    write_arrivals_mutants(ROOT / "csrc" / "kernels" / "arrivals.h", generated)
+    return compiled.build(name, SOURCES, [*flags, "-pthread"], [generated, ROOT / "csrc", HERE])
+
+
+def sanitizer_runtimes() -> list[str]:
+    """The libraries that Python must load first; fewer than two where the compiler does not bring them."""
+    cxx, found = compiled.compiler() or "c++", []
+    for name in ("libasan.so", "libubsan.so"):
+        asked = subprocess.run([cxx, f"-print-file-name={name}"], capture_output=True, text=True)
+        found.append(asked.stdout.strip())
+    return [path for path in found if Path(path).is_absolute()]
+
+
+def sanitizer_environment() -> dict[str, str]:
+    """The environment in which Python can load the sanitized library."""
+    options = "detect_leaks=0:detect_stack_use_after_return=0:handle_segv=0"
+    preload = ":".join(sanitizer_runtimes())
+    return {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": options, "OPENBLAS_NUM_THREADS": "1"}
