@@ -43,5 +43,6 @@ def pytest_collection_finish():
 def sim():
     import simulated_cuda  # here: its place on the import path is known when tests run
 
+    simulated_cuda.skip_without_headers()
     with simulated_cuda.simulation() as module:
         yield module

@@ -31,12 +31,35 @@
 
 namespace rtp {
 
-// Which capture of a CUDA graph a stream takes part in; 0: none.
+// Which capture of a CUDA graph a stream takes part in; 0: none. Throws CudaError where the capture has been
+// invalidated: then nothing can be enqueued on the stream, and no id is valid, until whoever began it ends it.
 inline uint64_t capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;  // the runtime's own type
   RTP_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &id));
+  if (status == cudaStreamCaptureStatusInvalidated) {
+    throw CudaError(
+        "the current stream takes part in the capture of a CUDA graph that was invalidated before this call "
+        "(cudaStreamCaptureStatusInvalidated): since it began, something was called that CUDA does not permit during a "
+        "capture, such as a synchronisation, cudaMalloc or cudaEventQuery in the thread that captures "
+        "(cudaThreadExchangeStreamCaptureMode), or a wait for an event from outside of it; end the capture, which "
+        "gives no graph, and capture again without that call");
+  }
   return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
+// Whether the answer of `query` is that there is nothing left to wait for, which an error counts as. That there is
+// stays the last error of the thread, which torch asks for after its next launch, and would throw. And a thread that
+// captures may ask: CUDA would refuse, which must not pass for the end, and invalidate the capture. What is asked for
+// must not be captured itself.
+template <typename Query>
+bool has_ended(Query&& query) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  const bool exchanged = cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess;
+  const cudaError_t answer = query();
+  if (answer == cudaErrorNotReady) cudaGetLastError();
+  if (exchanged) cudaThreadExchangeStreamCaptureMode(&mode);
+  return answer != cudaErrorNotReady;
 }
 
 // A point in a stream.
@@ -65,7 +88,9 @@ class Event {
   void record(cudaStream_t stream) { record(stream, capture_of(stream)); }
   uint64_t capture() const { return capture_; }  // that it was recorded in
   // Whether the point has been reached; an error of the stream counts as its end.
-  bool reached() const { return cudaEventQuery(event_) != cudaErrorNotReady; }
+  bool reached() const {
+    return has_ended([this] { return cudaEventQuery(event_); });
+  }
   void block(cudaStream_t stream) const { RTP_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
   // Seconds from a timing event to this one. The host waits until both have been reached.
   double since(const Event& before) const {
@@ -111,6 +136,10 @@ class Stream {
   }
 
   cudaStream_t get() const { return stream_; }
+  // Whether all that was enqueued has ended; an error counts as the end. Not while it is captured.
+  bool idle() const {
+    return has_ended([this] { return cudaStreamQuery(stream_); });
+  }
 
  private:
   cudaStream_t stream_ = nullptr;

@@ -78,6 +78,12 @@ Mark CudaLanes::mark(cudaStream_t stream) const {
   return event;
 }
 
+uint64_t CudaLanes::capture() const {
+  if (capture_) return *capture_;
+  const DeviceScope scope(device_);  // the default stream is that of the current device
+  return capture_of(restore_ ? main_ : compute());
+}
+
 void CudaLanes::begin_pass() {
   capture_.reset();
   capture_ = capture();

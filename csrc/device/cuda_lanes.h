@@ -48,7 +48,7 @@ class CudaLanes : public Lanes {
   void select_compute_lane(int lane) override;
   int multiprocessors() const override { return multiprocessors_; }
   // That of the caller's stream.
-  uint64_t capture() const override { return capture_ ? *capture_ : capture_of(restore_ ? main_ : compute()); }
+  uint64_t capture() const override;
   void begin_pass() override;
   void end_pass() override;
   void enter() override;

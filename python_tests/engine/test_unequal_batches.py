@@ -4,10 +4,9 @@ from datetime import timedelta
 
 import pytest
 import recording_transport
-import simulated_cuda
 import torch
 from reference import TOLERANCE, assert_same, chunk, random
-from simulated_cuda import run_threads, values
+from simulated_cuda import one_of_ranks, run_threads, values
 from torch import nn
 
 import rtp_ext
@@ -98,7 +97,7 @@ def _train(rank, sim, ids, ranks, registered):
     shape = _native.LinearBundle([_native.LinearShape(WIDTH, WIDTH, by_outputs=True, transposed=False)], [False])
     projections = [_native.Projection(0, 0, 0, WIDTH)]
     dtypes = {"compute_dtype": DTYPE, "reduce_dtype": DTYPE}
-    try:
+    with one_of_ranks(sim, rank, executor):
         for step in range(len(TOKENS[0])):
             xs = [random(TOKENS[r][step], WIDTH, dtype=DTYPE, seed=100 * step + r) for r in range(ranks)]
             options = [
@@ -122,13 +121,8 @@ def _train(rank, sim, ids, ranks, registered):
         posted = executor.hops("weight"), executor.hops("gradient"), executor.prefetched()
         executor.close()
         return posted
-    except BaseException as error:
-        sim.controls.released = True  # so that nobody waits for this rank
-        executor.fail(f"rank {rank}: {error}")
-        raise
 
 
-@pytest.mark.skipif(simulated_cuda.include_folders() is None, reason="the headers of CUDA and NCCL are not installed")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_results_on_devices_of_two_multiprocessors(sim, ranks):
     for registered in (False, True):

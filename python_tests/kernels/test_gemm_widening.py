@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import simulated_cuda
 import torch
+from simulated_cuda import skip_without_headers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rtp_ext
@@ -43,8 +44,7 @@ def stored(values, by_columns, wide):
 
 @pytest.fixture
 def sim_blas():
-    if simulated_cuda.include_folders() is None:
-        pytest.skip("the headers of CUDA and NCCL are not installed")
+    skip_without_headers()
     with simulated_cuda.simulation() as module:
         yield module
 

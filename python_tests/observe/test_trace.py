@@ -19,7 +19,7 @@ from harness import Cases, run_ranks
 from reference import random
 from shared import overlap_options, tracing
 from shared.launch import Place
-from simulated_cuda import run_threads, values
+from simulated_cuda import run_threads, skip_without_headers, values
 from torch import nn
 from trace_checks import check_arrivals, check_trace, from_raw, steps_of
 
@@ -370,8 +370,7 @@ def _simulated(rank, sim, ids, ranks):
 
 
 def test_events_of_cuda_streams():
-    if simulated_cuda.include_folders() is None:
-        pytest.skip("the headers of CUDA and NCCL are not installed")
+    skip_without_headers()
     sim = simulated_cuda.load()
     sim.reset(3)
     ids = [sim.unique_id() for _ in range(2)]

@@ -5,15 +5,13 @@ import threading
 from datetime import timedelta
 
 import pytest
-import simulated_cuda
-from simulated_cuda import run_threads, values
+from simulated_cuda import run_threads, skip_without_headers, values
 from test_cuda_transports import TRANSPORTS, connected_news, passes, unique_ids, until_failure
 
 from rtp_ext import RingTimeout
 from rtp_ext.ring.links.options import TransportOptions
 
-if simulated_cuda.include_folders() is None:
-    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+skip_without_headers()
 
 BLOCKING = {
     "blocking": ("nccl", 2, {"blocking": True}),

@@ -10,13 +10,12 @@ import driver_calls
 import pytest
 import simulated_cuda
 import torch
-from simulated_cuda import run_threads, values
+from simulated_cuda import run_threads, skip_without_headers, values
 from test_transport_ce import MODES, Rank, connected_news
 
 from rtp_ext import RingTimeout, RotationError, _native
 
-if simulated_cuda.include_folders() is None:
-    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+skip_without_headers()
 
 SHAPES = [[[6]] * 3]
 MOST_CALLS = {"hop": 12, "compute": 4, "graph": 12}
@@ -53,10 +52,12 @@ def layers_behind_a_silent_rank(rank, sim, id_, barrier, mode, layers, news):
     return 0.0
 
 
-@pytest.mark.parametrize("mode", ["push", "pull"])
-def test_what_waits_for_a_lost_rank_ends_before_its_memory_is_unmapped(sim, mode):
+@pytest.mark.parametrize(("mode", "first_device"), [("push", 0), ("pull", 0), ("push", 1)])
+def test_what_waits_for_a_lost_rank_ends_before_its_memory_is_unmapped(sim, mode, first_device):
     """The simulation notes a mistake, and the fixture fails, where a communicator that has windows ends before the
-    copies that use them. A wait of every stream ends each time the flags are raised; there are hundreds."""
+    copies that use them. A wait of every stream ends each time the flags are raised; there are hundreds. The device
+    that threads happen to have need not be the ring's."""
+    sim.controls.first_device = first_device
     arguments = (sim, sim.unique_id(), threading.Barrier(3), mode, 80, connected_news(3))
     assert max(values(run_threads(layers_behind_a_silent_rank, 3, *arguments, timeout=60.0))) < 1 + 2 + 3
 
@@ -98,6 +99,37 @@ def test_no_context_is_made_on_the_device_that_a_thread_happens_to_have(sim, mod
 
     values(run_threads(work, 2, sim.unique_id(), threading.Barrier(2)))
     assert sim.contexts() == {0}
+
+
+def test_a_query_leaves_no_error_for_torch_to_find(sim):
+    """After a launch torch asks for the last error, of which cudaErrorNotReady is one. The ring has asked whether its
+    first hops had ended, and asks whether graphs have."""
+
+    def work(_):
+        stream, event, flag = sim.Stream(), sim.Event(), torch.zeros(1, dtype=torch.int64)
+        a, b = (torch.zeros(4, dtype=torch.float64) for _ in range(2))
+        stream.wait_value(flag, 1)
+        event.record(stream)
+        assert not event.reached() and not stream.idle()
+        sim.launch_copy(a, b)
+        before = sim.mistakes()
+        assert not stream.query(), "control: the query itself"
+        sim.launch_copy(a, b)
+        flag.fill_(1)
+        stream.synchronize()
+        return before
+
+    assert values(run_threads(work, 1)) == [[]]
+    assert len(sim.mistakes()) == 1 and "an error that an earlier call has left: 600" in sim.mistakes()[0]
+    sim.reset(1)
+
+    def ring(rank, id_, barrier):
+        sim.controls.delay_us = 5000
+        end = Rank(sim, rank, 2, id_, barrier, "push")  # waits for its first hops
+        sim.launch_copy(torch.zeros(1), torch.zeros(1))
+        end.executor.close()
+
+    values(run_threads(ring, 2, sim.unique_id(), threading.Barrier(2)))
 
 
 def test_windows_of_ce_set_up_no_multicast(sim):

@@ -4,16 +4,14 @@ why not, and either way numbers are those of one process."""
 import threading
 
 import pytest
-import simulated_cuda
 import torch
-from simulated_cuda import run_threads, values
+from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from test_following_kernel import BF16, Layers
 from test_transport_ce import Rank
 
 from rtp_ext import _native
 
-if simulated_cuda.include_folders() is None:
-    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+skip_without_headers()
 
 DIRECT = {"gradient_route": "direct"}
 NARROW = "weights travel in fewer bits than they are computed with"
@@ -35,7 +33,7 @@ TWO_LEVELS = {"two levels": ({"route": "two-level"}, "")}
 def work(rank, sim, ranks, id_, barrier, hosts, combinations):
     end = Rank(sim, rank, ranks, id_, barrier, "push", hosts=hosts)
     executor = end.executor
-    try:
+    with one_of_ranks(sim, rank, executor, barrier=barrier):
         executor.set_follows(True)
         executor.allow_late(1)
         for number, (name, (changes, reason)) in enumerate(combinations.items()):
@@ -54,10 +52,6 @@ def work(rank, sim, ranks, id_, barrier, hosts, combinations):
         assert "late" not in combinations or executor.landed_late() > 0
         end.check_rest()
         executor.close()
-    except BaseException as error:
-        barrier.abort()
-        executor.fail(f"rank {rank}: {error}")
-        raise
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import Cases, run_ranks
 from reference import chunk
-from simulated_cuda import run_threads, values
+from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from simulated_cuda.mutants import FOLLOWING_MUTANTS
 from test_cuda_transports import connect, unique_ids
 from test_transport_ce import Rank, connected_news
@@ -20,8 +20,7 @@ from test_transport_ce import Rank, connected_news
 import rtp_ext
 from rtp_ext import RingTimeout, RotationError, _native
 
-if simulated_cuda.include_folders() is None:
-    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+skip_without_headers()
 
 BF16 = torch.bfloat16
 
@@ -75,7 +74,7 @@ def launches(sim):
 def passes(rank, sim, ranks, id_, barrier, mode, route):
     end = Rank(sim, rank, ranks, id_, barrier, mode)
     executor = end.executor
-    try:
+    with one_of_ranks(sim, rank, executor, barrier=barrier):
         executor.set_follows(True)
         one = Layers(rank, ranks, [16 * ranks], 24, name="one", route=route)
         three = Layers(rank, ranks, [8 * ranks, 16 * ranks, 8 * ranks], 16, name="three", seed=5, route=route)
@@ -106,10 +105,6 @@ def passes(rank, sim, ranks, id_, barrier, mode, route):
             assert said["one forward"] == "there are no tokens"
         end.check_rest()
         executor.close()
-    except BaseException as error:
-        barrier.abort()
-        executor.fail(f"rank {rank}: {error}")  # so that the others do not wait
-        raise
 
 
 @pytest.mark.parametrize(("ranks", "mode", "route"), [(2, "push", "ring"), (3, "pull", "direct"), (4, "push", "ring")])

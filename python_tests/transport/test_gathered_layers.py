@@ -3,19 +3,17 @@ between the two parts of one, which are other owners': numbers are those of one 
 before its stream gets there."""
 
 import pytest
-import simulated_cuda
 import torch
 from grids import few
 from reference import assert_same, chunk, differs, random
-from simulated_cuda import run_threads, values
+from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from simulated_cuda.late import late
 from test_cuda_transports import TIMEOUT, TRANSPORTS, unique_ids
 from test_transport_ce import MODES
 
 from rtp_ext import _native
 
-if simulated_cuda.include_folders() is None:
-    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+skip_without_headers()
 
 DTYPE, EXACT = torch.float64, 1e-12
 OUTS, INPUTS, TOKENS, STEPS = [4, 8], 2, 3, 3
@@ -42,7 +40,7 @@ def work(rank, sim, kind, ids, ranks):
         route="gather", in_place=False, compute_dtype=DTYPE, reduce_dtype=DTYPE, slot_cap=0, halves=False, name="small"
     )
     before = None
-    try:
+    with one_of_ranks(sim, rank, executor):
         sim.set_compute(True)
         for step in range(STEPS):  # into slots that hold the numbers of the step before
             wholes = [
@@ -80,12 +78,6 @@ def work(rank, sim, kind, ids, ranks):
             assert before is None or differs(wholes[1], before, 1e-3), "control: steps are alike"
             before = wholes[1]
         executor.close()
-    except BaseException as error:
-        sim.controls.released = True  # so that nobody waits for this rank
-        executor.fail(f"rank {rank}: {error}")
-        raise
-    finally:
-        sim.set_compute(False)
 
 
 @pytest.mark.parametrize("ranks", few([2, 3], [2, 3, 4]))

@@ -6,19 +6,17 @@ import threading
 from dataclasses import dataclass, field
 
 import pytest
-import simulated_cuda
 import torch
 from grids import few
 from reference import chunk, random
-from simulated_cuda import run_threads, values
+from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from simulated_cuda.late import late
 from test_pass_graphs import Graphs
 from test_transport_ce import Rank
 
 from rtp_ext import _native
 
-if simulated_cuda.include_folders() is None:
-    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+skip_without_headers()
 
 TOKENS, INPUTS, STEPS = 3, 6, 7
 BF16, F32 = torch.bfloat16, torch.float32
@@ -141,7 +139,7 @@ def same(one, other):
 def compare(rank, sim, ranks, ids, barrier, case):
     ends = [Rank(sim, rank, ranks, id_, barrier, case.mode, late=True, hosts=case.hosts) for id_ in ids]
     plain, executor = (end.executor for end in ends)
-    try:
+    with one_of_ranks(sim, rank, plain, executor, barrier=barrier):
         calls = Calls(rank, ranks, case)
         expected = []
         for step in range(STEPS):
@@ -174,13 +172,6 @@ def compare(rank, sim, ranks, ids, barrier, case):
         for each in (plain, executor):
             each.close()
         graphs.forget()
-    except BaseException as error:
-        barrier.abort()
-        for each in (plain, executor):
-            each.fail(f"rank {rank}: {error}")
-        raise
-    finally:
-        sim.set_compute(False)
 
 
 def check(sim, ranks, cases):

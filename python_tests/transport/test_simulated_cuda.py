@@ -5,14 +5,12 @@ import time
 from datetime import timedelta
 
 import pytest
-import simulated_cuda
 import torch
-from simulated_cuda import run_threads, values
+from simulated_cuda import run_threads, skip_without_headers, values
 
 from rtp_ext import RingTimeout, RotationError, _native
 
-if simulated_cuda.include_folders() is None:
-    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+skip_without_headers()
 
 TIMEOUT = timedelta(seconds=10)
 

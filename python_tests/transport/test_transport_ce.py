@@ -10,14 +10,13 @@ import pytest
 import simulated_cuda
 import torch
 from reference import TOLERANCE, assert_same, random
-from simulated_cuda import run_threads, values
+from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from simulated_cuda.mutants import ALL_CE_MUTANTS, CE_MUTANTS
 from test_cuda_transports import linear, primitives
 
 from rtp_ext import RingTimeout, RotationError, _native
 
-if simulated_cuda.include_folders() is None:
-    pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+skip_without_headers()
 
 TIMEOUT = timedelta(seconds=20)
 DTYPE = torch.float64
@@ -85,7 +84,7 @@ class Rank:
 
 def passes(rank, sim, ranks, id_, barrier, mode, rounds, mutant=None, timeout=TIMEOUT):
     end = Rank(sim, rank, ranks, id_, barrier, mode, timeout, mutant)
-    try:
+    with one_of_ranks(sim, rank, end.executor, barrier=barrier):
         for turn in range(rounds):
             for route in ("ring", "direct"):
                 linear(end.executor, 1 + turn, route, rank, ranks)
@@ -103,10 +102,6 @@ def passes(rank, sim, ranks, id_, barrier, mode, rounds, mutant=None, timeout=TI
         linear(end.executor, 52, "direct", rank, ranks, features=(40, 9))
         end.check_rest()
         end.executor.close()
-    except BaseException as error:
-        barrier.abort()
-        end.executor.fail(f"rank {rank}: {error}")  # so that the others do not wait
-        raise
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -15,9 +15,12 @@ whichever way it goes, so that they belong to whoever gets them.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +100,30 @@ def refuse_graphs(ring: Any, option: str) -> None:
     ring.graphs.forget()
     ring.graphs.on, ring.graphs.reason = False, reason
     logger.info("ring of %d: passes are no graphs: %s", ring.size, reason)
+
+
+_collectors = threading.Lock()
+_without_collector = 0  # threads that capture
+_collects = False  # once none does any more
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Python looks for no garbage meanwhile: what ends then may wait for the device, as a ring does and whatever else
+    has memory there, which in a thread that captures invalidates its capture."""
+    global _without_collector, _collects
+    with _collectors:
+        if _without_collector == 0:
+            _collects = gc.isenabled()
+            gc.disable()
+        _without_collector += 1
+    try:
+        yield
+    finally:
+        with _collectors:
+            _without_collector -= 1
+            if _without_collector == 0 and _collects:
+                gc.enable()
 
 
 @dataclass
@@ -239,7 +266,8 @@ class PassGraphs:
         arguments: Sequence[Any],
         results: list[torch.Tensor],
     ) -> Any:
-        returned, graph = self._aside(operation, function, arguments, results, captured=True)
+        with uncollected():
+            returned, graph = self._aside(operation, function, arguments, results, captured=True)
         self.stepped -= 1  # it has not run
         if graph.generation != self._generation:  # what it made was made in vain: it steps until slots have settled
             self.forget()

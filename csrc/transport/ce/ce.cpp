@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <optional>
 
 #include "device/nccl/symmetric_memory.h"
 #include "kernels/arriving_gemm.h"
@@ -38,19 +39,23 @@ class CopyEngineTransport : public CeTransport, public Following {
       : CeTransport(end, {id}, CommunicatorOptions{}), peers_(communicators_, end.rank, end.ranks) {
     const DeviceScope scope(device_);
     side_ = Stream::highest_priority();
+    raised_.emplace();
     const at::Tensor memory = allocate_symmetric(PeerFlags::bytes(end.ranks), device_);
     try {
       flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks, side_.get());
       try_out();
       start();
     } catch (...) {
-      const auto ended = [&](Channel channel) { return cudaStreamQuery(lanes_.channel(channel)) != cudaErrorNotReady; };
-      ended(Channel::weight) && ended(Channel::gradient) ? communicators_.abort() : leave_behind();
+      const auto idle = [&](Channel channel) {
+        return has_ended([&] { return cudaStreamQuery(lanes_.channel(channel)); });
+      };
+      idle(Channel::weight) && idle(Channel::gradient) ? communicators_.abort() : leave_behind();
       throw;
     }
   }
 
   ~CopyEngineTransport() override {
+    const DeviceScope scope(device_);
     const bool over = nothing_left();  // before the watchdog stops, which lets waits end
     stop();
     if (over) {
@@ -172,9 +177,9 @@ class CopyEngineTransport : public CeTransport, public Following {
   bool give_up() noexcept override {
     communicators_.give_up_waiting();
     try {
-      if (raised_.reached()) {
+      if (raised_->reached()) {
         flags_->raise_all(side_.get());
-        raised_.record(side_.get(), 0);
+        raised_->record(side_.get(), 0);
       }
       return true;  // one wait of a stream ends at a time
     } catch (...) {
@@ -231,8 +236,8 @@ class CopyEngineTransport : public CeTransport, public Following {
 
   std::array<CeMode, 2> modes_{CeMode::push, CeMode::push};
   CopyEngine engine_;
-  Stream side_;   // of the watchdog, never behind a wait for a peer
-  Event raised_;  // on it: all flags, for the last time
+  Stream side_;                  // of the watchdog, never behind a wait for a peer
+  std::optional<Event> raised_;  // on it, and of its device: all flags, for the last time
   PeerMemory peers_;
   std::unique_ptr<PeerFlags> flags_;
   std::array<std::map<std::byte*, Slot>, 2> slots_;  // by where they start

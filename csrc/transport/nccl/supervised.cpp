@@ -80,6 +80,7 @@ std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
   try {
     ends = enqueue(hop, stream);
   } catch (const RotationError&) {
+    watch_rest(hop, stream);
     watchdog_->check();  // why the watchdog gave up says more than that it did
     throw;
   }
@@ -99,6 +100,14 @@ void SupervisedTransport::watch(const Hop& hop, const Mark& done) {
     captured_ = true;
   } else {
     watchdog_->watch(hop, done);
+  }
+}
+
+// What was enqueued of a hop before it failed is given up like any other.
+void SupervisedTransport::watch_rest(const Hop& hop, cudaStream_t stream) noexcept {
+  try {
+    watch(hop, lanes_.mark(stream));
+  } catch (...) {  // the error that led here is already on its way
   }
 }
 

@@ -81,6 +81,7 @@ class SupervisedTransport : public CudaTransport {
   std::optional<Failure> look(const std::vector<int>& oldest);
 
   void watch(const Hop& hop, const Mark& done);
+  void watch_rest(const Hop& hop, cudaStream_t stream) noexcept;
 
   bool captured_ = false;  // there are graphs of the user, whose hops nobody watches
   std::map<void*, at::Tensor> slots_;

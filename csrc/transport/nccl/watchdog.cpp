@@ -101,7 +101,8 @@ void Watchdog::run() noexcept {
     RTP_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
     std::unique_lock lock(mutex_);
     while (!stopping_) {
-      wake_.wait_for(lock, again_ ? std::chrono::microseconds(kGivingUpInterval) : kPollInterval);
+      const bool waits = again_ && !(pending_[0].empty() && pending_[1].empty());
+      wake_.wait_for(lock, waits ? std::chrono::microseconds(kGivingUpInterval) : kPollInterval);
       if (stopping_) break;
       const bool failed = failure_.has_value();
       lock.unlock();
@@ -109,9 +110,10 @@ void Watchdog::run() noexcept {
         auto failure = look();
         if (!failure) failure = overdue();
         if (failure) fail(std::move(*failure));
-      } else {
+      } else if (again_ && !drain(std::chrono::milliseconds(0))) {
+        // Also of hops that were being enqueued, perhaps into a full queue, while the others ended.
         const std::lock_guard duty(duty_);
-        if (again_) again_ = !drain(std::chrono::milliseconds(0)) && duties_.give_up(*failure_);
+        again_ = duties_.give_up(*failure_);
       }
       lock.lock();
     }

@@ -83,7 +83,7 @@ class Watchdog {
   std::condition_variable wake_;
   bool stopping_ = false;
   std::optional<Failure> failure_;
-  std::atomic<bool> again_ = false;             // give_up wants another call
+  std::atomic<bool> again_ = false;             // give_up wants another call for as long as a hop has not ended
   std::array<std::deque<Pending>, 2> pending_;  // of each channel: hops whose end has not been seen, oldest first
   std::thread thread_;
 };

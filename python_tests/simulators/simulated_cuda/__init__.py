@@ -75,6 +75,32 @@ def simulation() -> Iterator[Any]:
     assert module.mistakes() == [], module.mistakes()
 
 
+def skip_without_headers() -> None:
+    """Skips the test that calls it, or the module where it is called at import, where nothing can be compiled."""
+    import pytest  # benchmarks load the simulation without it
+
+    if include_folders() is None:
+        pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
+
+
+@contextlib.contextmanager
+def one_of_ranks(module: Any, rank: int, *executors: Any, barrier: threading.Barrier | None = None) -> Iterator[None]:
+    """What a rank on a thread does with its executors: where it raises, nobody waits for it, neither at the `barrier`
+    nor, without one, for anything in the simulation. Its computes are the host's again at the end."""
+    try:
+        yield
+    except BaseException as error:
+        if barrier is not None:
+            barrier.abort()
+        else:
+            module.controls.released = True
+        for executor in executors:
+            executor.fail(f"rank {rank}: {error}")
+        raise
+    finally:
+        module.set_compute(False)
+
+
 def run_threads(work: Callable[..., Any], ranks: int, *args: Any, timeout: float = 30.0) -> list[Any]:
     """Calls `work(rank, *args)` on a thread for each rank. Returns what each returned or, where it raised, the error.
 

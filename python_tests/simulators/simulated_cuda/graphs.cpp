@@ -6,6 +6,9 @@
 #include "simulator.h"
 
 namespace simulated {
+
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
 namespace {
 
 std::set<Capture*>& captures() {
@@ -67,8 +70,33 @@ cudaError_t wait_in_capture(cudaStream_t stream, const CUevent_st& event) {
     return cudaErrorCapturedEvent;
   }
   stream->capture = event.capture;
-  event.capture->tails[stream].insert(event.after.begin(), event.after.end());
+  std::set<size_t>& after = event.capture->tails[stream];
+  const Forgotten kind = stream == event.capture->origin ? Forgotten::waits_of_computes : Forgotten::waits_of_hops;
+  if (world().controls.forgotten == kind) {
+    event.capture->mutated = true;
+  } else {
+    after.insert(event.after.begin(), event.after.end());
+  }
   return cudaSuccess;
+}
+
+void record_in_capture(CUevent_st& event, cudaStream_t stream) {
+  Capture& capture = *stream->capture;
+  event.after = capture.tails[stream];
+  const Forgotten kind = stream == capture.origin ? Forgotten::ends_of_computes : Forgotten::ends_of_hops;
+  if (world().controls.forgotten != kind || event.after.size() != 1) return;
+  const Node& newest = capture.nodes[*event.after.begin()];
+  if (newest.stream != stream) return;
+  event.after = newest.after;
+  capture.mutated = true;
+}
+
+bool forbidden(const char* function) {
+  Capture* const capture = own_capture();
+  if (capture == nullptr || capture_mode == cudaStreamCaptureModeRelaxed) return false;
+  mistake(std::string(function) + " by a thread that captures");
+  capture->invalid = true;
+  return true;
 }
 
 }  // namespace simulated
@@ -91,7 +119,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMo
   static std::atomic<unsigned long long> ids{1};  // 1: of controls.capturing
   const std::lock_guard lock(world().mutex);
   if (stream->host || stream->capture != nullptr || mode != cudaStreamCaptureModeThreadLocal) {
-    return cudaErrorInvalidValue;
+    return note(cudaErrorInvalidValue);
   }
   stream->capture = std::make_shared<Capture>();
   stream->capture->id = ++ids;
@@ -108,8 +136,8 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   std::shared_ptr<Capture> capture;  // goes after the mutex: tensors that it holds may need Python's lock
   const std::lock_guard lock(world().mutex);
   capture = stream->capture;
-  if (capture == nullptr || capture->origin != stream) return cudaErrorInvalidValue;
-  if (capture->thread != std::this_thread::get_id()) return cudaErrorStreamCaptureWrongThread;
+  if (capture == nullptr || capture->origin != stream) return note(cudaErrorInvalidValue);
+  if (capture->thread != std::this_thread::get_id()) return note(cudaErrorStreamCaptureWrongThread);
   const std::set<size_t> joined = reached(*capture, capture->tails[stream]);
   bool unjoined = false;
   for (const auto& [each, tails] : capture->tails) {
@@ -118,15 +146,15 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   }
   capture->ended = true;
   captures().erase(capture.get());
-  if (capture->invalid) return cudaErrorStreamCaptureInvalidated;
-  if (unjoined) return cudaErrorStreamCaptureUnjoined;
+  if (capture->invalid) return note(cudaErrorStreamCaptureInvalidated);
+  if (unjoined && !capture->mutated) return note(cudaErrorStreamCaptureUnjoined);
   *graph = new CUgraph_st{std::move(capture->nodes)};
   return cudaSuccess;
 }
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long flags) {
   called("cudaGraphInstantiate");
-  if (flags != 0) return cudaErrorInvalidValue;
+  if (flags != 0) return note(cudaErrorInvalidValue);
   *executable = new CUgraphExec_st{std::make_shared<const std::vector<Node>>(graph->nodes), nullptr};
   return cudaSuccess;
 }
@@ -145,10 +173,11 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   std::shared_ptr<Point> before;
   const auto here = std::make_shared<Point>();
   {
-    const std::lock_guard lock(world().mutex);
+    std::unique_lock lock(world().mutex);
+    wait_until(lock, [] { return !world().controls.full_queue; });
     if (stream->capture != nullptr) {
       mistake("cudaGraphLaunch into a stream that is being captured");
-      return cudaErrorInvalidValue;
+      return note(cudaErrorInvalidValue);
     }
     before = std::exchange(executable->last, here);
     ++world().launches[this_maker()];

@@ -22,13 +22,14 @@ namespace {
 
 thread_local cudaStream_t asynchronous_compute = nullptr, chosen_compute = nullptr;
 thread_local int chosen_device = -1;
+thread_local cudaError_t last_error = cudaSuccess;
 
 int current_device() { return chosen_device < 0 ? world().controls.first_device : chosen_device; }
 
 // What needs a context makes one.
-void make_context() {
+void make_context(int device = current_device()) {
   const std::lock_guard lock(world().mutex);
-  world().contexts.insert(current_device());
+  world().contexts.insert(device);
 }
 
 // Streams whose threads run, destroyed or not.
@@ -85,9 +86,10 @@ std::map<cudaStream_t, std::shared_ptr<CUstream_st>>& streams() {
   return *all;
 }
 
-cudaStream_t make_stream() {
-  make_context();
+cudaStream_t make_stream(int device = current_device()) {
+  make_context(device);
   auto stream = std::make_shared<CUstream_st>();
+  stream->device = device;
   const std::lock_guard lock(world().mutex);
   streams()[stream.get()] = stream;
   live().insert(stream);
@@ -105,6 +107,28 @@ CUstream_st& host_stream() {
   return *stream;
 }
 
+int device_of(cudaStream_t stream) { return stream->host ? current_device() : stream->device; }
+
+// Whether the stream takes part in a capture that has been invalidated, and not ended. Holds the mutex.
+bool invalidated(cudaStream_t stream) { return stream->capture != nullptr && stream->capture->invalid; }
+
+// Asks the driver for what is there without a context, or ends what has one of its own.
+bool needs_context(const std::string& function) {
+  static const std::set<std::string> none{"cudaSetDevice",
+                                          "cudaGetDevice",
+                                          "cudaDeviceGetAttribute",
+                                          "cudaDriverGetVersion",
+                                          "cudaDeviceCanAccessPeer",
+                                          "cudaStreamDestroy",
+                                          "cudaEventDestroy",
+                                          "cudaGraphDestroy",
+                                          "cudaGraphExecDestroy",
+                                          "cudaFreeHost",
+                                          "cudaThreadExchangeStreamCaptureMode",
+                                          "cudaGetDriverEntryPointByVersion"};
+  return function.starts_with("cuda") && none.count(function) == 0;
+}
+
 }  // namespace
 
 World& world() {
@@ -119,7 +143,22 @@ Calls& calls() {
   return mine;
 }
 
-void called(const char* function) { ++calls()[function]; }
+void called(const char* function) {
+  ++calls()[function];
+  if (needs_context(function)) make_context();
+}
+
+cudaError_t note(cudaError_t status) {
+  if (status != cudaSuccess) last_error = status;
+  return status;
+}
+
+void check_launch() {
+  if (const cudaError_t found = std::exchange(last_error, cudaSuccess)) {
+    const std::lock_guard lock(world().mutex);
+    mistake("after a launch torch finds an error that an earlier call has left: " + std::to_string(found));
+  }
+}
 
 Maker this_maker() {
   static std::atomic<Maker> makers{0};
@@ -201,7 +240,7 @@ void set_compute(bool asynchronous) {
   chosen_compute = nullptr;
   if (asynchronous == (asynchronous_compute != nullptr)) return;
   if (asynchronous) {
-    asynchronous_compute = make_stream();
+    asynchronous_compute = make_stream(0);  // of the rings' device
   } else {
     cudaStreamDestroy(std::exchange(asynchronous_compute, nullptr));
   }
@@ -215,15 +254,14 @@ cudaStream_t compute_stream() {
 namespace {
 
 // Waits for a value in memory, which another stream or the host writes.
-CUresult CUDAAPI wait_value64(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags) {
-  if (flags != CU_STREAM_WAIT_VALUE_GEQ && flags != CU_STREAM_WAIT_VALUE_EQ) return CUDA_ERROR_INVALID_VALUE;
+Work wait_for(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags) {
   const auto* memory = reinterpret_cast<uint64_t*>(address);
   std::shared_ptr<CUstream_st> kept;  // a graph may outlive the stream
   {
     const std::lock_guard lock(world().mutex);
     kept = held(stream);
   }
-  const auto wait = [=] {
+  return [=] {
     std::unique_lock lock(world().mutex);
     stream->waiting = kept != nullptr;
     wait_until(lock, [=] {
@@ -232,32 +270,64 @@ CUresult CUDAAPI wait_value64(CUstream stream, CUdeviceptr address, cuuint64_t v
     });
     stream->waiting = false;
   };
-  enqueue(stream, wait, {{memory, sizeof(uint64_t)}});
-  return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI write_value64(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int) {
-  enqueue(stream, [=] {
+Work write(CUdeviceptr address, cuuint64_t value) {
+  return [=] {
     const std::lock_guard lock(world().mutex);
     __atomic_store_n(reinterpret_cast<uint64_t*>(address), value, __ATOMIC_RELEASE);
     world().changed.notify_all();
-  });
+  };
+}
+
+// One piece of work, of a graph one node.
+CUresult CUDAAPI batch_mem_op(CUstream stream, unsigned int count, CUstreamBatchMemOpParams* operations, unsigned int) {
+  called("cuStreamBatchMemOp");
+  {
+    const std::lock_guard lock(world().mutex);
+    if (invalidated(stream)) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+  }
+  std::vector<Work> works;
+  Memory memory;
+  for (const auto* operation = operations; operation != operations + count; ++operation) {
+    if (operation->operation == CU_STREAM_MEM_OP_WAIT_VALUE_64) {
+      const auto& wait = operation->waitValue;
+      if (wait.flags != CU_STREAM_WAIT_VALUE_GEQ && wait.flags != CU_STREAM_WAIT_VALUE_EQ) {
+        return CUDA_ERROR_INVALID_VALUE;
+      }
+      works.push_back(wait_for(stream, wait.address, wait.value64, wait.flags));
+      memory.emplace_back(reinterpret_cast<const void*>(wait.address), sizeof(uint64_t));
+    } else if (operation->operation == CU_STREAM_MEM_OP_WRITE_VALUE_64) {
+      works.push_back(write(operation->writeValue.address, operation->writeValue.value64));
+    } else {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+  }
+  const auto all = [works = std::move(works)] {
+    for (const Work& work : works) {
+      if (&work != works.data()) dawdle();
+      work();
+    }
+  };
+  enqueue(stream, all, std::move(memory));
   return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI batch_mem_op(CUstream stream, unsigned int count, CUstreamBatchMemOpParams* operations, unsigned int) {
-  called("cuStreamBatchMemOp");
-  for (const auto* operation = operations; operation != operations + count; ++operation) {
-    CUresult result = CUDA_ERROR_INVALID_VALUE;
-    if (operation->operation == CU_STREAM_MEM_OP_WAIT_VALUE_64) {
-      const auto& wait = operation->waitValue;
-      result = wait_value64(stream, wait.address, wait.value64, wait.flags);
-    } else if (operation->operation == CU_STREAM_MEM_OP_WRITE_VALUE_64) {
-      result = write_value64(stream, operation->writeValue.address, operation->writeValue.value64, 0);
-    }
-    if (result != CUDA_SUCCESS) return result;
-  }
-  return CUDA_SUCCESS;
+CUresult CUDAAPI wait_value64(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags) {
+  CUstreamBatchMemOpParams operation{};
+  operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
+  operation.waitValue.address = address;
+  operation.waitValue.value64 = value;
+  operation.waitValue.flags = flags;
+  return batch_mem_op(stream, 1, &operation, 0);
+}
+
+CUresult CUDAAPI write_value64(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int) {
+  CUstreamBatchMemOpParams operation{};
+  operation.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+  operation.writeValue.address = address;
+  operation.writeValue.value64 = value;
+  return batch_mem_op(stream, 1, &operation, 0);
 }
 
 }  // namespace

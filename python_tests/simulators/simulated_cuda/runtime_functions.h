@@ -5,7 +5,7 @@ extern "C" {
 
 const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "simulated error"; }
 const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(error); }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 
 cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute, int) {
   called("cudaDeviceGetAttribute");
@@ -34,7 +34,8 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 cudaError_t cudaDeviceSynchronize() {
   called("cudaDeviceSynchronize");
   std::unique_lock lock(world().mutex);
-  if (world().controls.capturing || own_capture()) mistake("cudaDeviceSynchronize while a graph is captured");
+  if (world().controls.capturing) mistake("cudaDeviceSynchronize while a graph is captured");
+  if (forbidden("cudaDeviceSynchronize")) return note(cudaErrorStreamCaptureUnsupported);
   wait_until(lock, [] {
     for (const auto& [handle, stream] : streams()) {
       if (!stream->queue.empty() || stream->busy) return false;
@@ -56,7 +57,7 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int flags, int priority) {
   called("cudaStreamCreateWithPriority");
-  if (flags != cudaStreamNonBlocking || (priority != -5 && priority != 0)) return cudaErrorInvalidValue;
+  if (flags != cudaStreamNonBlocking || (priority != -5 && priority != 0)) return note(cudaErrorInvalidValue);
   *stream = make_stream();
   return cudaSuccess;
 }
@@ -72,7 +73,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   const auto found = streams().find(stream);
   if (found == streams().end()) {
     mistake("cudaStreamDestroy of what is not a stream");
-    return cudaErrorInvalidResourceHandle;
+    return note(cudaErrorInvalidResourceHandle);
   }
   found->second->ending = true;
   streams().erase(found);
@@ -92,27 +93,29 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   called("cudaStreamQuery");
   const std::lock_guard lock(world().mutex);
   if (world().controls.capturing || stream->capture) mistake("cudaStreamQuery of a stream that is being captured");
-  return stream->queue.empty() && !stream->busy ? cudaSuccess : cudaErrorNotReady;
+  return note(stream->queue.empty() && !stream->busy ? cudaSuccess : cudaErrorNotReady);
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus* status, unsigned long long* id,
                                      cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
   called("cudaStreamGetCaptureInfo");
   const std::lock_guard lock(world().mutex);
   const bool active = world().controls.capturing || stream->capture != nullptr;
-  *status = active ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = invalidated(stream) ? cudaStreamCaptureStatusInvalidated
+            : active            ? cudaStreamCaptureStatusActive
+                                : cudaStreamCaptureStatusNone;
+  if (*status == cudaStreamCaptureStatusInvalidated) return cudaSuccess;  // nothing else is valid then
   *id = stream->capture != nullptr ? stream->capture->id : active ? 1 : 0;
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* mode) {
   called("cudaThreadExchangeStreamCaptureMode");
-  thread_local cudaStreamCaptureMode now = cudaStreamCaptureModeGlobal;
-  std::swap(now, *mode);
+  std::swap(capture_mode, *mode);
   return cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
   called("cudaEventCreateWithFlags");
-  *event = new CUevent_st{{}, (flags & cudaEventDisableTiming) == 0, {}, {}};
+  *event = new CUevent_st{{}, (flags & cudaEventDisableTiming) == 0, {}, {}, current_device()};
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
@@ -124,9 +127,14 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   called("cudaEventRecord");
   {
     const std::lock_guard lock(world().mutex);
+    if (event->device != device_of(stream)) {
+      mistake("cudaEventRecord of an event of another device than the stream's");
+      return note(cudaErrorInvalidResourceHandle);
+    }
+    if (invalidated(stream)) return note(cudaErrorStreamCaptureInvalidated);
     event->capture = stream->capture;
     if (event->capture != nullptr) {
-      event->after = event->capture->tails[stream];
+      record_in_capture(*event, stream);
       event->point = nullptr;
       return cudaSuccess;
     }
@@ -139,12 +147,12 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   called("cudaEventQuery");
   const std::lock_guard lock(world().mutex);
-  if (own_capture() != nullptr) mistake("cudaEventQuery by a thread that captures");
+  if (forbidden("cudaEventQuery")) return note(cudaErrorStreamCaptureUnsupported);
   if (event->capture != nullptr) {
     mistake("cudaEventQuery of an event that was recorded in a capture");
-    return cudaErrorCapturedEvent;
+    return note(cudaErrorCapturedEvent);
   }
-  return event->point == nullptr || event->point->reached ? cudaSuccess : cudaErrorNotReady;
+  return note(event->point == nullptr || event->point->reached ? cudaSuccess : cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   called("cudaEventSynchronize");
@@ -156,8 +164,8 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEven
   called("cudaEventElapsedTime");
   const std::lock_guard lock(world().mutex);
   if (!from->timing || !to->timing || from->point == nullptr || to->point == nullptr)
-    return cudaErrorInvalidResourceHandle;
-  if (!from->point->reached || !to->point->reached) return cudaErrorNotReady;
+    return note(cudaErrorInvalidResourceHandle);
+  if (!from->point->reached || !to->point->reached) return note(cudaErrorNotReady);
   *milliseconds = std::chrono::duration<float, std::milli>(to->point->time - from->point->time).count();
   return cudaSuccess;
 }
@@ -166,12 +174,13 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   std::shared_ptr<Point> point;
   {
     const std::lock_guard lock(world().mutex);
-    if (event->capture != nullptr) return wait_in_capture(stream, *event);
+    if (invalidated(stream)) return note(cudaErrorStreamCaptureInvalidated);
+    if (event->capture != nullptr) return note(wait_in_capture(stream, *event));
     point = event->point;
     if (stream->capture != nullptr && point != nullptr) {
       mistake("a stream that is being captured waits for an event from outside of the capture");
       stream->capture->invalid = true;
-      return cudaErrorStreamCaptureIsolation;
+      return note(cudaErrorStreamCaptureIsolation);
     }
   }
   if (point == nullptr) return cudaSuccess;
@@ -185,6 +194,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, enum cudaMemcpyKind, cudaStream_t stream) {
   called("cudaMemcpyAsync");
   use("cudaMemcpyAsync", stream);
+  {
+    const std::lock_guard lock(world().mutex);
+    if (invalidated(stream)) return note(cudaErrorStreamCaptureInvalidated);
+  }
   enqueue(stream, [=] { copy(to, from, bytes); }, {{to, bytes}, {from, bytes}});
   return cudaSuccess;
 }
@@ -192,7 +205,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, enum cudaMemcpy
   called("cudaMemcpy");
   {
     const std::lock_guard lock(world().mutex);
-    if (own_capture() != nullptr) mistake("cudaMemcpy by a thread that captures");
+    if (forbidden("cudaMemcpy")) return note(cudaErrorStreamCaptureUnsupported);
   }
   std::memcpy(to, from, bytes);
   return cudaSuccess;
@@ -231,7 +244,7 @@ cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   called("cudaMalloc");
   *memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-  return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+  return note(*memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess);
 }
 cudaError_t cudaFree(void* memory) {
   called("cudaFree");

@@ -46,6 +46,15 @@ struct Allocation {
   Maker maker;
 };
 
+// What a capture leaves out: mistakes that tests must notice where its graph is replayed.
+enum class Forgotten : uint8_t {
+  nothing,
+  waits_of_computes,  // of the stream that the capture began on, and
+  waits_of_hops,      // of every other stream: an event that is waited for orders nothing
+  ends_of_computes,   // an event stands for what came before the newest work of its stream
+  ends_of_hops,
+};
+
 struct Controls {
   int delay_us = 0;                 // before every piece of work and in the middle of every copy: random up to this
   int launch_queue = 0;             // pieces of work that fit into a blocking communicator's stream; 0: any number
@@ -59,6 +68,8 @@ struct Controls {
   int multiprocessors = 0;          // of the device; 0: nothing computes on two lanes
   int first_device = 0;             // the current device of a thread that has chosen none
   bool lacks_graph_memory = false;  // torch has no memory for graphs
+  bool full_queue = false;          // the launch of a graph does not return
+  Forgotten forgotten = Forgotten::nothing;
 };
 
 struct World {
@@ -79,10 +90,17 @@ World& world();
 // Notes a call that the real libraries do not allow. Holds the mutex.
 void mistake(const std::string& text);
 
-// Counts a call of a function of CUDA or NCCL by this thread.
+// Counts a call of a function of CUDA or NCCL by this thread. Functions of the runtime that need a context make one on
+// the thread's current device.
 void called(const char* function);
 using Calls = std::map<std::string, int64_t>;
 Calls& calls();  // of this thread
+
+// What a function of the runtime returns: an error is the thread's last one until it is asked for. cudaErrorNotReady is
+// an error like any other.
+cudaError_t note(cudaError_t status);
+// Torch asks for the last error after it has launched a kernel, and throws whatever it finds.
+void check_launch();
 
 // Waits until `ready`, which is asked with the mutex held; also where memory that nobody announces has changed.
 void wait_until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& ready);
@@ -104,15 +122,20 @@ struct Capture {
   unsigned long long id = 0;
   cudaStream_t origin = nullptr;
   std::thread::id thread;
-  bool ended = false, invalid = false;
+  bool ended = false, invalid = false, mutated = false;
   std::vector<Node> nodes;
   std::map<cudaStream_t, std::set<size_t>> tails;  // of every stream that takes part: what its next node comes after
 };
 // cudaStreamWaitEvent for an event that was recorded in a capture: the stream takes part in it from then on. Holds the
 // mutex.
 cudaError_t wait_in_capture(cudaStream_t stream, const CUevent_st& event);
+// cudaEventRecord in a capture. Holds the mutex.
+void record_in_capture(CUevent_st& event, cudaStream_t stream);
 // A capture that this thread has begun; null: none. Holds the mutex.
 Capture* own_capture();
+// Whether this thread captures and may not call such a function: that invalidates its capture. Holds the mutex.
+bool forbidden(const char* function);
+extern thread_local cudaStreamCaptureMode capture_mode;
 
 // The stream behind a handle, for work that may outlive it; null for the host's. Holds the mutex.
 std::shared_ptr<CUstream_st> held(cudaStream_t stream);
@@ -147,10 +170,12 @@ struct CUstream_st {
   bool waiting = false;                         // for a value in memory
   std::shared_ptr<simulated::Capture> capture;  // that it takes part in
   simulated::Maker maker = simulated::this_maker();
+  int device = 0;  // that it was made on; of the host's: the current one
 };
 struct CUevent_st {
   std::shared_ptr<simulated::Point> point;  // of the last record; none before the first
   bool timing = false;
   std::shared_ptr<simulated::Capture> capture;  // in which it was recorded, after these nodes; then there is no point
   std::set<size_t> after;
+  int device = 0;  // that it was made on
 };

@@ -1,0 +1,183 @@
+// Transports that tests put around others: one lacks a kind of wait, one counts what hops cost.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "simulator.h"
+#include "transport/transport.h"
+
+namespace simulated {
+
+using namespace rtp;
+
+class FewerWaits : public Lanes {
+ public:
+  FewerWaits(std::shared_ptr<Transport> inner, const std::string& missing)
+      : inner_(std::move(inner)), channel_(missing != "channel") {}
+
+  Mark mark_compute() override { return inner_->lanes().mark_compute(); }
+  void order_compute_after(const Mark& mark) override { inner_->lanes().order_compute_after(mark); }
+  void order_channel_after(Channel channel, const Mark& mark) override {
+    if (channel_) inner_->lanes().order_channel_after(channel, mark);
+  }
+
+ private:
+  std::shared_ptr<Transport> inner_;
+  bool channel_;
+};
+
+// A transport without one kind of wait, for controls of the tests: they must notice.
+class WithoutWait : public Transport {
+ public:
+  WithoutWait(std::shared_ptr<Transport> inner, std::string missing)
+      : Transport(std::make_unique<FewerWaits>(inner, missing)),
+        inner_(std::move(inner)),
+        missing_(std::move(missing)) {}
+
+  const char* name() const override { return inner_->name(); }
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    return std::make_unique<Part>(inner_->post(hop), missing_);
+  }
+  void order_channel_after_received(Channel channel, Transfer& transfer) override {
+    inner_->order_channel_after_received(channel, transfer);
+  }
+  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
+    inner_->order_channel_after_sent(channel, transfer);
+  }
+  at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
+  void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
+  bool sends_anywhere() const override { return inner_->sends_anywhere(); }
+  bool receives_anywhere() const override { return inner_->receives_anywhere(); }
+  void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
+  void close() override { inner_->close(); }
+
+ private:
+  class Part : public Transfer {
+   public:
+    Part(std::unique_ptr<Transfer> inner, const std::string& missing) : inner_(std::move(inner)), missing_(missing) {}
+    void wait_received() override {
+      if (missing_ != "received") inner_->wait_received();
+    }
+    void wait_sent() override {
+      if (missing_ != "sent") inner_->wait_sent();
+    }
+
+   private:
+    std::unique_ptr<Transfer> inner_;
+    std::string missing_;
+  };
+
+  std::shared_ptr<Transport> inner_;
+  std::string missing_;
+};
+
+// How many functions of CUDA, or of NCCL, this thread has called.
+inline int64_t calls_of(const char* prefix) {
+  int64_t total = 0;
+  for (const auto& [function, count] : simulated::calls()) total += function.starts_with(prefix) ? count : 0;
+  return total;
+}
+
+// What hops cost, of all that a pass calls.
+struct Tally {
+  int64_t hops = 0, cuda = 0, nccl = 0;
+
+  template <typename Action>
+  auto operator()(Action&& action) {
+    struct Count {
+      explicit Count(Tally& tally) : tally(tally), cuda(calls_of("cu")), nccl(calls_of("nccl")) {}
+      ~Count() {
+        tally.cuda += calls_of("cu") - cuda;
+        tally.nccl += calls_of("nccl") - nccl;
+      }
+      Tally& tally;
+      int64_t cuda, nccl;
+    };
+    const Count count(*this);
+    return action();
+  }
+};
+
+class CountedLanes : public Lanes {
+ public:
+  CountedLanes(std::shared_ptr<Transport> inner, std::shared_ptr<Tally> tally)
+      : transport_(std::move(inner)), inner_(transport_->lanes()), tally_(std::move(tally)) {}
+
+  Mark mark_compute() override { return inner_.mark_compute(); }
+  void order_compute_after(const Mark& mark) override { inner_.order_compute_after(mark); }
+  void order_channel_after(Channel channel, const Mark& mark) override {
+    (*tally_)([&] { inner_.order_channel_after(channel, mark); });
+  }
+  void select_compute_lane(int lane) override { inner_.select_compute_lane(lane); }
+  int multiprocessors() const override { return inner_.multiprocessors(); }
+  uint64_t capture() const override { return inner_.capture(); }
+  void begin_pass() override { inner_.begin_pass(); }
+  void end_pass() override { inner_.end_pass(); }
+  void enter() override { inner_.enter(); }
+  void leave() override { inner_.leave(); }
+  void on_compute(const std::function<void()>& work) override { simulated::enqueue(simulated::compute_stream(), work); }
+  bool has_graphs() const override { return inner_.has_graphs(); }
+  void begin_aside(bool captured) override { inner_.begin_aside(captured); }
+  std::shared_ptr<Graph> end_aside() override { return inner_.end_aside(); }
+  void leave_aside() noexcept override { inner_.leave_aside(); }
+  bool capturing() const override { return inner_.capturing(); }
+  void launch(Graph& graph) override { inner_.launch(graph); }
+
+ private:
+  std::shared_ptr<Transport> transport_;
+  Lanes& inner_;
+  std::shared_ptr<Tally> tally_;
+};
+
+class CountedTransport : public Transport {
+ public:
+  CountedTransport(std::shared_ptr<Transport> inner, const std::shared_ptr<Tally>& tally)
+      : Transport(std::make_unique<CountedLanes>(inner, tally)), inner_(std::move(inner)), tally_(tally) {}
+
+  const char* name() const override { return inner_->name(); }
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    ++tally_->hops;
+    return (*tally_)([&] { return std::make_unique<Counted>(inner_->post(hop), tally_); });
+  }
+  void order_channel_after_received(Channel channel, Transfer& transfer) override {
+    (*tally_)([&] { inner_->order_channel_after_received(channel, transfer); });
+  }
+  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
+    (*tally_)([&] { inner_->order_channel_after_sent(channel, transfer); });
+  }
+  at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
+  void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
+  bool sends_anywhere() const override { return inner_->sends_anywhere(); }
+  bool receives_anywhere() const override { return inner_->receives_anywhere(); }
+  bool takes_graphs() const override { return inner_->takes_graphs(); }
+  bool alone() const override { return inner_->alone(); }
+  Following* following() override { return inner_->following(); }
+  void before_graph() override { inner_->before_graph(); }
+  void after_graph(const std::string& operation, const Mark& end) override { inner_->after_graph(operation, end); }
+  void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
+  void close() override { inner_->close(); }
+
+ private:
+  class Counted : public Transfer {
+   public:
+    Counted(std::unique_ptr<Transfer> inner, std::shared_ptr<Tally> tally)
+        : inner_(std::move(inner)), tally_(std::move(tally)) {}
+    void wait_received() override {
+      (*tally_)([&] { inner_->wait_received(); });
+    }
+    void wait_sent() override {
+      (*tally_)([&] { inner_->wait_sent(); });
+    }
+
+   private:
+    std::unique_ptr<Transfer> inner_;
+    std::shared_ptr<Tally> tally_;
+  };
+
+  std::shared_ptr<Transport> inner_;
+  std::shared_ptr<Tally> tally_;
+};
+
+}  // namespace simulated
