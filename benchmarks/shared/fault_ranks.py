@@ -183,9 +183,14 @@ class Rank:
         value = value if self.cell.place == "backward" else value.repeat(BIG, 1)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         self.limit(resource.RLIMIT_AS, pages * resource.getpagesize() + 2 * PIECE)
-        with contextlib.suppress(RuntimeError):  # what was freed before would do as well
-            while True:
+        refused = 0
+        while refused < 5:  # in a row: what was freed before would do as well, and what other threads free meanwhile
+            try:
                 self.hoard.append(torch.empty(PIECE, dtype=torch.uint8))
+                refused = 0
+            except RuntimeError:
+                refused += 1
+                time.sleep(0.02)
         return value
 
     def do_lost_socket(self, value: Any) -> Any:
