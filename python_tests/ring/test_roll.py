@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Cases, run_ranks
+from harness import Cases, run_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rtp_ext import Ring, RingTimeout
