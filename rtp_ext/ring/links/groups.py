@@ -87,7 +87,8 @@ class Groups:
         broken, seen = set() if own else broken_links(groups), time.time()
         cut(groups)
         self.drop_groups()
-        if self.roll is None or self._world is not dist.group.WORLD:
+        # A forked process is no rank, and its connection to the store is another's.
+        if self.roll is None or self._world is not dist.group.WORLD or os.getpid() != self._owner:
             return
         note: str = "" if executor is None else executor.fail("")
         text = str(error).removesuffix(note)

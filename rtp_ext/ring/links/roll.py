@@ -40,7 +40,8 @@ _made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKe
 
 
 class Roll:
-    """The roll of a ring and its replicas. Made at the same point on all its ranks, like the ring; needs no traffic.
+    """The roll of a ring and its replicas. Made at the same point on all its ranks, like the ring, before the first
+    collective of its own; asks nobody but the store.
 
     Attributes:
         ranks: all that may be missed, as the world counts them.
@@ -58,6 +59,11 @@ class Roll:
         self._store = dist.PrefixStore(f"rtp_ext/roll/{name}/{counts[self.ranks]}", stock)
         self._keeper = _keeper(stock)
         self._called = False
+        # The store may be that of an earlier life, as torchrun's agent keeps it: what was said then goes, of all ranks
+        # of the ring before any of them is through a first collective.
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # of a store that deletes nothing
+            for key in (str(self.me), _FOUND):
+                self._store.delete_key(key)
 
     def know(self, ranks: Sequence[int], processes: Sequence[Process | None], hosts: Sequence[int]) -> None:
         """Takes those of `ranks`, this one among them, that are on its host for its neighbours."""
@@ -82,6 +88,7 @@ class Roll:
         if self._called:
             return ""
         self._called = True
+        deadline = time.monotonic() + grace
         mine = {"text": text[:300], "own": own, "broken": sorted(broken), "seen": seen}
         heard: list[str] = []  # from the thread
         answers = threading.Event()
@@ -90,9 +97,9 @@ class Roll:
             try:
                 self._store.check([_FOUND])
                 answers.set()
-                heard.append(self._ask(mine, suspects, grace))
+                heard.append(self._ask(mine, suspects, grace, deadline))
             except Exception as error:  # of the store: of DistError, or what torch makes of a socket's
-                heard.append(self._without_store(str(error)))
+                heard.append("" if own else self._without_store(str(error)))
 
         # A store whose keeper is stopped answers nothing, and waits for ever: not this thread, then.
         thread = threading.Thread(target=ask, name="rtp roll call", daemon=True)
@@ -102,21 +109,22 @@ class Roll:
             return ""
         # Where it answers nothing, it is not waited for as long as ranks are.
         thread.join(_STORE)
-        if answers.is_set():
-            thread.join(grace + _SLACK - _STORE)
-        return (heard or ["" if own else self._without_store("no answer in time")])[0]
+        if answers.is_set():  # suspects may answer at last, and then have a grace of their own
+            latest = deadline + _SLACK + (0.0 if suspects is None else GRACE)
+            thread.join(latest - time.monotonic())
+        return (heard or ["" if own else self._without_store("no answer in time", slow=answers.is_set())])[0]
 
-    def _ask(self, mine: dict[str, Any], suspects: Sequence[int] | None, grace: float) -> str:
+    def _ask(self, mine: dict[str, Any], suspects: Sequence[int] | None, grace: float, deadline: float) -> str:
         self._store.set(str(self.me), json.dumps(mine))
         if mine["own"]:
             return ""
-        deadline = time.monotonic() + grace
         others, prompt = [rank for rank in self.ranks if rank != self.me], False
         while True:
             if self._store.check([_FOUND]):
                 return self._read(_FOUND)
             # Whoever has answered may have ended since: the silent alone are looked at.
-            if gone := self._gone(self._silent([rank for rank in others if rank in self.neighbours])):
+            ended = [rank for rank in others if rank in self.neighbours and self._state(rank) is not None]
+            if gone := self._gone(self._silent(ended)):
                 return self._found(gone)
             if time.monotonic() > deadline or self._answered(others):
                 break
@@ -152,9 +160,12 @@ class Roll:
     def _read(self, key: str) -> str:
         return self._store.get(key).decode()
 
-    def _without_store(self, problem: str) -> str:
+    def _without_store(self, problem: str, slow: bool = False) -> str:
+        """The verdict where the store does not answer, or is too `slow` for all that is asked."""
         if gone := self._gone([rank for rank in self.neighbours if rank != self.me]):
             return gone
+        if slow:
+            return "; nobody could be asked who failed: the store of the process group answers too slowly"
         if self._keeper is None or self._keeper in self.neighbours:  # one that is seen to run, or this rank
             return f"; nobody could be asked who failed: the store of the process group does not answer: {problem}"
         return _verdict([self._keeper], f"it keeps the store of the process group, which does not answer: {problem}")
