@@ -200,3 +200,14 @@ def test_who_fails_for_a_reason_of_its_own_names_nobody():
     with unittest.mock.patch.object(Roll, "_ask", side_effect=dist.DistError("planted")):
         assert _alone(store, 1, [0, 1]).call("text", True, (), 0.0) == ""
         assert "global rank 0 (it keeps" in _alone(store, 1, [0, 1]).call("text", False, (), 0.0)
+
+
+def test_a_rank_of_another_ring_that_is_busy_is_not_missed():
+    absent = "; who failed: global rank{} (no answer to the roll call within 0.6 s)"
+    told = []
+    for answered in ((), (3,)):  # rings 0, 1 and 2, 3 of a mesh, on hosts of which nothing can be seen
+        store = dist.HashStore()
+        for rank in answered:
+            store.set(str(rank), json.dumps({"text": "theirs", "own": False, "broken": [], "seen": 0.0}))
+        told.append(_alone(store, 2, range(4)).call("text", False, (), 0.0, None, [2, 3]))
+    assert told == [absent.format(" 3"), absent.format("s 0, 1")]

@@ -76,7 +76,9 @@ class Groups:
         if self._world is not None:
             _destroy(self._groups, self._world, self._owner)
 
-    def abandon(self, error: Exception, suspects: Sequence[int] | None = None) -> None:
+    def abandon(
+        self, error: Exception, suspects: Sequence[int] | None = None, near: Sequence[int] | None = None
+    ) -> None:
         """Drops the groups of a ring that has failed, so that neighbours in a collective learn of it. `error` then says
         who failed, too: see Roll. Does nothing to a ring that goes on."""
         executor = getattr(self, "_executor", None)  # None: the ring is being made
@@ -92,7 +94,7 @@ class Groups:
             return
         note: str = "" if executor is None else executor.fail("")
         text = str(error).removesuffix(note)
-        verdict = self.roll.call(text, own, broken, seen, suspects)
+        verdict = self.roll.call(text, own, broken, seen, suspects, self._members if near is None else near)
         if verdict:
             error.args = (text + verdict + note,)
 
@@ -102,12 +104,12 @@ class Groups:
             return []
         return [*self._groups, *(group for companion in self.companions for group in companion._open())]
 
-    def end(self, error: Exception, suspects: Sequence[int] | None = None) -> None:
+    def end(self, error: Exception, suspects: Sequence[int] | None = None, near: Sequence[int] | None = None) -> None:
         """Ends the ring for `error`, which then says who failed."""
         executor = getattr(self, "_executor", None)
         if executor is not None:
             error.args = (str(error) + executor.fail(str(error)),)
-        self.abandon(error, suspects)
+        self.abandon(error, suspects, near)
 
     def _lost(
         self, operation: str, waited: float, cause: Exception, suspects: Sequence[int] | None = None

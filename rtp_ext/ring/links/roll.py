@@ -72,7 +72,13 @@ class Roll:
         self.neighbours |= {rank: process for rank, process, host in every if process is not None and host == here}
 
     def call(
-        self, text: str, own: bool, broken: Iterable[int], seen: float, suspects: Sequence[int] | None = None
+        self,
+        text: str,
+        own: bool,
+        broken: Iterable[int],
+        seen: float,
+        suspects: Sequence[int] | None = None,
+        near: Sequence[int] = (),
     ) -> str:
         """Answers the roll call, and returns what to add to the error `text`: who failed, as far as the others do not
         answer, or say so. Once for a ring. Takes less than a second, or than six with `suspects`, whatever has become
@@ -83,6 +89,8 @@ class Roll:
             broken: ranks to whom connections were broken at `seen`, in seconds of the clock, before this rank gave up
                 its own.
             suspects: ranks that this one waited for, where others may not know yet that anything has failed.
+            near: ranks that would know, those of the ring: of others one may be busy with a pass, and is missed only
+                where none of these is.
         """
         grace = GRACE if suspects is None else PATIENCE
         if self._called:
@@ -97,7 +105,7 @@ class Roll:
             try:
                 self._store.check([_FOUND])
                 answers.set()
-                heard.append(self._ask(mine, suspects, grace, deadline))
+                heard.append(self._ask(mine, suspects, near, grace, deadline))
             except Exception as error:  # of the store: of DistError, or what torch makes of a socket's
                 heard.append("" if own else self._without_store(str(error)))
 
@@ -114,7 +122,14 @@ class Roll:
             thread.join(latest - time.monotonic())
         return (heard or ["" if own else self._without_store("no answer in time", slow=answers.is_set())])[0]
 
-    def _ask(self, mine: dict[str, Any], suspects: Sequence[int] | None, grace: float, deadline: float) -> str:
+    def _ask(
+        self,
+        mine: dict[str, Any],
+        suspects: Sequence[int] | None,
+        near: Sequence[int],
+        grace: float,
+        deadline: float,
+    ) -> str:
         self._store.set(str(self.me), json.dumps(mine))
         if mine["own"]:
             return ""
@@ -132,7 +147,9 @@ class Roll:
                 prompt, deadline = True, time.monotonic() + GRACE
             time.sleep(_POLL)
         silent = self._silent(others)
-        missed = [rank for rank in silent if suspects is None or rank in suspects]
+        missed = [rank for rank in silent if rank in (near if suspects is None else suspects)]
+        if suspects is None and not missed:
+            missed = silent
         told = {rank: json.loads(self._read(str(rank))) for rank in self.ranks if rank not in silent}
         # Whoever is seen to run may be slow, and no more than that where something else is known.
         seen_to_run = all(rank in self.neighbours for rank in missed)
