@@ -93,16 +93,19 @@ def _fork(rank, ranks, transport):
             os._exit(0 if known() is None else 3)
         assert _ended(pid) == 0
     with cases.case("a child within a rotation"):
-        for owner, _ in ring.rotate(torch.ones(2)):
+        rotation = ring.rotate(torch.ones(2))
+        for owner, _ in rotation:
             if owner == rank:
                 pid = os.fork()
                 if pid == 0:
-                    try:
-                        gc.collect()
-                        ring.rotate(torch.ones(2))
-                    except rtp_ext.RotationError:
-                        os._exit(0)
-                    os._exit(3)
+                    for attempt in (lambda: ring.rotate(torch.ones(2)), lambda: next(rotation)):
+                        try:
+                            gc.collect()
+                            attempt()
+                            os._exit(3)
+                        except rtp_ext.RotationError:
+                            pass
+                    os._exit(0)
                 assert _ended(pid) == 0
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long it waits for a worker that has failed, else 5 s
     with cases.case("workers of a DataLoader"):
@@ -112,6 +115,7 @@ def _fork(rank, ranks, transport):
         with pytest.raises(rtp_ext.RotationError, match="was forked from it and is no rank of the ring"):
             next(iter(DataLoader(Embedded(model, True), **options)))
     with cases.case("the ring afterwards"):
+        assert not ring.roll._store.check([str(each) for each in range(ranks)]), "a child called the roll"
         again = batch_loss(model, rank, 0)
         again.backward()
         assert ring.alive and torch.equal(again, batch_loss(model, rank, 0))

@@ -1,10 +1,14 @@
 """Whose fault it was that a collective failed: the roll that is called then."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
+import threading
 import time
+import unittest.mock
+import weakref
 
 import pytest
 import torch
@@ -57,7 +61,11 @@ def _faults(rank, ranks):
     all_four, last_three, last_two, first_three, first_two = (
         dist.new_group(members) for members in ([0, 1, 2, 3], [1, 2, 3], [2, 3], [0, 1, 2], [0, 1])
     )
-    # one that lives and does not come
+    # one that lives and does not come, where an earlier life of these ranks has called the roll in the same store
+    with unittest.mock.patch("rtp_ext.ring.links.roll._made", weakref.WeakKeyDictionary()):
+        earlier = Roll([0, 1, 2, 3])
+    for key, said in ((rank, "{}"), ("found", "; who failed: global rank 9")):
+        earlier._store.set(str(key), said)
     ring = _ring(all_four)
     if rank == 3:
         time.sleep(TIMEOUT + 1.5)
@@ -150,3 +158,56 @@ def test_a_process_is_told_from_another_with_its_number():
     roll.neighbours = {0: (process, start), 1: (process, start - 1)}
     assert roll._state(0) is None and roll._state(1) == "its process has ended"
     assert broken_links([]) == set()
+
+
+class _Slow(dist.HashStore):
+    """A store that needs some time for its second answer."""
+
+    asked = 0
+
+    def check(self, keys):
+        self.asked += 1
+        time.sleep(1.0 if self.asked == 2 else 0.0)
+        return super().check(keys)
+
+
+def _alone(store, me, ranks):
+    """The roll of a rank that sees no process of the others, with the first rank for the keeper of its store."""
+    roll = Roll.__new__(Roll)
+    roll.ranks, roll.me, roll.neighbours, roll._called = tuple(ranks), me, {}, False
+    roll._store, roll._keeper = store, 0
+    return roll
+
+
+def test_a_store_that_is_slow_is_not_taken_for_one_that_does_not_answer(monkeypatch):
+    said = _alone(_Slow(), 1, [0, 1, 2]).call("text", False, (), 0.0)
+    for thread in threading.enumerate():
+        if thread.name == "rtp roll call":
+            thread.join()
+    assert said == "; nobody could be asked who failed: the store of the process group answers too slowly"
+    # suspects that answer just before they are given up: then there is some time for what they find
+    monkeypatch.setattr("rtp_ext.ring.links.roll.PATIENCE", 1.5)
+    monkeypatch.setattr("rtp_ext.ring.links.roll.GRACE", 1.5)
+    store = dist.HashStore()
+    answer = json.dumps({"text": "theirs", "own": False, "broken": [], "seen": 0.0})
+    threading.Timer(1.0, store.set, ("2", answer)).start()
+    threading.Timer(2.0, store.set, ("found", "; who failed: global rank 3")).start()
+    assert _alone(store, 1, range(4)).call("text", False, (), 1.0, [2]) == "; who failed: global rank 3"
+
+
+def test_who_fails_for_a_reason_of_its_own_names_nobody():
+    store = dist.HashStore()
+    with unittest.mock.patch.object(Roll, "_ask", side_effect=dist.DistError("planted")):
+        assert _alone(store, 1, [0, 1]).call("text", True, (), 0.0) == ""
+        assert "global rank 0 (it keeps" in _alone(store, 1, [0, 1]).call("text", False, (), 0.0)
+
+
+def test_a_rank_of_another_ring_that_is_busy_is_not_missed():
+    absent = "; who failed: global rank{} (no answer to the roll call within 0.6 s)"
+    told = []
+    for answered in ((), (3,)):  # rings 0, 1 and 2, 3 of a mesh, on hosts of which nothing can be seen
+        store = dist.HashStore()
+        for rank in answered:
+            store.set(str(rank), json.dumps({"text": "theirs", "own": False, "broken": [], "seen": 0.0}))
+        told.append(_alone(store, 2, range(4)).call("text", False, (), 0.0, None, [2, 3]))
+    assert told == [absent.format(" 3"), absent.format("s 0, 1")]

@@ -76,7 +76,9 @@ class Groups:
         if self._world is not None:
             _destroy(self._groups, self._world, self._owner)
 
-    def abandon(self, error: Exception, suspects: Sequence[int] | None = None) -> None:
+    def abandon(
+        self, error: Exception, suspects: Sequence[int] | None = None, near: Sequence[int] | None = None
+    ) -> None:
         """Drops the groups of a ring that has failed, so that neighbours in a collective learn of it. `error` then says
         who failed, too: see Roll. Does nothing to a ring that goes on."""
         executor = getattr(self, "_executor", None)  # None: the ring is being made
@@ -87,11 +89,12 @@ class Groups:
         broken, seen = set() if own else broken_links(groups), time.time()
         cut(groups)
         self.drop_groups()
-        if self.roll is None or self._world is not dist.group.WORLD:
+        # A forked process is no rank, and its connection to the store is another's.
+        if self.roll is None or self._world is not dist.group.WORLD or os.getpid() != self._owner:
             return
         note: str = "" if executor is None else executor.fail("")
         text = str(error).removesuffix(note)
-        verdict = self.roll.call(text, own, broken, seen, suspects)
+        verdict = self.roll.call(text, own, broken, seen, suspects, self._members if near is None else near)
         if verdict:
             error.args = (text + verdict + note,)
 
@@ -101,12 +104,12 @@ class Groups:
             return []
         return [*self._groups, *(group for companion in self.companions for group in companion._open())]
 
-    def end(self, error: Exception, suspects: Sequence[int] | None = None) -> None:
+    def end(self, error: Exception, suspects: Sequence[int] | None = None, near: Sequence[int] | None = None) -> None:
         """Ends the ring for `error`, which then says who failed."""
         executor = getattr(self, "_executor", None)
         if executor is not None:
             error.args = (str(error) + executor.fail(str(error)),)
-        self.abandon(error, suspects)
+        self.abandon(error, suspects, near)
 
     def _lost(
         self, operation: str, waited: float, cause: Exception, suspects: Sequence[int] | None = None

@@ -40,7 +40,8 @@ _made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKe
 
 
 class Roll:
-    """The roll of a ring and its replicas. Made at the same point on all its ranks, like the ring; needs no traffic.
+    """The roll of a ring and its replicas. Made at the same point on all its ranks, like the ring, before the first
+    collective of its own; asks nobody but the store.
 
     Attributes:
         ranks: all that may be missed, as the world counts them.
@@ -58,6 +59,11 @@ class Roll:
         self._store = dist.PrefixStore(f"rtp_ext/roll/{name}/{counts[self.ranks]}", stock)
         self._keeper = _keeper(stock)
         self._called = False
+        # The store may be that of an earlier life, as torchrun's agent keeps it: what was said then goes, of all ranks
+        # of the ring before any of them is through a first collective.
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # of a store that deletes nothing
+            for key in (str(self.me), _FOUND):
+                self._store.delete_key(key)
 
     def know(self, ranks: Sequence[int], processes: Sequence[Process | None], hosts: Sequence[int]) -> None:
         """Takes those of `ranks`, this one among them, that are on its host for its neighbours."""
@@ -66,7 +72,13 @@ class Roll:
         self.neighbours |= {rank: process for rank, process, host in every if process is not None and host == here}
 
     def call(
-        self, text: str, own: bool, broken: Iterable[int], seen: float, suspects: Sequence[int] | None = None
+        self,
+        text: str,
+        own: bool,
+        broken: Iterable[int],
+        seen: float,
+        suspects: Sequence[int] | None = None,
+        near: Sequence[int] = (),
     ) -> str:
         """Answers the roll call, and returns what to add to the error `text`: who failed, as far as the others do not
         answer, or say so. Once for a ring. Takes less than a second, or than six with `suspects`, whatever has become
@@ -77,11 +89,14 @@ class Roll:
             broken: ranks to whom connections were broken at `seen`, in seconds of the clock, before this rank gave up
                 its own.
             suspects: ranks that this one waited for, where others may not know yet that anything has failed.
+            near: ranks that would know, those of the ring: of others one may be busy with a pass, and is missed only
+                where none of these is.
         """
         grace = GRACE if suspects is None else PATIENCE
         if self._called:
             return ""
         self._called = True
+        deadline = time.monotonic() + grace
         mine = {"text": text[:300], "own": own, "broken": sorted(broken), "seen": seen}
         heard: list[str] = []  # from the thread
         answers = threading.Event()
@@ -90,9 +105,9 @@ class Roll:
             try:
                 self._store.check([_FOUND])
                 answers.set()
-                heard.append(self._ask(mine, suspects, grace))
+                heard.append(self._ask(mine, suspects, near, grace, deadline))
             except Exception as error:  # of the store: of DistError, or what torch makes of a socket's
-                heard.append(self._without_store(str(error)))
+                heard.append("" if own else self._without_store(str(error)))
 
         # A store whose keeper is stopped answers nothing, and waits for ever: not this thread, then.
         thread = threading.Thread(target=ask, name="rtp roll call", daemon=True)
@@ -102,21 +117,29 @@ class Roll:
             return ""
         # Where it answers nothing, it is not waited for as long as ranks are.
         thread.join(_STORE)
-        if answers.is_set():
-            thread.join(grace + _SLACK - _STORE)
-        return (heard or ["" if own else self._without_store("no answer in time")])[0]
+        if answers.is_set():  # suspects may answer at last, and then have a grace of their own
+            latest = deadline + _SLACK + (0.0 if suspects is None else GRACE)
+            thread.join(latest - time.monotonic())
+        return (heard or ["" if own else self._without_store("no answer in time", slow=answers.is_set())])[0]
 
-    def _ask(self, mine: dict[str, Any], suspects: Sequence[int] | None, grace: float) -> str:
+    def _ask(
+        self,
+        mine: dict[str, Any],
+        suspects: Sequence[int] | None,
+        near: Sequence[int],
+        grace: float,
+        deadline: float,
+    ) -> str:
         self._store.set(str(self.me), json.dumps(mine))
         if mine["own"]:
             return ""
-        deadline = time.monotonic() + grace
         others, prompt = [rank for rank in self.ranks if rank != self.me], False
         while True:
             if self._store.check([_FOUND]):
                 return self._read(_FOUND)
             # Whoever has answered may have ended since: the silent alone are looked at.
-            if gone := self._gone(self._silent([rank for rank in others if rank in self.neighbours])):
+            ended = [rank for rank in others if rank in self.neighbours and self._state(rank) is not None]
+            if gone := self._gone(self._silent(ended)):
                 return self._found(gone)
             if time.monotonic() > deadline or self._answered(others):
                 break
@@ -124,7 +147,9 @@ class Roll:
                 prompt, deadline = True, time.monotonic() + GRACE
             time.sleep(_POLL)
         silent = self._silent(others)
-        missed = [rank for rank in silent if suspects is None or rank in suspects]
+        missed = [rank for rank in silent if rank in (near if suspects is None else suspects)]
+        if suspects is None and not missed:
+            missed = silent
         told = {rank: json.loads(self._read(str(rank))) for rank in self.ranks if rank not in silent}
         # Whoever is seen to run may be slow, and no more than that where something else is known.
         seen_to_run = all(rank in self.neighbours for rank in missed)
@@ -152,9 +177,12 @@ class Roll:
     def _read(self, key: str) -> str:
         return self._store.get(key).decode()
 
-    def _without_store(self, problem: str) -> str:
+    def _without_store(self, problem: str, slow: bool = False) -> str:
+        """The verdict where the store does not answer, or is too `slow` for all that is asked."""
         if gone := self._gone([rank for rank in self.neighbours if rank != self.me]):
             return gone
+        if slow:
+            return "; nobody could be asked who failed: the store of the process group answers too slowly"
         if self._keeper is None or self._keeper in self.neighbours:  # one that is seen to run, or this rank
             return f"; nobody could be asked who failed: the store of the process group does not answer: {problem}"
         return _verdict([self._keeper], f"it keeps the store of the process group, which does not answer: {problem}")
