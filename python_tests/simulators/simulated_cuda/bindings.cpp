@@ -201,9 +201,9 @@ void bind_graphs(py::module_& m) {
 void bind_communicators(py::module_& m) {
   py::class_<NcclCommunicators>(m, "Communicators")
       .def(py::init([](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout) {
+             const NoGil released;  // not while Python takes what was made
              return std::make_unique<NcclCommunicators>(ids, rank, ranks, CommunicatorOptions{}, timeout);
-           }),
-           py::call_guard<NoGil>())
+           }))
       .def("send",
            [](NcclCommunicators& comms, size_t index, const Stream& stream, const at::Tensor& data, int peer) {
              comms.call(index, "send", [&](ncclComm_t comm) {

@@ -29,6 +29,7 @@ GRACE = 0.6  # seconds that others have to answer: every error is to come within
 PATIENCE = 5.0  # seconds, where they may be many steps apart
 _POLL = 0.03  # seconds
 _STORE = 0.35  # seconds that the store has for a first answer
+_MOMENT = 0.05  # seconds
 _SLACK = 0.15  # seconds beyond the grace that the store may take
 _TAG = 0x7074  # of what probes a link, and, one more, of what nobody sends
 _FOUND = "found"  # the key under which whoever knows for sure says so
@@ -262,15 +263,19 @@ def _keeper(store: Any) -> int | None:
 def broken_links(groups: Iterable[Any]) -> set[int]:
     """The ranks, as the world counts them, to whom no process group of `groups` has a connection: those of Gloo refuse
     at once what is to be sent over one that broke. A group one of whose operations ran out of time has none at all, so
-    that one alone says nothing."""
-    found: dict[tuple[int, ...], set[int]] = {}
-    for group in groups:
-        if dist.get_backend(group) != "gloo":
-            continue
-        members = tuple(dist.get_process_group_ranks(group))
-        lost = {rank for rank in members if rank != dist.get_rank() and _refuses(rank, group)}
-        found[members] = found[members] & lost if members in found else lost
-    return set().union(*found.values())
+    that one alone says nothing. Where one connection of a rank broke first, the others follow within a moment."""
+    of_gloo = [group for group in groups if dist.get_backend(group) == "gloo"]
+    deadline = time.monotonic() + _MOMENT
+    while True:
+        found: dict[tuple[int, ...], set[int]] = {}
+        for group in of_gloo:
+            members = tuple(dist.get_process_group_ranks(group))
+            lost = {rank for rank in members if rank != dist.get_rank() and _refuses(rank, group)}
+            found[members] = found[members] & lost if members in found else lost
+        broken = set().union(*found.values())
+        if broken or not of_gloo or time.monotonic() > deadline:
+            return broken
+        time.sleep(_MOMENT / 5)
 
 
 def cut(groups: Iterable[Any]) -> None:
