@@ -136,7 +136,10 @@ def test_a_close_that_waits_in_vain_ends_the_ring():
         with pytest.raises(RingTimeout, match="layer forward, weight hop 1 of 1: rank 1 of the ring did not answer"):
             executors[0].close()
         assert not executors[0].alive
-        told = _drive(lambda: _native.Execution.forward(executors[1], [shards[1]], [[[5], [5]]], options))
+        for _ in range(2):  # what was sent ahead may be there before the news
+            told = _drive(lambda: _native.Execution.forward(executors[1], [shards[1]], [[[5], [5]]], options))
+            if isinstance(told, RotationError):
+                break
         assert re.search("rank 0 of the ring did not answer .*its ring failed: layer forward", str(told)), told
 
 
