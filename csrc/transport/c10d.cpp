@@ -18,11 +18,6 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 
 constexpr size_t kMaxParts = 8;  // of a hop
 
-at::Tensor as_tensor(const Span& span, at::Device device) {
-  return at::from_blob(span.data, {static_cast<int64_t>(span.bytes)},
-                       at::TensorOptions().dtype(at::kByte).device(device));
-}
-
 // The works of one hop. `outstanding` is shared with the transport so that an abort reaches them.
 class C10dTransfer : public Transfer {
  public:
@@ -121,12 +116,12 @@ class C10dTransport : public Transport {
       if (coalesced) group->startCoalescing(device_.type());
       for (size_t part = 0; part < hop.receive.size(); ++part) {
         if (hop.receive[part].bytes == 0) continue;
-        std::vector<at::Tensor> tensors{as_tensor(hop.receive[part], device_)};
+        std::vector<at::Tensor> tensors{as_tensor(hop.receive[part])};
         transfer->add_receive(group->recv(tensors, hop.from, tag + static_cast<int>(part)));
       }
       for (size_t part = 0; part < hop.send.size(); ++part) {
         if (hop.send[part].bytes == 0) continue;
-        std::vector<at::Tensor> tensors{as_tensor(hop.send[part], device_)};
+        std::vector<at::Tensor> tensors{as_tensor(hop.send[part])};
         transfer->add_send(group->send(tensors, hop.to, tag + static_cast<int>(part)));
       }
       if (coalesced) {
@@ -146,7 +141,11 @@ class C10dTransport : public Transport {
   }
 
   at::Tensor allocate(Channel, int64_t bytes) override {
-    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+    at::Tensor memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+    const std::lock_guard lock(mutex_);
+    slots_.remove_if([](const auto& known) { return known.expired(); });
+    slots_.emplace_back(memory.getIntrusivePtr());
+    return memory;
   }
 
   // Aborts the works, then drops the groups: closing their sockets is what tells the next neighbour.
@@ -166,6 +165,23 @@ class C10dTransport : public Transport {
   }
 
  private:
+  // A work keeps its tensor: of a slot the memory itself, which Gloo's thread may still use when a pass that has failed
+  // lets go of it.
+  at::Tensor as_tensor(const Span& span) {
+    const auto bytes = static_cast<int64_t>(span.bytes);
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& known : slots_) {
+        const at::Tensor memory(known.lock());
+        if (!memory.defined()) continue;
+        const auto* start = static_cast<std::byte*>(memory.data_ptr());
+        if (span.data < start || span.data + bytes > start + memory.numel()) continue;
+        return memory.narrow(0, span.data - start, bytes);
+      }
+    }
+    return at::from_blob(span.data, {bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+  }
+
   Group group(Channel channel) {
     const std::lock_guard lock(mutex_);
     const Group& group = groups_[static_cast<size_t>(channel)];
@@ -178,6 +194,7 @@ class C10dTransport : public Transport {
   std::chrono::milliseconds timeout_;
   std::mutex mutex_;
   std::list<std::weak_ptr<C10dTransfer>> in_flight_;
+  std::list<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> slots_;
 };
 
 }  // namespace
