@@ -49,8 +49,8 @@ race:std::runtime_error::~runtime_error
 # Works of Gloo that torch's own thread ends: counted by atomics in code that is not instrumented. Ours is rtp::.
 race:c10d::ProcessGroupGloo::runLoop
 race:c10d::*Async*Work
-# Buffers that a failed pass lets go of before they were waited for: Gloo's thread and their end are ordered by counts of
-# shared_ptr (its common/memory.h), in code that is not instrumented. A slot that ends is still reported: see c10d.cpp.
+# Buffers that a failed pass lets go of before they were waited for: Gloo's thread and their end are ordered by counts
+# of shared_ptr (its common/memory.h), in code that is not instrumented. A slot that ends is still reported.
 race:gloo::transport::tcp::UnboundBuffer::~UnboundBuffer
 race:c10d::ProcessGroupGloo::SendWork::~SendWork
 race:c10d::ProcessGroupGloo::RecvWork::~RecvWork
