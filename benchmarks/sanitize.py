@@ -115,6 +115,7 @@ def run(kind: str, package: Path, tests: list[str]) -> dict[str, Any]:
             folder = str(ROOT / "python_tests" / "simulators")
             subprocess.run([sys.executable, "-c", made, folder], check=True, env=environment)
     told = place / "tests.xml"
+    told.unlink(missing_ok=True)
     # Not from the root: the package that is there would come first. Addresses as the runtime of `thread` wants them.
     command = ["setarch", "-R", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={told}"]
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *(str(ROOT / test) for test in tests)]
