@@ -100,6 +100,17 @@ def plain_of(make, seed):
     return module
 
 
+def learn(plain, rank, ranks, xs, dys, look=lambda other: None):
+    """Gives the plain module the gradients of all ranks' batches; returns input and output of this rank's. `look` is
+    called after each."""
+    for other in (*range(rank), *range(rank + 1, ranks), rank):
+        mine = xs[other].float().requires_grad_()
+        expected = plain(mine)
+        expected.backward(dys[other].float())
+        look(other)
+    return mine, expected
+
+
 def check(name, rank, ranks, ring, seed):
     make, rotated, said = SUBJECTS[name]
     plain = plain_of(make, seed)
@@ -109,10 +120,7 @@ def check(name, rank, ranks, ring, seed):
     x = xs[rank].clone().requires_grad_()
     y = module(x)
     y.backward(dys[rank])
-    for other in (*range(rank), *range(rank + 1, ranks), rank):
-        mine = xs[other].float().requires_grad_()
-        expected = plain(mine)
-        expected.backward(dys[other].float())
+    mine, expected = learn(plain, rank, ranks, xs, dys)
     what = f"{name}, rank {rank} of {ranks}"
     near(y.detach(), expected.detach(), f"{what}: y")
     near(x.grad, mine.grad, f"{what}: dx")
@@ -157,11 +165,11 @@ def experts(rank, ranks, ring):
     x = xs[rank].clone().requires_grad_()
     y = moe(x)
     y.backward(dys[rank])
-    for other in (*range(rank), *range(rank + 1, ranks), rank):
-        mine = xs[other].float().requires_grad_()
-        expected = plain(mine)
-        expected.backward(dys[other].float())
+
+    def choices_are_clear(other):
         assert plain.gap > 0.05, f"of rank {other}: rounding may choose another expert"
+
+    mine, expected = learn(plain, rank, ranks, xs, dys, choices_are_clear)
     what = f"experts, rank {rank} of {ranks}"
     near(y.detach(), expected.detach(), f"{what}: y")
     near(x.grad, mine.grad, f"{what}: dx")
