@@ -168,18 +168,20 @@ class C10dTransport : public Transport {
   // A work keeps its tensor: of a slot the memory itself, which Gloo's thread may still use when a pass that has failed
   // lets go of it.
   at::Tensor as_tensor(const Span& span) {
-    const auto bytes = static_cast<int64_t>(span.bytes);
-    {
-      const std::lock_guard lock(mutex_);
-      for (const auto& known : slots_) {
-        const at::Tensor memory(known.lock());
-        if (!memory.defined()) continue;
-        const auto* start = static_cast<std::byte*>(memory.data_ptr());
-        if (span.data < start || span.data + bytes > start + memory.numel()) continue;
-        return memory.narrow(0, span.data - start, bytes);
-      }
+    const auto options = at::TensorOptions().dtype(at::kByte).device(device_);
+    return at::from_blob(span.data, {static_cast<int64_t>(span.bytes)}, [memory = slot_of(span)](void*) {}, options);
+  }
+
+  // The memory of the slot that holds `span`; undefined where it is a caller's.
+  at::Tensor slot_of(const Span& span) {
+    const std::lock_guard lock(mutex_);
+    for (const auto& known : slots_) {
+      at::Tensor memory(known.lock());
+      if (!memory.defined()) continue;
+      const auto* start = static_cast<std::byte*>(memory.data_ptr());
+      if (span.data >= start && span.data + span.bytes <= start + memory.numel()) return memory;
     }
-    return at::from_blob(span.data, {bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+    return {};
   }
 
   Group group(Channel channel) {

@@ -134,6 +134,20 @@ def test_every_survivor_names_who_failed():
     run_ranks(_faults, 4, lost={1, 2})
 
 
+def _keepers(rank, ranks):
+    """Of the store of a rendezvous it is rank 0 that keeps it; who keeps one that the caller brings, nobody knows."""
+    dist.destroy_process_group()
+    brought = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for how, keeper in (({"store": brought}, None), ({"init_method": "tcp://127.0.0.1:0"}, 0)):
+        dist.init_process_group("gloo", rank=rank, world_size=ranks, **how)
+        assert Roll([0])._keeper == keeper, how
+        dist.destroy_process_group()
+
+
+def test_who_keeps_the_store():
+    run_ranks(_keepers, 1)
+
+
 def _told(**broken):
     """Of ranks in the order in which they gave up."""
     return {

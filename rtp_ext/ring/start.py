@@ -58,7 +58,7 @@ class Start(Groups):
             yield
         except Exception:
             try:
-                if hasattr(self, "_executor"):
+                if self._executor is not None:
                     self._executor.close()
             finally:
                 self.drop_groups()

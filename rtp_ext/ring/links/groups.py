@@ -40,7 +40,7 @@ class Groups:
     transport_options: TransportOptions
     placed: Hosts  # where its ranks are
     check_alive: Callable[[str], None]
-    _executor: Any
+    _executor: Any = None  # until the ring is made; replicas have none
 
     _world: dist.ProcessGroup | None = None  # the one that the groups belong to
     _control: dist.ProcessGroup | None = None  # for what the host tells
@@ -81,8 +81,7 @@ class Groups:
     ) -> None:
         """Drops the groups of a ring that has failed, so that neighbours in a collective learn of it. `error` then says
         who failed, too: see Roll. Does nothing to a ring that goes on."""
-        executor = getattr(self, "_executor", None)  # None: the ring is being made
-        if executor is not None and executor.alive:
+        if self._executor is not None and self._executor.alive:
             return
         own = not isinstance(error, RingTimeout)
         groups = self._open()
@@ -92,7 +91,7 @@ class Groups:
         # A forked process is no rank, and its connection to the store is another's.
         if self.roll is None or self._world is not dist.group.WORLD or os.getpid() != self._owner:
             return
-        note: str = "" if executor is None else executor.fail("")
+        note: str = "" if self._executor is None else self._executor.fail("")
         text = str(error).removesuffix(note)
         verdict = self.roll.call(text, own, broken, seen, suspects, self._members if near is None else near)
         if verdict:
@@ -106,9 +105,8 @@ class Groups:
 
     def end(self, error: Exception, suspects: Sequence[int] | None = None, near: Sequence[int] | None = None) -> None:
         """Ends the ring for `error`, which then says who failed."""
-        executor = getattr(self, "_executor", None)
-        if executor is not None:
-            error.args = (str(error) + executor.fail(str(error)),)
+        if self._executor is not None:
+            error.args = (str(error) + self._executor.fail(str(error)),)
         self.abandon(error, suspects, near)
 
     def _lost(
@@ -123,15 +121,13 @@ class Groups:
         return error
 
     def _last_hop(self) -> str:
-        executor = getattr(self, "_executor", None)
-        return "" if executor is None else executor.last_hop()
+        return "" if self._executor is None else self._executor.last_hop()
 
     def _collectively(self, operation: str, post: Callable[..., Any], *tensors: Any, group: Any) -> None:
         """Runs a torch.distributed collective. What the process group reports is the ring's failure; what is wrong
         before anything was posted is not."""
         start, posted = time.monotonic(), False
-        executor = getattr(self, "_executor", None)  # None: the ring is being made
-        recorded = executor.begin_collective(operation) if executor is not None else 0
+        recorded = 0 if self._executor is None else self._executor.begin_collective(operation)
         try:
             work = post(*tensors, group=group, async_op=True)
             posted = True
@@ -140,8 +136,8 @@ class Groups:
             if not posted and not isinstance(error, dist.DistError):
                 raise
             raise self._lost(operation, time.monotonic() - start, error) from error
-        if executor is not None:
-            executor.end_collective(recorded)
+        if self._executor is not None:
+            self._executor.end_collective(recorded)
 
     @property
     def hosts(self) -> int:
@@ -158,7 +154,7 @@ class Groups:
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's `value` (any picklable object), in ring order. Collective."""
-        if hasattr(self, "_executor"):  # else the ring is being made
+        if self._executor is not None:
             self.check_alive("exchange")
         if self._control is None:
             return [value] * self.size

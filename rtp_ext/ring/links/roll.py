@@ -253,7 +253,10 @@ def _stat(process: int) -> tuple[str, int] | None:
 
 
 def _keeper(store: Any) -> int | None:
-    """The rank in whose process the store is; None: in none, or nobody knows. Source: torch's rendezvous.py."""
+    """The rank in whose process the store is; None: in none, or nobody knows, as of a store that the caller has given
+    to `init_process_group`. Source: torch's rendezvous.py."""
+    if not str(dist.distributed_c10d._default_pg_init_method).startswith(("env:", "tcp:")):
+        return None
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
