@@ -40,8 +40,9 @@ simulators: $(VENV)/.torch kernels
 demo: build
 	$(BIN)/python benchmarks/demo.py
 
-# Simulators beside the rest of the build, of which pip's part keeps one core busy. Four tests at a time: many wait.
-TESTS = $(BIN)/python -m pytest -q -n 4 --dist worksteal
+# Simulators beside the rest of the build, of which pip's part keeps one core busy. Three tests at a time, as some wait:
+# four take longer on two cores, of which each has several ranks.
+TESTS = $(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 test:
 	$(MAKE) --no-print-directory -j 2 build simulators

@@ -107,14 +107,16 @@ def test_what_hosts_share_and_what_they_do_not(mark):
 def test_nothing_outlives_whoever_made_the_hosts(how, mark):
     """Two at a time, which do not meet."""
     command = [sys.executable, RUNNER, "--hosts", "2", "--", "-c", "pass"]
-    (token,) = (f"{key}={value}" for key, value in mark.items())
+    ((key, value),) = mark.items()
+    marks = [f"{value}-{number}" for number in range(2)]  # those of the two are told apart
     started = [
-        subprocess.Popen(command, env={**os.environ, **mark}, stderr=subprocess.DEVNULL, start_new_session=True)
-        for _ in range(2)
+        subprocess.Popen(command, env={**os.environ, key: own}, stderr=subprocess.DEVNULL, start_new_session=True)
+        for own in marks
     ]
-    while len([each for each in marked(token) if "torch.distributed.run" in each]) < 4:
-        assert all(runner.poll() is None for runner in started)
-        time.sleep(0.02)
+    for own in marks:
+        while not any("torch.distributed.run" in each for each in marked(f"{key}={own}")):
+            assert all(runner.poll() is None for runner in started)
+            time.sleep(0.02)
     for runner in started:
         runner.send_signal(how)
     ends = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
