@@ -24,16 +24,21 @@ LOADED = 15.0  # seconds that a busy machine may add
 
 
 def _ring(group):
-    """A ring over some ranks, after one round of it. Ranks come from different cases: they meet first."""
-    store = dist.distributed_c10d._get_default_store()
+    """A ring over some ranks, after one round of it, which all have ended."""
     members = dist.get_process_group_ranks(group)
-    turn = store.add(f"{dist.get_rank()} in {members}", 1)
-    store.set(f"{dist.get_rank()} in {members} at {turn}", "")
-    store.wait([f"{member} in {members} at {turn}" for member in members])
+    _meet(members)  # they come from different cases
     ring = Ring(group, transport="shm", timeout=TIMEOUT)
     for _ in ring.rotate(torch.ones(3)):
         pass
+    _meet(members)
     return ring
+
+
+def _meet(members):
+    store = dist.distributed_c10d._get_default_store()
+    turn = store.add(f"{dist.get_rank()} in {members}", 1)
+    store.set(f"{dist.get_rank()} in {members} at {turn}", "")
+    store.wait([f"{member} in {members} at {turn}" for member in members])
 
 
 def _lose_sockets():

@@ -178,11 +178,12 @@ def _main(
 def _collect(ranks: list[_Rank], lost: frozenset[int], deadline: float, timeout: float, folder: Path) -> None:
     __tracebackhide__ = True
     order: list[int] = []
-    while pending := [rank for number, rank in enumerate(ranks) if not rank.done and number not in lost]:
+    while any(not rank.done for number, rank in enumerate(ranks) if number not in lost):
+        pending = [rank for rank in ranks if not rank.done]  # those to be lost may fail before they are
         left = deadline - time.monotonic()
         if left <= 0 and not order:
             stacks = _stacks(ranks, folder)
-            waiting = [number for number, rank in enumerate(ranks) if rank in pending]
+            waiting = [number for number, rank in enumerate(ranks) if rank in pending and number not in lost]
             raise RankError(f"ranks {waiting} did not finish within {timeout} s. Stacks of all threads:\n{stacks}")
         if left <= 0:
             break
@@ -194,6 +195,8 @@ def _collect(ranks: list[_Rank], lost: frozenset[int], deadline: float, timeout:
             try:
                 good, value = pickle.loads(rank.pipe.recv_bytes())
             except (EOFError, ConnectionError):
+                if ranks.index(rank) in lost:
+                    continue
                 rank.process.join(EXIT)
                 good, value = False, f"ended without a result, exit code {rank.process.exitcode}"
             if good:

@@ -52,6 +52,11 @@ def test_a_failure_names_the_rank_and_ends_the_others():
     assert time.monotonic() - start < 20
 
 
+def test_a_rank_that_fails_before_it_is_lost_is_a_failure():
+    with pytest.raises(RankError, match=r"rank 1:(.|\n)*a mistake of rank one"):
+        run_ranks(_fail_on_one, 2, lost={1})
+
+
 def test_a_hang_dumps_stacks():
     with pytest.raises(RankError, match=r"ranks \[1\] did not finish(.|\n)*_hang_on_one"):
         run_ranks(_hang_on_one, 2, timeout=5.0)

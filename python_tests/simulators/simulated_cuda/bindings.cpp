@@ -51,6 +51,7 @@ void bind_controls(py::module_& m) {
   m.attr("controls") = py::cast(&simulated::world().controls, py::return_value_policy::reference);
   m.def("reset", [](unsigned int seed) {
     simulated::forget_communicators();
+    cudaGetLastError();  // what a test before has left on this thread
     const std::lock_guard lock(simulated::world().mutex);
     simulated::world().controls = Controls{};
     simulated::world().random.seed(seed);
