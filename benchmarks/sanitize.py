@@ -37,8 +37,14 @@ TESTS = [
 ]
 # What needs a simulator, and which
 SIMULATED = {TESTS[0]: "recording_transport", TESTS[-1]: "simulated_cuda"}
-# What races because it is meant to: it counts how often copies that nothing orders come out in either order.
-RACING = (f"{TESTS[-1]}::test_streams_run_side_by_side_and_events_order_them",)
+LEFT_OUT = {
+    # No descriptor is left in it, and the undefined-behaviour runtime tries memory by a pipe: without one it takes what
+    # is there for no object, ends the process, and has no descriptor for the report. Source: LLVM's
+    # sanitizer_posix_libcdep.cpp, IsAccessibleMemoryRange.
+    "address,undefined": [f"{TESTS[3]}::test_too_many_open_files_are_not_taken_for_another_host"],
+    # Races because it is meant to: it counts how often copies that nothing orders come out in either order.
+    "thread": [f"{TESTS[-1]}::test_streams_run_side_by_side_and_events_order_them"],
+}
 # Leaks: none are looked for. An interpreter that ends leaves what it holds, and so do torch's registries.
 ADDRESS = "detect_leaks=0:detect_odr_violation=0:allocator_may_return_null=1"
 UNDEFINED = "print_stacktrace=1"
@@ -119,8 +125,7 @@ def run(kind: str, package: Path, tests: list[str]) -> dict[str, Any]:
     # Not from the root: the package that is there would come first. Addresses as the runtime of `thread` wants them.
     command = ["setarch", "-R", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={told}"]
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *(str(ROOT / test) for test in tests)]
-    if kind == "thread":
-        command += [f"--deselect={test}" for test in RACING]
+    command += [f"--deselect={test}" for test in LEFT_OUT[kind]]
     preloaded = {"LD_PRELOAD": " ".join(runtime(name) for name in KINDS[kind])}
     began = time.monotonic()
     status = subprocess.run(command, cwd=package, env=environment | preloaded).returncode
