@@ -144,7 +144,7 @@ class C10dTransport : public Transport {
     at::Tensor memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
     const std::lock_guard lock(mutex_);
     slots_.remove_if([](const auto& known) { return known.expired(); });
-    slots_.emplace_back(memory.getIntrusivePtr());
+    slots_.push_back(memory.storage().getWeakStorageImpl());
     return memory;
   }
 
@@ -169,17 +169,21 @@ class C10dTransport : public Transport {
   // lets go of it.
   at::Tensor as_tensor(const Span& span) {
     const auto options = at::TensorOptions().dtype(at::kByte).device(device_);
-    return at::from_blob(span.data, {static_cast<int64_t>(span.bytes)}, [memory = slot_of(span)](void*) {}, options);
+    const auto bytes = static_cast<int64_t>(span.bytes);
+    c10::Storage memory = slot_of(span);
+    if (!memory) return at::from_blob(span.data, {bytes}, options);
+    const int64_t offset = span.data - static_cast<const std::byte*>(memory.data());
+    return at::empty({0}, options).set_(std::move(memory), offset, {bytes}, {1});
   }
 
-  // The memory of the slot that holds `span`; undefined where it is a caller's.
-  at::Tensor slot_of(const Span& span) {
+  // The memory of the slot that holds `span`; none where it is a caller's.
+  c10::Storage slot_of(const Span& span) {
     const std::lock_guard lock(mutex_);
     for (const auto& known : slots_) {
-      at::Tensor memory(known.lock());
-      if (!memory.defined()) continue;
-      const auto* start = static_cast<std::byte*>(memory.data_ptr());
-      if (span.data >= start && span.data + span.bytes <= start + memory.numel()) return memory;
+      c10::Storage memory(known.lock());
+      if (!memory) continue;
+      const auto* start = static_cast<const std::byte*>(memory.data());
+      if (span.data >= start && span.data + span.bytes <= start + memory.nbytes()) return memory;
     }
     return {};
   }
@@ -196,7 +200,7 @@ class C10dTransport : public Transport {
   std::chrono::milliseconds timeout_;
   std::mutex mutex_;
   std::list<std::weak_ptr<C10dTransfer>> in_flight_;
-  std::list<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> slots_;
+  std::list<c10::weak_intrusive_ptr<c10::StorageImpl>> slots_;  // of tensors that others may have cut narrower
 };
 
 }  // namespace

@@ -3,6 +3,7 @@ that nothing is done with; and writes to weights that the backward would read, o
 
 import functools
 import logging
+import os
 
 import pytest
 import torch
@@ -109,8 +110,10 @@ def _writes_inside(rank, cases, batches):
         rtp_ext.ring_of(model).close()
 
 
-def _with_inductor(rank, ranks):
+def _with_inductor(rank, ranks, folder):
     cases = Cases()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # here: ranks do not have the parent's environment
+    torch._inductor.config.compile_threads = 1  # no pool of processes, each of which would import torch
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     torch._inductor.config.fx_graph_cache = True
     batches = [make_batch(rank, number, tokens)[0] for number, tokens in enumerate((6, 8))]
@@ -129,6 +132,5 @@ def _with_inductor(rank, ranks):
 
 
 @pytest.mark.parametrize("ranks", few([2], [2, 3]))
-def test_inductor_cold_warm_and_written_to(ranks, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    run_ranks(_with_inductor, ranks, timeout=600.0)
+def test_inductor_cold_warm_and_written_to(ranks, tmp_path):
+    run_ranks(_with_inductor, ranks, str(tmp_path), timeout=600.0)

@@ -106,6 +106,7 @@ def _faults(rank, ranks):
         return cases.finish()
     ring = _ring(first_three)
     if rank == 2:
+        cases.finish()
         os.kill(os.getpid(), signal.SIGSTOP)
     _error_of(ring, cases, "stopped", "who failed: global rank 2 (its process is stopped)")
 
@@ -118,6 +119,7 @@ def _faults(rank, ranks):
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     ring = _ring(first_two)
     if rank == 1:
+        cases.finish()
         os.kill(os.getpid(), signal.SIGSTOP)
     keeper = ring.roll.neighbours[1]
     ring.roll._store, ring.roll._keeper, ring.roll.neighbours = store, 1, {}
@@ -143,10 +145,18 @@ def _keepers(rank, ranks):
     """Of the store of a rendezvous it is rank 0 that keeps it; who keeps one that the caller brings, nobody knows."""
     dist.destroy_process_group()
     brought = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for how, keeper in (({"store": brought}, None), ({"init_method": "tcp://127.0.0.1:0"}, 0)):
-        dist.init_process_group("gloo", rank=rank, world_size=ranks, **how)
-        assert Roll([0])._keeper == keeper, how
-        dist.destroy_process_group()
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(brought.port)}
+    for how, environment, keeper in (
+        ({"store": brought}, {}, None),
+        ({"store": brought}, there, 0),
+        ({"store": brought}, {**there, "TORCHELASTIC_USE_AGENT_STORE": "True"}, None),
+        ({"init_method": "tcp://127.0.0.1:0"}, {}, 0),
+        ({"init_method": "tcp://127.0.0.1:0"}, there, 0),
+    ):
+        with unittest.mock.patch.dict(os.environ, environment):
+            dist.init_process_group("gloo", rank=rank, world_size=ranks, **how)
+            assert Roll([0])._keeper == keeper, (how, environment)
+            dist.destroy_process_group()
 
 
 def test_who_keeps_the_store():

@@ -100,7 +100,8 @@ def run_ranks(
     Args:
         fn: a module-level function; its result and `args` must pickle.
         timeout: seconds until the stacks of all ranks are dumped and everything is killed.
-        lost: ranks that will kill or stop themselves. They return None, and are killed once the others have ended.
+        lost: ranks that will kill or stop themselves. They return None, and are killed once the others have ended; one
+            that fails before is a failure.
         group_timeout: seconds, of the default process group.
 
     Returns:
@@ -188,23 +189,17 @@ def _collect(ranks: list[_Rank], lost: frozenset[int], deadline: float, timeout:
         if left <= 0:
             break
         ready = wait([rank.pipe for rank in pending], left)
-        for rank in pending:
-            if rank.pipe not in ready:
-                continue
-            rank.done = True
-            try:
-                good, value = pickle.loads(rank.pipe.recv_bytes())
-            except (EOFError, ConnectionError):
-                if ranks.index(rank) in lost:
-                    continue
-                rank.process.join(EXIT)
-                good, value = False, f"ended without a result, exit code {rank.process.exitcode}"
-            if good:
-                rank.result = value
-            else:
-                rank.failure = value
-                order.append(ranks.index(rank))
-                deadline = min(deadline, time.monotonic() + GRACE)
+        for number, rank in enumerate(ranks):
+            if rank in pending and rank.pipe in ready:
+                _take(rank, number in lost)
+                if rank.failure is not None:
+                    order.append(number)
+                    deadline = min(deadline, time.monotonic() + GRACE)
+    for number in lost:
+        if not ranks[number].done and ranks[number].pipe.poll():
+            _take(ranks[number], True)
+            if ranks[number].failure is not None:
+                order.append(number)
     if order:
         raise RankError("\n".join(f"rank {number}:\n{ranks[number].failure}" for number in order))
     for number in lost:
@@ -218,6 +213,22 @@ def _collect(ranks: list[_Rank], lost: frozenset[int], deadline: float, timeout:
             raise RankError(f"rank {number} did not end within {EXIT} s of its result:\n{_stacks(ranks, folder)}")
         if rank.process.exitcode != 0 and number not in lost:
             raise RankError(f"rank {number} ended with exit code {rank.process.exitcode}")
+
+
+def _take(rank: _Rank, lost: bool) -> None:
+    """What a rank has sent, or that it has ended without."""
+    rank.done = True
+    try:
+        good, value = pickle.loads(rank.pipe.recv_bytes())
+    except (EOFError, OSError):
+        if lost:
+            return
+        rank.process.join(EXIT)
+        good, value = False, f"ended without a result, exit code {rank.process.exitcode}"
+    if not good:
+        rank.failure = value
+    elif not lost:
+        rank.result = value
 
 
 def _stacks(ranks: list[_Rank], folder: Path) -> str:

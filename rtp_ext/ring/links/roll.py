@@ -254,13 +254,14 @@ def _stat(process: int) -> tuple[str, int] | None:
 
 def _keeper(store: Any) -> int | None:
     """The rank in whose process the store is; None: in none, or nobody knows, as of a store that the caller has given
-    to `init_process_group`. Source: torch's rendezvous.py."""
-    if not str(dist.distributed_c10d._default_pg_init_method).startswith(("env:", "tcp:")):
-        return None
+    to `init_process_group` and that is not where the environment says. Source: torch's rendezvous.py."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return 0 if isinstance(store, dist.TCPStore) and not agents else None
+    if not isinstance(store, dist.TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    made = str(dist.distributed_c10d._default_pg_init_method).startswith(("env:", "tcp:"))
+    expected = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return 0 if made or (store.host, str(store.port)) == expected else None
 
 
 def broken_links(groups: Iterable[Any]) -> set[int]:
