@@ -145,7 +145,6 @@ def _main(
     # What the server has imported is no garbage: to look through it takes longer than all else that a start does, and
     # copies the pages that the server shares.
     gc.freeze()
-    gc.set_threshold(10_000)  # of that few objects; looking for garbage as often as usual takes some percent of a test
     torch.set_num_threads(1)
     os.environ["RTP_RECORD_DIR"] = folder
     with open(Path(folder) / f"stack{rank}", "w") as stacks:
