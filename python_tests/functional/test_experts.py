@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from grids import pairs
+from grids import RINGS, pairs
 from harness import Cases, run_ranks
 from operation_checks import (
     EXACT,
@@ -155,8 +155,7 @@ def _passes(rank, ranks, transport):
     cases.finish()
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("ranks", "transport"), RINGS)
 def test_one_pass(ranks, transport):
     run_ranks(_passes, ranks, transport)
 

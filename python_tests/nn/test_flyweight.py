@@ -19,6 +19,7 @@ from flyweight_modules import (
     reference_pass,
     tolerance_of,
 )
+from grids import RINGS
 from harness import Cases, run_ranks
 from reference import STEPS, adamw, assert_same, chunk, differs, double_copy, full, random, trained_tolerance
 from test_linear import loss
@@ -62,8 +63,7 @@ def _passes(rank, ranks, transport):
     cases.finish()
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("ranks", "transport"), RINGS)
 def test_one_pass(ranks, transport):
     run_ranks(_passes, ranks, transport)
 
