@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,9 +63,12 @@ def _ended(pid):
         if done:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
+    os.kill(pid, signal.SIGUSR1)  # the rank's handler, which writes stacks
+    time.sleep(0.5)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return "still there"
+    folder = Path(os.environ["RTP_RECORD_DIR"])
+    return "still there\n" + "\n".join(file.read_text() for file in folder.glob("stack*"))
 
 
 def _fork(rank, ranks, transport):
@@ -91,7 +95,8 @@ def _fork(rank, ranks, transport):
             del model, ring, first, child
             gc.collect()
             os._exit(0 if known() is None else 3)
-        assert _ended(pid) == 0
+        ended = _ended(pid)
+        assert ended == 0, ended
     with cases.case("a child within a rotation"):
         rotation = ring.rotate(torch.ones(2))
         for owner, _ in rotation:
@@ -106,7 +111,8 @@ def _fork(rank, ranks, transport):
                         except rtp_ext.RotationError:
                             pass
                     os._exit(0)
-                assert _ended(pid) == 0
+                ended = _ended(pid)
+                assert ended == 0, ended
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long it waits for a worker that has failed, else 5 s
     with cases.case("workers of a DataLoader"):
         options = {"num_workers": 1, "batch_size": None, "multiprocessing_context": "fork"}
