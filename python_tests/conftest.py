@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))  # last: its models.py is not the tests'
 
 # A thread of Gloo that wakes up while its rank holds the lock of a socket asks again and again until that rank runs on:
-# a sixth of the time of samples of the tests (of some nothing, of others a quarter), on two cores. Threads of batch jobs
+# a sixth of the time of samples of the tests (from nothing to a quarter), on two cores. Threads of batch jobs
 # preempt nobody as they wake up; all that tests start inherits it.
 with contextlib.suppress(OSError):  # sandboxes whose kernel knows no other policy than the usual one
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
