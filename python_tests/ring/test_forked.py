@@ -56,19 +56,20 @@ def _report(model, ring, rank, queue):
     queue.put(_told(model, ring, rank))
 
 
-def _ended(pid):
+def _check_ended(pid):
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
-            return os.waitstatus_to_exitcode(status)
+            assert os.waitstatus_to_exitcode(status) == 0, f"exit code {os.waitstatus_to_exitcode(status)}"
+            return
         time.sleep(0.02)
     os.kill(pid, signal.SIGUSR1)  # the rank's handler, which writes stacks
     time.sleep(0.5)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     folder = Path(os.environ["RTP_RECORD_DIR"])
-    return "still there\n" + "\n".join(file.read_text() for file in folder.glob("stack*"))
+    raise AssertionError("still there\n" + "\n".join(file.read_text() for file in folder.glob("stack*")))
 
 
 def _fork(rank, ranks, transport):
@@ -95,8 +96,7 @@ def _fork(rank, ranks, transport):
             del model, ring, first, child
             gc.collect()
             os._exit(0 if known() is None else 3)
-        ended = _ended(pid)
-        assert ended == 0, ended
+        _check_ended(pid)
     with cases.case("a child within a rotation"):
         rotation = ring.rotate(torch.ones(2))
         for owner, _ in rotation:
@@ -111,8 +111,7 @@ def _fork(rank, ranks, transport):
                         except rtp_ext.RotationError:
                             pass
                     os._exit(0)
-                ended = _ended(pid)
-                assert ended == 0, ended
+                _check_ended(pid)
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long it waits for a worker that has failed, else 5 s
     with cases.case("workers of a DataLoader"):
         options = {"num_workers": 1, "batch_size": None, "multiprocessing_context": "fork"}
