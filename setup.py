@@ -37,13 +37,25 @@ def find_library(pattern: str, folders: list[Path]) -> Path | None:
     return None
 
 
+def toolkit() -> Path | None:
+    """The folder of the CUDA toolkit: where nvcc is."""
+    candidates = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    on_path = shutil.which("nvcc")
+    if on_path:
+        candidates.append(str(Path(on_path).resolve().parent.parent))
+    return next((Path(c) for c in candidates if c and (Path(c) / "bin" / "nvcc").exists()), None)
+
+
 def architectures(torch, nvcc: str) -> str:
-    """What to compile for, as CMake writes it: the GPUs of this machine, if this nvcc knows them; else ARCHITECTURES.
+    """What to compile for, as CMake writes it: what the environment says; else the GPUs of this machine, if this nvcc
+    knows them; else ARCHITECTURES.
 
     The newest one brings PTX, for what is newer still.
     """
+    if named := os.environ.get("RTP_CUDA_ARCHITECTURES"):
+        return named
     chosen = set()
-    if torch.cuda.is_available():
+    if torch is not None and torch.cuda.is_available():
         present = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
         chosen = {10 * major + minor for major, minor in present}
         known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
@@ -63,11 +75,7 @@ def cuda_facts(torch) -> dict[str, str]:
     if torch.version.cuda is None:
         missing = "this torch has no CUDA"
     else:
-        candidates = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-        on_path = shutil.which("nvcc")
-        if on_path:
-            candidates.append(str(Path(on_path).resolve().parent.parent))
-        root = next((Path(c) for c in candidates if c and (Path(c) / "bin" / "nvcc").exists()), None)
+        root = toolkit()
         site = Path(torch.__file__).resolve().parent.parent
         pip_folders = [Path(folder) for folder in sorted(glob.glob(str(site / "nvidia" / "*")))]
         libraries = [folder / "lib" for folder in pip_folders]
@@ -94,14 +102,21 @@ def cuda_facts(torch) -> dict[str, str]:
                     "PIP_CUDA_INCLUDES": "|".join(
                         str(folder / "include") for folder in pip_folders if (folder / "include").exists()
                     ),
-                    "CUDA_ARCHITECTURES": os.environ.get("RTP_CUDA_ARCHITECTURES")
-                    or architectures(torch, str(root / "bin" / "nvcc")),
+                    "CUDA_ARCHITECTURES": architectures(torch, str(root / "bin" / "nvcc")),
                 }
     if missing is not None:
         if wish == "1":
             raise SystemExit(f"rtp_ext: RTP_WITH_CUDA=1 but {missing}")
         return {"WITH_CUDA": "OFF", "CUDA_REASON": missing}
     return {"WITH_CUDA": "ON", "CUDA_REASON": f"toolkit {facts['CUDA_ROOT']}", **facts}
+
+
+def kernel_facts() -> dict[str, str]:
+    """What the kernels are compiled with, where torch may be missing still; see `cuda_facts`."""
+    root = toolkit()
+    assert root is not None
+    nvcc = str(root / "bin" / "nvcc")
+    return {"WITH_CUDA": "ON", "CUDA_REASON": "", "NVCC": nvcc, "CUDA_ARCHITECTURES": architectures(None, nvcc)}
 
 
 def import_torch():
@@ -125,8 +140,39 @@ def torch_facts() -> dict[str, str]:
     }
 
 
-if sys.argv[1:] == ["torch_facts"]:  # asked by CMakeLists.txt
-    print("\n".join(f"{key}={value}" for key, value in torch_facts().items()))
+def tool(name: str) -> str | None:
+    """A program of PATH, or else beside Python. In this order, as another Ninja would compile again what one has."""
+    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+
+
+def run_cmake(target: str, *settings: str) -> tuple[str, Path]:
+    """Configures CMakeLists.txt and builds `target`; CMake, and the folder in which that happened."""
+    cmake, ninja = tool("cmake"), tool("ninja")
+    if cmake is None or ninja is None:
+        missing = "ninja" if cmake else "cmake"
+        raise SystemExit(f"rtp_ext: {missing} was not found. pip install {missing}")
+    build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+    build.mkdir(parents=True, exist_ok=True)
+    given = [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={ninja}", *settings]
+    subprocess.run([cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build), *given], check=True)
+    subprocess.run([cmake, "--build", str(build), "--target", target], check=True)
+    return cmake, build
+
+
+def compile_kernels() -> None:
+    """Makes objects of the kernels, which `build_ext` finds made: they need no torch. Or leaves them to that."""
+    known = os.environ.get("RTP_CUDA_ARCHITECTURES") or shutil.which("nvidia-smi") is None  # torch will know the GPUs
+    if os.environ.get("RTP_WITH_CUDA") != "0" and known and toolkit() and tool("cmake") and tool("ninja"):
+        run_cmake("kernels", "-DRTP_KERNELS_ONLY=ON")
+
+
+# Asked by CMakeLists.txt, and what needs no setuptools.
+FACTS = {"torch_facts": torch_facts, "kernel_facts": kernel_facts}
+if sys.argv[1:] and sys.argv[1] in FACTS:
+    print("\n".join(f"{key}={value}" for key, value in FACTS[sys.argv[1]]().items()))
+    raise SystemExit(0)
+if sys.argv[1:] == ["kernels"]:
+    compile_kernels()
     raise SystemExit(0)
 
 from setuptools import Extension, setup  # noqa: E402
@@ -139,19 +185,8 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         import_torch()
         print(HINT, flush=True)
-        cmake = shutil.which("cmake")
-        if cmake is None:
-            raise SystemExit("rtp_ext: cmake was not found. pip install cmake")
         target = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
-        build.mkdir(parents=True, exist_ok=True)
-        configure = [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build)]
-        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_INSTALL_PREFIX={target.parent}"]
-        ninja = shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-        if ninja is None:
-            raise SystemExit("rtp_ext: ninja was not found. pip install ninja")
-        subprocess.run([*configure, f"-DCMAKE_MAKE_PROGRAM={ninja}"], check=True)
-        subprocess.run([cmake, "--build", str(build)], check=True)
+        cmake, build = run_cmake("all", "-DRTP_KERNELS_ONLY=OFF", f"-DCMAKE_INSTALL_PREFIX={target.parent}")
         subprocess.run([cmake, "--install", str(build)], check=True)
 
 

@@ -104,6 +104,8 @@ def test_cuda_is_compiled_as_the_environment_says(setup, tmp_path, monkeypatch):
             monkeypatch.setenv("RTP_CUDA_ARCHITECTURES", asked)
         facts = setup.cuda_facts(torch)
         assert facts["WITH_CUDA"] == "ON" and facts["CUDA_ARCHITECTURES"] == expected
+        ahead = setup.kernel_facts()  # of which the kernels that are compiled ahead are those that are needed
+        assert all(facts[key] == ahead[key] for key in ("WITH_CUDA", "NVCC", "CUDA_ARCHITECTURES"))
     monkeypatch.setenv("RTP_WITH_CUDA", "0")
     assert setup.cuda_facts(torch) == {"WITH_CUDA": "OFF", "CUDA_REASON": "RTP_WITH_CUDA=0"}
     monkeypatch.setenv("RTP_WITH_CUDA", "1")
@@ -111,3 +113,30 @@ def test_cuda_is_compiled_as_the_environment_says(setup, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="RTP_WITH_CUDA=1 but this torch has no CUDA"):
         setup.cuda_facts(torch)
     assert "RTP_WITH_CUDA=0" in setup.HINT and "RTP_CUDA_ARCHITECTURES" in setup.HINT
+
+
+def test_kernels_are_compiled_ahead_where_it_is_known_for_which_gpus(setup, tmp_path, monkeypatch):
+    """And left to the build, without an error, where there is nothing to compile them with."""
+    made = []
+    monkeypatch.setitem(setup.compile_kernels.__globals__, "run_cmake", lambda *given: made.append(given))
+    folders = {"tools": ("cmake", "ninja"), "driver": ("nvidia-smi",), "cuda/bin": ("nvcc",)}
+    for folder, names in folders.items():
+        for name in names:
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / name).touch(0o755)
+
+    def ahead(path=("tools",), cuda="cuda", **variables):
+        made.clear()
+        monkeypatch.setenv("PATH", ":".join(str(tmp_path / folder) for folder in path))
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / cuda))
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "none" / "python"))
+        for name in ("RTP_WITH_CUDA", "RTP_CUDA_ARCHITECTURES"):
+            monkeypatch.delenv(name, raising=False)
+            if name in variables:
+                monkeypatch.setenv(name, variables[name])
+        setup.compile_kernels()
+        return made == [("kernels", "-DRTP_KERNELS_ONLY=ON")]
+
+    assert ahead() and not ahead(path=()) and not ahead(RTP_WITH_CUDA="0")
+    assert not ahead(path=("tools", "driver"))
+    assert ahead(path=("tools", "driver"), RTP_CUDA_ARCHITECTURES="90-real")

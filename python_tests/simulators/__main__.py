@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import compiled
 import kernel_emulation
-import ptxas
 import recording_transport
 import simulated_cuda
 
@@ -22,8 +21,6 @@ def main(arguments: list[str]) -> None:
         builds.append(recording_transport.build)
         if simulated_cuda.include_folders() is not None:
             builds.insert(0, simulated_cuda.build)
-    if ptxas.nvcc() is not None:
-        ptxas.reports()
     with ThreadPoolExecutor(len(builds)) as pool:
         for path in pool.map(lambda each: each(), builds):
             print(path)

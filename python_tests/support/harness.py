@@ -140,11 +140,14 @@ def _main(
     fn: Callable[..., Any], rank: int, ranks: int, args: tuple, pipe: Connection, folder: str, group_timeout: float
 ) -> None:
     import torch
+    import torch._dynamo.guards
     import torch.distributed as dist
 
     # What the server has imported is no garbage: to look through it takes longer than all else that a start does, and
     # copies the pages that the server shares.
     gc.freeze()
+    # torch writes through all of a processor's caches to time the guards of each graph, for a line of a log.
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     torch.set_num_threads(1)
     os.environ["RTP_RECORD_DIR"] = folder
     with open(Path(folder) / f"stack{rank}", "w") as stacks:

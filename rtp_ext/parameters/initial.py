@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtp_ext.parameters.sharding import as_sharded, held, shard_bounds
 from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import as_parameter
 
 logger = logging.getLogger("rtp_ext")
 
@@ -95,7 +96,7 @@ class InitialValues:
         for storage, place in self.places.items():
             data = as_sharded(homes[storage], place.shape, ring, place.owner.shard_dims[place.key])
             requires_grad = place.owner._parameters[place.key].requires_grad
-            place.owner._parameters[place.key] = nn.Parameter(data, requires_grad=requires_grad)
+            place.owner._parameters[place.key] = as_parameter(data, requires_grad)
 
 
 def construct(module: nn.Module, constructor: Callable[..., None], *arguments: Any) -> InitialValues:

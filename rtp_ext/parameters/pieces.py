@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rtp_ext._native import shard_sizes
+from rtp_ext.ring.autograd import as_parameter
 from rtp_ext.ring.mesh import home_placements, own_part, piece_dim, ring_dim, ring_shape
 
 
@@ -72,7 +73,7 @@ def as_pieces(parameter: DTensor, placements: tuple[Placement, Placement]) -> nn
     spec = DTensorSpec(parameter.device_mesh, placements, tensor_meta=parameter._spec.tensor_meta)
     local = own_piece(parameter._local_tensor.detach(), spec).clone(memory_format=torch.contiguous_format)
     data = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
-    cut = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    cut = as_parameter(data, parameter.requires_grad)
     cut.__dict__.update(parameter.__dict__)
     return cut
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from rtp_ext._native import RotationError, shard_sizes, share_version
 from rtp_ext.parameters.pieces import gather_home, is_piece
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import as_gradient, claim_of, come_home, first_order_only, keep_way_home
+from rtp_ext.ring.autograd import as_gradient, as_parameter, claim_of, come_home, first_order_only, keep_way_home
 from rtp_ext.ring.mesh import home_placements, own_part, ring_shape
 from rtp_ext.ring.offload import kept_of
 
@@ -166,14 +166,7 @@ def _over_tensor(parameter: nn.Parameter, ring: Ring) -> Placement | None:
 
 
 def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    if isinstance(data, DTensor):
-        # nn.Parameter would detach it, for which DTensor asks its rules for every shape, 5 ms each. The shard is no
-        # view: aliases of a view would not have the version that it shares with its parameter.
-        data = as_gradient(held(data).data, data._spec)
-        data._is_param = True  # type: ignore[attr-defined]
-        converted = cast(nn.Parameter, data.requires_grad_(parameter.requires_grad))
-    else:
-        converted = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    converted = as_parameter(data, parameter.requires_grad)
     converted.__dict__.update(parameter.__dict__)
     return converted
 
@@ -328,8 +321,7 @@ def _keep_shard(parameter: DTensor, full: torch.Tensor) -> None:
 def placed_as(full: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:
     """A whole tensor, which is the same on every rank, as a parameter laid out as `spec` says."""
     home = own_part(full.detach(), spec.mesh, spec.placements).clone(memory_format=torch.contiguous_format)
-    data = DTensor.from_local(home, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
-    return nn.Parameter(data, requires_grad=full.requires_grad)
+    return as_parameter(as_gradient(home, spec), full.requires_grad)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -312,6 +312,16 @@ def as_gradient(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     if meta is not None and meta.dtype != local.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def as_parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """What `nn.Parameter` makes of a tensor. That detaches it: a DTensor asks its rules then, 5 ms for each shape."""
+    if not isinstance(data, DTensor):
+        return nn.Parameter(data, requires_grad=requires_grad)
+    # The shard is no view: aliases of a view would not have the version that it shares with its parameter.
+    made = as_gradient(data._local_tensor.data, data._spec)
+    made._is_param = True  # type: ignore[attr-defined]
+    return cast(nn.Parameter, made.requires_grad_(requires_grad))
 
 
 _WIDE = "_rtp_wide"  # attribute of a rounded gradient: what it was rounded from, and its version then

@@ -16,7 +16,7 @@ from rtp_ext.outer.apart.means import wide, written
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import as_gradient
+from rtp_ext.ring.autograd import as_gradient, as_parameter
 
 
 def nesterov(parameters: list[nn.Parameter]) -> Optimizer:
@@ -116,7 +116,7 @@ class DiLoCo(AfterSteps):
         self._anchors = nn.Module()
         for name, parameter in named.items():
             copied = as_gradient(held(parameter).detach().to(wide(parameter.dtype), copy=True), parameter._spec)
-            self._anchors.register_parameter(name.replace(".", "/"), nn.Parameter(copied))
+            self._anchors.register_parameter(name.replace(".", "/"), as_parameter(copied, True))
         self._parts = _parted({name: p.numel() for name, p in named.items()}, self.fragments)
         self._outer = [self._outer_of([self._anchor(name) for name in part]) for part in self._parts]
 
