@@ -35,6 +35,9 @@ EXIT = 20.0  # seconds that a rank may take to end after all ranks have reported
 # What ranks find imported: each would need half a second and more for it.
 PRELOADED = [
     "pytest",
+    "torch._inductor.pattern_matcher",  # the first compiled graph would, with the next two
+    "torch._inductor.debug",
+    "torch._dynamo.backends.common",
     "torch._dynamo",  # the first DTensor would import it
     "torch.distributed.tensor",
     "torch.distributed.checkpoint.state_dict",
@@ -142,12 +145,14 @@ def _main(
     import torch
     import torch._dynamo.guards
     import torch.distributed as dist
+    from shards import detach_without_rules
 
     # What the server has imported is no garbage: to look through it takes longer than all else that a start does, and
     # copies the pages that the server shares.
     gc.freeze()
     # torch writes through all of a processor's caches to time the guards of each graph, for a line of a log.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    detach_without_rules()
     torch.set_num_threads(1)
     os.environ["RTP_RECORD_DIR"] = folder
     with open(Path(folder) / f"stack{rank}", "w") as stacks:

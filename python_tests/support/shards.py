@@ -1,4 +1,5 @@
-"""AdamW and clipping on each rank's own shards, with what torch keeps and computes, and without DTensor's rules.
+"""AdamW and clipping on each rank's own shards, with what torch keeps and computes, and without DTensor's rules; and
+`detach`, which autograd calls for every gradient that it keeps.
 
 DTensor asks its rules for every shape that an operation meets for the first time in a process, 1 to 20 ms on a mesh of
 two or three dimensions: for the state, the step and the clipping of one small model a third of what its test takes. The
@@ -9,12 +10,30 @@ tensor parallelism: where tests ask for `stock`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+
+def detach_without_rules() -> None:
+    """From now on a detached DTensor is laid out as it was, which is what torch's rule says of every layout."""
+    stock = ShardingPropagator.propagate_op_sharding_non_cached
+
+    @functools.wraps(stock)
+    def propagate(self: ShardingPropagator, schema: OpSchema) -> OutputSharding:
+        spec = schema.args_schema[0] if schema.op is torch.ops.aten.detach.default else None
+        if isinstance(spec, DTensorSpec) and spec.tensor_meta is not None:
+            return OutputSharding(spec)
+        return stock(self, schema)
+
+    ShardingPropagator.propagate_op_sharding_non_cached = propagate
 
 
 def _own(tensor: Tensor) -> Tensor:
