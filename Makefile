@@ -22,15 +22,15 @@ $(VENV)/.torch:
 	$(BIN)/pip install --quiet "$(TORCH)" "setuptools>=77" wheel numpy
 	touch $@
 
-# The kernels need no torch: they compile while pip fetches it, which comes first where both want a processor. Only
-# before the first build; later ones compile what has changed.
+# The kernels need no torch: with -j they compile while pip fetches it, which comes first where both want a processor.
+# Only before the first build; later ones compile what has changed, and say what does not compile.
 build/.kernels:
 	mkdir -p build
-	RTP_WERROR=1 nice $(PYTHON) setup.py kernels
+	-RTP_WERROR=1 nice $(PYTHON) setup.py kernels
 	touch $@
 
 # --no-compile: most modules of these packages are never imported, and Python compiles those that are.
-$(VENV)/.built: $(VENV)/.torch $(SOURCES) | build/.kernels
+$(VENV)/.built: $(VENV)/.torch $(SOURCES) | $(if $(wildcard $(VENV)/.built),,build/.kernels)
 	@echo "Compiling takes minutes. For CPUs only: RTP_WITH_CUDA=0. For other GPUs than those of this machine:" \
 		"RTP_CUDA_ARCHITECTURES=90-real, for example."
 	RTP_WERROR=1 $(BIN)/pip install --quiet --no-compile --no-build-isolation -e ".[dev]"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import glob
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,9 +115,11 @@ def cuda_facts(torch) -> dict[str, str]:
 def kernel_facts() -> dict[str, str]:
     """What the kernels are compiled with, where torch may be missing still; see `cuda_facts`."""
     root = toolkit()
-    assert root is not None
+    if root is None:
+        return {"WITH_CUDA": "OFF", "CUDA_REASON": "no nvcc in CUDA_HOME, /usr/local/cuda or PATH"}
     nvcc = str(root / "bin" / "nvcc")
-    return {"WITH_CUDA": "ON", "CUDA_REASON": "", "NVCC": nvcc, "CUDA_ARCHITECTURES": architectures(None, nvcc)}
+    facts = {"CUDA_ROOT": str(root), "NVCC": nvcc, "CUDA_ARCHITECTURES": architectures(None, nvcc)}
+    return {"WITH_CUDA": "ON", "CUDA_REASON": f"toolkit {root}", **facts}
 
 
 def import_torch():
@@ -141,7 +144,7 @@ def torch_facts() -> dict[str, str]:
 
 
 def tool(name: str) -> str | None:
-    """A program of PATH, or else beside Python. In this order, as another Ninja would compile again what one has."""
+    """A program of PATH, or else beside Python."""
     return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
 
 
@@ -153,16 +156,24 @@ def run_cmake(target: str, *settings: str) -> tuple[str, Path]:
         raise SystemExit(f"rtp_ext: {missing} was not found. pip install {missing}")
     build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
     build.mkdir(parents=True, exist_ok=True)
+    cache = build / "CMakeCache.txt"
+    kept = re.search(r"^CMAKE_MAKE_PROGRAM:\w+=(.+)$", cache.read_text() if cache.exists() else "", re.MULTILINE)
+    if kept and Path(kept[1]).exists():
+        ninja = kept[1]  # another version may not understand this one's log, and compile everything again
     given = [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={ninja}", *settings]
+    if "RTP_WERROR" in os.environ:  # CMake keeps what it was told first
+        given.append(f"-DRTP_WERROR={os.environ['RTP_WERROR']}")
     subprocess.run([cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build), *given], check=True)
     subprocess.run([cmake, "--build", str(build), "--target", target], check=True)
     return cmake, build
 
 
 def compile_kernels() -> None:
-    """Makes objects of the kernels, which `build_ext` finds made: they need no torch. Or leaves them to that."""
+    """Compiles the kernels ahead of `build_ext`, which finds them compiled, where that is possible without torch."""
+    wanted, root = os.environ.get("RTP_WITH_CUDA") != "0", toolkit()
+    complete = root is not None and (root / "include" / "cuda_runtime.h").exists()  # or else pip brings the headers
     known = os.environ.get("RTP_CUDA_ARCHITECTURES") or shutil.which("nvidia-smi") is None  # torch will know the GPUs
-    if os.environ.get("RTP_WITH_CUDA") != "0" and known and toolkit() and tool("cmake") and tool("ninja"):
+    if wanted and complete and known and tool("cmake") and tool("ninja"):
         run_cmake("kernels", "-DRTP_KERNELS_ONLY=ON")
 
 

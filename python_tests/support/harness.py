@@ -35,10 +35,10 @@ EXIT = 20.0  # seconds that a rank may take to end after all ranks have reported
 # What ranks find imported: each would need half a second and more for it.
 PRELOADED = [
     "pytest",
-    "torch._inductor.pattern_matcher",  # the first compiled graph would, with the next two
-    "torch._inductor.debug",
-    "torch._dynamo.backends.common",
     "torch._dynamo",  # the first DTensor would import it
+    "torch._dynamo.backends.common",  # and the first compiled graph this and the next two
+    "torch._inductor.debug",
+    "torch._inductor.pattern_matcher",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint.state_dict",
     "rtp_ext.convert",
@@ -150,7 +150,7 @@ def _main(
     # What the server has imported is no garbage: to look through it takes longer than all else that a start does, and
     # copies the pages that the server shares.
     gc.freeze()
-    # torch writes through all of a processor's caches to time the guards of each graph, for a line of a log.
+    # torch flushes the processor's caches to time the guards of each graph, for a line of a log.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     detach_without_rules()
     torch.set_num_threads(1)

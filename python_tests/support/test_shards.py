@@ -21,11 +21,13 @@ def _rules(rank, ranks):
     for shape in ((2,), (1, 2)):
         mesh = init_device_mesh("cpu", shape)
         for number, placements in enumerate(product(PLACEMENTS, repeat=mesh.ndim)):
-            meta = TensorMeta(torch.Size([7, 5]), ((5, 1), (1, 7))[number % 2], torch.bfloat16)
+            stride = ((5, 1), (1, 7))[(number + number // len(PLACEMENTS)) % 2]
+            meta = TensorMeta(torch.Size([7, 5]), stride, torch.bfloat16)
             spec = DTensorSpec(mesh, placements, tensor_meta=meta)
             with cases.case(f"{placements} of {meta}"):
                 schema = OpSchema(torch.ops.aten.detach.default, (spec,), {})
                 expected, found = torch_says(propagator, schema), ours(propagator, schema)
+                assert found.output_spec is spec is not expected.output_spec, "torch's own rule was asked"
                 assert found == expected and found.output_spec.tensor_meta == meta == expected.output_spec.tensor_meta
                 assert found.output_spec.shard_order == expected.output_spec.shard_order
         with cases.case(f"control: {placements}, transposed, is not what it was, and torch's own"):

@@ -321,7 +321,8 @@ def _keep_shard(parameter: DTensor, full: torch.Tensor) -> None:
 def placed_as(full: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:
     """A whole tensor, which is the same on every rank, as a parameter laid out as `spec` says."""
     home = own_part(full.detach(), spec.mesh, spec.placements).clone(memory_format=torch.contiguous_format)
-    return as_parameter(as_gradient(home, spec), full.requires_grad)
+    data = DTensor.from_local(home, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+    return as_parameter(data, full.requires_grad)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -1,0 +1,99 @@
+"""How kernels are compiled: one by one, ahead of the extension as with it; and in `make build` without a warning, and
+such that no thread spills registers."""
+
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNEL = """
+extern "C" __global__ void BOUNDS sum_of_products(float* values, int count) {
+  float sums[64];
+  for (int i = 0; i < 64; ++i) sums[i] = values[i * count + threadIdx.x];
+  for (int k = 0; k < count; ++k)
+    for (int i = 0; i < 64; ++i) sums[i] = sums[i] * sums[(i + 7) % 64] + values[k];
+  for (int i = 0; i < 64; ++i) values[i * count + threadIdx.x] = sums[i];
+}
+"""
+
+
+def compiled_with(build):
+    """The command for each kernel, by its name, of a folder that CMake has configured."""
+    found = json.loads((build / "compile_commands.json").read_text())
+    return {Path(each["file"]).name: shlex.split(each["command"]) for each in found if each["file"].endswith(".cu")}
+
+
+@pytest.fixture(scope="module")
+def commands():
+    build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+    cache = build / "CMakeCache.txt"
+    if not cache.exists() or "RTP_WERROR:BOOL=1\n" not in cache.read_text():
+        pytest.skip("the extension was not compiled in this folder with RTP_WERROR=1, as `make build` does")
+    kernels = compiled_with(build)
+    if not kernels:
+        pytest.skip("the extension was compiled without CUDA")
+    return kernels
+
+
+def test_no_kernel_is_compiled_otherwise(commands):
+    assert set(commands) == {file.name for file in (ROOT / "csrc" / "kernels").glob("*.cu")}
+    usual = not os.environ.get("RTP_CUDA_ARCHITECTURES") and not torch.cuda.is_available()
+    needed = {"-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror"} | (
+        {"-Xptxas=-warn-spills"} if usual else set()
+    )
+    expected = set(runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["ARCHITECTURES"])
+    for name, command in commands.items():
+        assert needed <= set(command), name
+        if usual:
+            assert {int(number) for number in re.findall(r"sm_(\d+)", " ".join(command))} == expected, name
+
+
+def test_kernels_are_compiled_ahead_as_with_the_extension(commands, tmp_path):
+    """In a folder that is configured anew, too, by the newest CMake that is here."""
+    cmake, ninja = (
+        shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") for name in ("cmake", "ninja")
+    )
+    settings = [
+        f"-DPython_EXECUTABLE={sys.executable}",
+        "-DRTP_WERROR=1",
+        "-DRTP_KERNELS_ONLY=ON",
+        "-DCMAKE_UNITY_BUILD=ON",
+    ]
+    for _ in range(2):
+        configure = [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(tmp_path), f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+        subprocess.run([*configure, *settings], check=True, capture_output=True, timeout=120)
+        ahead = compiled_with(tmp_path)
+        assert {name: sorted(command) for name, command in ahead.items()} == {
+            name: sorted(command) for name, command in commands.items()
+        }
+
+
+@pytest.mark.parametrize(
+    "bounds, body, said",
+    [
+        ("", KERNEL, ""),
+        ("__launch_bounds__(1024, 2)", KERNEL, "Registers are spilled to local memory in function 'sum_of_products'"),
+        ("", KERNEL + "static __global__ void unused() {}", "was declared but never referenced"),
+    ],
+    ids=["neither", "spills", "warning"],
+)
+def test_what_spills_or_warns_does_not_compile(commands, tmp_path, bounds, body, said):
+    file = tmp_path / "kernel.cu"
+    file.write_text(body.replace("BOUNDS", bounds))
+    compiler, *flags = commands["delay.cu"]
+    kept = [flag for flag in flags if flag.startswith(("-O", "-D", "-I", "-W", "-X", "-std"))]
+    if said.startswith("Registers") and "-Xptxas=-warn-spills" not in kept:
+        pytest.skip("compiled for other architectures than those that are known not to spill")
+    command = [compiler, *kept, "-arch=sm_90", "-x", "cu", "-c", str(file), "-o", str(tmp_path / "kernel.o")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode == 0) is (said == ""), done.stderr
+    assert said in done.stderr
