@@ -1,7 +1,7 @@
 """A small transformer, plain or tensor parallel, and its training: for tests of tensor parallelism with rotation."""
 
 import torch
-from reference import full, random
+from reference import full, random, whole_gradients
 from shards import AdamW, clip_shards
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -137,7 +137,7 @@ def step_on(model, optimizer, loss, compared, stock=False):
     """One clipped step. Returns the gradients, where they are to be compared, and their norm. `stock`: torch clips."""
     optimizer.zero_grad()
     loss.backward()
-    gradients = {name: full(p.grad).clone() for name, p in model.named_parameters()} if compared else {}
+    gradients = whole_gradients(model) if compared else {}
     norm = full((nn.utils.clip_grad_norm_ if stock else clip_shards)(model.parameters(), 0.1)).clone()
     optimizer.step()
     return gradients, norm

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from harness import Cases, run_ranks
-from reference import assert_same, full, random
+from reference import assert_same, full, random, whole_gradients
 from tensor_models import (
     EXACT,
     HIDDEN,
@@ -48,8 +48,8 @@ def expected_gradients(batches, step=0, model=None):
 
 
 def assert_gradients(model, expected, what, tolerance=EXACT):
-    for name, parameter in model.named_parameters():
-        assert_same(None if parameter.grad is None else full(parameter.grad), expected[name], tolerance, what + name)
+    for name, gradient in whole_gradients(model).items():
+        assert_same(gradient, expected[name], tolerance, what + name)
 
 
 def both(activations=sequence_parallel, embedding=RowwiseParallel, model=None, **options):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from reference import TOLERANCE, assert_same, full, random
+from reference import TOLERANCE, assert_same, random, whole_gradients
 from torch import nn
 
 from rtp_ext.nn import RotatedMultiheadAttention
@@ -181,7 +181,7 @@ def observe(module: RotatedMultiheadAttention, form: str, dtype: torch.dtype) ->
     """Everything that one pass of this rank gives, gradients of parameters in full."""
     module.zero_grad()
     values = run(module, FORMS[form], module.ring.rank, dtype, dtype)
-    return values | {key: full(parameter.grad) for key, parameter in module.named_parameters()}
+    return values | whole_gradients(module)
 
 
 def check(module: RotatedMultiheadAttention, name: str, form: str, dtype: torch.dtype) -> None:

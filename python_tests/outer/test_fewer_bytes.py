@@ -9,7 +9,7 @@ import torch
 from harness import Cases, run_ranks
 from narrowed import rebuilt
 from offload_cases import made_up
-from reference import assert_same, differs, full, random
+from reference import assert_same, differs, full, random, whole_gradients, whole_parameters
 from replica_models import Tiny, adamw, all_losses, batch_loss, replicated
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -59,16 +59,17 @@ def _train(cases, what, model, rank, ranks, cuts, sign=1.0):
             all_losses(plain, ranks, step, 1 / ranks).backward()
         all_losses(unrounded, ranks, step, 1 / ranks).backward()
         with cases.case(f"{what}, gradients of step {step}"):
-            wrong = 0
+            wrong, found = 0, whole_gradients(model)
             for (name, parameter), other in zip(plain.named_parameters(), unrounded.parameters(), strict=True):
-                assert_same(full(model.get_parameter(name).grad), sign * parameter.grad, EXACT, name)
+                assert_same(found[name], sign * parameter.grad, EXACT, name)
                 wrong += differs(other.grad, parameter.grad, 100 * EXACT)
             assert wrong > 4, "control: weights that are not rounded"
         for optimizer in optimizers:
             optimizer.step()
     with cases.case(f"{what}, trained"):
+        found = whole_parameters(model)
         for name, parameter in plain.named_parameters():
-            assert_same(full(model.get_parameter(name)), sign * parameter, EXACT, name)
+            assert_same(found[name], sign * parameter, EXACT, name)
     return plain
 
 

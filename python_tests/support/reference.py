@@ -116,6 +116,18 @@ def wholes(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return found
 
 
+def whole_parameters(module: nn.Module) -> dict[str, Tensor | None]:
+    """By name; see `wholes`."""
+    named = dict(module.named_parameters())
+    return dict(zip(named, wholes(named.values()), strict=True))
+
+
+def whole_gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    """By name, None where there is none; see `wholes`."""
+    named = dict(module.named_parameters())
+    return dict(zip(named, wholes(p.grad for p in named.values()), strict=True))
+
+
 def own_part(tensor: DTensor, whole: Tensor) -> Tensor:
     """What of `whole` this rank should hold of `tensor`."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
