@@ -54,7 +54,7 @@ def architectures(torch, nvcc: str) -> str:
     The newest one brings PTX, for what is newer still.
     """
     if named := os.environ.get("RTP_CUDA_ARCHITECTURES"):
-        return named
+        return named.replace(";", " ")  # between which CMakeLists.txt would take a line for another fact
     chosen = set()
     if torch is not None and torch.cuda.is_available():
         present = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
@@ -150,16 +150,16 @@ def tool(name: str) -> str | None:
 
 def run_cmake(target: str, *settings: str) -> tuple[str, Path]:
     """Configures CMakeLists.txt and builds `target`; CMake, and the folder in which that happened."""
-    cmake, ninja = tool("cmake"), tool("ninja")
-    if cmake is None or ninja is None:
-        missing = "ninja" if cmake else "cmake"
-        raise SystemExit(f"rtp_ext: {missing} was not found. pip install {missing}")
     build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
     build.mkdir(parents=True, exist_ok=True)
     cache = build / "CMakeCache.txt"
     kept = re.search(r"^CMAKE_MAKE_PROGRAM:\w+=(.+)$", cache.read_text() if cache.exists() else "", re.MULTILINE)
-    if kept and Path(kept[1]).exists():
-        ninja = kept[1]  # another version may not understand this one's log, and compile everything again
+    # Another version of Ninja may not understand this one's log, and compile everything again.
+    ninja = kept[1] if kept and Path(kept[1]).exists() else tool("ninja")
+    cmake = tool("cmake")
+    if cmake is None or ninja is None:
+        missing = "ninja" if cmake else "cmake"
+        raise SystemExit(f"rtp_ext: {missing} was not found. pip install {missing}")
     given = [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={ninja}", *settings]
     if "RTP_WERROR" in os.environ:  # CMake keeps what it was told first
         given.append(f"-DRTP_WERROR={os.environ['RTP_WERROR']}")
@@ -179,10 +179,10 @@ def compile_kernels() -> None:
 
 # Asked by CMakeLists.txt, and what needs no setuptools.
 FACTS = {"torch_facts": torch_facts, "kernel_facts": kernel_facts}
-if sys.argv[1:] and sys.argv[1] in FACTS:
+if __name__ == "__main__" and sys.argv[1:] and sys.argv[1] in FACTS:
     print("\n".join(f"{key}={value}" for key, value in FACTS[sys.argv[1]]().items()))
     raise SystemExit(0)
-if sys.argv[1:] == ["kernels"]:
+if __name__ == "__main__" and sys.argv[1:] == ["kernels"]:
     compile_kernels()
     raise SystemExit(0)
 

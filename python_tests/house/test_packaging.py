@@ -98,7 +98,12 @@ def test_cuda_is_compiled_as_the_environment_says(setup, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     cuda = SimpleNamespace(is_available=lambda: False)
     torch = SimpleNamespace(version=SimpleNamespace(cuda="13.0"), __file__=str(tmp_path / "torch" / "x.py"), cuda=cuda)
-    for asked, expected in ((None, "80-real 90-real 100"), ("90a", "90a"), ("", "80-real 90-real 100")):
+    for asked, expected in (
+        (None, "80-real 90-real 100"),
+        ("90a", "90a"),
+        ("", "80-real 90-real 100"),
+        ("80;90", "80 90"),
+    ):
         monkeypatch.delenv("RTP_CUDA_ARCHITECTURES", raising=False)
         if asked is not None:
             monkeypatch.setenv("RTP_CUDA_ARCHITECTURES", asked)
@@ -146,3 +151,23 @@ def test_kernels_are_compiled_ahead_where_it_is_known_for_which_gpus(setup, tmp_
     assert ahead() and not ahead(path=()) and not ahead(RTP_WITH_CUDA="0")
     assert not ahead(path=("tools", "driver")) and not ahead(cuda="bare")
     assert ahead(path=("tools", "driver"), RTP_CUDA_ARCHITECTURES="90-real")
+
+
+def test_a_build_folder_keeps_its_ninja_and_hears_of_warnings(setup, tmp_path, monkeypatch):
+    asked = []
+    fake = SimpleNamespace(run=lambda command, check: asked.append(command))
+    for name, value in (("subprocess", fake), ("ROOT", tmp_path), ("tool", lambda name: f"/tools/{name}")):
+        monkeypatch.setitem(setup.run_cmake.__globals__, name, value)
+    monkeypatch.delenv("RTP_WERROR", raising=False)
+    cmake, build = setup.run_cmake("all", "-DX=1")
+    assert cmake == "/tools/cmake" and asked[1] == [cmake, "--build", str(build), "--target", "all"]
+    assert "-DX=1" in asked[0] and "-DCMAKE_MAKE_PROGRAM=/tools/ninja" in asked[0] and "RTP_WERROR" not in str(asked)
+    monkeypatch.setenv("RTP_WERROR", "1")
+    kept = tmp_path / "ninja"
+    (build / "CMakeCache.txt").write_text(f"A:STRING=b\nCMAKE_MAKE_PROGRAM:UNINITIALIZED={kept}\nC:BOOL=1\n")
+    for found in ("/tools/ninja", str(kept)):  # gone, and there
+        asked.clear()
+        setup.run_cmake("all")
+        assert f"-DCMAKE_MAKE_PROGRAM={found}" in asked[0] and "-DRTP_WERROR=1" in asked[0]
+        kept.touch()
+    assert (ROOT / "Makefile").read_text().count("RTP_WERROR=1 ") == 2  # of the kernels ahead, and of the package

@@ -138,6 +138,7 @@ def step_on(model, optimizer, loss, compared, stock=False):
     optimizer.zero_grad()
     loss.backward()
     gradients = whole_gradients(model) if compared else {}
+    assert all(gradient is not None for gradient in gradients.values()), gradients
     norm = full((nn.utils.clip_grad_norm_ if stock else clip_shards)(model.parameters(), 0.1)).clone()
     optimizer.step()
     return gradients, norm
