@@ -148,7 +148,7 @@ def ring_cases(rank, ranks, cases):
             y.sum().backward()
 
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "replicas.py"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "replicas.py"
 
 
 def example_in_one_process(ranks, steps):
