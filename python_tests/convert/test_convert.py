@@ -10,7 +10,7 @@ import torch.distributed as dist
 from grids import few
 from harness import Cases, run_ranks
 from models import LanguageModel, batch_loss, make_batch, make_model, mean_loss, train
-from reference import assert_same, chunk, differs, full, local, wholes
+from reference import assert_same, chunk, differs, full, local, whole_parameters, wholes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,7 +44,7 @@ def _trains(rank, ranks, transport):
         theirs = train(plain, lambda step, plain=plain: mean_loss(plain, ranks, step), STEPS)
         total = torch.tensor(ours, dtype=torch.float64)
         dist.all_reduce(total)
-        whole = dict(zip(dict(model.named_parameters()), wholes(model.parameters()), strict=True))
+        whole = whole_parameters(model)
         with cases.case(f"in_place={in_place} route={route} {dtype}"):
             assert_same(total / ranks, torch.tensor(theirs, dtype=torch.float64), tolerance, "losses")
             for name, parameter in plain.named_parameters():

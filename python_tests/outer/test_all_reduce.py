@@ -7,7 +7,7 @@ import pytest
 import torch
 from byte_cases import byte_cases
 from harness import Cases, run_ranks
-from reference import assert_same, full, local, wholes
+from reference import assert_same, full, local, whole_gradients, wholes
 from refusal_cases import dies, refusal_cases
 from replica_cases import (
     LINE,
@@ -27,7 +27,6 @@ from replica_models import (
     adamw,
     all_losses,
     batch_loss,
-    gradients,
     replicated,
 )
 from state_cases import example_cases, ring_cases, state_cases
@@ -62,7 +61,7 @@ def _eight(rank, ranks):
         batch_loss(model, rank, 0).backward()
         plain = Tiny()
         all_losses(plain, ranks, 0).backward()
-        assert_same_gradients(gradients(model), plain, "a", 1 / ranks)
+        assert_same_gradients(whole_gradients(model), plain, "a", 1 / ranks)
         assert tuple(model.mix.weight.placements) == (Replicate(), Shard(0))
         assert model.mix.weight.device_mesh.shape == (4, 2), model.mix.weight.device_mesh
     cases.finish()
@@ -113,10 +112,10 @@ def _clears(rank, ranks, cases):
             model.zero_grad()
             with rtp_ext.no_sync(model):
                 batch_loss(model, rank, 0).backward()
-            assert wrong(gradients(model), plain, 1 / ranks), "control: something to forget"
+            assert wrong(whole_gradients(model), plain, 1 / ranks), "control: something to forget"
             model.zero_grad(set_to_none=to_none)
             batch_loss(model, rank, 1).backward()
-            assert_same_gradients(gradients(model), plain, "after zero_grad", 1 / ranks)
+            assert_same_gradients(whole_gradients(model), plain, "after zero_grad", 1 / ranks)
     not_reached_again(model, plain, rank, ranks, cases)
 
 
@@ -137,7 +136,7 @@ def _keeps_sums_wide(rank, ranks, cases):
         rtp_ext.set_requires_all_reduce(model, True)
         batch_loss(model, rank, 0).backward()
         all_losses(plain, ranks, 0).backward()
-        for name, expected in gradients(plain).items():
+        for name, expected in whole_gradients(plain).items():
             assert model.get_parameter(name).grad.dtype == torch.bfloat16
             assert_same(full(model.get_parameter(name).grad), expected * 3 / ranks, 0.05, name)
         adamw(model).step()
@@ -152,11 +151,11 @@ def _unequal_tokens(rank, ranks, cases):
         rtp_ext.set_gradient_divide_factor(model, 1)
         rtp_ext.set_requires_all_reduce(model, False)  # changes nothing there
         (batch_loss(model, rank, 0, tokens[rank], "sum") / sum(tokens)).backward()
-        assert_same_gradients(gradients(model), plain, "a ring")
+        assert_same_gradients(whole_gradients(model), plain, "a ring")
         model.zero_grad()
         rtp_ext.set_gradient_divide_factor(model, None)
         (batch_loss(model, rank, 0, tokens[rank], "sum") / sum(tokens)).backward()
-        assert_same_gradients(gradients(model), plain, "a ring, averaged", 1 / ranks)
+        assert_same_gradients(whole_gradients(model), plain, "a ring, averaged", 1 / ranks)
 
 
 def _gradients_asked_for(rank, ranks, cases):
@@ -210,7 +209,7 @@ def _hooks(rank, ranks, cases):
                 batch_loss(model, rank, micro).backward()
                 all_losses(plain, ranks, micro).backward()
             assert len(seen) == 2
-            found = gradients(model)
+            found = whole_gradients(model)
             assert_same(found.pop("mix.weight") / 2, plain.mix.weight.grad * share, EXACT, "hooked")
             for name, gradient in found.items():
                 assert_same(gradient, plain.get_parameter(name).grad * share, EXACT, name)
@@ -259,7 +258,7 @@ def _others(rank, ranks, cases):
                 total = total + all_losses(plain, (2 * other, 2 * other + 1), step)
             total.backward()
             assert (model.mix.weight.grad is None) == (step == 0), "nobody used it"
-            assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
+            assert_same_gradients(whole_gradients(model), plain, f"step {step}", 1 / ranks)
     left_out_between_reductions(model, plain, rank, ranks, cases)
     with cases.case("frozen and thawed everywhere"):
         for step, wanted in enumerate((False, True, True)):
@@ -269,7 +268,7 @@ def _others(rank, ranks, cases):
                 each.mix.weight.requires_grad_(wanted)
             batch_loss(model, rank, step).backward()
             all_losses(plain, ranks, step).backward()
-            assert_same_gradients(gradients(model), plain, f"wanted {wanted}", 1 / ranks)
+            assert_same_gradients(whole_gradients(model), plain, f"wanted {wanted}", 1 / ranks)
     for reentrant in (True, False):
         with cases.case(f"checkpointing, reentrant {reentrant}"):
             model, plain = replicated((2, 2)), Tiny()
@@ -283,7 +282,7 @@ def _others(rank, ranks, cases):
                 before = policy.bytes_sent()
                 batch_loss(model, rank, step).backward()
                 all_losses(plain, ranks, step).backward()
-                assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
+                assert_same_gradients(whole_gradients(model), plain, f"step {step}", 1 / ranks)
                 table = local(model.embed.weight).nbytes  # a nested backward ends between its two uses
                 assert policy.bytes_sent() - before == home + (table if reentrant else 0)
     with cases.case("a penalty on the weights counts once"):
@@ -293,7 +292,7 @@ def _others(rank, ranks, cases):
             rtp_ext.set_requires_all_reduce(model, reduces)
             (batch_loss(model, rank, 0) + full(model.mix.weight.square().sum())).backward()
             (all_losses(plain, ranks, 0) + plain.mix.weight.square().sum()).backward()
-        assert_same_gradients(gradients(model), plain, "penalty")
+        assert_same_gradients(whole_gradients(model), plain, "penalty")
     with cases.case("parts, a copy, and GradScaler"):
         model, plain = Tiny(), Tiny()
         replicated((2, 2), model=model.mlp)
@@ -322,18 +321,18 @@ def _others(rank, ranks, cases):
             each.zero_grad()
         batch_loss(copied, rank, 5).backward()
         all_losses(plain, ranks, 5).backward()
-        assert_same_gradients(gradients(copied), plain, "a copy", 1 / ranks)
+        assert_same_gradients(whole_gradients(copied), plain, "a copy", 1 / ranks)
     for shape, outer in (((4, 1), None), ((1, 4), AllReduce())):
         with cases.case(f"a mesh of {shape}"):
             model, plain = replicated(shape, outer=outer), Tiny()
             batch_loss(model, rank, 0).backward()
             all_losses(plain, ranks, 0).backward()
-            assert_same_gradients(gradients(model), plain, "gradients", 1 / ranks)
+            assert_same_gradients(whole_gradients(model), plain, "gradients", 1 / ranks)
             assert model.mix.weight.device_mesh.shape == shape
     with cases.case("one ring of a mesh"):
         mesh = replicated((2, 2)).mix.weight.device_mesh["ring"]
         alone, plain = rtp_ext.fully_rotate(Tiny(), mesh=mesh, timeout=30.0), Tiny()
         batch_loss(alone, rank, 0).backward()
         (batch_loss(plain, 2 * replica, 0) + batch_loss(plain, 2 * replica + 1, 0)).backward()
-        assert_same_gradients(gradients(alone), plain, "a ring of two", 1 / 2)
+        assert_same_gradients(whole_gradients(alone), plain, "a ring of two", 1 / 2)
         assert tuple(alone.mix.weight.placements) == (Shard(0),)

@@ -6,8 +6,8 @@ import copy
 import torch
 from harness import Cases, run_ranks
 from hf_models import make
-from reference import assert_same, differs, full, local, random, whole_parameters
-from replica_models import DIMS, EXACT, VOCABULARY, Tiny, adamw, all_losses, batch_loss, gradients, replicated
+from reference import assert_same, differs, full, local, random, whole_gradients, whole_parameters
+from replica_models import DIMS, EXACT, VOCABULARY, Tiny, adamw, all_losses, batch_loss, replicated
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -94,8 +94,8 @@ def _broadcast(rank, ranks, cases, policy):
             assert_same(full(parameter), other, 0.0, name)
         batch_loss(model, rank, 0).backward()
         all_losses(plain, ranks, 0, 1 / ranks).backward()
-        for name, expected in gradients(plain).items():
-            assert_same(gradients(model)[name], expected, EXACT, name)
+        for name, expected in whole_gradients(plain).items():
+            assert_same(whole_gradients(model)[name], expected, EXACT, name)
 
 
 def _bfloat16(rank, ranks, cases):
@@ -110,15 +110,15 @@ def _bfloat16(rank, ranks, cases):
         return {name: ((found[name].double() - p.grad).norm() / p.grad.norm()).item() for name, p in wanted}
 
     wanted = list(exact.named_parameters())
-    theirs, allowed = errors(gradients(plain)), 2.0**-8
+    theirs, allowed = errors(whole_gradients(plain)), 2.0**-8
     for policy in (AllReduce, ZeroOuter):
         with cases.case(f"bfloat16, {policy.__name__}"):
             model = replicated((2, 2), model=Tiny(torch.bfloat16), outer=policy())
             batch_loss(model, rank, 0).backward()
-            for name, error in errors(gradients(model)).items():
+            for name, error in errors(whole_gradients(model)).items():
                 assert error <= theirs[name] + allowed / 2, f"{name}: {error}, plain {theirs[name]}"
     with cases.case("control: gradients that are rounded once more"):
-        coarse = {name: (g.double() * (1 + allowed)) for name, g in gradients(plain).items()}
+        coarse = {name: (g.double() * (1 + allowed)) for name, g in whole_gradients(plain).items()}
         assert any(error > theirs[name] + allowed / 2 for name, error in errors(coarse).items())
     with cases.case("bfloat16 that float32 parameters travel in"):
         model = replicated((2, 2), model=Tiny(torch.float32), mp_policy=MixedPrecisionPolicy(torch.bfloat16))

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from harness import Cases, run_ranks
-from reference import assert_same, differs, full, local
+from reference import assert_same, differs, full, local, whole_gradients
 from replica_cases import (
     LINE,
     accumulates,
@@ -17,7 +17,7 @@ from replica_cases import (
     trains_as_one,
     unequal_tokens,
 )
-from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
+from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, replicated, step_on
 from state_cases import assert_same_weights, other_values, state_cases
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -143,7 +143,7 @@ def _clears(rank, ranks, cases):
             assert local(model.mix.weight.grad).shape == ((4, 3)[rank % 2], 7)
             who.zero_grad(set_to_none=to_none)
             batch_loss(model, rank, 1).backward()
-            assert_same_gradients(gradients(model), plain, "after zero_grad", 1 / ranks)
+            assert_same_gradients(whole_gradients(model), plain, "after zero_grad", 1 / ranks)
     not_reached_again(model, plain, rank, ranks, cases)
 
 
@@ -159,7 +159,7 @@ def _keeps_sums_wide(rank, ranks, cases):
             assert (gradient != gradient.bfloat16().float()).any(), f"{name} was rounded"
         batch_loss(model, rank, 0).backward()
         all_losses(plain, ranks, 0).backward()
-        for name, expected in gradients(plain).items():
+        for name, expected in whole_gradients(plain).items():
             assert model.get_parameter(name).grad.dtype == torch.bfloat16
             assert_same(full(model.get_parameter(name).grad), expected * 3 / ranks, 0.05, name)
         adamw(model).step()
@@ -204,7 +204,7 @@ def _hooks(rank, ranks, cases):
             batch_loss(model, rank, micro).backward()
             all_losses(plain, ranks, micro).backward()
         assert len(seen) == 2
-        found = gradients(model)
+        found = whole_gradients(model)
         assert_same(found.pop("mix.weight") / 2, plain.mix.weight.grad / ranks, EXACT, "hooked")
         for name, gradient in found.items():
             assert_same(gradient, plain.get_parameter(name).grad / ranks, EXACT, name)
@@ -225,10 +225,10 @@ def _sees_writes(rank, ranks, cases):
             each.zero_grad()
         batch_loss(model, rank, 0).backward()
         all_losses(plain, ranks, 0).backward()
-        assert_same_gradients(gradients(model), plain, what, 1 / ranks)
+        assert_same_gradients(whole_gradients(model), plain, what, 1 / ranks)
 
     compare("before")
-    before = gradients(plain)["mix.weight"]
+    before = whole_gradients(plain)["mix.weight"]
     for what, write in ways.items():
         with cases.case(f"written {what}"):
             with torch.no_grad():
@@ -295,7 +295,7 @@ def _others(rank, ranks, cases):
                     each.zero_grad()
                 batch_loss(model, rank, step).backward()
                 all_losses(plain, ranks, step).backward()
-                assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
+                assert_same_gradients(whole_gradients(model), plain, f"step {step}", 1 / ranks)
     with cases.case("parts, a copy, and GradScaler"):
         model, plain = Tiny(), Tiny()
         replicated((2, 2), model=model.mlp, outer=ZeroOuter())
@@ -320,14 +320,14 @@ def _others(rank, ranks, cases):
             each.zero_grad()
         batch_loss(copied, rank, 5).backward()
         all_losses(plain, ranks, 5).backward()
-        assert_same_gradients(gradients(copied), plain, "a copy", 1 / ranks)
+        assert_same_gradients(whole_gradients(copied), plain, "a copy", 1 / ranks)
     for shape in ((4, 1), (1, 4)):
         with cases.case(f"a mesh of {shape}"):
             model, plain = replicated(shape, outer=ZeroOuter()), Tiny()
             for _ in range(2):
                 batch_loss(model, rank, 0).backward()
                 all_losses(plain, ranks, 0).backward()
-            assert_same_gradients(gradients(model), plain, "gradients", 1 / ranks)
+            assert_same_gradients(whole_gradients(model), plain, "gradients", 1 / ranks)
 
 
 def _refusals(rank, ranks, cases):

@@ -5,8 +5,8 @@ import copy
 
 import pytest
 import torch
-from reference import assert_same, differs, full, local, random
-from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
+from reference import assert_same, differs, full, local, random, whole_gradients
+from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, replicated, step_on
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.utils.checkpoint import checkpoint
@@ -79,7 +79,7 @@ def accepted(rank, ranks, cases):
             optimizer = adamw(model)
             step_on(model, optimizer, [lambda each=model: batch_loss(each, rank, 0)])
             batch_loss(model, rank, 1).backward()
-            found.append(gradients(model))
+            found.append(whole_gradients(model))
             assert rtp_ext.ring_of(model).host_memory is None and rtp_ext.ring_of(model).prefetch == 1
         for name, gradient in found[0].items():
             assert torch.equal(found[1][name], gradient), name
@@ -192,16 +192,16 @@ def others(rank, ranks, cases):
             batch_loss(model, rank, 0).backward()
             for value, name in zip(sorted(seen, key=len), ("mix.weight", "embed.weight"), strict=True):
                 assert_same(value, -plain.get_parameter(name).grad, EXACT, f"hook of {name}")
-            for name, gradient in negated(gradients(plain)).items():
-                assert_same(gradients(model)[name], gradient, EXACT, name)
+            for name, gradient in negated(whole_gradients(plain)).items():
+                assert_same(whole_gradients(model)[name], gradient, EXACT, name)
         for reentrant in (True, False):
             with cases.case(f"checkpointing on {shape}, reentrant {reentrant}"):
                 again = copy.deepcopy(model)
                 again.zero_grad()
                 again.block = lambda x, inner=again.block, how=reentrant: checkpoint(inner, x, use_reentrant=how)
                 batch_loss(again, rank, 0).backward()
-                for name, gradient in negated(gradients(plain)).items():
-                    assert_same(gradients(again)[name], gradient, EXACT, name)
+                for name, gradient in negated(whole_gradients(plain)).items():
+                    assert_same(whole_gradients(again)[name], gradient, EXACT, name)
                 assert_given_back(again)
         with cases.case(f"a backward that fails on {shape}"):
             model.zero_grad()
@@ -212,8 +212,8 @@ def others(rank, ranks, cases):
             failing.remove()
             model.zero_grad()
             batch_loss(model, rank, 0).backward()
-            for name, gradient in negated(gradients(plain)).items():
-                assert_same(gradients(model)[name], gradient, EXACT, name)
+            for name, gradient in negated(whole_gradients(plain)).items():
+                assert_same(whole_gradients(model)[name], gradient, EXACT, name)
             assert_given_back(model)
     with cases.case("written between forward and backward"):
         loss = batch_loss(model, rank, 0)
@@ -226,8 +226,8 @@ def others(rank, ranks, cases):
         model = replicated((2, 2), model=copy.deepcopy(plain), offload_policy=CPUOffloadPolicy(pin_memory=False))
         model(rank).backward()
         (sum(plain(other) for other in range(ranks)) / ranks).backward()
-        for name, gradient in negated(gradients(plain)).items():
-            assert_same(gradients(model)[name], gradient, EXACT, name)
+        for name, gradient in negated(whole_gradients(plain)).items():
+            assert_same(whole_gradients(model)[name], gradient, EXACT, name)
         assert_given_back(model)
     with cases.case("bfloat16 parameters"):
         plain, model = Tiny(torch.bfloat16), Tiny(torch.bfloat16)
@@ -238,9 +238,9 @@ def others(rank, ranks, cases):
         batch_loss(model, rank, 1).backward()
         for step in (0, 1):
             all_losses(plain, ranks, step, 1 / ranks).backward()
-        for name, gradient in negated(gradients(plain)).items():
+        for name, gradient in negated(whole_gradients(plain)).items():
             assert model.get_parameter(name).grad.dtype == torch.bfloat16
-            assert_same(gradients(model)[name], gradient, 0.05, name)
+            assert_same(whole_gradients(model)[name], gradient, 0.05, name)
     with cases.case("moved to another dtype, evaluated, and in a copy"):
         model, plain = replicated((2, 2), offload_policy=cpu, dims=DIMS), Tiny()
         assert_same(batch_loss(model, rank, 0), batch_loss(plain, rank, 0), EXACT, "loss")

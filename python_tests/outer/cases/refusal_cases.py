@@ -5,8 +5,8 @@ import os
 
 import pytest
 import torch
-from reference import assert_same
-from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, gradients, replicated
+from reference import assert_same, whole_gradients
+from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, replicated
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -133,8 +133,8 @@ def fails_and_goes_on(rank, ranks, cases):
             (batch_loss(model, rank, step) if loss is None else loss).backward(retain_graph=True)
             plain.zero_grad()
             all_losses(plain, ranks, step, 1 / ranks).backward()
-            for name, gradient in gradients(plain).items():
-                assert_same(gradients(model)[name], gradient, EXACT, name)
+            for name, gradient in whole_gradients(plain).items():
+                assert_same(whole_gradients(model)[name], gradient, EXACT, name)
 
 
 def dies(rank, ranks):

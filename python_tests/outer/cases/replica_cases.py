@@ -3,8 +3,8 @@
 import functools
 
 import torch
-from reference import assert_same, differs, local, wholes
-from replica_models import EXACT, WIDTH, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
+from reference import assert_same, differs, local, whole_gradients, wholes
+from replica_models import EXACT, WIDTH, Tiny, adamw, all_losses, batch_loss, replicated, step_on
 from torch import nn
 
 import rtp_ext
@@ -14,13 +14,13 @@ LINE = ("replicas", "ring")
 
 
 def assert_same_gradients(found, plain, what, factor=1.0):
-    for name, expected in gradients(plain).items():
+    for name, expected in whole_gradients(plain).items():
         assert_same(found[name], None if expected is None else expected * factor, EXACT, f"{what}: {name}")
 
 
 def wrong(found, plain, factor):
     """Whether any gradient would be seen to be wrong by a factor."""
-    return any(differs(found[name], expected * factor, EXACT) for name, expected in gradients(plain).items())
+    return any(differs(found[name], expected * factor, EXACT) for name, expected in whole_gradients(plain).items())
 
 
 def trains_as_one(rank, ranks, cases, shapes, policy=AllReduce, **how):
@@ -59,8 +59,8 @@ def accumulates(rank, ranks, cases, shape, factor, ways, outer=None, sent_by=Non
                     rtp_ext.set_requires_all_reduce(model, reduces)
                     batch_loss(model, rank, 10 * step + micro).backward()
                     all_losses(plain, ranks, 10 * step + micro).backward()
-                assert_same_gradients(gradients(model), plain, f"step {step}", share)
-                assert wrong(gradients(model), plain, share * (1 + 1e-6)), "control"
+                assert_same_gradients(whole_gradients(model), plain, f"step {step}", share)
+                assert wrong(whole_gradients(model), plain, share * (1 + 1e-6)), "control"
             sent = sent_by * sum(way) * 2
             assert abs(policy.bytes_sent() - before - sent) <= 8, (policy.bytes_sent() - before, sent)
 
@@ -75,8 +75,8 @@ def unequal_tokens(rank, ranks, cases, shape, outer=None):
             rtp_ext.set_gradient_divide_factor(model, factor)
             model.zero_grad()
             (batch_loss(model, rank, 0, tokens[rank], "sum") / sum(tokens)).backward()
-            assert_same_gradients(gradients(model), plain, f"divided by {factor}", share)
-            assert wrong(gradients(model), plain, share * (1 + 1e-6)), "control"
+            assert_same_gradients(whole_gradients(model), plain, f"divided by {factor}", share)
+            assert wrong(whole_gradients(model), plain, share * (1 + 1e-6)), "control"
 
 
 def not_reached_again(model, plain, rank, ranks, cases):
@@ -90,7 +90,7 @@ def not_reached_again(model, plain, rank, ranks, cases):
         all_losses(plain, ranks, 0).backward()
         plain.mixes = False
         all_losses(plain, ranks, 1).backward()
-        assert_same_gradients(gradients(model), plain, "flushed", 1 / ranks)
+        assert_same_gradients(whole_gradients(model), plain, "flushed", 1 / ranks)
 
 
 def left_out_between_reductions(model, plain, rank, ranks, cases):
@@ -112,7 +112,7 @@ def left_out_between_reductions(model, plain, rank, ranks, cases):
                     plain.mixes = replica in mixing
                     total = total + all_losses(plain, (2 * replica, 2 * replica + 1), step + micro)
                 total.backward()
-            assert_same_gradients(gradients(model), plain, f"step {step}", 1 / ranks)
+            assert_same_gradients(whole_gradients(model), plain, f"step {step}", 1 / ranks)
     model.mixes = plain.mixes = True
 
 
@@ -129,6 +129,6 @@ def parts_of_backwards(rank, ranks, cases, outer=None):
             with policy.left_for_later():
                 batch_loss(model, rank, micro).backward()
             all_losses(plain, ranks, micro).backward()
-        assert wrong(gradients(model), plain, 1 / ranks), "control: nothing was left for later"
+        assert wrong(whole_gradients(model), plain, 1 / ranks), "control: nothing was left for later"
         policy.reduce()
-        assert_same_gradients(gradients(model), plain, "reduced", 1 / ranks)
+        assert_same_gradients(whole_gradients(model), plain, "reduced", 1 / ranks)

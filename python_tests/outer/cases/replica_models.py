@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from reference import full, random, wholes
+from reference import full, random, whole_gradients
 from shards import AdamW, clip_shards
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -83,11 +83,6 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    names = [name for name, _ in model.named_parameters()]
-    return dict(zip(names, wholes(p.grad for p in model.parameters()), strict=True))
-
-
 def step_on(
     model: nn.Module, optimizer: torch.optim.Optimizer, losses: Sequence[Callable[[], Tensor]], stock: bool = False
 ) -> tuple[dict[str, Tensor | None], Tensor]:
@@ -95,7 +90,7 @@ def step_on(
     optimizer.zero_grad()
     for loss in losses:
         loss().backward()
-    found = gradients(model)
+    found = whole_gradients(model)
     clip = nn.utils.clip_grad_norm_ if stock else clip_shards
     norm = full(clip(model.parameters(), 0.1)).clone()
     optimizer.step()

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from reference import assert_same, differs, full, local, random, wholes
-from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, gradients, replicated, step_on
+from reference import assert_same, differs, full, local, random, whole_gradients, wholes
+from replica_models import DIMS, EXACT, Tiny, adamw, all_losses, batch_loss, replicated, step_on
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -86,10 +86,10 @@ def state_cases(rank, ranks, cases, folder, policy=AllReduce):
         assert model.head.weight is model.embed.weight
         assert_same_weights(model, plain, "assigned")
         batch_loss(model, rank, 1).backward()
-        before, expected = gradients(model), Tiny()
+        before, expected = whole_gradients(model), Tiny()
         expected.load_state_dict(plain.state_dict())
         all_losses(expected, ranks, 1, 1 / ranks).backward()
-        for name, gradient in gradients(expected).items():
+        for name, gradient in whole_gradients(expected).items():
             assert_same(before[name], gradient, EXACT, name)
     with cases.case("initialised from the meta device"):
         with torch.device("meta"):
@@ -128,8 +128,8 @@ def state_cases(rank, ranks, cases, folder, policy=AllReduce):
 
         squares(model, rank).backward()
         (sum(squares(plain, each) for each in range(ranks)) / ranks).backward()
-        for name, gradient in gradients(plain).items():
-            assert_same(gradients(model)[name], gradient, EXACT, name)
+        for name, gradient in whole_gradients(plain).items():
+            assert_same(whole_gradients(model)[name], gradient, EXACT, name)
 
 
 def ring_cases(rank, ranks, cases):
