@@ -7,7 +7,7 @@
 
 #include "base/checks.h"
 #include "base/handles.h"
-#include "kernels/elements.h"
+#include "kernels/common/elements.h"
 #ifdef RTP_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>

@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/maximum.h>
 
-#include "compute/gemm_layout.h"
+#include "compute/gemm/gemm_layout.h"
 #include "compute/kernel_tensors.h"
 #include "kernels/logits.h"
 

@@ -16,14 +16,14 @@
 
 #include "base/checks.h"
 #include "base/ranges.h"
-#include "engine/landings.h"
-#include "engine/narrowing.h"
+#include "engine/hops/landings.h"
+#include "engine/hops/narrowing.h"
+#include "engine/hops/slots.h"
+#include "engine/hops/trace.h"
+#include "engine/hops/widened.h"
 #include "engine/pass_graph.h"
 #include "engine/prefetch.h"
 #include "engine/results.h"
-#include "engine/slots.h"
-#include "engine/trace.h"
-#include "engine/widened.h"
 
 namespace rtp {
 
@@ -161,8 +161,8 @@ class Execution {
   // Runs up to the next compute and orders it after what it reads and overwrites. Null at the end.
   const Step* next();
   // Instead of a loop over next(): makes all products of the pass in one kernel, which follows its hops (see
-  // kernels/arrivals.h). `products`: those of a compute with its shards. Returns false, and has done nothing, where
-  // that is off or impossible: see Executor::followed().
+  // kernels/arriving/arrivals.h). `products`: those of a compute with its shards. Returns false, and has done nothing,
+  // where that is off or impossible: see Executor::followed().
   bool follow(const FollowedProducts& products);
   // Runs the remaining hops without computing; gradients that lack this rank's part become NaN on their way home.
   // Does nothing after the end.

@@ -1,4 +1,4 @@
-// Passes whose products one kernel makes, following the hops: see kernels/arrivals.h.
+// Passes whose products one kernel makes, following the hops: see kernels/arriving/arrivals.h.
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 
 #include "base/checks.h"
 #include "engine/executor.h"
-#include "kernels/arriving_gemm.h"
+#include "kernels/arriving/arriving_gemm.h"
 
 namespace rtp {
 namespace {

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "engine/slots.h"
+#include "engine/hops/slots.h"
 
 namespace rtp {
 

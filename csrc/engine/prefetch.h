@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/slots.h"
+#include "engine/hops/slots.h"
 
 namespace rtp {
 

@@ -1,5 +1,5 @@
 #include "kernels/activation.h"
-#include "kernels/windows.cuh"
+#include "kernels/common/windows.cuh"
 
 namespace rtp {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/elements.h"
+#include "kernels/common/elements.h"
 
 #if defined(__CUDACC__)
 #define RTP_HOST_DEVICE __host__ __device__

@@ -1,5 +1,5 @@
+#include "kernels/common/windows.cuh"
 #include "kernels/logits.h"
-#include "kernels/windows.cuh"
 
 namespace rtp {
 namespace {

@@ -1,5 +1,5 @@
+#include "kernels/common/windows.cuh"
 #include "kernels/pack.h"
-#include "kernels/windows.cuh"
 
 namespace rtp {
 namespace {

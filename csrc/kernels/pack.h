@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/elements.h"
+#include "kernels/common/elements.h"
 
 namespace rtp {
 

@@ -1,7 +1,7 @@
 // Tests run these kernels on emulated threads. None of them has run on a GPU yet.
 #include "base/quantised.h"
+#include "kernels/common/windows.cuh"
 #include "kernels/quantise.h"
-#include "kernels/windows.cuh"
 
 namespace rtp {
 namespace {

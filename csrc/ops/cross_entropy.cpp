@@ -8,8 +8,8 @@
 #include <limits>
 
 #include "base/checks.h"
-#include "compute/gemm.h"
-#include "compute/gemm_layout.h"
+#include "compute/gemm/gemm.h"
+#include "compute/gemm/gemm_layout.h"
 #include "compute/logits.h"
 
 namespace rtp {

@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "base/checks.h"
-#include "compute/gemm.h"
+#include "compute/gemm/gemm.h"
 #include "compute/kernel_tensors.h"
 #include "kernels/embedding.h"
 

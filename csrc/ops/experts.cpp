@@ -8,8 +8,8 @@
 #include <map>
 
 #include "base/checks.h"
-#include "compute/gemm.h"
-#include "compute/grouped.h"
+#include "compute/gemm/gemm.h"
+#include "compute/gemm/grouped.h"
 
 namespace rtp {
 namespace {

@@ -4,7 +4,7 @@
 #include <set>
 
 #include "base/checks.h"
-#include "compute/gemm.h"
+#include "compute/gemm/gemm.h"
 
 namespace rtp {
 namespace {

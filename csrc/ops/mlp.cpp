@@ -5,7 +5,7 @@
 #include <map>
 
 #include "base/checks.h"
-#include "compute/gemm.h"
+#include "compute/gemm/gemm.h"
 
 namespace rtp {
 namespace {

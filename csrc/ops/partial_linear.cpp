@@ -1,7 +1,7 @@
 #include <ATen/ops/empty.h>
 
 #include "base/checks.h"
-#include "compute/gemm.h"
+#include "compute/gemm/gemm.h"
 #include "ops/linear.h"
 
 namespace rtp {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/checks.h"
-#include "compute/gemm.h"
+#include "compute/gemm/gemm.h"
 
 namespace rtp {
 namespace {

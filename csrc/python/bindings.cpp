@@ -7,13 +7,7 @@
 #include "engine/executor.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
-#include "python/bundles.h"
-#include "python/footprint.h"
-#include "python/graphs.h"
-#include "python/kernels.h"
-#include "python/recorder.h"
-#include "python/schedule.h"
-#include "python/trace.h"
+#include "python/parts.h"
 #include "schedule/schedule.h"
 #include "transport/c10d.h"
 #include "transport/ce/ce.h"
@@ -149,7 +143,7 @@ Cargo weight_cargo(const Executor& executor, const std::vector<at::Tensor>& home
 }
 
 void bind_executor(py::module_& m) {
-  py::class_<Executor, std::shared_ptr<Executor>> executor(m, "Executor", "The transport and the slots of one ring.");
+  ExecutorClass executor(m, "Executor", "The transport and the slots of one ring.");
   executor
       .def(py::init<std::shared_ptr<Transport>, int, int, at::Device, int>(), py::arg("transport"), py::arg("rank"),
            py::arg("ranks"), py::arg("device"), py::arg("hosts") = 1)

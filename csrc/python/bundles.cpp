@@ -1,8 +1,7 @@
-#include "python/bundles.h"
-
 #include "ops/cross_entropy.h"
 #include "ops/experts.h"
 #include "ops/mlp.h"
+#include "python/parts.h"
 
 namespace rtp {
 

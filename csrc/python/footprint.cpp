@@ -1,4 +1,4 @@
-#include "python/footprint.h"
+#include "schedule/footprint.h"
 
 #include <iterator>
 #include <tuple>
@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "base/checks.h"
-#include "python/schedule.h"
-#include "schedule/footprint.h"
+#include "python/parts.h"
 #include "schedule/waves.h"
 
 namespace rtp {

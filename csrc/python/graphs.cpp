@@ -1,12 +1,11 @@
-#include "python/graphs.h"
-
 #include "engine/pass_graph.h"
+#include "python/parts.h"
 
 namespace rtp {
 
 using NoGil = py::gil_scoped_release;
 
-void bind_graphs(py::module_& m, py::class_<Executor, std::shared_ptr<Executor>>& executor) {
+void bind_graphs(py::module_& m, ExecutorClass& executor) {
   py::class_<PassGraph, std::shared_ptr<PassGraph>>(m, "PassGraph", "A pass that was captured.")
       .def_property_readonly("idle", &PassGraph::idle)
       .def_readonly("generation", &PassGraph::generation);

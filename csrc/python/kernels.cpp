@@ -1,17 +1,16 @@
-#include "python/kernels.h"
-
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "base/checks.h"
 #include "compute/activation.h"
-#include "compute/gemm.h"
-#include "compute/grouped.h"
+#include "compute/gemm/gemm.h"
+#include "compute/gemm/grouped.h"
 #include "compute/logits.h"
 #include "compute/pack.h"
 #include "compute/quantise.h"
 #include "ops/embedding.h"
+#include "python/parts.h"
 
 namespace rtp {
 namespace {

@@ -1,14 +1,12 @@
-#include "python/recorder.h"
-
 #include <string_view>
 
 #include "base/crc32c.h"
-#include "python/schedule.h"
+#include "python/parts.h"
 #include "transport/checked.h"
 
 namespace rtp {
 
-void bind_recorder(py::module_& m, py::class_<Executor, std::shared_ptr<Executor>>& executor) {
+void bind_recorder(py::module_& m, ExecutorClass& executor) {
   executor
       .def(
           "identify",

@@ -1,9 +1,8 @@
-#include "python/schedule.h"
-
 #include <optional>
 #include <vector>
 
 #include "base/checks.h"
+#include "python/parts.h"
 #include "schedule/hazards.h"
 
 namespace rtp {

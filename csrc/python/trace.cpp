@@ -1,6 +1,6 @@
-#include "python/trace.h"
-
 #include <torch/csrc/utils/pybind.h>
+
+#include "python/parts.h"
 
 namespace rtp {
 namespace {
@@ -43,7 +43,7 @@ py::tuple read_trace(Executor& executor) {
 
 }  // namespace
 
-void bind_trace(py::class_<Executor, std::shared_ptr<Executor>>& executor) {
+void bind_trace(ExecutorClass& executor) {
   executor.def("trace", &Executor::set_trace, py::arg("on"), py::call_guard<py::gil_scoped_release>())
       .def("read_trace", &read_trace);
 }

@@ -91,7 +91,8 @@ class Following {
  public:
   virtual ~Following() = default;
 
-  // kPassWords of kernels/arrivals.h in memory of the device: 0 between passes, and all raised where the ring fails.
+  // kPassWords of kernels/arriving/arrivals.h in memory of the device: 0 between passes, and all raised where the ring
+  // fails.
   virtual uint64_t* pass_words() = 0;
   // `arrived` becomes 1 once all hops of the channel that have been posted so far have landed.
   virtual void announce(Channel channel, uint64_t* arrived) = 0;

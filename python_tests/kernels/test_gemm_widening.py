@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear_cross_entropy
-from rtp_ext.ring import gate
 from rtp_ext.ring.links import transports
+from rtp_ext.ring.routes import gate
 
 CANARY = 77.0
 

@@ -58,7 +58,7 @@ def commands():
 
 
 def test_no_kernel_is_compiled_otherwise(commands):
-    assert set(commands) == {file.name for file in (ROOT / "csrc" / "kernels").glob("*.cu")}
+    assert set(commands) == {file.name for file in (ROOT / "csrc" / "kernels").rglob("*.cu")}
     chosen = architectures(commands["delay.cu"])
     needed = {"-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror"}
     if set(re.findall(r"\d+", chosen)) <= {"80", "90", "100"}:

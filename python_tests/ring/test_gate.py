@@ -8,8 +8,8 @@ from reference import assert_same, chunk, random
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear
-from rtp_ext.ring import gate
-from rtp_ext.ring.gate import Device, LayerSize, Link, decide, gemm_seconds, predict
+from rtp_ext.ring.routes import gate
+from rtp_ext.ring.routes.gate import Device, LayerSize, Link, decide, gemm_seconds, predict
 
 LINK = Link(bytes_per_second=400e9, seconds_per_hop=6e-6, source="assumed")
 DEVICE = Device(flops=650e12, multiprocessors=132, seconds_per_launch=4e-6, source="assumed")

@@ -13,8 +13,8 @@ from rtp_ext import RotationError, _native
 from rtp_ext.observe import doctor
 from rtp_ext.ring import start
 from rtp_ext.ring.links.options import TransportOptions
-from rtp_ext.ring.links.routes import choose_ce_modes, choose_route
 from rtp_ext.ring.links.transports import connect
+from rtp_ext.ring.routes.hops import choose_ce_modes, choose_route
 
 
 class TwoRanks:

@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rtp_ext.convert.gathered import ForwardScope
+from rtp_ext.convert.parts.gathered import ForwardScope
 from rtp_ext.convert.scopes import RotationState, is_inside, mark_inside, state_of
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh
 from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring
-from rtp_ext.ring.gradient_routes import check_wishes
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
+from rtp_ext.ring.routes.gradient_routes import check_wishes
 
 logger = logging.getLogger("rtp_ext")
 

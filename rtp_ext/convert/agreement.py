@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from rtp_ext.convert.bundled import BundledMLP
+from rtp_ext.convert.parts.bundled import BundledMLP
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Prepared, Ring

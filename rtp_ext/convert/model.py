@@ -29,7 +29,7 @@ from rtp_ext.convert.admission import (
     weak_parameters,
 )
 from rtp_ext.convert.agreement import checksums, compare_weights
-from rtp_ext.convert.gathered import GatheredRNN
+from rtp_ext.convert.parts.gathered import GatheredRNN
 from rtp_ext.convert.rewrite import Rewriter
 from rtp_ext.convert.saving import let_it_save
 from rtp_ext.convert.scopes import RotationState, install, state_of

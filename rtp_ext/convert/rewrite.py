@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rtp_ext.convert.bundled import MIXINS
 from rtp_ext.convert.fast_path import keep_from_fast_path
-from rtp_ext.convert.gathered import ForwardScope, make_gathered
-from rtp_ext.convert.head import FusedHead, FusedLossModel
+from rtp_ext.convert.parts.bundled import MIXINS
+from rtp_ext.convert.parts.gathered import ForwardScope, make_gathered
+from rtp_ext.convert.parts.head import FusedHead, FusedLossModel
+from rtp_ext.convert.parts.together import join
+from rtp_ext.convert.parts.whole_embedding import WholeEmbedding
 from rtp_ext.convert.scopes import is_inside
 from rtp_ext.convert.tensor_parallel import GATHERED, parallel_class, style_of
-from rtp_ext.convert.together import join
-from rtp_ext.convert.whole_embedding import WholeEmbedding
 from rtp_ext.families import blocks
 from rtp_ext.families.layers import computes_like
 from rtp_ext.nn import (

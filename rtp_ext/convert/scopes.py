@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map
 
 from rtp_ext.convert.adapters import let_adapters_merge
 from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew, want_gradients
-from rtp_ext.convert.bundled import OWN_HOOKS
-from rtp_ext.convert.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
-from rtp_ext.convert.whole_embedding import WholeEmbedding
+from rtp_ext.convert.parts.bundled import OWN_HOOKS
+from rtp_ext.convert.parts.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
+from rtp_ext.convert.parts.whole_embedding import WholeEmbedding
 from rtp_ext.functional import traced
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.outer.pipelines import follow_pipelines

@@ -14,9 +14,9 @@ from rtp_ext import _native
 from rtp_ext.parameters.sharding import held, local_shard, reserve
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import rounded
-from rtp_ext.ring.gate import LayerSize
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.offload import lent
+from rtp_ext.ring.routes.gate import LayerSize
 
 # What indices and targets may be of.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

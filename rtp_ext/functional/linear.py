@@ -20,8 +20,8 @@ from rtp_ext.functional._call import (
 )
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
-from rtp_ext.ring.gate import LayerSize
 from rtp_ext.ring.links.options import wire_itemsize
+from rtp_ext.ring.routes.gate import LayerSize
 
 
 class PartialLinear(torch.autograd.Function):

@@ -18,7 +18,6 @@ from rtp_ext._native import SLOT_CAP
 from rtp_ext.ring.autograd import follow, refuse_transforms
 from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.enrolled import name_ring
-from rtp_ext.ring.gradient_routes import ComingHome, GradientRoutes, check_wishes
 from rtp_ext.ring.graphs import CAPTURED, check_graphs, refuse_graphs
 from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.options import TransportOptions
@@ -29,6 +28,7 @@ from rtp_ext.ring.offload import HostMemory, host_memory
 from rtp_ext.ring.prepared import Agreements
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Recorded
+from rtp_ext.ring.routes.gradient_routes import ComingHome, GradientRoutes, check_wishes
 from rtp_ext.ring.start import Start, check_choice
 
 __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]

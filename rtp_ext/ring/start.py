@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rtp_ext import _native
-from rtp_ext.ring.gate import Gate, kind_of, nvlinks_of
-from rtp_ext.ring.gradient_routes import GradientRoutes, choose_gradient_route
 from rtp_ext.ring.graphs import PassGraphs, begin_graphs
 from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.links.hosts import find_hosts
 from rtp_ext.ring.links.options import check_travel
 from rtp_ext.ring.links.roll import Process, this_process
-from rtp_ext.ring.links.routes import choose_ce_modes, choose_hops
 from rtp_ext.ring.links.transports import NETWORKED, connect
 from rtp_ext.ring.prepared import Ledger, Prepared
+from rtp_ext.ring.routes.gate import Gate, kind_of, nvlinks_of
+from rtp_ext.ring.routes.gradient_routes import GradientRoutes, choose_gradient_route
+from rtp_ext.ring.routes.hops import choose_ce_modes, choose_hops
 from rtp_ext.ring.surroundings import keep_compilers_out
 
 logger = logging.getLogger("rtp_ext")

@@ -17,11 +17,11 @@ _T = TypeVar("_T")
 # `tracing` first, and puts an operator of functional/library.py into the graph where the eager function would run.
 _TRACED = (
     "convert/agreement.py",
-    "convert/bundled.py",
-    "convert/gathered.py",
-    "convert/head.py",
+    "convert/parts/bundled.py",
+    "convert/parts/gathered.py",
+    "convert/parts/head.py",
+    "convert/parts/together.py",
     "convert/scopes.py",
-    "convert/together.py",
     "functional/traced.py",
     "nn/_base.py",
     "nn/cross_entropy.py",

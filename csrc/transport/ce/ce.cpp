@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "device/nccl/symmetric_memory.h"
-#include "kernels/arriving_gemm.h"
+#include "kernels/arriving/arriving_gemm.h"
 #include "transport/ce/peer_flags.h"
 
 namespace rtp {

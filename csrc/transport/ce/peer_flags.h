@@ -8,7 +8,7 @@
 #include <string>
 
 #include "device/copy_engine.h"
-#include "kernels/arrivals.h"
+#include "kernels/arriving/arrivals.h"
 #include "schedule/schedule.h"
 #include "transport/ce/peer_memory.h"
 
@@ -43,7 +43,8 @@ class PeerFlags {
   void await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream, uint64_t* then = nullptr) const;
 
   // Words by which a kernel and the streams of this rank tell each other how far a pass is: kPassWords of
-  // kernels/arrivals.h. Enqueues: waits for one of them and makes it 0 again; raises one after what was enqueued.
+  // kernels/arriving/arrivals.h. Enqueues: waits for one of them and makes it 0 again; raises one after what was
+  // enqueued.
   uint64_t* pass_words() const { return word(rank_, flags_ - kPassWords); }
   void await(uint64_t* pass_word, cudaStream_t stream) const;
   void raise(uint64_t* pass_word, cudaStream_t stream) const;

@@ -18,8 +18,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 SOURCES = [
     # delay.cu does nothing but read the GPU's clock
-    *sorted(file for file in (ROOT / "csrc" / "kernels").glob("*.cu") if file.stem != "delay"),
-    ROOT / "csrc" / "compute" / "gemm_layout.cpp",
+    *sorted(file for file in (ROOT / "csrc" / "kernels").rglob("*.cu") if file.stem != "delay"),
+    ROOT / "csrc" / "compute" / "gemm" / "gemm_layout.cpp",
     *sorted(HERE.glob("*.cu")),
     *sorted(HERE.glob("*.cpp")),
 ]
@@ -43,7 +43,7 @@ def build(sanitized: bool = False) -> Path:
     flags = [*FLAGS, *(telling_pattern(cxx) if cxx else []), *(SANITIZED if sanitized else PLAIN)]
     name = "kernel_emulation_sanitized" if sanitized else "kernel_emulation"
     generated = ROOT / "build" / name / "include"
-    write_arrivals_mutants(ROOT / "csrc" / "kernels" / "arrivals.h", generated)
+    write_arrivals_mutants(ROOT / "csrc" / "kernels" / "arriving" / "arrivals.h", generated)
     return compiled.build(name, SOURCES, [*flags, "-pthread"], [generated, ROOT / "csrc", HERE])
 
 

@@ -1,6 +1,6 @@
-// kernels/arrivals.h, right and with a mistake each (mutants.py), against shards that arrive in any order: blocks are
-// threads of the system, of which some run at once, and a thread stands for the stream of the hops. And the kernel's
-// own source while such a thread feeds it.
+// kernels/arriving/arrivals.h, right and with a mistake each (mutants.py), against shards that arrive in any order:
+// blocks are threads of the system, of which some run at once, and a thread stands for the stream of the hops. And the
+// kernel's own source while such a thread feeds it.
 #include <ucontext.h>
 
 #include <chrono>
@@ -14,7 +14,7 @@
 
 #include "emulated_cuda.h"
 #include "emulated_tensor_cores.h"
-#include "kernels/arriving_gemm.h"
+#include "kernels/arriving/arriving_gemm.h"
 #include "mutated_arrivals.h"
 
 namespace {

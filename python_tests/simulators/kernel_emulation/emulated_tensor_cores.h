@@ -1,6 +1,6 @@
-// kernels/tensor_cores.cuh on emulated threads, after the PTX ISA's tables of which lane holds what. A copy into shared
-// memory lands when it is waited for, as late as it may; until then the chunk holds a pattern. Words behave as the
-// system's atomics do.
+// kernels/common/tensor_cores.cuh on emulated threads, after the PTX ISA's tables of which lane holds what. A copy into
+// shared memory lands when it is waited for, as late as it may; until then the chunk holds a pattern. Words behave as
+// the system's atomics do.
 #pragma once
 
 #include <atomic>

@@ -1,7 +1,7 @@
 // The kernels' launches as Python's ctypes calls them, on emulated threads.
 #include <cstdlib>
 
-#include "compute/gemm_layout.h"
+#include "compute/gemm/gemm_layout.h"
 #include "emulated_cuda.h"
 #include "kernels/activation.h"
 #include "kernels/embedding.h"

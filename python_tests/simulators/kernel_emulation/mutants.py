@@ -1,4 +1,4 @@
-"""kernels/arrivals.h with one mistake each: what the tests of the protocol must notice."""
+"""kernels/arriving/arrivals.h with one mistake each: what the tests of the protocol must notice."""
 
 from __future__ import annotations
 

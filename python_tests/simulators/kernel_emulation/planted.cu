@@ -1,5 +1,5 @@
 // Kernels with one mistake each, which the emulation or the sanitizer must find: the controls of their tests.
-#include "kernels/launch.h"
+#include "kernels/common/launch.h"
 
 namespace rtp {
 namespace {

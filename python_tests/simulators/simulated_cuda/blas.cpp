@@ -7,9 +7,9 @@
 #include <cstring>
 #include <functional>
 
-#include "../../../csrc/compute/gemm.cpp"
-#include "../../../csrc/compute/gemm_cuda.cpp"
-#include "../../../csrc/compute/gemm_layout.cpp"
+#include "../../../csrc/compute/gemm/gemm.cpp"
+#include "../../../csrc/compute/gemm/gemm_cuda.cpp"
+#include "../../../csrc/compute/gemm/gemm_layout.cpp"
 #include "simulator.h"
 
 namespace simulated {

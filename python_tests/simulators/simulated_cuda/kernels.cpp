@@ -4,5 +4,5 @@
 #pragma GCC optimize("O2")
 #define RTP_KERNEL_EMULATION
 #define launch_arriving_gemm run_arriving_gemm
-#include "../../../csrc/kernels/arriving_gemm.cu"
+#include "../../../csrc/kernels/arriving/arriving_gemm.cu"
 #include "../kernel_emulation/emulated_cuda.cpp"

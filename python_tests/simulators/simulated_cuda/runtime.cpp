@@ -9,7 +9,7 @@
 #include <thread>
 #include <utility>
 
-#include "kernels/arriving_gemm.h"
+#include "kernels/arriving/arriving_gemm.h"
 #include "kernels/delay.h"
 #include "simulator.h"
 

@@ -169,7 +169,7 @@ def _layer_moment(model: ModelSpec, strategy: Strategy, tokens: int, traced: flo
         )
         terms.append(term("activations", what, source, bytes_per_token=again, tokens=tokens))
     if strategy.rtp > 1 and strategy.param_bytes < 4:
-        what, source = "float32 sum of partial products", "csrc/compute/gemm.h: ProductSum"
+        what, source = "float32 sum of partial products", "csrc/compute/gemm/gemm.h: ProductSum"
         terms.append(term("activations", what, source, bytes_per_value=4, features=model.hidden, tokens=tokens))
     return terms
 

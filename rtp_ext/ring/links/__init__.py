@@ -1,1 +1,1 @@
-"""How ranks reach each other: where they are, over which process groups and transport, and which way hops go."""
+"""How ranks reach each other: where they are, over which process groups and transport."""

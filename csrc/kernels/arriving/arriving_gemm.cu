@@ -1,6 +1,6 @@
-#include "kernels/arriving_gemm.h"
-#include "kernels/tensor_cores.cuh"
-#include "kernels/windows.cuh"
+#include "kernels/arriving/arriving_gemm.h"
+#include "kernels/common/tensor_cores.cuh"
+#include "kernels/common/windows.cuh"
 
 namespace rtp {
 namespace {

@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/slots.h"
+#include "engine/hops/slots.h"
 
 namespace rtp {
 

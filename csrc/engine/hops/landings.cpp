@@ -1,10 +1,10 @@
-#include "engine/landings.h"
+#include "engine/hops/landings.h"
 
 #include <algorithm>
 
 #include "base/checks.h"
 #include "base/ranges.h"
-#include "engine/narrowing.h"
+#include "engine/hops/narrowing.h"
 
 namespace rtp {
 

@@ -1,4 +1,4 @@
-#include "engine/widened.h"
+#include "engine/hops/widened.h"
 
 #include <utility>
 

@@ -1,4 +1,4 @@
-#include "compute/gemm_layout.h"
+#include "compute/gemm/gemm_layout.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "engine/trace.h"
+#include "engine/hops/trace.h"
 
 #include <algorithm>
 #include <array>

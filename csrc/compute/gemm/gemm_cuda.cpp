@@ -14,8 +14,8 @@
 #include <utility>
 
 #include "base/handles.h"
-#include "compute/gemm.h"
-#include "compute/gemm_layout.h"
+#include "compute/gemm/gemm.h"
+#include "compute/gemm/gemm_layout.h"
 
 #define RTP_CUBLAS_CHECK(call)                                                                                    \
   do {                                                                                                            \

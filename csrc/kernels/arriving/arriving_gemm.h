@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "kernels/arrivals.h"
-#include "kernels/elements.h"
+#include "kernels/arriving/arrivals.h"
+#include "kernels/common/elements.h"
 
 namespace rtp {
 

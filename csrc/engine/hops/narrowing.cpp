@@ -1,4 +1,4 @@
-#include "engine/narrowing.h"
+#include "engine/hops/narrowing.h"
 
 #include "base/checks.h"
 #include "compute/pack.h"

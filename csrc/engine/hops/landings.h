@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "engine/slots.h"
+#include "engine/hops/slots.h"
 
 namespace rtp {
 

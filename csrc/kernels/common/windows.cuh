@@ -3,8 +3,8 @@
 // row that the windows follow are read in narrower words.
 #pragma once
 
-#include "kernels/elements.h"
-#include "kernels/launch.h"
+#include "kernels/common/elements.h"
+#include "kernels/common/launch.h"
 
 namespace rtp {
 

@@ -1,4 +1,4 @@
-#include "engine/slots.h"
+#include "engine/hops/slots.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

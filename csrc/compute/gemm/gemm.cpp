@@ -1,4 +1,4 @@
-#include "compute/gemm.h"
+#include "compute/gemm/gemm.h"
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>

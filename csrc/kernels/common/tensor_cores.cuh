@@ -3,7 +3,7 @@
 // "ldmatrix", "mma.m16n8k16", "ld.acquire", "st.release", "atom". Tests bring an emulation.
 #pragma once
 
-#include "kernels/launch.h"
+#include "kernels/common/launch.h"
 
 #if defined(RTP_KERNEL_EMULATION)
 #include <emulated_tensor_cores.h>
@@ -66,7 +66,7 @@ __device__ inline void multiply_add<__half>(float (&sum)[4], const uint32_t (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The `Words` of kernels/arrivals.h.
+// The `Words` of kernels/arriving/arrivals.h.
 struct DeviceWords {
   __device__ uint64_t acquire(const uint64_t* word) const {
     uint64_t value;

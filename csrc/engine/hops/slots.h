@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "engine/trace.h"
+#include "engine/hops/trace.h"
 #include "schedule/footprint.h"
 #include "schedule/uses.h"
 #include "transport/transport.h"

@@ -1,4 +1,4 @@
-#include "compute/grouped.h"
+#include "compute/gemm/grouped.h"
 
 #include <ATen/ops/_grouped_mm.h>
 

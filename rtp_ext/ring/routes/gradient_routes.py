@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rtp_ext.ring.links.groups import Groups
-from rtp_ext.ring.links.routes import choose_route
+from rtp_ext.ring.routes.hops import choose_route
 
 GRADIENT_ROUTES = ("auto", "chain", "direct")
 GRADIENT_TRAVELS = (None, "int8")
