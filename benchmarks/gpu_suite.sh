@@ -128,16 +128,16 @@ build() {
 # What the engine relies on, in the order in which a failure says most; each check says what it expects and what a failure
 # means. Those that need two GPUs are skipped, and named, where there is one.
 contracts() {
-  py 300 -m pytest -q -s -rsfE --durations=0 --junitxml="$OUT/contracts.xml" python_tests/gpu/test_contracts_gpu.py
+  py 300 -m pytest -q -s -rsfE --durations=0 --junitxml="$OUT/contracts.xml" python_tests/gpu/transport/test_contracts_gpu.py
 }
 
 tests() {
-  local ranks=python_tests/gpu/test_transports_gpu.py kernels=(python_tests/gpu/test_kernel*_gpu.py) tool
+  local ranks=python_tests/gpu/transport/test_transports_gpu.py kernels=(python_tests/gpu/test_kernel*_gpu.py) tool
   local only=" ${ONLY:-one_process several_ranks sanitizer} "
   [[ -e "${kernels[0]}" ]] || kernels=(python_tests/gpu/test_linear_gpu.py -k table)
   if [[ "$only" == *" one_process "* ]]; then
     py 220 -m pytest -q -rsf --durations=8 --junitxml="$OUT/one_process.xml" python_tests/gpu --ignore="$ranks" \
-      --ignore=python_tests/gpu/test_contracts_gpu.py
+      --ignore=python_tests/gpu/transport/test_contracts_gpu.py
   fi
   if [[ "$only" == *" several_ranks "* ]]; then
     py 300 -m pytest -q -rsf --durations=8 --junitxml="$OUT/several_ranks.xml" "$ranks"

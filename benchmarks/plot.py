@@ -1,14 +1,14 @@
 """Figures of the committed results: overlap against tokens, memory by component, scaling against the ideal.
 
-    python benchmarks/plot.py overlap benchmarks/results/h200-1gpu/overlap.jsonl --output docs/overlap
-    python benchmarks/plot.py memory benchmarks/results/h200-1gpu/memory_per_rank.jsonl --output docs/memory
+    python benchmarks/plot.py overlap benchmarks/results/h200-1gpu/overlap.jsonl --output docs/figures/overlap
+    python benchmarks/plot.py memory benchmarks/results/h200-1gpu/memory_per_rank.jsonl --output docs/figures/memory
     python benchmarks/plot.py memory benchmarks/results/cpu-2core/compare.jsonl --model mlp --tokens 256 --output FILE
     python benchmarks/plot.py scaling benchmarks/results/cpu-2core/compare.jsonl --model mlp --output FILE
-    python benchmarks/plot.py rates benchmarks/results/cpu-2core/hosts.jsonl --model mlp --output docs/rates
-    python benchmarks/plot.py outer benchmarks/results/cpu-2core/outer.jsonl --output docs/outer
-    python benchmarks/plot.py travel benchmarks/results/cpu-2core/travel_curves.jsonl --output docs/travel
-    python benchmarks/plot.py planned benchmarks/results/cpu-2core/planner_grid.jsonl --output docs/planner_grid
-    python benchmarks/plot.py capacity benchmarks/results/cpu-2core/capacity.jsonl --output docs/capacity
+    python benchmarks/plot.py rates benchmarks/results/cpu-2core/hosts.jsonl --model mlp --output docs/figures/rates
+    python benchmarks/plot.py outer benchmarks/results/cpu-2core/outer.jsonl --output docs/figures/outer
+    python benchmarks/plot.py travel benchmarks/results/cpu-2core/travel_curves.jsonl --output docs/figures/travel
+    python benchmarks/plot.py planned benchmarks/results/cpu-2core/planner_grid.jsonl --output docs/figures/planner_grid
+    python benchmarks/plot.py capacity benchmarks/results/cpu-2core/capacity.jsonl --output docs/figures/capacity
 
 Writes FILE.png and FILE.svg. The results must be committed as they are, unless --uncommitted says that this is a draft,
 which the figure then says too. Of a case that was measured several times the last line counts. Everything is told apart

@@ -33,7 +33,7 @@ TESTS = [
     "python_tests/transport/test_transport_tcp.py",
     "python_tests/transport/test_checksum.py",
     "python_tests/observe/test_record.py",
-    "python_tests/transport/test_simulated_cuda.py",  # the watchdog, on the simulated NCCL
+    "python_tests/simulators/test_simulated_cuda.py",  # the watchdog, on the simulated NCCL
 ]
 # What needs a simulator, and which
 SIMULATED = {TESTS[0]: "recording_transport", TESTS[-1]: "simulated_cuda"}

@@ -1,7 +1,7 @@
 """Rings on many GPUs, on paper: docs/scale.md's table and figure, from the planner.
 
     python benchmarks/scale.py                 # prints the table
-    python benchmarks/scale.py --write         # rewrites the table in docs/scale.md and draws docs/scale.png and .svg
+    python benchmarks/scale.py --write         # rewrites the table in docs/scale.md and draws docs/figures/scale.png
     python benchmarks/scale.py --check         # exit status 1 where the page says anything else
 
 Everything is predicted; nothing ran at this size. H200 of 141 GB, eight to a node, a 400 Gb/s port each; one sample of
@@ -166,7 +166,7 @@ def main() -> None:
     args = parser.parse_args()
     before = PAGE.read_text()
     if args.write:
-        draw(PAGE)
+        draw(PAGE.parent / "figures" / "scale.png")
     deliver(args, PAGE, before, rewrite(before), BLOCK, "the planner: python benchmarks/scale.py --write")
 
 

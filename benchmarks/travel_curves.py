@@ -2,7 +2,7 @@
 
     python benchmarks/travel_curves.py                 # 300 steps from each of three seeds, two local ranks
     python benchmarks/travel_curves.py --quick         # a smaller model and few steps, to see that it works
-    python benchmarks/plot.py travel benchmarks/results/MACHINE/travel_curves.jsonl --output docs/travel
+    python benchmarks/plot.py travel benchmarks/results/MACHINE/travel_curves.jsonl --output docs/figures/travel
 
 All runs of a seed start from the same weights and read the same windows of the same text, the last twentieth of which
 is held out. The runs with a `travel` are rotated over the ranks by fully_rotate. The controls are what nobody offers,

@@ -75,7 +75,7 @@ def example_file(name: str) -> str:
 def to_html(text: str) -> str:
     """A page of Markdown, its links and images as they are on the site."""
     text = re.sub(r"<!-- .*? -->\n?", "", text, flags=re.DOTALL)
-    text = re.sub(r"\]\((?:docs/)?([\w.-]+\.(?:png|svg))\)", r"](\1)", text)
+    text = re.sub(r"\]\((?:docs/)?(figures/[\w.-]+\.(?:png|svg))\)", r"](\1)", text)
     text = text.replace("](../benchmarks/results/README.md", "](lines.md")
     text = re.sub(r"\]\((?:\.\./|docs/)?([\w-]+)\.md(#[\w-]+)?\)", lambda m: f"]({file_of(m[1])}{m[2] or ''})", text)
     body = str(markdown2.markdown(text, extras=EXTRAS))
@@ -121,8 +121,7 @@ def build(output: Path, reference: list[str]) -> None:
         code = highlight(file.read_text(), PythonLexer(), HtmlFormatter(cssclass="codehilite"))
         body = f"<h1>{file.name}</h1>{code}"
         (output / example_file(file.name)).write_text(frame(file.name, body, example_file(file.name), links))
-    for image in (*(ROOT / "docs").glob("*.png"), *(ROOT / "docs").glob("*.svg")):
-        shutil.copy(image, output)
+    shutil.copytree(ROOT / "docs" / "figures", output / "figures")
     if reference:
         command = [sys.executable, "-m", "pdoc", "--docformat", "google", "--output-directory"]
         subprocess.run([*command, str(output / "reference"), *reference], check=True)

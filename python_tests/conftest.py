@@ -22,8 +22,8 @@ gc.disable()  # until all tests are imported: that leaves no garbage, and to loo
 
 # What takes longest, a quarter of a minute and more for some, comes first: who has finished takes from what is left.
 LONG = (
-    *("outer", "meshes", "families", "hosts", "convert/test_behaviour", "convert/test_compiled", "convert/test_graph"),
-    *("engine/test_memory", "examples/test_recover", "house/test_readme", "transport/test_graph_combinations"),
+    *("outer", "meshes", "families", "hosts", "convert/test_behaviour", "convert/torch_compile"),
+    *("engine/test_memory", "examples/test_recover", "house/test_readme", "engine/pass_graphs/test_graph_combinations"),
 )
 
 

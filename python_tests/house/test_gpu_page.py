@@ -57,7 +57,7 @@ def test_every_function_that_is_linked_is_named():
 
 
 def test_each_contract_says_what_is_expected_and_what_a_failure_means():
-    tests = ast.parse((ROOT / "python_tests" / "gpu" / "test_contracts_gpu.py").read_text()).body
+    tests = ast.parse((ROOT / "python_tests" / "gpu" / "transport" / "test_contracts_gpu.py").read_text()).body
     found = [each for each in tests if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")]
     assert len(found) == 10
     for each in found:

@@ -4,7 +4,7 @@
 knows it: the function, where its tensors lay and how, and the options; a replay runs it with just that, whatever the
 call that asked for it was given. So an option or a tensor that does not tell passes apart, a result that is not where
 the call expects it, and memory that went to somebody else meanwhile, make other numbers. What flags and streams do is
-the business of python_tests/transport/test_pass_graphs.py.
+the business of python_tests/engine/pass_graphs/test_pass_graphs.py.
 """
 
 from __future__ import annotations

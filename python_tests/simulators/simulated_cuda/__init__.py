@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 
 NAME = "rtp_simulated_cuda"
-SOURCES = ["graphs", "kernels", "modules", "nccl", "nccl_windows", "runtime", "transports"]
+SOURCES = ["graphs", "kernels", "modules", "nccl/nccl", "nccl/windows", "runtime", "transports"]
 
 
 def include_folders() -> list[Path] | None:

@@ -3,7 +3,7 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "simulated_nccl.h"
+#include "nccl/simulated_nccl.h"
 #include "transport/nccl/nccl.h"
 #include "transport/nccl/put.h"
 #include "wrapped_transports.h"
@@ -202,9 +202,9 @@ void bind_graphs(py::module_& m) {
 void bind_communicators(py::module_& m) {
   py::class_<NcclCommunicators>(m, "Communicators")
       .def(py::init([](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout) {
-             const NoGil released;  // not while Python takes what was made
-             return std::make_unique<NcclCommunicators>(ids, rank, ranks, CommunicatorOptions{}, timeout);
-           }))
+        const NoGil released;  // not while Python takes what was made
+        return std::make_unique<NcclCommunicators>(ids, rank, ranks, CommunicatorOptions{}, timeout);
+      }))
       .def("send",
            [](NcclCommunicators& comms, size_t index, const Stream& stream, const at::Tensor& data, int peer) {
              comms.call(index, "send", [&](ncclComm_t comm) {

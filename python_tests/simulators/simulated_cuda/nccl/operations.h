@@ -1,7 +1,7 @@
 // Between the files of the simulated NCCL.
 #pragma once
 
-#include "simulated_nccl.h"
+#include "nccl/simulated_nccl.h"
 
 namespace simulated {
 

@@ -5,7 +5,7 @@
 
 #include "device/nccl/library.h"
 #include "device/nccl/symmetric_memory.h"
-#include "nccl_operations.h"
+#include "nccl/operations.h"
 
 namespace simulated {
 namespace {

@@ -3,8 +3,8 @@
 #include <set>
 
 #include "device/nccl/library.h"
-#include "nccl_operations.h"
-#include "simulated_nccl.h"
+#include "nccl/operations.h"
+#include "nccl/simulated_nccl.h"
 
 namespace simulated {
 namespace {
