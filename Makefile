@@ -72,41 +72,41 @@ $(FRAMEWORKS)/.installed: $(VENV)/.built
 
 frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest -q python_tests/integrations python_tests/examples
-	$(FRAMEWORKS)/bin/python benchmarks/frameworks.py
-	$(FRAMEWORKS)/bin/python benchmarks/frameworks.py --only transformers,lightning --ranks 4 --replicas 2
-	$(FRAMEWORKS)/bin/python benchmarks/frameworks.py --page
+	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py
+	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py --only transformers,lightning --ranks 4 --replicas 2
+	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py --page
 
 # Pythons and torches that the package is built and tried with, each in an environment of its own; takes long.
 versions: build
-	$(BIN)/python benchmarks/versions.py
-	$(BIN)/python benchmarks/versions.py --page
+	$(BIN)/python benchmarks/compatibility/versions.py
+	$(BIN)/python benchmarks/compatibility/versions.py --page
 
 # torch.compile of a whole model, on every backend, against eager steps, and the table of docs/compile.md: minutes.
 compiled: build
-	$(BIN)/python benchmarks/compiled.py --ranks 2
-	$(BIN)/python benchmarks/compiled.py --ranks 3 --strategies rtp --fused-head
-	$(BIN)/python benchmarks/compiled.py --ranks 2 --strategies rtp --checkpoint
-	$(BIN)/python benchmarks/compiled.py --page
+	$(BIN)/python benchmarks/compatibility/compiled.py --ranks 2
+	$(BIN)/python benchmarks/compatibility/compiled.py --ranks 3 --strategies rtp --fused-head
+	$(BIN)/python benchmarks/compatibility/compiled.py --ranks 2 --strategies rtp --checkpoint
+	$(BIN)/python benchmarks/compatibility/compiled.py --page
 
 # Faults at every place of a step, and the table of docs/reliability.md: an hour and more.
 faults: build
-	$(BIN)/python benchmarks/faults.py --missing
-	$(BIN)/python benchmarks/faults.py --write
+	$(BIN)/python benchmarks/reliability/faults.py --missing
+	$(BIN)/python benchmarks/reliability/faults.py --write
 
 # Random programs against one process, and many steps with random delays.
 soak: build
-	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) --steps 20000
-	$(BIN)/python benchmarks/faults.py --write
+	$(BIN)/python benchmarks/reliability/soak.py --minutes $(MINUTES) --steps 20000
+	$(BIN)/python benchmarks/reliability/faults.py --write
 
 # A training run whose ranks die, and go on from the last checkpoint.
 recovery: build
-	$(BIN)/python benchmarks/recovery.py
-	$(BIN)/python benchmarks/faults.py --write
+	$(BIN)/python benchmarks/reliability/recovery.py
+	$(BIN)/python benchmarks/reliability/faults.py --write
 
 # The extension under the address, undefined-behaviour and thread sanitizers: builds of their own, which take minutes.
 sanitize: build
-	$(BIN)/python benchmarks/sanitize.py
-	$(BIN)/python benchmarks/faults.py --write
+	$(BIN)/python benchmarks/reliability/sanitize.py
+	$(BIN)/python benchmarks/reliability/faults.py --write
 
 lint: build
 	$(BIN)/ruff check .

@@ -60,11 +60,11 @@ import torch
 import torch.distributed as dist
 from shared.agreement import gradient_spread, loss_spread, signature
 from shared.card import environment_card, result_line
-from shared.compare_options import describe, parse_arguments
-from shared.compare_report import report
 from shared.launch import Place, gather, is_first, launch
 from shared.memory import PROBED_STEPS, Memory, MemoryProbe
 from shared.models import WORKLOADS
+from shared.options.compare_options import describe, parse_arguments
+from shared.reports.compare_report import report
 from shared.strategies import STRATEGIES, Trainer
 from shared.tracing import record_steps
 from shared.wire import Counter, closed_form, measure_sockets, processors, roof

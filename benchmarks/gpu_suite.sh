@@ -119,7 +119,7 @@ build() {
   fi
   run 20 nvidia-smi
   run 300 env RTP_WITH_CUDA=1 "$PYTHON" setup.py build_ext --inplace || finish # for the GPUs of this machine
-  py 60 benchmarks/card.py "$OUT/$PART.card.json" || finish
+  py 60 benchmarks/gpu/card.py "$OUT/$PART.card.json" || finish
   py 60 -m rtp_ext doctor
 }
 
@@ -181,8 +181,8 @@ memory() {
 }
 
 kernels() {
-  ((DRY)) || [[ -e benchmarks/kernels.py ]] || stop "this tree has no benchmarks/kernels.py"
-  py 400 benchmarks/kernels.py --output "$RESULTS"
+  ((DRY)) || [[ -e benchmarks/gpu/kernels.py ]] || stop "this tree has no benchmarks/gpu/kernels.py"
+  py 400 benchmarks/gpu/kernels.py --output "$RESULTS"
 }
 
 # One rank: what the machinery costs where nothing has to travel, and that the losses are those of the plain model.

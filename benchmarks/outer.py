@@ -39,10 +39,10 @@ from shared.card import (
     result_line,
 )
 from shared.data import fingerprint, read_text, sample_windows
-from shared.gpt_options import add_gpt_options, check_gpt_options
-from shared.host_options import add_host_options, complete_hosts
 from shared.launch import Place, add_launch_options, gather, is_first, launch
 from shared.models import GPT
+from shared.options.gpt_options import add_gpt_options, check_gpt_options
+from shared.options.host_options import add_host_options, complete_hosts
 from shared.outer_problems import print_problems
 from shared.wire import Counter
 from torch.distributed.device_mesh import init_device_mesh

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from planner.planner_figures import capacity, planned
 from report import Row, last_runs, read_lines
 from shared.hosts import bits_per_second
-from shared.names import NAMES
-from shared.outer_report import last_outer_run
-from shared.planner_figures import capacity, planned
-from shared.travel_report import last_travel_run, ways_of
+from shared.reports.names import NAMES
+from shared.reports.outer_report import last_outer_run
+from shared.reports.travel_report import last_travel_run, ways_of
 
 MARKERS = "osD^vP*X"
 GREYS = ("#1f4e79", "#f2b366", "#7a7a7a", "#d6e6f5", "#b03a2e", "#117864", "#5b2c6f", "#000000")

@@ -37,9 +37,10 @@ from pathlib import Path
 from typing import Any
 
 from shared.card import RESULTS
-from shared.names import NAMES
-from shared.run_reports import OF_A_RUN
-from shared.travel_report import ways_of
+from shared.reports.commands import today
+from shared.reports.names import NAMES
+from shared.reports.run_reports import OF_A_RUN
+from shared.reports.travel_report import ways_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "gpu.md")
@@ -259,7 +260,7 @@ def table(rows: list[Row], columns: Columns, note: str = "") -> str:
     cells = {name: column for name, column in cells.items() if any(text is not None for text in column)}
     lines = [list(cells), ["---"] * len(cells), *zip(*cells.values(), strict=True)]
     text = "\n".join("| " + " | ".join(text or "" for text in line) + " |" for line in lines).replace("|  |", "| |")
-    commands = "\n".join(_wrapped(command) for command in dict.fromkeys(row["command"] for row in rows))
+    commands = "\n".join(_wrapped(command) for command in dict.fromkeys(today(row["command"]) for row in rows))
     return f"\n{commands}\n\n{textwrap.fill(about, 120, break_on_hyphens=False)}\n\n{text}\n\n"
 
 

@@ -40,10 +40,10 @@ from shared.card import (
     result_line,
 )
 from shared.data import fingerprint, read_text, sample_windows
-from shared.gpt_options import add_gpt_options, check_gpt_options
 from shared.launch import Place, add_launch_options, gather, is_first, launch
 from shared.models import GPT
-from shared.travel_report import apart, over_seeds
+from shared.options.gpt_options import add_gpt_options, check_gpt_options
+from shared.reports.travel_report import apart, over_seeds
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

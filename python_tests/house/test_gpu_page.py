@@ -7,8 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import gpu_on_paper
 import pytest
+from gpu import gpu_on_paper
 from shared.card import last_command
 
 from rtp_ext import _native

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from compatibility.framework_runs import missing
 from hf_models import VOCABULARY, make
 from reference import assert_same, full
-from shared.frameworks import missing
 from torch import nn
 
 import rtp_ext

@@ -13,9 +13,9 @@ import pytest
 import torch
 from harness import Cases, run_ranks
 from live_bytes import LiveBytes
-from shared import overlap_cases, overlap_options
 from shared.card import KEYS, WITHOUT_RESULTS
 from shared.launch import Place
+from shared.options import overlap_cases, overlap_options
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 

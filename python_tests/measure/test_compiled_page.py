@@ -1,15 +1,15 @@
 """The table of docs/compile.md is what the committed results say."""
 
 import pytest
+from compatibility.compiled_report import page, table
 from shared.card import RESULTS
-from shared.compiled_report import page, table
 
 PAGE = RESULTS.parents[1] / "docs" / "compile.md"
 
 
 def test_the_table_is_made_from_the_results():
     text = PAGE.read_text()
-    assert page(text, RESULTS) == text, "run python benchmarks/compiled.py --page"
+    assert page(text, RESULTS) == text, "run python benchmarks/compatibility/compiled.py --page"
     with pytest.raises(ValueError, match="expected a block"):
         page("nothing", RESULTS)
 

@@ -3,9 +3,9 @@
 import json
 import multiprocessing
 
-import faults
 import pytest
-from shared.fault_ranks import Cell
+from reliability import faults
+from reliability.fault_ranks import Cell
 
 SAMPLE = [
     Cell("kill", "backward", "shm", 2),

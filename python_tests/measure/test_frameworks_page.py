@@ -1,8 +1,8 @@
 """The table of docs/frameworks.md is what the committed results say."""
 
 import pytest
+from compatibility.frameworks_report import page, table
 from shared.card import RESULTS
-from shared.frameworks_report import page, table
 
 from rtp_ext.integrations import checkpoints
 
@@ -11,7 +11,7 @@ PAGE = RESULTS.parents[1] / "docs" / "frameworks.md"
 
 def test_the_table_is_made_from_the_results():
     text = PAGE.read_text()
-    assert page(text, RESULTS) == text, "run python benchmarks/frameworks.py --page"
+    assert page(text, RESULTS) == text, "run python benchmarks/compatibility/frameworks.py --page"
     assert f"`{checkpoints.FOLDER}`" in text
     with pytest.raises(ValueError, match="expected a block"):
         page("nothing", RESULTS)

@@ -8,8 +8,9 @@ import plot
 import pytest
 import report
 import travel_curves
-from shared import reliability_report
-from shared.travel_report import over_seeds
+from reliability import reliability_report
+from shared.reports.commands import today
+from shared.reports.travel_report import over_seeds
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -53,7 +54,7 @@ def test_every_result_of_this_machine_is_on_a_page():
     left = files - {(machine, report.FILES[kind].removesuffix(".jsonl")) for machine, kind in kinds}
     assert {stem for _, stem in left} <= set(PAGES_OF_THEIR_OWN)
     for stem, page in PAGES_OF_THEIR_OWN.items():
-        assert f"benchmarks/{stem}.py" in (ROOT / "docs" / page).read_text()
+        assert today(f"benchmarks/{stem}.py") in (ROOT / "docs" / page).read_text()
 
 
 def test_tables_show_the_last_run_and_only_what_is_known():
@@ -298,3 +299,61 @@ def test_runs_under_sanitizers_stand_until_all_their_tests_have_run_again(tmp_pa
     assert table(first, row(3, ["a", "b", "c"])) == [("thread", "a, b, c")]
     assert table(first, row(3, [])) == [("thread", "all")]
     assert table(row(1, []), row(3, ["a"])) == [("thread", "all"), ("thread", "a")]
+
+
+def test_recorded_commands_name_scripts_where_they_are_today(tmp_path):
+    for name in ("one.py", "deep/two.py", "deep/twice.py", "flat/twice.py", "shared/one.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = {
+        "python benchmarks/one.py --output benchmarks/results/m/two.jsonl": None,
+        "python benchmarks/two.py --ranks 2": "python benchmarks/deep/two.py --ranks 2",
+        "torchrun --nproc-per-node 2 benchmarks/old/place/two.py": (
+            "torchrun --nproc-per-node 2 benchmarks/deep/two.py"
+        ),
+        "python two.py tests/two.py --with=two.py": "python benchmarks/deep/two.py tests/two.py --with=two.py",
+        "python benchmarks/twice.py": None,
+        "python benchmarks/gone.py -- train.py": None,
+    }
+    assert {command: today(command, tmp_path) for command in found} == {
+        command: told or command for command, told in found.items()
+    }
+
+
+def test_every_recorded_script_exists_today():
+    lines = [json.loads(line) for file in RESULTS.glob("*/*.jsonl") for line in file.read_text().splitlines()]
+    commands = {line["command"] for line in lines}
+    moved = {command for command in commands if today(command) != command}
+    assert moved and len(commands) > 40
+    scripts = {word for command in commands for word in today(command).split() if word.endswith(".py")}
+    scripts = {script for script in scripts if not script.startswith("python_tests/")}
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
+    before = {command.split()[1] for command in moved}
+    assert [script for script in before if (ROOT / script).exists()] == [], "control: they are not where they were"
+
+
+def test_scripts_of_benchmarks_have_names_of_their_own():
+    """Else a recorded command would not say which one it was."""
+    scripts = [
+        file
+        for file in (ROOT / "benchmarks").rglob("*.py")
+        if "shared" not in file.parts and file.name != "__init__.py"
+    ]
+    names = [file.name for file in scripts]
+    assert len(names) > 30 and sorted(names) == sorted(set(names))
+
+
+def test_runs_of_a_script_that_has_moved_are_runs_of_the_same_command(tmp_path):
+    row = {"programs": 1, "actions": 1, "failed": 0, "steps": 0, "added": [], "seconds": 60.0}
+    row |= {"date": "2026-01-01", "commit": "abc", "torch": "2"}
+    folder = tmp_path / "here"
+    folder.mkdir()
+    commands = ("benchmarks/soak.py --seed 7", "benchmarks/reliability/soak.py --seed 7", "benchmarks/soak.py --seed 8")
+    rows = [{**row, "actions": 100 + at, "command": f"python {command}"} for at, command in enumerate(commands)]
+    (folder / "soak.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    blocks = "".join(f"<!-- {kind}: here -->\n<!-- end -->\n" for kind in ("sanitize", "soak", "recovery"))
+    text = reliability_report.page(blocks, tmp_path)
+    assert re.findall(r"^\| 1 \| (\d+)", text, re.MULTILINE) == ["101", "102"]
+    assert re.findall("^    (.*)", text, re.MULTILINE) == [
+        f"python benchmarks/reliability/soak.py --seed {n}" for n in (7, 8)
+    ]

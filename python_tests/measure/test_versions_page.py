@@ -1,13 +1,13 @@
 """The table of Pythons and torches is what the committed results say."""
 
 import pytest
+from compatibility.versions import PAGE, PYTHONS, TORCHES, last_of_each, page, table
 from shared.card import RESULTS
-from versions import PAGE, PYTHONS, TORCHES, last_of_each, page, table
 
 
 def test_the_table_is_made_from_the_results():
     text = PAGE.read_text()
-    assert page(text, RESULTS) == text, "run python benchmarks/versions.py --page"
+    assert page(text, RESULTS) == text, "run python benchmarks/compatibility/versions.py --page"
     with pytest.raises(ValueError, match="expected a block"):
         page("nothing", RESULTS)
 

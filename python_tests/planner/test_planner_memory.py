@@ -1,8 +1,8 @@
 """Estimated memory against published runs of Megatron-LM and torchtitan, and a real layer on the meta device."""
 
-import planner_runs
 import pytest
-from published import MEGATRON_7B
+from planner import planner_runs
+from planner.published import MEGATRON_7B
 
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory
 from rtp_ext.planner.memory.activations import layer_tensors

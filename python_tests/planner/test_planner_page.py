@@ -4,14 +4,9 @@ import dataclasses
 import functools
 import re
 
-import capacity
-import planner_hosts
-import planner_more
-import planner_page
-import planner_runs
 import pytest
-import scale
-from shared.planned import Case, last_of_each
+from planner import capacity, planner_hosts, planner_more, planner_page, planner_runs, scale
+from planner.planned import Case, last_of_each
 
 from rtp_ext.planner import Cluster, estimate_memory
 

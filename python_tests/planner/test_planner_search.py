@@ -7,8 +7,8 @@ import itertools
 import json
 import time
 
-import published
 import pytest
+from planner import published
 
 from rtp_ext.__main__ import main
 from rtp_ext.planner import (

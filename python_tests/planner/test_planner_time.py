@@ -6,10 +6,9 @@ import json
 import math
 import statistics
 
-import planner_runs
-import published
 import pytest
-from planner_runs import regrets
+from planner import planner_runs, published
+from planner.planner_runs import regrets
 
 from rtp_ext import schedule, timeline
 from rtp_ext.planner import (

@@ -131,7 +131,7 @@ def build_module(
         f"-DTORCH_EXTENSION_NAME={name}",
     ]
     where = name
-    if sanitizers := os.environ.get("RTP_SANITIZE"):  # as the extension is: benchmarks/sanitize.py
+    if sanitizers := os.environ.get("RTP_SANITIZE"):  # as the extension is: benchmarks/reliability/sanitize.py
         needed += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined", "-g1"]
         where = f"{name}-{sanitizers.replace(',', '-')}"
     for include in (torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]):

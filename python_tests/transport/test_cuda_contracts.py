@@ -6,10 +6,10 @@ import threading
 import time
 from datetime import timedelta
 
-import driver_calls
 import pytest
 import simulated_cuda
 import torch
+from gpu import driver_calls
 from simulated_cuda import run_threads, skip_without_headers, values
 from test_transport_ce import MODES, Rank, connected_news
 

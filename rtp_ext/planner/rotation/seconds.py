@@ -206,8 +206,8 @@ def rotation_seconds(
 def _host_s(
     rotation: RotatedOperation, group: Group, constants: TimeConstants, pieces: int, weights_back: bool, parts: int
 ) -> tuple[float, float]:
-    """Forward and backward: hops and computes as `benchmarks/driver_calls.py` counts their calls, over `ce` inside a
-    node and `nccl` between nodes. parts: that a gradient travels in."""
+    """Forward and backward: hops and computes as `benchmarks/gpu/driver_calls.py` counts their calls, over `ce` inside
+    a node and `nccl` between nodes. parts: that a gradient travels in."""
     if group.nodes == 1:
         hop = host_constant("ce_hop_calls") * constants.driver_call_s
     else:

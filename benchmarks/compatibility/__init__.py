@@ -1,0 +1,1 @@
+"""Other people's frameworks and compilers, and versions of Python and torch."""

@@ -1,0 +1,176 @@
+"""Pythons and torches that the package is built with and tried: a wheel of the source archive, and a quickstart.
+
+    python benchmarks/compatibility/versions.py         # every pair; takes an hour and more
+    python benchmarks/compatibility/versions.py --python 3.12 --torch 2.11.0,2.14.1
+    python benchmarks/compatibility/versions.py --page  # run nothing: write the table of docs/limits.md
+
+For each pair: an environment of its own, torch from the registry, a wheel built from the source archive (without CUDA),
+installed, `doctor`, examples/quickstart.py on two ranks, and uninstalled again. A Python that is not there, or a torch
+that the registry has not got for it, is a line that says so. Lines are appended to results/MACHINE/versions.jsonl; the
+table has the last of each pair. Exit status 1 where a pair that could be had does not work.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+
+from shared.card import (
+    RESULTS,
+    append_line,
+    command_line,
+    environment_card,
+    machine_name,
+    refusal_to_write,
+    result_line,
+)
+from shared.reports.own_pages import block, last_lines, made_anew
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "limits.md"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+TORCHES = ("2.11.0", "2.13.0", "newest")
+BUILDS_WITH = ("setuptools>=77", "wheel", "cmake", "ninja", "pybind11")
+
+
+class Failed(Exception):
+    """A step that did not work, and the last of what it said."""
+
+
+class Missing(Exception):
+    """A Python or a torch that cannot be had here."""
+
+
+def call(*command: str, **options: Any) -> str:
+    environment = {**os.environ, "RTP_WITH_CUDA": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, **options)
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise Failed(f"{Path(command[0]).name} {' '.join(command[1:4])}: {said[-1] if said else done.returncode}")
+    return done.stdout
+
+
+def find_python(version: str) -> str:
+    """A Python of that version: on the path, or of pyenv. Raises Missing."""
+    places = [shutil.which(f"python{version}"), sys.executable]
+    places += sorted(map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")), reverse=True)
+    for place in places:
+        if place and Path(place).exists():
+            told = subprocess.run([place, "--version"], capture_output=True, text=True).stdout
+            if told.startswith(f"Python {version}."):
+                return place
+    raise Missing("no such Python here")
+
+
+def attempt(python: str, wanted: str, folder: Path) -> dict[str, Any]:
+    """What came of one pair. Raises Failed, or Missing."""
+    call(python, "-m", "venv", str(folder / "venv"))
+    here = str(folder / "venv" / "bin" / "python")
+    pip = (here, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    try:
+        call(*pip, "install", "torch" if wanted == "newest" else f"torch=={wanted}", "numpy")
+    except Failed as problem:
+        if "No matching distribution" not in str(problem):
+            raise
+        raise Missing("no such torch for it on the registry") from problem
+    call(*pip, "install", *BUILDS_WITH)
+    found = call(here, "-c", "import platform, torch; print(platform.python_version(), torch.__version__)").split()
+    began = time.monotonic()
+    call(here, "setup.py", "-q", "sdist", "--dist-dir", str(folder / "sdist"), cwd=ROOT)
+    (archive,) = (folder / "sdist").glob("*.tar.gz")
+    call(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(archive))
+    seconds = time.monotonic() - began
+    (wheel,) = folder.glob("*.whl")
+    call(*pip, "install", "--no-deps", str(wheel))
+    call(here, "-m", "rtp_ext", "doctor", cwd=folder)
+    shutil.copy(ROOT / "examples" / "quickstart.py", folder)
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "quickstart.py")
+    said = re.findall(r"loss (\S+), (\d+) parameters", call(here, *ranks, cwd=folder))
+    if len(said) != 2 or not all(float(loss) < 5.0 for loss, _ in said):
+        raise Failed(f"quickstart: expected two losses below 5, got {said}")
+    call(*pip, "uninstall", "-y", "rtp-ext")
+    left = list((folder / "venv").rglob("rtp_ext*"))
+    if left:
+        raise Failed(f"uninstall: left {left[0]}")
+    return {
+        "outcome": "works",
+        "python": found[0],
+        "torch": found[1],
+        "loss": float(said[0][0]),
+        "wheel_bytes": wheel.stat().st_size,
+        "build_s": round(seconds),
+    }
+
+
+def last_of_each(path: Path) -> list[dict[str, Any]]:
+    """The last line of every pair, in the order of PYTHONS and TORCHES; of a pair without one, that nobody tried it."""
+    known = {(row["wanted_python"], row["wanted_torch"]): row for row in last_lines(path, _pair)}
+    every = dict.fromkeys([*product(PYTHONS, TORCHES), *known])
+    return [known.get(pair, {"wanted_python": pair[0], "wanted_torch": pair[1]}) for pair in every]
+
+
+def _pair(line: dict[str, Any]) -> tuple[str, str]:
+    return line["wanted_python"], line["wanted_torch"]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    tried = [row for row in rows if "outcome" in row]
+    if not tried:
+        return "\nNot tried yet: `make versions`.\n\n"
+    lines = [["Python", "torch", "came of it", "wheel, MiB"]]
+    for row in rows:
+        size = f"{row['wheel_bytes'] / 2**20:.1f}" if row.get("wheel_bytes") else ""
+        python, torch = (row.get(key) or row[f"wanted_{key}"] for key in ("python", "torch"))
+        lines.append([python, torch, row.get("outcome", "not tried"), size])
+    return block(tried, "Tried", "; builds without CUDA.", lines)
+
+
+def page(text: str, results: Path) -> str:
+    """A page with its table made anew; `results`: the folder of the machines."""
+    return made_anew(text, "versions", lambda machine: table(last_of_each(results / machine / "versions.jsonl")))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Tries Pythons and torches. See the top of the file.")
+    parser.add_argument("--python", default=",".join(PYTHONS))
+    parser.add_argument("--torch", default=",".join(TORCHES))
+    parser.add_argument("--page", action="store_true", help="try nothing: write the table of docs/limits.md")
+    args = parser.parse_args()
+    if args.page:
+        PAGE.write_text(page(PAGE.read_text(), RESULTS))
+        return 0
+    path, command = RESULTS / machine_name(torch.device("cpu")) / "versions.jsonl", command_line()
+    if (refusal := refusal_to_write(path)) is not None:
+        parser.error(refusal)
+    failed = False
+    for version, wanted in product(args.python.split(","), args.torch.split(",")):
+        line: dict[str, Any] = {"python": None, "torch": None}  # those of the card are others
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                line |= attempt(find_python(version), wanted, Path(folder))
+        except Failed as problem:
+            line["outcome"], failed = str(problem), True
+        except Missing as problem:
+            line["outcome"] = str(problem)
+        card = environment_card(torch.device("cpu"), command)
+        more = {"benchmark": "versions", "case": f"Python {version}, torch {wanted}"}
+        line = result_line(card, **more, wanted_python=version, wanted_torch=wanted, **line)
+        print(f"{line['case']}: {line['outcome']}", flush=True)
+        append_line(path, line)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What needs a GPU, or counts what would run on one."""

@@ -1,0 +1,152 @@
+"""The largest model that fits into a byte budget of every rank: found by running, beside the prediction.
+
+    python benchmarks/planner/capacity.py  # 1, 2, 4 and 8 ranks, 64 MiB each
+    python benchmarks/planner/capacity.py --ranks 8 --budget 96
+
+Llamas, of which first the number of layers grows at a hidden size of 256, then the hidden size at two layers. A model
+fits if the most that any rank held at a moment of a step (shared/memory.py) is within the budget. The search begins
+with what the planner says is largest and goes on by running, in strides that double until one model fits and another
+does not, then between them: the answer and the next larger model have both run. Every rank has a batch of its own;
+with tensor parallelism all compute with the batches of all. `rtp-recompute` is RTP with activation checkpointing of
+every block and a fused loss. One rank trains alone, whatever the strategy.
+
+One JSON line a strategy, number of ranks and way to grow is appended to results/MACHINE/capacity.jsonl as soon as it is
+known; what docs/planner.md says is predicted, the planner says now.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+
+from shared.card import RESULTS, append_line, command_line, environment_card, machine_name, result_line
+from shared.launch import Place, launch
+
+from planner.planned import Case, counted
+
+RANKS = (1, 2, 4, 8)
+STRATEGIES = ("rtp", "rtp-recompute", "fsdp2", "ddp", "tp")
+LAYERS, HIDDEN, HEADS, TOKENS, STEP = 2, 256, 16, 128, 32
+MOST = {"layers": 400, "hidden": 4096}
+
+
+def case_of(strategy: str, ranks: int, grown: str, size: int) -> Case:
+    """The model of one size. One rank trains alone, whatever the strategy; recomputation stays."""
+    layers, hidden = (size, HIDDEN) if grown == "layers" else (LAYERS, size)
+    name = "single" if ranks == 1 else "rtp-fused" if strategy == "rtp-recompute" else strategy
+    again = strategy == "rtp-recompute"
+    return Case("llama", layers, hidden, name, ranks, TOKENS, recompute=again, head_dim=hidden // HEADS)
+
+
+def sizes(grown: str) -> range:
+    return range(1, MOST["layers"] + 1) if grown == "layers" else range(STEP, MOST["hidden"] + 1, STEP)
+
+
+def largest(count: int, fits: Callable[[int], bool], first: int) -> int:
+    """The largest of `count` places that fits, -1 for none, from a first guess on. A place is asked once at most; what
+    is smaller than one that fits does, too."""
+    low, high = -1, count  # that fits, that does not
+    place, stride = first, 1
+    while high - low > 1:
+        if fits(place):
+            low, place = place, place + stride
+        else:
+            high, place = place, place - stride
+        stride *= 2
+        if not low < place < high or (low >= 0 and high < count):
+            place = (low + high) // 2
+    return low
+
+
+def guess(strategy: str, ranks: int, grown: str, budget: float) -> int:
+    """The largest size that is predicted to fit; 0 where none is."""
+    known = sizes(grown)
+
+    def fits(index: int) -> bool:
+        return case_of(strategy, ranks, grown, known[index]).predicted()["peak"] <= budget
+
+    found = largest(len(known), fits, 0)
+    return known[found] if found >= 0 else 0
+
+
+def last_of_each(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The last line of every search, with what the planner predicts as it is now."""
+    last = {(row["grown"], row["strategy"], row["ranks"], row["budget_bytes"]): row for row in rows}
+    told = []
+    for (grown, strategy, ranks, budget), row in last.items():
+        size = guess(strategy, ranks, grown, budget)
+        parameters = case_of(strategy, ranks, grown, size).model.parameters if size else 0
+        told.append({**row, "predicted_largest": size, "predicted_parameters": parameters})
+    return told
+
+
+def search(place: Place, args: argparse.Namespace) -> None:
+    card = environment_card(place.device, args.command)
+    peaks: dict[Case, float] = {}  # of what has run
+    for grown in args.grow:
+        for strategy in args.strategies:
+            line = result_line(card, **_found(place, strategy, grown, args.budget * 2**20, peaks))
+            if place.rank == 0:
+                append_line(args.output, line)
+                told = f"{line['largest']:>5} ({line['predicted_largest']} predicted, {line['tried']} tried)"
+                print(f"{grown:<7}{strategy:<14}R={place.ranks}{told}", flush=True)
+
+
+def _found(place: Place, strategy: str, grown: str, budget: float, peaks: dict[Case, float]) -> dict[str, Any]:
+    """What the line of one search says."""
+    known, predicted = sizes(grown), guess(strategy, place.ranks, grown, budget)
+    asked: dict[int, float] = {}
+
+    def fits(index: int) -> bool:
+        case = case_of(strategy, place.ranks, grown, known[index])
+        if case not in peaks:
+            peaks[case] = counted(case, place)["peak"]
+        asked[index] = peaks[case]
+        return peaks[case] <= budget
+
+    found = largest(len(known), fits, known.index(predicted) if predicted else 0)
+    size = known[found] if found >= 0 else 0
+    case = case_of(strategy, place.ranks, grown, size or known[0])
+    return {
+        **dataclasses.asdict(case),
+        "benchmark": "capacity",
+        "case": f"llama/{strategy}/{grown}",
+        "strategy": strategy,
+        "transport": "c10d",
+        "direction": "step",
+        "grown": grown,
+        "budget_bytes": budget,
+        "largest": size,
+        "parameters": case.model.parameters if size else 0,
+        "peak_bytes": asked.get(found),
+        "next_peak_bytes": asked.get(found + 1),  # of the next larger model
+        "predicted_largest": predicted,
+        "tried": len(asked),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The largest model within a budget. See the top of the file.")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--strategies", choices=STRATEGIES, nargs="+", default=STRATEGIES)
+    parser.add_argument("--grow", choices=tuple(MOST), nargs="+", default=tuple(MOST))
+    parser.add_argument("--budget", type=float, default=64, metavar="MIB", help="of every rank")
+    parser.add_argument("--machine", help="folder under results/ (default: from the CPU)")
+    parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead")
+    args = parser.parse_args()
+    args.command, args.device, args.threads = command_line(), "cpu", 1
+    machine = args.machine or machine_name(torch.device("cpu"))
+    args.output = args.output or RESULTS / machine / "capacity.jsonl"
+    for ranks in args.ranks:
+        launch(search, args, ranks)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Tables of docs/planner.md: what changed for every source, ways to search, and our own runs."""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shared.card import RESULTS
+
+from planner import planner_runs as runs
+from planner.capacity import last_of_each as last_searches
+from planner.planned import last_of_each
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n"
+
+
+# mean and median of absolute errors, and regret, of the planner at commit 9025ccc: before the host's launches, measured
+# all-reduces, the fused softmax's condition, compiled kernels, capped power and FlashAttention-2's backward were in it
+_BEFORE = {
+    "vTrain": (0.056, 0.030, 0.013),
+    "one node": (0.174, 0.162, 0.043),
+    "SC'21": (0.043, 0.031, None),
+    "arXiv 2205.05198": (0.029, 0.021, None),
+    "arXiv 2407.21783": (0.072, 0.059, None),
+    "NeMo": (0.067, 0.059, None),
+    "torchtitan": (0.244, 0.193, None),
+}
+_TARGETS = {"vTrain": "5 %, regret 5 %", "one node": "12 %", "torchtitan": "12 %"}
+
+
+def sources() -> str:
+    """Errors by source, before and after."""
+    errors = {"vTrain": [_off(run) for run in runs.vtrain()], "one node": [_off(run) for run in runs.one_node()]}
+    for name in list(_BEFORE)[2:]:
+        errors[name] = [run.error for run in runs.every_run()[name] if run.measured is not None]
+    regret = {"vTrain": runs.regrets(runs.vtrain()), "one node": runs.regrets(runs.one_node())}
+    rows = []
+    for name, (mean, median, wrong) in _BEFORE.items():
+        sizes = [abs(error) for error in errors[name]]
+        now = [runs.mean(sizes), statistics.median(sizes)]
+        told = ["-" if x is None else f"{100 * x:.1f} %" for x in (wrong, runs.mean(regret[name]) if wrong else None)]
+        before = f"{100 * mean:.1f} %, {100 * median:.1f} %"
+        after = f"{100 * now[0]:.1f} %, {100 * now[1]:.1f} %"
+        rows.append((name, str(len(sizes)), before, after, *told, _TARGETS.get(name, "-")))
+    heads = ("source", "runs", "before: mean, median", "now", "regret before", "now", "aim for runs nobody fitted")
+    return markdown(heads, rows)
+
+
+def _off(run: runs.Measurement) -> float:
+    return run.predicted_s() / run.step_seconds - 1
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / "cpu-2core" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def ways() -> str:
+    """Ways to search, of their last run."""
+    last = {(row["problem"], row["way"]): row for row in _lines("search_ways")}
+    rows = [
+        (way, what, f"{row['value_s']:.5g} s", f"{row['evaluations']:,}", f"{row['processor_s']:.3g} s")
+        for (what, way), row in last.items()
+    ]
+    return markdown(("way", "problem", "step found", "evaluations", "of a core"), rows)
+
+
+def grid() -> str:
+    """Counted and predicted bytes of our own runs, by strategy."""
+    last = last_of_each(_lines("planner_grid"))
+    by_strategy: dict[str, list[dict[str, Any]]] = {}
+    for row in last:
+        by_strategy.setdefault(row["strategy"], []).append(row)
+    rows = []
+    for name, own in [*by_strategy.items(), ("all", last)]:
+        cells_ = [name, str(len(own))]
+        for what in ("kept", "slots", "peak"):
+            ratios = [
+                row[f"predicted_{what}_bytes"] / row[f"counted_{what}_bytes"]
+                for row in own
+                if row[f"counted_{what}_bytes"]
+            ]
+            cells_.append(f"{min(ratios):.3f}-{max(ratios):.3f}" if ratios else "-")
+        errors = [abs(row["predicted_peak_bytes"] / row["counted_peak_bytes"] - 1) for row in own]
+        rows.append((*cells_, f"{100 * runs.mean(errors):.1f} %"))
+    heads = ("strategy", "runs", "kept: predicted / counted", "slots", "peak", "peak wrong by, on average")
+    return markdown(heads, rows)
+
+
+def capacity() -> str:
+    """The largest models within a budget of every rank, found by running and predicted."""
+    rows = [
+        (
+            f"{row['budget_bytes'] / 2**20:g} MiB",
+            row["grown"],
+            row["strategy"],
+            str(row["ranks"]),
+            *(f"{row[size]} ({row[count] / 1e6:.2f}e6)" if row[size] else "none" for size, count in _FOUND),
+            f"{row['peak_bytes'] / 2**20:.1f} MiB" if row["peak_bytes"] else "-",
+            f"{row['next_peak_bytes'] / 2**20:.1f} MiB" if row["next_peak_bytes"] else "-",
+        )
+        for row in last_searches(_lines("capacity"))
+    ]
+    heads = (
+        "budget",
+        "grown",
+        "strategy",
+        "ranks",
+        "largest that ran (parameters)",
+        "predicted",
+        "peak",
+        "of the next",
+    )
+    return markdown(heads, rows)
+
+
+_FOUND = (("largest", "parameters"), ("predicted_largest", "predicted_parameters"))

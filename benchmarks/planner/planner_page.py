@@ -1,0 +1,380 @@
+"""Makes the tables of docs/planner.md from published.py and the planner, and checks the numbers of its prose.
+
+    python benchmarks/planner/planner_page.py          # prints every block of the page
+    python benchmarks/planner/planner_page.py --write  # rewrites the blocks in docs/planner.md
+    python benchmarks/planner/planner_page.py --check  # exit status 1 where the page says anything else
+
+A block stands between `<!-- planner: NAME -->` and `<!-- end -->`. What prose says in numbers stands in `claims` and
+must be on the page word for word; --write does not change prose, but says what is not there.
+"""
+
+import argparse
+import dataclasses
+import functools
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rtp_ext.planner import Cluster, ModelSpec, Strategy, calibrate, errors_of, estimate_memory, goodput, lecture
+from rtp_ext.planner.constants import constants
+from rtp_ext.planner.memory.activations import layer_tensors
+from rtp_ext.planner.plans.when import Cell, grid, when_table
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+
+from report import deliver
+
+from planner import planner_runs as runs
+from planner import published
+from planner.planner_hosts import hosts
+from planner.planner_more import capacity, markdown, sources, ways
+from planner.planner_more import grid as our_runs
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
+BLOCK = re.compile(r"(<!-- planner: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+GB = 1e9
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:+.1f} %"
+
+
+def _span(values: Iterable[float], digits: int = 2) -> str:
+    """0.99-1.00; a single number where all are equal to the digit."""
+    known = [f"{value:.{digits}f}" for value in sorted(values)]
+    return known[0] if known[0] == known[-1] else f"{known[0]}-{known[-1]}"
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _memory() -> str:
+    stage = runs.megatron_7b().stages[-1]
+    states = sum(stage.components[name] for name in ("parameters", "gradients", "optimizer"))
+    measured = list(published.MEGATRON_7B.values())
+    rows = []
+    for what, column, estimates in (
+        ("between steps, states alone", 0, states),
+        ("between steps", 0, stage.between_steps_bytes),
+        ("peak allocated", 1, stage.allocated_bytes),
+    ):
+        printed = [row[column] for row in measured]
+        name = f"Megatron-LM 7B GPT, PP 4, 8 chunks, last rank, {len(printed)} machines: {what}"
+        rows.append((name, f"{_span((size / GB for size in printed), 1)} GB", _span(estimates / x for x in printed)))
+    for run in runs.torchtitan():
+        if run.gib is not None:
+            rows.append((f"torchtitan {run.name}: reserved", f"{run.gib:g} GiB", f"{run.memory_ratio:.2f}"))
+    return markdown(("run", "measured", "ratio"), rows)
+
+
+def _verdicts() -> str:
+    """How runs that worked are judged, and which of them wrongly."""
+    heads = ("runs that worked", "fits", "tight", "out of memory")
+    rows, wrong = [], []
+    for table, found in runs.every_run().items():
+        ran = [run for run in found if run.ran]
+        rows.append((table, *(str(sum(run.memory.verdict == verdict for run in ran)) for verdict in heads[1:])))
+        wrong += [run for run in ran if run.memory.verdict == "out of memory"]
+    told = markdown(heads, rows) + "Called out of memory although they worked:\n"
+    false_alarms = (
+        (run.name, f"{run.memory.peak_allocated_bytes / GB:.1f} GB", f"{run.cluster.memory_bytes / GB:.0f} GB")
+        for run in wrong
+    )
+    return told + markdown(("run", "estimate", "memory"), false_alarms)
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def _calibration() -> str:
+    """Constants fitted to one part of the runs, and their errors on the other."""
+    measured, rows = runs.vtrain(), []
+    for number, (name, (seen, kept)) in enumerate(runs.halves(measured).items()):
+        shipped = number == 0
+        found = None if shipped else calibrate(seen).constants
+        on_seen, on_kept, regret = errors_of(seen, found), errors_of(kept, found), runs.regrets(kept, found)
+        told = f"{100 * runs.mean(regret):.1f} %"
+        if shipped:
+            regrets = runs.regrets(measured)
+            told += f"; all runs {100 * runs.mean(regrets):.1f} %, at most {100 * max(regrets):.1f} %"
+        errors = (on_kept.mean_error, on_kept.median_error, on_kept.largest_error)
+        rows.append(
+            (
+                f"{name}{' (as shipped)' * shipped}",
+                f"{100 * on_seen.mean_error:.1f} % ({len(seen)})",
+                ", ".join(f"{100 * error:.1f} %" for error in errors) + f" ({len(kept)})",
+                told,
+            )
+        )
+    heads = ("constants from", "on those", "on the others: mean, median, largest", "regret on the others")
+    return markdown(heads, rows)
+
+
+_SOURCES = {
+    "SC'21": "Megatron SC'21, Table 1, best micro-batch and one or two chunks",
+    "arXiv 2205.05198": "arXiv 2205.05198, Table 5, full recomputation and selective",
+    "arXiv 2407.21783": "arXiv 2407.21783, Table 4, two chunks (not printed there)",
+    "NeMo": "NeMo 25.11, FP8",
+    "torchtitan": "torchtitan",
+}
+
+
+def _untouched() -> str:
+    rows = []
+    for table, name in _SOURCES.items():
+        errors = [run.error for run in runs.every_run()[table] if run.measured is not None]
+        rows.append(_summary(name, errors))
+    single = runs.one_node()
+    errors = [run.predicted_s() / run.step_seconds - 1 for run in single]
+    rows.append(_summary("vTrain on one node, hidden 1024 and 2048", errors))
+    return markdown(("table", "runs", "mean, median of absolute errors", "from, to"), rows)
+
+
+def _summary(name: str, errors: Sequence[float]) -> tuple[str, ...]:
+    sizes = [abs(error) for error in errors]
+    middle = f"{100 * runs.mean(sizes):.1f} %, {100 * statistics.median(sizes):.1f} %"
+    return name, str(len(errors)), middle, f"{_percent(min(errors))}, {_percent(max(errors))}"
+
+
+def _runs() -> str:
+    rows = []
+    for table in _SOURCES:
+        for run in runs.every_run()[table]:
+            if run.measured is not None:
+                predicted = f"{run.predicted:.4g} {run.unit}"
+                rows.append((table, run.name, f"{run.measured:g} {run.unit}", predicted, _percent(run.error)))
+    return markdown(("table", "run", "measured", "predicted", "error"), rows)
+
+
+@functools.cache
+def cells() -> list[Cell]:
+    return grid()
+
+
+def _when() -> str:
+    return f"\n{when_table(cells())}\n\n"
+
+
+BLOCKS = {
+    "memory": _memory,
+    "verdicts": _verdicts,
+    "calibration": _calibration,
+    "untouched": _untouched,
+    "runs": _runs,
+    "when": _when,
+    "sources": sources,
+    "ways": ways,
+    "grid": our_runs,
+    "capacity": capacity,
+    "hosts": hosts,
+}
+
+
+# -- prose -------------------------------------------------------------------------------------------------------------
+
+
+def claims() -> list[str]:
+    """What the prose says in numbers, made anew. Of each, the page must have the words."""
+    before_when = [*_claims_of_memory(), *_claims_of_the_lecture(), *_claims_of_time(), *_claims_of_failures()]
+    return [*before_when, *_claims_of_when()]
+
+
+def _claims_of_memory() -> list[str]:
+    known, logits = constants()["memory"], constants()["logits"]
+    peaks = {name: f"{entry['peak_bytes']:g}" for name, entry in logits.items()}
+    llama = ModelSpec.preset("llama-3-8b")
+    selective = {"zero": 3, "recompute": "selective"}
+    units = {
+        name: f"{_layer_units(llama, Strategy(**plan)):g}"
+        for name, plan in {
+            "megatron": {},
+            "torch": {"stack": "torch"},
+            "selective": selective,
+            "full": {"recompute": "full"},
+        }.items()
+    }
+    safe = f"{100 * known['safe_fraction']['value']:.0f} %"
+    mixture, ratios = _mixtral()
+    sharded = [dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, zero=2)) for run in runs.llama3()]
+    fitting = sum(run.memory.verdict != "out of memory" for run in sharded)
+    reserved = [1 / run.memory_ratio - 1 for run in runs.torchtitan() if run.gib is not None]
+    return [
+        f"draws memory against the {safe} line",
+        f"`fits` up to {safe}, below which",
+        f"Reserved memory is about {known['reserved_per_allocated']['value']:g} times as much",
+        f"B = {peaks['eager']} eager, {peaks['loss-parallel']} DTensor loss-parallel, {peaks['megatron']} Megatron, "
+        f"{peaks['compiled']} compiled, {peaks['fused']} fused",
+        f"{known['workspace_bytes']['value'] >> 20} MiB of the GEMM libraries",
+        f"{known['cuda_context_bytes']['value'] / GB:g} GB, {known['communicator_bytes']['value'] / GB:g} GB for each "
+        "communicator",
+        f"{units['megatron']} bytes for a Llama on Megatron",
+        f"{units['torch']} on plain torch",
+        f"{units['selective']} with torchtitan's selective recomputation",
+        f"{units['full']} with full",
+        f"with `zero=2` {fitting} of the {len(sharded)} rows are not out of memory",
+        f"reserved memory of torchtitan is {100 * min(reserved):.0f} to {100 * max(reserved):.0f} % above the estimate",
+        f"last rank: {mixture}) does not say",
+        f"the states are {ratios[0]:.2f} of the measured ones, and the peak is {ratios[1]:.2f} and {ratios[2]:.2f}",
+    ]
+
+
+def _layer_units(model: ModelSpec, strategy: Strategy) -> float:
+    """Bytes that a layer keeps, by tokens and hidden size; the float32 log-sum-exp apart."""
+    tensors = [saved for saved in layer_tensors(model, strategy) if "log-sum-exp" not in saved.tensor]
+    return sum(saved.bytes_per_token(strategy) for saved in tensors) / model.hidden
+
+
+def _mixtral() -> tuple[str, list[float]]:
+    between, peaks = published.MIXTRAL
+    model = dataclasses.replace(ModelSpec.preset("mixtral-8x7b"), vocab=256000)
+    plan = Strategy(dp=16, tp=2, pp=4, ep=4, zero=1, sequence_parallel=True)
+    stage = estimate_memory(model, Cluster.preset("h100-80gb", gpus=128), plan, 1024).stages[-1]
+    states = sum(stage.components[name] for name in ("parameters", "gradients", "optimizer"))
+    printed = f"{between / GB:.1f} GB between steps, peaks of {peaks[0] / GB:.1f} and {peaks[1] / GB:.1f} GB"
+    return printed, [states / between, *(stage.allocated_bytes / peak for peak in peaks)]
+
+
+def _claims_of_the_lecture() -> list[str]:
+    gpt3 = {"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048}
+    one, many = (lecture.memory_bytes(**gpt3, batch=batch)["activations"] for batch in (1, 128))
+    day, a100 = 86400, 312e12
+    reached = lecture.utilization(300e9, 175e9, 1024, a100, 35 * day)
+    llama = lecture.utilization(1.4e12, 65e9, 2048, a100, 21 * day)
+    return [
+        f"its {int(one / GB)} GB of activations for GPT-3 ({int(100 * one / 700e9)} % of 700 GB; {many / 700e9:.0f} "
+        f"times at batch 128), and {reached:.4f} for GPT-3",
+        f"which gives {llama:.2f} for 1.4e12 tokens",
+    ]
+
+
+def _claims_of_failures() -> list[str]:
+    whole = goodput(100_000, 1.8 * 16384, 30, 600).effective
+    parted = goodput(100_000, 1.8 * 16384, 30, 600, 100, stall_seconds=180).effective
+    return [
+        f"at 100,000 GPUs {100 * whole:.0f} % where each failure costs ten minutes, and {100 * parted:.0f} % with 100 "
+        "replicas",
+    ]
+
+
+def _claims_of_time() -> list[str]:
+    time, tie = constants()["time"], constants()["search"]["tie_fraction"]["value"]
+    h100 = Cluster.preset("h100-80gb")
+    flash = time["flash_fraction_torch"]["value"] * h100.bf16_achievable_flops_per_s / h100.bf16_flops_per_s
+    measured = runs.vtrain()
+    fused = [
+        dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, flash_attention=True)) for run in measured
+    ]
+    odd = [run for run in measured if (run.cluster.gpus, run.strategy.tp, run.strategy.pp) == (512, 2, 16)]
+    even = [
+        run.step_seconds
+        for run in measured
+        if (run.cluster.gpus, run.model.hidden, run.strategy.tp, run.strategy.pp) == (512, odd[0].model.hidden, 4, 16)
+    ]
+    (small,) = (
+        run for run in measured if (run.model.hidden, run.strategy.tp, run.strategy.micro_batch) == (3072, 8, 2)
+    )
+    single = runs.regrets(runs.one_node())
+    serial = [run.error for run in runs.llama3(chunks=1)]
+    titan = {run.name: run for run in runs.torchtitan() if run.measured is not None}
+    context = [_percent(run.error) for run in titan.values() if run.strategy.cp > 1]
+    eager = [run.error for name, run in titan.items() if name.endswith("H100, 8192 tokens, eager")]
+    others = [abs(run.predicted_s() / run.step_seconds - 1) for run in measured if run not in (*odd, small)]
+    apart = [
+        runs.mean(abs(run.error) for run in titan.values() if (run.strategy.tp > 1) == parallel)
+        for parallel in (True, False)
+    ]
+    rowwise = [_percent(run.error) for name, run in titan.items() if name.endswith("rowwise")]
+    return [
+        f"torch: {100 * flash:.0f} % of peak",
+        f"{100 * time['nvlink_sm_share']['value']:.0f} % on NVLink, "
+        f"{100 * time['network_sm_share']['value']:.0f} % on the network",
+        f"Plans within {100 * tie:.0f} % of a rank's first",
+        f"on {len(measured)} of vTrain's runs on 64 to 512 A100",
+        f"regret {100 * runs.mean(single):.1f} % on average, {100 * max(single):.0f} % at most",
+        f"Without it the {len(measured)} runs come out {100 * errors_of(fused).mean_error:.0f} % wrong on average",
+        "vTrain, TP 2, PP 16 on 512 GPUs: " + " and ".join(_error(run) for run in odd),
+        f"Measured {' and '.join(f'{run.step_seconds:.0f}' for run in odd)} s where TP 4, PP 16 takes "
+        f"{min(even):.0f} to {max(even):.0f} s",
+        f"TP 8 with a micro-batch of 2 at hidden 3072: {_error(small)}",
+        f"at a micro-batch of 2 (below), the mean is {100 * runs.mean(others):.1f} %",
+        f"Runs with tensor parallelism are off by {100 * apart[0]:.1f} % on average, those without by "
+        f"{100 * apart[1]:.1f} %",
+        "Llama 3 405B without interleaving: " + ", ".join(_percent(error) for error in serial),
+        f"torchtitan of 2024 without compilation: {', '.join(map(_percent, eager))}",
+        f"context parallelism over 4 ranks: {', '.join(context)}",
+        f"Float8 with a scale for each row: {', '.join(rowwise)}",
+    ]
+
+
+def _error(run: runs.Measurement) -> str:
+    return _percent(run.predicted_s() / run.step_seconds - 1)
+
+
+def _claims_of_when() -> list[str]:
+    tie = constants()["search"]["tie_fraction"]["value"]
+    known = {(cell.model, cell.link, cell.tokens): cell for cell in cells()}
+    node = [cell for cell in cells() if cell.gpus == 8 and cell.link == "NVLink" and cell.tokens >= 4096]
+    near = [cell.advantage for cell in node]
+    long = known["llama-3-8b", "NVLink", 8192].plans
+    rtp, fsdp = long["rtp"], long["fsdp"]
+    won = [cell for cell in cells() if cell.advantage > 1 + tie]
+    ties = [cell for cell in cells() if cell.winner == "tie" and cell.link == "PCIe" and cell.tokens == 8192]
+    assert rtp and fsdp and len(won) == 1, [dataclasses.astuple(cell) for cell in won]
+    return [
+        f"within {100 * tie:.0f} % nobody can tell",
+        f"a tie with `fully_shard` and the hybrids ({min(near):.2f} to {max(near):.2f})",
+        f"Llama 3 8B at 8k tokens, {rtp.step_seconds:.2f} s against {fsdp.step_seconds:.2f} s of `fully_shard`",
+        f"{_model(won[0])} in rings under a pipeline, {won[0].tokens // 1024}k tokens: {won[0].advantage:.2f}, the one "
+        "cell",
+        f"{' and '.join(_model(cell).removeprefix('Llama 3 ') for cell in reversed(ties))} "
+        f"{'tie' if len(ties) > 1 else 'ties'} at 8k",
+    ]
+
+
+def _model(cell: Cell) -> str:
+    return runs.title(cell.model)
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def rewrite(text: str) -> str:
+    """The page with its blocks made anew. Raises ValueError where a block is missing or unknown."""
+    names = [found[2] for found in BLOCK.finditer(text)]
+    if sorted(names) != sorted(BLOCKS):
+        raise ValueError(f"expected the blocks {', '.join(BLOCKS)}, each once, got {', '.join(names) or 'none'}")
+    return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[4], text)
+
+
+def prose(text: str) -> str:
+    """The page without its blocks, every run of blanks one."""
+    return " ".join(BLOCK.sub("", text).split())
+
+
+def missing(text: str) -> list[str]:
+    """The claims that the prose does not make."""
+    told = prose(text)
+    return [claim for claim in claims() if claim not in told]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Tables and numbers of docs/planner.md. See the top of the file.")
+    wish = parser.add_mutually_exclusive_group()
+    wish.add_argument("--write", action="store_true", help="rewrite the blocks in docs/planner.md")
+    wish.add_argument("--check", action="store_true", help="fail where the page differs")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    args = parser.parse_args(argv)
+    before = args.page.read_text()
+    try:
+        after = rewrite(before)
+    except ValueError as problem:
+        sys.exit(str(problem))
+    deliver(args, args.page, before, after, BLOCK, "the planner: python benchmarks/planner/planner_page.py --write")
+    if (args.write or args.check) and (lost := missing(after)):
+        sys.exit(f"{args.page.name}: its prose does not say: " + "; ".join(lost))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Rings on many GPUs, on paper: docs/scale.md's table and figure, from the planner.
+
+    python benchmarks/planner/scale.py          # prints the table
+    python benchmarks/planner/scale.py --write  # rewrites the table in docs/scale.md and draws its figure
+    python benchmarks/planner/scale.py --check  # exit status 1 where the page says anything else
+
+Everything is predicted; nothing ran at this size. H200 of 141 GB, eight to a node, a 400 Gb/s port each; one sample of
+8192 tokens for every GPU, everything recomputed. A ring has eight ranks on each of its nodes, and as few nodes as its
+share of the model needs, on two levels; more GPUs are more rings, which agree by an all-reduce, by ZeRO's
+reduce-scatter and gather, or by DiLoCo every 50 steps. `two levels` is one ring over all GPUs (at most 1,024).
+Efficiency is the time that whole products, attention and elementwise kernels take over the time of a step, times the
+share of time that failures leave.
+"""
+
+import argparse
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time, goodput
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+
+from report import deliver
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
+BLOCK = re.compile(r"(<!-- scale: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+GPU = "h200-141gb"
+MODELS = {"llama-3-70b": 16, "llama-3-405b": 128}  # ranks of the smallest ring that fits
+SHOWN = (16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536, 98304)
+COMPUTES = ("gemm", "attention", "elementwise", "recomputation")
+SEQ = 8192
+LARGEST_RING = 1024
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 2048, 4096, 6144)  # rings
+MOST = 100_000
+FORMS: dict[str, dict[str, object]] = {
+    "replicas, all-reduce": {},
+    "replicas, ZeRO": {"outer": "zero"},
+    "replicas, DiLoCo H = 50": {"outer": "diloco", "period": 50},
+}
+TWO_LEVELS = "two levels"
+GPU_HOURS = 1.8 * 16384  # between failures of one GPU: 1.8 hours on 16,384 (Meta's clusters)
+RESTART_S, STALL_S, STORAGE = 600.0, 180.0, 2e12  # of the whole run; of the other replicas (FT-HSDP); bytes per second
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size of one form."""
+
+    model: str
+    form: str
+    gpus: int
+    ring: int
+    step_seconds: float
+    busy: float  # share of a step that whole products, attention and elementwise kernels take
+    lost_to: str  # the largest of what else a step takes
+    alone: float  # share of time that failures leave where each stops all
+    parted: float | None  # the same where the other replicas go on; None: there are none
+    memory_gb: float
+
+
+def _plan(form: str, ring: int, rings: int) -> Strategy:
+    own = {**FORMS.get(form, {})} if rings > 1 else {}
+    return Strategy(rtp=ring, dp=rings, fused_loss=True, recompute="full", **own)  # type: ignore[arg-type]
+
+
+def point(name: str, form: str, ring: int, rings: int) -> Point:
+    model = ModelSpec.preset(name, seq=SEQ)
+    cluster = Cluster.preset(GPU, gpus=ring * rings)
+    plan = _plan(form, ring, rings)
+    time = estimate_time(model, cluster, plan, plan.replicas)
+    memory = estimate_memory(model, cluster, plan, plan.replicas)
+    checkpoint = 14 * model.parameters / STORAGE
+    alone = goodput(plan.gpus, GPU_HOURS, checkpoint, RESTART_S).effective
+    parted = None
+    if rings > 1:
+        parted = goodput(plan.gpus, GPU_HOURS, checkpoint, RESTART_S, rings, stall_seconds=STALL_S).effective
+    return Point(
+        name,
+        form,
+        plan.gpus,
+        ring,
+        time.step_seconds,
+        sum(time.components[part] for part in COMPUTES) / time.step_seconds,
+        max(set(time.components) - set(COMPUTES), key=lambda part: time.components[part]),
+        alone,
+        parted,
+        memory.peak_allocated_bytes / 1e9,
+    )
+
+
+@functools.cache
+def points() -> tuple[Point, ...]:
+    return tuple(_points())
+
+
+def _points() -> Iterator[Point]:
+    for name, ring in MODELS.items():
+        for form in FORMS:
+            yield from (point(name, form, ring, rings) for rings in SIZES if ring * rings <= MOST)
+        size = ring
+        while size <= LARGEST_RING:
+            yield point(name, TWO_LEVELS, size, 1)
+            size *= 2
+
+
+def efficiency(p: Point, *, failures: bool = True) -> float:
+    """Of a GPU; with failures, the better of stopping all and going on without the replica that failed."""
+    share = max(p.alone, p.parted or 0.0) if failures else 1.0
+    return p.busy * share
+
+
+def table() -> str:
+    heads = ("model", "form", "GPUs", "ring", "step s", "GB", "tokens of a step", "efficiency", "lost most to")
+    heads += ("failures stop all", "others go on", "with failures")
+    lines = [heads, ("---",) * len(heads)]
+    for p in points():
+        if p.gpus not in SHOWN:
+            continue
+        plain = f"{100 * efficiency(p, failures=False):.1f} %"
+        parted = "-" if p.parted is None else f"{100 * p.parted:.1f} %"
+        tokens = f"{p.gpus * SEQ / 1e6:.1f}e6"
+        whole = (f"{100 * p.alone:.1f} %", parted, f"{100 * efficiency(p):.1f} %")
+        size = (f"{p.gpus:,}", str(p.ring), f"{p.step_seconds:.2f}", f"{p.memory_gb:.0f}", tokens)
+        lines.append((p.model, p.form, *size, plain, p.lost_to, *whole))
+    return "\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n"
+
+
+def draw(output: Path) -> None:
+    """A panel for each model: efficiency over GPUs, without failures and with them."""
+    from plot import canvas, style
+
+    figure, panels = canvas(len(MODELS))
+    for axes, name in zip(panels, MODELS, strict=True):
+        for index, form in enumerate((*FORMS, TWO_LEVELS)):
+            own = [p for p in points() if p.model == name and p.form == form]
+            sizes, look = [p.gpus for p in own], {**style(index), "markersize": 4}
+            axes.plot(sizes, [efficiency(p, failures=False) for p in own], label=form, linewidth=1, **look)
+            hollow = {**look, "markerfacecolor": "white", "linestyle": "--", "linewidth": 0.8}
+            axes.plot(sizes, [efficiency(p) for p in own], **hollow)
+        whole = [p for p in points() if p.model == name and p.form == next(iter(FORMS))]
+        axes.plot([p.gpus for p in whole], [p.busy * p.alone for p in whole], "k:", label="where failures stop all")
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0, 1.05)
+        axes.set_xlabel("GPUs", fontsize=9)
+        axes.set_title(f"{name}: efficiency of a GPU", fontsize=9, loc="left")
+    panels[0].plot([], [], color="black", linestyle="--", marker="o", markerfacecolor="white", label="with failures")
+    panels[0].legend(fontsize=7, frameon=False, loc="lower left")
+    figure.supxlabel("predicted by rtp_ext.planner; nothing ran at this size", fontsize=6, color="#444444")
+    for suffix in (".png", ".svg"):
+        figure.savefig(output.with_suffix(suffix))
+
+
+def rewrite(text: str) -> str:
+    names = [found[2] for found in BLOCK.finditer(text)]
+    if names != ["rings"]:
+        raise SystemExit(f"expected the block rings once, got {', '.join(names) or 'none'}")
+    return BLOCK.sub(lambda found: found[1] + table() + found[4], text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Rings on many GPUs. See the top of the file.")
+    wish = parser.add_mutually_exclusive_group()
+    wish.add_argument("--write", action="store_true", help="rewrite docs/scale.md and its figure")
+    wish.add_argument("--check", action="store_true", help="fail where the page differs")
+    args = parser.parse_args()
+    before = PAGE.read_text()
+    if args.write:
+        draw(PAGE.parent / "figures" / "scale.png")
+    deliver(args, PAGE, before, rewrite(before), BLOCK, "the planner: python benchmarks/planner/scale.py --write")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""Plants faults at every place of a training step and judges what the other ranks say of them.
+
+    python benchmarks/reliability/faults.py                                    # the whole matrix: an hour and more
+    python benchmarks/reliability/faults.py --ranks 2 --faults kill,exception  # a part of it
+    python benchmarks/reliability/faults.py --write                            # no run: tables of docs/reliability.md
+    make faults                                                                # both
+
+A cell is a fault at a place on a kind of ring: see `FAULTS`, `PLACES`, `TRANSPORTS`; those that make no sense are
+listed with the reason. In every cell small ranks train, one of them (rank 1) has the fault in the fourth step, and
+
+    where it is lost   every other rank ends with an error that names the operation, the hop and the rank that was lost,
+                       and no other, within the timeout and a second
+    where it is not    all go on, and the losses are those of one process, to 1e-9
+    always             no process, no shared memory and no descriptor is left
+
+Results are appended to benchmarks/results/MACHINE/faults.jsonl; `--write` takes the last line of each cell. Lost hosts
+need root: shared/hosts.py. Exit status 1 where a cell fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+
+from shared.card import RESULTS, append_line, command_line, environment_card, machine_name
+from shared.hosts import Hosts, Links, refusal
+
+from reliability import reliability_report
+from reliability.fault_names import wrong_names
+from reliability.fault_ranks import FAULT_STEP, VICTIM, Cell, entry, reference
+
+LOST = ("kill", "stop", "stop for good", "exception", "wrong shape", "out of memory", "lost socket", "lost host")
+NAMED = (*LOST, "full shared memory")  # the rank that had it is to be named
+HARMFUL = (*NAMED, "skipped layer")  # nobody can go on
+FAULTS = (*HARMFUL, "exception on all", "NaN", "late rank")
+PLACES = ("forward", "backward", "prefetch", "between steps", "optimizer", "outer reduction", "save")
+TRANSPORTS = ("shm", "c10d", "tcp", "two-level")
+RANKS = (2, 3, 4)
+SLACK = 1.0  # seconds that a rank may take beyond the timeout
+START = 120.0  # seconds until the fault
+STARTS = 3  # of a cell whose ranks fail before the fault: they had to wait for a processor longer than their timeout
+NOT_REACHED = "the fault was not reached"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+BLOCK = re.compile(r"(<!-- faults -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+# Where a fault can be: everywhere unless it is here.
+WHERE = {
+    "NaN": ("forward", "backward"),
+    "wrong shape": ("forward", "backward"),
+    "skipped layer": ("forward",),
+    "full shared memory": ("forward", "backward"),
+    "out of memory": ("forward", "backward"),
+    "lost host": ("forward", "backward", "between steps", "save"),
+    "exception on all": ("forward", "backward", "between steps", "optimizer"),
+}
+WHY = {
+    "NaN": "no value passes there that others compute with",
+    "wrong shape": "no tensor passes there that a caller shapes",
+    "skipped layer": "layers are called in forwards alone",
+    "full shared memory": "slots are allocated in passes alone",
+    "out of memory": "nothing large is allocated there",
+    "lost host": "a host is lost at a time, not at a line: three times are enough",
+    "exception on all": "what the caller raises there interrupts a collective of torch's, or a hop that is under way",
+}
+
+
+def nonsense(cell: Cell) -> str | None:
+    """Why a cell makes no sense; None: it does."""
+    if cell.place not in WHERE.get(cell.fault, PLACES):
+        return WHY[cell.fault]
+    if cell.transport == "two-level" and cell.ranks != 4:
+        return "two hosts of two ranks are the smallest"
+    if cell.fault == "full shared memory" and cell.transport in ("c10d", "tcp"):
+        return "it takes no shared memory"
+    if cell.fault == "lost socket" and cell.transport == "shm" and cell.place not in ("outer reduction", "save"):
+        return "its hops take no socket"
+    if cell.fault == "lost host" and cell.transport == "shm":
+        return "it has one host"
+    if cell.place == "outer reduction" and cell.transport == "two-level":
+        return "eight ranks are more than this machine has room for"
+    return None
+
+
+def judges_names(fault: str, place: str) -> bool:
+    """Whether errors have to name the rank: those of torch's own collectives, which save, cannot."""
+    return fault in NAMED and place != "save"
+
+
+def cells(args: argparse.Namespace) -> Iterator[Cell]:
+    wanted = itertools.product(args.faults, args.places, args.transports, args.ranks)
+    for fault, place, transport, ranks in wanted:
+        yield Cell(fault, place, transport, ranks, args.timeout, args.pause)
+
+
+# -- running one -------------------------------------------------------------------------------------------------------
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    """Runs a cell and judges it."""
+    with tempfile.TemporaryDirectory(prefix="rtp_faults_") as name:
+        folder = Path(name)
+        started = time.monotonic()
+        ended = _on_hosts(cell, folder) if cell.fault == "lost host" else _here(cell, folder)
+        told = {
+            rank: json.loads(file.read_text())
+            for rank in range(cell.processes)
+            if (file := folder / f"rank{rank}.json").exists()
+        }
+        times = [float(file.read_text()) for file in folder.glob("fault*") if file.read_text()]
+        notes = {rank: (folder / f"stderr{rank}").read_text()[-1500:] for rank in range(cell.processes)
+                 if (folder / f"stderr{rank}").exists()}  # fmt: skip
+    problems, seconds, text = judge(cell, told, min(times, default=None), ended)
+    row = {"benchmark": "faults", **dataclasses.asdict(cell), "verdict": "fail" if problems else "pass"}
+    row |= {
+        "seconds": seconds,
+        "problems": problems,
+        "message": _without_folders(text),
+        **({"named": not problems} if judges_names(cell.fault, cell.place) else {}),
+        "took": time.monotonic() - started,
+    }
+    if problems:
+        notes |= {f"trace{rank}": each.get("trace", "")[-600:] for rank, each in told.items()}
+        row["notes"] = {key: _without_folders(note) for key, note in notes.items()}
+    return row
+
+
+def _without_folders(text: str) -> str:
+    """A trace, or its end, in which files are named from the package on."""
+    return re.sub(r"[^\s\"]*/(?=(rtp_ext|torch|benchmarks|lib)/)", "", text)
+
+
+def _here(cell: Cell, folder: Path) -> dict[str, Any]:
+    context = multiprocessing.get_context("forkserver")
+    processes = [
+        context.Process(target=entry, args=(rank, cell, folder), name=f"rank {rank}") for rank in range(cell.processes)
+    ]
+    for process in processes:
+        process.start()
+    pids = [process.pid or 0 for process in processes]
+    deadline = time.monotonic() + START
+    mark = folder / f"fault{VICTIM}"
+    while not mark.exists() and time.monotonic() < deadline and any(each.is_alive() for each in processes):
+        time.sleep(0.01)
+    hanging = []
+    if mark.exists():
+        if cell.fault == "stop":
+            time.sleep(cell.pause)
+            os.kill(pids[VICTIM], signal.SIGCONT)
+        others = [each for rank, each in enumerate(processes) if cell.fault != "stop for good" or rank != VICTIM]
+        deadline = time.monotonic() + 4 * cell.timeout + 20
+        for process in others:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hanging = [rank for rank, each in enumerate(processes) if each in others and each.is_alive()]
+    for rank in hanging:
+        os.kill(pids[rank], signal.SIGUSR2)  # tells where it stands
+    time.sleep(0.5 if hanging else 0.0)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    left = [f"process {pid}" for pid in _members(pids)]
+    left += [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in pids)]
+    return {"hanging": hanging, "left": left}
+
+
+def _members(groups: list[int]) -> list[int]:
+    """Processes of the process groups that the ranks led."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) in groups and fields[0] != "Z":
+            found.append(int(file.parent.name))
+    return found
+
+
+def _on_hosts(cell: Cell, folder: Path) -> dict[str, Any]:
+    """On two hosts, or three for three ranks, of which that of the victim is lost."""
+    per_host = 2 if cell.ranks == 4 else 1
+    (folder / "cell").write_text(json.dumps(dataclasses.asdict(cell)))
+    place = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])}
+    with Hosts(Links(cell.ranks // per_host, per_host, pin=False)) as hosts:
+        started = hosts.start_ranks(["-m", "reliability.fault_ranks", str(folder)], place)
+        mark, deadline = folder / f"fault{VICTIM}", time.monotonic() + START
+        while not mark.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        lost = VICTIM // per_host
+        at = time.monotonic()
+        hosts.kill(lost)
+        mark.write_text(str(at))
+        survivors = [rank for rank in range(cell.ranks) if rank // per_host != lost]
+        deadline = time.monotonic() + 4 * cell.timeout + 20
+        hanging = []
+        for rank in survivors:
+            try:
+                started[rank].wait(max(0.1, deadline - time.monotonic()))
+            except Exception:
+                hanging.append(rank)
+    return {"hanging": hanging, "left": [], "survivors": survivors}
+
+
+# -- judging -----------------------------------------------------------------------------------------------------------
+
+
+def judge(
+    cell: Cell, told: dict[int, dict[str, Any]], fault: float | None, ended: dict[str, Any]
+) -> tuple[list[str], float | None, str]:
+    """What is wrong, the seconds from the fault to the last rank's error, and what a rank says."""
+    problems = [f"rank {rank} hung" for rank in ended["hanging"]] + [f"left: {each}" for each in ended["left"]]
+    if fault is None:
+        return [*problems, NOT_REACHED], None, ""
+    others = ended.get("survivors", [rank for rank in range(cell.processes) if rank != VICTIM])
+    if cell.fault in HARMFUL:
+        more, seconds, text = _judge_errors(cell, told, fault, others)
+    else:
+        more, seconds, text = _judge_numbers(cell, told)
+    for rank in others:
+        if told.get(rank, {}).get("descriptors", 0) > 0:
+            more.append(f"rank {rank} has {told[rank]['descriptors']} descriptors more")
+    return problems + more, seconds, text
+
+
+def _judge_errors(
+    cell: Cell, told: dict[int, dict[str, Any]], fault: float, others: list[int]
+) -> tuple[list[str], float | None, str]:
+    problems, latest, text, lost = [], 0.0, "", {*range(cell.processes)} - {*others}
+    for rank in others:
+        each = told.get(rank, {})
+        if each.get("ended") != "error":
+            problems.append(f"rank {rank}: expected an error, got {each.get('ended', 'nothing')}")
+            continue
+        seconds = each["at"] - fault
+        latest, text = max(latest, seconds), text or each["text"]
+        if seconds > cell.timeout + SLACK:
+            problems.append(f"rank {rank}: {seconds:.1f} s, expected {cell.timeout + SLACK}")
+        if cell.place != "save" and not re.search(r"\w+ (forward|backward)|exchange|all_|replicas", each["text"]):
+            problems.append(f"rank {rank}: no operation in {each['text'][:200]!r}")
+        named = judges_names(cell.fault, cell.place)
+        if named and not re.search(r"hop \d", each["text"]):
+            problems.append(f"rank {rank}: no hop in {each['text'][:200]!r}")
+        if named and (wrong := wrong_names(cell.fault, lost, each["text"])):
+            problems.append(f"rank {rank}: {wrong} in {each['text'][-300:]!r}")
+        if cell.place != "save" and each["kind"] not in ("RingTimeout", "RotationError"):
+            problems.append(f"rank {rank}: {each['kind']}: {each['text'][:200]!r}")
+    if cell.fault == "stop":  # it comes back, and hears of it
+        back = told.get(VICTIM, {})
+        if back.get("ended") != "error" or back["at"] - fault > cell.pause + cell.timeout + SLACK:
+            problems.append(f"rank {VICTIM} came back: expected an error, got {back.get('ended', 'nothing')}")
+    return problems, round(latest, 3), re.sub(r"; what (it|this rank) did last[^;]*", "", text)[:600]
+
+
+def _judge_numbers(cell: Cell, told: dict[int, dict[str, Any]]) -> tuple[list[str], float | None, str]:
+    left_out = FAULT_STEP if cell.fault != "late rank" else None
+    expected = reference(cell.processes, left_out)
+    problems = []
+    found = [told.get(rank, {}) for rank in range(cell.processes)]
+    for rank, each in enumerate(found):
+        if each.get("ended") != "done":
+            problems.append(f"rank {rank}: expected to go on, got {each.get('kind')}: {each.get('text', '')[:200]}")
+        elif each.get("left out") != left_out:
+            problems.append(f"rank {rank}: expected to leave out step {left_out}, got {each.get('left out')}")
+    if not problems:
+        means = [sum(losses) / len(found) for losses in zip(*(each["losses"] for each in found), strict=True)]
+        apart = max(abs(a - b) for a, b in zip(means, expected, strict=True))
+        if apart > 1e-9:
+            problems.append(f"losses are {apart:.3g} from those of one process")
+    return problems, None, ""
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Of the last line of each cell: how many of those that ran did what they should, and the slowest rank's time."""
+    last = {(row["fault"], row["place"], row["transport"], row["ranks"]): row for row in rows}
+    lines = ["| fault | " + " | ".join(PLACES) + " |", "|---" * (len(PLACES) + 1) + "|"]
+    for fault in FAULTS:
+        texts = []
+        for place in PLACES:
+            here = [row for key, row in last.items() if key[:2] == (fault, place)]
+            ran = [row for row in here if row["verdict"] != "no sense"]
+            if not ran:
+                texts.append("-" if here else "not run")
+                continue
+            slowest = max((row["seconds"] or 0.0 for row in ran), default=0.0)
+            good = sum(row["verdict"] == "pass" for row in ran)
+            texts.append(f"{good}/{len(ran)}" + (f", {slowest:.1f} s" if slowest else ""))
+        lines.append(f"| {fault} | " + " | ".join(texts) + " |")
+    ran = [row for row in last.values() if row["verdict"] != "no sense"]
+    good = sum(row["verdict"] == "pass" for row in ran)
+    possible = [cell for cell in _every() if nonsense(cell) is None]
+    head = f"{good} of {len(ran)} cells that have run did what they should. "
+    head += f"Of {len(_every())} cells {len(possible)} make sense.\n"
+    one_rank = [row for row in ran if judges_names(row["fault"], row["place"])]
+    judged = [row for row in one_rank if "named" in row]
+    again = sum(row.get("starts", 1) > 1 for row in ran)
+    head += f"In {sum(row['named'] for row in judged)} of {len(judged)} cells judged, of {len(one_rank)} in training "
+    head += "with a fault of one rank,\nevery survivor's error names that rank, its own operation and the hop.\n"
+    head += f"{again or 'None'} of the cells had to be started again because its ranks waited for a processor too long."
+    failed = [row for row in ran if row["verdict"] == "fail"]
+    for row in failed:
+        lines.append("")
+        cell = f"{row['fault']} in {row['place']}, {row['transport']}, R = {row['ranks']}"
+        lines.append(f"Failed: {cell}: {row['problems'][0][:160].replace('|', '/')}")
+    return "\n".join([head, "", *lines, ""])
+
+
+def _every() -> list[Cell]:
+    return [Cell(*each) for each in itertools.product(FAULTS, PLACES, TRANSPORTS, RANKS)]
+
+
+def reasons() -> str:
+    """What makes no sense, and why, as a list."""
+    found: dict[str, set[str]] = {}
+    for cell in _every():
+        if why := nonsense(cell):
+            what = cell.fault if why in WHY.values() or "it" in why.split()[0] else cell.transport
+            found.setdefault(why, set()).add(what)
+    return "\n".join(f"- {', '.join(sorted(what))}: {why}." for why, what in sorted(found.items()))
+
+
+def results_file() -> Path:
+    return RESULTS / machine_name(torch.device("cpu")) / "faults.jsonl"
+
+
+def page(text: str, rows: list[dict[str, Any]]) -> str:
+    """The page with the block of this matrix made anew, and those of sanitize.py and soak.py."""
+    block = f"{table(rows)}\nCells that make no sense:\n\n{reasons()}\n"
+    assert BLOCK.search(text), "the page has no block <!-- faults -->"
+    return reliability_report.page(BLOCK.sub(lambda found: found[1] + block + found[3], text), RESULTS)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A matrix of faults. See the top of the file.")
+    for name, every in (("faults", FAULTS), ("places", PLACES), ("transports", TRANSPORTS), ("ranks", RANKS)):
+        parser.add_argument(f"--{name}", default=",".join(map(str, every)), help="default: %(default)s")
+    parser.add_argument("--timeout", type=float, default=2.0, help="of the rings, in seconds; default: %(default)s")
+    parser.add_argument("--pause", type=float, default=10.0, help="of a rank that stops; default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=2, help="cells at a time; default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell later than this")
+    parser.add_argument("--missing", action="store_true", help="only cells that the results do not have as passed")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/MACHINE/faults.jsonl")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/reliability.md, run nothing")
+    args = parser.parse_args(argv)
+    for name, every in (("faults", FAULTS), ("places", PLACES), ("transports", TRANSPORTS), ("ranks", RANKS)):
+        known = {str(each): each for each in every}
+        wanted = getattr(args, name).split(",")
+        if unknown := [each for each in wanted if each not in known]:
+            parser.error(f"argument --{name}: expected some of {', '.join(known)}, got {unknown[0]}")
+        setattr(args, name, [known[each] for each in wanted])
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    path = args.output or results_file()
+    if args.write:
+        PAGE.write_text(page(PAGE.read_text(), read(path)))
+        return 0
+    card = environment_card(torch.device("cpu"), command_line())
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["reliability.fault_ranks", "torch._dynamo"])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    known = [row for row in read(path) if args.missing and row["verdict"] != "fail"
+             and ({"named", "reason"} & row.keys() or not judges_names(row["fault"], row["place"]))]  # fmt: skip
+    passed = {(row["fault"], row["place"], row["transport"], row["ranks"]) for row in known}
+    no_hosts, end, failed, ran = refusal(), time.monotonic() + 60 * args.minutes, 0, 0
+
+    def one(cell: Cell) -> dict[str, Any] | None:
+        if why := nonsense(cell):
+            return {"benchmark": "faults", **dataclasses.asdict(cell), "verdict": "no sense", "reason": why}
+        if time.monotonic() > end or (cell.fault == "lost host" and no_hosts is not None):
+            return None
+        for start in range(1, STARTS + 1):
+            row = run(cell) | {"starts": start}
+            if NOT_REACHED not in row["problems"]:
+                break
+        return row
+
+    wanted = [c for c in cells(args) if (c.fault, c.place, c.transport, c.ranks) not in passed]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for cell, row in zip(wanted, pool.map(one, wanted), strict=True):
+            if row is None:
+                continue
+            append_line(path, {**row, **card})
+            if row["verdict"] != "no sense":
+                ran += 1
+                failed += row["verdict"] == "fail"
+                after = f"{row['seconds']} s after the fault" if row["seconds"] else "went on"
+                print(f"{row['verdict']}  {cell.name}: {after}", *row["problems"], sep="\n      ", flush=True)
+    print(f"{ran - failed} of {ran} cells passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

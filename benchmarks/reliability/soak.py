@@ -1,0 +1,122 @@
+"""Runs random programs against one process for as long as asked, and one model for many random steps with delays.
+
+    python benchmarks/reliability/soak.py --minutes 30  # make soak MINUTES=30
+    python benchmarks/reliability/soak.py --programs 100 --ranks 3 --seed 5000
+    python benchmarks/reliability/soak.py --steps 100000 --step-minutes 90 --programs 0
+
+First programs (python_tests/support/programs.py), a seed each, one after the other on 2, 3 and 4 ranks; then `--steps`
+actions of one program in random order, or those of `--step-minutes`, while hops are held up at random. Memory,
+descriptors and threads of every rank must not grow meanwhile. The last line is JSON, and is appended to
+benchmarks/results/MACHINE/soak.jsonl. Exit status 1 where a number differs or something grows; the seed of a program
+that failed is in the message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python_tests" / "support"))
+
+from harness import RankError, run_ranks
+
+BUNCH = 20  # programs of one start of ranks
+STRETCH = 100  # steps of the long run between looks at memory and clock
+GROWTH = {"resident_kib": 16 * 1024, "descriptors": 2, "threads": 1}  # the most that is no growth
+
+
+def status() -> dict[str, int]:
+    gc.collect()
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "resident_kib": int(fields["VmRSS"].split()[0]),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": int(fields["Threads"]),
+    }
+
+
+def several(rank: int, ranks: int, first: int, count: int) -> int:
+    import programs
+
+    return sum(programs.check(rank, ranks, seed) for seed in range(first, first + count))
+
+
+def long(rank: int, ranks: int, seed: int, steps: int, minutes: float) -> tuple[int, dict[str, int]]:
+    """One program whose actions go on and on, without those that make rings, for as many steps or minutes; how many
+    it has done, and what it has added since a fifth of them."""
+    import programs
+    import torch
+
+    program = programs.Program.draw(seed, ranks)
+    for options in program.options:
+        options["transport_options"] = {"delay_us": 50}
+    run = programs.Run(rank, program)
+    usual = ("step", "accumulate", "clip", "evaluate", "forward", "nap")
+    seen, done, end = [status()], 0, time.monotonic() + 60 * minutes
+    while done < steps:
+        for _ in range(min(STRETCH, steps - done)):
+            getattr(run, f"do_{run.draw.choice(usual)}")()
+            done += 1
+        seen.append(status())
+        late = torch.tensor(time.monotonic() > end)
+        torch.distributed.all_reduce(late, torch.distributed.ReduceOp.MAX)  # all ranks end at the same step
+        if late:
+            break
+    early = seen[len(seen) // 5]
+    added = {name: value - early[name] for name, value in status().items()}
+    run.close()
+    return done, added
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Random programs. See the top of the file.")
+    parser.add_argument("--minutes", type=float, help="of programs; default: as many as --programs")
+    parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=0, help="of the long run; default: none")
+    parser.add_argument("--step-minutes", type=float, default=1440.0, help="the long run ends after so many, too")
+    parser.add_argument("--ranks", type=int, help="default: 2, 3 and 4 by turns")
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/MACHINE/soak.jsonl")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    import torch
+    from shared.card import RESULTS, append_line, command_line, environment_card, machine_name
+
+    args = parse_arguments(argv)
+    card = environment_card(torch.device("cpu"), command_line())
+    began = time.monotonic()
+    end = began + 60 * args.minutes if args.minutes is not None else float("inf")
+    sizes, ran, actions, failed, seed = [args.ranks] if args.ranks else [2, 3, 4], 0, 0, [], args.seed
+    while time.monotonic() < end and (args.minutes is not None or ran < args.programs):
+        ranks = sizes[(ran // BUNCH) % len(sizes)]
+        count = BUNCH if args.minutes is not None else min(BUNCH, args.programs - ran)
+        try:
+            actions += run_ranks(several, ranks, seed, count, timeout=600.0)[0]
+        except RankError as error:
+            failed.append(f"ranks {ranks}, seeds {seed} to {seed + count - 1}: {str(error)[-2000:]}")
+            print(failed[-1], flush=True)
+        ran, seed = ran + count, seed + count
+        print(f"{ran} programs, {actions} actions, {time.monotonic() - began:.0f} s", flush=True)
+    grown, added, steps = [], [], 0
+    if args.steps > 0:
+        limit = 60 * args.step_minutes + 600
+        told = run_ranks(long, args.ranks or 2, args.seed + 1, args.steps, args.step_minutes, timeout=limit)
+        steps, added = told[0][0], [each for _, each in told]
+        grown = sorted({name for each in added for name, most in GROWTH.items() if each[name] > most})
+    line = {"benchmark": "soak", "programs": ran, "actions": actions, "failed": len(failed), "first_seed": args.seed}
+    line |= {"steps": steps, "added": added, "grown": grown, "seconds": round(time.monotonic() - began, 1)}
+    print(json.dumps(line), flush=True)
+    append_line(args.output or RESULTS / machine_name(torch.device("cpu")) / "soak.jsonl", {**line, **card})
+    return 1 if failed or grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What several benchmarks can be asked for."""

@@ -1,0 +1,125 @@
+"""The options of the comparison of strategies. What cannot be run is refused here, before anything starts."""
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.card import RESULTS, command_line, machine_name, refusal_to_write
+from shared.launch import add_launch_options, repetition, under_torchrun
+from shared.models import WORKLOADS
+from shared.options.host_options import add_host_options, complete_hosts
+from shared.strategies import DTYPES, STRATEGIES
+from shared.tracing import add_trace_option
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare strategies step by step. See the top of compare.py.")
+    add = parser.add_argument
+    numbers = {"type": lambda text: [int(part) for part in text.split(",")], "metavar": "N[,N...]"}
+    add("--model", choices=WORKLOADS, default="mlp")
+    add("--strategies", type=lambda text: text.split(","), help="separated by commas (default: all that the model can)")
+    add("--ranks", **numbers, help="a run of its own for each (default: 2, or those of --hosts)")
+    add("--tokens", **numbers, default=[1024], help="per rank")
+    add("--steps", type=int, default=20, help="timed steps of each strategy")
+    add("--warmup", type=int, default=3, help="further steps before the timed ones")
+    add("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
+    add("--travel", choices=("bfloat16", "int8"), help="what weights travel in (rtp; default: as computed with)")
+    add("--gradient-route", choices=("auto", "chain", "direct"), help="of gradients (rtp; default: the ring's)")
+    add("--gradient-travel", choices=("int8",), help="what they travel in (rtp; default: --reduce-dtype)")
+    add("--reduce-dtype", choices=DTYPES, default="float32", help="of gradients, where a policy says it (rtp, fsdp2)")
+    add("--lr", type=float, default=1e-4)
+    add("--seed", type=int, default=0)
+    add("--machine", help="folder under results/ (default: from the CPU or GPU, such as cpu-2core)")
+    add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead of results/<machine>/")
+    add_trace_option(parser, "one more step of every rtp strategy")
+    add_launch_options(parser)
+    add_host_options(parser)
+    parser.set_defaults(threads=1)
+    args = parser.parse_args(argv)
+    complete(args, parser.error)
+    return args
+
+
+def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
+    """Fills in what depends on the machine; what cannot be run is an error."""
+    workload = WORKLOADS[args.model]
+    complete_hosts(args, error)
+    on_hosts = [args.network.ranks] if args.network else None
+    args.ranks = args.ranks or on_hosts or [2]
+    if on_hosts and args.ranks != on_hosts:
+        error(f"--hosts and --ranks-per-host make {on_hosts[0]} ranks, got --ranks {args.ranks}")
+    otherwise = args.reduce_dtype != "float32" or any((args.travel, args.gradient_route, args.gradient_travel))
+    if args.strategies is None:
+        args.strategies = [
+            name
+            for name, kind in STRATEGIES.items()
+            if kind.refusal(workload.make) is None and kind.replicas == 1
+            if args.travel is None or name != "rtp-inplace"
+            if otherwise or not kind.exact
+        ]
+    for strategy in args.strategies:
+        if strategy not in STRATEGIES:
+            error(f"unknown strategy {strategy!r}, expected some of {','.join(STRATEGIES)}")
+        if (refusal := STRATEGIES[strategy].refusal(workload.make)) is not None:
+            error(f"--model {args.model} cannot be trained with {strategy}: {refusal}")
+    if all(STRATEGIES[strategy].alone for strategy in args.strategies):
+        error("--strategies: expected one in which ranks train together")
+    for name in ("travel", "gradient_route", "gradient_travel"):
+        option = getattr(args, name)
+        if option is not None and not any(strategy.startswith("rtp") for strategy in args.strategies):
+            error(f"--{name.replace('_', '-')} {option}: expected an rtp strategy, got {','.join(args.strategies)}")
+    if args.travel is not None and "rtp-inplace" in args.strategies:
+        error(f"--travel {args.travel}: expected strategies that send copies of weights, got rtp-inplace")
+    lists = {"--strategies": args.strategies, "--ranks": args.ranks, "--tokens": args.tokens}
+    if (refusal := repetition(lists)) is not None:
+        error(refusal)
+    if min(*args.ranks, *args.tokens, args.steps) < 1 or args.warmup < 0:
+        error("--ranks, --steps and --tokens must be at least 1, --warmup at least 0")
+    if args.steps + args.warmup < 2:
+        error("--steps and --warmup: expected at least 2 steps together: the first loss says nothing of gradients")
+    if not 0 < args.lr < math.inf:
+        error(f"--lr must be positive and finite, got {args.lr}")
+    if not 0 <= args.seed < 2**31:
+        error(f"--seed must be in [0, 2^31), got {args.seed}")
+    for tokens in args.tokens:
+        if tokens % workload.seq:
+            error(f"--tokens {tokens} is not a multiple of the sequences of {workload.seq} of {args.model}")
+    for strategy in args.strategies:
+        replicas = STRATEGIES[strategy].replicas
+        for ranks in args.ranks:
+            if ranks % replicas:
+                error(f"{strategy} cannot be run on {ranks} ranks: expected a multiple of {replicas} replicas")
+    for name in workload.cut if any(STRATEGIES[strategy].whole_batch for strategy in args.strategies) else ():
+        for ranks in args.ranks:
+            if workload.sizes[name] % ranks:
+                error(f"tensor parallelism cannot cut {name} {workload.sizes[name]} for {ranks} ranks")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        error("--device cuda: no GPU is available")
+    on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    if under_torchrun() and args.ranks != [int(os.environ["WORLD_SIZE"])]:
+        error(f"torchrun started {os.environ['WORLD_SIZE']} processes, got --ranks {args.ranks}")
+    if on_gpu and not under_torchrun() and max(args.ranks) > torch.cuda.device_count():
+        error(f"{max(args.ranks)} ranks need as many GPUs, this machine has {torch.cuda.device_count()}")
+    args.device = "cuda" if on_gpu else "cpu"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    args.output = (
+        args.output or RESULTS / (args.machine or machine_name(device)) / f"{'hosts' if on_hosts else 'compare'}.jsonl"
+    )
+    if (refusal := refusal_to_write(args.output)) is not None:
+        error(refusal)
+    args.command = command_line()
+
+
+def describe(args: argparse.Namespace) -> str:
+    """All options, and what they mean for each strategy."""
+    options = " ".join(f"{name}={value}" for name, value in vars(args).items() if name != "command")
+    if args.dtype == "float32":
+        return f"options: {options}"
+    casts = {True: "a mixed-precision policy", False: "autocast"}
+    how = ", ".join(f"{name} by {casts[STRATEGIES[name].follows_policy]}" for name in args.strategies)
+    return f"options: {options}\ncompute in {args.dtype}, parameters in float32: {how}"

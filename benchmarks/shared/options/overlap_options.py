@@ -1,0 +1,136 @@
+"""The options of the benchmark of overlap. What cannot be measured is refused here, before anything starts."""
+
+import argparse
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rtp_ext.host import cores
+from shared.card import RESULTS, command_line, machine_name, refusal_to_write
+from shared.launch import add_launch_options, repetition, under_torchrun
+from shared.options.host_options import add_host_options, complete_hosts
+from shared.options.overlap_cases import DIRECTIONS, SHAPES, cpu_cases, gpu_cases, grid
+from shared.strategies import DTYPES
+from shared.tracing import add_trace_option
+
+LINKS = r"ce-local(:[124])?|sm-local|nccl-self(:[1-9]\d*)?|pcie"  # a number: of streams, of CTAs
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Benchmark of overlap. See the top of the file.")
+    add = parser.add_argument
+    numbers = {"type": lambda text: [int(part) for part in text.split(",")]}
+    names = {"type": lambda text: text.split(",")}
+    add("--shapes", **names, help=f"some of {','.join(SHAPES)} (default: the standard cases)")
+    add("--tokens", **numbers, help="local tokens")
+    add("--ranks", **numbers, help="ring sizes")
+    add("--directions", **names, default=list(DIRECTIONS))
+    add("--ring", choices=("auto", "emulated", "real"), default="auto", help="auto: emulated on one GPU, real on CPU")
+    add("--link", dest="links", **names, help=f"of the emulated ring on a GPU: {LINKS}; one run of all cases for each")
+    add("--transport", default="auto", help="of the real ring")
+    add("--route", default="auto", help="of the real ring")
+    add("--max-ctas", **numbers, help="NCCL's CTAs in a real ring of GPUs, one run of all cases for each")
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--slot-cap", type=int, help="bytes of a slot; 0: none (default: the ring's)")
+    add("--graph", action="store_true", help="time replays of CUDA graphs")
+    add("--seconds", type=float, default=0.3, help="of each quantity, at least")
+    add("--iterations", type=int, default=10, help="of each quantity, at least")
+    add("--budget", type=float, default=math.inf, metavar="SECONDS", help="start no case that would end later")
+    add("--again", action="store_true", help="measure what the results file holds already")
+    add("--share-cores", action="store_true", help="allow more CPU ranks than cores")
+    add("--machine", help="folder under results/ (default: from the CPU or GPU)")
+    add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead")
+    add_trace_option(parser, "one more forward, backward or step of every case")
+    add_launch_options(parser)
+    add_host_options(parser)
+    args = parser.parse_args(argv)
+    complete(args, parser.error)
+    return args
+
+
+def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
+    """Fills in what depends on the machine; what cannot be measured is an error."""
+    complete_hosts(args, error)
+    on_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    if args.device == "cuda" and not torch.cuda.is_available():
+        error("--device cuda: no GPU is available")
+    if args.ring == "auto":
+        args.ring = "emulated" if on_gpu and not under_torchrun() else "real"
+    if args.network and (args.ring == "emulated" or args.trace):
+        error("--hosts is of a real ring without --trace")
+    for given, known, what in ((args.shapes, SHAPES, "shape"), (args.directions, DIRECTIONS, "direction")):
+        for name in given or ():
+            if name not in known:
+                error(f"unknown {what} {name!r}, expected some of {', '.join(known)}")
+    if args.iterations < 1 or not 0 <= args.seconds < math.inf or not args.budget > 0:
+        error("--iterations must be at least 1, --seconds at least 0 and finite, --budget above 0")
+    if args.slot_cap is not None and args.slot_cap < 0:
+        error(f"--slot-cap must be at least 0, got {args.slot_cap}")
+    lists = {"--shapes": args.shapes, "--tokens": args.tokens, "--ranks": args.ranks, "--directions": args.directions}
+    if (refusal := repetition(lists | {"--link": args.links, "--max-ctas": args.max_ctas})) is not None:
+        error(refusal)
+    for name in ("transport", "route", "threads") if args.ring == "emulated" else ():
+        if (given := getattr(args, name)) not in ("auto", 0):
+            error(f"--{name} {given} is of a real ring (--ring real)")
+    if args.ring == "emulated" and args.share_cores:
+        error("--share-cores is of a real ring (--ring real)")
+    for name, least in (("tokens", 1), ("ranks", 2), ("max_ctas", 1)):
+        if getattr(args, name) is not None and min(getattr(args, name)) < least:
+            error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    if args.links and (args.ring == "real" or not on_gpu):
+        error("--link is of an emulated ring on a GPU")
+    for link in args.links or ():
+        if not re.fullmatch(LINKS, link):
+            error(f"unknown link {link!r}, expected one of {LINKS}")
+    if args.max_ctas and (args.ring == "emulated" or not on_gpu):
+        error("--max-ctas is of a real ring of GPUs; an emulated one has links such as nccl-self:4")
+    if args.graph and not on_gpu:
+        error("--graph needs a GPU")
+    if args.graph and args.trace:
+        error("--trace cannot look into the graphs of --graph")
+    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    world = [int(os.environ["WORLD_SIZE"])] if under_torchrun() else None
+    if args.network:
+        world = [args.network.ranks]
+        if args.ranks not in (None, world):
+            error(f"--hosts and --ranks-per-host make {world[0]} ranks, got --ranks {args.ranks}")
+    if args.shapes or args.tokens or args.ranks:
+        defaults = (["llama3-8b"], [4096], world or [8]) if on_gpu else (["cpu-4k"], [128], world or [2])
+        chosen = (
+            given or default for given, default in zip((args.shapes, args.tokens, args.ranks), defaults, strict=True)
+        )
+        args.cases = grid(*chosen, args.directions)
+    else:
+        args.cases = gpu_cases(args.directions) if on_gpu else cpu_cases(args.directions)
+        args.cases = [case for case in args.cases if world is None or case.ranks in world]
+    if not args.cases:
+        error(f"no standard case has {world[0]} ranks: choose with --shapes, --tokens")
+    args.all_cases = args.cases
+    ranks = max(case.ranks for case in args.cases)
+    for case in args.cases:
+        if case.n % case.ranks:
+            error(f"{case.ranks} ranks do not divide the {case.n} rows of {case.shape}")
+    if args.ring == "real":
+        if on_gpu and ranks > torch.cuda.device_count():
+            error(f"{ranks} ranks need as many GPUs, this machine has {torch.cuda.device_count()}")
+        if not on_gpu and ranks > cores() and not args.share_cores:
+            error(f"{ranks} ranks would share {cores()} cores (--share-cores allows it)")
+    per_rank = cores() // ranks if args.ring == "real" and not on_gpu else None
+    args.cores_per_rank = per_rank
+    args.cores_shared = None if per_rank is None else per_rank == 0
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    args.output = (
+        args.output
+        or RESULTS / (args.machine or machine_name(device)) / f"{'hosts_' if args.network else ''}overlap.jsonl"
+    )
+    if (refusal := refusal_to_write(args.output)) is not None:
+        error(refusal)
+    args.device = device.type
+    args.command = command_line()
+    args.deadline = time.monotonic() + args.budget

@@ -1,0 +1,1 @@
+"""Tables and pages, from lines of results."""

@@ -1,0 +1,46 @@
+"""Pages whose one table a benchmark makes from its own results."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shared.reports.commands import today
+
+Row = dict[str, Any]
+
+
+def last_lines(path: Path, key: Callable[[Row], Any]) -> list[Row]:
+    """Of each key the last line, in the order of the first ones; none where there is no file."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    return list({key(line): line for line in lines}.values())
+
+
+def made_anew(text: str, kind: str, make: Callable[[str], str]) -> str:
+    """A page in which what stands between `<!-- KIND: MACHINE -->` and `<!-- end -->` is what `make(machine)` returns.
+    Raises ValueError where it has no such block."""
+    marker = re.compile(rf"(<!-- {kind}: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+    if not marker.search(text):
+        raise ValueError(f"expected a block <!-- {kind}: MACHINE --> ... <!-- end -->, found none")
+    return marker.sub(lambda found: found[1] + make(found[2]) + found[4], text)
+
+
+def measured(rows: list[Row], more: str, lines: list[list[str]]) -> str:
+    """`block` of what was measured, with the versions of torch, and `more` of that."""
+    torches = ", ".join(dict.fromkeys(row["torch"] for row in rows))
+    return block(rows, "Measured", f", torch {torches}{more}", lines)
+
+
+def block(rows: list[Row], done: str, more: str, lines: list[list[str]]) -> str:
+    """The commands of `rows`, a sentence of what was `done` when and of which commit, and a table of `lines`, the first
+    being its head."""
+    commands = "\n".join(f"    {command}" for command in dict.fromkeys(today(row["command"]) for row in rows))
+    dates = sorted({row["date"][:10] for row in rows})
+    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
+    about = f"{done} {' to '.join(dict.fromkeys((dates[0], dates[-1])))} at commit {commits}{more}"
+    head, *body = lines
+    table = "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *body])
+    return f"\n{commands}\n\n{about}\n\n{table}\n\n"

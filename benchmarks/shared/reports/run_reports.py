@@ -1,0 +1,18 @@
+"""Tables of pages that are of one run: which lines of the results, in which columns, with what below the command."""
+
+from collections.abc import Callable
+from typing import Any
+
+from shared.card import last_command
+from shared.reports.calls_report import CALLS, calls_note
+from shared.reports.outer_report import OUTER, last_outer_run, outer_note
+from shared.reports.travel_report import TRAVEL, last_travel_run, travel_note
+
+Row = dict[str, Any]
+
+# By the TABLE of a marker; `rows` gets the lines and the WORDS, and returns none where there is no such run.
+OF_A_RUN: dict[str, tuple[Callable[..., list[Row]], dict[str, Callable[[Row], str | None]], Callable[..., str]]] = {
+    "outer": (last_outer_run, OUTER, outer_note),
+    "travel": (lambda lines, _: last_travel_run(lines), TRAVEL, travel_note),
+    "calls": (lambda lines, _: last_command(lines), CALLS, calls_note),
+}
