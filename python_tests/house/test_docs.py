@@ -11,6 +11,7 @@ import pytest
 import torch
 from grids import pairs
 from harness import Cases, run_ranks
+from offload_cases import assert_given_back, made_up
 from operation_checks import (
     EXACT,
     FORMS,
@@ -23,8 +24,9 @@ from operation_checks import (
     make_features,
     train,
 )
-from reference import assert_same, random
+from reference import assert_same, random, whole_gradients
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import rtp_ext
 from rtp_ext.convert import rewrite
@@ -212,6 +214,16 @@ def _scales(rank, ranks, code):
                 assert isinstance(model[0], RotatedScale) and isinstance(model[0], kind)
                 for _ in range(2):
                     assert_same(model(x).detach(), plain(x).detach(), EXACT, "output")
+    with cases.case("shards on the host"), made_up(), rtp_ext.Ring(timeout=30.0) as ring:
+        plain, model = Scale(7), rtp_ext.fully_rotate(Scale(7), mesh=ring, offload_policy=CPUOffloadPolicy())
+        gradients = {}
+        for each in (plain, model):
+            x = random(5, 7, dtype=torch.float64, seed=3).requires_grad_()
+            each(x).square().sum().backward()  # of ranks with one batch, so that the mean of their gradients is each
+            gradients[each] = x.grad, whole_gradients(each)["weight"]
+        assert_same(gradients[model][0], gradients[plain][0], EXACT, "gradient of the input")
+        assert_same(-gradients[model][1], gradients[plain][1], EXACT, "gradient of the weight, negated on the host")
+        assert_given_back(model)
     cases.finish()
 
 

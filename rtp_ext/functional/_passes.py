@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rtp_ext._native import shard_sizes
+from rtp_ext.functional._call import Call
 from rtp_ext.ring import Ring
 from rtp_ext.ring.surroundings import eager
 
@@ -18,21 +19,23 @@ def owner_shapes(whole: Sequence[int], dim: int, ring: Ring) -> list[list[int]]:
 
 
 @eager
-def drive(ring: Ring, execution: Any, compute: Callable[[Any], None]) -> None:
-    """Calls `compute(step)` for every compute of a pass.
+def drive(call: Call, begin: Any, arguments: Sequence[Any], compute: Callable[[Any, Any], None]) -> None:
+    """Begins a pass, `begin(executor, *arguments)`, and calls `compute(execution, step)` for every compute of it.
 
     Whatever `compute` raises, the remaining hops run, so that neighbours are served. A failure of the ring reaches
-    them.
+    them. The device has parameters that stay on the host until the pass has ended.
     """
-    try:
+    with call.lent():
+        execution = call.run(begin, *arguments)
         try:
-            while (step := execution.next()) is not None:
-                compute(step)
-        finally:
-            execution.finish()
-    except RuntimeError as error:
-        ring.abandon(error)
-        raise
+            try:
+                while (step := execution.next()) is not None:
+                    compute(execution, step)
+            finally:
+                execution.finish()
+        except RuntimeError as error:
+            call.ring.abandon(error)
+            raise
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

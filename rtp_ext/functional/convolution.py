@@ -111,16 +111,14 @@ class _RotatedConvolution(torch.autograd.Function):
         weights = [weight] if bias is None else [weight, bias]
         shapes = _shapes(call, convolution, weights)
 
-        def compute(step: Any) -> None:
+        def compute(execution: Any, step: Any) -> None:
             shard, *bias_shard = execution.weight()
             for piece in convolution.pieces(step.owner):
                 piece_bias = piece.of_shard(bias_shard[0]) if bias_shard else None
                 part = convolution.forward(piece, piece.of_input(x), piece.of_shard(shard), piece_bias)
                 piece.of_output(y).copy_(part)
 
-        with call.lent():
-            execution = call.run(_native.Execution.forward, weights, shapes, call.options)
-            drive(call.ring, execution, compute)
+        drive(call, _native.Execution.forward, (weights, shapes, call.options), compute)
         return y
 
     @staticmethod
@@ -144,13 +142,13 @@ class _RotatedConvolution(torch.autograd.Function):
         weights = [weight] if needs_x else []
         shapes = _shapes(call, convolution, weights), _shapes(call, convolution, homes)
 
-        def dgrad(owner: int) -> None:
+        def dgrad(execution: Any, owner: int) -> None:
             shard = execution.weight()[0]
             for piece in convolution.pieces(owner):
                 part = convolution.input_gradient(piece, piece.of_output(dy), piece.of_shard(shard), ctx.x_shape)
                 piece.of_input(dx).add_(part)
 
-        def wgrad(owner: int) -> None:
+        def wgrad(execution: Any, owner: int) -> None:
             out = execution.gradient_out()
             arrived = execution.gradient_in() or [None] * len(out)
             for piece in convolution.pieces(owner):
@@ -165,11 +163,11 @@ class _RotatedConvolution(torch.autograd.Function):
                     dims = [0, *range(2, part.dim())]
                     add_scaled(*sums[-1], part.sum(dims, dtype=accumulation_dtype(part.dtype)), scale)
 
-        with call.lent():
-            execution = call.run(
-                _native.Execution.backward, weights, shapes[0], homes, shapes[1], call.options, needs_x, False
-            )
-            drive(call.ring, execution, lambda s: dgrad(s.owner) if s.compute == "dgrad" else wgrad(s.owner))
+        def compute(execution: Any, step: Any) -> None:
+            (dgrad if step.compute == "dgrad" else wgrad)(execution, step.owner)
+
+        travelling = weights, shapes[0], homes, shapes[1]
+        drive(call, _native.Execution.backward, (*travelling, call.options, needs_x, False), compute)
         gradients = iter(homes)
         return (
             None,

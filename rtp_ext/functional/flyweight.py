@@ -40,9 +40,8 @@ class _Flyweight(torch.autograd.Function):
         outputs: dict[int, Tensor] = {}
         total = _Sum()
         shapes = copies.shapes(copies.cuts, ring)
-        execution = call.run(_native.Execution.forward, list(homes), shapes, call.options)
 
-        def compute(step: Any) -> None:
+        def compute(execution: Any, step: Any) -> None:
             owner = step.owner
             if copies.skips(owner):
                 return
@@ -62,7 +61,7 @@ class _Flyweight(torch.autograd.Function):
             total.add(y)
             ctx.dtype = y.dtype
 
-        drive(ring, execution, compute)
+        drive(call, _native.Execution.forward, (list(homes), shapes, call.options), compute)
         ctx.save_for_backward(*tensors)
         if total.value is not None:
             return total.value.to(ctx.dtype)
@@ -80,20 +79,11 @@ class _Flyweight(torch.autograd.Function):
         _, needs_replicated, needs_shard = copies.split(needs)
         travelling = [index for index, needed in enumerate(needs_shard) if needed]
         gradients = [homes[i].new_empty(homes[i].shape, dtype=call.options.home_dtype) for i in travelling]
-        execution = call.run(
-            _native.Execution.backward,
-            list(homes),
-            copies.shapes(copies.cuts, ring),
-            gradients,
-            copies.shapes([copies.cuts[i] for i in travelling], ring),
-            call.options,
-            True,
-            True,
-        )
+        shapes = [copies.shapes(cuts, ring) for cuts in (copies.cuts, [copies.cuts[i] for i in travelling])]
         sums = [_Sum() for _ in (*inputs, *replicated)]
         pending: dict[int, list[Tensor | None]] = {}
 
-        def dgrad(owner: int) -> None:
+        def dgrad(execution: Any, owner: int) -> None:
             leaves = [
                 tensor.detach().requires_grad_(needed)
                 for tensor, needed in zip((*inputs, *replicated, *execution.weight()), needs, strict=True)
@@ -110,23 +100,24 @@ class _Flyweight(torch.autograd.Function):
                     total.add(share)
             pending[owner] = [of_shards[i] for i in travelling]
 
-        def wgrad(owner: int) -> None:
+        def wgrad(execution: Any, owner: int) -> None:
             out = execution.gradient_out()
             arrived = execution.gradient_in() or [None] * len(out)
             for sum_out, sum_in, share in zip(out, arrived, pending.pop(owner), strict=True):
                 add_scaled(sum_out, sum_in, share, 1.0 / ring.size)
 
-        def compute(step: Any) -> None:
+        def compute(execution: Any, step: Any) -> None:
             if copies.skips(step.owner):
                 pending[step.owner] = [None] * len(travelling)
             if step.compute == "wgrad":
-                wgrad(step.owner)
+                wgrad(execution, step.owner)
             elif not copies.skips(step.owner):
-                dgrad(step.owner)
+                dgrad(execution, step.owner)
 
         outer = random_state(device)
         try:
-            drive(ring, execution, compute)
+            arguments = (list(homes), shapes[0], gradients, shapes[1], call.options, True, True)
+            drive(call, _native.Execution.backward, arguments, compute)
         finally:
             set_random_state(outer, device)
 
