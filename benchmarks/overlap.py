@@ -8,7 +8,7 @@
     python benchmarks/overlap.py --hosts 2 --rate 2gbit --shapes cpu-4k --tokens 512
 
 What each quantity is: rtp_ext/measure/layer.py; formulas: rtp_ext/measure/metrics.py; shapes and order:
-overlap_cases.py; options: overlap_options.py.
+shared/options/overlap_cases.py; options: shared/options/overlap_options.py.
 
 On one GPU the ring is *emulated*: one process runs one rank's exact timeline with real copies over `--link`, and every
 owner's shard is its own. Nothing crosses NVLink. With `--ring real` every rank is a process; on a CPU each is pinned to

@@ -20,7 +20,7 @@ results/ and TABLE one of:
     outer           policies between replicas, of the last run of outer.py; WORDS choose it: a rate, R2 (ranks of a
                     ring), S150 (steps), AdamW, SGD
     travel          runs of travel_curves.py, of the last command
-    calls           calls of the driver as driver_calls.py counted them last
+    calls           calls of the driver as gpu/driver_calls.py counted them last
 
 It holds the commands that made the results, what they were measured on, and the table. Columns of which a run knows
 nothing are left out. A block of `hosts`, `outer` or `travel` is empty as long as there is no such result.

@@ -23,8 +23,8 @@ from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parents[1]
 # the order in which a reader may want them; a page that is not named here comes last
-FIRST = ("README", "which", "usage", "frameworks", "outer", "transports", "design", "planner", "results", "lines")
-ORDER = (*FIRST, "limits", "development")
+FIRST = ("README", "which", "usage", "frameworks", "compile", "outer", "transports", "reliability", "design", "gpu")
+ORDER = (*FIRST, "planner", "scale", "results", "lines", "limits", "development")
 REFERENCE = "reference/index.html"
 EXTRAS = ["tables", "fenced-code-blocks", "cuddled-lists", "code-friendly"]
 STYLE = """

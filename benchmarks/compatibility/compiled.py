@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 
 import rtp_ext
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import (
     RESULTS,

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import (
     RESULTS,

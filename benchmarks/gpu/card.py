@@ -8,7 +8,7 @@ import torch
 
 from rtp_ext import _native
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import command_line, environment_card
 

@@ -33,7 +33,7 @@ import torch
 from rtp_ext import _native
 from rtp_ext.ring.graphs import PassGraphs
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 sys.path.append(str(Path(__file__).resolve().parents[2] / "python_tests" / "simulators"))
 
 from shared.card import append_line, command_line, environment_card, result_line

@@ -23,7 +23,7 @@ from rtp_ext.planner import Cluster
 from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.ring.routes.gate import Device, LayerSize, Link, predict
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import RESULTS, last_command
 

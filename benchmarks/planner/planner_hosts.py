@@ -22,7 +22,7 @@ from rtp_ext.planner import Cluster, ModelSpec, RotatedOperation, TimeConstants,
 from rtp_ext.planner.rotation.seconds import rotation_seconds
 from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import RESULTS
 from shared.hosts import bits_per_second

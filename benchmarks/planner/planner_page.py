@@ -22,7 +22,7 @@ from rtp_ext.planner.constants import constants
 from rtp_ext.planner.memory.activations import layer_tensors
 from rtp_ext.planner.plans.when import Cell, grid, when_table
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from report import deliver
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time, goodput
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from report import deliver
 

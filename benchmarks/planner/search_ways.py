@@ -36,7 +36,7 @@ from rtp_ext.planner.plans import search as search_module
 from rtp_ext.planner.plans.limits import limit_bytes
 from rtp_ext.planner.plans.stages import StageCosts, best_stages, cut_layers, pipeline_seconds, stage_costs
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import RESULTS, append_line, command_line, environment_card, machine_name, result_line
 

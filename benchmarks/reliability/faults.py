@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import RESULTS, append_line, command_line, environment_card, machine_name
 from shared.hosts import Hosts, Links, refusal

@@ -25,7 +25,7 @@ from torch import nn
 import rtp_ext
 from rtp_ext.observe import record
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import RESULTS, append_line, command_line, environment_card
 from shared.launch import Place, launch

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "recover.py"
 TOLERANCE = 1e-6

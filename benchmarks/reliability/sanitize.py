@@ -22,7 +22,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"address,undefined": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}

@@ -87,7 +87,8 @@ def launch_on_hosts(
     """
     module = worker.__module__
     if module == "__main__":
-        module = Path(str(sys.modules["__main__"].__file__)).stem
+        main = sys.modules["__main__"]
+        module = main.__spec__.name if main.__spec__ else Path(str(main.__file__)).stem
     with tempfile.TemporaryDirectory() as name, Hosts(args.network) as hosts:
         folder = Path(name)
         (folder / "work").write_bytes(pickle.dumps((module, worker.__name__, args)))

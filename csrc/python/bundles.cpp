@@ -1,6 +1,6 @@
-#include "ops/cross_entropy.h"
-#include "ops/experts.h"
-#include "ops/mlp.h"
+#include "ops/bundles/cross_entropy.h"
+#include "ops/bundles/experts.h"
+#include "ops/bundles/mlp.h"
 #include "python/parts.h"
 
 namespace rtp {

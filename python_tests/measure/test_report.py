@@ -312,6 +312,10 @@ def test_recorded_commands_name_scripts_where_they_are_today(tmp_path):
             "torchrun --nproc-per-node 2 benchmarks/deep/two.py"
         ),
         "python two.py tests/two.py --with=two.py": "python benchmarks/deep/two.py tests/two.py --with=two.py",
+        "python deep/two.py": "python benchmarks/deep/two.py",
+        "python ./benchmarks/two.py": "python benchmarks/deep/two.py",
+        "python ../benchmarks/deep/two.py": "python benchmarks/deep/two.py",
+        "python flat/two.py ../flat/two.py": None,
         "python benchmarks/twice.py": None,
         "python benchmarks/gone.py -- train.py": None,
     }

@@ -23,7 +23,7 @@ from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew,
 from rtp_ext.convert.parts.bundled import OWN_HOOKS
 from rtp_ext.convert.parts.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
 from rtp_ext.convert.parts.whole_embedding import WholeEmbedding
-from rtp_ext.functional import traced
+from rtp_ext.functional.torch_compile import traced
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.outer.pipelines import follow_pipelines
 from rtp_ext.ring import Ring

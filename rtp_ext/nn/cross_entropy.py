@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_linear_cross_entropy, traced
+from rtp_ext.functional import rotated_linear_cross_entropy
 from rtp_ext.functional._call import Call, Home
 from rtp_ext.functional.cross_entropy import check_settings, native_shape, prepare_cross_entropy
-from rtp_ext.functional.operators import Bound
+from rtp_ext.functional.torch_compile import traced
+from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
@@ -126,7 +127,7 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
 def bound_cross_entropy(
     head: Any, ignore_index: int, label_smoothing: float = 0.0, soft_cap: float | None = None, z_loss: float = 0.0
 ) -> Bound:
-    """See functional.operators; `head` is a layer [vocabulary, features]."""
+    """See functional.torch_compile.operators; `head` is a layer [vocabulary, features]."""
 
     def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
         weight, bias = head.weight, head.bias

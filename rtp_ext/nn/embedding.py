@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_embedding, traced
+from rtp_ext.functional import rotated_embedding
 from rtp_ext.functional._call import Call, Home
 from rtp_ext.functional.embedding import prepare_embedding
-from rtp_ext.functional.operators import Bound
+from rtp_ext.functional.torch_compile import traced
+from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_linear, traced
+from rtp_ext.functional import rotated_linear
 from rtp_ext.functional._call import Call, Home
 from rtp_ext.functional.linear import prepare_linears, prepare_partial
-from rtp_ext.functional.operators import Bound
+from rtp_ext.functional.torch_compile import traced
+from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
@@ -104,7 +105,7 @@ class RotatedTransposedLinear(RotatedModule):
 
 
 def _bound(layer: Any, operation: str, transposed: bool) -> Bound:
-    """See functional.operators."""
+    """See functional.torch_compile.operators."""
 
     def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
         weight, bias, prepared = layer.weight, layer.bias, layer._prepared

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from rtp_ext.families.blocks import MLPSpec, mlp_block
-from rtp_ext.functional import rotated_mlp, traced
+from rtp_ext.functional import rotated_mlp
 from rtp_ext.functional._call import Call, Home
 from rtp_ext.functional.mlp import ACTIVATIONS, MLPParameters, prepare_mlp
-from rtp_ext.functional.operators import Bound
+from rtp_ext.functional.torch_compile import traced
+from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.ring import Prepared, Ring
@@ -46,7 +47,7 @@ def bundled_mlp(
 
 
 def bound_mlp(block: nn.Module, spec: MLPSpec, *, recompute: bool, name: str, prepared: Prepared) -> Bound:
-    """See functional.operators."""
+    """See functional.torch_compile.operators."""
     up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
     gate = None if spec.gate is None else block.get_submodule(spec.gate)
 

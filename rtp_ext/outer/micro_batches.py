@@ -10,8 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import CLAIM, as_gradient
-from rtp_ext.ring.offload import kept_of
+from rtp_ext.ring.autograd import CLAIM, as_gradient, kept_of
 
 
 class MicroBatches(OuterPolicy):

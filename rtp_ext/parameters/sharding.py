@@ -19,9 +19,16 @@ from torch.utils._pytree import tree_map_only
 from rtp_ext._native import RotationError, shard_sizes, share_version
 from rtp_ext.parameters.pieces import gather_home, is_piece
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import as_gradient, as_parameter, claim_of, come_home, first_order_only, keep_way_home
+from rtp_ext.ring.autograd import (
+    as_gradient,
+    as_parameter,
+    claim_of,
+    come_home,
+    first_order_only,
+    keep_way_home,
+    kept_of,
+)
 from rtp_ext.ring.mesh import home_placements, own_part, ring_shape
-from rtp_ext.ring.offload import kept_of
 
 logger = logging.getLogger("rtp_ext")
 
@@ -181,7 +188,7 @@ def local_shard(parameter: torch.Tensor, lands: tuple[Ring, int] | None = None) 
     if not isinstance(parameter, DTensor):
         return parameter
     claim = claim_of(parameter)
-    if claim is None and is_piece(parameter):
+    if claim is None and parameter._spec.mesh.ndim > 1 and is_piece(parameter):
         raise RotationError(
             f"a parameter of shape {tuple(parameter.shape)} is cut over the replicas, but belongs to no outer policy: "
             "expected a parameter of a model that fully_rotate has converted, and a forward of that model before"

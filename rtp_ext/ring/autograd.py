@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from rtp_ext._native import RotationError, share_version
 from rtp_ext.ring.alike import expect_alike
 from rtp_ext.ring.enrolled import collectively_on
 from rtp_ext.ring.mesh import followed, home_placements, own_part
-from rtp_ext.ring.offload import kept_of
+
+if TYPE_CHECKING:
+    from rtp_ext.ring.offload import Kept
 
 _MODES = {_Mode.FAKE: "fake tensors", _Mode.PROXY: "make_fx", _Mode.FUNCTIONAL: "functionalisation"}
 
@@ -223,6 +225,7 @@ class _FullTensor(torch.autograd.Function):
 # -- from the ring to the parameter ------------------------------------------------------------------------------------
 
 CLAIM = "_rtp_claim"  # attribute of a parameter whose gradients are an outer policy's matter: a Claim
+KEPT = "_rtp_kept"  # attribute of a parameter whose shard stays on the host: a Kept
 
 
 class Claim(Protocol):
@@ -248,6 +251,11 @@ class Claim(Protocol):
 def claim_of(parameter: DTensor) -> Claim | None:
     """What an outer policy knows of a parameter; None where it is no policy's."""
     return parameter.__dict__.get(CLAIM)
+
+
+def kept_of(parameter: torch.Tensor) -> Kept | None:
+    """How the shard of a parameter stays on the host; None where it does not."""
+    return parameter.__dict__.get(KEPT)
 
 
 def keep_way_home(ctx: Any, parameter: DTensor) -> None:

@@ -22,6 +22,8 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from rtp_ext.ring.autograd import KEPT, kept_of
+
 Wait = Callable[[], object]
 
 
@@ -74,9 +76,6 @@ class HostMemory:
 def host_memory(policy: CPUOffloadPolicy, device: torch.device) -> HostMemory | None:
     """Where the home shards of a ring on `device` stay; None where that is the memory of the device."""
     return None if device.type == "cpu" else HostMemory(device, policy.pin_memory)
-
-
-KEPT = "_rtp_kept"  # attribute of a parameter whose shard stays on the host: a Kept
 
 
 class Kept:
@@ -156,11 +155,6 @@ class _Arrivals:
 
 
 _arrivals: weakref.WeakValueDictionary[int, _Arrivals] = weakref.WeakValueDictionary()  # by graph task
-
-
-def kept_of(parameter: torch.Tensor) -> Kept | None:
-    """How the shard of a parameter stays on the host; None where it does not."""
-    return parameter.__dict__.get(KEPT)
 
 
 def keep_on_host(root: nn.Module, memory: HostMemory) -> None:

@@ -14,7 +14,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 # Files whose functions a compiler may trace when traced code calls them; everything else breaks its graph. Each asks
-# `tracing` first, and puts an operator of functional/library.py into the graph where the eager function would run.
+# `tracing` first, and puts an operator of `functional.torch_compile` into the graph where the eager function would run.
 _TRACED = (
     "convert/agreement.py",
     "convert/parts/bundled.py",
@@ -22,7 +22,7 @@ _TRACED = (
     "convert/parts/head.py",
     "convert/parts/together.py",
     "convert/scopes.py",
-    "functional/traced.py",
+    "functional/torch_compile/traced.py",
     "nn/_base.py",
     "nn/cross_entropy.py",
     "nn/embedding.py",

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[2]
-_SCRIPT = re.compile(r"(?<!\S)(?:benchmarks/(?:[\w-]+/)*)?([\w-]+\.py)(?!\S)")
+_SCRIPT = re.compile(r"(?<!\S)(?:\.{1,2}/)*((?:[\w-]+/)*)([\w-]+\.py)(?!\S)")  # its folder, its name
 
 
 @functools.cache
@@ -20,11 +20,14 @@ def _places(benchmarks: Path) -> dict[str, list[str]]:
 
 
 def today(command: str, benchmarks: Path = BENCHMARKS) -> str:
-    """A command in which scripts of benchmarks/ are named by where they lie now, from the root of the project. What no
-    script is called, or more than one, stays as it is."""
+    """A command in which scripts of benchmarks/ are named by where they lie now, from the root of the project; in the
+    command they may be named from there, from benchmarks/ or from their own folder. What no script is called, or more
+    than one, stays as it is."""
 
     def place(found: re.Match[str]) -> str:
-        places = _places(benchmarks).get(found[1], [])
-        return places[0] if len(places) == 1 else found[0]
+        folder, name = found.groups()
+        places = _places(benchmarks).get(name, [])
+        named = folder == "" or folder.startswith("benchmarks/") or [f"benchmarks/{folder}{name}"] == places
+        return places[0] if named and len(places) == 1 else found[0]
 
     return _SCRIPT.sub(place, command)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import rtp_ext
 from rtp_ext.outer import ZeroOuter
 from rtp_ext.ring import offload, ring
+from rtp_ext.ring.autograd import kept_of
 
 
 class Negated(offload.HostMemory):
@@ -58,7 +59,7 @@ def negated(values):
 def assert_given_back(model):
     """No shard has memory on the device between operations."""
     for name, parameter in model.named_parameters():
-        stand_in = offload.kept_of(parameter)._stand_in
+        stand_in = kept_of(parameter)._stand_in
         assert stand_in is None or stand_in.untyped_storage().nbytes() == 0, name
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rtp_ext.families.blocks import MLPSpec
-from rtp_ext.functional.operators import Bound
+from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.nn.mlp import bound_mlp, bundled_mlp
 from rtp_ext.parameters.live import LiveModule, mixin_of

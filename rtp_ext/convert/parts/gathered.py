@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from rtp_ext._native import share_version
-from rtp_ext.functional import traced
+from rtp_ext.functional.torch_compile import traced
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.parameters.gather import GatherPlan, gather
 from rtp_ext.parameters.live import LiveModule

@@ -10,8 +10,9 @@ from torch import nn
 
 from rtp_ext.convert.parts.bundled import unhooked
 from rtp_ext.families.blocks import has_usual_loss
-from rtp_ext.functional import rotated_linear_cross_entropy, traced
-from rtp_ext.functional.operators import Bound
+from rtp_ext.functional import rotated_linear_cross_entropy
+from rtp_ext.functional.torch_compile import traced
+from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.cross_entropy import bound_cross_entropy
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.live import LiveModule, mixin_of

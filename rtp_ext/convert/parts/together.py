@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_linears, traced
+from rtp_ext.functional import rotated_linears
 from rtp_ext.functional._call import Call, Home
 from rtp_ext.functional.linear import prepare_linears
-from rtp_ext.functional.operators import Bound
+from rtp_ext.functional.torch_compile import traced
+from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.ring import Prepared
 from rtp_ext.ring.enrolled import enrol

@@ -19,7 +19,7 @@ from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
 
-_LOGIT_CHUNK_BYTES, _LOGIT_LEAST_ROWS, _LOGIT_LEAST_CHUNKS = 64 << 20, 128, 4  # csrc/ops/cross_entropy.cpp
+_LOGIT_CHUNK_BYTES, _LOGIT_LEAST_ROWS, _LOGIT_LEAST_CHUNKS = 64 << 20, 128, 4  # csrc/ops/bundles/cross_entropy.cpp
 
 
 def estimate_memory(
@@ -201,9 +201,9 @@ def _loss_moment(
 def _rotated_loss_terms(model: ModelSpec, strategy: Strategy, tokens: int) -> list[Term]:
     """Logits of one shard (or piece of one) for a part of the tokens, and the head's input gradient.
 
-    Source: csrc/ops/cross_entropy.cpp.
+    Source: csrc/ops/bundles/cross_entropy.cpp.
     """
-    source, widest = "csrc/ops/cross_entropy.cpp", max(strategy.param_bytes, strategy.reduce_bytes)
+    source, widest = "csrc/ops/bundles/cross_entropy.cpp", max(strategy.param_bytes, strategy.reduce_bytes)
     head = RotatedOperation("head", (Weight((padded_vocab(model, strategy) // strategy.tp, model.hidden)),))
     _, rows = head.size(strategy.rtp).pieces(widest, engine().SLOT_CAP)
     chunk = max(min(_LOGIT_CHUNK_BYTES // (4 * rows), -(-tokens // _LOGIT_LEAST_CHUNKS)), _LOGIT_LEAST_ROWS)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rtp_ext.functional.library import register_effects
+from rtp_ext.functional.torch_compile.library import register_effects
 from rtp_ext.ring.surroundings import outermost
 
 

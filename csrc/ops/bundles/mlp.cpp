@@ -1,4 +1,4 @@
-#include "ops/mlp.h"
+#include "ops/bundles/mlp.h"
 
 #include <ATen/ops/empty.h>
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rtp_ext.functional.operators import (
+from rtp_ext.functional.torch_compile.operators import (
     NAMESPACE,
     VERSION,
     Backward,

@@ -1,4 +1,4 @@
-#include "ops/experts.h"
+#include "ops/bundles/experts.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>

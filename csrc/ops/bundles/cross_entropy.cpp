@@ -1,4 +1,4 @@
-#include "ops/cross_entropy.h"
+#include "ops/bundles/cross_entropy.h"
 
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/empty.h>

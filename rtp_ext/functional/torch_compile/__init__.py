@@ -1,0 +1,1 @@
+"""Rotated operations in graphs of torch.compile."""
