@@ -38,6 +38,9 @@ def find_library(pattern: str, folders: list[Path]) -> Path | None:
     return None
 
 
+NO_NVCC = "no nvcc in CUDA_HOME, /usr/local/cuda or PATH"
+
+
 def toolkit() -> Path | None:
     """The folder of the CUDA toolkit: where nvcc is."""
     candidates = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
@@ -81,7 +84,7 @@ def cuda_facts(torch) -> dict[str, str]:
         pip_folders = [Path(folder) for folder in sorted(glob.glob(str(site / "nvidia" / "*")))]
         libraries = [folder / "lib" for folder in pip_folders]
         if root is None:
-            missing = "no nvcc in CUDA_HOME, /usr/local/cuda or PATH"
+            missing = NO_NVCC
         else:
             libraries += [root / "lib64", Path("/usr/lib/x86_64-linux-gnu")]
             cudart = find_library("libcudart.so.1?", libraries)
@@ -116,7 +119,7 @@ def kernel_facts() -> dict[str, str]:
     """What the kernels are compiled with, where torch may be missing still; see `cuda_facts`."""
     root = toolkit()
     if root is None:
-        return {"WITH_CUDA": "OFF", "CUDA_REASON": "no nvcc in CUDA_HOME, /usr/local/cuda or PATH"}
+        return {"WITH_CUDA": "OFF", "CUDA_REASON": NO_NVCC}
     nvcc = str(root / "bin" / "nvcc")
     facts = {"CUDA_ROOT": str(root), "NVCC": nvcc, "CUDA_ARCHITECTURES": architectures(None, nvcc)}
     return {"WITH_CUDA": "ON", "CUDA_REASON": f"toolkit {root}", **facts}
