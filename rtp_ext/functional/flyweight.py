@@ -200,6 +200,11 @@ def rotated_flyweight(
     outputs are not as expected, RingTimeout where a neighbour does not answer. Collective.
     Source: RTP, arXiv 2311.01635 (flyweight initialisation).
     """
+    if ring.host_memory is not None:
+        raise ValueError(
+            f"{name}: expected a ring whose shards are on its device, got one with offload_policy="
+            f"{ring.offload_policy}, which cannot be combined with copies of a module"
+        )
     expected = {key for key, _ in module.named_parameters()}
     check_copies(name, expected, shard_dims, combine, added_once)
     if set(parameters) != expected:

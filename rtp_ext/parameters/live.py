@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from rtp_ext.parameters.sharding import placed_as
+from rtp_ext.ring.autograd import CLAIM, KEPT
 from rtp_ext.ring.enrolled import enrol
 
 
@@ -41,7 +42,8 @@ class LiveModule:
 
     `load_state_dict(assign=True)` puts new parameters in the place of the registered ones. Whole tensors are cut as
     those were, and modules that share a parameter go on to share it; where the state dict has several names of it, the
-    last one counts, as in a load that copies.
+    last one counts, as in a load that copies. Marks of parameters stay through that, and through `to`, `double` and the
+    like, which put new tensors in their places, too.
     """
 
     _rtp_ties: Mapping[str, Tie] = MappingProxyType({})
@@ -51,9 +53,18 @@ class LiveModule:
         tie.owners.append((weakref.ref(self), name))
         self.__dict__.setdefault("_rtp_ties", {})[name] = tie
 
+    def _apply(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        marks = {name: _marks(parameter) for name, parameter in self._parameters.items()}
+        result = super()._apply(*arguments, **keywords)  # type: ignore[misc]
+        for name, known in marks.items():
+            if known:
+                self._parameters[name].__dict__.update(known)
+        return result
+
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
         parameters: dict[str, Any] = self._parameters
         before = {name: (old, getattr(old, "_spec", None)) for name, old in parameters.items() if old is not None}
+        marks = {name: _marks(parameter) for name, parameter in parameters.items()}
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
         errors: list[str] = arguments[-1]
         replaced: dict[int, str] = {}  # by id of the old parameter: the last of its names here
@@ -67,7 +78,9 @@ class LiveModule:
                     f"{prefix}{name}: expected a DTensor {spec.placements} over {spec.mesh} or a whole tensor, got a "
                     f"DTensor {new.placements} over {new.device_mesh}"
                 )
-            elif new is not old and name in self._rtp_ties:
+                continue
+            new.__dict__.update(marks[name])
+            if new is not old and name in self._rtp_ties:
                 self._rtp_ties[name].replace(old, new)
                 if id(old) in replaced:  # another parameter of this module, which has been loaded as well
                     self._rtp_ties[name].replace(parameters[replaced[id(old)]], new)
@@ -88,6 +101,12 @@ class LiveModule:
             f"{type(self).__name__} cannot be pickled: it holds a live ring. Save state_dict() or use "
             "torch.distributed.checkpoint, and convert a new model with fully_rotate"
         )
+
+
+def _marks(parameter: Any) -> dict[str, Any]:
+    """What a sharded parameter is known by to an outer policy, and to the memory of the host."""
+    known = parameter.__dict__ if isinstance(parameter, DTensor) else {}
+    return {mark: known[mark] for mark in (CLAIM, KEPT) if mark in known}
 
 
 def _fits(tensor: DTensor, spec: DTensorSpec) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import rtp_ext
+from rtp_ext.functional import rotated_flyweight
 from rtp_ext.outer import ZeroOuter
 from rtp_ext.ring import offload, ring
 from rtp_ext.ring.autograd import kept_of
@@ -242,6 +244,28 @@ def others(rank, ranks, cases):
         for name, gradient in negated(whole_gradients(plain)).items():
             assert model.get_parameter(name).grad.dtype == torch.bfloat16
             assert_same(whole_gradients(model)[name], gradient, 0.05, name)
+    moves = {
+        "to": lambda model: model.to("cpu"),
+        "double": lambda model: model.double(),
+        "assign": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+    }
+    for (name, move), policy in itertools.product(moves.items(), (cpu, None)):
+        with cases.case(f"moved where it was after a forward: {name}, {policy}"):
+            model, plain = replicated((2, 2), offload_policy=policy, dims=DIMS), Tiny()
+            batch_loss(model, rank, 0).backward()
+            move(model)
+            model.zero_grad()
+            loss = batch_loss(model, rank, 0)
+            assert_same(loss, batch_loss(plain, rank, 0), EXACT, "loss")
+            loss.backward()
+            all_losses(plain, ranks, 0, 1 / ranks).backward()
+            expected = whole_gradients(plain)
+            for key, gradient in (negated(expected) if policy else expected).items():
+                assert_same(whole_gradients(model)[key], gradient, EXACT, key)
+    with cases.case("copies of a module that join later"):
+        model = rtp_ext.fully_rotate(nn.Sequential(nn.Linear(4, 4)), offload_policy=cpu)
+        with pytest.raises(ValueError, match=r"rotated_flyweight: expected a ring whose shards are on its device"):
+            rotated_flyweight(nn.Linear(4, 4), {}, (), ring=rtp_ext.ring_of(model), shard_dims={})
     with cases.case("moved to another dtype, evaluated, and in a copy"):
         model, plain = replicated((2, 2), offload_policy=cpu, dims=DIMS), Tiny()
         assert_same(batch_loss(model, rank, 0), batch_loss(plain, rank, 0), EXACT, "loss")
