@@ -249,9 +249,10 @@ def others(rank, ranks, cases):
         "double": lambda model: model.double(),
         "assign": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
     }
-    for (name, move), policy in itertools.product(moves.items(), (cpu, None)):
-        with cases.case(f"moved where it was after a forward: {name}, {policy}"):
-            model, plain = replicated((2, 2), offload_policy=policy, dims=DIMS), Tiny()
+    makers = {"on the host": lambda: {"offload_policy": cpu}, "plain": dict, "cut": lambda: {"outer": ZeroOuter()}}
+    for (name, move), (kind, make) in itertools.product(moves.items(), makers.items()):
+        with cases.case(f"moved where it was after a forward: {name}, {kind}"):
+            model, plain = replicated((2, 2), dims=DIMS, **make()), Tiny()
             batch_loss(model, rank, 0).backward()
             move(model)
             model.zero_grad()
@@ -260,7 +261,7 @@ def others(rank, ranks, cases):
             loss.backward()
             all_losses(plain, ranks, 0, 1 / ranks).backward()
             expected = whole_gradients(plain)
-            for key, gradient in (negated(expected) if policy else expected).items():
+            for key, gradient in (negated(expected) if kind == "on the host" else expected).items():
                 assert_same(whole_gradients(model)[key], gradient, EXACT, key)
     with cases.case("copies of a module that join later"):
         model = rtp_ext.fully_rotate(nn.Sequential(nn.Linear(4, 4)), offload_policy=cpu)
