@@ -100,8 +100,8 @@ def test_every_module_function_and_variable_has_its_place():
     assert [name for name in rtp_ext.functional.__all__ if f"`{name}`" not in USAGE] == []
     sources = [ROOT / "setup.py", *(ROOT / "rtp_ext").rglob("*.py")]
     texts = [file.read_text() for file in sources]
-    used = {name for text in texts for name in re.findall(r"environ\S*?\(\"(\w+)\"|= \"(RTP_[A-Z_]+)\"", text)}
-    used = {name for names in used for name in names if name}
+    ways = (r"environ\S*?\(\"(\w+)\"", r"= \"(RTP_[A-Z_]+)\"")
+    used = {name for way in ways for text in texts for name in re.findall(way, text)}
     assert {"RTP_WITH_CUDA", "RTP_DEBUG_DELAY_US", "RTP_DEBUG_HOST", "CUDA_HOME"} <= used
     assert [name for name in sorted(used) if f"| `{name}` |" not in DEVELOPMENT] == []
 

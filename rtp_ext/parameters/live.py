@@ -63,12 +63,13 @@ class LiveModule:
 
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
         parameters: dict[str, Any] = self._parameters
-        before = {name: (old, getattr(old, "_spec", None)) for name, old in parameters.items() if old is not None}
-        marks = {name: _marks(parameter) for name, parameter in parameters.items()}
+        before = {
+            name: (old, getattr(old, "_spec", None), _marks(old)) for name, old in parameters.items() if old is not None
+        }
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
         errors: list[str] = arguments[-1]
         replaced: dict[int, str] = {}  # by id of the old parameter: the last of its names here
-        for name, (old, spec) in before.items():
+        for name, (old, spec, marks) in before.items():
             if spec is not None and not isinstance(parameters[name], DTensor):
                 setattr(self, name, placed_as(parameters[name], spec))
             new = parameters[name]
@@ -79,7 +80,7 @@ class LiveModule:
                     f"DTensor {new.placements} over {new.device_mesh}"
                 )
                 continue
-            new.__dict__.update(marks[name])
+            new.__dict__.update(marks)
             if new is not old and name in self._rtp_ties:
                 self._rtp_ties[name].replace(old, new)
                 if id(old) in replaced:  # another parameter of this module, which has been loaded as well
