@@ -348,10 +348,6 @@ void Execution::hop(const Step& step) {
     hop.lands_at.push_back(offset(step.receive, step.half, step.send_owner, part));
     hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, part));
   }
-  if (hop_words_ != nullptr) {
-    hop.arrived = (*hop_words_)[static_cast<size_t>(position())].arrived;
-    hop.freed = (*hop_words_)[static_cast<size_t>(position())].freed;
-  }
   const Range range([&] { return concat(operation_, ": ", label(step)); });
   Trace& trace = executor_.trace_;
   const EventHandle posting = trace.begin_posting(traced_, position(), step);

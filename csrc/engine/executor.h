@@ -79,14 +79,6 @@ class Executor {
     return {weights.cast(), transport_->sends_anywhere(), transport_->receives_anywhere()};
   }
 
-  // Whether passes are made by kernels that follow their hops, where they can be. Each rank for itself. Throws
-  // std::invalid_argument where the transport's hops cannot be followed.
-  void set_follows(bool follows);
-  bool follows() const { return follows_; }
-  // Of every pass since then that could have been, by its name: why not; empty where it was.
-  const std::map<std::string, std::string>& followed() const { return followed_; }
-  void note_followed(const std::string& pass, std::string reason) { followed_[pass] = std::move(reason); }
-
   // Throws RotationError when the ring was closed or has failed.
   void check_alive(const std::string& operation) const;
   bool alive() const { return end_.empty() && !forked(); }
@@ -125,21 +117,9 @@ class Executor {
   Results results_;
   Hops::Counts before_aside_;
   std::map<ScheduleOptions, Schedule> schedules_;
-  bool follows_ = false;
-  std::map<std::string, std::string> followed_;
   std::string end_;  // why the ring is no longer usable; empty while it is
   Mark last_;        // the end of the newest execution on the compute lane
 };
-
-// One product of a pass, as a kernel makes it that follows the hops. All but sums are in one 16-bit dtype.
-struct FollowedProduct {
-  at::Tensor out;     // forward: [M, N] = left @ weight.T + bias; else a sum [M, N] in float32, += left @ weight
-  at::Tensor bias;    // [N]; undefined: none
-  at::Tensor left;    // [M, K]
-  at::Tensor weight;  // forward: [N, K]; else [K, N]
-  bool adds = false;  // of a sum: whether it holds anything yet
-};
-using FollowedProducts = std::function<std::vector<FollowedProduct>(const Step&, const std::vector<at::Tensor>&)>;
 
 // One pass of one operation.
 //
@@ -160,10 +140,6 @@ class Execution {
 
   // Runs up to the next compute and orders it after what it reads and overwrites. Null at the end.
   const Step* next();
-  // Instead of a loop over next(): makes all products of the pass in one kernel, which follows its hops (see
-  // kernels/arriving/arrivals.h). `products`: those of a compute with its shards. Returns false, and has done nothing,
-  // where that is off or impossible: see Executor::followed().
-  bool follow(const FollowedProducts& products);
   // Runs the remaining hops without computing; gradients that lack this rank's part become NaN on their way home.
   // Does nothing after the end.
   void finish();
@@ -174,13 +150,6 @@ class Execution {
 
  private:
   using Key = std::tuple<Channel, int, int>;  // of a home tensor, or of the slot that holds every shard: see Access
-
-  // How a kernel follows a pass.
-  struct HopWords {
-    uint64_t *arrived = nullptr, *freed = nullptr;
-  };
-  struct FollowPlan;
-  std::optional<std::string> plan_following(const FollowedProducts& products, FollowPlan& plan) const;
 
   const Cargo& cargo(Channel channel, Half half = Half::whole) const;
   Usage& usage(const Access& access);
@@ -222,7 +191,6 @@ class Execution {
   Mark start_;                                        // of this pass on the caller's lane
   Mark side_;                                         // the newest compute on lane 1
   bool ahead_ = false;                                // the first hop was sent before this pass began
-  const std::vector<HopWords>* hop_words_ = nullptr;  // of every step, where a kernel follows the pass
   size_t position_ = 0;
   const Step* current_ = nullptr;  // the compute that the caller is at
   bool ended_ = false;

@@ -1,7 +1,6 @@
 #include "ops/linear.h"
 
 #include <algorithm>
-#include <set>
 
 #include "base/checks.h"
 #include "compute/gemm/gemm.h"
@@ -163,7 +162,6 @@ class BundleBackward {
     if (needs.dgrad) weight = travelling_weights(executor_, options_, std::move(weights), std::move(home));
     const Schedule& schedule = backward_schedule(executor_, piecewise(options_, piece), weight, needs);
     Execution pass(executor_, schedule, std::move(weight), std::move(gradients), options_.name + " backward");
-    if (needs.dgrad && follow(pass, cut)) return;
     const BundleCut halves[] = {cut, BundleCut(cut, Half::first), BundleCut(cut, Half::second)};
     while (const Step* step = pass.next()) {
       for (size_t k = 0; k < projections_.size(); ++k) {
@@ -184,28 +182,6 @@ class BundleBackward {
     const int64_t features = bundle_.shapes[0].in_features;
     return wastes_last_wave(tokens, features, multiprocessors) ||
            wastes_last_wave(cut.most(0), features, multiprocessors);
-  }
-
-  // The input gradients in one kernel, where that can be: it refuses a pass that makes others.
-  bool follow(Execution& pass, const BundleCut& cut) {
-    std::set<int64_t> reached;
-    const auto products = [&](const Step& step, const std::vector<at::Tensor>& shards) {
-      std::vector<FollowedProduct> made;
-      for (size_t k = 0; k < projections_.size(); ++k) {
-        const Projection& projection = projections_[k];
-        const Overlap overlap(projection, cut, step.owner);
-        if (overlap.rows == 0 || !needs_input_[projection.input] || !dys_[k].defined()) continue;
-        const ProductSum& sum = *sums_[projection.input];
-        const at::Tensor weight =
-            outputs_first(shards[weight_place_[projection.layer]], bundle_.shapes[projection.layer]);
-        made.push_back({sum.memory(), {}, overlap.of_output(dys_[k]), overlap.of_rows(weight), sum.started()});
-        reached.insert(projection.input);
-      }
-      return made;
-    };
-    if (!pass.follow(products)) return false;
-    for (const int64_t input : reached) sums_[input]->start();
-    return true;
   }
 
   void dgrad(size_t k, const Overlap& overlap, Execution& pass) {
@@ -315,23 +291,18 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
     const bool two_lanes = wastes_last_wave(inputs[0].size(0), cut.most(0), executor.lanes().multiprocessors());
     const Schedule& schedule = forward_schedule(executor, piecewise(options, piece), cargo, two_lanes);
     Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
-    const auto products = [&](const Step& step, const std::vector<at::Tensor>& shards) {
-      std::vector<FollowedProduct> made;
+    while (const Step* step = pass.next()) {
+      const std::vector<at::Tensor> shards = pass.weight();
       for (size_t k = 0; k < projections.size(); ++k) {
         const Projection& projection = projections[k];
-        const Overlap overlap(projection, cut, step.owner);
+        const Overlap overlap(projection, cut, step->owner);
         if (overlap.rows == 0) continue;
         const int bias = places.bias[projection.layer];
         const at::Tensor weight =
             outputs_first(shards[places.weight[projection.layer]], bundle.shapes[projection.layer]);
-        made.push_back({overlap.of_output(outputs[k]), bias >= 0 ? overlap.of_rows(shards[bias]) : at::Tensor(),
-                        inputs[projection.input], overlap.of_rows(weight)});
+        gemm(overlap.of_output(outputs[k]), bias >= 0 ? overlap.of_rows(shards[bias]) : at::Tensor(),
+             inputs[projection.input], overlap.of_rows(weight).t());
       }
-      return made;
-    };
-    if (pass.follow(products)) continue;
-    while (const Step* step = pass.next()) {
-      for (const auto& [out, bias, x, weight, adds] : products(*step, pass.weight())) gemm(out, bias, x, weight.t());
     }
   }
   return outputs;

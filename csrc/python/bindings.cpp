@@ -173,9 +173,6 @@ void bind_executor(py::module_& m) {
       .def("prefetched", [](Executor& e) { return std::pair(e.prefetcher().sent(), e.prefetcher().used()); })
       .def(
           "set_delay", [](Executor& e, std::chrono::microseconds most) { e.hops().set_delay(most); }, py::arg("most"))
-      .def("set_follows", &Executor::set_follows, py::arg("follows"), py::call_guard<NoGil>(),
-           "Whether passes are made by kernels that follow their hops, where they can be.")
-      .def("followed", &Executor::followed, "Of every pass that could have been: why not, or nothing.")
       .def("schedules", &Executor::schedules, "How many schedules have been made; each is made once.")
       .def("reset_peak", [](Executor& e) { e.pool().reset_peak(); })
       .def(

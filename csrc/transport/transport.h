@@ -42,10 +42,6 @@ struct Hop {
   std::string operation;
   int index = 0;
   int count = 0;  // 0: all hops of a pass that is enqueued as a graph
-  // Where a kernel follows the hops of its pass, two of the Following's words, null for none. Nothing lands before
-  // `freed` is 1, which then becomes 0 again; `arrived` becomes 1 once all has landed.
-  uint64_t* arrived = nullptr;
-  uint64_t* freed = nullptr;
 
   std::string describe() const;
   // The same on both ends of a hop, and for no other one near it.
@@ -84,31 +80,11 @@ class Transfer {
   uint64_t number_ = 0;
 };
 
-struct ArrivingGemm;
-
-// What a transport is besides, whose hops a kernel can follow.
-class Following {
- public:
-  virtual ~Following() = default;
-
-  // kPassWords of kernels/arriving/arrivals.h in memory of the device: 0 between passes, and all raised where the ring
-  // fails.
-  virtual uint64_t* pass_words() = 0;
-  // `arrived` becomes 1 once all hops of the channel that have been posted so far have landed.
-  virtual void announce(Channel channel, uint64_t* arrived) = 0;
-  // Enqueues the kernel on the compute lane.
-  virtual void launch(const ArrivingGemm& gemm) = 0;
-  // Has the device load the kernel, while nothing waits there.
-  virtual void load() = 0;
-};
-
 class Transport {
  public:
   virtual ~Transport() = default;
 
   virtual const char* name() const = 0;
-  // Null where kernels cannot follow its hops.
-  virtual Following* following() { return nullptr; }
 
   // Starts a hop. Every rank posts the same hops of a channel in the same order.
   virtual std::unique_ptr<Transfer> post(const Hop& hop) = 0;

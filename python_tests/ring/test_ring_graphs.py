@@ -28,8 +28,6 @@ def test_rings_that_have_no_graphs_say_why():
         Ring.emulated(2, graphs="on")
     with pytest.raises(ValueError, match="expected graphs to be one of auto, on, off, got 'always'"):
         Ring.emulated(2, graphs="always")
-    with pytest.raises(ValueError, match="expected graphs 'off' with persistent_gemm=True, got 'auto'"):
-        Ring(graphs="auto", persistent_gemm=True)
     ring.close()
 
 

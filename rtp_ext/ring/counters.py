@@ -34,11 +34,6 @@ class Counters:
         """Gradients that arrived after the backward pass of their layer had ended."""
         return self._executor.landed_late()
 
-    def persistent_gemms(self) -> dict[str, str]:
-        """Of every pass of a linear layer on a ring with `persistent_gemm`: empty where one kernel made its products,
-        else why it made them shard by shard."""
-        return self._executor.followed()
-
     def prefetched(self) -> tuple[int, int]:
         """First hops that were sent before their layer was called, and how many of them it could use."""
         return self._executor.prefetched()

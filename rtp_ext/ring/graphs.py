@@ -47,11 +47,9 @@ MOST_SEEN = 16  # addresses that a pass remembers to have been called with
 MOST_PASSES = 1024  # shapes and options, of all operations of a ring
 
 
-def check_graphs(graphs: str, persistent_gemm: bool = False) -> None:
+def check_graphs(graphs: str) -> None:
     if graphs not in GRAPHS:
         raise ValueError(f"Ring: expected graphs to be one of {', '.join(GRAPHS)}, got {graphs!r}")
-    if persistent_gemm and graphs != "off":
-        raise ValueError(f"Ring: expected graphs 'off' with persistent_gemm=True, got {graphs!r}: not tried together")
 
 
 def begin_graphs(ring: Any, executor: Any, wish: str) -> PassGraphs:

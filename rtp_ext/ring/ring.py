@@ -82,10 +82,6 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
             its tensors lie where they lay then; it is enqueued hop by hop where not. Nothing is sent ahead then:
             `prefetch` is 0. See `graphs`.
         checksum: every hop carries a CRC-32C, and one that arrives changed is a RotationError that names it. For CPUs.
-        persistent_gemm: on transport `ce`, one kernel makes all products of a forward of linear layers, or of a
-            backward that makes no weight gradients, and takes tiles of each shard as it arrives; in bfloat16 and
-            float16. `persistent_gemms()` says of which passes, and why not of others. Not measured; each rank for
-            itself.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
             (default 0: NCCL chooses). `blocking`: NCCL's calls return when they are done, without a thread for each
             (default False: docs/gpu.md). `registered`: `nccl` moves slots that are registered with NCCL, without copies
@@ -138,7 +134,6 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
         gradient_travel: str | None = None,
         graphs: str = "off",
         checksum: bool = False,
-        persistent_gemm: bool = False,
         transport_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_choice("transport", transport, TRANSPORTS)
@@ -149,7 +144,7 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
         self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
-        check_graphs(graphs, persistent_gemm)
+        check_graphs(graphs)
         self._take(slot_cap, prefetch, late_gradients, travel, route, graphs)
         self.transport_options = TransportOptions.of(transport_options)
         meshes = resolve_mesh(mesh_or_group, dims)
@@ -176,11 +171,9 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
                 f"transport {transport}, route {route}, travel {travel}, timeout {self.timeout}, slot_cap {slot_cap}, "
                 f"prefetch {prefetch}, gradient_halves {gradient_halves}, late_gradients {late_gradients}, "
                 f"gradient_route {gradient_route}, gradient_travel {gradient_travel}, graphs {graphs}, "
-                f"checksum {checksum}, persistent_gemm {persistent_gemm}, {self.transport_options}"
+                f"checksum {checksum}, {self.transport_options}"
             )
             self._start(transport, route, checksum, gradient_halves, late_gradients, gradient_route, gradient_travel)
-            if persistent_gemm:
-                self._executor.set_follows(True)
 
     @classmethod
     def emulated(

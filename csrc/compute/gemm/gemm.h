@@ -38,10 +38,6 @@ class ProductSum {
   ProductSum(int64_t rows, int64_t columns, at::TensorOptions operands);
 
   void add(const at::Tensor& a, const at::Tensor& b);
-  // For who adds to it by other means: where the sum lies, and whether it holds anything yet; and that it now does.
-  const at::Tensor& memory() const { return sum_; }
-  bool started() const { return started_; }
-  void start() { started_ = true; }
   // The sum; zeros where nothing was added. Still in the accumulation dtype.
   at::Tensor result();
 

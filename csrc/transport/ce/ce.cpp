@@ -6,7 +6,6 @@
 #include <optional>
 
 #include "device/nccl/symmetric_memory.h"
-#include "kernels/arriving/arriving_gemm.h"
 #include "transport/ce/peer_flags.h"
 
 namespace rtp {
@@ -31,9 +30,8 @@ bool any_bytes(const std::vector<Span>& spans) {
 // conversation (channel, slot, sender, receiver) take turns: whoever raises its flag for the next time has awaited the
 // other one's since, in the same stream; the other side had raised that one after it had awaited, and so reset, the
 // first. Between passes every flag is 0, so that a captured pass can be replayed, and captured and other passes mixed.
-// Nor do the ranks wait in a circle: what a hop raises first depends on nothing but the hop before it, and where a
-// kernel follows the pass, on its having read a shard that arrived before.
-class CopyEngineTransport : public CeTransport, public Following {
+// Nor do the ranks wait in a circle: what a hop raises first depends on nothing but the hop before it.
+class CopyEngineTransport : public CeTransport {
  public:
   CopyEngineTransport(const RingEnd& end, const std::string& id)
       : CeTransport(end, {id}, CommunicatorOptions{}), peers_(communicators_, end.rank, end.ranks) {
@@ -72,18 +70,6 @@ class CopyEngineTransport : public CeTransport, public Following {
   // A flag is set and reset in the same way wherever a hop was enqueued, and nothing else is between the ranks.
   bool takes_graphs() const override { return true; }
   void set_mode(Channel channel, CeMode mode) override { modes_[static_cast<size_t>(channel)] = mode; }
-
-  Following* following() override { return this; }
-  uint64_t* pass_words() override { return flags_->pass_words(); }
-  void announce(Channel channel, uint64_t* arrived) override { flags_->raise(arrived, lanes_.channel(channel)); }
-  void launch(const ArrivingGemm& gemm) override {
-    const int blocks = most_blocks(lanes_.multiprocessors());
-    RTP_CUDA_CHECK(static_cast<cudaError_t>(launch_arriving_gemm(gemm, blocks, lanes_.compute())));
-  }
-  void load() override {
-    const DeviceScope scope(device_);
-    RTP_CUDA_CHECK(static_cast<cudaError_t>(load_arriving_gemm()));
-  }
 
   bool at_rest() const override {
     const DeviceScope scope(device_);
@@ -137,32 +123,22 @@ class CopyEngineTransport : public CeTransport, public Following {
     const auto raise = [&](Kind kind, int peer) {
       flags_->raise(hop.channel, kind, number, peer, engine_, stream, captured);
     };
-    const auto await = [&](Kind kind, int peer, uint64_t* then = nullptr) {
-      flags_->await(hop.channel, kind, number, peer, stream, then);
-    };
-    const auto await_free = [&] {  // the kernel that follows this pass may still read what lies there
-      if (hop.freed != nullptr) flags_->await(hop.freed, stream);
-    };
+    const auto await = [&](Kind kind, int peer) { flags_->await(hop.channel, kind, number, peer, stream); };
     if (modes_[static_cast<size_t>(hop.channel)] == CeMode::push) {
-      if (receives) {
-        await_free();
-        raise(Kind::credit, hop.from);
-      }
+      if (receives) raise(Kind::credit, hop.from);
       if (sends) {
         await(Kind::credit, hop.to);
         push(hop, stream, captured);
         raise(Kind::data, hop.to);
         ends.sent = supervise(hop, hop.to, stream);
       }
-      if (receives) await(Kind::data, hop.from, hop.arrived);
+      if (receives) await(Kind::data, hop.from);
     } else {
       if (sends) raise(Kind::data, hop.to);
       if (receives) {
         await(Kind::data, hop.from);
-        await_free();
         pull(hop, stream, captured);
         raise(Kind::credit, hop.from);
-        if (hop.arrived != nullptr) flags_->raise(hop.arrived, stream);
         ends.received = supervise(hop, hop.from, stream);  // whoever fetches from here may be late
       }
       if (sends) {

@@ -22,37 +22,23 @@ BatchMemOp find_batch_mem_op() {
   return nullptr;
 }
 
-CUstreamBatchMemOpParams write(uint64_t* word, uint64_t value) {
-  CUstreamBatchMemOpParams operation{};
-  operation.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
-  operation.writeValue.address = reinterpret_cast<CUdeviceptr>(word);
-  operation.writeValue.value64 = value;
-  operation.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // after everything before it, for the whole system
-  return operation;
-}
-
-// Waits for `word` to be 1 and makes it 0, and then `then` 1 unless it is null. One call for all: a graph captures it
-// as one node.
-CUresult wait_and_reset(BatchMemOp batch_mem_op, uint64_t* word, uint64_t* then, cudaStream_t stream) {
-  std::array<CUstreamBatchMemOpParams, 3> operations{};
+// Waits for `word` to be 1, and makes it 0. One call for both: a graph captures it as one node.
+CUresult wait_and_reset(BatchMemOp batch_mem_op, uint64_t* word, cudaStream_t stream) {
+  std::array<CUstreamBatchMemOpParams, 2> operations{};
   operations[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
   operations[0].waitValue.address = reinterpret_cast<CUdeviceptr>(word);
   operations[0].waitValue.value64 = 1;
   operations[0].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
-  operations[1] = write(word, 0);
-  operations[2] = write(then, 1);
-  return batch_mem_op(stream, then == nullptr ? 2 : 3, operations.data(), 0);
+  operations[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+  operations[1].writeValue.address = reinterpret_cast<CUdeviceptr>(word);
+  operations[1].writeValue.value64 = 0;
+  operations[1].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // after everything before it, for the whole system
+  return batch_mem_op(stream, operations.size(), operations.data(), 0);
 }
 
 // The words that are always 1 follow the `count` flags, and are copied over them.
 void raise_words(uint64_t* words, int64_t count, cudaStream_t stream) {
   RTP_CUDA_CHECK(cudaMemcpyAsync(words, words + count, count * sizeof(uint64_t), cudaMemcpyDeviceToDevice, stream));
-}
-
-void check_driver(CUresult status) {
-  if (status != CUDA_SUCCESS) {
-    throw CudaError(concat("cuStreamBatchMemOp failed with code ", static_cast<int>(status)));
-  }
 }
 
 }  // namespace
@@ -62,7 +48,7 @@ std::optional<std::string> stream_wait_refusal() {
   return "the CUDA driver lacks cuStreamBatchMemOp, or rtp_ext was built with CUDA before 12.5";
 }
 
-int64_t PeerFlags::count(int ranks) { return int64_t{2} * 2 * kSlots * ranks + kPassWords; }
+int64_t PeerFlags::count(int ranks) { return int64_t{2} * 2 * kSlots * ranks; }
 
 int64_t PeerFlags::bytes(int ranks) { return 2 * count(ranks) * static_cast<int64_t>(sizeof(uint64_t)); }
 
@@ -90,18 +76,12 @@ void PeerFlags::raise(Channel channel, Kind kind, int slot, int peer, const Copy
   engine.copy({{word(peer, flag(channel, kind, slot, rank_)), one, sizeof(uint64_t)}}, stream, captured);
 }
 
-void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream, uint64_t* then) const {
-  check_driver(wait_and_reset(reinterpret_cast<BatchMemOp>(batch_mem_op_), word(rank_, flag(channel, kind, slot, peer)),
-                              then, stream));
-}
-
-void PeerFlags::await(uint64_t* pass_word, cudaStream_t stream) const {
-  check_driver(wait_and_reset(reinterpret_cast<BatchMemOp>(batch_mem_op_), pass_word, nullptr, stream));
-}
-
-void PeerFlags::raise(uint64_t* pass_word, cudaStream_t stream) const {
-  CUstreamBatchMemOpParams operation = write(pass_word, 1);
-  check_driver(reinterpret_cast<BatchMemOp>(batch_mem_op_)(stream, 1, &operation, 0));
+void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream) const {
+  const CUresult status =
+      wait_and_reset(reinterpret_cast<BatchMemOp>(batch_mem_op_), word(rank_, flag(channel, kind, slot, peer)), stream);
+  if (status != CUDA_SUCCESS) {
+    throw CudaError(concat("cuStreamBatchMemOp failed with code ", static_cast<int>(status)));
+  }
 }
 
 void PeerFlags::raise_all(cudaStream_t stream) const { raise_words(word(rank_, 0), flags_, stream); }

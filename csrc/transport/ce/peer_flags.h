@@ -8,7 +8,6 @@
 #include <string>
 
 #include "device/copy_engine.h"
-#include "kernels/arriving/arrivals.h"
 #include "schedule/schedule.h"
 #include "transport/ce/peer_memory.h"
 
@@ -39,15 +38,8 @@ class PeerFlags {
   // Enqueues: a flag of ours at `peer` becomes 1. `captured`: whether the stream takes part in a capture.
   void raise(Channel channel, Kind kind, int slot, int peer, const CopyEngine& engine, cudaStream_t stream,
              bool captured) const;
-  // Enqueues: waits until the flag that `peer` raises here is 1, makes it 0 again, and raises `then` where it is given.
-  void await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream, uint64_t* then = nullptr) const;
-
-  // Words by which a kernel and the streams of this rank tell each other how far a pass is: kPassWords of
-  // kernels/arriving/arrivals.h. Enqueues: waits for one of them and makes it 0 again; raises one after what was
-  // enqueued.
-  uint64_t* pass_words() const { return word(rank_, flags_ - kPassWords); }
-  void await(uint64_t* pass_word, cudaStream_t stream) const;
-  void raise(uint64_t* pass_word, cudaStream_t stream) const;
+  // Enqueues: waits until the flag that `peer` raises here is 1, and makes it 0 again.
+  void await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream) const;
 
   // Giving up. Enqueues: every flag here becomes 1, so that one wait of each stream ends.
   void raise_all(cudaStream_t stream) const;
@@ -64,7 +56,7 @@ class PeerFlags {
   void* batch_mem_op_;  // cuStreamBatchMemOp
   int rank_;
   int ranks_;
-  int64_t flags_;  // how many there are, those of passes last; as many words follow that are 1
+  int64_t flags_;  // how many there are; as many words follow that are 1
   PeerRegion region_;
 };
 

@@ -1,5 +1,4 @@
-"""Links of the emulated ring on one GPU, the slots of the copy-engine transport in torch's memory statistics, and a
-kernel that follows its hops."""
+"""Links of the emulated ring on one GPU, and the slots of the copy-engine transport in torch's memory statistics."""
 
 import pytest
 import torch
@@ -8,7 +7,6 @@ from support import several_ranks_problem, share_gpu
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
-from rtp_ext.functional import rotated_linear
 
 LINKS = [None, "sm-local", "ce-local", "ce-local:2", "ce-local:4", "nccl-self", "nccl-self:2", "pcie"]
 
@@ -50,29 +48,3 @@ def test_slots_are_counted_and_given_back(tmp_path):
     if (problem := several_ranks_problem(2)) is not None:
         pytest.skip(problem)
     run_ranks(_counts_slots, 2, str(tmp_path / "nccl"), timeout=120.0)
-
-
-def _follows(rank, ranks, log):
-    share_gpu(rank, ranks, log)
-    mesh = init_device_mesh("cuda", (ranks,))
-    ring = rtp_ext.Ring(mesh, transport="ce", route="ring", persistent_gemm=True, timeout=60.0)
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randint(-1, 2, (ranks * 392, 520), generator=generator).bfloat16()  # tiles that are not whole
-    home = weight.chunk(ranks)[rank].cuda()
-    for tokens in (1, 300, 1111):
-        x = torch.randint(-1, 2, (tokens, 520), generator=generator).bfloat16()
-        dy = torch.randint(-1, 2, (tokens, ranks * 392), generator=generator).bfloat16()
-        mine = x.cuda().requires_grad_()
-        y = rotated_linear(mine, home, ring=ring, name="layer")
-        y.backward(dy.cuda())
-        assert torch.equal(y.cpu(), (x.float() @ weight.float().t()).bfloat16()), tokens  # exact sums, rounded once
-        assert torch.equal(mine.grad.cpu(), (dy.float() @ weight.float()).bfloat16()), tokens
-    assert ring.persistent_gemms() == {"layer forward": "", "layer backward": ""}
-    ring.close()
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_kernel_follows_the_hops(tmp_path, ranks):
-    if (problem := several_ranks_problem(ranks)) is not None:
-        pytest.skip(problem)
-    run_ranks(_follows, ranks, str(tmp_path / "nccl"), timeout=120.0)

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import compiled
 
-from kernel_emulation.mutants import write_arrivals_mutants
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 SOURCES = [
@@ -42,9 +40,7 @@ def build(sanitized: bool = False) -> Path:
     cxx = compiled.compiler()
     flags = [*FLAGS, *(telling_pattern(cxx) if cxx else []), *(SANITIZED if sanitized else PLAIN)]
     name = "kernel_emulation_sanitized" if sanitized else "kernel_emulation"
-    generated = ROOT / "build" / name / "include"
-    write_arrivals_mutants(ROOT / "csrc" / "kernels" / "arriving" / "arrivals.h", generated)
-    return compiled.build(name, SOURCES, [*flags, "-pthread"], [generated, ROOT / "csrc", HERE])
+    return compiled.build(name, SOURCES, flags, [ROOT / "csrc", HERE])
 
 
 def sanitizer_runtimes() -> list[str]:

@@ -3,10 +3,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -38,13 +35,12 @@ struct Thread {
 };
 
 struct Warp {  // what lanes give; twice, since a lane may be one exchange ahead of another
-  alignas(16) std::byte values[2][kLanes][kGiven];
+  uint64_t values[2][kLanes];
 };
 
 class Block {
  public:
-  // Runs the blocks that `turns` hands out. Returns the first violation; empty: none.
-  std::string run(dim3 grid, dim3 block, const std::function<void()>& kernel, Order order, std::atomic<int64_t>& turns);
+  int run(dim3 grid, dim3 block, const std::function<void()>& kernel);
 
   void wait(State state) {
     Fiber& fiber = *current_;
@@ -52,7 +48,7 @@ class Block {
     leave(fiber);
     if (!error_.empty()) throw Abandoned{};
   }
-  const std::byte* gather(const void* give, size_t bytes) {
+  void exchange(const void* give, void* take, size_t bytes, int source) {
     const int index = current_->thread;
     Thread& thread = threads_[static_cast<size_t>(index)];
     const int turn = thread.exchanges++ % 2;
@@ -60,7 +56,7 @@ class Block {
     auto& values = warps_[static_cast<size_t>(index / kLanes)].values[turn];
     std::memcpy(&values[index % kLanes], give, bytes);
     wait(State::at_exchange);
-    return &values[0][0];
+    std::memcpy(take, &values[source], bytes);
   }
   void work(Fiber& fiber);
   void enter_first();
@@ -69,6 +65,7 @@ class Block {
   int64_t epoch_ = 0;
   int64_t number_ = 0;
   Order order_ = Order::forward;
+  std::string message_;
 
  private:
   bool run_block();
@@ -93,11 +90,7 @@ class Block {
   size_t scheduler_bytes_ = 0;
 };
 
-thread_local Block engine;  // fibers stay on the thread that made them
-thread_local int together = 1;
-std::atomic<Order> next_order = Order::forward;
-std::mutex message_mutex;
-std::string last_message;
+Block engine;
 
 void fiber_main() {
   Fiber& fiber = *engine.current_;
@@ -225,59 +218,35 @@ bool Block::run_block() {
   }
 }
 
-std::string Block::run(dim3 grid, dim3 block, const std::function<void()>& kernel, Order order,
-                       std::atomic<int64_t>& turns) {
+int Block::run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
   gridDim = grid;
   blockDim = block;
   kernel_ = &kernel;
-  order_ = order;
   error_.clear();
+  message_.clear();
   threads_.resize(static_cast<size_t>(block.x) * block.y * block.z);
   warps_.resize((threads_.size() + kLanes - 1) / kLanes);
   const int64_t blocks = static_cast<int64_t>(grid.x) * grid.y * grid.z;
-  for (int64_t turn = turns++; turn < blocks; turn = turns++) {
+  for (int64_t turn = 0; turn < blocks; ++turn) {
     const auto index = static_cast<unsigned>(order_ == Order::forward ? turn : blocks - 1 - turn);
     blockIdx = dim3(index % grid.x, index / grid.x % grid.y, index / (grid.x * grid.y));
-    if (!run_block()) return error_;
+    if (run_block()) continue;
+    message_ = error_;
+    return 1;
   }
-  return {};
+  return 0;
 }
 
 }  // namespace
 
-void set_order(Order order) { next_order = order; }
-void set_together(int blocks) { together = blocks; }
-
-int run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
-  std::atomic<int64_t> turns{0};
-  std::vector<std::string> found(static_cast<size_t>(together));
-  const Order order = next_order;
-  if (together == 1) {
-    found[0] = engine.run(grid, block, kernel, order, turns);
-  } else {
-    std::vector<std::thread> threads;
-    for (std::string& mine : found) {
-      threads.emplace_back([&] { mine = engine.run(grid, block, kernel, order, turns); });
-    }
-    for (std::thread& thread : threads) thread.join();
-  }
-  const std::lock_guard lock(message_mutex);
-  last_message.clear();
-  for (const std::string& mine : found) {
-    if (last_message.empty()) last_message = mine;
-  }
-  return last_message.empty() ? 0 : 1;
-}
-
-const char* message() { return last_message.c_str(); }
+void set_order(Order order) { engine.order_ = order; }
+int run(dim3 grid, dim3 block, const std::function<void()>& kernel) { return engine.run(grid, block, kernel); }
+const char* message() { return engine.message_.c_str(); }
 int thread_index() { return engine.current_->thread; }
 int64_t epoch() { return engine.epoch_; }
 int64_t block_number() { return engine.number_; }
 void barrier() { engine.wait(State::at_barrier); }
-const std::byte* gather(const void* give, size_t bytes) { return engine.gather(give, bytes); }
-void exchange(const void* give, void* take, size_t bytes, int source) {
-  std::memcpy(take, gather(give, bytes) + static_cast<size_t>(source) * kGiven, bytes);
-}
+void exchange(const void* give, void* take, size_t bytes, int source) { engine.exchange(give, take, bytes, source); }
 
 uint16_t bfloat16_bits(float x) {
   uint32_t bits;

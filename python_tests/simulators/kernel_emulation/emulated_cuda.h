@@ -1,7 +1,6 @@
 // CUDA as far as our kernels use it, on a CPU: every thread of a block is a fiber, so that barriers and shuffles work,
-// in an order that is the same every time. Blocks run one after the other, or several at once, each on a thread of the
-// system, whose order is not the same every time. What a GPU would answer with a wrong number is an error here: races
-// in shared memory, elements of it that nobody wrote or that do not exist, barriers and shuffles that not all reach.
+// in an order that is the same every time. What a GPU would answer with a wrong number is an error here: races in
+// shared memory, elements of it that nobody wrote or that do not exist, barriers and shuffles that not all reach.
 // Addresses outside an array are left to the address sanitizer.
 #pragma once
 
@@ -17,14 +16,14 @@
 #define __device__
 #define __host__
 #define __grid_constant__
-#define __launch_bounds__(...)
-#define RTP_SHARED(type, name, count) static thread_local emulation::SharedArray<type, count> name(#name)
+#define __launch_bounds__(most_threads)
+#define RTP_SHARED(type, name, count) static emulation::SharedArray<type, count> name(#name)
 
 struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-inline thread_local dim3 gridDim, blockDim, blockIdx, threadIdx;  // those of the fiber that runs
+inline dim3 gridDim, blockDim, blockIdx, threadIdx;  // those of the fiber that runs
 
 namespace emulation {
 
@@ -36,7 +35,6 @@ class Violation : public std::runtime_error {
 
 enum class Order { forward, backward };  // in which threads, and blocks, take their turns
 void set_order(Order order);
-void set_together(int blocks);  // how many run at once, of launches of the calling thread
 
 // Runs a launch. Returns 0, or 1 after a violation, which message() tells.
 int run(dim3 grid, dim3 block, const std::function<void()>& kernel);
@@ -49,10 +47,6 @@ int64_t epoch();  // grows with every barrier and every block
 void barrier();
 // Gives `bytes` (at most 8) to the lanes of the same warp, and takes what lane `source` gives.
 void exchange(const void* give, void* take, size_t bytes, int source);
-// Gives `bytes` (at most kGiven) to the lanes of the same warp. Returns what lane 0 gives; that of the next one follows
-// after kGiven bytes. Valid until the next exchange but one.
-constexpr size_t kGiven = 32;
-const std::byte* gather(const void* give, size_t bytes);
 
 // An array in shared memory that knows who read and wrote each element, and when.
 template <typename T, int kCount>
@@ -166,10 +160,6 @@ T __shfl_down_sync(unsigned mask, T value, int lanes) {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
-struct alignas(8) float2 {
-  float x, y;
-};
-inline float2 make_float2(float x, float y) { return {x, y}; }
 struct alignas(16) float4 {
   float x, y, z, w;
 };

@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 
 NAME = "rtp_simulated_cuda"
-SOURCES = ["graphs", "kernels", "modules", "nccl/nccl", "nccl/windows", "runtime", "transports"]
+SOURCES = ["graphs", "modules", "nccl/nccl", "nccl/windows", "runtime", "transports"]
 
 
 def include_folders() -> list[Path] | None:
@@ -53,7 +53,7 @@ def build() -> Path:
     generated.mkdir(parents=True, exist_ok=True)
     write_ce_mutants(ROOT / "csrc" / "transport" / "ce" / "ce.cpp", generated)
     flags = ["-DRTP_WITH_CUDA", *(f"-I{folder}" for folder in cuda)]
-    folders = [generated, HERE / "include", ROOT / "csrc", HERE, HERE.parent / "kernel_emulation"]
+    folders = [generated, HERE / "include", ROOT / "csrc", HERE]
     versions = [folder / header for folder in cuda for header in ("cuda.h", "nccl.h") if (folder / header).exists()]
     return compiled.build_module(NAME, [HERE / f"{source}.cpp" for source in SOURCES], flags, folders, versions)
 

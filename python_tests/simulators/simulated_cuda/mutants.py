@@ -36,29 +36,6 @@ CE_MUTANTS = {
         "      flags_->await(Channel::weight,",
     ),
 }
-# what shows where a kernel follows the hops
-FOLLOWING_MUTANTS = {
-    "fills a slot that the kernel still reads": (
-        """        await_free();
-        raise(Kind::credit, hop.from);
-""",
-        """        raise(Kind::credit, hop.from);
-        await_free();
-""",
-    ),
-    "tells the kernel of a shard before it has come": (
-        """        await(Kind::data, hop.from);
-        await_free();
-        pull(hop, stream, captured);
-""",
-        """        await(Kind::data, hop.from);
-        await_free();
-        if (hop.arrived != nullptr) flags_->raise(hop.arrived, stream);
-        pull(hop, stream, captured);
-""",
-    ),
-}
-ALL_CE_MUTANTS = {**CE_MUTANTS, **FOLLOWING_MUTANTS}
 ALSO = {  # the other half of a mistake with two
     "shares flags between weights and gradients": (
         "flags_->raise(hop.channel,",
@@ -81,7 +58,7 @@ def write_ce_mutants(source: Path, folder: Path) -> None:
     includes, body = text.split("namespace rtp {\n", 1)
     body = body[: body.index("std::optional<std::string> ce_refusal()")]
     parts = [includes]
-    for number, (name, change) in enumerate(ALL_CE_MUTANTS.items()):
+    for number, (name, change) in enumerate(CE_MUTANTS.items()):
         mutant = _replace(body, change)
         if name in ALSO:
             mutant = _replace(mutant, ALSO[name])
@@ -90,7 +67,7 @@ def write_ce_mutants(source: Path, folder: Path) -> None:
             "std::shared_ptr<CeTransport> make(const RingEnd& end, const std::string& id) {\n"
             f"  return std::make_shared<CopyEngineTransport>(end, id);\n}}\n}}  // namespace rtp::mutant_{number}\n"
         )
-    makers = ", ".join(f"rtp::mutant_{number}::make" for number in range(len(ALL_CE_MUTANTS)))
+    makers = ", ".join(f"rtp::mutant_{number}::make" for number in range(len(CE_MUTANTS)))
     parts.append(
         "std::shared_ptr<rtp::CeTransport> make_mutated_ce_transport(int mutant, const rtp::RingEnd& end,\n"
         "                                                            const std::string& id) {\n"

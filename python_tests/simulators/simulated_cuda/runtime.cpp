@@ -9,13 +9,8 @@
 #include <thread>
 #include <utility>
 
-#include "kernels/arriving/arriving_gemm.h"
 #include "kernels/delay.h"
 #include "simulator.h"
-
-namespace rtp {
-int run_arriving_gemm(ArrivingGemm gemm, int blocks, void* stream);  // kernels.cpp
-}
 
 namespace simulated {
 namespace {
@@ -370,16 +365,6 @@ void c10::cuda::setCurrentCUDAStream(CUDAStream stream) { choose_compute(stream.
 int rtp::launch_delay(int64_t microseconds, void* stream) {
   enqueue(static_cast<cudaStream_t>(stream),
           [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
-  return cudaSuccess;
-}
-
-int rtp::launch_arriving_gemm(ArrivingGemm gemm, int blocks, void* stream) {
-  called("cudaLaunchKernel");
-  enqueue(static_cast<cudaStream_t>(stream), [=] {
-    if (run_arriving_gemm(gemm, blocks, nullptr) == 0) return;
-    const std::lock_guard lock(world().mutex);
-    mistake("a kernel did what CUDA does not define");
-  });
   return cudaSuccess;
 }
 

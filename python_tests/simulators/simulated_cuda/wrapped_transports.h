@@ -153,7 +153,6 @@ class CountedTransport : public Transport {
   bool receives_anywhere() const override { return inner_->receives_anywhere(); }
   bool takes_graphs() const override { return inner_->takes_graphs(); }
   bool alone() const override { return inner_->alone(); }
-  Following* following() override { return inner_->following(); }
   void before_graph() override { inner_->before_graph(); }
   void after_graph(const std::string& operation, const Mark& end) override { inner_->after_graph(operation, end); }
   void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
