@@ -47,7 +47,7 @@ LinearShape = _C.LinearShape
 MlpResult = _C.MlpResult
 MlpShape = _C.MlpShape
 OperationSize = _C.OperationSize
-PeerNews = _C.PeerNews
+PeerStatus = _C.PeerStatus
 Projection = _C.Projection
 RotationOptions = _C.RotationOptions
 SLOT_CAP: int = _C.slot_cap  # bytes, where a ring is given none
@@ -108,7 +108,7 @@ def nccl_unique_id() -> bytes:
 
 
 def ring_end(rank: int, ranks: int, device: torch.device, timeout: Any, news: Any) -> Any:
-    """A rank of a ring over CUDA devices. `news`: a connected PeerNews, or None."""
+    """A rank of a ring over CUDA devices. `news`: a connected PeerStatus, or None."""
     return _C.RingEnd(rank, ranks, device, timeout, news)
 
 

@@ -19,11 +19,11 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
       trace_(transport_),
       hops_(transport_, trace_),
       prefetcher_(transport_, pool_, hops_, trace_, rank),
-      landings_(transport_, pool_, trace_) {}
+      deferred_(transport_, pool_, trace_) {}
 
 Executor::~Executor() {
   if (!alive()) return;
-  landings_.empty() ? transport_->drop() : transport_->abort("dropped while a gradient was under way");
+  deferred_.empty() ? transport_->drop() : transport_->abort("dropped while a gradient was under way");
 }
 
 const Schedule& Executor::schedule(ScheduleOptions options) {
@@ -46,7 +46,7 @@ const std::string& Executor::fail(const std::string& reason) noexcept {
   lanes().leave_aside();  // while something is captured, giving up may not ask how far streams are
   end_ = reason.empty() ? "unknown failure" : reason;
   transport_->abort(end_);
-  prefetcher_.forget(), landings_.forget();
+  prefetcher_.forget(), deferred_.forget();
   return trace_.recorder().fail(end_);
 }
 
@@ -58,9 +58,9 @@ void Executor::close() {
   transport_->close();
 }
 
-void Executor::land(const at::Tensor& gradient) {
+void Executor::finish_reduction(const at::Tensor& gradient) {
   check_alive("a gradient");
-  or_fail([&] { landings_.land(gradient); });
+  or_fail([&] { deferred_.finish(gradient); });
 }
 
 void Executor::set_trace(bool on) {
@@ -128,7 +128,7 @@ void Execution::adopt(Ahead ahead) {
 
 void Execution::lease_slots() {
   SlotPool& pool = executor_.pool();
-  if (schedule_.options.narrow) narrowing_.emplace(pool, executor_.lanes(), cargo(Channel::gradient));
+  if (schedule_.options.narrow) quantizer_.emplace(pool, executor_.lanes(), cargo(Channel::gradient));
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     auto& slots = slots_[static_cast<size_t>(channel)];
     for (int slot = static_cast<int>(slots.size()); slot < schedule_.slots(channel); ++slot) {
@@ -148,9 +148,9 @@ void Execution::give_back(std::shared_ptr<Slot>& slot, Channel channel) {
 }
 
 void Execution::return_slots() {
-  narrowing_.reset();
+  quantizer_.reset();
   give_back(staged_, Channel::weight);
-  widened_.give_back(executor_.pool());
+  dequantized_.give_back(executor_.pool());
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     give_back(whole_[static_cast<size_t>(channel)], channel);
     auto& slots = slots_[static_cast<size_t>(channel)];
@@ -242,13 +242,13 @@ std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half) co
 }
 
 std::vector<at::Tensor> Execution::weight() {
-  return widened_.of(executor_.pool(), weight_, views(current_->weight, current_->owner), *current_);
+  return dequantized_.of(executor_.pool(), weight_, views(current_->weight, current_->owner), *current_);
 }
 std::vector<at::Tensor> Execution::gradient_in() const {
   return views(current_->gradient_in, current_->owner, current_->half);
 }
 std::vector<at::Tensor> Execution::gradient_out() const {
-  if (narrowing_ && !current_->gradient_out.is_home()) return narrowing_->views(current_->owner);
+  if (quantizer_ && !current_->gradient_out.is_home()) return quantizer_->views(current_->owner);
   return views(current_->gradient_out, current_->owner, current_->half);
 }
 
@@ -262,8 +262,8 @@ const Step* Execution::next() {
       const Step& step = schedule_.steps[position_++];
       if (step.action == Action::hop) {
         hop(step);
-      } else if (schedule_.lands_late() && position_ == schedule_.steps.size()) {
-        land_later(step);
+      } else if (schedule_.defers_reduction() && position_ == schedule_.steps.size()) {
+        defer_reduction(step);
       } else if (step.action == Action::copy || step.action == Action::add) {
         copy_or_add(step);
       } else {
@@ -315,7 +315,7 @@ void Execution::before_compute(const Step& step) {
 
 void Execution::after_compute(const Step& step) {
   const bool leaves = step.action == Action::compute && step.compute == Compute::wgrad && !step.gradient_out.is_home();
-  if (narrowing_ && leaves) narrowing_->round(views(step.gradient_out, step.owner), step.owner);
+  if (quantizer_ && leaves) quantizer_->round(views(step.gradient_out, step.owner), step.owner);
   compute_range_.end();
   executor_.trace_.end_compute(std::exchange(computing_, nullptr), recorded_);
   Lanes& lanes = executor_.lanes();
@@ -360,15 +360,15 @@ void Execution::copy_or_add(const Step& step) {
   before_compute(step);
   auto from = views(step.send, step.send_owner, step.half);
   auto to = views(step.receive, step.receive_owner, step.half);
-  bring(executor_.lanes(), std::move(to), std::move(from), step.action == Action::add);
+  dequantize_into(executor_.lanes(), std::move(to), std::move(from), step.action == Action::add);
   after_compute(step);
 }
 
 // Leaves the last addition, and the slots that its hop uses, for after the pass.
-void Execution::land_later(const Step& step) {
+void Execution::defer_reduction(const Step& step) {
   auto arriving = views(step.send, step.send_owner), home = views(step.receive, step.receive_owner);
   auto& slots = slots_[static_cast<size_t>(Channel::gradient)];
-  executor_.landings_.add({std::exchange(slots, {}), std::move(arriving), std::move(home), traced_, position(), step});
+  executor_.deferred_.add({std::exchange(slots, {}), std::move(arriving), std::move(home), traced_, position(), step});
 }
 
 // Orders the compute lane after every hop, so that home tensors, outputs and slots are free for whoever comes next on
@@ -391,7 +391,7 @@ void Execution::end() {
   trace.end_pass(traced_, recorded_);
   executor_.last_ = lanes.mark_compute();
   return_slots();
-  executor_.landings_.end_pass();
+  executor_.deferred_.end_pass();
   range_.end();
   lanes_pass_.reset();
 }

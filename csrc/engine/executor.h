@@ -16,11 +16,11 @@
 
 #include "base/checks.h"
 #include "base/ranges.h"
-#include "engine/hops/landings.h"
-#include "engine/hops/narrowing.h"
+#include "engine/hops/deferred_reductions.h"
+#include "engine/hops/dequantized_weights.h"
+#include "engine/hops/gradient_quantizer.h"
 #include "engine/hops/slots.h"
 #include "engine/hops/trace.h"
-#include "engine/hops/widened.h"
 #include "engine/pass_graph.h"
 #include "engine/prefetch.h"
 #include "engine/results.h"
@@ -42,19 +42,19 @@ class Executor {
   SlotPool& pool() { return pool_; }
   Hops& hops() { return hops_; }
   Prefetcher& prefetcher() { return prefetcher_; }
-  Landings& landings() { return landings_; }
+  DeferredReductions& deferred_reductions() { return deferred_; }
   Trace& trace() { return trace_; }
   // Waits for hops that are under way between two passes: what was sent ahead, and gradients that have yet to land.
   void drain() {
-    or_fail([this] { landings_.drain(), prefetcher_.drain(); });
+    or_fail([this] { deferred_.drain(), prefetcher_.drain(); });
   }
   // What the passes that follow belong to. What a backward that failed has left lands before a forward.
   void enter(Context context) {
-    if (!context.backward) or_fail([this] { landings_.drain(); });
+    if (!context.backward) or_fail([this] { deferred_.drain(); });
     prefetcher_.enter(std::move(context));
   }
-  // Lands a gradient of a pass that did not wait for it: see Schedule::lands_late.
-  void land(const at::Tensor& gradient);
+  // Finishes the reduction of a gradient that its pass did not wait for: see Schedule::defers_reduction.
+  void finish_reduction(const at::Tensor& gradient);
   // Passes as graphs. Once fix_slots() was called, hops of a pass use the same slots whether it is enqueued step by
   // step or as a graph; nothing may then travel between passes, ahead or late.
   Results& results() { return results_; }
@@ -113,7 +113,7 @@ class Executor {
   Trace trace_;
   Hops hops_;
   Prefetcher prefetcher_;
-  Landings landings_;
+  DeferredReductions deferred_;
   Results results_;
   Hops::Counts before_aside_;
   std::map<ScheduleOptions, Schedule> schedules_;
@@ -171,7 +171,7 @@ class Execution {
   void after_compute(const Step& step);
   void hop(const Step& step);
   void copy_or_add(const Step& step);
-  void land_later(const Step& step);
+  void defer_reduction(const Step& step);
   void end();
   template <typename Action>
   auto guarded(Action&& action);
@@ -185,12 +185,12 @@ class Execution {
   std::array<std::vector<std::shared_ptr<Slot>>, 2> slots_;
   std::array<std::shared_ptr<Slot>, 2> whole_;  // of each channel, the slot that holds every shard
   std::shared_ptr<Slot> staged_;                // holds a copy of the home tensors, where one travels
-  std::optional<Narrowing> narrowing_;          // where contributions travel in fewer bits
-  Widened widened_;                             // and weights
+  std::optional<GradientQuantizer> quantizer_;  // where contributions travel in fewer bits
+  DequantizedWeights dequantized_;              // and weights
   std::map<Key, Usage> usage_;
-  Mark start_;                                        // of this pass on the caller's lane
-  Mark side_;                                         // the newest compute on lane 1
-  bool ahead_ = false;                                // the first hop was sent before this pass began
+  Mark start_;          // of this pass on the caller's lane
+  Mark side_;           // the newest compute on lane 1
+  bool ahead_ = false;  // the first hop was sent before this pass began
   size_t position_ = 0;
   const Step* current_ = nullptr;  // the compute that the caller is at
   bool ended_ = false;

@@ -104,7 +104,7 @@ void Prefetcher::send_ahead() {
   for (size_t part = 0; part < record.home.size(); ++part) {
     cargo.home.push_back(record.home[part].lock());
     alive = alive && cargo.home.back().defined();
-    cast = cast || record.home[part].dtype != record.parts[part].dtype || record.parts[part].narrow();
+    cast = cast || record.home[part].dtype != record.parts[part].dtype || record.parts[part].quantized();
   }
   // Memory that is gone is never asked for again, but its hop is due on every rank: any bytes will do.
   const bool stage = !alive || Travel{cast, transport.sends_anywhere()}.staged(true);

@@ -14,7 +14,7 @@
 #include "transport/composite/composite.h"
 #include "transport/emulated/emulated.h"
 #include "transport/nccl/nccl.h"
-#include "transport/nccl/peer_news.h"
+#include "transport/nccl/peer_status.h"
 #include "transport/nccl/put.h"
 #include "transport/shm/shm.h"
 #include "transport/tcp/socket.h"
@@ -73,16 +73,18 @@ void bind_transports(py::module_& m) {
   m.def("c10d_transport", &make_c10d_transport, py::arg("weight_group"), py::arg("gradient_group"), py::arg("device"),
         py::arg("timeout"));
   m.def("emulated_transport", &make_emulated_transport, py::arg("device"), py::arg("link") = py::none());
-  py::class_<PeerNews, std::shared_ptr<PeerNews>>(m, "PeerNews", "Failures that ranks of one host tell each other.")
+  py::class_<PeerStatus, std::shared_ptr<PeerStatus>>(m, "PeerStatus",
+                                                      "Failures that ranks of one host tell each other.")
       .def(py::init<int, int>(), py::arg("rank"), py::arg("ranks"))
-      .def("address", &PeerNews::address)
-      .def("connect", &PeerNews::connect, py::arg("addresses"));
+      .def("address", &PeerStatus::address)
+      .def("connect", &PeerStatus::connect, py::arg("addresses"));
 #ifdef RTP_WITH_CUDA
   m.attr("with_cuda") = true;
   py::class_<RingEnd>(m, "RingEnd", "A rank of a ring over CUDA devices.")
-      .def(py::init([](int rank, int ranks, at::Device device, std::chrono::milliseconds timeout,
-                       const std::shared_ptr<PeerNews>& news) { return RingEnd{rank, ranks, device, timeout, news}; }),
-           py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("timeout"), py::arg("news"));
+      .def(
+          py::init([](int rank, int ranks, at::Device device, std::chrono::milliseconds timeout,
+                      const std::shared_ptr<PeerStatus>& news) { return RingEnd{rank, ranks, device, timeout, news}; }),
+          py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("timeout"), py::arg("news"));
   py::class_<NcclOptions>(m, "NcclOptions")
       .def(py::init([](int min_ctas, int max_ctas, bool blocking, bool registered) {
              return NcclOptions{{min_ctas, max_ctas, blocking}, registered};
@@ -166,10 +168,10 @@ void bind_executor(py::module_& m) {
       .def(
           "prefetch", [](Executor& e, bool on) { e.prefetcher().enable(on); }, py::arg("on"))
       .def(
-          "allow_late", [](Executor& e, size_t passes) { e.landings().allow(passes); }, py::arg("passes"),
+          "allow_late", [](Executor& e, size_t passes) { e.deferred_reductions().allow(passes); }, py::arg("passes"),
           "How many gradients may land after the pass that they are of.")
-      .def("land", &Executor::land, py::arg("gradient"), py::call_guard<NoGil>())
-      .def("landed_late", [](Executor& e) { return e.landings().landed(); })
+      .def("land", &Executor::finish_reduction, py::arg("gradient"), py::call_guard<NoGil>())
+      .def("landed_late", [](Executor& e) { return e.deferred_reductions().finished(); })
       .def("prefetched", [](Executor& e) { return std::pair(e.prefetcher().sent(), e.prefetcher().used()); })
       .def(
           "set_delay", [](Executor& e, std::chrono::microseconds most) { e.hops().set_delay(most); }, py::arg("most"))

@@ -23,11 +23,11 @@ class Builder {
                     "schedule: expected shards that stay at home on route two-level, got in_place");
     if (chosen.in_place) chosen.route = Route::ring;                                   // the shard itself is handed on
     if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;  // a bundle works shard by shard
-    const bool straight = chosen.gradient_route == GradientRoute::direct && chosen.pass == Pass::backward &&
-                          chosen.wgrad && chosen.route != Route::gather && chosen.route != Route::two_level;
-    chosen.narrow = chosen.narrow && straight && ranks > 1;
+    const bool direct = chosen.gradient_route == GradientRoute::direct && chosen.pass == Pass::backward &&
+                        chosen.wgrad && chosen.route != Route::gather && chosen.route != Route::two_level;
+    chosen.narrow = chosen.narrow && direct && ranks > 1;
     // Of two ranks each sends the other one contribution either way, and the chain takes no addition.
-    chosen.gradient_route = straight && (ranks > 2 || chosen.narrow) ? GradientRoute::direct : GradientRoute::chain;
+    chosen.gradient_route = direct && (ranks > 2 || chosen.narrow) ? GradientRoute::direct : GradientRoute::chain;
     chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
                     chosen.route != Route::two_level && chosen.wgrad && chosen.gradient_route == GradientRoute::chain;
     chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.route != Route::gather;

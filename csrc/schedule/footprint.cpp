@@ -64,7 +64,7 @@ class Walk {
           const bool follows = round > 0 && index + 1 < phase.size() && phase[index + 1].sent_ahead();
           ahead = run(phase[index], follows ? &phase[index + 1] : nullptr, std::move(ahead));
         }
-        land_all_but(0);
+        finish_all_but(0);
       }
       if (round > 0 && left() == found) break;
     }
@@ -113,7 +113,7 @@ class Walk {
     pass.scratch = slot_bytes(operation, pieces, piece, all, [&](size_t part, int64_t numbers) {
                      return narrowed(part) ? numbers * step_.compute_bytes : 0;
                    }).value_or(0);
-    const Wire gradient = step_.straight() && step_.gradients_quantised ? Wire::int8 : Wire::plain;
+    const Wire gradient = step_.direct_gradients() && step_.gradients_quantised ? Wire::int8 : Wire::plain;
     if (!forward) {
       pass.gradient = slot_bytes(operation, pieces, piece, true, [&](size_t, int64_t numbers) {
         return wire_bytes(numbers, gradient, step_.reduce_bytes);
@@ -151,9 +151,9 @@ class Walk {
     if (staged && !held.staged) held.staged = weights_.lease(bytes, Sizes{});
   }
 
-  void land_all_but(int most) {
-    for (; static_cast<int>(landing_.size()) > most; landing_.pop_front()) {
-      for (const int64_t slot : landing_.front()) gradients_.give_back(slot);
+  void finish_all_but(int most) {
+    for (; static_cast<int>(deferred_.size()) > most; deferred_.pop_front()) {
+      for (const int64_t slot : deferred_.front()) gradients_.give_back(slot);
     }
   }
 
@@ -183,12 +183,12 @@ class Walk {
     if (scratch) scratch_.give_back(*scratch);
     if (held.staged) weights_.give_back(*held.staged);
     for (const int64_t slot : held.slots) weights_.give_back(slot);
-    if (pass.schedule->lands_late()) {
-      landing_.push_back(std::move(gradients));
+    if (pass.schedule->defers_reduction()) {
+      deferred_.push_back(std::move(gradients));
     } else {
       for (const int64_t slot : gradients) gradients_.give_back(slot);
     }
-    land_all_but(step_.late);
+    finish_all_but(step_.late);
     return ahead;
   }
 
@@ -196,7 +196,7 @@ class Walk {
   std::map<ScheduleOptions, Schedule> schedules_;
   std::vector<PassSize> passes_[2];
   SlotLedger<int64_t> weights_, gradients_, scratch_;
-  std::deque<std::vector<int64_t>> landing_;  // slots of passes whose gradients have yet to land
+  std::deque<std::vector<int64_t>> deferred_;  // slots of passes whose gradients have yet to be reduced
 };
 
 }  // namespace

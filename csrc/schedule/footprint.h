@@ -186,9 +186,9 @@ struct StepSize {
   bool gradients_quantised = false;
   Wire wire = Wire::plain;  // of weights
 
-  bool straight() const { return gradient_route == GradientRoute::direct; }
-  bool narrow() const { return straight() && (gradients_quantised || reduce_bytes < sum_bytes); }
-  int64_t widest() const { return std::max({compute_bytes, reduce_bytes, straight() ? sum_bytes : 0}); }
+  bool direct_gradients() const { return gradient_route == GradientRoute::direct; }
+  bool narrow() const { return direct_gradients() && (gradients_quantised || reduce_bytes < sum_bytes); }
+  int64_t widest() const { return std::max({compute_bytes, reduce_bytes, direct_gradients() ? sum_bytes : 0}); }
 };
 
 // What the pools of a ring hold once steps of these operations repeat. `free`: bytes of every slot at the end of a

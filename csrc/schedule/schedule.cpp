@@ -4,7 +4,7 @@
 
 #include "base/checks.h"
 #include "schedule/builder.h"
-#include "schedule/straight.h"
+#include "schedule/direct_gradients.h"
 #include "schedule/two_level.h"
 
 namespace rtp {
@@ -113,10 +113,10 @@ void build_backward(Builder& builder) {
   const int ranks = builder.ranks();
   const ScheduleOptions& options = builder.options();
   WeightJourney weights(builder, +1);
-  std::optional<StraightGradients> straight;
+  std::optional<DirectGradients> direct;
   std::vector<GradientJourney> gradients;
   if (options.gradient_route == GradientRoute::direct) {
-    straight.emplace(builder);
+    direct.emplace(builder);
   } else if (options.wgrad && !options.halves) {
     gradients.emplace_back(builder, Half::whole);
   } else if (options.wgrad) {
@@ -129,7 +129,7 @@ void build_backward(Builder& builder) {
     builder.compute(Compute::dgrad, weights.owner(0), weights.buffer(0));
   }
   for (int s = 1; s <= ranks; ++s) {
-    if (straight) straight->compute(s);
+    if (direct) direct->compute(s);
     for (GradientJourney& gradient : gradients) {
       gradient.compute(s);
       gradient.post(s);
@@ -140,7 +140,7 @@ void build_backward(Builder& builder) {
     }
   }
   if (options.dgrad) weights.settle();
-  if (straight) straight->land();
+  if (direct) direct->land();
   for (GradientJourney& gradient : gradients) gradient.land();
 }
 
@@ -152,8 +152,8 @@ void build_bundle_backward(Builder& builder) {
   const Buffer home{Channel::gradient, Buffer::kHome};
   const bool wgrad = builder.options().wgrad;
   WeightJourney weights(builder, +1);
-  std::optional<StraightGradients> straight;
-  if (builder.options().gradient_route == GradientRoute::direct) straight.emplace(builder);
+  std::optional<DirectGradients> direct;
+  if (builder.options().gradient_route == GradientRoute::direct) direct.emplace(builder);
 
   weights.post(0);
   builder.compute(Compute::dgrad, weights.owner(0), weights.buffer(0));
@@ -161,19 +161,19 @@ void build_bundle_backward(Builder& builder) {
   for (int s = 1; s < ranks; ++s) {
     weights.post(s);
     builder.compute(Compute::dgrad, weights.owner(s), weights.buffer(s));
-    if (straight) straight->compute(s, weights.buffer(s));
-    if (!wgrad || straight) continue;
+    if (direct) direct->compute(s, weights.buffer(s));
+    if (!wgrad || direct) continue;
     const Buffer out = partial.exists() ? partial : builder.slot(Channel::gradient, 0);
     builder.compute(Compute::wgrad, builder.at(s), weights.buffer(s), partial, out);
     partial = builder.slot(Channel::gradient, s % 2);
     builder.hop(Channel::gradient, builder.at(-1), builder.at(1), builder.at(s), builder.at(s + 1), out, partial);
   }
   weights.settle();
-  if (straight) {
-    straight->compute(ranks, weights.buffer(0));
-    straight->land();
+  if (direct) {
+    direct->compute(ranks, weights.buffer(0));
+    direct->land();
   }
-  if (!wgrad || straight) return;
+  if (!wgrad || direct) return;
   builder.compute(Compute::wgrad, builder.at(0), weights.buffer(0), kNoBuffer, home);
   if (partial.exists()) builder.local(Action::add, Channel::gradient, builder.at(0), partial, home);
 }

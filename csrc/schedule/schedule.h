@@ -149,7 +149,7 @@ struct Schedule {
 
   // The gradient that arrives last is added to the home tensor by the last step, which nothing in the pass waits for:
   // it may run after the pass.
-  bool lands_late() const { return options.late && gradient_hops > 0; }
+  bool defers_reduction() const { return options.late && gradient_hops > 0; }
 
   int slots(Channel channel) const { return channel == Channel::weight ? weight_slots : gradient_slots; }
   int hops(Channel channel) const { return channel == Channel::weight ? weight_hops : gradient_hops; }

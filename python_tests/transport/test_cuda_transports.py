@@ -212,7 +212,7 @@ def test_a_failure_reaches_every_rank(sim, kind, fault):
 
 
 def connected_news(ranks):
-    news = [_native.PeerNews(rank, ranks) for rank in range(ranks)]
+    news = [_native.PeerStatus(rank, ranks) for rank in range(ranks)]
     addresses = [one.address() for one in news]
     assert [one.connect(addresses) for one in news] == [ranks - 1] * ranks
     return news
@@ -235,11 +235,11 @@ def test_a_process_that_ends_is_noticed(sim):
     child = os.fork()
     if child == 0:
         os.close(told_to_leave)
-        news = _native.PeerNews(1, 2)
+        news = _native.PeerStatus(1, 2)
         os.write(told_address, news.address().encode())
         os.read(leave, 1)
         os._exit(0)
-    news = _native.PeerNews(0, 2)
+    news = _native.PeerStatus(0, 2)
     assert news.connect([news.address(), os.read(address, 200).decode()]) == 1
     it_ends = threading.Barrier(2, action=lambda: os.close(told_to_leave))
     arguments = (sim, "nccl", unique_ids(sim, "nccl"), 2, timedelta(seconds=100), "leaves", it_ends)

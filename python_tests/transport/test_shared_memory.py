@@ -88,7 +88,7 @@ def test_a_place_that_is_not_there_is_refused(lie):
 
 
 def test_memory_is_private_and_keeps_its_size():
-    transport, news = _native.ShmTransport(0, 2, TIMEOUT), _native.PeerNews(0, 2)
+    transport, news = _native.ShmTransport(0, 2, TIMEOUT), _native.PeerStatus(0, 2)
     for address in (transport.address(), news.address()):
         fd = _descriptor(address)
         assert os.fstat(fd).st_mode & 0o777 == 0o600
@@ -133,7 +133,7 @@ def test_addresses_that_are_none_and_places_out_of_reach(tmp_path):
     for text, reason in refused.items():
         with pytest.raises(RotationError, match=reason):
             _native.ShmTransport(0, 2, TIMEOUT).connect([mine.address(), text])
-        news = _native.PeerNews(0, 2)
+        news = _native.PeerStatus(0, 2)
         assert news.connect([news.address(), text]) == 0
     for fd in (unsealed, small, file):
         os.close(fd)

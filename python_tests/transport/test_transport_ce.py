@@ -127,7 +127,7 @@ def test_a_mistake_in_the_protocol_is_caught(sim, mutant):
 
 
 def connected_news(ranks):
-    news = [_native.PeerNews(rank, ranks) for rank in range(ranks)]
+    news = [_native.PeerStatus(rank, ranks) for rank in range(ranks)]
     for one in news:
         assert one.connect([other.address() for other in news]) == ranks - 1
     return news

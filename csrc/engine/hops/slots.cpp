@@ -73,10 +73,10 @@ struct OwnMemory {
 
 int64_t Part::elements(int owner) const { return product(shapes[owner]); }
 
-bool Part::narrow() const { return narrows(wire, static_cast<int64_t>(c10::elementSize(dtype))); }
+bool Part::quantized() const { return narrows(wire, static_cast<int64_t>(c10::elementSize(dtype))); }
 
 at::ScalarType Part::wire_dtype() const {
-  if (!narrow()) return dtype;
+  if (!quantized()) return dtype;
   return wire == Wire::int8 ? at::kByte : at::kBFloat16;
 }
 
@@ -88,8 +88,8 @@ int64_t Part::bytes(int owner) const {
   return wire_bytes(elements(owner), wire, static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
-int64_t Part::widened_bytes(int owner) const {
-  return narrow() ? elements(owner) * static_cast<int64_t>(c10::elementSize(dtype)) : 0;
+int64_t Part::dequantized_bytes(int owner) const {
+  return quantized() ? elements(owner) * static_cast<int64_t>(c10::elementSize(dtype)) : 0;
 }
 
 int64_t Part::whole_bytes() const {
@@ -118,14 +118,14 @@ int64_t Cargo::whole_offset(int owner, size_t part) const {
 
 int64_t Cargo::whole_bytes() const { return whole_offset(0, parts.size()); }
 
-int64_t Cargo::widened_offset(int owner, size_t part) const {
-  return packed_bytes(part, [&](size_t before) { return parts[before].widened_bytes(owner); });
+int64_t Cargo::dequantized_offset(int owner, size_t part) const {
+  return packed_bytes(part, [&](size_t before) { return parts[before].dequantized_bytes(owner); });
 }
 
-int64_t Cargo::widened_bytes() const {
+int64_t Cargo::dequantized_bytes() const {
   int64_t most = 0;
   for (size_t owner = 0; owner < parts.front().shapes.size(); ++owner) {
-    most = std::max(most, widened_offset(static_cast<int>(owner), parts.size()));
+    most = std::max(most, dequantized_offset(static_cast<int>(owner), parts.size()));
   }
   return most;
 }
@@ -135,9 +135,10 @@ at::Tensor Cargo::in_slot(const at::Tensor& memory, int owner, size_t part) cons
   return view_of(memory, offset(owner, part), layout.bytes(owner), layout.wire_dtype(), layout.wire_shape(owner));
 }
 
-at::Tensor Cargo::widened(const at::Tensor& place, int owner, size_t part) const {
+at::Tensor Cargo::dequantized(const at::Tensor& place, int owner, size_t part) const {
   const Part& layout = parts[part];
-  return view_of(place, widened_offset(owner, part), layout.widened_bytes(owner), layout.dtype, layout.shapes[owner]);
+  return view_of(place, dequantized_offset(owner, part), layout.dequantized_bytes(owner), layout.dtype,
+                 layout.shapes[owner]);
 }
 
 at::Tensor Cargo::in_whole(const at::Tensor& memory, int owner, size_t part) const {
@@ -178,7 +179,7 @@ void Cargo::stage(Lanes& lanes, const at::Tensor& memory, int rank) {
 
 bool Cargo::cast() const {
   for (size_t part = 0; part < parts.size(); ++part) {
-    if (home[part].scalar_type() != parts[part].dtype || parts[part].narrow()) return true;
+    if (home[part].scalar_type() != parts[part].dtype || parts[part].quantized()) return true;
   }
   return false;
 }

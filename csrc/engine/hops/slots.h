@@ -24,14 +24,14 @@ struct Part {
   Wire wire = Wire::plain;
 
   int64_t elements(int owner) const;
-  bool narrow() const;  // whether it travels in fewer bits
+  bool quantized() const;  // whether it travels in fewer bits
   // While it travels: a tensor of this dtype and shape, flat bytes where they hold scales too.
   at::ScalarType wire_dtype() const;
   std::vector<int64_t> wire_shape(int owner) const;
   int64_t bytes(int owner) const;
   int64_t whole_bytes() const;
   // Of what is widened, in a place for that: nothing where it travels as it is computed with.
-  int64_t widened_bytes(int owner) const;
+  int64_t dequantized_bytes(int owner) const;
 };
 
 // Tensors that travel together, and this rank's own ones. In a slot the parts of one shard lie one after the other; in
@@ -44,8 +44,8 @@ struct Cargo {
   int64_t slot_bytes() const;                    // of a slot that any owner's shard fits into
   int64_t whole_offset(int owner, size_t part) const;
   int64_t whole_bytes() const;
-  int64_t widened_offset(int owner, size_t part) const;  // in a place where what travels narrow is widened
-  int64_t widened_bytes() const;
+  int64_t dequantized_offset(int owner, size_t part) const;  // in a place where what travels narrow is widened
+  int64_t dequantized_bytes() const;
 
   // As they travel.
   at::Tensor in_slot(const at::Tensor& memory, int owner, size_t part) const;
@@ -53,7 +53,7 @@ struct Cargo {
   // A home tensor, seen as the shard of `owner` while that passes through it.
   at::Tensor at_home(int owner, int rank, size_t part) const;
   // As it is computed with, in a place for what is widened.
-  at::Tensor widened(const at::Tensor& place, int owner, size_t part) const;
+  at::Tensor dequantized(const at::Tensor& place, int owner, size_t part) const;
 
   // Copies the home tensors into `memory`, laid out as in a slot, cast or quantised, and lets the copies take their
   // place. What is undefined is not copied.

@@ -10,7 +10,7 @@
 
 #include "device/nccl/communicators.h"
 #include "transport/cuda_transport.h"
-#include "transport/nccl/peer_news.h"
+#include "transport/nccl/peer_status.h"
 #include "transport/nccl/watchdog.h"
 
 namespace rtp {
@@ -21,7 +21,7 @@ struct RingEnd {
   int ranks = 1;
   at::Device device;
   std::chrono::milliseconds timeout;
-  std::shared_ptr<PeerNews> news;  // null: failures of other ranks are noticed by the timeout
+  std::shared_ptr<PeerStatus> news;  // null: failures of other ranks are noticed by the timeout
 };
 
 // A derived class calls try_out() and start() last in its constructor and stop() first in its destructor: its functions

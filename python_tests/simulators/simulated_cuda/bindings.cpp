@@ -19,7 +19,7 @@ using NoGil = py::gil_scoped_release;
 
 using Milliseconds = std::chrono::milliseconds;
 
-using News = std::shared_ptr<PeerNews>;
+using News = std::shared_ptr<PeerStatus>;
 
 RingEnd ring_end(int rank, int ranks, Milliseconds timeout, const News& news) {
   return {rank, ranks, at::Device(at::kCPU, 0), timeout, news};

@@ -40,7 +40,7 @@ void bind_ce(pybind11::module_& m) {
   m.def(
       "ce",
       [](const std::string& id, int rank, int ranks, std::chrono::milliseconds timeout,
-         const std::shared_ptr<PeerNews>& news, int mutant) -> std::shared_ptr<Transport> {
+         const std::shared_ptr<PeerStatus>& news, int mutant) -> std::shared_ptr<Transport> {
         const NoGil release;
         const RingEnd end{rank, ranks, at::Device(at::kCPU, 0), timeout, news};
         return mutant < 0 ? make_ce_transport(end, id) : make_mutated_ce_transport(mutant, end, id);

@@ -247,7 +247,7 @@ def _ring_end(ring: Groups) -> Any:
     """This rank's end of a ring, connected to the news of the others. Collective."""
     news, address, problem = None, "", None
     try:
-        news = _native.PeerNews(ring.rank, ring.size)
+        news = _native.PeerStatus(ring.rank, ring.size)
         address = news.address()
     except RotationError as error:
         problem = str(error)

@@ -10,9 +10,9 @@
 
 namespace rtp {
 
-class PeerNews {
+class PeerStatus {
  public:
-  PeerNews(int rank, int ranks);
+  PeerStatus(int rank, int ranks);
 
   // What the other ranks need to look here.
   std::string address() const;

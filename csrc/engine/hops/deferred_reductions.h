@@ -14,7 +14,7 @@
 
 namespace rtp {
 
-struct Landing {
+struct DeferredReduction {
   std::vector<std::shared_ptr<Slot>> slots;  // of the pass: one that it arrives in, and one that it may be leaving
   std::vector<at::Tensor> arriving, home;
   PassHandle traced;
@@ -22,34 +22,34 @@ struct Landing {
   Step step;
 };
 
-class Landings {
+class DeferredReductions {
  public:
-  Landings(std::shared_ptr<Transport> transport, SlotPool& pool, Trace& trace)
+  DeferredReductions(std::shared_ptr<Transport> transport, SlotPool& pool, Trace& trace)
       : transport_(std::move(transport)), pool_(pool), trace_(trace) {}
 
-  // How many may be left at the end of a pass. They land in the order in which they were added.
+  // How many may be left at the end of a pass. They finish in the order in which they were added.
   void allow(size_t passes) { allowed_ = passes; }
-  void add(Landing landing) { landings_.push_back(std::move(landing)); }
-  void end_pass() { land_all_but(allowed_); }
-  void drain() { land_all_but(0); }
-  // Lands `gradient`, and what was added before it; nothing where it has landed.
-  void land(const at::Tensor& gradient);
+  void add(DeferredReduction reduction) { deferred_.push_back(std::move(reduction)); }
+  void end_pass() { finish_all_but(allowed_); }
+  void drain() { finish_all_but(0); }
+  // Finishes the reduction of `gradient`, and those added before it; does nothing where it has finished.
+  void finish(const at::Tensor& gradient);
   // Without waiting, for a ring that has failed.
-  void forget() { landings_.clear(); }
+  void forget() { deferred_.clear(); }
 
-  bool empty() const { return landings_.empty(); }
-  int64_t landed() const { return landed_; }  // ever
+  bool empty() const { return deferred_.empty(); }
+  int64_t finished() const { return finished_; }  // ever
 
  private:
-  void land_all_but(size_t most);
-  void land_next();
+  void finish_all_but(size_t most);
+  void finish_next();
 
   std::shared_ptr<Transport> transport_;
   SlotPool& pool_;
   Trace& trace_;
-  std::deque<Landing> landings_;
+  std::deque<DeferredReduction> deferred_;
   size_t allowed_ = 0;
-  int64_t landed_ = 0;
+  int64_t finished_ = 0;
 };
 
 }  // namespace rtp

@@ -1,4 +1,4 @@
-#include "engine/hops/narrowing.h"
+#include "engine/hops/gradient_quantizer.h"
 
 #include "base/checks.h"
 #include "compute/pack.h"
@@ -11,7 +11,7 @@ bool quantised(const at::Tensor& travelling, const at::Tensor& wide) {
   return travelling.scalar_type() == at::kByte && wide.scalar_type() != at::kByte;
 }
 
-void bring(const at::Tensor& to, const at::Tensor& from, bool add) {
+void dequantize_into(const at::Tensor& to, const at::Tensor& from, bool add) {
   if (quantised(from, to)) {
     add ? dequantise_add(to, from) : dequantise(to, from);
   } else if (add) {
@@ -23,13 +23,14 @@ void bring(const at::Tensor& to, const at::Tensor& from, bool add) {
 
 }  // namespace
 
-void bring(Lanes& lanes, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add) {
+void dequantize_into(Lanes& lanes, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add) {
   lanes.on_compute([to = std::move(to), from = std::move(from), add] {
-    for (size_t part = 0; part < from.size(); ++part) bring(to[part], from[part], add);
+    for (size_t part = 0; part < from.size(); ++part) dequantize_into(to[part], from[part], add);
   });
 }
 
-Narrowing::Narrowing(SlotPool& pool, Lanes& lanes, const Cargo& gradient) : pool_(pool), wide_(gradient) {
+GradientQuantizer::GradientQuantizer(SlotPool& pool, Lanes& lanes, const Cargo& gradient)
+    : pool_(pool), wide_(gradient) {
   for (size_t part = 0; part < wide_.parts.size(); ++part) {
     Part& each = wide_.parts[part];
     const at::ScalarType home = wide_.home[part].scalar_type();
@@ -42,13 +43,13 @@ Narrowing::Narrowing(SlotPool& pool, Lanes& lanes, const Cargo& gradient) : pool
   slot_->usage.settle(lanes);
 }
 
-std::vector<at::Tensor> Narrowing::views(int owner) const {
+std::vector<at::Tensor> GradientQuantizer::views(int owner) const {
   std::vector<at::Tensor> views;
   for (size_t part = 0; part < wide_.parts.size(); ++part) views.push_back(wide_.in_slot(slot_->memory, owner, part));
   return views;
 }
 
-void Narrowing::round(const std::vector<at::Tensor>& travelling, int owner) const {
+void GradientQuantizer::round(const std::vector<at::Tensor>& travelling, int owner) const {
   const std::vector<at::Tensor> sums = views(owner);
   std::vector<PackItem> items;
   for (size_t part = 0; part < sums.size(); ++part) {

@@ -11,17 +11,17 @@
 namespace rtp {
 
 // Brings what has arrived to tensors, in whatever bits it came: overwrites them, or adds to them.
-void bring(Lanes& lanes, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add);
+void dequantize_into(Lanes& lanes, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add);
 
 // What a pass computes its contributions in: one slot, as wide as the gradient at home. Every wgrad sums in it, and
 // what it has summed is rounded once, on its way to the slot that it leaves from. Only computes of one lane touch it.
-class Narrowing {
+class GradientQuantizer {
  public:
   // `gradient`: its home tensors have more bits than its parts.
-  Narrowing(SlotPool& pool, Lanes& lanes, const Cargo& gradient);
-  Narrowing(const Narrowing&) = delete;
-  Narrowing& operator=(const Narrowing&) = delete;
-  ~Narrowing() { pool_.give_back(Channel::gradient, std::move(slot_)); }
+  GradientQuantizer(SlotPool& pool, Lanes& lanes, const Cargo& gradient);
+  GradientQuantizer(const GradientQuantizer&) = delete;
+  GradientQuantizer& operator=(const GradientQuantizer&) = delete;
+  ~GradientQuantizer() { pool_.give_back(Channel::gradient, std::move(slot_)); }
 
   std::vector<at::Tensor> views(int owner) const;
   // Rounds the contribution to the gradient of `owner` into its travelling form.

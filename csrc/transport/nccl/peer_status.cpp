@@ -1,4 +1,4 @@
-#include "transport/nccl/peer_news.h"
+#include "transport/nccl/peer_status.h"
 
 #include <algorithm>
 #include <atomic>
@@ -21,14 +21,14 @@ Page& page(const SharedMemory& memory) { return *reinterpret_cast<Page*>(memory.
 
 }  // namespace
 
-PeerNews::PeerNews(int rank, int ranks) : rank_(rank), ranks_(ranks), own_(sizeof(Page)) {
+PeerStatus::PeerStatus(int rank, int ranks) : rank_(rank), ranks_(ranks), own_(sizeof(Page)) {
   std::random_device random;
   page(own_).nonce = (static_cast<uint64_t>(random()) << 32) | random();
 }
 
-std::string PeerNews::address() const { return MemoryAddress(own_, page(own_).nonce).text(); }
+std::string PeerStatus::address() const { return MemoryAddress(own_, page(own_).nonce).text(); }
 
-int PeerNews::connect(const std::vector<std::string>& addresses) {
+int PeerStatus::connect(const std::vector<std::string>& addresses) {
   RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "peer news: expected ", ranks_, " addresses, got ",
                   addresses.size());
   peers_ = std::vector<Peer>(addresses.size());
@@ -48,7 +48,7 @@ int PeerNews::connect(const std::vector<std::string>& addresses) {
   return heard;
 }
 
-void PeerNews::tell(const std::string& reason) noexcept {
+void PeerStatus::tell(const std::string& reason) noexcept {
   Page& mine = page(own_);
   if (mine.failed.load(std::memory_order_acquire) != 0) return;
   const size_t length = std::min(reason.size(), sizeof(mine.reason) - 1);
@@ -57,7 +57,7 @@ void PeerNews::tell(const std::string& reason) noexcept {
   mine.failed.store(1, std::memory_order_release);
 }
 
-std::optional<std::string> PeerNews::heard() const {
+std::optional<std::string> PeerStatus::heard() const {
   for (size_t peer = 0; peer < peers_.size(); ++peer) {
     const SharedMemory& memory = peers_[peer].page;
     if (memory.data() == nullptr || page(memory).failed.load(std::memory_order_acquire) == 0) continue;
@@ -68,7 +68,7 @@ std::optional<std::string> PeerNews::heard() const {
   return std::nullopt;
 }
 
-std::optional<int> PeerNews::ended(const std::vector<int>& peers) const {
+std::optional<int> PeerStatus::ended(const std::vector<int>& peers) const {
   for (const int peer : peers) {
     if (peer < static_cast<int>(peers_.size()) && peers_[peer].watch.ended()) return peer;
   }

@@ -1,8 +1,8 @@
-#include "schedule/straight.h"
+#include "schedule/direct_gradients.h"
 
 namespace rtp {
 
-void StraightGradients::compute(int s, Buffer weight) {
+void DirectGradients::compute(int s, Buffer weight) {
   const bool last = s == builder_.ranks();
   builder_.compute(Compute::wgrad, builder_.at(s), weight, last && started_ ? home() : kNoBuffer,
                    last ? home() : leaving(s));
@@ -15,7 +15,7 @@ void StraightGradients::compute(int s, Buffer weight) {
                arriving());
 }
 
-void StraightGradients::land() {
+void DirectGradients::land() {
   // Beside the wgrads, so that no dgrad waits for a hop.
   const int lane = builder_.options().two_lanes ? 1 : 0;
   builder_.local(started_ ? Action::add : Action::copy, Channel::gradient, builder_.at(0), arriving(), home(), lane);

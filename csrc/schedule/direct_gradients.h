@@ -1,4 +1,4 @@
-// Gradients that go straight to their owners.
+// Gradients by direct reduction: every rank sends its contribution to the owner, without a travelling partial sum.
 #pragma once
 
 #include "schedule/builder.h"
@@ -11,9 +11,9 @@ namespace rtp {
 // rank r - s contributes to the one at home arrives. Hops stay paired: there is one slot to receive in, so that a slow
 // owner holds up those who send to it. It is emptied under the next wgrad, and the last hop hides under that of the
 // shard at home: home is written by what arrived first, and then added to, in an order that is always the same.
-class StraightGradients {
+class DirectGradients {
  public:
-  explicit StraightGradients(Builder& builder) : builder_(builder) {}
+  explicit DirectGradients(Builder& builder) : builder_(builder) {}
 
   // Computes this rank's part of the gradient of shard r + s, 1 <= s <= R, and sends it to its owner. `weight`: what
   // the wgrad of a bundle reads.

@@ -13,7 +13,7 @@
 namespace rtp {
 
 // Of one pass: a place for each lane that computes with weights, which holds one shard at a time.
-class Widened {
+class DequantizedWeights {
  public:
   // The shard that `step` computes with, of what arrived: the same tensors where they travel as they are computed with.
   // Widens on the current lane, the step's; what it returned there for another owner is overwritten.

@@ -1,0 +1,45 @@
+#include "engine/hops/deferred_reductions.h"
+
+#include <algorithm>
+
+#include "base/checks.h"
+#include "base/ranges.h"
+#include "engine/hops/gradient_quantizer.h"
+
+namespace rtp {
+
+void DeferredReductions::finish(const at::Tensor& gradient) {
+  const auto found = std::find_if(deferred_.begin(), deferred_.end(), [&](const DeferredReduction& reduction) {
+    return std::any_of(reduction.home.begin(), reduction.home.end(),
+                       [&](const at::Tensor& home) { return home.is_alias_of(gradient); });
+  });
+  if (found != deferred_.end()) finish_all_but(static_cast<size_t>(deferred_.end() - found) - 1);
+}
+
+void DeferredReductions::finish_all_but(size_t most) {
+  while (deferred_.size() > most) finish_next();
+}
+
+// It stays the first of the list until it has finished: where its hop fails, the memory that the hop fills must outlive
+// the transport's giving up.
+void DeferredReductions::finish_next() {
+  const DeferredReduction& reduction = deferred_.front();
+  Lanes& lanes = transport_->lanes();
+  const EventHandle waiting = trace_.begin(reduction.traced, TraceKind::wait, reduction.position, Lane::compute,
+                                           "wait: " + label(reduction.step));
+  Range range([&] { return concat("wait: ", label(reduction.step)); });
+  for (const auto& slot : reduction.slots) slot->usage.settle(lanes);
+  range.end();
+  trace_.end(waiting);
+  const EventHandle adding = trace_.begin(reduction.traced, reduction.position, reduction.step);
+  dequantize_into(lanes, reduction.home, reduction.arriving, true);
+  trace_.end(adding);
+  for (const auto& slot : reduction.slots) {
+    slot->usage.enter_read(lanes.mark_compute());
+    pool_.give_back(Channel::gradient, slot);
+  }
+  deferred_.pop_front();
+  ++finished_;
+}
+
+}  // namespace rtp

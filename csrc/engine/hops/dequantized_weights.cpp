@@ -1,0 +1,43 @@
+#include "engine/hops/dequantized_weights.h"
+
+#include <utility>
+
+#include "compute/quantise.h"
+
+namespace rtp {
+
+namespace {
+
+void dequantize_weight(const at::Tensor& to, const at::Tensor& from, Wire wire) {
+  if (wire == Wire::int8) {
+    dequantise(to, from);
+  } else {
+    to.copy_(from);
+  }
+}
+
+}  // namespace
+
+std::vector<at::Tensor> DequantizedWeights::of(SlotPool& pool, const std::optional<Cargo>& cargo,
+                                               std::vector<at::Tensor> arrived, const Step& step) {
+  const int64_t bytes = arrived.empty() ? 0 : cargo->dequantized_bytes();
+  if (bytes == 0) return arrived;
+  Place& place = places_[static_cast<size_t>(step.lane)];
+  if (!place.slot) place.slot = pool.lease_scratch(bytes);
+  const bool known = std::exchange(place.owner, step.owner) == step.owner;
+  for (size_t part = 0; part < arrived.size(); ++part) {
+    if (!cargo->parts[part].quantized()) continue;
+    const at::Tensor wide = cargo->dequantized(place.slot->memory, step.owner, part);
+    if (!known) dequantize_weight(wide, arrived[part], cargo->parts[part].wire);
+    arrived[part] = wide;
+  }
+  return arrived;
+}
+
+void DequantizedWeights::give_back(SlotPool& pool) {
+  for (Place& place : places_) {
+    if (place.slot) pool.give_back_scratch(std::exchange(place, {}).slot);
+  }
+}
+
+}  // namespace rtp
