@@ -1,9 +1,9 @@
 """Policies by which replicas train apart and act together after steps of the optimizer.
 
 Gradients stay those of a replica: the mean over its ring. So do their norms: clip_grad_norm_ clips every replica by
-the norm of its own gradients, as n workers would. After each step the policy does with the shards what the algorithm does with whole
-models. Mixing over replicas commutes with cutting over a ring: what happens to a shard is what would happen to that
-part of the model.
+the norm of its own gradients, as n workers would. After each step the policy does with the
+shards what the algorithm does with whole models. Mixing over replicas commutes with cutting over a ring: what happens
+to a shard is what would happen to that part of the model.
 
 Replicas differ from then on, so that parameters, and with them gradients and the optimizer's state, are DTensors on the
 mesh of their ring alone. On the mesh of all replicas they would have to be Replicate(), and torch, which takes what is
@@ -26,10 +26,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from rtp_ext.outer.apart.guards import Guard, mixture
+from rtp_ext.outer.apart.guards import Guard, mixture, refuse_unattached
 from rtp_ext.outer.apart.layered import flattened, lay_on_ring, layered, own_layer
 from rtp_ext.outer.apart.means import Means, written
 from rtp_ext.outer.apart.optimizers import beside_shards, leaves, refuse_scaler, rehearses
@@ -54,8 +53,11 @@ class AfterSteps(Means):
         self._rehearsing = False
         self._arrived = False  # gradients, since the last step
         self._weights_differ = self._states_differ = False  # between replicas, or they may
+        self._stateless: set[int] = (
+            set()
+        )  # numbers of parameters whose optimizer state a checkpoint had and this has not
         self._own_state_dict = False
-        _refuse_unattached()
+        refuse_unattached()
 
     def __deepcopy__(self, memo: dict) -> AfterSteps:
         """Of a copy of a model: without an optimizer, from step 0."""
@@ -160,7 +162,7 @@ class AfterSteps(Means):
                 f"steps again, got a second step of a {type(optimizer).__name__}"
             )
         refuse_scaler(self)
-        self._trained |= {index for index, p in self._claimed() if p.requires_grad and p.is_floating_point()}
+        self._note_trained()
         if self._has_to_verify():
             told = self.exchange(f"{self!r} before step {self._steps + 1}")
             if any(theirs != told[0] for theirs in told):
@@ -172,6 +174,17 @@ class AfterSteps(Means):
         if self._steps == 0 and not self._stepped:
             with torch.inference_mode(False), torch.no_grad():
                 self._start()
+
+    def _note_trained(self) -> None:
+        """What this step may change: a gradient that is there counts, whether its parameter is frozen since or not."""
+        for index, parameter in self._claimed():
+            if parameter.requires_grad and index in self._stateless:
+                raise ValueError(
+                    f"{self._members[index].name} was frozen when a checkpoint was loaded, so that the optimizer has "
+                    "not got its state, and is trained again: expected load_state_dict before it is frozen"
+                )
+            if (parameter.requires_grad or parameter.grad is not None) and parameter.is_floating_point():
+                self._trained.add(index)
 
     def _has_to_verify(self) -> bool:
         """Whether replicas compare policies, models and weights before this step."""
@@ -224,6 +237,7 @@ class AfterSteps(Means):
             weights = [parameter for _, parameter in self._weights()]
             self._average([held(weight) for weight in weights])
             written(weights)
+        self._trained.clear()  # so that what is frozen stays as it is
         self._weights_differ = False
 
     def average(self) -> None:
@@ -301,6 +315,7 @@ class AfterSteps(Means):
             self._arrive()
             self._compare_plain("state_dict")
             named = self._named()
+            stateful = self._stateful(named)
             with self._as_its_own():
                 began = [bool(optimizer.state) for optimizer in self._optimizers]
                 optimizer_state = self._optimizer_state_dict()
@@ -311,6 +326,7 @@ class AfterSteps(Means):
                 "policy": type(self).__name__,
                 "steps": self._steps,
                 "trained": [name for name, (index, _) in named.items() if index in self._trained],
+                "stateful": stateful,
                 "differ": [self._weights_differ, self._states_differ],
                 "began": began,
                 "parameters": {name: layered(parameter, self._mesh) for name, (_, parameter) in named.items()},
@@ -343,12 +359,18 @@ class AfterSteps(Means):
             for optimizer, began in zip(self._optimizers, state["began"], strict=True):
                 if not began:
                     optimizer.state.clear()
+            have = self._stateful(named)
+            self._stateless = {named[name][0] for name in state["stateful"] if name not in have}
             self._steps = state["steps"]
             self._trained = {named[name][0] for name in state["trained"]}
             self._weights_differ, self._states_differ = state["differ"]
             self._verified, self._compared = self.fingerprint(), len(self._members)
             self._arrived, self._stepped = False, set()
             self._load_own(state)
+
+    def _stateful(self, named: dict[str, tuple[int, Any]]) -> list[str]:
+        """Names of parameters of which optimizers keep state."""
+        return [name for name, (_, p) in named.items() if any(optimizer.state.get(p) for optimizer in self._optimizers)]
 
     def _own_layer(self, value: Any, like: Any, name: str) -> torch.Tensor:
         return own_layer(value, like, self._mesh, f"load_state_dict of {name}")
@@ -376,31 +398,3 @@ class AfterSteps(Means):
             yield
         finally:
             self._own_state_dict = before
-
-
-# -- optimizers that nobody told of ------------------------------------------------------------------------------------
-
-_watching: list[Any] = []  # the handle of the hook
-
-
-def _refuse_unattached() -> None:
-    """Has optimizers refuse to step on parameters of a policy that does not know of them."""
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_check_attached))
-
-
-def _check_attached(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            claim = parameter.__dict__.get(CLAIM)
-            policy = None if claim is None else claim.policy
-            if not isinstance(policy, AfterSteps) or not policy.acts:
-                continue
-            if any(known is optimizer for known in policy._optimizers):
-                continue
-            if not policy._arrived and rehearses(optimizer, arguments, keywords):
-                return
-            raise ValueError(
-                f"{type(optimizer).__name__}: expected an optimizer that {policy!r} knows of, which acts after its "
-                "steps: call outer_of(model).attach(optimizer) before"
-            )

@@ -134,8 +134,11 @@ class Gossip(AfterSteps):
                 continue
             mine = next(full)
             every, total = {**theirs, me: mine}, torch.zeros_like(mine, dtype=wide(mine.dtype))
+            agreed = torch.ones_like(mine, dtype=torch.bool)
             for replica in sorted(every):  # the same order everywhere
                 total.add_(every[replica].to(total.dtype), alpha=float(matrix[me, replica]))
+                agreed &= every[replica] == mine
+            total = torch.where(agreed, mine.to(total.dtype), total)  # which is not rounded again in every step
             yield from zip(bucket, mine.split(sizes), total.split(sizes), strict=True)
 
     def _mix(self, matrix: torch.Tensor, swap: Swap, buckets: list[tuple[int, ...]]) -> None:

@@ -1,12 +1,19 @@
-"""What refuses plain state dicts while replicas differ."""
+"""What replicas that train apart refuse: plain state dicts while they differ, and steps of optimizers of which their
+policy does not know."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rtp_ext.outer.apart.means import Means
+from rtp_ext.outer.apart.optimizers import rehearses
+from rtp_ext.ring.autograd import CLAIM
 
 if TYPE_CHECKING:
     from rtp_ext.outer.apart.after_steps import AfterSteps
@@ -39,3 +46,31 @@ class Guard:
 
     def __reduce__(self) -> Any:
         return Guard, (None,)
+
+
+# -- optimizers that nobody told of ------------------------------------------------------------------------------------
+
+_watching: list[Any] = []  # the handle of the hook
+
+
+def refuse_unattached() -> None:
+    """Has optimizers refuse to step on parameters of a policy that does not know of them."""
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_check_attached))
+
+
+def _check_attached(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            claim = parameter.__dict__.get(CLAIM)
+            if claim is None or not isinstance(claim.policy, Means):
+                continue
+            policy = cast("AfterSteps", claim.policy)
+            if not policy.acts or any(known is optimizer for known in policy._optimizers):
+                continue
+            if not policy._arrived and rehearses(optimizer, arguments, keywords):
+                return
+            raise ValueError(
+                f"{type(optimizer).__name__}: expected an optimizer that {policy!r} knows of, which acts after its "
+                "steps: call outer_of(model).attach(optimizer) before"
+            )

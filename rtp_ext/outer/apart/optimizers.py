@@ -20,6 +20,24 @@ def rehearses(optimizer: Optimizer, arguments: Any, keywords: Any) -> bool:
     return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
 
 
+def make_state(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Has an optimizer make state of the parameters of which it has none yet, as torch.distributed.checkpoint does for
+    all or none: by a step with gradients and a learning rate of 0. Returns these parameters."""
+    missing = [p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    for parameter in missing:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, before in zip(optimizer.param_groups, settings, strict=True):
+        group.update(before)
+    for parameter in missing:
+        parameter.grad = None
+    return [parameter for parameter in missing if parameter in optimizer.state]
+
+
 def refuse_scaler(policy: Any) -> None:
     """Raises ValueError within a step that a GradScaler takes: where gradients overflow on one replica alone it leaves
     the step out there, unknown to the others."""
