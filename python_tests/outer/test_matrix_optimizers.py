@@ -2,16 +2,22 @@
 process."""
 
 import copy
+import itertools
+import logging
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from apart_cases import SHAPE, everyone, other_values
+from grids import few
 from harness import Cases, run_ranks
 from matrix_optimizers import muon, shampoo, soap
-from reference import assert_same, differs, full, local
+from reference import assert_same, differs, full
+from replica_models import DIMS, Tiny, mesh_of
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from workers import Replica, Workers, assert_trained_alike
 
+import rtp_ext
 from rtp_ext.outer import DiLoCo, Gossip, LocalSGD, mixing_matrix
 from rtp_ext.outer.apart.diloco import nesterov
 
@@ -46,18 +52,19 @@ POLICIES = {
 
 
 def training_cases(rank, cases):
-    for make in (muon, shampoo, soap):
-        alone = Workers(SHAPE, lambda workers: None, make)
-        alone.train(3)
-        for name, (policy, act) in POLICIES.items():
-            with cases.case(f"{make.__name__}, {name}"):
-                replica, workers = Replica(rank, SHAPE, policy(), make), Workers(SHAPE, act, make)
-                for each in (replica, workers):
-                    each.train(3)
-                assert_trained_alike(replica, workers, make.__name__, CLOSE)
-                assert differs(workers.weights, alone.weights, 1e-4), "control: replicas met"
-                rows = workers.weights
-                assert differs(rows[0], rows[1], 1e-4) or policy is Gossip, "control: and trained apart"
+    every = list(itertools.product((muon, shampoo, soap), POLICIES))
+    enough = [(muon, name) for name in POLICIES] + [(shampoo, "gossip"), (soap, "local SGD")]
+    for make, name in few(enough, every):
+        policy, act = POLICIES[name]
+        with cases.case(f"{make.__name__}, {name}"):
+            workers, alone = Workers(SHAPE, act, make), Workers(SHAPE, lambda workers: None, make)
+            replica = Replica(rank, SHAPE, policy(), make)
+            for each in (replica, workers, alone):
+                each.train(3)
+            assert_trained_alike(replica, workers, make.__name__, CLOSE)
+            assert differs(workers.weights, alone.weights, 1e-4), "control: replicas met"
+            rows = alone.weights
+            assert differs(rows[0], rows[1], 1e-4), "control: they differ where they do not"
 
 
 def penalty_cases(rank, cases):
@@ -67,7 +74,7 @@ def penalty_cases(rank, cases):
             each.train(2)  # replicas differ
 
         def penalty(weight):
-            return (weight.T @ weight).square().sum()
+            return (weight @ weight.T).square().sum()
 
         replica.model.zero_grad()
         weight, expected = replica.model.mix.weight, workers.models[replica.number].mix.weight
@@ -80,7 +87,8 @@ def penalty_cases(rank, cases):
 
 
 def checkpoint_cases(rank, cases, folder):
-    for make, policy in ((muon, lambda: DiLoCo(3)), (shampoo, lambda: Gossip("ring", 3)), (soap, lambda: LocalSGD(3))):
+    every = [(muon, lambda: DiLoCo(3)), (shampoo, lambda: Gossip("ring", 3)), (soap, lambda: LocalSGD(3))]
+    for make, policy in few(every[:2], every):
         name = make.__name__
         with cases.case(f"restart of {name}"):
             first = Replica(rank, SHAPE, policy(), make, clip=None)
@@ -114,16 +122,50 @@ def checkpoint_cases(rank, cases, folder):
         replica.optimizer.state[weight]["sum"] = (weight.grad.T @ weight.grad.detach()).detach()
         with pytest.raises(ValueError, match=r"a DTensor of shape \(7, 7\) with placements \(Partial"):
             replica.policy.state_dict()
-    with cases.case("a copy lies as the model"):
-        twin = copy.deepcopy(replica.model)
-        assert twin.mix.weight.device_mesh == weight.device_mesh and weight.device_mesh.shape == (2,)
-        assert torch.equal(local(twin.mix.weight), local(weight))
+
+
+def layout_cases(rank, cases):
+    """Parameters lie on the mesh of their ring alone."""
+    with cases.case("parts first, and a copy"):
+        warned: list = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = warned.append
+        logging.getLogger("rtp_ext").addHandler(handler)
+        model = Tiny()
+        for part in (model.mlp, model):
+            policy = LocalSGD(2) if part is model.mlp else None
+            rtp_ext.fully_rotate(part, mesh=mesh_of(SHAPE, ("replicas", "ring")), dims=DIMS, outer=policy, timeout=30.0)
+        for each in (model, copy.deepcopy(model)):
+            for name, parameter in each.named_parameters():
+                assert parameter.device_mesh == rtp_ext.ring_of(model).mesh and len(parameter.placements) == 1, name
+        logging.getLogger("rtp_ext").removeHandler(handler)
+        assert warned == [], "ranks of a ring compare what is not cut yet"
+    with cases.case("a ring hears of what fails on its mesh"):
+        ring, told = rtp_ext.ring_of(model), []
+        stock = ring._collectively
+
+        def collectively(operation, *arguments, **keywords):
+            told.append(operation)
+            return stock(operation, *arguments, **keywords)
+
+        ring._collectively = collectively
+        model.mix.weight.full_tensor().sum().backward()
+        assert told == ["full_tensor backward"]
+    with cases.case("whole state dicts"):
+        plain = other_values()
+        whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, plain.state_dict() if rank == 0 else {}, options=whole)
+        for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(full(parameter.detach()), expected)
+        found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        assert rank > 0 or all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
 
 
 def _two_by_two(rank, ranks, folder):
     cases = Cases()
     training_cases(rank, cases)
     penalty_cases(rank, cases)
+    layout_cases(rank, cases)
     checkpoint_cases(rank, cases, folder)
     cases.finish()
 
