@@ -1,16 +1,16 @@
 """Policies by which replicas train apart and act together after steps of the optimizer.
 
 Gradients stay those of a replica: the mean over its ring. So do their norms: clip_grad_norm_ clips every replica by
-the norm of its own gradients, as n workers would. After each step the policy does with the
-shards what the algorithm does with whole models. Mixing over replicas commutes with cutting over a ring: what happens
-to a shard is what would happen to that part of the model.
+the norm of its own gradients, as n workers would. After each step the policy does with the shards what the algorithm
+does with whole models. Mixing over replicas commutes with cutting over a ring: what happens to a shard is what would
+happen to that part of the model.
 
 Replicas differ from then on, so that parameters, and with them gradients and the optimizer's state, are DTensors on the
-mesh of their ring alone. On the mesh of all replicas they would have to be Replicate(), and torch, which takes what is
-replicated to be the same, has a product of two of them (Muon, Shampoo, a penalty on weights) cut over the replicas.
+mesh of their ring alone. On the mesh of all replicas they would be Replicate(), and torch, which takes what is
+replicated to be the same everywhere, cuts products of them (Muon, Shampoo, a penalty on weights) over the replicas.
 
-A plain state dict would be saved as a mixture of them, so that state dicts of the model
-and of the optimizer are refused until `average()` has made them one; the policy's own has a layer for each replica.
+A plain state dict would be saved as a mixture of replicas, so that state dicts of the model and of the optimizer are
+refused until `average()` has made them one; the policy's own has a layer for each replica.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ class AfterSteps(Means):
         self._rehearsing = False
         self._arrived = False  # gradients, since the last step
         self._weights_differ = self._states_differ = False  # between replicas, or they may
-        self._stateless: set[int] = (
-            set()
-        )  # numbers of parameters whose optimizer state a checkpoint had and this has not
+        self._stateless: set[int] = set()  # numbers of parameters whose state in a checkpoint was not loaded
         self._own_state_dict = False
         refuse_unattached()
 
