@@ -136,7 +136,7 @@ def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
     followed[mesh] = replicas, tensor
 
 
-def _rotates(tensor: Any) -> bool:
+def rotates(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.device_mesh in followed
 
 
@@ -157,7 +157,7 @@ def expect_own_shard(tensor: Any, parameter: torch.Tensor, what: str) -> None:
 
 def _check_state(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
     for group in optimizer.param_groups:
-        for parameter in filter(_rotates, group["params"]):
+        for parameter in filter(rotates, group["params"]):
             for key, value in optimizer.state.get(parameter, {}).items():
                 what = f"{type(optimizer).__name__}: state {key} of a parameter of shape {tuple(parameter.shape)}"
                 expect_own_shard(value, parameter, what)
@@ -166,13 +166,13 @@ def _check_state(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: A
 def _count_writes(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
     """Foreach and fused steps on DTensors do not count as writes: torch counts below their dispatch."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    torch.autograd.graph.increment_version([p for p in parameters if _rotates(p) and p.grad is not None])
+    torch.autograd.graph.increment_version([p for p in parameters if rotates(p) and p.grad is not None])
 
 
 def _averaged_full_tensor(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(stock)
     def full_tensor(self: DTensor, *, grad_placements: Any = None) -> torch.Tensor:
-        if grad_placements is None and _rotates(self) and self.requires_grad and torch.is_grad_enabled():
+        if grad_placements is None and rotates(self) and self.requires_grad and torch.is_grad_enabled():
             return _FullTensor.apply(self, stock)
         return stock(self, grad_placements=grad_placements)
 
@@ -186,7 +186,7 @@ def _averaged_redistribute(stock: Callable[..., DTensor]) -> Callable[..., DTens
     def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **keywords: Any) -> DTensor:
         whole = placements is not None and all(isinstance(placement, Replicate) for placement in placements)
         here = device_mesh is None or device_mesh == self.device_mesh
-        if whole and here and _rotates(self) and self.requires_grad and torch.is_grad_enabled():
+        if whole and here and rotates(self) and self.requires_grad and torch.is_grad_enabled():
             return DTensor.from_local(self.full_tensor(), self.device_mesh, placements, run_check=False)
         return stock(self, device_mesh, placements, **keywords)
 
