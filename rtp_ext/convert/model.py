@@ -22,6 +22,7 @@ from rtp_ext.convert.admission import (
     offload_of,
     parts_of,
     place_of,
+    refuse_ddp,
     refuse_foreign,
     refuse_offload,
     refuse_whole_tables,
@@ -167,6 +168,8 @@ def fully_rotate(
     state.claim(module)
     mark_replaced(module, before)
     watch_optimizers()
+    if ring.mesh is not None:
+        refuse_ddp(module)
     let_it_save(module, ring)
     compare_weights(values, ring)
     if in_place:

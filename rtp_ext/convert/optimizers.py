@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rtp_ext.convert.adafactor import shard_of, step_on_shards
@@ -128,6 +129,24 @@ def _refuse_unfit(optimizer: Optimizer, rotated: list[DTensor]) -> None:
             raise ValueError(
                 f"{base.__module__.partition('.')[0]}'s {kind} cannot train the sharded parameters of a converted "
                 f"model: {why} (docs/optimizers.md)"
+            )
+    if _takes(optimizer, Muon):
+        for parameter in rotated:
+            _refuse_few_rows(kind, parameter)
+
+
+def _refuse_few_rows(kind: str, parameter: DTensor) -> None:
+    """DTensor multiplies a matrix only where every rank has a row of it, or a column."""
+    shards = [1] * parameter.dim()
+    for index, placement in enumerate(parameter.placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            shards[placement.dim] *= parameter.device_mesh.size(index)
+    for dim, (extent, ranks) in enumerate(zip(parameter.shape, shards, strict=True)):
+        if extent < ranks:
+            raise ValueError(
+                f"{kind}: expected matrices of at least {ranks} numbers along dimension {dim}, which {ranks} ranks "
+                f"share, got a parameter of shape {tuple(parameter.shape)}: give it to torch.optim.AdamW in an "
+                "optimizer of its own (docs/optimizers.md)"
             )
 
 

@@ -118,8 +118,8 @@ def _will_be_executed(node: Any) -> bool:
 
 def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
     """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
-    that belongs to another rank refused. Raises ValueError where an equal mesh stands for something else: what becomes
-    of a gradient is known by its mesh alone."""
+    refused that is whole or belongs to another rank. Raises ValueError where an equal mesh stands for something else:
+    what becomes of a gradient is known by its mesh alone."""
     known = followed.get(mesh, (replicas, tensor))
     if known != (replicas, tensor):
         what = ["tensor parallelism" if cut else "replicas" for _, cut in (known, (replicas, tensor))]
@@ -161,6 +161,20 @@ def _check_state(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: A
             for key, value in optimizer.state.get(parameter, {}).items():
                 what = f"{type(optimizer).__name__}: state {key} of a parameter of shape {tuple(parameter.shape)}"
                 expect_own_shard(value, parameter, what)
+                if _is_whole(value, parameter):
+                    raise ValueError(
+                        f"{what}: expected a DTensor that is cut as the parameter is, got a plain tensor of the whole "
+                        "shape: load whole optimizer state with set_optimizer_state_dict of "
+                        "torch.distributed.checkpoint.state_dict and full_state_dict=True"
+                    )
+
+
+def _is_whole(value: Any, parameter: Any) -> bool:
+    """Whether a value of the state is a plain tensor as large as a parameter that is cut, on whatever rank."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != parameter.shape:
+        return False
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return any(ranks > 1 and not isinstance(placement, Replicate) for placement, ranks in sizes)
 
 
 def _count_writes(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
