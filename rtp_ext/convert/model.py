@@ -19,16 +19,16 @@ from rtp_ext.convert.admission import (
     check_options,
     check_travels,
     ignored_in,
-    mark_replaced,
     offload_of,
     parts_of,
     place_of,
+    refuse_ddp,
     refuse_foreign,
     refuse_offload,
     refuse_whole_tables,
-    weak_parameters,
 )
 from rtp_ext.convert.agreement import checksums, compare_weights
+from rtp_ext.convert.optimizers import mark_replaced, watch_optimizers, weak_parameters
 from rtp_ext.convert.parts.gathered import GatheredRNN
 from rtp_ext.convert.rewrite import Rewriter
 from rtp_ext.convert.saving import let_it_save
@@ -167,6 +167,9 @@ def fully_rotate(
             part.list_registered()
     state.claim(module)
     mark_replaced(module, before)
+    watch_optimizers()
+    if ring.mesh is not None:
+        refuse_ddp(module)
     let_it_save(module, ring)
     compare_weights(values, ring)
     if in_place:

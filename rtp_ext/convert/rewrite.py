@@ -73,6 +73,7 @@ class Rewriter:
         self.options: dict[str, Any] = {"in_place": in_place, "mp_policy": scope.mp_policy}
         self.memo: dict[int, nn.Parameter] = {}
         self.counts: Counter[str] = Counter()
+        self.unlike: Counter[tuple[str, str]] = Counter()  # subclasses of layers that rotate, which do not
         self.modules = [(name, part) for name, part in root.named_modules() if not is_inside(part)]
         self.tied = _tied_parameters(self.modules)
         # on an emulated ring their shards are plain parameters
@@ -108,6 +109,14 @@ class Rewriter:
         _remember_ties(self.modules)
         for line, count in self.counts.items():
             logger.info("fully_rotate: %d x %s", count, line)
+        for (kind, base), count in self.unlike.items():
+            logger.warning(
+                "fully_rotate: %d x %s: gathered whole while in use, and not rotated, since it does not compute as "
+                "%s, of which it is a subclass, does",
+                count,
+                kind,
+                base,
+            )
 
     # -- what is recognised ------------------------------------------------------------------------------------------
 
@@ -216,6 +225,9 @@ class Rewriter:
             self._replace(name, part, by_inputs)
         else:
             self.leftovers.append(part)
+            base = next((base for base in _DROP_INS if isinstance(part, base)), None)
+            if base is not None and self.ring.mesh is not None:
+                self.unlike[kind, f"nn.{base.__name__}"] += 1
 
     def _replace(self, name: str, part: nn.Module, by_inputs: set[int]) -> None:
         kind = type(part).__name__

@@ -40,10 +40,10 @@ class Tie:
 class LiveModule:
     """A module that holds a live ring: it can be deep-copied, but not pickled.
 
-    `load_state_dict(assign=True)` puts new parameters in the place of the registered ones. Whole tensors are cut as
-    those were, and modules that share a parameter go on to share it; where the state dict has several names of it, the
-    last one counts, as in a load that copies. Marks of parameters stay through that, and through `to`, `double` and the
-    like, which put new tensors in their places, too.
+    `load_state_dict` takes shards, and whole tensors, which are cut as the parameters are. With `assign=True` it puts
+    new parameters in the place of the registered ones. Modules that share a parameter go on to share it; where the
+    state dict has several names of it, the last one counts, as in a load that copies. Marks of parameters stay through
+    that, and through `to`, `double` and the like, which put new tensors in their places, too.
     """
 
     _rtp_ties: Mapping[str, Tie] = MappingProxyType({})
@@ -66,6 +66,11 @@ class LiveModule:
         before = {
             name: (old, getattr(old, "_spec", None), _marks(old)) for name, old in parameters.items() if old is not None
         }
+        assign = arguments[0].get("assign_to_params_buffers", False)
+        for name, (old, spec, _) in before.items():
+            given = state_dict.get(prefix + name)
+            if spec is not None and not assign and _is_whole(given) and given.shape == old.shape:
+                state_dict[prefix + name] = placed_as(given, spec)
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
         errors: list[str] = arguments[-1]
         replaced: dict[int, str] = {}  # by id of the old parameter: the last of its names here
@@ -108,6 +113,10 @@ def _marks(parameter: Any) -> dict[str, Any]:
     """What a sharded parameter is known by to an outer policy, and to the memory of the host."""
     known = parameter.__dict__ if isinstance(parameter, DTensor) else {}
     return {mark: known[mark] for mark in (CLAIM, KEPT) if mark in known}
+
+
+def _is_whole(given: Any) -> bool:
+    return isinstance(given, torch.Tensor) and not isinstance(given, DTensor)
 
 
 def _fits(tensor: DTensor, spec: DTensorSpec) -> bool:

@@ -118,8 +118,8 @@ def _will_be_executed(node: Any) -> bool:
 
 def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
     """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
-    that belongs to another rank refused. Raises ValueError where an equal mesh stands for something else: what becomes
-    of a gradient is known by its mesh alone."""
+    refused that is whole or belongs to another rank. Raises ValueError where an equal mesh stands for something else:
+    what becomes of a gradient is known by its mesh alone."""
     known = followed.get(mesh, (replicas, tensor))
     if known != (replicas, tensor):
         what = ["tensor parallelism" if cut else "replicas" for _, cut in (known, (replicas, tensor))]
@@ -136,7 +136,7 @@ def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
     followed[mesh] = replicas, tensor
 
 
-def _rotates(tensor: Any) -> bool:
+def rotates(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.device_mesh in followed
 
 
@@ -157,22 +157,36 @@ def expect_own_shard(tensor: Any, parameter: torch.Tensor, what: str) -> None:
 
 def _check_state(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
     for group in optimizer.param_groups:
-        for parameter in filter(_rotates, group["params"]):
+        for parameter in filter(rotates, group["params"]):
             for key, value in optimizer.state.get(parameter, {}).items():
                 what = f"{type(optimizer).__name__}: state {key} of a parameter of shape {tuple(parameter.shape)}"
                 expect_own_shard(value, parameter, what)
+                if _is_whole(value, parameter):
+                    raise ValueError(
+                        f"{what}: expected a DTensor that is cut as the parameter is, got a plain tensor of the whole "
+                        "shape: load whole optimizer state with set_optimizer_state_dict of "
+                        "torch.distributed.checkpoint.state_dict and full_state_dict=True"
+                    )
+
+
+def _is_whole(value: Any, parameter: Any) -> bool:
+    """Whether a value of the state is a plain tensor as large as a parameter that is cut, on whatever rank."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != parameter.shape:
+        return False
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return any(ranks > 1 and not isinstance(placement, Replicate) for placement, ranks in sizes)
 
 
 def _count_writes(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
     """Foreach and fused steps on DTensors do not count as writes: torch counts below their dispatch."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    torch.autograd.graph.increment_version([p for p in parameters if _rotates(p) and p.grad is not None])
+    torch.autograd.graph.increment_version([p for p in parameters if rotates(p) and p.grad is not None])
 
 
 def _averaged_full_tensor(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(stock)
     def full_tensor(self: DTensor, *, grad_placements: Any = None) -> torch.Tensor:
-        if grad_placements is None and _rotates(self) and self.requires_grad and torch.is_grad_enabled():
+        if grad_placements is None and rotates(self) and self.requires_grad and torch.is_grad_enabled():
             return _FullTensor.apply(self, stock)
         return stock(self, grad_placements=grad_placements)
 
@@ -186,7 +200,7 @@ def _averaged_redistribute(stock: Callable[..., DTensor]) -> Callable[..., DTens
     def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **keywords: Any) -> DTensor:
         whole = placements is not None and all(isinstance(placement, Replicate) for placement in placements)
         here = device_mesh is None or device_mesh == self.device_mesh
-        if whole and here and _rotates(self) and self.requires_grad and torch.is_grad_enabled():
+        if whole and here and rotates(self) and self.requires_grad and torch.is_grad_enabled():
             return DTensor.from_local(self.full_tensor(), self.device_mesh, placements, run_check=False)
         return stock(self, device_mesh, placements, **keywords)
 
