@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from rtp_ext._native import computes_plainly
 from rtp_ext.convert.parts.bundled import BundledMLP
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held
@@ -135,7 +136,13 @@ def _refuse_meta(root: nn.Module, names: list[str], where: str) -> None:
 
 
 def _parameters(named: Named) -> list[tuple]:
-    return [(name, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for name, p in named]
+    return [(name, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta, _kind(p)) for name, p in named]
+
+
+def _kind(parameter: nn.Parameter) -> str | None:
+    """The class of what this rank has of a parameter, where it computes by rules of its own."""
+    kind = type(held(parameter))
+    return None if kind is torch.Tensor or computes_plainly(kind) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _parameters_differ(expected: list[tuple], actual: list[tuple], rank: int) -> str:
@@ -153,8 +160,8 @@ def _parameters_differ(expected: list[tuple], actual: list[tuple], rank: int) ->
 
 
 def _entry(entry: tuple) -> str:
-    name, shape, dtype, requires_grad, _ = entry
-    return f"{name} {list(shape)} {dtype}{'' if requires_grad else ' frozen'}"
+    name, shape, dtype, requires_grad, _, kind = entry
+    return f"{name} {list(shape)} {dtype}{'' if requires_grad else ' frozen'}{'' if kind is None else f' {kind}'}"
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------

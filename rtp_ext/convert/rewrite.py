@@ -14,6 +14,7 @@ from rtp_ext.convert.fast_path import keep_from_fast_path
 from rtp_ext.convert.parts.bundled import MIXINS
 from rtp_ext.convert.parts.gathered import ForwardScope, make_gathered
 from rtp_ext.convert.parts.head import FusedHead, FusedLossModel
+from rtp_ext.convert.parts.refused import find_extended, guard_parametrizations
 from rtp_ext.convert.parts.together import join
 from rtp_ext.convert.parts.whole_embedding import WholeEmbedding
 from rtp_ext.convert.scopes import is_inside
@@ -33,6 +34,7 @@ from rtp_ext.nn import (
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.linear import RotatedTransposedLinear
 from rtp_ext.parameters.live import LiveModule, Tie, mixed_class
+from rtp_ext.parameters.wrappers import type_name
 from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
@@ -79,13 +81,18 @@ class Rewriter:
         # on an emulated ring their shards are plain parameters
         self.inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}
         self.leftovers: list[nn.Module] = []
+        outer = getattr(scope, "outer_policy", None)
+        self.extended = find_extended(self.modules, ignored, ring, outer)  # ids of parameters
         self.styles = {id(part): style_of(name, part, ring, ignored) for name, part in self.modules}
         self._check_tables()
         _check_ties(self.modules, self.ignored)
         self.fused = self._fused_heads()
 
     def run(self) -> None:
+        guard_parametrizations()
         bundles, shared = self._bundles() if self.bundle else ({}, {})
+        if self.extended:  # a compiler would look into their classes
+            self.ring.traceable = False
         by_inputs = {id(part.get_submodule(block.spec.down)) for part, block, _ in bundles.values()}
         heads = {id(part.lm_head) for part, _ in self.fused}
         for name, part in self.modules:
@@ -126,9 +133,10 @@ class Rewriter:
         return [p for each in parts for p in each._parameters.values() if p is not None]
 
     def _free(self, layers: list[nn.Module]) -> bool:
-        """Whether layers may be cut as their block likes: nobody ignores their parameters or shares them."""
+        """Whether layers may be cut as their block likes: nobody ignores their parameters or shares them, and none has
+        rules of its own."""
         own = [id(parameter) for layer in layers for parameter in layer.parameters()]
-        return not self.ignored.intersection(own) and not self.tied.intersection(own)
+        return not any(others.intersection(own) for others in (self.ignored, self.tied, self.extended))
 
     def _parallel(self, block: nn.Module, paths: Iterable[str], what: str) -> bool:
         """Whether tensor parallelism has cut a layer of a block; its layers rotate one by one then."""
@@ -182,6 +190,11 @@ class Rewriter:
                     f"fully_rotate: loss_head='fused' expected the parameters of {type(part).__name__}.lm_head to "
                     "rotate, got some of them in ignored_params"
                 )
+            if self.extended.intersection(map(id, head.parameters())):
+                raise ValueError(
+                    f"fully_rotate: loss_head='fused' expected plain parameters of {type(part).__name__}.lm_head, got "
+                    f"a {type_name(head.weight)}: leave out loss_head"
+                )
             found.append((part, type(part).__name__))
         if not found:
             raise ValueError(
@@ -221,6 +234,8 @@ class Rewriter:
             self.counts[f"{kind}: ignored"] += 1
         elif (problem := _table_problem(part)) is not None:
             self._keep_whole(name, part, problem)
+        elif any(id(parameter) in self.extended for parameter in own):
+            self.leftovers.append(part)
         elif _drop_in(part) is not None or blocks.is_transposed_linear(part) or blocks.is_experts(part):
             self._replace(name, part, by_inputs)
         else:

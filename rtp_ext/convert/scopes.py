@@ -22,6 +22,7 @@ from rtp_ext.convert.adapters import let_adapters_merge
 from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew, want_gradients
 from rtp_ext.convert.parts.bundled import OWN_HOOKS
 from rtp_ext.convert.parts.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
+from rtp_ext.convert.parts.refused import refuse_additions
 from rtp_ext.convert.parts.whole_embedding import WholeEmbedding
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.outer import OuterPolicy
@@ -189,6 +190,7 @@ class RotationState(ForwardScope):
         if facts == self.agreed and mode in self.modes:
             return
         agree_on_model(root, self.ring, mode)
+        refuse_additions(root, self.ignored)
         if facts != self.agreed:
             self.claim(root)
             self._average_newcomers(root, named)

@@ -103,6 +103,7 @@ class Call:
         return cls(ring, name, in_place, compute, reduce)
 
     def run(self, function: Any, *arguments: Any) -> Any:
+        _native.expect_memory(self.name, arguments)
         with self.lent():
             return self.ring.run(
                 self.name, function, *arguments, serial=self.serial, watched=self.watched, checked=True
@@ -116,6 +117,8 @@ class Call:
         """`x` [..., features] in the compute dtype (cast under autocast), checked."""
         if not isinstance(x, torch.Tensor) or x.dim() < 1 or isinstance(x, DTensor):
             raise TypeError(f"{self.name}: expected {what} tensor [..., features], got {x!r:.100}")
+        if type(x) is not torch.Tensor:
+            _native.expect_memory(self.name, (x,))
         if x.dtype != self.compute_dtype and torch.is_autocast_enabled(self.ring.device.type) and x.is_floating_point():
             x = x.to(self.compute_dtype)
         if x.device != self.ring.device:
@@ -151,6 +154,7 @@ class Home:
         tensor, label = self.tensor, f"{call.name}: expected a {self.what}"
         if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
             raise TypeError(f"{label} of floating-point numbers, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
+        _native.expect_memory(f"{call.name}: {self.what}", (held(tensor),))
         if tensor.dim() != self.dims:
             raise ValueError(f"{label} of {self.dims} dimensions, got shape {tuple(tensor.shape)}")
         if isinstance(tensor, DTensor):
@@ -233,10 +237,11 @@ def prepare(
     for home in homes:
         tensor = home.tensor
         if isinstance(tensor, DTensor):
-            looks.append((home.what, home.dim, tensor.shape, tensor.dtype, tensor.placements))
+            memory = _native.holds_memory(type(tensor._local_tensor))
+            looks.append((home.what, home.dim, tensor.shape, tensor.dtype, memory, tensor.placements))
         elif isinstance(tensor, torch.Tensor):
             plain = True
-            looks.append((home.what, home.dim, tensor.shape, tensor.dtype))
+            looks.append((home.what, home.dim, tensor.shape, tensor.dtype, _native.holds_memory(type(tensor))))
         else:
             home.check(call)  # raises
     call.watched = tuple([home.tensor for home in homes])

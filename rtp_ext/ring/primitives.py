@@ -26,8 +26,9 @@ def as_tensor(value: Any) -> torch.Tensor:
                 f"placements {value.placements}: this rank holds no shard of the ring. Pass the shard, a plain tensor"
             )
         with torch.no_grad():
-            return value.to_local()
+            value = value.to_local()
     if isinstance(value, torch.Tensor):
+        _native.expect_memory("Ring", (value,))
         return value.detach()
     if hasattr(value, "__dlpack__"):
         return torch.from_dlpack(value)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from rtp_ext._native import share_version
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.outer import OuterPolicy
+from rtp_ext.parameters.extensions import is_extended, shard_extended
 from rtp_ext.parameters.gather import GatherPlan, gather
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
@@ -128,10 +129,12 @@ class ForwardScope:
         counts = None
         if self.split or self.root_depth == 0:
             counts = [count for owner in owners for count in owner.rtp_used_together()]
-        whole = iter(gather([p for parameters in own for p in parameters.values()], self.ring, self.mp_policy, counts))
+        parameters = [p for each in own for p in each.values()]
+        belong = [(name, owner) for owner, each in zip(owners, own, strict=True) for name in each]
+        whole = iter(gather(parameters, self.ring, self.mp_policy, counts, belong))
         return [
-            {name: self._shown(owner, name, next(whole)) for name in parameters}
-            for owner, parameters in zip(owners, own, strict=True)
+            {name: self._shown(owner, name, next(whole)) for name in each}
+            for owner, each in zip(owners, own, strict=True)
         ]
 
     def _shown(self, owner: GatheredModule, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -220,7 +223,8 @@ def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict
     replicated = frozenset(name for name, parameter in own.items() if isinstance(parameter, DTensor))
     for name, parameter in own.items():
         if id(parameter) not in memo:
-            memo[id(parameter)] = shard_parameter(parameter, ring, 0)
+            special = is_extended(parameter)
+            memo[id(parameter)] = shard_extended(parameter, ring) if special else shard_parameter(parameter, ring, 0)
         module._parameters[name] = memo[id(parameter)]
     names = tuple(own)
     size = sum(parameter.numel() * parameter.element_size() for parameter in own.values())
