@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from grids import few
 from harness import Cases, run_ranks
+from hf_models import C10D, SHM, batch_loss, check_trained, exact, rotated
 from reference import adamw, assert_same, differs, random, whole_gradients, whole_parameters
-from selective import POLICIES, SAVES_ROTATIONS, region
+from selective import POLICIES, SAVES_ROTATIONS, contexts, region
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -74,7 +76,7 @@ def loss_of(output: Tensor, ids: Tensor) -> Tensor:
 class Trained:
     """Outputs and gradients of a first step, and parameters after all of them, of one rank's batches or all of them."""
 
-    def __init__(self, model: nn.Module, ranks: list[int], share: float) -> None:
+    def __init__(self, model: nn.Module, ranks: list[int], call: Any = None) -> None:
         ring = rtp_ext.ring_of(model) if isinstance(model.embed, rtp_ext.nn.RotatedEmbedding) else None
         optimizer = adamw(model.parameters())
         for step in range(STEPS):
@@ -83,15 +85,15 @@ class Trained:
             x.requires_grad_()
             optimizer.zero_grad()
             start = _hops(ring)
-            output = model(ids, x)
+            output = (model if call is None else call)(ids, x)
             middle = _hops(ring)
-            (loss_of(output, ids) * share).backward()
+            loss_of(output, ids).backward()
             self.hops = (
                 [b - a for a, b in zip(start, middle, strict=True)],
                 [b - a for a, b in zip(middle, _hops(ring), strict=True)],
             )
             if step == 0:
-                self.first = {"output": output.detach(), "input gradient": x.grad / share}
+                self.first = {"output": output.detach(), "input gradient": x.grad}
                 self.first |= {f"gradient of {name}": value for name, value in whole_gradients(model).items()}
             optimizer.step()
         self.parameters = whole_parameters(model)
@@ -125,7 +127,7 @@ def _trains(rank: int, ranks: int, policies: list[tuple[str | None, bool]], opti
     for policy, around in policies:
         plain = Model()
         plain.policy, plain.around = policy, around
-        model, expected = copy.deepcopy(plain), Trained(plain, list(range(ranks)), 1.0)
+        model, expected = copy.deepcopy(plain), Trained(plain, list(range(ranks)))
         if mesh is None:
             model = rtp_ext.fully_rotate(model, mesh=rtp_ext.Ring(timeout=TIMEOUT, **options))
         else:
@@ -133,16 +135,15 @@ def _trains(rank: int, ranks: int, policies: list[tuple[str | None, bool]], opti
             meshed = init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "ring"))
             model = rtp_ext.fully_rotate(model, mesh=meshed, dims=dims, timeout=TIMEOUT, **options)
         ring, what = rtp_ext.ring_of(model), f"{policy}, around {around}, {options}"
-        mine = Trained(model, [rank], 1.0)
+        mine = Trained(model, [rank])
         expected.first["input gradient"] = expected.first["input gradient"] * ranks
         mine.check(cases, what, expected, rank)
         with cases.case(f"{what}: hops"):
             assert mine.hops == expected_hops(ring, policy, around), mine.hops
         with cases.case(f"{what}: controls"):
-            other = "output" if ranks == 1 else "gradient of layers.0.mix.weight"
-            alone = Model()
+            alone, name = Model(), "layers.0.mix.weight"
             loss_of(alone(*make_batch(rank, 0)), make_batch(rank, 0)[0]).backward()
-            assert differs(alone.layers[0].mix.weight.grad, expected.first[other], 100 * TOLERANCE)
+            assert differs(alone.get_parameter(name).grad, expected.first[f"gradient of {name}"], 100 * TOLERANCE)
         ring.close()
     cases.finish()
 
@@ -170,3 +171,88 @@ SOME = [("every other product", False), ("rotations", False)]
 )
 def test_trains_as_the_plain_model(ranks, policies, options, mesh):
     run_ranks(_trains, ranks, policies, options, mesh)
+
+
+def _compiled(rank: int, ranks: int, backend: str, policies: list[str]) -> None:
+    cases = Cases()
+    for policy in policies:
+        torch._dynamo.reset()
+        models = []
+        for _ in range(2):
+            model = Model()
+            model.policy = policy
+            models.append(rtp_ext.fully_rotate(model, mesh=rtp_ext.Ring(timeout=TIMEOUT, route="ring")))
+        eager, compiled = models
+        expected = Trained(eager, [rank])
+        mine = Trained(compiled, [rank], torch.compile(compiled, backend=backend))
+        mine.check(cases, f"{policy}, {backend}", expected, 0)
+        with cases.case(f"{policy}, {backend}: hops"):
+            assert mine.hops == expected.hops == expected_hops(rtp_ext.ring_of(eager), policy, False), mine.hops
+        for model in models:
+            rtp_ext.ring_of(model).close()
+    cases.finish()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend):
+    run_ranks(_compiled, 2, backend, few(["rotations"], ["every other product", "everything", "rotations"]))
+
+
+def _transformers(rank: int, ranks: int) -> None:
+    for kind, policy, variant in TRANSFORMERS:
+        plain = exact(kind)
+        model = rotated(copy.deepcopy(plain), variant)
+        check_trained(model, plain, kind, rank, ranks, steps=1)
+        ring = rtp_ext.ring_of(model)
+        before = ring.hops("weight")
+        batch_loss(model, kind, rank, 3).backward()
+        once = ring.hops("weight") - before
+        options = {"use_reentrant": False, "context_fn": contexts(POLICIES[policy])}
+        for each in (model, plain):
+            each.zero_grad()
+            each.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        check_trained(model, plain, kind, rank, ranks)
+        before = ring.hops("weight")
+        batch_loss(model, kind, rank, 3).backward()
+        sent = ring.hops("weight") - before
+        assert (sent == once) == (policy in SAVES_ROTATIONS), f"{kind}, {policy}: {once} hops, then {sent}"
+        ring.close()
+
+
+TRANSFORMERS = [
+    ("llama", "every other product", SHM),
+    ("tied", "rotations", C10D),
+    ("gpt2", "everything", SHM),
+    ("mixtral", "rotations", SHM),
+]
+
+
+def test_models_of_transformers():
+    run_ranks(_transformers, 2)
+
+
+def _autocast(rank: int, ranks: int) -> None:
+    """In bfloat16 what is compared with is the same model without checkpoints."""
+    cases = Cases()
+    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
+        model = rtp_ext.fully_rotate(Model().float(), mesh=ring)
+        ids, x = make_batch(rank, 0)
+        found = {}
+        for policy in (None, "nothing", "everything", "matrices", "rotations"):
+            model.policy = policy
+            model.zero_grad()
+            given = x.float().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model(ids, given).float(), ids)
+            loss.backward()
+            found[policy] = {"loss": loss.detach(), "input": given.grad, **whole_gradients(model)}
+            with cases.case(f"{policy}"):
+                for name, expected in found[None].items():
+                    assert_same(found[policy][name], expected, 1e-6, name)
+        with cases.case("control"):
+            assert found[None]["loss"].item() != loss_of(Model()(ids, x), ids).item(), "nothing was cast"
+    cases.finish()
+
+
+def test_autocast():
+    run_ranks(_autocast, 2)

@@ -54,6 +54,15 @@ POLICIES: dict[str, Callable[[], Any] | None] = {
 SAVES_ROTATIONS = ("everything", "everything, preferably", "rotations")
 
 
+def contexts(make: Callable[[], Any]) -> Callable[[], Any]:
+    """What `checkpoint` takes as context_fn, with a policy of its own for each region."""
+    return functools.partial(_make, make)  # torch.compile takes no closure
+
+
+def _make(make: Callable[[], Any]) -> Any:
+    return create_selective_checkpoint_contexts(make())
+
+
 def region(function: Callable[..., Any], policy: str | Callable[[], Any] | None, *arguments: Any) -> Any:
     """`policy`: one of POLICIES, or what makes one; None: no checkpoint."""
     if policy is None:
@@ -61,5 +70,4 @@ def region(function: Callable[..., Any], policy: str | Callable[[], Any] | None,
     make = POLICIES[policy] if isinstance(policy, str) else policy
     if make is None:
         return checkpoint(function, *arguments, use_reentrant=False)
-    contexts = functools.partial(create_selective_checkpoint_contexts, make())
-    return checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts)
+    return checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts(make))
