@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from rtp_ext.functional._selective import NAMESPACE
 from rtp_ext.functional.torch_compile.operators import (
@@ -155,8 +154,6 @@ def _register() -> torch.library.Library:
         library.define(f"{name}_{VERSION}{schema}")
         library.impl(f"{name}_{VERSION}", kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(qualified, fake, lib=library)
-    # What a model does around its layers, of which a recomputation does more or less: a policy is not asked about it.
-    SAC_IGNORED_OPS.update(operator(name) for name in ("gather", "reduce", "scope"))
     for name, formula, setup in (
         ("forward", differentiate, keep_for_backward),
         ("gather", _reduced, _keep_for_reduction),
