@@ -30,7 +30,7 @@ from rtp_ext.outer.pipelines import follow_pipelines
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import expect_own_shard
 from rtp_ext.ring.offload import keep_on_host
-from rtp_ext.ring.surroundings import eager
+from rtp_ext.ring.surroundings import eager, unseen
 
 logger = logging.getLogger("rtp_ext")
 
@@ -298,17 +298,20 @@ class _Close:
 
 # torch.compile(model) calls hooks of the model itself outside of its graph, and would make graphs of what they call.
 @eager
+@unseen
 def _agree(state: RotationState, root: nn.Module, mode: Mode | None) -> None:
     state.check_agreement(root, mode)
 
 
 @eager
+@unseen
 def _open_eagerly(state: RotationState, root: nn.Module, split: bool | None) -> None:
     state.open(root, None, split)
     state.hand_out()
 
 
 @eager
+@unseen
 def _close_eagerly(state: RotationState) -> None:
     state.leave()
     state.end()

@@ -17,6 +17,7 @@ from rtp_ext.ring.autograd import rounded
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.offload import lent
 from rtp_ext.ring.routes.gate import LayerSize
+from rtp_ext.ring.surroundings import unseen
 
 # What indices and targets may be of.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -200,9 +201,12 @@ def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
         ctx.unpacked = ctx.saved_tensors  # for `first_order_only`: a checkpoint hands them out once
         return ctx.unpacked
     except RuntimeError as error:
+        if type(error) is not RuntimeError:  # of a recomputation, such as RingTimeout
+            raise
         raise RuntimeError(f"{ctx.call.name}: {error}") from error
 
 
+@unseen
 def prepare(
     call: Call,
     prepared: Prepared | None,

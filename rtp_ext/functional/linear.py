@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from rtp_ext.functional._call import (
     saved,
     watched_where_read,
 )
+from rtp_ext.functional._selective import rotate_once
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 from rtp_ext.ring.links.options import wire_itemsize
@@ -32,7 +34,12 @@ class PartialLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         (weight_then,) = watched_where_read([weight], ctx.needs[:1])
         ctx.save_for_backward(x if ctx.needs[1] else x.new_empty(0), weight_then)
-        return call.run(_native.partial_linear_forward, x, weight, bias, shape, call.options)
+        shards = [weight] if bias is None else [weight, bias]
+
+        def run() -> list[torch.Tensor]:
+            return [call.run(_native.partial_linear_forward, x, weight, bias, shape, call.options)]
+
+        return rotate_once(call, "linear", [x], shards, run)[0]
 
     @staticmethod
     @first_order_only
@@ -71,8 +78,9 @@ class Linears(torch.autograd.Function):
         read = [any(ctx.needs_input[which] for which in inputs) for inputs in bundle.multiplied]
         kept = [x if keep else x.new_empty(x.shape[0], 0) for x in inputs]
         ctx.save_for_backward(*kept, *watched_where_read(parameters, read))
-        outputs = call.run(_native.linear_forward, inputs, parameters, bundle.layers, bundle.projections, call.options)
-        return tuple(outputs)
+        arguments = (inputs, parameters, bundle.layers, bundle.projections, call.options)
+        run = functools.partial(call.run, _native.linear_forward, *arguments)
+        return tuple(rotate_once(call, "linear", inputs, parameters, run))
 
     @staticmethod
     @first_order_only

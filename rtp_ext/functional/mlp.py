@@ -18,6 +18,7 @@ from rtp_ext.functional._call import (
     wants,
     watched_where_read,
 )
+from rtp_ext.functional._selective import rotate_once
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
 
@@ -38,10 +39,15 @@ class MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, shape: Any, keep: bool, read: list[bool], x, *parameters):
         ctx.call, ctx.shape = call, shape
-        result = call.run(_native.mlp_forward, x, parameters, shape, keep, call.options)
+
+        def run() -> list[torch.Tensor]:
+            result = call.run(_native.mlp_forward, x, parameters, shape, keep, call.options)
+            return [result.y, *result.kept]
+
+        y, *kept = rotate_once(call, "mlp", [x], parameters, run)
         ctx.parameters = len(parameters)
-        ctx.save_for_backward(x, *watched_where_read(parameters, read), *result.kept)
-        return result.y
+        ctx.save_for_backward(x, *watched_where_read(parameters, read), *kept)
+        return y
 
     @staticmethod
     @first_order_only

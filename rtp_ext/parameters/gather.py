@@ -21,10 +21,12 @@ from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import claim_of, first_order_only, rounded, wanted
 from rtp_ext.ring.mesh import ring_dim
 from rtp_ext.ring.offload import lent
+from rtp_ext.ring.surroundings import unseen
 
 _ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
 
 
+@unseen
 def gather(
     parameters: list[torch.Tensor],
     ring: Ring,

@@ -31,6 +31,7 @@ from rtp_ext.ring.autograd import (
     kept_of,
 )
 from rtp_ext.ring.mesh import home_placements, own_part, ring_shape
+from rtp_ext.ring.surroundings import unseen
 
 logger = logging.getLogger("rtp_ext")
 
@@ -52,6 +53,7 @@ def held(shard: torch.Tensor) -> torch.Tensor:
     return shard._local_tensor if isinstance(shard, DTensor) else shard
 
 
+@unseen
 def lay_out(shard: torch.Tensor) -> None:
     """Gives a home shard in another memory format (channels_last) contiguous memory, in place, keeping its values.
 
@@ -195,6 +197,7 @@ def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     return converted
 
 
+@unseen
 def local_shard(parameter: torch.Tensor, lands: tuple[Ring, int] | None = None) -> torch.Tensor:
     """This rank's part of a parameter, differentiable; a plain tensor is its own part. Of one whose shard stays on the
     host, what stands for it on the device: see rtp_ext.ring.offload.

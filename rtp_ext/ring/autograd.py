@@ -19,6 +19,7 @@ from rtp_ext._native import RotationError, share_version
 from rtp_ext.ring.alike import expect_alike
 from rtp_ext.ring.enrolled import collectively_on
 from rtp_ext.ring.mesh import followed, home_placements, own_part
+from rtp_ext.ring.surroundings import unseen
 
 if TYPE_CHECKING:
     from rtp_ext.ring.offload import Kept
@@ -67,6 +68,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     raises RuntimeError and is never cut short.
     """
 
+    @unseen
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.create_graph = torch.is_grad_enabled()

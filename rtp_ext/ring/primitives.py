@@ -15,6 +15,7 @@ from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.mesh import piece_dim, ring_dim, ring_shape
 from rtp_ext.ring.prepared import Prepared
 from rtp_ext.ring.routes.gate import Gate, Link
+from rtp_ext.ring.surroundings import unseen
 
 
 def as_tensor(value: Any) -> torch.Tensor:
@@ -88,6 +89,7 @@ class Primitives(Groups):
                 )
         return [[list(theirs[part][0]) for theirs in told] for part in range(len(mine))]
 
+    @unseen
     def _shards(
         self, operation: str, shard: Any, prepared: Prepared | None
     ) -> tuple[list[torch.Tensor], list[list[list[int]]], bool]:
@@ -126,11 +128,16 @@ class Primitives(Groups):
 
     def _visits(self, execution: Any, single: bool) -> Iterator[tuple[int, Any]]:
         try:
-            while (step := self._next(execution)) is not None:
-                views = execution.weight()
-                yield step.owner, views[0] if single else views
+            while (visit := self._visit(execution)) is not None:
+                owner, views = visit
+                yield owner, views[0] if single else views
         finally:
-            execution.finish()
+            unseen(execution.finish)()
+
+    @unseen
+    def _visit(self, execution: Any) -> tuple[int, list[torch.Tensor]] | None:
+        step = self._next(execution)
+        return None if step is None else (step.owner, execution.weight())
 
     def _next(self, execution: Any) -> Any:
         try:
@@ -139,6 +146,7 @@ class Primitives(Groups):
             self.abandon(error)
             raise
 
+    @unseen
     def collect(self, add: Callable[[int, Any], None], like: Any, *, prepared: Prepared | None = None) -> Any:
         """The dual of `rotate`: every owner's sum over all ranks, gathered on the way and delivered at home.
 

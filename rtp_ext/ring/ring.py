@@ -30,6 +30,7 @@ from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Recorded
 from rtp_ext.ring.routes.gradient_routes import ComingHome, GradientRoutes, check_wishes
 from rtp_ext.ring.start import Start, check_choice
+from rtp_ext.ring.surroundings import unseen
 
 __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 
@@ -284,6 +285,7 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
             self._executor.fail("its process group was destroyed")
             self._executor.check_alive(operation)
 
+    @unseen
     def run(
         self,
         operation: str,

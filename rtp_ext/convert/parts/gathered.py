@@ -30,6 +30,7 @@ from rtp_ext.ring import Ring
 from rtp_ext.ring.alike import expect_alike
 from rtp_ext.ring.autograd import first_order_only
 from rtp_ext.ring.enrolled import enrol
+from rtp_ext.ring.surroundings import unseen
 
 # Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
 # once in a forward. Autograd keeps them for backward in any case; larger ones are gathered when they are used.
@@ -121,6 +122,7 @@ class ForwardScope:
         parameters = [parameter for each in self.small for parameter in each.rtp_sharded().values()]
         return GatherPlan(parameters, self.ring, self.mp_policy)
 
+    @unseen
     def _gather(self, owners: list[GatheredModule]) -> list[dict[str, torch.Tensor]]:
         """The whole parameters of each owner, by one collective."""
         own = [owner.rtp_sharded() for owner in owners]
