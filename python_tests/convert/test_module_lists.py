@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import Cases, run_ranks
 from models import LanguageModel, batch_loss, make_batch, make_model, mean_loss
-from reference import assert_same, differs, random, whole_gradients, whole_parameters
+from reference import assert_same, differs, full, random, whole_gradients, whole_parameters
 from test_parts import assert_trained
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -47,8 +47,15 @@ def _trains(rank, ranks, shape):
             assert_trained(twin, plain, rank, ranks, "copy")
     with cases.case("a factor is that of all members"):
         plain = make_model(tied=True)
-        model = convert(copy.deepcopy(plain), mesh, dims)
+        model = copy.deepcopy(plain)
+        rtp_ext.fully_rotate([model.embed, model.norm, model.head], mesh=mesh, dims=dims)
         rtp_ext.set_gradient_divide_factor(model.norm, 1)
+        model.head(random(4, 10, dtype=torch.float64, seed=rank)).sum().backward()  # before there is a model around it
+        plain.head(sum(random(4, 10, dtype=torch.float64, seed=other) for other in range(ranks))).sum().backward()
+        assert_same(full(model.head.weight.grad), plain.head.weight.grad, 1e-9, "the head alone")
+        assert differs(full(model.head.weight.grad), plain.head.weight.grad / ranks, 1e-9), "control"
+        model.zero_grad(), plain.zero_grad()
+        rtp_ext.fully_rotate(model)
         batch_loss(model, rank, 0).backward()
         mean_loss(plain, ranks, 0).backward()
         found = whole_gradients(model)

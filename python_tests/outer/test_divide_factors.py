@@ -119,6 +119,8 @@ def _refused(ranks):
     ):
         with pytest.raises(ValueError, match=r"the whole model.*that is a part of a GatheredTiny: call it with that"):
             act()
+    with pytest.raises(ValueError, match="got a RotatedLinear, which is in such a model: pass the model, or call"):
+        rtp_ext.set_gradient_divide_factor(model.mlp[0], 2)
     model.mix.weight = model.extra = model.mlp[0].weight  # shared by two parts, which divide it alike
     rtp_ext.set_gradient_divide_factor(model.mlp, None)
     with pytest.raises(ValueError, match=r"one gradient divide factor for all parts that share.* got 2.0 and None"):

@@ -35,7 +35,7 @@ from rtp_ext.convert.methods import answer_for_fully_shard
 from rtp_ext.convert.parts.gathered import GatheredRNN
 from rtp_ext.convert.rewrite import Rewriter
 from rtp_ext.convert.saving import let_it_save
-from rtp_ext.convert.scopes import RotationState, install, state_of
+from rtp_ext.convert.scopes import RotationState, install, is_inside, state_of
 from rtp_ext.convert.tensor_parallel import tensor_dimension
 from rtp_ext.outer import AllReduce, OuterPolicy
 from rtp_ext.outer.policy import Unit
@@ -194,18 +194,25 @@ def fully_rotate(
 
 def ring_of(module: nn.Module) -> Ring:
     """The ring of a model that `fully_rotate` converted. Raises ValueError for any other."""
-    state = state_of(module)
-    if state is None:
-        raise ValueError(f"ring_of: expected a model converted by fully_rotate, got a {type(module).__name__}")
-    return state.ring
+    return _converted(module, "ring_of").ring
 
 
 def outer_of(module: nn.Module) -> OuterPolicy:
     """The outer policy of a model that `fully_rotate` converted. Raises ValueError for any other."""
+    policy = _converted(module, "outer_of").outer_policy
+    assert policy is not None, "set by fully_rotate"
+    return policy
+
+
+def _converted(module: nn.Module, what: str) -> RotationState:
     state = state_of(module)
-    if state is None or state.outer_policy is None:
-        raise ValueError(f"outer_of: expected a model converted by fully_rotate, got a {type(module).__name__}")
-    return state.outer_policy
+    if state is None:
+        inside = ", which is in such a model: pass the model, or call fully_rotate with this part before the model"
+        raise ValueError(
+            f"{what}: expected a model converted by fully_rotate, got a {type(module).__name__}"
+            f"{inside if is_inside(module) else ''}"
+        )
+    return state
 
 
 def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Ring | RingMesh) -> OuterPolicy:
