@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from rtp_ext.convert.agreement import ConversionError
 from rtp_ext.convert.optimizers import REPLACED
 from rtp_ext.convert.parts.gathered import ForwardScope
 from rtp_ext.convert.scopes import RotationState, is_inside, mark_inside, state_of
@@ -32,17 +33,60 @@ _MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
 Parts = list[tuple[str, nn.Module]]
 
 
-def parts_of(root: nn.Module) -> Parts:
-    """The outermost modules of a model that were converted before it, by name. Raises ValueError if itself was."""
-    if is_inside(root):
-        how = "already was" if state_of(root) is not None else "is a part of one that already was"
-        raise ValueError(
-            f"fully_rotate: expected a model that has not been converted, got a {type(root).__name__} that {how}; "
-            "parts are converted before the model around them"
-        )
+class ModuleGroup(nn.Module):
+    """The modules of a list that is converted in one call, by their classes' names."""
+
+    def __init__(self, members: list[nn.Module]) -> None:
+        super().__init__()
+        for member in members:
+            kind, number = type(member).__name__, 1
+            while (name := kind if number == 1 else f"{kind}_{number}") in self._modules:
+                number += 1
+            self._modules[name] = member
+
+
+def members_of(given: Any) -> list[nn.Module]:
+    """The modules that fully_rotate is called with: one, or those of a list."""
+    if isinstance(given, nn.Module):
+        return [given]
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"fully_rotate: expected a torch.nn.Module or a list of them, got {type(given).__name__}")
+    if not given:
+        raise ValueError("fully_rotate: expected a module or several, got an empty list")
+    places: dict[int, int] = {}
+    for place, member in enumerate(given):
+        if not isinstance(member, nn.Module):
+            raise TypeError(f"fully_rotate: expected a list of torch.nn.Module, got {type(member).__name__} at {place}")
+        if id(member) in places:
+            raise ValueError(
+                f"fully_rotate: expected every module of a list once, got the same {type(member).__name__} at "
+                f"{places[id(member)]} and {place}"
+            )
+        places[id(member)] = place
+    for place, member in enumerate(given):
+        for name, part in member.named_modules():
+            if name and id(part) in places:
+                raise ValueError(
+                    "fully_rotate: expected a list of modules of which none is inside another, got "
+                    f"{type(part).__name__} at {places[id(part)]}, which is {name} of {type(member).__name__} at "
+                    f"{place}: leave it out"
+                )
+    return list(given)
+
+
+def parts_of(members: list[nn.Module], whole: nn.Module) -> Parts:
+    """The outermost modules in the members of `whole` that were converted before, by name. Raises ConversionError where
+    a member was."""
+    for member in members:
+        if is_inside(member):
+            how = "already was" if state_of(member) is not None else "is a part of one that already was"
+            raise ConversionError(
+                f"fully_rotate: expected a model that has not been converted, got a {type(member).__name__} that "
+                f"{how}; parts are converted before the model around them"
+            )
     found: Parts = []
     below: set[int] = set()
-    for name, part in root.named_modules():
+    for name, part in whole.named_modules():
         if id(part) not in below and state_of(part) is not None:
             found.append((name, part))
             below.update(map(id, part.modules()))
@@ -94,7 +138,8 @@ def refuse_foreign(root: nn.Module, where: Ring | RingMesh, ignored: Collection[
             if parameter is not None and REPLACED in parameter.__dict__ and id(parameter) not in ignored:
                 raise ValueError(
                     f"fully_rotate: {key} of {label} was shared with {parameter.__dict__[REPLACED]}, which has been "
-                    "converted without it: modules that share a parameter have to be converted in one call"
+                    "converted without it: modules that share a parameter have to be converted in one call, "
+                    "fully_rotate(model) or fully_rotate([module, other module])"
                 )
 
 
@@ -307,10 +352,13 @@ def ignored_in(parts: Parts) -> set[int]:
     return found
 
 
-def adopt(parts: Parts, around: RotationState) -> None:
-    """Makes parts that were converted one by one, each perhaps with a ring of its own, parts of one model."""
+def adopt(parts: Parts, scopes: Mapping[int, RotationState]) -> None:
+    """Makes parts that were converted one by one, each perhaps with a ring of its own, parts of one model.
+
+    `scopes`: the state of the model around each, by id of the part.
+    """
     for name, part in parts:
-        state = _state(part)
+        state, around = _state(part), scopes[id(part)]
         before = state.ring
         for module in part.modules():
             if module.__dict__.get("ring") is before:

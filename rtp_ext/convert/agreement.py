@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from rtp_ext._native import computes_plainly
+from rtp_ext._native import RotationError, computes_plainly
 from rtp_ext.convert.parts.bundled import BundledMLP
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held
@@ -30,6 +30,11 @@ _TORCH = "torch.nn.modules."
 _PER_RANK = re.compile(
     r"\b(\w+_)?rank(_id)?\b|\b(device|gpu|host|hostname|pid|port|path|dir)\w*\b|cuda:\d|\b0x[0-9a-f]+", re.I
 )
+
+
+class ConversionError(RotationError, ValueError):  # type: ignore[misc, valid-type]
+    """A model that cannot be converted, or called, as it is now: a RuntimeError, as those of fully_shard are, and a
+    ValueError."""
 
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -61,7 +66,8 @@ def facts_of(root: nn.Module, named: Named) -> tuple[list[tuple], list[Any]]:
 
 
 def agree_on_model(root: nn.Module, ring: Ring, mode: Mode) -> None:
-    """Raises ValueError on every rank where models differ, or where parameters are still on the meta device.
+    """Raises ValueError on every rank where models differ, or, a RotationError as well, where parameters are still on
+    the meta device.
 
     Compared are names, shapes, dtypes and requires_grad of parameters; the class of every module by its name; settings
     of torch's layers (what their constructors take: strides, heads, eps, p, ...); of other classes what their own
@@ -125,7 +131,7 @@ def plan_anew(root: nn.Module, ring: Ring) -> None:
 def _refuse_meta(root: nn.Module, names: list[str], where: str) -> None:
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        raise ValueError(
+        raise ConversionError(
             f"{type(root).__name__}: expected parameters with storage, got {', '.join(names[:5])}{more} still on the "
             f"meta device{where}: call to_empty(device=...) first, and then init_weights, load_safetensors or "
             "load_state_dict"

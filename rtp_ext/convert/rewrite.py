@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from rtp_ext.convert.fast_path import keep_from_fast_path
@@ -62,17 +63,19 @@ class Rewriter:
         self,
         root: nn.Module,
         ring: Ring,
-        scope: ForwardScope,
+        scopes: Mapping[int, ForwardScope],
+        mp_policy: MixedPrecisionPolicy,
         *,
         ignored: set[int],
         in_place: bool,
         bundle: bool | str,
         loss_head: str | None,
     ) -> None:
-        self.root, self.ring, self.scope = root, ring, scope
+        """`scopes`: of each module that is to be converted, by id."""
+        self.root, self.ring, self.scopes, self.mp_policy = root, ring, scopes, mp_policy
         self.ignored = ignored
         self.bundle, self.loss_head = bundle, loss_head
-        self.options: dict[str, Any] = {"in_place": in_place, "mp_policy": scope.mp_policy}
+        self.options: dict[str, Any] = {"in_place": in_place, "mp_policy": mp_policy}
         self.memo: dict[int, nn.Parameter] = {}
         self.counts: Counter[str] = Counter()
         self.unlike: Counter[tuple[str, str]] = Counter()  # subclasses of layers that rotate, which do not
@@ -81,7 +84,7 @@ class Rewriter:
         # on an emulated ring their shards are plain parameters
         self.inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}
         self.leftovers: list[nn.Module] = []
-        outer = getattr(scope, "outer_policy", None)
+        outer = getattr(next(iter(scopes.values()), None), "outer_policy", None)
         self.extended = find_extended(self.modules, ignored, ring, outer)  # ids of parameters
         self.styles = {id(part): style_of(name, part, ring, ignored) for name, part in self.modules}
         self._check_tables()
@@ -283,7 +286,7 @@ class Rewriter:
 
     def _keep_whole(self, name: str, part: Any, problem: str) -> None:
         part.__class__ = mixed_class(WholeEmbedding, type(part))
-        part.keep_whole(self.ring, name or type(part).__name__, self.scope.mp_policy, self.memo)
+        part.keep_whole(self.ring, name or type(part).__name__, self.mp_policy, self.memo)
         logger.warning("fully_rotate: %s stays whole on every rank: %s; its gradient is averaged", name, problem)
 
     def _check_tables(self) -> None:
@@ -305,7 +308,7 @@ class Rewriter:
             if self.ring.mesh is None:
                 self.counts[f"{kind}: left whole (emulated ring)"] += 1
             else:
-                make_gathered(part, self.ring, self.scope, self.memo)
+                make_gathered(part, self.ring, self.scopes[id(part)], self.memo)
                 self.counts[f"{kind}: sharded, gathered while in use"] += 1
 
 

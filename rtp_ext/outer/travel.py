@@ -38,18 +38,17 @@ class Told:
     what: str
     backward: int  # the how manieth with gradients
     reduces: bool
-    scale: float
     model: str
     launched: int  # buckets
     pending: tuple[int, ...]  # numbers of parameters with gradients that have not left
     order: Order  # of all that arrived, by when they were complete
 
     def comparable(self) -> tuple:
-        return self.what, self.backward, self.reduces, self.scale, self.model
+        return self.what, self.backward, self.reduces, self.model
 
     def __str__(self) -> str:
         kind = "with" if self.reduces else "without"
-        return f"{self.what} of backward {self.backward}, {kind} a reduction, gradients times {self.scale}"
+        return f"{self.what} of backward {self.backward}, {kind} a reduction"
 
 
 @dataclass

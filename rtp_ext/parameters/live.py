@@ -146,9 +146,36 @@ def mixed_class(mixin: type, base: type[nn.Module]) -> Any:
     return _MIXED[mixin, base]
 
 
+_EXTENDED: dict[type, Any] = {}
+
+
+def extended_class(base: type[nn.Module], members: Mapping[str, Any]) -> Any:
+    """The class of a live module of class `base` that gets `members` and passes for its base; the same members for each
+    base. It copies as its base does, and cannot be pickled."""
+    if base not in _EXTENDED:
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        stock = (base.__reduce_ex__, base.__reduce__) == (object.__reduce_ex__, object.__reduce__)
+        copying = {"__deepcopy__": _copied, "__reduce_ex__": LiveModule.__reduce_ex__}
+        own = copying if stock and not hasattr(base, "__deepcopy__") else {}
+        _EXTENDED[base] = type(base.__name__, (base,), {**names, **own, **members, _MADE_OF: _made_of(base)})
+    return _EXTENDED[base]
+
+
+def _copied(self: Any, memo: dict) -> Any:
+    reduced: Any = object.__reduce_ex__(self, 4)  # what copy.deepcopy asks for
+    make, arguments, state, *_ = reduced
+    memo[id(self)] = twin = make(*arguments)
+    twin.__setstate__(copy.deepcopy(state, memo))
+    return twin
+
+
 _MADE_OF = "_rtp_made_of"  # attribute of a mixed class: its mixin
 
 
 def mixin_of(module: Any) -> type:
     """The mixin of a module whose class `mixed_class` made; the class of any other object."""
-    return type(module).__dict__.get(_MADE_OF, type(module))
+    return _made_of(type(module))
+
+
+def _made_of(cls: type) -> type:
+    return cls.__dict__.get(_MADE_OF, cls)

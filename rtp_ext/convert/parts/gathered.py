@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rtp_ext._native import share_version
 from rtp_ext.functional.torch_compile import traced
-from rtp_ext.outer import OuterPolicy
+from rtp_ext.outer.policy import OuterPolicy, Unit
 from rtp_ext.parameters.extensions import is_extended, shard_extended
 from rtp_ext.parameters.gather import GatherPlan, gather
 from rtp_ext.parameters.live import LiveModule
@@ -260,7 +260,7 @@ def is_averaged(parameter: torch.Tensor, ring: Ring) -> bool:
     return parameter.__dict__.get(_WATCHED) == ring.serial
 
 
-def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: OuterPolicy | None) -> bool:
+def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: OuterPolicy | None, unit: Unit) -> bool:
     """Averages every new gradient of a whole parameter over the ring and its replicas, in each backward, whatever the
     outer policy leaves for later. Returns whether it did not yet. Raises in the first backward where ranks of tensor
     parallelism have different gradients."""
@@ -277,7 +277,7 @@ def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: Oute
             gradient = gradient.full_tensor()
         dense = ring.all_reduce(gradient.to_dense().clone(memory_format=torch.contiguous_format)).div_(ring.size)
         if outer is not None:
-            dense = outer.reduce_whole(dense, name)
+            dense = outer.reduce_whole(dense, name, unit)
         if ring.tensor_mesh is not None and ring.parameter_mesh is not None:
             expect_alike(compared, dense, ring.parameter_mesh)
         return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense

@@ -32,6 +32,7 @@ from rtp_ext.outer.apart.guards import Guard, mixture, refuse_unattached
 from rtp_ext.outer.apart.layered import flattened, lay_on_ring, layered, own_layer
 from rtp_ext.outer.apart.means import Means, written
 from rtp_ext.outer.apart.optimizers import beside_shards, leaves, refuse_scaler, rehearses
+from rtp_ext.outer.policy import Unit
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import CLAIM, follow
 
@@ -86,8 +87,8 @@ class AfterSteps(Means):
         """Whether there is anything to do."""
         return self.size > 1 or self.acts_alone
 
-    def claim(self, root: nn.Module, reduce_dtype: torch.dtype | None) -> None:
-        super().claim(root, reduce_dtype)
+    def claim(self, root: nn.Module) -> None:
+        super().claim(root)
         if self.acts:
             follow(self._ring_mesh, 1, False)
             for _, parameter in self._claimed():
@@ -109,15 +110,15 @@ class AfterSteps(Means):
 
     def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self._arrived = True
-        return None if gradient is None else self.scaled(gradient)
+        return None if gradient is None else self.scaled(index, gradient)
 
-    def reduce_whole(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
+    def reduce_whole(self, gradient: torch.Tensor, name: str, unit: Unit) -> torch.Tensor:
         if self.acts:
             raise ValueError(
                 f"{name} is held whole by every rank, outside of what {self!r} keeps together: expected a parameter "
                 "that was in the model, or a part that fully_rotate has converted, when it was converted"
             )
-        return gradient.mul_(self.scale)
+        return gradient.mul_(self.scale(unit))
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
