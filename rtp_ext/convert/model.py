@@ -29,6 +29,7 @@ from rtp_ext.convert.admission import (
     weak_parameters,
 )
 from rtp_ext.convert.agreement import checksums, compare_weights
+from rtp_ext.convert.generating import let_it_generate
 from rtp_ext.convert.parts.gathered import GatheredRNN
 from rtp_ext.convert.rewrite import Rewriter
 from rtp_ext.convert.saving import let_it_save
@@ -168,6 +169,7 @@ def fully_rotate(
     state.claim(module)
     mark_replaced(module, before)
     let_it_save(module, ring)
+    let_it_generate()
     compare_weights(values, ring)
     if in_place:
         _say_what_in_place_means(ring, state.mp_policy)
