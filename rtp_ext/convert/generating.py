@@ -1,10 +1,10 @@
 """generate of models of the transformers package, on ranks that need different numbers of forwards for it.
 
-A forward of a converted model takes all ranks of a ring, while ranks stop generating when their own sequences end. Under
-`synced_gpus` transformers lets a rank that has finished go on in its own loop: that writes to its caches, runs past the
-end of a static one and of a table of positions, does not go with assisted generation, and asks the ranks of the world
-rather than those of the ring. Here ranks agree before each call of the model instead, and a rank that has nothing to
-compute answers with a call of one token, without a cache. So it does not matter how the tokens are chosen.
+A forward of a converted model takes all ranks of a ring, while ranks stop generating when their own sequences end.
+Under `synced_gpus` transformers lets a rank that has finished go on in its own loop: that writes to its caches, runs
+past the end of a static one and of a table of positions, does not go with assisted generation, and asks the ranks of
+the world rather than those of the ring. Here ranks agree before each call of the model instead, and a rank that has
+nothing to compute answers with a call of one token, without a cache. So it does not matter how tokens are chosen.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _running: list[_Generation] = []
 def let_it_generate() -> None:
     """Has `generate` of transformers' models, where parts of them rotate, call the model as often on all ranks.
 
-    Done to the classes, once they are loaded: the model around a converted part, and a copy of it, are then covered too.
-    Models that do not rotate generate as before.
+    Done to the classes, once they are loaded: a plain model around a converted part is then covered too, which nothing
+    leads to from the part. Models that do not rotate generate as before.
     """
     utilities = sys.modules.get("transformers.generation.utils")
     if utilities is None:
@@ -90,8 +90,8 @@ def _in_step(method: Any) -> Any:
         around = next((each.model for each in _running if each.ring is ring), None)
         if around is not None:
             raise ValueError(
-                f"generate of {type(self).__name__} within that of {type(around).__name__}: expected one model of a ring "
-                "to generate at a time: an assistant_model that is not converted"
+                f"generate of {type(self).__name__} within that of {type(around).__name__}: expected one model of a "
+                "ring to generate at a time: an assistant_model that is not converted"
             )
         return _Generation(self, ring).run(call, keywords)
 
@@ -211,8 +211,8 @@ class _Generation:
             if asked := next((value for value in given if value), None):
                 raise ValueError(
                     f"{label}: {name}={asked!r} drafts tokens with some of the model's layers alone, which cannot be "
-                    "combined with rotation: expected an assistant_model that is not converted, prompt_lookup_num_tokens, "
-                    "or neither"
+                    "combined with rotation: expected an assistant_model that is not converted, or "
+                    "prompt_lookup_num_tokens"
                 )
 
     # -- agreeing ----------------------------------------------------------------------------------------------------
