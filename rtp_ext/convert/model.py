@@ -30,6 +30,7 @@ from rtp_ext.convert.admission import (
     refuse_whole_tables,
 )
 from rtp_ext.convert.agreement import checksums, compare_weights
+from rtp_ext.convert.generating import let_it_generate
 from rtp_ext.convert.methods import answer_for_fully_shard
 from rtp_ext.convert.optimizers import mark_replaced, watch_optimizers, weak_parameters
 from rtp_ext.convert.parts.gathered import GatheredRNN
@@ -189,6 +190,7 @@ def fully_rotate(
     mark_replaced(whole, before)
     watch_optimizers()
     let_it_save(whole, ring)
+    let_it_generate()
     compare_weights(values, ring)
     if in_place:
         _say_what_in_place_means(ring, mp_policy)
