@@ -154,10 +154,8 @@ class AllReduce(MicroBatches):
         if self._pass is None:
             self._backwards += 1
             self._pass = Pass(self.requires_all_reduce and not self._later)
-        task = torch._C._current_graph_task_id()
-        if task not in self._pass.ends:
             end = functools.partial(self._end, self._pass)
-            self._pass.ends[task] = weakref.ref(end)
+            self._pass.end = weakref.ref(end)
             Variable._execution_engine.queue_callback(end)
         return self._pass
 

@@ -63,10 +63,11 @@ class Flight:
 
 @dataclass
 class Pass:
-    """What has arrived since a backward began, or since the last one ended in it (activation checkpointing)."""
+    """What has arrived since the outermost backward began that a gradient has arrived in: reentrant checkpoints run
+    others within it, which do not end a pass."""
 
     reduces: bool
-    ends: dict[int, weakref.ref] = field(default_factory=dict)  # by graph task: what it will call at its end
+    end: weakref.ref | None = None  # what the backward calls at its end
     values: dict[int, torch.Tensor] = field(default_factory=dict)  # not yet on their way
     counts: dict[int, int] = field(default_factory=dict)  # the last to be complete last
     parameters: dict[int, Any] = field(default_factory=dict)
@@ -76,4 +77,4 @@ class Pass:
     @property
     def running(self) -> bool:
         """Whether it will come to an end: a graph task that fails calls nobody, and lets go of what it would call."""
-        return any(end() is not None for end in self.ends.values())
+        return self.end is not None and self.end() is not None

@@ -61,7 +61,7 @@ class ForwardScope:
         was left without its end, those that have been gathered are right unless they were written since."""
         if not self.small or torch._C._current_graph_task_id() != -1:
             return
-        if self.handed and all(self.gathered[id(each)][0][1] == _version(each)[1] for each in self.small):
+        if self.handed and all(_serves(self.gathered[id(each)][0], each) for each in self.small):
             return
         for each, wholes in zip(self.small, self._gather(self.small), strict=True):
             self.gathered[id(each)] = (_version(each), wholes)
@@ -95,7 +95,7 @@ class ForwardScope:
         if self.depth == 0:
             return self._gather([owner])[0][name] if recomputing else registered
         known = self.gathered.get(id(owner))
-        if known is None or known[0] != _version(owner):
+        if known is None or not _serves(known[0], owner):
             together = self.small if self.root_depth > 0 and not recomputing and owner in self.small else [owner]
             for each, whole in zip(together, self._gather(together), strict=True):
                 self.gathered[id(each)] = (_version(each), whole)
@@ -149,10 +149,17 @@ class ForwardScope:
         return shown
 
 
-def _version(owner: GatheredModule) -> Any:
-    """Changes whenever what was gathered of an owner is out of date."""
+def _version(owner: GatheredModule) -> tuple[bool, Any]:
+    """Whether gradients are wanted, and what changes whenever what was gathered of an owner is out of date."""
     state = tuple((held(p).data_ptr(), p._version, p.dtype, p.requires_grad) for p in owner.rtp_sharded().values())
     return torch.is_grad_enabled(), state
+
+
+def _serves(gathered: tuple[bool, Any], owner: GatheredModule) -> bool:
+    """Whether what was gathered of an owner, at that version, is what it is to see now. What was gathered with
+    gradients does without them as well: the first forward of a reentrant checkpoint, in which graphs use it, too."""
+    (had_grad, then), (grad, now) = gathered, _version(owner)
+    return then == now and (had_grad or not grad)
 
 
 class GatheredModule(LiveModule):
