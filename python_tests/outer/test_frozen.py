@@ -10,7 +10,7 @@ from freezing_cases import freeze
 from frozen_training import Outer
 from grids import few
 from harness import Cases, run_ranks
-from reference import assert_same, differs, full
+from reference import assert_same, differs, full, local
 from workers import EXACT, Replica, Workers, adamw, assert_trained_alike, momentum
 
 from rtp_ext.outer import EF21, AllReduce, DiLoCo, Gossip, LocalSGD, TopK, ZeroOuter
@@ -70,6 +70,23 @@ def still_cases(rank, cases):
                 freeze(replica.model, False)
                 replica.train(1)
                 assert differs(mixed(replica), after, 1e-4), "thawed"
+    with cases.case("what is frozen is sent no longer"):
+        replica = Replica(rank, SHAPE, LocalSGD(1))
+        replica.train(1)
+        freeze(replica.model, True)
+        before = replica.policy.bytes_sent()
+        replica.train(1)
+        trained = sum(local(p).nbytes for p in replica.model.parameters() if p.requires_grad)
+        assert replica.policy.bytes_sent() - before == trained
+        assert before == trained + sum(local(p).nbytes for p in replica.model.mix.parameters()), "control"
+    with cases.case("feedback is kept for when it is thawed"):
+        replica = Replica(rank, SHAPE, AllReduce(TopK(0.2)), attach=False)
+        replica.train(2)
+        kept = local(replica.policy.state_dict()["memory"]["mix.weight"]["error"]).clone()
+        freeze(replica.model, True)
+        replica.train(2)
+        after = local(replica.policy.state_dict()["memory"]["mix.weight"]["error"])
+        assert torch.equal(after, kept) and kept.abs().max() > 0
     with cases.case("gossip leaves alone what replicas agree on, bit by bit"):
         replica = Replica(rank, (4, 1), Gossip("ring"))
         replica.policy.average()

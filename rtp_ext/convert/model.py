@@ -92,7 +92,8 @@ def fully_rotate(
             ring of parts that were converted before, else the default process group.
         dims: RotationDims(ring=..., replicate=...): which dimensions of the mesh are what, by name. Along replicate,
             rings hold the same shards and have batches of their own. Parameters are then DTensors on the mesh of both,
-            Replicate() over the one and Shard over the other. A dimension that is named in neither is the one of tensor
+            Replicate() over the one and Shard over the other; on the ring's alone where replicas train apart
+            (outer.LocalSGD, DiLoCo, Gossip). A dimension that is named in neither is the one of tensor
             parallelism, where parallelize_module has cut the model over it before: every part rotates over a ring of
             its own, and parameters lie on (replicate, tensor parallelism, ring).
         outer: what happens between replicas, see rtp_ext.outer; default outer.AllReduce(): gradients are averaged over

@@ -369,7 +369,7 @@ class AfterSteps(Means):
 
     def _stateful(self, named: dict[str, tuple[int, Any]]) -> list[str]:
         """Names of parameters of which optimizers keep state."""
-        return [name for name, (_, p) in named.items() if any(optimizer.state.get(p) for optimizer in self._optimizers)]
+        return [name for name, (_, p) in named.items() if any(leaves(each.state.get(p)) for each in self._optimizers)]
 
     def _own_layer(self, value: Any, like: Any, name: str) -> torch.Tensor:
         return own_layer(value, like, self._mesh, f"load_state_dict of {name}")
