@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import rtp_ext
-from rtp_ext.convert.methods import INSTEAD
+from rtp_ext.convert.methods.fully_shard import INSTEAD
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -30,12 +30,12 @@ from rtp_ext.convert.admission import (
     refuse_whole_tables,
 )
 from rtp_ext.convert.agreement import checksums, compare_weights
-from rtp_ext.convert.generating import let_it_generate
-from rtp_ext.convert.methods import answer_for_fully_shard
+from rtp_ext.convert.methods.fully_shard import answer_for_fully_shard
+from rtp_ext.convert.methods.generate import let_it_generate
+from rtp_ext.convert.methods.save_pretrained import let_it_save
 from rtp_ext.convert.optimizers import mark_replaced, watch_optimizers, weak_parameters
 from rtp_ext.convert.parts.gathered import GatheredRNN
 from rtp_ext.convert.rewrite import Rewriter
-from rtp_ext.convert.saving import let_it_save
 from rtp_ext.convert.scopes import RotationState, install, is_inside, state_of
 from rtp_ext.convert.tensor_parallel import tensor_dimension
 from rtp_ext.outer import AllReduce, OuterPolicy

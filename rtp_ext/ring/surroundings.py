@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 # `tracing` first, and puts an operator of `functional.torch_compile` into the graph where the eager function would run.
 _TRACED = (
     "convert/agreement.py",
-    "convert/methods.py",
+    "convert/methods/fully_shard.py",
     "convert/parts/bundled.py",
     "convert/parts/gathered.py",
     "convert/parts/head.py",
