@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from rtp_ext.ring.autograd import _rotates
+from rtp_ext.ring.autograd import rotates
 from rtp_ext.ring.mesh import own_part
 
 
@@ -19,7 +19,7 @@ def let_data_be_assigned() -> None:
     stock: Any = torch.Tensor.data
 
     def assign(self: DTensor, values: Any) -> None:
-        if _rotates(self):
+        if rotates(self):
             _assign(self, values)
         else:
             stock.__set__(self, values)

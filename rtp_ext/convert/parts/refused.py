@@ -17,7 +17,7 @@ from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.wrappers import type_name
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import _rotates
+from rtp_ext.ring.autograd import rotates
 
 _EXPECTED = (
     "expected a plain parameter, or one whose class has fsdp_pre_all_gather and fsdp_post_all_gather, which say how "
@@ -107,13 +107,13 @@ def _too_late(what: str) -> str:
 
 def _refuse_original(original: Any) -> None:
     for parameter in original if isinstance(original, (list, tuple)) else (original,):
-        if _rotates(parameter):
+        if rotates(parameter):
             raise ValueError(_too_late(f"a parameter of shape {tuple(parameter.shape)}"))
 
 
 def _refuse_named(module: nn.Module, name: str) -> None:
     for key in (name, f"{name}_orig"):  # what was pruned before has the second one
-        if _rotates(module._parameters.get(key)):
+        if rotates(module._parameters.get(key)):
             raise ValueError(_too_late(f"{name} of a {type(module).__name__}"))
 
 
