@@ -12,10 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from rtp_ext._native import shard_sizes, share_version
 from rtp_ext.parameters.sharding import held, local_shard
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import first_order_only, rounded, wanted
+from rtp_ext.ring.autograd import first_order_only, rounded, unseen, wanted
 from rtp_ext.ring.mesh import ring_dim
 from rtp_ext.ring.offload import lent
-from rtp_ext.ring.surroundings import unseen
 
 _ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
 
