@@ -216,3 +216,26 @@ def test_ranks_that_save_differently():
     for told in run_ranks(_disagree, 2):
         assert "in which the output of 0 is saved (rank 0), got" in told, told
         assert "in which the output of 0 is recomputed on rank 1" in told, told
+
+
+def _out_of_step(rank: int, ranks: int) -> None:
+    """One rank saves otherwise in a later step only, of what both have told each other before."""
+    saves = True
+
+    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> bool:
+        return saves and operator == rotations.linear.default
+
+    torch.manual_seed(7)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model = rtp_ext.fully_rotate(plain, timeout=TIMEOUT, transport="shm")
+    x = random(4, 6, dtype=torch.float32, seed=rank)
+    for each in (True, False):
+        saves = each
+        region(model, lambda: policy, x).sum().backward()
+    saves = rank == 0
+    with pytest.raises(rtp_ext.RotationError, match=r"out of step|did not answer"):
+        region(model, lambda: policy, x).sum().backward()
+
+
+def test_a_rank_that_saves_differently_later():
+    run_ranks(_out_of_step, 2)
