@@ -9,10 +9,15 @@ import torch
 from autograd_subjects import SUBJECTS, Subject, converted, features, numbers
 from harness import Cases, run_ranks
 from reference import assert_same, full, random
-from selective import region, rotations
+from selective import aten, region, rotations
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import rtp_ext
@@ -43,6 +48,30 @@ MORE = {
 }
 
 
+_RETURNING: Any = type(create_selective_checkpoint_contexts([])[1])
+
+
+class Recorder(_RETURNING):
+    """Notes which operators selective activation checkpointing sees."""
+
+    def __init__(self) -> None:
+        super().__init__(None, {})
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func != aten.detach.default:  # which a checkpoint adds itself
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def seen_twice(model: nn.Module, inputs: list[Tensor]) -> tuple[list[str], list[str]]:
+    """What of a region is seen in its forward and in its recomputation."""
+    modes = Recorder(), Recorder()
+    with set_checkpoint_early_stop(False):
+        weighed(checkpoint(model, *inputs, use_reentrant=False, context_fn=lambda: modes)).backward()
+    return modes[0].seen, modes[1].seen
+
+
 def weighed(y: Tensor) -> Tensor:
     return (y * random(*y.shape, dtype=torch.float64, seed=9)).sum()
 
@@ -55,6 +84,11 @@ def _operations(rank: int, ranks: int) -> None:
                 plain = subject.make()
                 model = subject.rotate(copy.deepcopy(plain), ring, in_place)
                 batches = subject.batches(ranks, True)
+                with cases.case(f"{label}, in_place={in_place}: in a first forward and again"):
+                    mine = [t.detach().clone().requires_grad_(t.requires_grad) for t in batches[rank]]
+                    forward, again = seen_twice(model, mine)
+                    assert forward == again, f"{forward}, then {again}"
+                    assert 0 < len(forward) < 40, f"not what the operation is made of: {forward}"
                 losses = [weighed(plain(*batch)) for batch in batches]
                 (sum(losses) / ranks).backward()
                 hops: dict[str | None, Any] = {}
@@ -78,9 +112,9 @@ def _operations(rank: int, ranks: int) -> None:
                     continue
                 with cases.case(f"{label}, in_place={in_place}: hops"):
                     forwards = 2 if label.startswith("attention") else 1  # rotations
-                    forward = forwards * (ranks if in_place else ranks - 1)
-                    saved, again = hops[None], (hops[None][0] + forward, hops[None][1])
-                    expected = {None: saved, "full": again, "nothing": again, "matrices": again}
+                    sent = forwards * (ranks if in_place else ranks - 1)
+                    saved, twice = hops[None], (hops[None][0] + sent, hops[None][1])
+                    expected = {None: saved, "full": twice, "nothing": twice, "matrices": twice}
                     expected |= {"everything": saved, "rotations": saved}
                     assert hops == expected, hops
     cases.finish()
@@ -182,3 +216,26 @@ def test_ranks_that_save_differently():
     for told in run_ranks(_disagree, 2):
         assert "in which the output of 0 is saved (rank 0), got" in told, told
         assert "in which the output of 0 is recomputed on rank 1" in told, told
+
+
+def _out_of_step(rank: int, ranks: int) -> None:
+    """One rank saves otherwise in a later step only, of what both have told each other before."""
+    saves = True
+
+    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> bool:
+        return saves and operator == rotations.linear.default
+
+    torch.manual_seed(7)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model = rtp_ext.fully_rotate(plain, timeout=TIMEOUT, transport="shm")
+    x = random(4, 6, dtype=torch.float32, seed=rank)
+    for each in (True, False):
+        saves = each
+        region(model, lambda: policy, x).sum().backward()
+    saves = rank == 0
+    with pytest.raises(rtp_ext.RotationError, match=r"out of step|did not answer"):
+        region(model, lambda: policy, x).sum().backward()
+
+
+def test_a_rank_that_saves_differently_later():
+    run_ranks(_out_of_step, 2)

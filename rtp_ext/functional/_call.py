@@ -11,13 +11,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
+from rtp_ext.functional._selective import as_operator
 from rtp_ext.parameters.sharding import held, local_shard, reserve
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import rounded
+from rtp_ext.ring.autograd import rounded, unseen
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.offload import lent
 from rtp_ext.ring.routes.gate import LayerSize
-from rtp_ext.ring.surroundings import unseen
 
 # What indices and targets may be of.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -109,6 +109,18 @@ class Call:
             return self.ring.run(
                 self.name, function, *arguments, serial=self.serial, watched=self.watched, checked=True
             )
+
+    def once(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        compute: Callable[[], list[torch.Tensor]],
+    ) -> list[torch.Tensor]:
+        """What `compute()` returns, of a forward: see `functional._selective.as_operator`."""
+        if torch._C._len_torch_dispatch_stack() == 0:
+            return compute()
+        return as_operator(self, name, inputs, shards, compute)
 
     def lent(self) -> AbstractContextManager[None]:
         """While native code reads parameters: the device has those that stay on the host."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rtp_ext.ring.surroundings import other_modes, returns, seen_by, storing_modes
+from rtp_ext.ring.autograd import other_modes, returns, seen_by, storing_modes
 
 if TYPE_CHECKING:
     from rtp_ext.functional._call import Call
@@ -32,7 +32,7 @@ class _Waiting(threading.local):
 _waiting = _Waiting()
 
 
-def rotate_once(
+def as_operator(
     call: Call,
     name: str,
     inputs: Sequence[Tensor],

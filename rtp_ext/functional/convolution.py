@@ -19,7 +19,6 @@ from rtp_ext.functional._call import (
     saved,
 )
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
-from rtp_ext.functional._selective import rotate_once
 from rtp_ext.parameters.sharding import lay_out
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
@@ -124,7 +123,7 @@ class _RotatedConvolution(torch.autograd.Function):
             drive(call, _native.Execution.forward, (weights, shapes, call.options), compute)
             return [y]
 
-        return rotate_once(call, "convolution", [x], weights, run)[0]
+        return call.once("convolution", [x], weights, run)[0]
 
     @staticmethod
     @first_order_only

@@ -16,7 +16,6 @@ from rtp_ext.functional._call import (
     prepare,
     saved,
 )
-from rtp_ext.functional._selective import rotate_once
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
 
@@ -32,7 +31,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             result = call.run(_native.cross_entropy_forward, x, targets, parameters, shape, call.options)
             return [result.loss, result.lse]
 
-        loss, lse = rotate_once(call, "linear_cross_entropy", [x, targets], parameters, run)
+        loss, lse = call.once("linear_cross_entropy", [x, targets], parameters, run)
         ctx.save_for_backward(x, targets, lse, *parameters)
         return loss
 

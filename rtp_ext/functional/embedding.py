@@ -7,7 +7,6 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, Home, prepare, saved
-from rtp_ext.functional._selective import rotate_once
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded
 
@@ -23,7 +22,7 @@ class Embedding(torch.autograd.Function):
         def run() -> list[torch.Tensor]:
             return [call.run(_native.embedding_forward, ids, weight, shape, shard_dim, call.options)]
 
-        return rotate_once(call, "embedding", [ids], [weight], run)[0]
+        return call.once("embedding", [ids], [weight], run)[0]
 
     @staticmethod
     @first_order_only

@@ -19,7 +19,6 @@ from rtp_ext.functional._call import (
     wants,
     watched_where_read,
 )
-from rtp_ext.functional._selective import rotate_once
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
@@ -39,7 +38,7 @@ class _RotatedExperts(torch.autograd.Function):
             ctx.starts = routed.starts  # of the forward: a backward is given its context, not that of a recomputation
             return [routed.y, routed.order, routed.ends, *([] if routed.kept is None else [routed.kept])]
 
-        y, order, ends, *kept = rotate_once(call, "experts", [x, weights, index], parameters, run)
+        y, order, ends, *kept = call.once("experts", [x, weights, index], parameters, run)
         read_then = watched_where_read(parameters, read)
         ctx.save_for_backward(x, weights, *read_then, order, ends, kept[0] if kept else None)
         return y

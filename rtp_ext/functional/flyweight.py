@@ -13,11 +13,9 @@ from rtp_ext import _native
 from rtp_ext.functional._call import Call, Home, prepare, saved, wants
 from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, set_random_state
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
-from rtp_ext.functional._selective import rotate_once
 from rtp_ext.parameters.sharding import lay_out, local_shard
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, rounded, wanted
-from rtp_ext.ring.surroundings import storing_modes
+from rtp_ext.ring.autograd import first_order_only, rounded, storing_modes, wanted
 
 
 class _Sum:
@@ -74,7 +72,7 @@ class _Flyweight(torch.autograd.Function):
             return [torch.cat(parts, copies.dim), *states]
 
         ctx.save_for_backward(*tensors)
-        y, *states = rotate_once(call, "flyweight", [*inputs, *replicated], homes, run)
+        y, *states = call.once("flyweight", [*inputs, *replicated], homes, run)
         if stored:  # a recomputation may not have drawn the numbers, and those behind are to be the same
             set_random_state(tuple(states), device)
         return y

@@ -19,7 +19,6 @@ from rtp_ext.functional._call import (
     saved,
     watched_where_read,
 )
-from rtp_ext.functional._selective import rotate_once
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 from rtp_ext.ring.links.options import wire_itemsize
@@ -39,7 +38,7 @@ class PartialLinear(torch.autograd.Function):
         def run() -> list[torch.Tensor]:
             return [call.run(_native.partial_linear_forward, x, weight, bias, shape, call.options)]
 
-        return rotate_once(call, "linear", [x], shards, run)[0]
+        return call.once("linear", [x], shards, run)[0]
 
     @staticmethod
     @first_order_only
@@ -80,7 +79,7 @@ class Linears(torch.autograd.Function):
         ctx.save_for_backward(*kept, *watched_where_read(parameters, read))
         arguments = (inputs, parameters, bundle.layers, bundle.projections, call.options)
         run = functools.partial(call.run, _native.linear_forward, *arguments)
-        return tuple(rotate_once(call, "linear", inputs, parameters, run))
+        return tuple(call.once("linear", inputs, parameters, run))
 
     @staticmethod
     @first_order_only

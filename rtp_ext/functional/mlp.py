@@ -18,7 +18,6 @@ from rtp_ext.functional._call import (
     wants,
     watched_where_read,
 )
-from rtp_ext.functional._selective import rotate_once
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
 
@@ -44,7 +43,7 @@ class MLP(torch.autograd.Function):
             result = call.run(_native.mlp_forward, x, parameters, shape, keep, call.options)
             return [result.y, *result.kept]
 
-        y, *kept = rotate_once(call, "mlp", [x], parameters, run)
+        y, *kept = call.once("mlp", [x], parameters, run)
         ctx.parameters = len(parameters)
         ctx.save_for_backward(x, *watched_where_read(parameters, read), *kept)
         return y

@@ -18,10 +18,9 @@ from rtp_ext.parameters.extensions import Extended, agree, is_extended, parts_of
 from rtp_ext.parameters.sharding import held, local_shard
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import claim_of, first_order_only, rounded, wanted
+from rtp_ext.ring.autograd import claim_of, first_order_only, rounded, unseen, wanted
 from rtp_ext.ring.mesh import ring_dim
 from rtp_ext.ring.offload import lent
-from rtp_ext.ring.surroundings import unseen
 
 _ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
 

@@ -29,9 +29,9 @@ from rtp_ext.ring.autograd import (
     first_order_only,
     keep_way_home,
     kept_of,
+    unseen,
 )
 from rtp_ext.ring.mesh import home_placements, own_part, ring_shape
-from rtp_ext.ring.surroundings import unseen
 
 logger = logging.getLogger("rtp_ext")
 

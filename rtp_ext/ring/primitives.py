@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
+from rtp_ext.ring.autograd import unseen
 from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.mesh import piece_dim, ring_dim, ring_shape
 from rtp_ext.ring.prepared import Prepared
 from rtp_ext.ring.routes.gate import Gate, Link
-from rtp_ext.ring.surroundings import unseen
 
 
 def as_tensor(value: Any) -> torch.Tensor:

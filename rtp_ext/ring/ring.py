@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
-from rtp_ext.ring.autograd import follow, refuse_transforms
+from rtp_ext.ring.autograd import follow, refuse_transforms, unseen
 from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.enrolled import name_ring
 from rtp_ext.ring.graphs import CAPTURED, check_graphs, refuse_graphs
@@ -30,7 +30,6 @@ from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Recorded
 from rtp_ext.ring.routes.gradient_routes import ComingHome, GradientRoutes, check_wishes
 from rtp_ext.ring.start import Start, check_choice
-from rtp_ext.ring.surroundings import unseen
 
 __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 

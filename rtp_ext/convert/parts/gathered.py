@@ -28,9 +28,8 @@ from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.alike import expect_alike
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import first_order_only, unseen
 from rtp_ext.ring.enrolled import enrol
-from rtp_ext.ring.surroundings import unseen
 
 # Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
 # once in a forward. Autograd keeps them for backward in any case; larger ones are gathered when they are used.
