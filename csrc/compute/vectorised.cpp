@@ -9,12 +9,15 @@
 namespace rtp {
 namespace {
 
-constexpr std::array<const char*, 3> kNames = {"baseline", "avx2", "avx512f"};  // in the order of InstructionSet
+constexpr std::array<const char*, 3> kNames = {"baseline", "avx2", "avx512"};  // in the order of InstructionSet
 
 // By what the processor and the operating system can do, never by the processor's model.
 InstructionSet widest() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return InstructionSet::avx512f;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    return InstructionSet::avx512;
+  }
   if (__builtin_cpu_supports("avx2")) return InstructionSet::avx2;
 #endif
   return InstructionSet::baseline;

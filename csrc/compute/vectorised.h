@@ -7,7 +7,9 @@
 
 namespace rtp {
 
-enum class InstructionSet { baseline, avx2, avx512f };  // baseline: what the whole extension is compiled for
+// baseline: what the whole extension is compiled for. avx512: F with BW, DQ and VL, since words of 8 and 16 bits need
+// them.
+enum class InstructionSet { baseline, avx2, avx512 };
 
 // By name, narrowest first: those that this processor has. The last one runs unless set_instruction_set names another.
 std::vector<std::string> instruction_sets();
@@ -26,7 +28,7 @@ template <typename Loop>
   loop();
 }
 template <typename Loop>
-[[gnu::target("avx512f")]] void run_with_avx512f(const Loop& loop) {
+[[gnu::target("avx512f,avx512bw,avx512dq,avx512vl")]] void run_with_avx512(const Loop& loop) {
   loop();
 }
 #endif
@@ -37,8 +39,8 @@ template <typename Loop>
 void vectorised(const Loop& loop) {
 #if defined(__x86_64__)
   switch (instruction_set()) {
-    case InstructionSet::avx512f:
-      return run_with_avx512f(loop);
+    case InstructionSet::avx512:
+      return run_with_avx512(loop);
     case InstructionSet::avx2:
       return run_with_avx2(loop);
     case InstructionSet::baseline:
