@@ -190,7 +190,7 @@ class RotationState(ForwardScope):
         if facts == self.agreed and mode in self.modes:
             return
         agree_on_model(root, self.ring, mode)
-        refuse_additions(root, self.ignored)
+        refuse_additions(root, self.ring, self.ignored)
         if facts != self.agreed:
             self.claim(root)
             self._average_newcomers(root, named)

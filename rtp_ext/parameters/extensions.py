@@ -145,8 +145,9 @@ class Extended:
                 f"{self.name}: expected {_POST} of {type_name(self.shard)} to make a tensor of shape "
                 f"{tuple(self.shape)}, or of more rows, got {tuple(whole.shape)}"
             )
-        # The last ranks may have padded what they sent. No view: autograd would refuse that from a function of its own.
-        return whole.detach().narrow(0, 0, rows).data
+        if whole.shape[0] != rows:  # the last ranks have padded what they sent
+            whole = whole.narrow(0, 0, rows)
+        return whole.data if whole._is_view() else whole  # autograd refuses views from a Function
 
 
 def agree(extended: Sequence[Extended]) -> None:

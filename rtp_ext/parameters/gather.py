@@ -83,7 +83,9 @@ def _gather_extended(
     ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor], extended: dict[int, Extended]
 ) -> list[torch.Tensor]:
     """`_gather_flat`, in which some parameters are several tensors, or none."""
-    travels, how, counts = [], [], []
+    travels: list[torch.Tensor] = []
+    how: list[_Layout] = []
+    counts: list[int] = []
     for place, (layout, shard) in enumerate(zip(layouts, shards, strict=True)):
         special = extended.get(place)
         travels += [shard] if special is None else special.inputs

@@ -130,7 +130,9 @@ class ForwardScope:
         if self.split or self.root_depth == 0:
             counts = [count for owner in owners for count in owner.rtp_used_together()]
         parameters = [p for each in own for p in each.values()]
-        belong = [(name, owner) for owner, each in zip(owners, own, strict=True) for name in each]
+        belong: list[tuple[str, Any]] = [
+            (name, owner) for owner, each in zip(owners, own, strict=True) for name in each
+        ]
         whole = iter(gather(parameters, self.ring, self.mp_policy, counts, belong))
         return [
             {name: self._shown(owner, name, next(whole)) for name in each}
