@@ -164,6 +164,8 @@ _OWN_FUNCTIONS: Any = (torch.Tensor.__torch_function__.__func__, torch._C._disab
 
 def computes_plainly(kind: type[torch.Tensor]) -> bool:
     """Whether tensors of a class are memory, and every function of torch computes with them by torch's own rules."""
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return True
     function: Any = kind.__torch_function__
     return holds_memory(kind) and getattr(function, "__func__", function) in _OWN_FUNCTIONS
 

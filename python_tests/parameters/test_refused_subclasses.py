@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from harness import Cases, run_ranks
 from reference import assert_same
-from subclasses import Float8, HalfExtended, Named, OwnParameter, Pair, Ruled, SentPair, Wrapped
+from subclasses import Float8, HalfExtended, LosesItself, Named, OwnParameter, Pair, Ruled, SentPair, Wrapped
 from test_tensor_subclasses import EXACT, Halves, PairNet, _train, batch, check_shards, placed, train_plain
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -43,6 +43,7 @@ def _refused(rank, ranks):
         ("no extensions", Pair(values, values), ["0.weight of a Linear", "subclasses.Pair", "fsdp_post_all_gather"]),
         ("one extension", HalfExtended(values), ["0.weight", "HalfExtended", "has no fsdp_post_all_gather"]),
         ("functions of its own", values.as_subclass(Ruled), ["0.weight", "Ruled", "rules of its own"]),
+        ("plain slices", LosesItself(values), ["0.weight", "of which a slice is a torch.Tensor"]),
         ("meta", Float8(values.to("meta")), ["0.weight", "Float8", "meta device"]),
     ):
         model = with_weight(nn.Parameter(weight))
@@ -63,6 +64,12 @@ def _refused(rank, ranks):
         kind = "a scalar subclasses.Float8" if name == "scalar" else "subclasses.Wrapped"
         words = [f"{name}.weight", kind]
         refused(cases, name, ValueError, words, lambda model=model: rtp_ext.fully_rotate(model, **convert))
+    table = nn.Embedding(5, 3, max_norm=1.0)
+    table.weight = nn.Parameter(Float8(table.weight.detach()))
+    model = nn.Sequential(table)
+    refused(
+        cases, "max_norm", ValueError, ["max_norm", "a plain weight"], lambda: rtp_ext.fully_rotate(model, **convert)
+    )
     layer = nn.Linear(5, 4)
     layer.weight = nn.Parameter(Float8(layer.weight.detach()))
     refused(cases, "from_module", TypeError, ["Float8", "(4, 5)"], lambda: RotatedLinear.from_module(layer, ring))

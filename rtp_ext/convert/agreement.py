@@ -142,7 +142,7 @@ def _parameters(named: Named) -> list[tuple]:
 def _kind(parameter: nn.Parameter) -> str | None:
     """The class of what this rank has of a parameter, where it computes by rules of its own."""
     kind = type(held(parameter))
-    return None if kind is torch.Tensor or computes_plainly(kind) else f"{kind.__module__}.{kind.__qualname__}"
+    return None if computes_plainly(kind) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _parameters_differ(expected: list[tuple], actual: list[tuple], rank: int) -> str:
