@@ -17,11 +17,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from rtp_ext._native import computes_plainly
 from rtp_ext.convert.parts.bundled import BundledMLP
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Prepared, Ring
+from rtp_ext.ring.autograd import computes_plainly
 
 logger = logging.getLogger("rtp_ext")
 
