@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch  # first: the extension links against the libraries that torch loads
@@ -147,38 +146,3 @@ def nccl_put_communicators() -> int:
 def nccl_put_transport(ids: list[bytes], end: Any, min_ctas: int, max_ctas: int, blocking: bool) -> Any:
     """A transport of NCCL's puts and signals. Collective over the ranks."""
     return _C.nccl_put_transport(ids, end, min_ctas, max_ctas, blocking)
-
-
-_OWN_RULES: Any = torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]  # what classes without any have
-
-
-def holds_memory(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of a class are memory that native code can read. A class with a `__torch_dispatch__` of its own
-    is a wrapper around other tensors (quantised weights, DTensor, fake tensors), whose address is 0."""
-    return kind.__torch_dispatch__ is _OWN_RULES
-
-
-# How functions of torch treat the classes of torch, and subclasses that say nothing of it.
-_OWN_FUNCTIONS: Any = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
-
-
-def computes_plainly(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of a class are memory, and every function of torch computes with them by torch's own rules."""
-    function: Any = kind.__torch_function__
-    return holds_memory(kind) and getattr(function, "__func__", function) in _OWN_FUNCTIONS
-
-
-def expect_memory(operation: str, values: Iterable[Any]) -> None:
-    """Raises TypeError where a tensor among `values`, or in lists among them, is not memory."""
-    for value in values:
-        kind = type(value)
-        if kind is torch.Tensor:
-            continue
-        if kind is list or kind is tuple:
-            expect_memory(operation, value)
-        elif isinstance(value, torch.Tensor) and not holds_memory(kind):
-            raise TypeError(
-                f"{operation}: expected plain tensors, got a {kind.__module__}.{kind.__qualname__} of shape "
-                f"{tuple(value.shape)}, a tensor subclass that computes by rules of its own: pass a plain tensor with "
-                "its values"
-            )

@@ -94,6 +94,16 @@ class Float8(Wrapped):
         return whole, (padded, whole)
 
 
+class LosesItself(Float8):
+    """Has the extensions, but slices of it are plain."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.slice.Tensor:
+            return func(args[0]._data, *args[1:])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class HalfExtended(Wrapped):
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return (self._data,), None

@@ -17,11 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from rtp_ext._native import RotationError, computes_plainly
+from rtp_ext._native import RotationError
 from rtp_ext.convert.parts.bundled import BundledMLP
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Prepared, Ring
+from rtp_ext.ring.dispatch.memory import computes_plainly
 
 logger = logging.getLogger("rtp_ext")
 
@@ -148,7 +149,7 @@ def _parameters(named: Named) -> list[tuple]:
 def _kind(parameter: nn.Parameter) -> str | None:
     """The class of what this rank has of a parameter, where it computes by rules of its own."""
     kind = type(held(parameter))
-    return None if kind is torch.Tensor or computes_plainly(kind) else f"{kind.__module__}.{kind.__qualname__}"
+    return None if computes_plainly(kind) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _parameters_differ(expected: list[tuple], actual: list[tuple], rank: int) -> str:

@@ -296,10 +296,11 @@ class Rewriter:
             if id(part) in self.inside or all(id(p) in self.ignored or isinstance(p, DTensor) for p in own):
                 continue
             problem = _table_problem(part)
-            if problem is not None and not WholeEmbedding.fits(part):
+            special = any(id(parameter) in self.extended for parameter in own)
+            if problem is not None and (special or not WholeEmbedding.fits(part)):
                 raise ValueError(
                     f"fully_rotate: {name or 'the model'} ({type(part).__name__}): {problem}: expected an nn.Embedding "
-                    "with the forward of torch and no parameters but its weight, or its parameters in ignored_params"
+                    "with the forward of torch and no parameters but a plain weight, or these in ignored_params"
                 )
 
     def _gather_leftovers(self) -> None:

@@ -25,7 +25,8 @@ from rtp_ext.functional.torch_compile import traced
 from rtp_ext.outer.pipelines import follow_pipelines
 from rtp_ext.outer.policy import UNIT, OuterPolicy, Unit, Units
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import expect_own_shard, unseen
+from rtp_ext.ring.autograd import expect_own_shard
+from rtp_ext.ring.dispatch.selective import unseen
 from rtp_ext.ring.offload import keep_on_host
 from rtp_ext.ring.surroundings import eager
 
@@ -194,7 +195,7 @@ class RotationState(ForwardScope):
         if facts == self.agreed and mode in self.modes:
             return
         agree_on_model(root, self.ring, mode)
-        refuse_additions(root, self.ignored)
+        refuse_additions(root, self.ring, self.ignored)
         if facts != self.agreed:
             self.claim(root)
             self._average_newcomers(root, named)

@@ -14,7 +14,9 @@ from rtp_ext import _native
 from rtp_ext.functional._selective import as_operator
 from rtp_ext.parameters.sharding import held, local_shard, reserve
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import rounded, unseen
+from rtp_ext.ring.autograd import rounded
+from rtp_ext.ring.dispatch.memory import expect_memory, holds_memory
+from rtp_ext.ring.dispatch.selective import unseen
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.offload import lent
 from rtp_ext.ring.routes.gate import LayerSize
@@ -104,7 +106,7 @@ class Call:
         return cls(ring, name, in_place, compute, reduce)
 
     def run(self, function: Any, *arguments: Any) -> Any:
-        _native.expect_memory(self.name, arguments)
+        expect_memory(self.name, arguments)
         with self.lent():
             return self.ring.run(
                 self.name, function, *arguments, serial=self.serial, watched=self.watched, checked=True
@@ -131,7 +133,7 @@ class Call:
         if not isinstance(x, torch.Tensor) or x.dim() < 1 or isinstance(x, DTensor):
             raise TypeError(f"{self.name}: expected {what} tensor [..., features], got {x!r:.100}")
         if type(x) is not torch.Tensor:
-            _native.expect_memory(self.name, (x,))
+            expect_memory(self.name, (x,))
         if x.dtype != self.compute_dtype and torch.is_autocast_enabled(self.ring.device.type) and x.is_floating_point():
             x = x.to(self.compute_dtype)
         if x.device != self.ring.device:
@@ -167,7 +169,7 @@ class Home:
         tensor, label = self.tensor, f"{call.name}: expected a {self.what}"
         if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
             raise TypeError(f"{label} of floating-point numbers, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
-        _native.expect_memory(f"{call.name}: {self.what}", (held(tensor),))
+        expect_memory(f"{call.name}: {self.what}", (held(tensor),))
         if tensor.dim() != self.dims:
             raise ValueError(f"{label} of {self.dims} dimensions, got shape {tuple(tensor.shape)}")
         if isinstance(tensor, DTensor):
@@ -253,11 +255,11 @@ def prepare(
     for home in homes:
         tensor = home.tensor
         if isinstance(tensor, DTensor):
-            memory = _native.holds_memory(type(tensor._local_tensor))
+            memory = holds_memory(type(tensor._local_tensor))
             looks.append((home.what, home.dim, tensor.shape, tensor.dtype, memory, tensor.placements))
         elif isinstance(tensor, torch.Tensor):
             plain = True
-            looks.append((home.what, home.dim, tensor.shape, tensor.dtype, _native.holds_memory(type(tensor))))
+            looks.append((home.what, home.dim, tensor.shape, tensor.dtype, holds_memory(type(tensor))))
         else:
             home.check(call)  # raises
     call.watched = tuple([home.tensor for home in homes])

@@ -10,7 +10,7 @@ import torch
 from rtp_ext._native import shard_sizes
 from rtp_ext.functional._call import Call
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import unseen
+from rtp_ext.ring.dispatch.selective import unseen
 from rtp_ext.ring.surroundings import eager
 
 

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from rtp_ext._native import computes_plainly, expect_memory
 from rtp_ext.parameters.sharding import held, take_shard
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import as_gradient, as_parameter
+from rtp_ext.ring.dispatch.memory import computes_plainly, expect_memory
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _TOLD = "_rtp_told"  # attribute of a module: what the ranks have told each other of its parameters
@@ -48,7 +48,15 @@ def refusal(parameter: Any) -> str | None:
         return f"a {kind} on the meta device"
     if value.dim() == 0:
         return f"a scalar {kind}"
-    return None
+    return _cannot_be_cut(value)
+
+
+def _cannot_be_cut(value: torch.Tensor) -> str | None:
+    try:
+        part = value.detach()[:1].clone(memory_format=torch.contiguous_format)
+    except (NotImplementedError, RuntimeError, TypeError) as error:  # of operators that the class does not have
+        return f"a {type_name(value)}, which cannot be sliced ({error})"
+    return None if type(part) is type(value) else f"a {type_name(value)}, of which a slice is a {type_name(part)}"
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
@@ -58,11 +66,6 @@ def shard_extended(parameter: Any, ring: Ring) -> nn.Parameter:
     """A sharded parameter in place of a whole one whose class has the extensions, cut along its first dimension."""
     assert ring.parameter_mesh is not None, "on an emulated ring it stays whole"
     home = take_shard(parameter, ring, 0)
-    if type(home) is not type(parameter.detach()):
-        raise ValueError(
-            f"expected a slice of a {type_name(parameter)} to be one, too, got a {type_name(home)}: its "
-            "__torch_dispatch__ has to keep the class in slice and clone"
-        )
     meta = TensorMeta(parameter.shape, torch.empty(parameter.shape, device="meta").stride(), parameter.dtype)
     spec = DTensorSpec(ring.parameter_mesh, tuple(ring.placements(0)), tensor_meta=meta)
     converted = as_parameter(as_gradient(home, spec), parameter.requires_grad)
@@ -83,16 +86,22 @@ _known: dict[type, bool] = {}
 
 def _adds_up(whole: Any) -> bool:
     kind = type(whole)
-    if kind not in _known:  # with made up values: every rank comes to the same answer
-        row = inner_tensors(whole[:1]) or []
-        numbers = [torch.full_like(each, 1.0 + place) for place, each in enumerate(row)]
-        made = with_inner(whole, numbers)
-        total = made + made * 2
-        found = inner_tensors(total) if type(total) is kind else None
-        _known[kind] = found is not None and all(
-            torch.equal(three, one * 3) for one, three in zip(numbers, found, strict=True)
-        )
+    if kind not in _known:
+        try:
+            _known[kind] = _adds_up_made_up(whole)
+        except (NotImplementedError, RuntimeError, TypeError):  # of operators that the class does not have
+            _known[kind] = False
     return _known[kind]
+
+
+def _adds_up_made_up(whole: Any) -> bool:
+    """With made up values, so that every rank comes to the same answer."""
+    row = inner_tensors(whole[:1]) or []
+    numbers = [torch.full_like(each, 1.0 + place) for place, each in enumerate(row)]
+    made = with_inner(whole, numbers)
+    total = made + made * 2
+    found = inner_tensors(total) if type(total) is type(whole) else None
+    return found is not None and all(torch.equal(three, one * 3) for one, three in zip(numbers, found, strict=True))
 
 
 # -- what travels ------------------------------------------------------------------------------------------------------
@@ -145,8 +154,9 @@ class Extended:
                 f"{self.name}: expected {_POST} of {type_name(self.shard)} to make a tensor of shape "
                 f"{tuple(self.shape)}, or of more rows, got {tuple(whole.shape)}"
             )
-        # The last ranks may have padded what they sent. No view: autograd would refuse that from a function of its own.
-        return whole.detach().narrow(0, 0, rows).data
+        if whole.shape[0] != rows:  # the last ranks have padded what they sent
+            whole = whole.narrow(0, 0, rows)
+        return whole.data if whole._is_view() else whole  # autograd refuses views from a Function
 
 
 def agree(extended: Sequence[Extended]) -> None:

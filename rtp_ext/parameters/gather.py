@@ -18,7 +18,8 @@ from rtp_ext.parameters.extensions import Extended, agree, is_extended, parts_of
 from rtp_ext.parameters.sharding import held, local_shard
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import claim_of, first_order_only, rounded, unseen, wanted
+from rtp_ext.ring.autograd import claim_of, first_order_only, rounded, wanted
+from rtp_ext.ring.dispatch.selective import unseen
 from rtp_ext.ring.mesh import ring_dim
 from rtp_ext.ring.offload import lent
 
@@ -84,7 +85,9 @@ def _gather_extended(
     ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor], extended: dict[int, Extended]
 ) -> list[torch.Tensor]:
     """`_gather_flat`, in which some parameters are several tensors, or none."""
-    travels, how, counts = [], [], []
+    travels: list[torch.Tensor] = []
+    how: list[_Layout] = []
+    counts: list[int] = []
     for place, (layout, shard) in enumerate(zip(layouts, shards, strict=True)):
         special = extended.get(place)
         travels += [shard] if special is None else special.inputs

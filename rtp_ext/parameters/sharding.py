@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from rtp_ext._native import RotationError, computes_plainly, shard_sizes, share_version
+from rtp_ext._native import RotationError, shard_sizes, share_version
 from rtp_ext.parameters.assigned import let_data_be_assigned
 from rtp_ext.parameters.pieces import gather_home, is_piece
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
@@ -29,8 +29,9 @@ from rtp_ext.ring.autograd import (
     first_order_only,
     keep_way_home,
     kept_of,
-    unseen,
 )
+from rtp_ext.ring.dispatch.memory import computes_plainly
+from rtp_ext.ring.dispatch.selective import unseen
 from rtp_ext.ring.mesh import home_placements, own_part, ring_shape
 
 logger = logging.getLogger("rtp_ext")

@@ -1,11 +1,9 @@
-"""What autograd has to know of a ring: who wrote a parameter, what has no second derivative, who gathered a weight; and
-what selective activation checkpointing may see."""
+"""What autograd has to know of a ring: who wrote a parameter, what has no second derivative, who gathered a weight."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -16,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from rtp_ext._native import RotationError, share_version
 from rtp_ext.ring.alike import expect_alike
+from rtp_ext.ring.dispatch.selective import unseen
 from rtp_ext.ring.enrolled import collectively_on
 from rtp_ext.ring.mesh import followed, home_placements, own_part
 
@@ -48,62 +45,6 @@ def refuse_transforms(operation: str) -> None:
             f"{operation}: rtp_ext does not support {found}: shards travel between processes, which nothing can trace "
             "or transform. Call it eagerly, or through torch.compile"
         )
-
-
-# The dispatch modes of a region's forward and of its recomputation. In the recomputation the second one returns what
-# the first one has stored for an operator, by how often that was called, and calls the others again.
-_STORING, _RETURNING = (type(context) for context in create_selective_checkpoint_contexts([]))
-
-
-def storing_modes() -> list[Any]:
-    """The modes of selective activation checkpointing that see what is computed now, the outermost first."""
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return []
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, (_STORING, _RETURNING))]
-
-
-def returns(mode: Any) -> bool:
-    """Whether a mode of `storing_modes` is that of a recomputation."""
-    return isinstance(mode, _RETURNING)
-
-
-@contextlib.contextmanager
-def seen_by(modes: Sequence[Any]) -> Iterator[None]:
-    """What runs within is seen by these dispatch modes, the last one first, and by no other."""
-    before = _get_current_dispatch_mode_stack()
-    for _ in before:
-        _pop_mode()
-    for mode in modes:
-        _push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in modes:
-            _pop_mode()
-        for mode in before:
-            _push_mode(mode)
-
-
-def other_modes() -> list[Any]:
-    """The dispatch modes that see what is computed now, but for those of selective activation checkpointing."""
-    return [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, (_STORING, _RETURNING))]
-
-
-def unseen(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, of which selective activation checkpointing sees nothing, and other dispatch modes as much as ever.
-
-    For all that a forward does beside what a user has asked for: it may do more in a recomputation than in the forward,
-    or less, and it writes to memory that what was stored would not write to again.
-    """
-
-    @functools.wraps(function)
-    def call(*arguments: _P.args, **keywords: _P.kwargs) -> _T:
-        if not storing_modes():
-            return function(*arguments, **keywords)
-        with seen_by(other_modes()):
-            return function(*arguments, **keywords)
-
-    return call
 
 
 class _FirstOrder(torch.autograd.Function):

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
-from rtp_ext.ring.autograd import unseen
+from rtp_ext.ring.dispatch.memory import expect_memory
+from rtp_ext.ring.dispatch.selective import unseen
 from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.mesh import piece_dim, ring_dim, ring_shape
 from rtp_ext.ring.prepared import Prepared
@@ -29,7 +30,7 @@ def as_tensor(value: Any) -> torch.Tensor:
         with torch.no_grad():
             value = value.to_local()
     if isinstance(value, torch.Tensor):
-        _native.expect_memory("Ring", (value,))
+        expect_memory("Ring", (value,))
         return value.detach()
     if hasattr(value, "__dlpack__"):
         return torch.from_dlpack(value)

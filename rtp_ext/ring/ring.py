@@ -15,8 +15,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
-from rtp_ext.ring.autograd import follow, refuse_transforms, unseen
+from rtp_ext.ring.autograd import follow, refuse_transforms
 from rtp_ext.ring.counters import Counters
+from rtp_ext.ring.dispatch.selective import unseen
 from rtp_ext.ring.enrolled import name_ring
 from rtp_ext.ring.graphs import CAPTURED, check_graphs, refuse_graphs
 from rtp_ext.ring.links.hosts import Hosts

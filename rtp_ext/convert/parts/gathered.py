@@ -28,7 +28,8 @@ from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.alike import expect_alike
-from rtp_ext.ring.autograd import first_order_only, unseen
+from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.dispatch.selective import unseen
 from rtp_ext.ring.enrolled import enrol
 
 # Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
@@ -131,7 +132,9 @@ class ForwardScope:
         if self.split or self.root_depth == 0:
             counts = [count for owner in owners for count in owner.rtp_used_together()]
         parameters = [p for each in own for p in each.values()]
-        belong = [(name, owner) for owner, each in zip(owners, own, strict=True) for name in each]
+        belong: list[tuple[str, Any]] = [
+            (name, owner) for owner, each in zip(owners, own, strict=True) for name in each
+        ]
         whole = iter(gather(parameters, self.ring, self.mp_policy, counts, belong))
         return [
             {name: self._shown(owner, name, next(whole)) for name in each}

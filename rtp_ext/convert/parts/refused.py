@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -44,7 +45,7 @@ def find_extended(
             problem = refusal(parameter)
             if problem is not None:
                 raise ValueError(f"{label} is {problem}: {_EXPECTED}")
-            if is_extended(parameter) and ring.mesh is not None:
+            if is_extended(parameter):
                 other = _cannot_be_combined(ring, policy)
                 if other is not None:
                     raise ValueError(
@@ -56,6 +57,8 @@ def find_extended(
 
 
 def _cannot_be_combined(ring: Ring, policy: OuterPolicy | None) -> str | None:
+    if ring.mesh is None:
+        return None  # on an emulated ring they stay whole
     if ring.tensor_mesh is not None:
         return "tensor parallelism"
     if ring.host_memory is not None:
@@ -68,14 +71,16 @@ def _cannot_be_combined(ring: Ring, policy: OuterPolicy | None) -> str | None:
 # -- what is added to a converted model --------------------------------------------------------------------------------
 
 
-def refuse_additions(root: nn.Module, ignored: Collection[str]) -> None:
+def refuse_additions(root: nn.Module, ring: Ring, ignored: Collection[str]) -> None:
     """Raises ValueError, on every rank alike, where a converted model has been given what it cannot have: weights that
     are computed from others, and trained parameters that are tensor subclasses. `ignored`: names of parameters."""
-    for name, part in root.named_modules():
-        if not isinstance(part, LiveModule):
-            continue
+    if ring.mesh is None:  # one process, in which all that is not rotated is left as it is
+        return
+    live: list[tuple[str, Any]] = [(name, part) for name, part in root.named_modules() if isinstance(part, LiveModule)]
+    for name, part in live:
         for key in part.__dict__.get("_rtp_gathered", part.__dict__.get("shard_dims", ())):
-            if key not in part._parameters and (key in part.__dict__ or parametrize.is_parametrized(part, key)):
+            computed = isinstance(part.__dict__.get(key), torch.Tensor) or parametrize.is_parametrized(part, key)
+            if computed and key not in part._parameters:
                 raise ValueError(_too_late(f"{name + '.' if name else ''}{key} of a {type(part).__name__}"))
     for name, part, key, parameter in _own_parameters(root):
         gathered = isinstance(part, GatheredModule) and key in part._rtp_gathered and is_extended(parameter)
