@@ -24,8 +24,6 @@ from rtp_ext.ring.mesh import followed, home_placements, own_part
 if TYPE_CHECKING:
     from rtp_ext.ring.offload import Kept
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 _MODES = {_Mode.FAKE: "fake tensors", _Mode.PROXY: "make_fx", _Mode.FUNCTIONAL: "functionalisation"}
 
