@@ -10,6 +10,8 @@ from reference import assert_same, full
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+# What five steps may be off torch's AdamW, relative to what they move: the plain AdamW4bit is off by 0.42 in one process.
+OFF = {"AdamW8bit": 0.2, "AdamW4bit": 0.45, "AdamWFp8": 0.2, "_AdamW": 1e-3}
 OPTIONS = {"lr": 0.02, "weight_decay": 0.0}
 
 
@@ -95,7 +97,7 @@ def _torchao(rank, ranks, names):
                 model.named_parameters(), plain.parameters(), start.parameters(), strict=True
             ):
                 error = (full(found.detach()) - known).norm().item() / (known - before).norm().item()
-                assert error < (1e-3 if name == "_AdamW" else 0.2), f"{label}: {error} of what it has moved"
+                assert error < OFF[name], f"{label}: {error} of what it has moved"
                 state = optimizer.state[found]["exp_avg"]
                 assert isinstance(state, DTensor) and state.placements == found.placements
                 quantised += type(state._local_tensor) is not torch.Tensor
@@ -105,7 +107,7 @@ def _torchao(rank, ranks, names):
 
 def test_torchao():
     pytest.importorskip("torchao")
-    run_ranks(_torchao, 2, ["AdamW8bit", "AdamWFp8", "_AdamW"], timeout=400.0)
+    run_ranks(_torchao, 2, [*OFF], timeout=400.0)
 
 
 def _others(rank, ranks, package, name, words):
