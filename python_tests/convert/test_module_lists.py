@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 import rtp_ext
 from rtp_ext import RotationDims
 from rtp_ext.convert.scopes import state_of
+from rtp_ext.outer import ZeroOuter
+from rtp_ext.parameters.pieces import is_piece
 
 
 def convert(model, mesh=None, dims=None, **options):
@@ -45,6 +47,12 @@ def _trains(rank, ranks, shape):
             assert {reference() for reference in unit.members} == {twin.embed, twin.norm, twin.head}
             assert_trained(model, copy.deepcopy(plain), rank, ranks, "model")
             assert_trained(twin, plain, rank, ranks, "copy")
+    if dims is not None:
+        with cases.case("ZeroOuter"):
+            plain = make_model(tied=True)
+            model = convert(copy.deepcopy(plain), mesh, dims, outer=ZeroOuter())
+            assert model.head.weight is model.embed.weight and is_piece(model.head.weight)
+            assert_trained(model, plain, rank, ranks, "ZeroOuter")
     with cases.case("a factor is that of all members"):
         plain = make_model(tied=True)
         model = copy.deepcopy(plain)
