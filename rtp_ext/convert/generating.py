@@ -74,7 +74,7 @@ def let_it_generate() -> None:
                 setattr(cls, name, patched)
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: Any) -> Iterator[type]:
     for below in cls.__subclasses__():
         yield below
         yield from _subclasses(below)
