@@ -192,7 +192,7 @@ def test_models_with_an_encoder():
 def fails(model, rank, kind, options):
     """Rank 1 fails, and the others with it, at once."""
     start = time.monotonic()
-    match = rf"failed on rank 1: {kind}" if rank != 1 else ""
+    match = rf"failed on rank 1: {kind}" if rank != 1 else None
     with pytest.raises(RuntimeError if rank != 1 else Exception, match=match) as caught:
         model.generate(prompt_of(rank), **FREE, max_new_tokens=8, **options)
     assert type(caught.value).__name__ == ("RuntimeError" if rank != 1 else kind), caught.value
@@ -245,6 +245,12 @@ def _errors(rank, ranks):
         embedded = plain.get_input_embeddings()(prompt)
         ours, theirs = (m.generate(inputs_embeds=embedded, **FREE, max_new_tokens=1 + 4 * rank) for m in (model, plain))
         assert torch.equal(ours, theirs), f"{ours} {theirs}"
+    with cases.case("a rank that does something else"):
+        if rank == 0:
+            with pytest.raises(ValueError, match="expected all ranks to generate, got one that does something else"):
+                model.generate(prompt, **FREE, max_new_tokens=3)
+        else:
+            rtp_ext.ring_of(model).exchange("the name of a layer")
     rtp_ext.ring_of(model).close()
     with cases.case("a rank that generates alone"):
         alone, _ = both("llama", timeout=1.0)
