@@ -73,7 +73,7 @@ $(FRAMEWORKS)/.installed: $(VENV)/.built
 frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest -q python_tests/integrations python_tests/examples python_tests/optimizers/test_packages.py
 	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py
-	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py --only transformers,lightning --ranks 4 --replicas 2
+	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py --only transformers,grpo,lightning --ranks 4 --replicas 2
 	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py --page
 
 # Pythons and torches that the package is built and tried with, each in an environment of its own; takes long.

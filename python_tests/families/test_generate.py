@@ -8,6 +8,7 @@ import torch
 from harness import Cases, run_ranks
 from hf_models import VOCABULARY, check_trained, exact, refused
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rtp_ext
 from rtp_ext.outer import ZeroOuter
@@ -191,7 +192,7 @@ def test_models_with_an_encoder():
 def fails(model, rank, kind, options):
     """Rank 1 fails, and the others with it, at once."""
     start = time.monotonic()
-    match = rf"failed on rank 1: {kind}" if rank != 1 else ""
+    match = rf"failed on rank 1: {kind}" if rank != 1 else None
     with pytest.raises(RuntimeError if rank != 1 else Exception, match=match) as caught:
         model.generate(prompt_of(rank), **FREE, max_new_tokens=8, **options)
     assert type(caught.value).__name__ == ("RuntimeError" if rank != 1 else kind), caught.value
@@ -244,6 +245,12 @@ def _errors(rank, ranks):
         embedded = plain.get_input_embeddings()(prompt)
         ours, theirs = (m.generate(inputs_embeds=embedded, **FREE, max_new_tokens=1 + 4 * rank) for m in (model, plain))
         assert torch.equal(ours, theirs), f"{ours} {theirs}"
+    with cases.case("a rank that does something else"):
+        if rank == 0:
+            with pytest.raises(ValueError, match="expected all ranks to generate, got one that does something else"):
+                model.generate(prompt, **FREE, max_new_tokens=3)
+        else:
+            rtp_ext.ring_of(model).exchange("the name of a layer")
     rtp_ext.ring_of(model).close()
     with cases.case("a rank that generates alone"):
         alone, _ = both("llama", timeout=1.0)
@@ -332,6 +339,36 @@ def _replicas(rank, ranks):
 
 def test_rings_and_replicas():
     run_ranks(_replicas, 4, timeout=200.0)
+
+
+def _tensor_parallel(rank, ranks):
+    cases = Cases()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("ring", "tp"))
+    plain = exact("llama", use_cache=True).eval()
+    model = copy.deepcopy(plain)
+    for block in model.model.layers:
+        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+        plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+    rtp_ext.fully_rotate(model, mesh=mesh, dims=rtp_ext.RotationDims(ring="ring"), timeout=30.0)
+    place = rank // 2  # ranks of tensor parallelism have the same batch
+    with cases.case("ranks that stop at different lengths"):
+        check(model, plain, prompt_of(place), max_new_tokens=steps_of(place))
+    match = "expected ranks of tensor parallelism to generate the same tokens"
+    with cases.case("ranks of tensor parallelism that do"), pytest.raises(ValueError, match=match):
+        model.generate(prompt_of(place), **FREE, max_new_tokens=3 + rank % 2)
+    with cases.case("a failure"):
+        with pytest.raises((RuntimeError, KeyError), match="what a grammar lacks"):
+            processors = [Failing(2)] if rank == 3 else []
+            model.generate(prompt_of(place), **FREE, max_new_tokens=6, logits_processor=processors)
+        check(model, plain, prompt_of(place), max_new_tokens=steps_of(place))
+    rtp_ext.ring_of(model).close()
+    cases.finish()
+
+
+def test_tensor_parallelism():
+    run_ranks(_tensor_parallel, 4, timeout=120.0)
 
 
 def _alone(rank, ranks):

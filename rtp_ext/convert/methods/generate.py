@@ -74,7 +74,7 @@ def let_it_generate() -> None:
                 setattr(cls, name, patched)
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: Any) -> Iterator[type]:
     for below in cls.__subclasses__():
         yield below
         yield from _subclasses(below)
@@ -260,10 +260,16 @@ class _Generation:
         try:
             told = self.ring.exchange(turn)
             if self.replicas is not None:
-                told = [theirs for row in self.replicas.exchange(told) for theirs in row]
+                rows = self.replicas.exchange(told)
+                told = [theirs for row in rows for theirs in (row if isinstance(row, list) else [row])]
         except RingTimeout as error:
             error.args = (f"generate of {turn.model}, which every rank of the ring has to call: {error}",)
             raise
+        if not all(isinstance(theirs, _Turn) for theirs in told):
+            self._others_failed = True
+            raise ValueError(
+                f"generate of {turn.model}: expected all ranks to generate, got one that does something else meanwhile"
+            )
         return told if self.ring.tensor_mesh is None else self._compared(told)
 
     def _compared(self, told: list[_Turn]) -> list[_Turn]:
