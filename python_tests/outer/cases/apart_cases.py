@@ -336,6 +336,12 @@ def apart_refusals(rank, ranks, cases):
             model.mix, model.other = change(model)
             with pytest.raises(ValueError, match=rf"DiLoCo.*got {what} for mix.weight: do not exchange or remove"):
                 replica.train(1)
+    with cases.case("a module that is removed while gossip is under way"):
+        replica = Replica(rank, SHAPE, Gossip(overlap=True), momentum)
+        replica.train(1)
+        replica.model.mix = nn.Identity()
+        replica.train(2)
+        replica.policy.average()
     with cases.case("used by one replica only"):
         replica = Replica(rank, SHAPE, LocalSGD(1))
         replica.model.mixes = rank < 2
