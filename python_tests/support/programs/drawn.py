@@ -116,6 +116,9 @@ class Program:
         self.twin, self.steps = draw.choice(TWINS), draw.choice(STEPS)
         if self.policy in COMPRESSORS:  # of float32 one rounding more may choose another value
             self.dtype = torch.float64
+            # A backward within the backward ends a reduction where no gradient has come before it: what is left of it
+            # is compressed on its own.
+            self.blocks = [(kind, hidden, how and None) for kind, hidden, how in self.blocks]
         for options in self.options:
             options["gradient_route"] = draw.choice(("auto", "chain", "direct"))
             options["offload"] = self.policy != "zero" and draw.random() < 0.25

@@ -247,7 +247,10 @@ class Run:
                 parameter.mul_(-1.5)
                 parameter.grad = None
         model = self.convert(model)
-        set_model_state_dict(model, copy.deepcopy(whole), options=WHOLE)
+        if len({*model.modules()}) == sum(1 for _ in model.named_modules(remove_duplicate=False)):
+            set_model_state_dict(model, copy.deepcopy(whole), options=WHOLE)
+        else:  # torch leaves out the second name of a module that is shared
+            model.load_state_dict(copy.deepcopy(whole), assign=True)
         self.take(model)
 
     def do_average(self) -> None:

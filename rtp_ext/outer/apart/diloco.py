@@ -62,6 +62,7 @@ class DiLoCo(AfterSteps):
     """
 
     acts_alone = True
+    _places: tuple[Any, dict[str, int]] = (None, {})  # anchors, and the numbers of their parameters by name
 
     def __init__(
         self,
@@ -100,6 +101,24 @@ class DiLoCo(AfterSteps):
 
     def _anew(self) -> OuterPolicy:
         return DiLoCo(self.period, self._factory, fragments=self.fragments, delay=self.delay, keep=self.keep)
+
+    def _after_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        self._expect_places()
+        super()._after_step(optimizer, arguments, keywords)
+
+    def _expect_places(self) -> None:
+        """Anchors go by the names of parameters: raises ValueError where modules have been exchanged or removed."""
+        anchors, known = self._places
+        found = {name: index for name, (index, _) in self._named().items() if name in self}
+        if anchors is not self._anchors:
+            self._places = self._anchors, found
+        elif found != known:
+            name = next(name for name in known if found.get(name) != known[name])
+            raise ValueError(
+                f"{self!r}: expected the parameters of the first step under their names, since anchors go by these, "
+                f"got {'another one' if name in found else 'none'} for {name}: do not exchange or remove modules after "
+                "the first step, or convert the model anew with a new policy"
+            )
 
     # -- anchors -------------------------------------------------------------------------------------------------------
 

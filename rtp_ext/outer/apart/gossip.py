@@ -126,10 +126,10 @@ class Gossip(AfterSteps):
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Waits: number, what was sent and what it is combined to, flat, of each parameter."""
         received = self.peers.end_swap(swap)
-        weights, me = dict(self._weights()), self.peers.rank
+        me = self.peers.rank
         full = iter(swap.sent[1:])  # after the ticket; an empty bucket is not sent
         for bucket, theirs in zip(buckets, received, strict=True):
-            sizes = [held(weights[index]).numel() for index in bucket]
+            sizes = [self._members[index].numel for index in bucket]
             if not sum(sizes):
                 continue
             mine = next(full)
@@ -158,11 +158,11 @@ class Gossip(AfterSteps):
             self._moves[index] = after - before.to(after.dtype)
 
     def _apply(self) -> None:
-        weights = dict(self._weights())
-        for index, move in self._moves.items():
-            shard = held(weights[index])
-            shard.add_(move.view(shard.shape))
-        written([weights[index] for index in self._moves])
+        weights = {index: weight for index, weight in self._weights() if index in self._moves}  # that it still has
+        for index, weight in weights.items():
+            shard = held(weight)
+            shard.add_(self._moves[index].view(shard.shape))
+        written([*weights.values()])
         self._moves.clear()
 
     def _own_state(self) -> dict[str, Any]:
