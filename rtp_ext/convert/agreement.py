@@ -22,7 +22,7 @@ from rtp_ext.convert.parts.bundled import BundledMLP
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.dispatch.memory import computes_plainly
+from rtp_ext.ring.autograd import computes_plainly
 
 logger = logging.getLogger("rtp_ext")
 

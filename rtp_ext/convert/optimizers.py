@@ -22,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rtp_ext.convert.adafactor import shard_of, step_on_shards
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import as_gradient, rotates
+from rtp_ext.ring.autograd import as_gradient
+from rtp_ext.ring.patches.dtensor import rotates
 
 REPLACED = "_rtp_replaced"  # attribute of a plain parameter in whose place a model has shards now: its name there
 _watching: list[Any] = []  # the handles of the hooks

@@ -25,10 +25,10 @@ from rtp_ext.functional.torch_compile import traced
 from rtp_ext.outer.pipelines import follow_pipelines
 from rtp_ext.outer.policy import UNIT, OuterPolicy, Unit, Units
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import expect_own_shard
-from rtp_ext.ring.dispatch.selective import unseen
+from rtp_ext.ring.autograd import unseen
 from rtp_ext.ring.offload import keep_on_host
-from rtp_ext.ring.surroundings import eager
+from rtp_ext.ring.patches.dtensor import expect_own_shard
+from rtp_ext.ring.patches.dynamo import eager
 
 logger = logging.getLogger("rtp_ext")
 

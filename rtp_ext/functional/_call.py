@@ -14,9 +14,7 @@ from rtp_ext import _native
 from rtp_ext.functional._selective import as_operator
 from rtp_ext.parameters.sharding import held, local_shard, reserve
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import rounded
-from rtp_ext.ring.dispatch.memory import expect_memory, holds_memory
-from rtp_ext.ring.dispatch.selective import unseen
+from rtp_ext.ring.autograd import expect_memory, holds_memory, rounded, unseen
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.offload import lent
 from rtp_ext.ring.routes.gate import LayerSize

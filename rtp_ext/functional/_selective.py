@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rtp_ext.ring.dispatch.selective import other_modes, returns, seen_by, storing_modes
+from rtp_ext.ring.autograd import other_modes, returns, seen_by, storing_modes
 
 if TYPE_CHECKING:
     from rtp_ext.functional._call import Call

@@ -15,8 +15,7 @@ from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, 
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
 from rtp_ext.parameters.sharding import lay_out, local_shard
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, rounded, wanted
-from rtp_ext.ring.dispatch.selective import storing_modes
+from rtp_ext.ring.autograd import first_order_only, rounded, storing_modes, wanted
 
 
 class _Sum:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from rtp_ext.ring.autograd import rotates
 from rtp_ext.ring.mesh import own_part
+from rtp_ext.ring.patches.dtensor import rotates
 
 
 @functools.cache

@@ -20,8 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from rtp_ext.parameters.sharding import held, take_shard
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import as_gradient, as_parameter
-from rtp_ext.ring.dispatch.memory import computes_plainly, expect_memory
+from rtp_ext.ring.autograd import as_gradient, as_parameter, computes_plainly, expect_memory
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _TOLD = "_rtp_told"  # attribute of a module: what the ranks have told each other of its parameters

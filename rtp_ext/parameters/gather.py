@@ -18,8 +18,7 @@ from rtp_ext.parameters.extensions import Extended, agree, is_extended, parts_of
 from rtp_ext.parameters.sharding import held, local_shard
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import claim_of, first_order_only, rounded, wanted
-from rtp_ext.ring.dispatch.selective import unseen
+from rtp_ext.ring.autograd import claim_of, first_order_only, rounded, unseen, wanted
 from rtp_ext.ring.mesh import ring_dim
 from rtp_ext.ring.offload import lent
 

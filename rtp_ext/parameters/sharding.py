@@ -26,12 +26,12 @@ from rtp_ext.ring.autograd import (
     as_parameter,
     claim_of,
     come_home,
+    computes_plainly,
     first_order_only,
     keep_way_home,
     kept_of,
+    unseen,
 )
-from rtp_ext.ring.dispatch.memory import computes_plainly
-from rtp_ext.ring.dispatch.selective import unseen
 from rtp_ext.ring.mesh import home_placements, own_part, ring_shape
 
 logger = logging.getLogger("rtp_ext")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rtp_ext.ring.dispatch.memory import computes_plainly
+from rtp_ext.ring.autograd import computes_plainly
 
 
 def type_name(tensor: torch.Tensor) -> str:

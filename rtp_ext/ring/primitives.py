@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
-from rtp_ext.ring.dispatch.memory import expect_memory
-from rtp_ext.ring.dispatch.selective import unseen
+from rtp_ext.ring.autograd import expect_memory, unseen
 from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.mesh import piece_dim, ring_dim, ring_shape
 from rtp_ext.ring.prepared import Prepared

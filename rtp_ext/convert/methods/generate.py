@@ -30,7 +30,7 @@ from rtp_ext.convert.scopes import is_inside
 from rtp_ext.outer import ZeroOuter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import CLAIM
-from rtp_ext.ring.surroundings import eager
+from rtp_ext.ring.patches.dynamo import eager
 
 _PATCHED = "_rtp_generates"  # attribute of the methods that stand in the place of transformers'
 

@@ -28,8 +28,7 @@ from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.alike import expect_alike
-from rtp_ext.ring.autograd import first_order_only
-from rtp_ext.ring.dispatch.selective import unseen
+from rtp_ext.ring.autograd import first_order_only, unseen
 from rtp_ext.ring.enrolled import enrol
 
 # Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,

@@ -18,7 +18,7 @@ from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.wrappers import type_name
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import rotates
+from rtp_ext.ring.patches.dtensor import rotates
 
 _EXPECTED = (
     "expected a plain parameter, or one whose class has fsdp_pre_all_gather and fsdp_post_all_gather, which say how "

@@ -14,8 +14,7 @@ from rtp_ext.functional._call import Call, saved
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, init_weights, local_shard, replicate_parameter
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import first_order_only
-from rtp_ext.ring.dispatch.selective import unseen
+from rtp_ext.ring.autograd import first_order_only, unseen
 
 
 class WholeEmbedding(LiveModule):

@@ -34,7 +34,8 @@ from rtp_ext.outer.apart.means import Means, written
 from rtp_ext.outer.apart.optimizers import beside_shards, leaves, refuse_scaler, rehearses
 from rtp_ext.outer.policy import Unit
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import CLAIM, follow
+from rtp_ext.ring.autograd import CLAIM
+from rtp_ext.ring.patches.dtensor import follow
 
 
 class AfterSteps(Means):
