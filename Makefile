@@ -67,13 +67,13 @@ $(FRAMEWORKS)/.installed: $(VENV)/.built
 	$(BIN)/python -m venv $(FRAMEWORKS)
 	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> $$(echo $(FRAMEWORKS)/lib/python*/site-packages)/main.pth
-	$(FRAMEWORKS)/bin/pip install --quiet lightning trl torchtitan
+	$(FRAMEWORKS)/bin/pip install --quiet lightning trl torchtitan torchao bitsandbytes
 	touch $@
 
 frameworks: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest -q python_tests/integrations python_tests/examples
+	$(FRAMEWORKS)/bin/python -m pytest -q python_tests/integrations python_tests/examples python_tests/optimizers/test_packages.py
 	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py
-	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py --only transformers,lightning --ranks 4 --replicas 2
+	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py --only transformers,grpo,lightning --ranks 4 --replicas 2
 	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py --page
 
 # Pythons and torches that the package is built and tried with, each in an environment of its own; takes long.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         set_requires_all_reduce,
         set_requires_gradient_sync,
     )
-    from rtp_ext.convert.scopes import register_forward_method
+    from rtp_ext.convert.methods.fully_shard import register_forward_method
     from rtp_ext.parameters.loading import load_safetensors
     from rtp_ext.parameters.sharding import init_weights
     from rtp_ext.ring import Ring, RotationDims
@@ -57,7 +57,7 @@ _MODULES = {
     "load_safetensors": "parameters.loading",
     "no_sync": "convert.controls",
     "outer_of": "convert",
-    "register_forward_method": "convert.scopes",
+    "register_forward_method": "convert.methods.fully_shard",
     "ring_of": "convert",
     "set_gradient_divide_factor": "convert.controls",
     "set_requires_all_reduce": "convert.controls",

@@ -41,11 +41,13 @@ class Run:
     reloaded: float | None = None
 
     def worst(self, ours: str, theirs: str) -> float | None:
-        """The largest relative difference of two curves; None where they are empty."""
+        """The largest relative difference of two curves; None where they are empty. Values near 0, as some losses of
+        GRPO, are compared with a hundredth of the largest one."""
         mine, known = getattr(self, ours), getattr(self, theirs)
         if len(mine) != len(known):
             raise ValueError(f"expected as many {ours} as {theirs}, got {len(mine)} and {len(known)}")
-        return max((abs(a - b) / abs(b) for a, b in zip(mine, known, strict=True)), default=None)
+        floor = max(map(abs, known), default=0.0) / 100
+        return max((abs(a - b) / max(abs(b), floor) for a, b in zip(mine, known, strict=True)), default=None)
 
 
 def as_torchrun(rank: int, ranks: int) -> None:
@@ -97,7 +99,7 @@ def count(model: nn.Module) -> int:
 # -- transformers, peft, TRL -------------------------------------------------------------------------------------------
 
 
-def _arguments(folder: str, cls: Any = None, **changes: Any) -> Any:
+def arguments_of(folder: str, cls: Any = None, **changes: Any) -> Any:
     from transformers import TrainingArguments
 
     return (cls or TrainingArguments)(
@@ -119,17 +121,20 @@ def _curve(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
-def _trainers(stock: type, ours: type, make: Callable[[], nn.Module], folder: str, steps: int, **options: Any) -> Run:
+def trained_twice(
+    stock: type, ours: type, make: Callable[[], nn.Module], folder: str, steps: int, **options: Any
+) -> Run:
     """Trains with both; saves in the middle and at the end, goes on from the middle, and loads the end.
 
-    `options`: `load` reads a saved model; `arguments`, the class of the arguments; `data`; `more`, for both trainers;
-    `rotate` makes the options of a ring.
+    `options`: `load` reads a saved model; `arguments`, the class of the arguments, and `changes`, some of them; `data`;
+    `more` makes what else both trainers take; `rotate`, the options of a ring.
     """
-    arguments = options.pop("arguments", None)
+    arguments, changes = options.pop("arguments", None), options.pop("changes", {})
 
     def trained(cls: type, name: str, resume: str | None = None) -> Any:
-        args = _arguments(f"{folder}/{name}", arguments, max_steps=steps, save_strategy="steps", save_steps=steps // 2)
-        more = {**options.get("more", {}), **({"rotate": options.get("rotate", dict)()} if cls is ours else {})}
+        saving = {"max_steps": steps, "save_strategy": "steps", "save_steps": steps // 2}
+        args = arguments_of(f"{folder}/{name}", arguments, **saving, **changes)
+        more = {**options.get("more", dict)(), **({"rotate": options.get("rotate", dict)()} if cls is ours else {})}
         trainer = cls(model=make(), args=args, train_dataset=options.get("data", rows(64)), **more)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
@@ -160,7 +165,7 @@ def transformers(folder: str, steps: int, rotate: Callable[[], dict[str, Any]] =
     from rtp_ext.integrations import RotationTrainer
 
     load = AutoModelForCausalLM.from_pretrained
-    return _trainers(Trainer, RotationTrainer, llama, folder, steps, load=load, rotate=rotate)
+    return trained_twice(Trainer, RotationTrainer, llama, folder, steps, load=load, rotate=rotate)
 
 
 def peft(folder: str, steps: int) -> Run:
@@ -177,36 +182,25 @@ def peft(folder: str, steps: int) -> Run:
     def load(saved: str) -> nn.Module:
         return package.PeftModel.from_pretrained(llama(), saved)
 
-    return _trainers(Trainer, RotationTrainer, adapted, folder, steps, load=load)
+    return trained_twice(Trainer, RotationTrainer, adapted, folder, steps, load=load)
 
 
 def trl(folder: str, steps: int) -> Run:
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
+    from compatibility.trl_runs import sft
 
-    from rtp_ext.integrations import RotationTrainer
+    return sft(folder, steps)
 
-    class RotationSFTTrainer(RotationTrainer, SFTTrainer):
-        pass
 
-    words = {str(number): number for number in range(VOCABULARY)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token="1", eos_token="2"
-    )
-    data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows(64)])
-    return _trainers(
-        SFTTrainer,
-        RotationSFTTrainer,
-        llama,
-        folder,
-        steps,
-        arguments=SFTConfig,
-        data=data,
-        more={"processing_class": tokenizer},
-        load=AutoModelForCausalLM.from_pretrained,
-    )
+def grpo(folder: str, steps: int, rotate: Callable[[], dict[str, Any]] = dict) -> Run:
+    from compatibility.trl_runs import grpo as run
+
+    return run(folder, steps, rotate)
+
+
+def dpo(folder: str, steps: int) -> Run:
+    from compatibility.trl_runs import dpo as run
+
+    return run(folder, steps)
 
 
 # -- accelerate --------------------------------------------------------------------------------------------------------
@@ -372,16 +366,17 @@ def torchtitan(folder: str, steps: int) -> Run:
 
 
 RUNS: dict[str, Callable[..., Run]] = {
-    each.__name__: each for each in (transformers, peft, trl, accelerate, lightning, torchtitan)
+    each.__name__: each for each in (transformers, peft, trl, grpo, dpo, accelerate, lightning, torchtitan)
 }
-WITH_REPLICAS = ("transformers", "lightning")  # which take `rotate`
+PACKAGES = {"grpo": "trl", "dpo": "trl"}  # of runs that are not named after theirs
+WITH_REPLICAS = ("transformers", "grpo", "lightning")  # which take `rotate`
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Of the packages of some runs, those that are not installed."""
+    """Of some runs, those whose packages are not installed."""
     from importlib.util import find_spec
 
-    return [name for name in names if find_spec(name) is None]
+    return [name for name in names if find_spec(PACKAGES.get(name, name)) is None]
 
 
 def clean(folder: str) -> str:

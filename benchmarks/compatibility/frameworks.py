@@ -1,6 +1,6 @@
 """Trains small models inside of other people's frameworks, with a ring and as they shard, and compares.
 
-    python benchmarks/compatibility/frameworks.py  # transformers, peft, trl, accelerate, lightning, torchtitan
+    python benchmarks/compatibility/frameworks.py  # transformers, peft, trl, grpo, dpo, accelerate, ...
     python benchmarks/compatibility/frameworks.py --only lightning --steps 6 --quick
     python benchmarks/compatibility/frameworks.py --only transformers,lightning --ranks 4 --replicas 2  # two rings
 
@@ -38,7 +38,7 @@ from shared.card import (
 )
 from shared.launch import Place, launch
 
-from compatibility.framework_runs import RUNS, WITH_REPLICAS, as_torchrun, missing
+from compatibility.framework_runs import PACKAGES, RUNS, WITH_REPLICAS, as_torchrun, missing
 from compatibility.frameworks_report import page
 
 CLOSE = 1e-4
@@ -104,7 +104,8 @@ def main() -> int:
         good = found["loss_spread"] < CLOSE and (found["norm_spread"] or 0.0) < CLOSE
         good = good and found["resumed"] in (None, 0.0) and found["reloaded"] == 0.0
         failed = failed or not good
-        line = {"framework": name, "framework_version": version(name), "steps": args.steps, "replicas": args.replicas}
+        known = version(PACKAGES.get(name, name))
+        line = {"framework": name, "framework_version": known, "steps": args.steps, "replicas": args.replicas}
         line |= found
         print(json.dumps({key: value for key, value in line.items() if not isinstance(value, list)}), flush=True)
         if not args.quick:

@@ -7,6 +7,8 @@ from typing import Any
 
 from shared.reports import own_pages
 
+from compatibility.framework_runs import PACKAGES
+
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
     """Of each framework and mesh the last line, in the order of the first. Raises ValueError where there is none."""
@@ -40,10 +42,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     lines = [[*head, "resumed in the middle", "saved and loaded"]]
     for row in rows:
-        cells = [f"{row['framework']} {row['framework_version']}", _mesh(row), row["reference"], str(row["steps"])]
+        cells = [_named(row), _mesh(row), row["reference"], str(row["steps"])]
         cells += [_spread(row["loss_spread"]), _spread(row["norm_spread"]), f"{100 * row['kept']:.1f} %"]
         lines.append([*cells, _equal(row["resumed"]), _equal(row["reloaded"])])
     return own_pages.measured(rows, ". Ranks: of one ring, or replicas x those of a ring.", lines)
+
+
+def _named(row: dict[str, Any]) -> str:
+    """`trl 1.16.0`, or `trl 1.16.0, GRPO` of a run that has another name than its package."""
+    run = row["framework"]
+    label = f"{PACKAGES.get(run, run)} {row['framework_version']}"
+    return f"{label}, {run.upper()}" if run in PACKAGES else label
 
 
 def _spread(value: float | None) -> str:

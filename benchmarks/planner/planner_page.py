@@ -10,7 +10,6 @@ must be on the page word for word; --write does not change prose, but says what 
 
 import argparse
 import dataclasses
-import functools
 import re
 import statistics
 import sys
@@ -20,7 +19,6 @@ from pathlib import Path
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, calibrate, errors_of, estimate_memory, goodput, lecture
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.memory.activations import layer_tensors
-from rtp_ext.planner.plans.when import Cell, grid, when_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
@@ -31,6 +29,7 @@ from planner import published
 from planner.planner_hosts import hosts
 from planner.planner_more import capacity, markdown, sources, ways
 from planner.planner_more import grid as our_runs
+from planner.planner_when import claims_of_when, like, when
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
 BLOCK = re.compile(r"(<!-- planner: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -148,22 +147,14 @@ def _runs() -> str:
     return markdown(("table", "run", "measured", "predicted", "error"), rows)
 
 
-@functools.cache
-def cells() -> list[Cell]:
-    return grid()
-
-
-def _when() -> str:
-    return f"\n{when_table(cells())}\n\n"
-
-
 BLOCKS = {
+    "like": like,
     "memory": _memory,
     "verdicts": _verdicts,
     "calibration": _calibration,
     "untouched": _untouched,
     "runs": _runs,
-    "when": _when,
+    "when": when,
     "sources": sources,
     "ways": ways,
     "grid": our_runs,
@@ -178,7 +169,7 @@ BLOCKS = {
 def claims() -> list[str]:
     """What the prose says in numbers, made anew. Of each, the page must have the words."""
     before_when = [*_claims_of_memory(), *_claims_of_the_lecture(), *_claims_of_time(), *_claims_of_failures()]
-    return [*before_when, *_claims_of_when()]
+    return [*before_when, *claims_of_when()]
 
 
 def _claims_of_memory() -> list[str]:
@@ -310,31 +301,6 @@ def _claims_of_time() -> list[str]:
 
 def _error(run: runs.Measurement) -> str:
     return _percent(run.predicted_s() / run.step_seconds - 1)
-
-
-def _claims_of_when() -> list[str]:
-    tie = constants()["search"]["tie_fraction"]["value"]
-    known = {(cell.model, cell.link, cell.tokens): cell for cell in cells()}
-    node = [cell for cell in cells() if cell.gpus == 8 and cell.link == "NVLink" and cell.tokens >= 4096]
-    near = [cell.advantage for cell in node]
-    long = known["llama-3-8b", "NVLink", 8192].plans
-    rtp, fsdp = long["rtp"], long["fsdp"]
-    won = [cell for cell in cells() if cell.advantage > 1 + tie]
-    ties = [cell for cell in cells() if cell.winner == "tie" and cell.link == "PCIe" and cell.tokens == 8192]
-    assert rtp and fsdp and len(won) == 1, [dataclasses.astuple(cell) for cell in won]
-    return [
-        f"within {100 * tie:.0f} % nobody can tell",
-        f"a tie with `fully_shard` and the hybrids ({min(near):.2f} to {max(near):.2f})",
-        f"Llama 3 8B at 8k tokens, {rtp.step_seconds:.2f} s against {fsdp.step_seconds:.2f} s of `fully_shard`",
-        f"{_model(won[0])} in rings under a pipeline, {won[0].tokens // 1024}k tokens: {won[0].advantage:.2f}, the one "
-        "cell",
-        f"{' and '.join(_model(cell).removeprefix('Llama 3 ') for cell in reversed(ties))} "
-        f"{'tie' if len(ties) > 1 else 'ties'} at 8k",
-    ]
-
-
-def _model(cell: Cell) -> str:
-    return runs.title(cell.model)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -1,13 +1,14 @@
 """Rings on many GPUs, on paper: docs/scale.md's table and figure, from the planner.
 
     python benchmarks/planner/scale.py          # prints the table
-    python benchmarks/planner/scale.py --write  # rewrites the table in docs/scale.md and draws its figure
+    python benchmarks/planner/scale.py --write  # rewrites the tables in docs/scale.md and draws its figure
     python benchmarks/planner/scale.py --check  # exit status 1 where the page says anything else
 
 Everything is predicted; nothing ran at this size. H200 of 141 GB, eight to a node, a 400 Gb/s port each; one sample of
 8192 tokens for every GPU, everything recomputed. A ring has eight ranks on each of its nodes, and as few nodes as its
 share of the model needs, on two levels; more GPUs are more rings, which agree by an all-reduce, by ZeRO's
-reduce-scatter and gather, or by DiLoCo every 50 steps. `two levels` is one ring over all GPUs (at most 1,024).
+reduce-scatter and gather, or by DiLoCo every 50 steps. `two levels` is one ring over all GPUs (at most 1,024). Some
+sizes are shown beside groups of fully_shard.
 Efficiency is the time that whole products, attention and elementwise kernels take over the time of a step, times the
 share of time that failures leave.
 """
@@ -16,15 +17,20 @@ import argparse
 import functools
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time, goodput
+from rtp_ext.planner.plans.alike import differences
+from rtp_ext.planner.plans.limits import limit_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from report import deliver
+
+from planner.planner_more import markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 BLOCK = re.compile(r"(<!-- scale: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -42,6 +48,8 @@ FORMS: dict[str, dict[str, object]] = {
     "replicas, DiLoCo H = 50": {"outer": "diloco", "period": 50},
 }
 TWO_LEVELS = "two levels"
+SHARDED = "fully_shard"  # groups as large as the rings, their replicas agreeing by an all-reduce: HSDP
+BESIDE = (1, 64)  # rings that are shown beside as many such groups; and as many as there can be
 GPU_HOURS = 1.8 * 16384  # between failures of one GPU: 1.8 hours on 16,384 (Meta's clusters)
 RESTART_S, STALL_S, STORAGE = 600.0, 180.0, 2e12  # of the whole run; of the other replicas (FT-HSDP); bytes per second
 
@@ -63,6 +71,8 @@ class Point:
 
 
 def _plan(form: str, ring: int, rings: int) -> Strategy:
+    if form == SHARDED:
+        return Strategy(zero=3, dp=ring * rings, replicate=rings, fused_loss=True, recompute="full")
     own = {**FORMS.get(form, {})} if rings > 1 else {}
     return Strategy(rtp=ring, dp=rings, fused_loss=True, recompute="full", **own)  # type: ignore[arg-type]
 
@@ -129,6 +139,34 @@ def table() -> str:
     return "\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n"
 
 
+def like() -> str:
+    """Rings beside groups of fully_shard of the same size, with all else the same."""
+    rows, slower, larger = [], [], ""
+    line = limit_bytes(Cluster.preset(GPU)) / 1e9
+    for name, ring in MODELS.items():
+        for rings in (*BESIDE, max(size for size in SIZES if ring * size <= MOST)):
+            forms = next(iter(FORMS)), SHARDED
+            if unlike := differences([_plan(form, ring, rings) for form in forms]):
+                raise ValueError(f"expected plans that differ in the way to share the work alone, got {unlike}")
+            ours, theirs = (point(name, form, ring, rings) for form in forms)
+            slower.append(ours.step_seconds / theirs.step_seconds)
+            sizes = (f"{p.memory_gb:.0f}{', above the line' if p.memory_gb > line else ''}" for p in (ours, theirs))
+            times = (f"{p.step_seconds:.2f}" for p in (ours, theirs))
+            rows.append((name, f"{ours.gpus:,}", str(ring), *times, *sizes, f"{slower[-1]:.2f}"))
+        if theirs.memory_gb > line:
+            twice = point(name, SHARDED, 2 * ring, 1)
+            larger += f" Groups of {2 * ring} take {twice.memory_gb:.0f} GB and {twice.step_seconds:.2f} s for {name}."
+    heads = ("model", "GPUs", "ring or group", "ring, step s", "`fully_shard`, step s", "ring, GB", "`fully_shard`, GB")
+    first = (
+        "**In these predictions rings do not win time; they win memory.** Beside `fully_shard` in groups as large as "
+        "the rings, as many of them, with the same fused loss, recomputation and dtypes, a step with rings takes "
+        f"{min(slower):.2f} to {max(slower):.2f} times as long, in less memory, as no rank gathers a layer. The memory "
+        f"line is at {line:.0f} GB.{larger}"
+    )
+    wrapped = textwrap.fill(first, 120, break_long_words=False, break_on_hyphens=False)
+    return f"\n{wrapped}\n{markdown((*heads, 'time, ring / `fully_shard`'), rows)}"
+
+
 def draw(output: Path) -> None:
     """A panel for each model: efficiency over GPUs, without failures and with them."""
     from plot import canvas, style
@@ -156,9 +194,10 @@ def draw(output: Path) -> None:
 
 def rewrite(text: str) -> str:
     names = [found[2] for found in BLOCK.finditer(text)]
-    if names != ["rings"]:
-        raise SystemExit(f"expected the block rings once, got {', '.join(names) or 'none'}")
-    return BLOCK.sub(lambda found: found[1] + table() + found[4], text)
+    blocks = {"like": like, "rings": table}
+    if names != [*blocks]:
+        raise SystemExit(f"expected the blocks {', '.join(blocks)}, each once, got {', '.join(names) or 'none'}")
+    return BLOCK.sub(lambda found: found[1] + blocks[found[2]]() + found[4], text)
 
 
 def main() -> None:

@@ -2,9 +2,13 @@
 
     python benchmarks/reliability/soak.py --minutes 30  # make soak MINUTES=30
     python benchmarks/reliability/soak.py --programs 100 --ranks 3 --seed 5000
+    python benchmarks/reliability/soak.py --wide --ranks 6 --minutes 30
+    python benchmarks/reliability/soak.py --faults --programs 100
     python benchmarks/reliability/soak.py --steps 100000 --step-minutes 90 --programs 0
 
-First programs (python_tests/support/programs.py), a seed each, one after the other on 2, 3 and 4 ranks; then `--steps`
+First programs (python_tests/support/programs), a seed each, one after the other on 2, 3 and 4 ranks: narrow ones, with
+`--wide` those with outer policies, compilers, moving averages and swapped modules too, with `--faults` those in which
+one rank raises or leaves out a backward, of which the others have to tell in time; then `--steps`
 actions of one program in random order, or those of `--step-minutes`, while hops are held up at random. Memory,
 descriptors and threads of every rank must not grow meanwhile. The last line is JSON, and is appended to
 benchmarks/results/MACHINE/soak.jsonl. Exit status 1 where a number differs or something grows; the seed of a program
@@ -41,10 +45,23 @@ def status() -> dict[str, int]:
     }
 
 
-def several(rank: int, ranks: int, first: int, count: int) -> int:
+def several(rank: int, ranks: int, first: int, count: int, wide: bool) -> int:
     import programs
 
-    return sum(programs.check(rank, ranks, seed) for seed in range(first, first + count))
+    return sum(programs.check(rank, ranks, seed, wide=wide) for seed in range(first, first + count))
+
+
+def with_faults(ranks: int, first: int, count: int) -> int:
+    """Each in ranks of its own, whose rings end. Raises RankError."""
+    from programs import faults
+
+    found = []
+    for seed in range(first, first + count):
+        lost = faults.lost(seed, ranks)
+        found += faults.problems(seed, run_ranks(faults.plant, ranks, seed, timeout=120.0, lost=lost))
+    if found:
+        raise RankError("\n".join(found))
+    return count
 
 
 def long(rank: int, ranks: int, seed: int, steps: int, minutes: float) -> tuple[int, dict[str, int]]:
@@ -78,6 +95,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Random programs. See the top of the file.")
     parser.add_argument("--minutes", type=float, help="of programs; default: as many as --programs")
     parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--wide", action="store_true", help="programs that draw from all there is")
+    parser.add_argument("--faults", action="store_true", help="wide programs in which one rank has a fault")
     parser.add_argument("--steps", type=int, default=0, help="of the long run; default: none")
     parser.add_argument("--step-minutes", type=float, default=1440.0, help="the long run ends after so many, too")
     parser.add_argument("--ranks", type=int, help="default: 2, 3 and 4 by turns")
@@ -99,7 +118,11 @@ def main(argv: list[str] | None = None) -> int:
         ranks = sizes[(ran // BUNCH) % len(sizes)]
         count = BUNCH if args.minutes is not None else min(BUNCH, args.programs - ran)
         try:
-            actions += run_ranks(several, ranks, seed, count, timeout=600.0)[0]
+            if args.faults:
+                actions += with_faults(ranks, seed, count)
+            else:
+                limit = 3000.0 if args.wide else 600.0
+                actions += run_ranks(several, ranks, seed, count, args.wide, timeout=limit)[0]
         except RankError as error:
             failed.append(f"ranks {ranks}, seeds {seed} to {seed + count - 1}: {str(error)[-2000:]}")
             print(failed[-1], flush=True)
@@ -112,6 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         steps, added = told[0][0], [each for _, each in told]
         grown = sorted({name for each in added for name, most in GROWTH.items() if each[name] > most})
     line = {"benchmark": "soak", "programs": ran, "actions": actions, "failed": len(failed), "first_seed": args.seed}
+    line |= {"kind": "faults" if args.faults else "wide" if args.wide else "narrow"}
     line |= {"steps": steps, "added": added, "grown": grown, "seconds": round(time.monotonic() - began, 1)}
     print(json.dumps(line), flush=True)
     append_line(args.output or RESULTS / machine_name(torch.device("cpu")) / "soak.jsonl", {**line, **card})

@@ -12,16 +12,8 @@
 
 #include "base/checks.h"
 #include "compute/kernel_tensors.h"
+#include "compute/vectorised.h"
 #include "kernels/quantise.h"
-
-// Loops that the compiler vectorises, once for each of these instruction sets; which of them runs is found out when the
-// library is loaded.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define RTP_VECTORISED __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
-#else
-#define RTP_VECTORISED
-#endif
-#define RTP_INLINE [[gnu::always_inline]] inline
 
 namespace rtp {
 namespace {
@@ -83,7 +75,8 @@ RTP_INLINE void quantise_blocks(int8_t* to, float* scales, const Value* from, in
     const float inverse = finite && !zero ? 127.0f / largest : 0.0f;
     int8_t rounded[kQuantiseBlock];
     for (int64_t i = 0; i < kQuantiseBlock; ++i) {
-      rounded[i] = static_cast<int8_t>(bits_of(block[i] * inverse + kToInteger) - bits_of(kToInteger));
+      const float whole = finite ? block[i] * inverse : 0.0f;  // infinity * 0 would be a NaN, of whatever bits
+      rounded[i] = static_cast<int8_t>(bits_of(whole + kToInteger) - bits_of(kToInteger));
     }
     std::memcpy(to + begin, rounded, static_cast<size_t>(count));
   }
@@ -112,6 +105,10 @@ RTP_INLINE void dequantise_blocks(Value* to, const int8_t* from, const float* sc
   }
 }
 
+RTP_INLINE void add_blocks(float* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
+                           int64_t last) {
+  dequantise_blocks<true>(to, from, scales, numbers, first, last);
+}
 // What has more bits than float32 is added to as it is.
 RTP_INLINE void add_blocks(double* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
                            int64_t last) {
@@ -122,34 +119,8 @@ RTP_INLINE void add_blocks(double* to, const int8_t* from, const float* scales, 
   }
 }
 
-#define RTP_LOOPS(Value)                                                                                           \
-  RTP_VECTORISED void quantise_range(int8_t* to, float* scales, const Value* from, int64_t numbers, int64_t first, \
-                                     int64_t last) {                                                               \
-    quantise_blocks(to, scales, from, numbers, first, last);                                                       \
-  }                                                                                                                \
-  RTP_VECTORISED void dequantise_range(Value* to, const int8_t* from, const float* scales, int64_t numbers,        \
-                                       int64_t first, int64_t last) {                                              \
-    dequantise_blocks<false>(to, from, scales, numbers, first, last);                                              \
-  }
-RTP_LOOPS(float)
-RTP_LOOPS(double)
-RTP_LOOPS(c10::Half)
-RTP_LOOPS(c10::BFloat16)
-#undef RTP_LOOPS
-
-RTP_VECTORISED void add_range(float* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
-                              int64_t last) {
-  dequantise_blocks<true>(to, from, scales, numbers, first, last);
-}
-RTP_VECTORISED void add_range(double* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
-                              int64_t last) {
-  add_blocks(to, from, scales, numbers, first, last);
-}
-
-RTP_VECTORISED void add_widened_range(float* sum, const c10::BFloat16* values, int64_t first, int64_t last) {
-  for (int64_t i = first; i < last; ++i) sum[i] += widened(values[i]);
-}
-RTP_VECTORISED void add_widened_range(float* sum, const c10::Half* values, int64_t first, int64_t last) {
+template <typename Value>
+RTP_INLINE void add_widened_range(float* sum, const Value* values, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) sum[i] += widened(values[i]);
 }
 
@@ -194,7 +165,9 @@ void quantise(const at::Tensor& bytes, const at::Tensor& values) {
 #endif
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, values.scalar_type(), "quantise", [&] {
     const auto* from = values.const_data_ptr<scalar_t>();
-    over_blocks(numbers, [&](int64_t first, int64_t last) { quantise_range(to, scales, from, numbers, first, last); });
+    over_blocks(numbers, [&](int64_t first, int64_t last) {
+      vectorised([&]() RTP_INLINE_LAMBDA { quantise_blocks(to, scales, from, numbers, first, last); });
+    });
   });
 }
 
@@ -212,8 +185,9 @@ void dequantise(const at::Tensor& out, const at::Tensor& bytes) {
 #endif
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "dequantise", [&] {
     auto* to = out.data_ptr<scalar_t>();
-    over_blocks(numbers,
-                [&](int64_t first, int64_t last) { dequantise_range(to, from, scales, numbers, first, last); });
+    over_blocks(numbers, [&](int64_t first, int64_t last) {
+      vectorised([&]() RTP_INLINE_LAMBDA { dequantise_blocks<false>(to, from, scales, numbers, first, last); });
+    });
   });
 }
 
@@ -231,7 +205,9 @@ void dequantise_add(const at::Tensor& sum, const at::Tensor& bytes) {
 #endif
   AT_DISPATCH_FLOATING_TYPES(sum.scalar_type(), "dequantise_add", [&] {
     auto* to = sum.data_ptr<scalar_t>();
-    over_blocks(numbers, [&](int64_t first, int64_t last) { add_range(to, from, scales, numbers, first, last); });
+    over_blocks(numbers, [&](int64_t first, int64_t last) {
+      vectorised([&]() RTP_INLINE_LAMBDA { add_blocks(to, from, scales, numbers, first, last); });
+    });
   });
 }
 
@@ -256,8 +232,9 @@ void add_widened(const at::Tensor& sum, const at::Tensor& values) {
   AT_DISPATCH_REDUCED_FLOATING_TYPES(values.scalar_type(), "add_widened", [&] {
     auto* to = sum.data_ptr<float>();
     const auto* from = values.const_data_ptr<scalar_t>();
-    at::parallel_for(0, numbers, kGrain * kQuantiseBlock,
-                     [&](int64_t first, int64_t last) { add_widened_range(to, from, first, last); });
+    at::parallel_for(0, numbers, kGrain * kQuantiseBlock, [&](int64_t first, int64_t last) {
+      vectorised([&]() RTP_INLINE_LAMBDA { add_widened_range(to, from, first, last); });
+    });
   });
 }
 

@@ -12,8 +12,9 @@ namespace rtp {
 // A tensor of n numbers in 8 bits, as bytes: n int8 values q in the order of memory, padding to a multiple of 4, and
 // the float32 scale of every kQuantiseBlock of them, the last block shorter. A number is q * scale, with scale = m /
 // 127 of the largest magnitude m in its block: an error of at most m / 254, but for roundings of float32. A block with
-// an infinity or a NaN becomes NaN; one whose m is below 2^-120 becomes zero. What is the same in is bitwise the same
-// out.
+// an infinity or a NaN becomes NaN: its values are 0, its scale a NaN. One whose m is below 2^-120 becomes zero. What
+// is the same in is bitwise the same out, on every processor and GPU. Only the padding, which is not written, and the
+// bits of NaNs in `out` may differ.
 //
 // `bytes`: uint8, contiguous, quantised_bytes(numbers) of them, at a multiple of 4. `values`, `out`: contiguous, of
 // float32, bfloat16, float16 or float64. All on one device.

@@ -60,7 +60,8 @@ __global__ void quantise(QuantiseParameters parameters) {
     int8_t rounded[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      rounded[i] = static_cast<int8_t>(bits_of(values[i] * inverse + kToInteger) - bits_of(kToInteger));
+      const float whole = finite ? values[i] * inverse : 0.0f;  // infinity * 0 would be a NaN, of whatever bits
+      rounded[i] = static_cast<int8_t>(bits_of(whole + kToInteger) - bits_of(kToInteger));
     }
     if (is_whole(first, kWidth, parameters.numbers)) {
       store_words<uint32_t>(parameters.rounded + first, rounded);

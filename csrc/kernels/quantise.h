@@ -1,4 +1,5 @@
-// Numbers in eight bits with a scale for each block, and sums in float32 of what has fewer bits. Plain pointers.
+// Numbers in eight bits with a scale for each block, and sums in float32 of what has fewer bits. Plain pointers. The
+// bytes are those of compute/quantise.cpp on a CPU, for which the build keeps products and sums apart (CMakeLists.txt).
 #pragma once
 
 #include <cstdint>

@@ -9,6 +9,7 @@
 #include "compute/logits.h"
 #include "compute/pack.h"
 #include "compute/quantise.h"
+#include "compute/vectorised.h"
 #include "ops/embedding.h"
 #include "python/parts.h"
 
@@ -70,6 +71,9 @@ void bind_kernels(py::module_& parent) {
         pack(items);
       },
       py::arg("from_"), py::arg("to"));
+  m.def("instruction_sets", &instruction_sets);
+  m.def("instruction_set", &instruction_set_name);
+  m.def("set_instruction_set", &set_instruction_set, py::arg("name"));
   m.def("quantised_bytes", &quantised_bytes, py::arg("numbers"));
   m.def("quantise", &quantise, py::arg("bytes"), py::arg("values"));
   m.def("dequantise", &dequantise, py::arg("out"), py::arg("bytes"));

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rtp_ext.ring.surroundings import _TRACED
+from rtp_ext.ring.patches.dynamo import _TRACED
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = 420

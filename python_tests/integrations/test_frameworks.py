@@ -10,7 +10,16 @@ import rtp_ext
 from rtp_ext.outer import ZeroOuter
 
 CLOSE = 1e-4
-HEAVY = ("trl", "lightning", "torchtitan")  # the others have tests of their own
+HEAVY = ("trl", "grpo", "dpo", "lightning", "torchtitan")  # the others have tests of their own
+
+
+def _check_curves(run, name):
+    assert run.worst("losses", "reference_losses") < CLOSE, f"{run.losses}, expected {run.reference_losses}"
+    assert run.worst("norms", "reference_norms") < CLOSE, f"{run.norms}, expected {run.reference_norms}"
+    falls = run.losses[0] - run.losses[-1]
+    if name in ("grpo", "dpo"):  # whose losses say how batches compare, and not what was learned
+        falls = max(run.losses) - min(run.losses)
+    assert len(run.losses) == 6 and falls > 100 * CLOSE, "control: losses change"
 
 
 def _run(rank, ranks, name, folder, steps):
@@ -23,9 +32,7 @@ def test_trains_like_it_does_without_rotation(name, tmp_path):
     if missing([name]):
         pytest.skip(f"{name} is not installed: make frameworks")
     for run in run_ranks(_run, 2, name, str(tmp_path), 6, timeout=400.0):
-        assert run.worst("losses", "reference_losses") < CLOSE, f"{run.losses}, expected {run.reference_losses}"
-        assert run.worst("norms", "reference_norms") < CLOSE, f"{run.norms}, expected {run.reference_norms}"
-        assert len(run.losses) == 6 and run.losses[-1] < run.losses[0] - 100 * CLOSE, "control: it learns"
+        _check_curves(run, name)
         assert 0.49 < run.kept < 0.55 and run.reloaded == 0.0, run
         assert run.resumed == 0.0, run
 
@@ -42,8 +49,6 @@ def _replicas(rank, ranks, name, folder, zero):
 @pytest.mark.parametrize("name", WITH_REPLICAS)
 def test_two_rings_of_two(name, zero, tmp_path):
     for run in run_ranks(_replicas, 4, name, str(tmp_path), zero, timeout=500.0):
-        assert run.worst("losses", "reference_losses") < CLOSE, f"{run.losses}, expected {run.reference_losses}"
-        assert run.worst("norms", "reference_norms") < CLOSE, f"{run.norms}, expected {run.reference_norms}"
-        assert run.losses[-1] < run.losses[0] - 100 * CLOSE, "control: it learns"
+        _check_curves(run, name)
         assert run.resumed == 0.0 and run.reloaded == 0.0, run
         assert 0.24 < run.kept < 0.3 if zero else 0.49 < run.kept < 0.55, run

@@ -12,6 +12,7 @@ from kernel_arrays import BYTES, ELEMENTS, ROUNDING, Array, assert_close, assert
 BLOCK = 128
 LEAST = 2.0**-120  # blocks with nothing larger are zero
 SLACK = 1e-3  # of a step
+NAN = np.array(0x7FF8_0000_2000_0000).view(np.float64)[()]  # in float32 its lowest bits are not all 0
 
 
 def layout(numbers: int) -> tuple[int, int]:
@@ -51,7 +52,7 @@ def values_of(rng: np.random.Generator, numbers: int, element: str) -> Array:
         elif kind < 0.2:
             block[:] = 1e-38 * rng.integers(0, 3, block.size)  # too small for a scale
         elif kind < 0.3:
-            block[rng.integers(block.size)] = rng.choice([np.inf, -np.inf, np.nan])
+            block[rng.integers(block.size)] = rng.choice([np.inf, -np.inf, NAN])
     return place(rng, values, element, dense=True)
 
 
@@ -66,6 +67,7 @@ def check_quantise(runner, rng: np.random.Generator) -> None:
     finite = np.isfinite(most)
     got = decoded(packed, numbers)
     assert np.isnan(got[~finite]).all(), f"{what}: a block with an infinity or a NaN is NaN"
+    assert (packed[:numbers][~finite] == 0).all(), f"{what}: its values are 0, not what is left of the bits of a NaN"
     assert (got[most < LEAST] == 0).all(), f"{what}: tiny blocks are zero"
     usual = finite & (most >= LEAST)
     step = most / 127

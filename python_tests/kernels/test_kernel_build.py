@@ -68,6 +68,23 @@ def test_no_kernel_is_compiled_otherwise(commands):
         assert architectures(command) == chosen, name
 
 
+def test_what_is_quantised_is_rounded_as_on_a_cpu(commands, tmp_path):
+    """No product and sum of floats in one rounding, in what is compiled for GPUs: neither by nvcc (`fma`), nor left to
+    ptxas, which joins products and sums that do not say how they round."""
+    compiler, *flags = commands["quantise.cu"]
+    kept = [flag for flag in flags if flag.startswith(("-O", "-D", "-I", "-std", "-fmad"))]
+    source = next(flag for flag in flags if flag.endswith("quantise.cu"))
+
+    def arithmetic(*given):
+        file = tmp_path / "quantise.ptx"
+        command = [compiler, *given, "-arch=compute_90", "--ptx", source, "-o", str(file)]
+        subprocess.run(command, capture_output=True, check=True, timeout=120)
+        return set(re.findall(r"\b(?:fma|mul|add|sub)\S*\.f32\b", file.read_text()))
+
+    assert arithmetic(*kept) == {"mul.rn.f32", "add.rn.f32"}
+    assert "fma.rn.f32" in arithmetic(*(flag for flag in kept if flag != "-fmad=false")), "control"
+
+
 def test_kernels_are_compiled_ahead_as_with_the_extension(commands, tmp_path):
     """In a folder that is configured anew, too, by the CMake beside Python, which may be another."""
     if "-isystem" in commands["delay.cu"]:

@@ -24,3 +24,4 @@ def test_a_run_that_differs_shows():
     assert "| x 1 | 2 | DDP | 2 | 2e-01 |  | 50.0 % | equal | differs by 3e-03 |" in made
     several = {**line, "ranks": 4, "replicas": 2, "command": "c", "date": "2026-01-01", "commit": "a"}
     assert "| x 1 | 2 x 2 | DDP |" in table([several])
+    assert "| trl 1, GRPO | 2 x 2 |" in table([{**several, "framework": "grpo"}])

@@ -18,77 +18,13 @@ from apart_cases import (
 from freezing_cases import freezing_cases
 from grids import few
 from harness import Cases, run_ranks
+from programs.workers import diloco, gossip, gossip_beside, local_sgd, nothing
 from reference import assert_same, differs
 from workers import EXACT, STEPS, Replica, Workers, adamw, momentum
 
 import rtp_ext
-from rtp_ext.outer import DiLoCo, Gossip, LocalSGD, mixing_matrix
+from rtp_ext.outer import DiLoCo, Gossip, LocalSGD
 from rtp_ext.outer.apart.diloco import nesterov
-
-# -- what the algorithms are, on whole models --------------------------------------------------------------------------
-
-
-def mean(workers):
-    workers.mix(mixing_matrix("complete", workers.replicas))
-
-
-def local_sgd(period, warmup=0):
-    def act(workers):
-        if workers.step <= warmup or (workers.step - warmup) % period == 0:
-            mean(workers)
-
-    return act
-
-
-def gossip(topology, period=1, global_period=None):
-    def act(workers):
-        if global_period and workers.step % global_period == 0:
-            mean(workers)
-        elif workers.step % period == 0:
-            workers.mix(mixing_matrix(topology, workers.replicas, workers.step // period - 1))
-
-    return act
-
-
-def gossip_beside(topology, period=1, global_period=None):
-    """D-PSGD: what mixing changes comes a step later."""
-
-    def act(workers):
-        late = workers.kept.pop("late", None)
-        if late is not None:
-            workers.put(workers.weights + late)
-        if global_period and workers.step % global_period == 0:
-            mean(workers)
-        elif workers.step % period == 0:
-            matrix = mixing_matrix(topology, workers.replicas, workers.step // period - 1)
-            workers.kept["late"] = matrix @ workers.weights - workers.weights
-
-    return act
-
-
-def diloco(period, outer, fragments=None, delay=0, keep=0.0):
-    """`fragments`: for each, the step of a period after which it is sent, and its elements, a slice."""
-
-    def act(workers):
-        kept, parts = workers.kept, fragments or [(0, slice(None))]
-        if not kept:
-            start = Workers.flat(type(workers.models[0])())
-            kept["anchors"] = [torch.nn.Parameter(start[part].clone()) for _, part in parts]
-            kept["outer"] = [outer([anchor]) for anchor in kept["anchors"]]
-            kept["sent"] = {}
-        for number, (due, part) in enumerate(parts):
-            anchor = kept["anchors"][number]
-            if workers.step % period == due % period:
-                kept["sent"][number] = workers.step, anchor.detach() - workers.weights[:, part].mean(0)
-            when, moved = kept["sent"].get(number, (None, None))
-            if when is not None and workers.step == when + delay:
-                anchor.grad = moved
-                kept["outer"][number].step()
-                weights = workers.weights
-                weights[:, part] = keep * weights[:, part] + (1 - keep) * anchor.detach()
-                workers.put(weights)
-
-    return act
 
 
 def outer_adam(parameters):
@@ -97,7 +33,7 @@ def outer_adam(parameters):
 
 def halves():
     """Where a model is cut in two by the middle of each parameter, in elements."""
-    sizes = [parameter.numel() for parameter in Workers((1, 1), mean).models[0].parameters()]
+    sizes = [parameter.numel() for parameter in Workers((1, 1), nothing).models[0].parameters()]
     first, before = 0, 0
     for size in sizes:
         if before + size / 2 < sum(sizes) / 2:
@@ -157,7 +93,7 @@ def _four(rank, ranks):
             for row, theirs in zip(rows, expected, strict=True):
                 assert_same(row, theirs, EXACT, "weights")
             if (shape, make) not in apart:
-                apart[shape, make] = Workers(shape, lambda workers: None, make)
+                apart[shape, make] = Workers(shape, nothing, make)
                 apart[shape, make].train(STEPS)
             alone = apart[shape, make].weights
             assert all(differs(rows[i * shape[1]], alone[i], 1e-6) for i in range(shape[0])), (

@@ -1,14 +1,17 @@
 """docs/planner.md says what published.py and the planner give."""
 
+import argparse
 import dataclasses
 import functools
 import re
+import shlex
 
 import pytest
 from planner import capacity, planner_hosts, planner_more, planner_page, planner_runs, scale
 from planner.planned import Case, last_of_each
 
-from rtp_ext.planner import Cluster, estimate_memory
+from rtp_ext.planner import Cluster, cli, estimate_memory
+from rtp_ext.planner.plans.alike import differences
 
 TEXT = planner_page.PAGE.read_text()
 ROOMY = Cluster.preset("h100-80gb")
@@ -36,8 +39,39 @@ def test_the_page_is_what_the_planner_gives(tmp_path, capsys, monkeypatch):
     planner_page.main(["--write", "--page", str(wrong)])
     assert wrong.read_text() == TEXT
     wrong.write_text(TEXT.replace("<!-- planner: runs -->", "<!-- planner: walks -->"))
-    with pytest.raises(SystemExit, match=r"expected the blocks memory, verdicts, .*walks"):
+    with pytest.raises(SystemExit, match=r"expected the blocks like, memory, .*walks"):
         planner_page.main(["--check", "--page", str(wrong)])
+
+
+def test_commands_of_the_pages_compare_like_with_like():
+    """Plans of one command of a page differ in the way to share the work alone."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    docs = planner_page.PAGE.parent
+    pages = [docs.parent / "README.md", *docs.glob("*.md")]
+    found = [
+        (page, line)
+        for page in pages
+        for line in re.findall(r"^python -m rtp_ext plan (.*--plan .*)$", page.read_text(), re.MULTILINE)
+    ]
+    assert {page.name for page, _ in found} == {"planner.md", "usage.md"}
+
+    def unlike(line):
+        options = parser.parse_args(shlex.split(line, comments=True))
+        return differences(cli.strategies_of(options, cli.cluster_of(options)))
+
+    for page, line in found:
+        assert unlike(line) == {}, f"{page.name}: {line}"
+    assert unlike("--model llama-3-8b --plan rtp=8,fused_loss --plan zero=3") == {"loss": ["fused", "eager"]}, "control"
+
+
+def test_the_first_lines_say_what_rotation_does_not_win():
+    """Where a ring is predicted to be slower than `fully_shard`, before any example, with what it wins instead."""
+    for text, ends in ((TEXT, "```"), (scale.PAGE.read_text(), "![")):
+        first = text[: text.index(ends)]
+        assert re.search(r"\*\*In these predictions r\w+ (saves memory|do not win time; they win memory)", first)
+        slower = [float(cell) for cell in re.findall(r" (\d\.\d\d) \|$", first, re.MULTILINE)]
+        assert len(slower) >= 4 and min(slower) > 1, "else the sentence is to change"
 
 
 def test_no_number_of_the_prose_goes_unchecked():

@@ -22,6 +22,8 @@ from rtp_ext.planner import (
 )
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.memory import states
+from rtp_ext.planner.plans import when
+from rtp_ext.planner.plans.alike import differences, differences_line
 from rtp_ext.planner.plans.search import allocated_bytes, limit_bytes
 from rtp_ext.planner.plans.when import FAMILIES, LINKS, compare, contenders, when_table
 
@@ -84,7 +86,7 @@ def test_search_misses_nothing_of_its_space():
                     recompute=recompute,
                     bundle=bundle,
                     sequence_parallel=tp > 1,
-                    fused_loss=rtp > 1,
+                    fused_loss=True,
                     **more,
                 )
                 plan.check(LLAMA, cluster, batch)
@@ -105,6 +107,68 @@ def test_search_misses_nothing_of_its_space():
         assert estimate_time(LLAMA, cluster, other, batch).step_seconds < plan.step_seconds
         assert estimate_memory(LLAMA, cluster, other, batch).verdict != "fits"
     assert tight
+
+
+def test_plans_are_compared_like_with_like(monkeypatch, capsys):
+    """The same loss head for all plans of a search, and for the fewest GPUs. What else they differ in is told."""
+    plans = search(LLAMA, H100, global_batch=16, top=30)
+    strategies = [plan.strategy for plan in plans]
+    assert {plan.rtp > 1 for plan in strategies} == {True, False}
+    assert {plan.effective_loss for plan in strategies} == {"fused"}
+    assert smallest_cluster(LLAMA, H100)[1].effective_loss == "fused"
+    unlike = differences(strategies)
+    assert set(unlike) == {"stack", "recompute"} and set(unlike["stack"]) == {"megatron", "torch"}
+    arguments = ["--model", "llama-3-8b", "--seq", "4096", "--gpus", "8", "--global-batch", "16", "--top", "30"]
+    _, out, _ = _command(capsys, *arguments)
+    assert out.splitlines()[-1] == differences_line(strategies)
+    _, out, _ = _command(capsys, *arguments, "--json")
+    assert json.loads(out)["differences"] == unlike
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, {}),
+        ({"micro_batch": 2}, {}),
+        ({"fused_loss": True}, {"loss": ["eager", "fused"]}),
+        ({"recompute": "full"}, {"recompute": ["none", "full"]}),
+        ({"compiled": True}, {"compiled": ["False", "True"]}),
+        ({"param_dtype": "fp16"}, {"param_dtype": ["bf16", "fp16"]}),
+    ],
+)
+def test_differences_of_plans_are_told(capsys, change, told):
+    ring, sharded = Strategy(rtp=8), Strategy(dp=8, zero=3, **change)
+    assert differences([ring, sharded]) == told
+    plan = ",".join(["zero=3", *(f"{key}={'yes' if value is True else value}" for key, value in change.items())])
+    arguments = ["--model", "llama-3-8b", "--gpus", "8", "--global-batch", "16"]
+    status, out, _ = _command(capsys, *arguments, "--plan", "rtp=8", "--plan", plan)
+    assert status == 0
+    assert ("these plans differ in" in out) is bool(told)
+    for name, (one, other) in told.items():
+        assert out.rstrip().endswith(f"these plans differ in: {name} ({one}, {other})")
+
+
+def test_what_rotation_is_held_against_recomputes_as_it_does(monkeypatch):
+    """Every family of `--when` is tried with every recomputation, and every plan of it has the same loss and stack."""
+    tried, plain = {}, when.estimate_time
+
+    def noted(model, cluster, strategy, batch):
+        tried.setdefault((strategy.rtp > 1, strategy.tp, strategy.pp), []).append(strategy)
+        return plain(model, cluster, strategy, batch)
+
+    monkeypatch.setattr(when, "estimate_time", noted)
+    monkeypatch.setattr(when, "limit_bytes", lambda cluster: float("inf"))
+    compare("llama-3-8b", 8, "NVLink", 1024)
+    assert {(False, 1, 1), (True, 1, 1), (False, 8, 1), (False, 2, 4), (True, 2, 1)} <= set(tried)
+    for way, plans in tried.items():
+        assert {plan.recompute for plan in plans} == {"none", "selective", "full"}, way
+    unlike = differences([plan for plans in tried.values() for plan in plans])
+    assert set(unlike) == {"recompute"}, unlike
+    rings, groups = {plan.rtp for plan in tried[True, 1, 1]}, {plan.dp // plan.replicate for plan in tried[False, 1, 1]}
+    assert rings == groups == {4, 8}
+    monkeypatch.undo()
+    cell = compare("llama-3-8b", 8, "NVLink", 8192)
+    assert cell.plans["fsdp"].strategy.recompute == "selective", "full would be slower, and none does not fit"
 
 
 def test_memory_of_few_layers_and_of_the_end_stages_is_that_of_all(monkeypatch):

@@ -166,7 +166,7 @@ def test_who_keeps_the_store():
 def _told(**broken):
     """Of ranks in the order in which they gave up."""
     return {
-        int(rank[1:]): {"text": rank, "own": False, "broken": others, "seen": time_}
+        int(rank[1:]): {"text": rank, "own": False, "broken": others, "seen": time_, "ended": time_}
         for time_, (rank, others) in enumerate(broken.items())
     }
 
@@ -200,6 +200,10 @@ class _Slow(dist.HashStore):
         return super().check(keys)
 
 
+def _answer(text="theirs", broken=(), seen=0.0, ended=0.0):
+    return json.dumps({"text": text, "own": False, "broken": [*broken], "seen": seen, "ended": ended})
+
+
 def _alone(store, me, ranks):
     """The roll of a rank that sees no process of the others, with the first rank for the keeper of its store."""
     roll = Roll.__new__(Roll)
@@ -218,7 +222,7 @@ def test_a_store_that_is_slow_is_not_taken_for_one_that_does_not_answer(monkeypa
     monkeypatch.setattr("rtp_ext.ring.links.roll.PATIENCE", 1.5)
     monkeypatch.setattr("rtp_ext.ring.links.roll.GRACE", 1.5)
     store = dist.HashStore()
-    answer = json.dumps({"text": "theirs", "own": False, "broken": [], "seen": 0.0})
+    answer = _answer()
     threading.Timer(1.0, store.set, ("2", answer)).start()
     threading.Timer(2.0, store.set, ("found", "; who failed: global rank 3")).start()
     assert _alone(store, 1, range(4)).call("text", False, (), 1.0, [2]) == "; who failed: global rank 3"
@@ -237,6 +241,29 @@ def test_a_rank_of_another_ring_that_is_busy_is_not_missed():
     for answered in ((), (3,)):  # rings 0, 1 and 2, 3 of a mesh, on hosts of which nothing can be seen
         store = dist.HashStore()
         for rank in answered:
-            store.set(str(rank), json.dumps({"text": "theirs", "own": False, "broken": [], "seen": 0.0}))
+            store.set(str(rank), _answer())
         told.append(_alone(store, 2, range(4)).call("text", False, (), 0.0, None, [2, 3]))
     assert told == [absent.format(" 3"), absent.format("s 0, 1")]
+
+
+def test_connections_that_a_timeout_ended_did_not_break():
+    """Two ranks wait for a third, and run out of time at once: each finds the connections to the other closed, by the
+    other's own wait, before that one has come to say so."""
+    for ended, who in ((10.0, "rank 1 (no answer to the roll call"), (None, "ranks 0, 2 (the connection between")):
+        store, here = dist.HashStore(), this_process()
+        store.set("2", _answer(broken=[0], seen=10.01, ended=10.0))
+        roll = _alone(store, 0, [0, 1, 2])
+        roll.neighbours = {1: here, 2: here}
+        assert f"; who failed: global {who}" in roll.call("text", False, [2], 10.02, ended=ended), ended
+
+
+def test_ranks_that_are_out_of_step_are_told_where_they_waited():
+    store = dist.HashStore()
+    store.set("1", _answer("head backward, weight hop 1 of 2: rank 2 of the ring did not answer", seen=1.0))
+    store.set("2", _answer("all_gather on rank 2 of 3, after head forward: a rank did not answer", seen=2.0))
+    said = _alone(store, 0, [0, 1, 2]).call("head backward, gradient hop 1 of 2: late", False, (), 3.0)
+    assert "the first error was that of global rank 1: head backward" in said, said
+    expected = (
+        "; the ranks are out of step, and waited in head backward (global ranks 0, 1), all_gather (global ranks 2)"
+    )
+    assert said.endswith(expected), said

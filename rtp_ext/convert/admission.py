@@ -5,18 +5,18 @@ from __future__ import annotations
 import datetime
 import logging
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from rtp_ext.convert.agreement import ConversionError
+from rtp_ext.convert.optimizers import REPLACED
 from rtp_ext.convert.parts.gathered import ForwardScope
 from rtp_ext.convert.scopes import RotationState, is_inside, mark_inside, state_of
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh
@@ -33,17 +33,60 @@ _MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
 Parts = list[tuple[str, nn.Module]]
 
 
-def parts_of(root: nn.Module) -> Parts:
-    """The outermost modules of a model that were converted before it, by name. Raises ValueError if itself was."""
-    if is_inside(root):
-        how = "already was" if state_of(root) is not None else "is a part of one that already was"
-        raise ValueError(
-            f"fully_rotate: expected a model that has not been converted, got a {type(root).__name__} that {how}; "
-            "parts are converted before the model around them"
-        )
+class ModuleGroup(nn.Module):
+    """The modules of a list that is converted in one call, by their classes' names."""
+
+    def __init__(self, members: list[nn.Module]) -> None:
+        super().__init__()
+        for member in members:
+            kind, number = type(member).__name__, 1
+            while (name := kind if number == 1 else f"{kind}_{number}") in self._modules:
+                number += 1
+            self._modules[name] = member
+
+
+def members_of(given: Any) -> list[nn.Module]:
+    """The modules that fully_rotate is called with: one, or those of a list."""
+    if isinstance(given, nn.Module):
+        return [given]
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"fully_rotate: expected a torch.nn.Module or a list of them, got {type(given).__name__}")
+    if not given:
+        raise ValueError("fully_rotate: expected a module or several, got an empty list")
+    places: dict[int, int] = {}
+    for place, member in enumerate(given):
+        if not isinstance(member, nn.Module):
+            raise TypeError(f"fully_rotate: expected a list of torch.nn.Module, got {type(member).__name__} at {place}")
+        if id(member) in places:
+            raise ValueError(
+                f"fully_rotate: expected every module of a list once, got the same {type(member).__name__} at "
+                f"{places[id(member)]} and {place}"
+            )
+        places[id(member)] = place
+    for place, member in enumerate(given):
+        for name, part in member.named_modules():
+            if name and id(part) in places:
+                raise ValueError(
+                    "fully_rotate: expected a list of modules of which none is inside another, got "
+                    f"{type(part).__name__} at {places[id(part)]}, which is {name} of {type(member).__name__} at "
+                    f"{place}: leave it out"
+                )
+    return list(given)
+
+
+def parts_of(members: list[nn.Module], whole: nn.Module) -> Parts:
+    """The outermost modules in the members of `whole` that were converted before, by name. Raises ConversionError where
+    a member was."""
+    for member in members:
+        if is_inside(member):
+            how = "already was" if state_of(member) is not None else "is a part of one that already was"
+            raise ConversionError(
+                f"fully_rotate: expected a model that has not been converted, got a {type(member).__name__} that "
+                f"{how}; parts are converted before the model around them"
+            )
     found: Parts = []
     below: set[int] = set()
-    for name, part in root.named_modules():
+    for name, part in whole.named_modules():
         if id(part) not in below and state_of(part) is not None:
             found.append((name, part))
             below.update(map(id, part.modules()))
@@ -92,11 +135,29 @@ def refuse_foreign(root: nn.Module, where: Ring | RingMesh, ignored: Collection[
                     "of the same mesh: mesh=mesh, dims=RotationDims(ring=...) for a model that was parallelized over "
                     'mesh["tp"]. Other sharding cannot be combined with it'
                 )
-            if parameter is not None and _REPLACED in parameter.__dict__ and id(parameter) not in ignored:
+            if parameter is not None and REPLACED in parameter.__dict__ and id(parameter) not in ignored:
                 raise ValueError(
-                    f"fully_rotate: {key} of {label} was shared with {parameter.__dict__[_REPLACED]}, which has been "
-                    "converted without it: modules that share a parameter have to be converted in one call"
+                    f"fully_rotate: {key} of {label} was shared with {parameter.__dict__[REPLACED]}, which has been "
+                    "converted without it: modules that share a parameter have to be converted in one call, "
+                    "fully_rotate(model) or fully_rotate([module, other module])"
                 )
+
+
+class _NothingForDDP:
+    """In the place of the names that DistributedDataParallel is to leave alone, for which it asks a model first."""
+
+    def __iter__(self) -> Any:
+        raise ValueError(
+            "DistributedDataParallel: expected a plain model, got one that fully_rotate has converted: its parameters "
+            "are shards of a ring, and its gradients are averaged by its own backward. Train the model as it is; in "
+            "training loops of others take RotationTrainer instead of Trainer, RotationAccelerator instead of "
+            "Accelerator, RotationStrategy instead of strategy='ddp' (rtp_ext.integrations, docs/frameworks.md)"
+        )
+
+
+def refuse_ddp(root: nn.Module) -> None:
+    """Has DistributedDataParallel of a converted model raise ValueError, which stock trainers wrap it in."""
+    root.__dict__.setdefault("_ddp_params_and_buffers_to_ignore", _NothingForDDP())
 
 
 def refuse_whole_tables(root: nn.Module, ignored: Collection[int], replicas: int, tensor: bool) -> None:
@@ -291,10 +352,13 @@ def ignored_in(parts: Parts) -> set[int]:
     return found
 
 
-def adopt(parts: Parts, around: RotationState) -> None:
-    """Makes parts that were converted one by one, each perhaps with a ring of its own, parts of one model."""
+def adopt(parts: Parts, scopes: Mapping[int, RotationState]) -> None:
+    """Makes parts that were converted one by one, each perhaps with a ring of its own, parts of one model.
+
+    `scopes`: the state of the model around each, by id of the part.
+    """
     for name, part in parts:
-        state = _state(part)
+        state, around = _state(part), scopes[id(part)]
         before = state.ring
         for module in part.modules():
             if module.__dict__.get("ring") is before:
@@ -305,41 +369,3 @@ def adopt(parts: Parts, around: RotationState) -> None:
         state.around.append(weakref.ref(around))
         mark_inside(part)
         logger.info("fully_rotate: %s (%s) was converted before, and keeps its policy", name, type(part).__name__)
-
-
-# -- optimizers that were built too early ----------------------------------------------------------------------------
-
-_REPLACED = "_rtp_replaced"  # attribute of a plain parameter in whose place a model has shards now: its name there
-_watching: list[Any] = []  # the handle of the hook, once there is something to watch for
-
-
-def weak_parameters(module: nn.Module) -> list[tuple[str, weakref.ref]]:
-    """The parameters of a model by name, not kept alive."""
-    kind = type(module).__name__
-    return [(f"{kind}.{name}", weakref.ref(p)) for name, p in module.named_parameters()]
-
-
-def mark_replaced(module: nn.Module, before: Iterable[tuple[str, weakref.ref]]) -> None:
-    """Marks the parameters, plain or of tensor parallelism, that a model had `before` and has no longer, but somebody
-    still holds.
-
-    An optimizer that was built too early is such a holder, and would go on to train them: its step raises ValueError.
-    """
-    now = {id(parameter) for parameter in module.parameters()}
-    for name, reference in before:
-        parameter = reference()
-        if parameter is not None and id(parameter) not in now:
-            parameter.__dict__[_REPLACED] = name
-            if not _watching:
-                _watching.append(register_optimizer_step_pre_hook(_refuse_stale))
-
-
-def _refuse_stale(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if _REPLACED in parameter.__dict__:
-                raise ValueError(
-                    f"{type(optimizer).__name__}: expected an optimizer of the converted model's parameters, got one "
-                    f"that holds the plain {parameter.__dict__[_REPLACED]}, which fully_rotate has replaced by shards: "
-                    "build the optimizer after fully_rotate"
-                )

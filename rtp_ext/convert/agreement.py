@@ -17,10 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from rtp_ext._native import RotationError
 from rtp_ext.convert.parts.bundled import BundledMLP
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Prepared, Ring
+from rtp_ext.ring.autograd import computes_plainly
 
 logger = logging.getLogger("rtp_ext")
 
@@ -29,6 +31,11 @@ _TORCH = "torch.nn.modules."
 _PER_RANK = re.compile(
     r"\b(\w+_)?rank(_id)?\b|\b(device|gpu|host|hostname|pid|port|path|dir)\w*\b|cuda:\d|\b0x[0-9a-f]+", re.I
 )
+
+
+class ConversionError(RotationError, ValueError):  # type: ignore[misc, valid-type]
+    """A model that cannot be converted, or called, as it is now: a RuntimeError, as those of fully_shard are, and a
+    ValueError."""
 
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -60,7 +67,8 @@ def facts_of(root: nn.Module, named: Named) -> tuple[list[tuple], list[Any]]:
 
 
 def agree_on_model(root: nn.Module, ring: Ring, mode: Mode) -> None:
-    """Raises ValueError on every rank where models differ, or where parameters are still on the meta device.
+    """Raises ValueError on every rank where models differ, or, a RotationError as well, where parameters are still on
+    the meta device.
 
     Compared are names, shapes, dtypes and requires_grad of parameters; the class of every module by its name; settings
     of torch's layers (what their constructors take: strides, heads, eps, p, ...); of other classes what their own
@@ -124,7 +132,7 @@ def plan_anew(root: nn.Module, ring: Ring) -> None:
 def _refuse_meta(root: nn.Module, names: list[str], where: str) -> None:
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        raise ValueError(
+        raise ConversionError(
             f"{type(root).__name__}: expected parameters with storage, got {', '.join(names[:5])}{more} still on the "
             f"meta device{where}: call to_empty(device=...) first, and then init_weights, load_safetensors or "
             "load_state_dict"
@@ -135,7 +143,13 @@ def _refuse_meta(root: nn.Module, names: list[str], where: str) -> None:
 
 
 def _parameters(named: Named) -> list[tuple]:
-    return [(name, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for name, p in named]
+    return [(name, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta, _kind(p)) for name, p in named]
+
+
+def _kind(parameter: nn.Parameter) -> str | None:
+    """The class of what this rank has of a parameter, where it computes by rules of its own."""
+    kind = type(held(parameter))
+    return None if computes_plainly(kind) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _parameters_differ(expected: list[tuple], actual: list[tuple], rank: int) -> str:
@@ -153,8 +167,8 @@ def _parameters_differ(expected: list[tuple], actual: list[tuple], rank: int) ->
 
 
 def _entry(entry: tuple) -> str:
-    name, shape, dtype, requires_grad, _ = entry
-    return f"{name} {list(shape)} {dtype}{'' if requires_grad else ' frozen'}"
+    name, shape, dtype, requires_grad, _, kind = entry
+    return f"{name} {list(shape)} {dtype}{'' if requires_grad else ' frozen'}{'' if kind is None else f' {kind}'}"
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------
@@ -267,7 +281,7 @@ def checksums(module: nn.Module, ignored: Collection[str], ring: Ring) -> dict[s
         return {}
     sums = {}
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh == ring.parameter_mesh:
+        if isinstance(parameter, DTensor) and parameter.device_mesh in (ring.parameter_mesh, ring.mesh):
             continue
         data = held(parameter).data
         if name in ignored or type(data) is not torch.Tensor or data.is_meta or data.layout != torch.strided:

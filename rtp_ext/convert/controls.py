@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from rtp_ext.convert.model import outer_of
-from rtp_ext.convert.scopes import state_of
+from rtp_ext.convert.parts.whole_embedding import WholeEmbedding
+from rtp_ext.convert.scopes import RotationState, state_of
+from rtp_ext.outer import OuterPolicy
+
+logger = logging.getLogger("rtp_ext")
 
 
 def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool) -> None:
@@ -16,12 +22,12 @@ def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool) -> Non
 
     Gradients that are not reduced add up in p.grad of this rank's shards, in float32 where the parameter has 16 bits,
     and the next backward with a reduction reduces their sum, once. Until then the optimizer's step raises ValueError.
-    zero_grad clears them. Without replicas it changes nothing. Applies to the whole model, of which `module` is the
-    root or a part that fully_rotate was called with.
+    zero_grad clears them. Without replicas it changes nothing. Applies to the whole model, as that of fully_shard
+    (recurse=True) called with the root: a ValueError for a part of a model that has been converted around it.
 
     Set it alike on every rank: replicas that differ get a ValueError in backward.
     """
-    outer_of(module).requires_all_reduce = bool(requires_all_reduce)
+    _policy_of_whole(module, "set_requires_all_reduce").requires_all_reduce = bool(requires_all_reduce)
 
 
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) -> None:
@@ -30,13 +36,13 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) 
     Within a ring gradients are always summed: a rank has no memory for gradients of weights that are not at home there,
     and what visits it leaves with the sum. What can be put off is the reduction over replicas.
     """
-    set_requires_all_reduce(module, requires_gradient_sync)
+    _policy_of_whole(module, "set_requires_gradient_sync").requires_all_reduce = bool(requires_gradient_sync)
 
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Backwards in it do not reduce gradients over replicas: see `set_requires_gradient_sync`."""
-    policy = outer_of(module)
+    policy = _policy_of_whole(module, "no_sync")
     before = policy.requires_all_reduce
     policy.requires_all_reduce = False
     try:
@@ -48,14 +54,64 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 def set_gradient_divide_factor(module: nn.Module, factor: float | None) -> None:
     """What the sum of the gradients of all ranks is divided by, in the backwards that follow.
 
+    Applies to the parameters that the call of fully_rotate with `module` converted, as that of fully_shard: parts that
+    were converted before have factors of their own, which they keep when a model is converted around them. For a model
+    with parts, call it for each, and for the model.
+
     None, the default: the number of ranks, of the ring times the replicas, so that gradients are averages. 1: their
     sum, for losses that every rank divides by the number of tokens of all ranks.
 
-    Raises ValueError where ranks disagree, and for a factor that is not positive. Collective.
+    Raises ValueError, and changes nothing, where ranks disagree, for a factor that is not positive, where a part with
+    another factor shares a parameter, and for embeddings with sparse gradients. Collective.
     """
     if factor is not None and not factor > 0:
         raise ValueError(f"set_gradient_divide_factor: expected a positive number or None, got {factor!r}")
-    policy = outer_of(module)
-    policy.set_divide_factor(None if factor is None else float(factor))
-    state = state_of(module)
-    policy.claim(module, None if state is None else state.mp_policy.reduce_dtype)
+    policy, state = outer_of(module), state_of(module)
+    assert state is not None, "outer_of has looked"
+    factor = None if factor is None else float(factor)
+    around = _alive(each.root for each in state.outer() if each.root is not None)
+    members = _alive(state.unit.members)
+    for member in members if factor is not None else ():
+        _refuse_sparse(member, state)
+    policy.set_divide_factor(state.unit, factor, [*reversed(around), *members])
+    inner = [part for member in members for part in member.modules() if _keeps_another(part, state)]
+    if inner:
+        logger.info(
+            "set_gradient_divide_factor: %d parts of %s that were converted before it keep factors of their own",
+            len(inner),
+            type(module).__name__,
+        )
+
+
+def _alive(references: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    return [module for reference in references if (module := reference()) is not None]
+
+
+def _keeps_another(part: nn.Module, state: RotationState) -> bool:
+    inner = state_of(part)
+    return inner is not None and inner.unit.divide_factor != state.unit.divide_factor
+
+
+def _refuse_sparse(part: nn.Module, state: RotationState) -> None:
+    if isinstance(part, WholeEmbedding) and part.sparse:
+        raise ValueError(
+            f"set_gradient_divide_factor: the gradients of {part.qualified_name} ({type(part).__name__}) are sparse, "
+            "and averaged in any case: expected an embedding with sparse=False, or a loss that is scaled instead"
+        )
+    for child in part.children():
+        inner = state_of(child)
+        if inner is None or inner.unit is state.unit:
+            _refuse_sparse(child, state)
+
+
+def _policy_of_whole(module: nn.Module, what: str) -> OuterPolicy:
+    """The outer policy of a model. Raises ValueError for a part of one: its gradients are reduced with the model's."""
+    policy, state = outer_of(module), state_of(module)
+    around = None if state is None else next(state.outer(), None)
+    if around is not None:
+        root = around.root and around.root()
+        raise ValueError(
+            f"{what}: expected the whole model, whose gradients are reduced together, got a {type(module).__name__} "
+            f"that is a part of a {type(root).__name__}: call it with that"
+        )
+    return policy

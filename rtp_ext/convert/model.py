@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,37 +14,43 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from rtp_ext.convert.admission import (
+    ModuleGroup,
     Parts,
     adopt,
     check_options,
     check_travels,
     ignored_in,
-    mark_replaced,
+    members_of,
     offload_of,
     parts_of,
     place_of,
+    refuse_ddp,
     refuse_foreign,
     refuse_offload,
     refuse_whole_tables,
-    weak_parameters,
 )
 from rtp_ext.convert.agreement import checksums, compare_weights
+from rtp_ext.convert.methods.fully_shard import answer_for_fully_shard
+from rtp_ext.convert.methods.generate import let_it_generate
+from rtp_ext.convert.methods.save_pretrained import let_it_save
+from rtp_ext.convert.optimizers import mark_replaced, watch_optimizers, weak_parameters
 from rtp_ext.convert.parts.gathered import GatheredRNN
 from rtp_ext.convert.rewrite import Rewriter
-from rtp_ext.convert.saving import let_it_save
-from rtp_ext.convert.scopes import RotationState, install, state_of
+from rtp_ext.convert.scopes import RotationState, install, is_inside, state_of
 from rtp_ext.convert.tensor_parallel import tensor_dimension
 from rtp_ext.outer import AllReduce, OuterPolicy
+from rtp_ext.outer.policy import Unit
 from rtp_ext.ring import Ring, RotationDims
 from rtp_ext.ring.mesh import RingMesh
 
 logger = logging.getLogger("rtp_ext")
 
 _TIMEOUT = 600.0  # seconds
+_Given = TypeVar("_Given", nn.Module, list[nn.Module])
 
 
 def fully_rotate(
-    module: nn.Module,
+    module: _Given,
     *,
     mesh: DeviceMesh | dist.ProcessGroup | Ring | None = None,
     dims: RotationDims | None = None,
@@ -61,8 +67,8 @@ def fully_rotate(
     transport: str = "auto",
     travel: str | None = None,
     timeout: float | datetime.timedelta = _TIMEOUT,
-) -> nn.Module:
-    """Spreads every parameter of a model over a ring, in place, and returns the same module.
+) -> _Given:
+    """Spreads every parameter of a model over a ring, in place, and returns the same module, or the same list.
 
     Linear, embedding, convolution and attention layers and experts rotate: their shards visit every rank while it
     computes, and no rank ever holds a whole one. So do subclasses of torch's layers that compute as these do, and keep
@@ -76,19 +82,25 @@ def fully_rotate(
     in_place, bundle, ignored_params), which applies inside it, and is called on its own or within the model. All end up
     on one ring, the one of the first part; to make no other, pass a Ring to every call.
 
+    A list of modules, of which none is inside another, is one part with several members: they may share parameters
+    (fully_rotate([model.embed, model.head], mp_policy=...), then fully_rotate(model)), and have one policy. Each member
+    may be called on its own; inputs and outputs are cast at the border of each.
+
     Args:
-        module: the model, its parameters on the device of the mesh or on the meta device.
+        module: the model, its parameters on the device of the mesh or on the meta device; or a list of modules.
         mesh: a one-dimensional DeviceMesh, one of more dimensions with `dims`, a process group, a Ring, or None: the
             ring of parts that were converted before, else the default process group.
         dims: RotationDims(ring=..., replicate=...): which dimensions of the mesh are what, by name. Along replicate,
             rings hold the same shards and have batches of their own. Parameters are then DTensors on the mesh of both,
-            Replicate() over the one and Shard over the other. A dimension that is named in neither is the one of tensor
+            Replicate() over the one and Shard over the other; on the ring's alone where replicas train apart
+            (outer.LocalSGD, DiLoCo, Gossip). A dimension that is named in neither is the one of tensor
             parallelism, where parallelize_module has cut the model over it before: every part rotates over a ring of
             its own, and parameters lie on (replicate, tensor parallelism, ring).
         outer: what happens between replicas, see rtp_ext.outer; default outer.AllReduce(): gradients are averaged over
             all ranks.
         mp_policy: param_dtype is what shards compute in, and travel in unless `travel` says less; reduce_dtype what
-            gradients travel in (default float32); cast_forward_inputs and output_dtype apply to the whole model.
+            gradients travel in (default float32); cast_forward_inputs and output_dtype apply to the whole model, or to
+            each module of the list.
         offload_policy: CPUOffloadPolicy(): parameters, gradients and optimizer state stay on the host, in pinned memory
             unless pin_memory is False. The device borrows the shards of a layer while it runs, and gradients are on the
             host when backward returns. The model may then be on the host before, and no first hop is sent ahead. On a
@@ -107,7 +119,8 @@ def fully_rotate(
             their ring, or left out. What is gathered travels as it is, whatever `travel` says.
 
     Raises ValueError, and changes nothing, where dims do not fit the mesh; where the model was converted before, itself
-    or as a part of another; where parts are on other ranks or differ in the options of their rings; where parameters
+    or as a part of another (a RotationError as well); for a list that is empty, or has a module twice or inside
+    another; where parts are on other ranks or differ in the options of their rings; where parameters
     are DTensors of somebody else (another mesh, styles of tensor parallelism other than colwise, rowwise and
     replicated) or managed by FSDP or DDP; where shards cannot stay on the host (outer.ZeroOuter, in_place, tensor
     parallelism, Flyweight); and where loss_head="fused" finds no model that it knows. Ranks of a ring whose models have
@@ -115,9 +128,9 @@ def fully_rotate(
     ring.
     Source: RTP, arXiv 2311.01635.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_rotate: expected a torch.nn.Module, got {type(module).__name__}")
-    parts = parts_of(module)
+    members = members_of(module)
+    whole = members[0] if len(members) == 1 else ModuleGroup(members)
+    parts = parts_of(members, whole)
     if bundle not in (True, False, "recompute"):
         raise ValueError(f"fully_rotate: expected bundle to be True, False or 'recompute', got {bundle!r}")
     if loss_head not in (None, "fused"):
@@ -126,7 +139,7 @@ def fully_rotate(
         raise TypeError("fully_rotate: expected ignored_params to be several parameters, got a single tensor")
     ignored = {id(parameter) for parameter in ignored_params or ()}
     not_ours = ignored | ignored_in(parts)
-    place = place_of(mesh, dims, parts, tensor_dimension(module, mesh, dims, not_ours))
+    place = place_of(mesh, dims, parts, tensor_dimension(whole, mesh, dims, not_ours))
     policy = _policy_of(outer, parts, place)
     if in_place and not policy.allows_in_place:
         raise ValueError(
@@ -135,12 +148,12 @@ def fully_rotate(
         )
     offload = offload_of(offload_policy, place)
     if isinstance(offload, CPUOffloadPolicy):
-        refuse_offload(module, place, policy, in_place, not_ours)
+        refuse_offload(whole, place, policy, in_place, not_ours)
     tensor = place.tensor_mesh if isinstance(place, Ring) else place.tensor
-    refuse_whole_tables(module, not_ours, place.replicas, tensor is not None)
-    refuse_foreign(module, place, not_ours)
+    refuse_whole_tables(whole, not_ours, place.replicas, tensor is not None)
+    refuse_foreign(whole, place, not_ours)
     device = place.device.type if isinstance(place, Ring) else place.hops.device_type
-    _check_device(module, device, offload)
+    _check_device(whole, device, offload)
     if isinstance(place, Ring):
         check_travels(place, travel, gradient_route, gradient_travel)
     if isinstance(place, Ring) and not isinstance(mesh, Ring):
@@ -152,42 +165,60 @@ def fully_rotate(
         ring.expect_in_place("fully_rotate")
     if ring.offload_policy is None:
         ring.offload(offload)
-    state = RotationState(ring, mp_policy or MixedPrecisionPolicy(), module)
+    mp_policy = mp_policy or MixedPrecisionPolicy()
+    unit = Unit(mp_policy.reduce_dtype)
+    states = [RotationState(ring, mp_policy, member, unit) for member in members]
+    scopes = {id(part): state for state, member in zip(states, members, strict=True) for part in member.modules()}
     policy.connect(ring)
-    state.outer_policy = policy
-    state.ignored = {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in not_ours}
-    before, values = weak_parameters(module), checksums(module, state.ignored, ring)
-    rewriter = Rewriter(module, ring, state, ignored=ignored, in_place=in_place, bundle=bundle, loss_head=loss_head)
-    adopt(parts, state)
+    for state, member in zip(states, members, strict=True):
+        state.outer_policy, state.ignored = policy, _names_of(not_ours, member)
+    before, values = weak_parameters(whole), checksums(whole, _names_of(not_ours, whole), ring)
+    converting: dict[str, Any] = {"ignored": ignored, "in_place": in_place, "bundle": bundle, "loss_head": loss_head}
+    rewriter = Rewriter(whole, ring, scopes, mp_policy, **converting)
+    adopt(parts, scopes)
     rewriter.run()
-    install(module, state)
-    policy.cut(module)
-    for part in module.modules():
+    for state, member in zip(states, members, strict=True):
+        install(member, state)
+        answer_for_fully_shard(member)
+    policy.cut(whole)
+    for part in whole.modules():
         if isinstance(part, GatheredRNN):
             part.list_registered()
-    state.claim(module)
-    mark_replaced(module, before)
-    let_it_save(module, ring)
+    for state, member in zip(states, members, strict=True):
+        state.claim(member)
+        if ring.mesh is not None:
+            refuse_ddp(member)
+    mark_replaced(whole, before)
+    watch_optimizers()
+    let_it_save(whole, ring)
+    let_it_generate()
     compare_weights(values, ring)
     if in_place:
-        _say_what_in_place_means(ring, state.mp_policy)
+        _say_what_in_place_means(ring, mp_policy)
     return module
 
 
 def ring_of(module: nn.Module) -> Ring:
     """The ring of a model that `fully_rotate` converted. Raises ValueError for any other."""
-    state = state_of(module)
-    if state is None:
-        raise ValueError(f"ring_of: expected a model converted by fully_rotate, got a {type(module).__name__}")
-    return state.ring
+    return _converted(module, "ring_of").ring
 
 
 def outer_of(module: nn.Module) -> OuterPolicy:
     """The outer policy of a model that `fully_rotate` converted. Raises ValueError for any other."""
+    policy = _converted(module, "outer_of").outer_policy
+    assert policy is not None, "set by fully_rotate"
+    return policy
+
+
+def _converted(module: nn.Module, what: str) -> RotationState:
     state = state_of(module)
-    if state is None or state.outer_policy is None:
-        raise ValueError(f"outer_of: expected a model converted by fully_rotate, got a {type(module).__name__}")
-    return state.outer_policy
+    if state is None:
+        inside = ", which is in such a model: pass the model, or call fully_rotate with this part before the model"
+        raise ValueError(
+            f"{what}: expected a model converted by fully_rotate, got a {type(module).__name__}"
+            f"{inside if is_inside(module) else ''}"
+        )
+    return state
 
 
 def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Ring | RingMesh) -> OuterPolicy:
@@ -201,8 +232,15 @@ def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Ring | RingMesh) 
             f"fully_rotate: {type(outer).__name__} acts between replicas: expected a mesh of several dimensions "
             "and dims=RotationDims(ring=..., replicate=...), got one ring"
         )
-    known = [state.outer_policy for _, part in parts if (state := state_of(part)) is not None]
-    first = known[0] if known else None
+    known = [(name, state.outer_policy) for name, part in parts if (state := state_of(part)) is not None]
+    for name, theirs in known:
+        if theirs is not None and not theirs.requires_all_reduce:
+            raise ValueError(
+                f"fully_rotate: expected parts whose gradients are reduced, got module {name} after "
+                "set_requires_all_reduce(part, False): call set_requires_all_reduce(part, True) before, and then "
+                "set_requires_all_reduce(model, False)"
+            )
+    first = known[0][1] if known else None
     if outer is not None and first is not None and outer is not first:
         raise ValueError(
             f"fully_rotate: module {parts[0][0]} was converted with another outer policy, a {type(first).__name__}: "
@@ -216,6 +254,11 @@ def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Ring | RingMesh) 
             "that parallelize_module has not cut"
         )
     return policy
+
+
+def _names_of(parameters: Collection[int], root: nn.Module) -> set[str]:
+    """All names in a model of parameters that are given by their ids."""
+    return {name for name, p in root.named_parameters(remove_duplicate=False) if id(p) in parameters}
 
 
 def _check_device(module: nn.Module, expected: str, offload: OffloadPolicy) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from rtp_ext.convert.fast_path import keep_from_fast_path
 from rtp_ext.convert.parts.bundled import MIXINS
 from rtp_ext.convert.parts.gathered import ForwardScope, make_gathered
 from rtp_ext.convert.parts.head import FusedHead, FusedLossModel
+from rtp_ext.convert.parts.refused import find_extended, guard_parametrizations
 from rtp_ext.convert.parts.together import join
 from rtp_ext.convert.parts.whole_embedding import WholeEmbedding
 from rtp_ext.convert.scopes import is_inside
@@ -33,6 +35,7 @@ from rtp_ext.nn import (
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.linear import RotatedTransposedLinear
 from rtp_ext.parameters.live import LiveModule, Tie, mixed_class
+from rtp_ext.parameters.wrappers import type_name
 from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
@@ -60,31 +63,39 @@ class Rewriter:
         self,
         root: nn.Module,
         ring: Ring,
-        scope: ForwardScope,
+        scopes: Mapping[int, ForwardScope],
+        mp_policy: MixedPrecisionPolicy,
         *,
         ignored: set[int],
         in_place: bool,
         bundle: bool | str,
         loss_head: str | None,
     ) -> None:
-        self.root, self.ring, self.scope = root, ring, scope
+        """`scopes`: of each module that is to be converted, by id."""
+        self.root, self.ring, self.scopes, self.mp_policy = root, ring, scopes, mp_policy
         self.ignored = ignored
         self.bundle, self.loss_head = bundle, loss_head
-        self.options: dict[str, Any] = {"in_place": in_place, "mp_policy": scope.mp_policy}
+        self.options: dict[str, Any] = {"in_place": in_place, "mp_policy": mp_policy}
         self.memo: dict[int, nn.Parameter] = {}
         self.counts: Counter[str] = Counter()
+        self.unlike: Counter[tuple[str, str]] = Counter()  # subclasses of layers that rotate, which do not
         self.modules = [(name, part) for name, part in root.named_modules() if not is_inside(part)]
         self.tied = _tied_parameters(self.modules)
         # on an emulated ring their shards are plain parameters
         self.inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}
         self.leftovers: list[nn.Module] = []
+        outer = getattr(next(iter(scopes.values()), None), "outer_policy", None)
+        self.extended = find_extended(self.modules, ignored, ring, outer)  # ids of parameters
         self.styles = {id(part): style_of(name, part, ring, ignored) for name, part in self.modules}
         self._check_tables()
         _check_ties(self.modules, self.ignored)
         self.fused = self._fused_heads()
 
     def run(self) -> None:
+        guard_parametrizations()
         bundles, shared = self._bundles() if self.bundle else ({}, {})
+        if self.extended:  # a compiler would look into their classes
+            self.ring.traceable = False
         by_inputs = {id(part.get_submodule(block.spec.down)) for part, block, _ in bundles.values()}
         heads = {id(part.lm_head) for part, _ in self.fused}
         for name, part in self.modules:
@@ -108,6 +119,14 @@ class Rewriter:
         _remember_ties(self.modules)
         for line, count in self.counts.items():
             logger.info("fully_rotate: %d x %s", count, line)
+        for (kind, base), count in self.unlike.items():
+            logger.warning(
+                "fully_rotate: %d x %s: gathered whole while in use, and not rotated, since it does not compute as "
+                "%s, of which it is a subclass, does",
+                count,
+                kind,
+                base,
+            )
 
     # -- what is recognised ------------------------------------------------------------------------------------------
 
@@ -117,9 +136,10 @@ class Rewriter:
         return [p for each in parts for p in each._parameters.values() if p is not None]
 
     def _free(self, layers: list[nn.Module]) -> bool:
-        """Whether layers may be cut as their block likes: nobody ignores their parameters or shares them."""
+        """Whether layers may be cut as their block likes: nobody ignores their parameters or shares them, and none has
+        rules of its own."""
         own = [id(parameter) for layer in layers for parameter in layer.parameters()]
-        return not self.ignored.intersection(own) and not self.tied.intersection(own)
+        return not any(others.intersection(own) for others in (self.ignored, self.tied, self.extended))
 
     def _parallel(self, block: nn.Module, paths: Iterable[str], what: str) -> bool:
         """Whether tensor parallelism has cut a layer of a block; its layers rotate one by one then."""
@@ -173,6 +193,11 @@ class Rewriter:
                     f"fully_rotate: loss_head='fused' expected the parameters of {type(part).__name__}.lm_head to "
                     "rotate, got some of them in ignored_params"
                 )
+            if self.extended.intersection(map(id, head.parameters())):
+                raise ValueError(
+                    f"fully_rotate: loss_head='fused' expected plain parameters of {type(part).__name__}.lm_head, got "
+                    f"a {type_name(head.weight)}: leave out loss_head"
+                )
             found.append((part, type(part).__name__))
         if not found:
             raise ValueError(
@@ -212,10 +237,15 @@ class Rewriter:
             self.counts[f"{kind}: ignored"] += 1
         elif (problem := _table_problem(part)) is not None:
             self._keep_whole(name, part, problem)
+        elif any(id(parameter) in self.extended for parameter in own):
+            self.leftovers.append(part)
         elif _drop_in(part) is not None or blocks.is_transposed_linear(part) or blocks.is_experts(part):
             self._replace(name, part, by_inputs)
         else:
             self.leftovers.append(part)
+            base = next((base for base in _DROP_INS if isinstance(part, base)), None)
+            if base is not None and self.ring.mesh is not None:
+                self.unlike[kind, f"nn.{base.__name__}"] += 1
 
     def _replace(self, name: str, part: nn.Module, by_inputs: set[int]) -> None:
         kind = type(part).__name__
@@ -256,7 +286,7 @@ class Rewriter:
 
     def _keep_whole(self, name: str, part: Any, problem: str) -> None:
         part.__class__ = mixed_class(WholeEmbedding, type(part))
-        part.keep_whole(self.ring, name or type(part).__name__, self.scope.mp_policy, self.memo)
+        part.keep_whole(self.ring, name or type(part).__name__, self.mp_policy, self.memo)
         logger.warning("fully_rotate: %s stays whole on every rank: %s; its gradient is averaged", name, problem)
 
     def _check_tables(self) -> None:
@@ -266,10 +296,11 @@ class Rewriter:
             if id(part) in self.inside or all(id(p) in self.ignored or isinstance(p, DTensor) for p in own):
                 continue
             problem = _table_problem(part)
-            if problem is not None and not WholeEmbedding.fits(part):
+            special = any(id(parameter) in self.extended for parameter in own)
+            if problem is not None and (special or not WholeEmbedding.fits(part)):
                 raise ValueError(
                     f"fully_rotate: {name or 'the model'} ({type(part).__name__}): {problem}: expected an nn.Embedding "
-                    "with the forward of torch and no parameters but its weight, or its parameters in ignored_params"
+                    "with the forward of torch and no parameters but a plain weight, or these in ignored_params"
                 )
 
     def _gather_leftovers(self) -> None:
@@ -278,7 +309,7 @@ class Rewriter:
             if self.ring.mesh is None:
                 self.counts[f"{kind}: left whole (emulated ring)"] += 1
             else:
-                make_gathered(part, self.ring, self.scope, self.memo)
+                make_gathered(part, self.ring, self.scopes[id(part)], self.memo)
                 self.counts[f"{kind}: sharded, gathered while in use"] += 1
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import logging
 import sys
-import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,14 +19,16 @@ from rtp_ext.convert.adapters import let_adapters_merge
 from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew, want_gradients
 from rtp_ext.convert.parts.bundled import OWN_HOOKS
 from rtp_ext.convert.parts.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
+from rtp_ext.convert.parts.refused import refuse_additions
 from rtp_ext.convert.parts.whole_embedding import WholeEmbedding
 from rtp_ext.functional.torch_compile import traced
-from rtp_ext.outer import OuterPolicy
 from rtp_ext.outer.pipelines import follow_pipelines
+from rtp_ext.outer.policy import UNIT, OuterPolicy, Unit, Units
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import expect_own_shard
+from rtp_ext.ring.autograd import unseen
 from rtp_ext.ring.offload import keep_on_host
-from rtp_ext.ring.surroundings import eager
+from rtp_ext.ring.patches.dtensor import expect_own_shard
+from rtp_ext.ring.patches.dynamo import eager
 
 logger = logging.getLogger("rtp_ext")
 
@@ -44,8 +43,12 @@ class RotationState(ForwardScope):
     a forward of one runs, a part neither agrees (the model has) nor starts a forward of the ring.
     """
 
-    def __init__(self, ring: Ring, mp_policy: MixedPrecisionPolicy, root: nn.Module | None = None) -> None:
+    def __init__(
+        self, ring: Ring, mp_policy: MixedPrecisionPolicy, root: nn.Module | None = None, unit: Unit | None = None
+    ) -> None:
+        """`unit`: that of the modules that fully_rotate was called with together with `root`."""
         super().__init__(ring, mp_policy)
+        self.unit = unit or Unit(mp_policy.reduce_dtype)
         self.root = None if root is None else weakref.ref(root)
         self.around: list[weakref.ref[RotationState]] = []
         self.began = False  # whether this state told the ring that a forward started
@@ -64,6 +67,9 @@ class RotationState(ForwardScope):
         twin.ignored = set(self.ignored)
         twin.outer_policy = copy.deepcopy(self.outer_policy, memo)
         twin.root = _copy_of(self.root, memo)
+        twin.unit = copy.deepcopy(self.unit, memo)
+        if twin.root is not None:
+            twin.unit.members.append(twin.root)
         for around in self.around:
             state = around()
             if state is not None and _copy_of(state.root, memo) is not None:  # copied along with its model
@@ -177,7 +183,7 @@ class RotationState(ForwardScope):
     def claim(self, root: nn.Module) -> None:
         """Makes the sharded parameters of a model the outer policy's, and keeps on the host those that stay there."""
         if self.outer_policy is not None:
-            self.outer_policy.claim(root, self.mp_policy.reduce_dtype)
+            self.outer_policy.claim(root)
         if self.ring.host_memory is not None:
             keep_on_host(root, self.ring.host_memory)
 
@@ -189,6 +195,7 @@ class RotationState(ForwardScope):
         if facts == self.agreed and mode in self.modes:
             return
         agree_on_model(root, self.ring, mode)
+        refuse_additions(root, self.ring, self.ignored)
         if facts != self.agreed:
             self.claim(root)
             self._average_newcomers(root, named)
@@ -205,6 +212,7 @@ class RotationState(ForwardScope):
         """Parameters that were added after conversion, such as adapters', stay whole, and are averaged."""
         if self.ring.mesh is None:
             return
+        units = Units(root)
         tables = {id(part._parameters["weight"]) for part in root.modules() if isinstance(part, WholeEmbedding)}
         added = [
             name
@@ -213,7 +221,7 @@ class RotationState(ForwardScope):
             and not isinstance(parameter, DTensor)
             and name not in self.ignored
             and id(parameter) not in tables  # a sparse one, averaged already
-            and average_gradient(name, parameter, self.ring, self.outer_policy)
+            and average_gradient(name, parameter, self.ring, self.outer_policy, units.of(name, parameter))
         ]
         if added:
             logger.info(
@@ -252,12 +260,14 @@ def install(root: nn.Module, state: RotationState) -> None:
     # parameters of this scope in it therefore opens it around its forward.
     for part in root.modules():
         if part is not root and any(isinstance(i, GatheredModule) and i._rtp_scope is state for i in part.modules()):
-            part.register_forward_pre_hook(_Open(state), prepend=True)
+            part.register_forward_pre_hook(OpenScope(state), prepend=True)
             part.register_forward_hook(_Close(state), always_call=True)
     mark_inside(root)
     object.__setattr__(root, _STATE, state)
-    root.register_forward_pre_hook(_open_root, with_kwargs=True, prepend=True)
-    root.register_forward_hook(_close_root, always_call=True)
+    object.__setattr__(root, UNIT, state.unit)
+    state.unit.members.append(weakref.ref(root))
+    root.register_forward_pre_hook(open_root, with_kwargs=True, prepend=True)
+    root.register_forward_hook(close_root, always_call=True)
     root.register_load_state_dict_pre_hook(_expect_own_shards)
 
 
@@ -266,7 +276,7 @@ def _expect_own_shards(root: nn.Module, state_dict: dict[str, Any], prefix: str,
         expect_own_shard(state_dict.get(prefix + name), parameter, f"load_state_dict of {prefix}{name}")
 
 
-class _Open:
+class OpenScope:
     """Opens a scope. Copied along with a module, for the copy's scope."""
 
     def __init__(self, scope: ForwardScope) -> None:
@@ -296,23 +306,26 @@ class _Close:
 
 # torch.compile(model) calls hooks of the model itself outside of its graph, and would make graphs of what they call.
 @eager
+@unseen
 def _agree(state: RotationState, root: nn.Module, mode: Mode | None) -> None:
     state.check_agreement(root, mode)
 
 
 @eager
+@unseen
 def _open_eagerly(state: RotationState, root: nn.Module, split: bool | None) -> None:
     state.open(root, None, split)
     state.hand_out()
 
 
 @eager
+@unseen
 def _close_eagerly(state: RotationState) -> None:
     state.leave()
     state.end()
 
 
-def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:
+def open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:
     state: RotationState = root._rotation_state  # type: ignore[assignment]
     if torch.compiler.is_compiling() and traced.tracing(state.ring):
         split = want_gradients((arguments, keywords))
@@ -326,7 +339,7 @@ def _open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple
     return tree_map(_caster(policy.param_dtype), (arguments, keywords))
 
 
-def _close_root(root: nn.Module, _arguments: Any, output: Any) -> Any:
+def close_root(root: nn.Module, _arguments: Any, output: Any) -> Any:
     state: RotationState = root._rotation_state  # type: ignore[assignment]
     if torch.compiler.is_compiling() and traced.tracing(state.ring):
         state.in_graph = None
@@ -337,7 +350,7 @@ def _close_root(root: nn.Module, _arguments: Any, output: Any) -> Any:
     return output if dtype is None else tree_map(_caster(dtype), output)
 
 
-for _hook in (_Open, _Close):
+for _hook in (OpenScope, _Close):
     setattr(_hook, OWN_HOOKS, True)
 
 
@@ -346,70 +359,3 @@ def _caster(dtype: torch.dtype) -> Any:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     return cast
-
-
-# -- methods other than forward --------------------------------------------------------------------------------------
-
-_FORWARD_METHOD = "_rtp_forward_method"  # attribute of what register_forward_method made
-
-
-def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Has a method of a converted model, or of a module in it, run as its forward does.
-
-    A call from outside opens the same scope: the ranks compare their models, parameters of modules that do not rotate
-    are gathered, and where fully_rotate was called with `module` inputs and outputs are cast as its policy says. Calls
-    from within a forward are fine. Copies of the module keep it.
-
-    Raises ValueError where the module has not been converted, or has no such method, or where that returns before its
-    body has run (generators and coroutines). As torch.distributed.fsdp.register_fsdp_forward_method.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"register_forward_method: expected a torch.nn.Module, got {type(module).__name__}")
-    kind = type(module).__name__
-    if not is_inside(module):
-        raise ValueError(f"register_forward_method: expected a model converted by fully_rotate, got a {kind}")
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ValueError(f"register_forward_method: expected the name of a method of {kind}, got {method_name!r}")
-    if hasattr(method, _FORWARD_METHOD):
-        return
-    function = getattr(method, "__func__", None) if getattr(method, "__self__", None) is module else None
-    if any(test(function or method) for test in _LATE):
-        raise ValueError(
-            f"register_forward_method: expected a method that has run when it returns, got {kind}.{method_name}, a "
-            "generator or coroutine"
-        )
-
-    @functools.wraps(method)
-    def scoped(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        call = method if function is None else functools.partial(function, self)
-        return _in_scope(self, call, arguments, keywords)
-
-    setattr(scoped, _FORWARD_METHOD, True)
-    setattr(module, method_name, types.MethodType(scoped, module))  # deepcopy binds it to the copy
-
-
-_LATE = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-
-
-def _in_scope(module: nn.Module, call: Any, arguments: tuple, keywords: dict) -> Any:
-    """Calls a method within the scopes that the forward of its module opens."""
-    if _STATE in module.__dict__:
-        output = None
-        try:
-            cast = _open_root(module, arguments, keywords)
-            arguments, keywords = cast or (arguments, keywords)
-            output = call(*arguments, **keywords)
-        finally:
-            output = _close_root(module, arguments, output)
-        return output
-    opened = []
-    try:
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, _Open):
-                hook.scope.enter()
-                opened.append(hook.scope)
-        return call(*arguments, **keywords)
-    finally:
-        for scope in opened:
-            scope.leave()

@@ -11,9 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
+from rtp_ext.functional._selective import as_operator
 from rtp_ext.parameters.sharding import held, local_shard, reserve
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import rounded
+from rtp_ext.ring.autograd import expect_memory, holds_memory, rounded, unseen
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.offload import lent
 from rtp_ext.ring.routes.gate import LayerSize
@@ -103,10 +104,23 @@ class Call:
         return cls(ring, name, in_place, compute, reduce)
 
     def run(self, function: Any, *arguments: Any) -> Any:
+        expect_memory(self.name, arguments)
         with self.lent():
             return self.ring.run(
                 self.name, function, *arguments, serial=self.serial, watched=self.watched, checked=True
             )
+
+    def once(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        compute: Callable[[], list[torch.Tensor]],
+    ) -> list[torch.Tensor]:
+        """What `compute()` returns, of a forward: see `functional._selective.as_operator`."""
+        if torch._C._len_torch_dispatch_stack() == 0:
+            return compute()
+        return as_operator(self, name, inputs, shards, compute)
 
     def lent(self) -> AbstractContextManager[None]:
         """While native code reads parameters: the device has those that stay on the host."""
@@ -116,6 +130,8 @@ class Call:
         """`x` [..., features] in the compute dtype (cast under autocast), checked."""
         if not isinstance(x, torch.Tensor) or x.dim() < 1 or isinstance(x, DTensor):
             raise TypeError(f"{self.name}: expected {what} tensor [..., features], got {x!r:.100}")
+        if type(x) is not torch.Tensor:
+            expect_memory(self.name, (x,))
         if x.dtype != self.compute_dtype and torch.is_autocast_enabled(self.ring.device.type) and x.is_floating_point():
             x = x.to(self.compute_dtype)
         if x.device != self.ring.device:
@@ -151,6 +167,7 @@ class Home:
         tensor, label = self.tensor, f"{call.name}: expected a {self.what}"
         if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
             raise TypeError(f"{label} of floating-point numbers, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
+        expect_memory(f"{call.name}: {self.what}", (held(tensor),))
         if tensor.dim() != self.dims:
             raise ValueError(f"{label} of {self.dims} dimensions, got shape {tuple(tensor.shape)}")
         if isinstance(tensor, DTensor):
@@ -196,9 +213,12 @@ def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
         ctx.unpacked = ctx.saved_tensors  # for `first_order_only`: a checkpoint hands them out once
         return ctx.unpacked
     except RuntimeError as error:
+        if type(error) is not RuntimeError:  # of a recomputation, such as RingTimeout
+            raise
         raise RuntimeError(f"{ctx.call.name}: {error}") from error
 
 
+@unseen
 def prepare(
     call: Call,
     prepared: Prepared | None,
@@ -233,10 +253,11 @@ def prepare(
     for home in homes:
         tensor = home.tensor
         if isinstance(tensor, DTensor):
-            looks.append((home.what, home.dim, tensor.shape, tensor.dtype, tensor.placements))
+            memory = holds_memory(type(tensor._local_tensor))
+            looks.append((home.what, home.dim, tensor.shape, tensor.dtype, memory, tensor.placements))
         elif isinstance(tensor, torch.Tensor):
             plain = True
-            looks.append((home.what, home.dim, tensor.shape, tensor.dtype))
+            looks.append((home.what, home.dim, tensor.shape, tensor.dtype, holds_memory(type(tensor))))
         else:
             home.check(call)  # raises
     call.watched = tuple([home.tensor for home in homes])

@@ -10,7 +10,8 @@ import torch
 from rtp_ext._native import shard_sizes
 from rtp_ext.functional._call import Call
 from rtp_ext.ring import Ring
-from rtp_ext.ring.surroundings import eager
+from rtp_ext.ring.autograd import unseen
+from rtp_ext.ring.patches.dynamo import eager
 
 
 def owner_shapes(whole: Sequence[int], dim: int, ring: Ring) -> list[list[int]]:
@@ -19,6 +20,7 @@ def owner_shapes(whole: Sequence[int], dim: int, ring: Ring) -> list[list[int]]:
 
 
 @eager
+@unseen
 def drive(call: Call, begin: Any, arguments: Sequence[Any], compute: Callable[[Any, Any], None]) -> None:
     """Begins a pass, `begin(executor, *arguments)`, and calls `compute(execution, step)` for every compute of it.
 

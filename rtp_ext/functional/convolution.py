@@ -107,19 +107,23 @@ class _RotatedConvolution(torch.autograd.Function):
         ctx.x_shape = x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x if ctx.needs[1] else x.new_empty(0), weight)
-        y = x.new_empty(convolution.output_shape(x.shape)).contiguous(memory_format=_memory_format(x))
         weights = [weight] if bias is None else [weight, bias]
-        shapes = _shapes(call, convolution, weights)
 
-        def compute(execution: Any, step: Any) -> None:
-            shard, *bias_shard = execution.weight()
-            for piece in convolution.pieces(step.owner):
-                piece_bias = piece.of_shard(bias_shard[0]) if bias_shard else None
-                part = convolution.forward(piece, piece.of_input(x), piece.of_shard(shard), piece_bias)
-                piece.of_output(y).copy_(part)
+        def run() -> list[torch.Tensor]:
+            y = x.new_empty(convolution.output_shape(x.shape)).contiguous(memory_format=_memory_format(x))
+            shapes = _shapes(call, convolution, weights)
 
-        drive(call, _native.Execution.forward, (weights, shapes, call.options), compute)
-        return y
+            def compute(execution: Any, step: Any) -> None:
+                shard, *bias_shard = execution.weight()
+                for piece in convolution.pieces(step.owner):
+                    piece_bias = piece.of_shard(bias_shard[0]) if bias_shard else None
+                    part = convolution.forward(piece, piece.of_input(x), piece.of_shard(shard), piece_bias)
+                    piece.of_output(y).copy_(part)
+
+            drive(call, _native.Execution.forward, (weights, shapes, call.options), compute)
+            return [y]
+
+        return call.once("convolution", [x], weights, run)[0]
 
     @staticmethod
     @first_order_only

@@ -26,9 +26,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, shape: Any, targets, x, *parameters):
         ctx.call, ctx.shape = call, shape
-        result = call.run(_native.cross_entropy_forward, x, targets, parameters, shape, call.options)
-        ctx.save_for_backward(x, targets, result.lse, *parameters)
-        return result.loss
+
+        def run() -> list[torch.Tensor]:
+            result = call.run(_native.cross_entropy_forward, x, targets, parameters, shape, call.options)
+            return [result.loss, result.lse]
+
+        loss, lse = call.once("linear_cross_entropy", [x, targets], parameters, run)
+        ctx.save_for_backward(x, targets, lse, *parameters)
+        return loss
 
     @staticmethod
     @first_order_only

@@ -18,7 +18,11 @@ class Embedding(torch.autograd.Function):
         ctx.padding_idx = padding_idx
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(ids)
-        return call.run(_native.embedding_forward, ids, weight, shape, shard_dim, call.options)
+
+        def run() -> list[torch.Tensor]:
+            return [call.run(_native.embedding_forward, ids, weight, shape, shard_dim, call.options)]
+
+        return call.once("embedding", [ids], [weight], run)[0]
 
     @staticmethod
     @first_order_only

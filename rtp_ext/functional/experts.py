@@ -32,10 +32,16 @@ class _RotatedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, shape: Any, keep: bool, read: list[bool], index, x, weights, *parameters):
         ctx.call, ctx.shape = call, shape
-        routed = call.run(_native.experts_forward, x, weights, index, parameters, shape, keep, call.options)
-        ctx.starts = routed.starts
-        ctx.save_for_backward(x, weights, *watched_where_read(parameters, read), routed.order, routed.ends, routed.kept)
-        return routed.y
+
+        def run() -> list[torch.Tensor]:
+            routed = call.run(_native.experts_forward, x, weights, index, parameters, shape, keep, call.options)
+            ctx.starts = routed.starts  # of the forward: a backward is given its context, not that of a recomputation
+            return [routed.y, routed.order, routed.ends, *([] if routed.kept is None else [routed.kept])]
+
+        y, order, ends, *kept = call.once("experts", [x, weights, index], parameters, run)
+        read_then = watched_where_read(parameters, read)
+        ctx.save_for_backward(x, weights, *read_then, order, ends, kept[0] if kept else None)
+        return y
 
     @staticmethod
     @first_order_only

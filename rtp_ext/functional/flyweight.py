@@ -15,7 +15,7 @@ from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, 
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
 from rtp_ext.parameters.sharding import lay_out, local_shard
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, rounded, wanted
+from rtp_ext.ring.autograd import first_order_only, rounded, storing_modes, wanted
 
 
 class _Sum:
@@ -40,6 +40,7 @@ class _Flyweight(torch.autograd.Function):
         outputs: dict[int, Tensor] = {}
         total = _Sum()
         shapes = copies.shapes(copies.cuts, ring)
+        stored = bool(storing_modes())
 
         def compute(execution: Any, step: Any) -> None:
             owner = step.owner
@@ -61,13 +62,20 @@ class _Flyweight(torch.autograd.Function):
             total.add(y)
             ctx.dtype = y.dtype
 
-        drive(call, _native.Execution.forward, (list(homes), shapes, call.options), compute)
+        def run() -> list[Tensor]:
+            drive(call, _native.Execution.forward, (list(homes), shapes, call.options), compute)
+            states = random_state(device) if stored else ()
+            if total.value is not None:
+                return [total.value.to(ctx.dtype), *states]
+            parts = [outputs[owner] for owner in sorted(outputs)]
+            ctx.extents = {owner: y.shape[copies.dim] for owner, y in sorted(outputs.items())}
+            return [torch.cat(parts, copies.dim), *states]
+
         ctx.save_for_backward(*tensors)
-        if total.value is not None:
-            return total.value.to(ctx.dtype)
-        parts = [outputs[owner] for owner in sorted(outputs)]
-        ctx.extents = {owner: y.shape[copies.dim] for owner, y in sorted(outputs.items())}
-        return torch.cat(parts, copies.dim)
+        y, *states = call.once("flyweight", [*inputs, *replicated], homes, run)
+        if stored:  # a recomputation may not have drawn the numbers, and those behind are to be the same
+            set_random_state(tuple(states), device)
+        return y
 
     @staticmethod
     @first_order_only

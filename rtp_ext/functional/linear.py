@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,12 @@ class PartialLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         (weight_then,) = watched_where_read([weight], ctx.needs[:1])
         ctx.save_for_backward(x if ctx.needs[1] else x.new_empty(0), weight_then)
-        return call.run(_native.partial_linear_forward, x, weight, bias, shape, call.options)
+        shards = [weight] if bias is None else [weight, bias]
+
+        def run() -> list[torch.Tensor]:
+            return [call.run(_native.partial_linear_forward, x, weight, bias, shape, call.options)]
+
+        return call.once("linear", [x], shards, run)[0]
 
     @staticmethod
     @first_order_only
@@ -71,8 +77,9 @@ class Linears(torch.autograd.Function):
         read = [any(ctx.needs_input[which] for which in inputs) for inputs in bundle.multiplied]
         kept = [x if keep else x.new_empty(x.shape[0], 0) for x in inputs]
         ctx.save_for_backward(*kept, *watched_where_read(parameters, read))
-        outputs = call.run(_native.linear_forward, inputs, parameters, bundle.layers, bundle.projections, call.options)
-        return tuple(outputs)
+        arguments = (inputs, parameters, bundle.layers, bundle.projections, call.options)
+        run = functools.partial(call.run, _native.linear_forward, *arguments)
+        return tuple(call.once("linear", inputs, parameters, run))
 
     @staticmethod
     @first_order_only

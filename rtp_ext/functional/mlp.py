@@ -38,10 +38,15 @@ class MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, shape: Any, keep: bool, read: list[bool], x, *parameters):
         ctx.call, ctx.shape = call, shape
-        result = call.run(_native.mlp_forward, x, parameters, shape, keep, call.options)
+
+        def run() -> list[torch.Tensor]:
+            result = call.run(_native.mlp_forward, x, parameters, shape, keep, call.options)
+            return [result.y, *result.kept]
+
+        y, *kept = call.once("mlp", [x], parameters, run)
         ctx.parameters = len(parameters)
-        ctx.save_for_backward(x, *watched_where_read(parameters, read), *result.kept)
-        return result.y
+        ctx.save_for_backward(x, *watched_where_read(parameters, read), *kept)
+        return y
 
     @staticmethod
     @first_order_only

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from rtp_ext.convert import fully_rotate, outer_of, ring_of
-from rtp_ext.convert.scopes import register_forward_method
+from rtp_ext.convert.methods.fully_shard import register_forward_method
 from rtp_ext.integrations.checkpoints import is_converted, same_values
 from rtp_ext.outer import AllReduce, ZeroOuter
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
-from rtp_ext.convert.saving import whole_to_save
+from rtp_ext.convert.methods.save_pretrained import whole_to_save
 from rtp_ext.integrations.accelerate import RotationAccelerator
 from rtp_ext.integrations.checkpoints import has_shards, is_converted, load_shards, save_shards
 from rtp_ext.parameters.loading import load_safetensors

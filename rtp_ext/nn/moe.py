@@ -147,5 +147,5 @@ def _within_capacity(index: torch.Tensor, experts: int, capacity_factor: float) 
     chosen = index.t().reshape(-1)  # all first choices, then all second ones, ...
     ordered, order = chosen.sort(stable=True)
     place = torch.arange(chosen.numel(), device=index.device) - torch.searchsorted(ordered, ordered)
-    dropped = torch.zeros_like(chosen, dtype=torch.bool).scatter_(0, order, place >= capacity)
+    dropped = torch.zeros_like(chosen, dtype=torch.bool).scatter(0, order, place >= capacity)
     return chosen.masked_fill(dropped, experts).view(choices, tokens).t()

@@ -36,7 +36,7 @@ from torch.autograd import Variable
 from rtp_ext.outer.compression import Compression
 from rtp_ext.outer.compressors import Compressor
 from rtp_ext.outer.micro_batches import MicroBatches
-from rtp_ext.outer.policy import OuterPolicy
+from rtp_ext.outer.policy import OuterPolicy, Unit
 from rtp_ext.outer.travel import Flight, Order, Pass, Told, bucketed
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import accumulates, read_within, unrounded
@@ -121,14 +121,15 @@ class AllReduce(MicroBatches):
 
     def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if self.size == 1:
-            return None if gradient is None else self.scaled(gradient)
+            return None if gradient is None else self.scaled(index, gradient)
         current = None if self._later else self._current()
         if gradient is None:
             return None
         dtype = gradient.dtype
         value = unrounded(gradient).contiguous()  # is written to, and reduced where it is
-        if self.scale != 1.0:
-            value.mul_(self.scale)
+        scale = self.scale(self._members[index].unit)
+        if scale != 1.0:
+            value.mul_(scale)
         node = ctx.next_functions[0][0]
         parameter = getattr(node, "variable", None)
         if current is None:
@@ -153,10 +154,8 @@ class AllReduce(MicroBatches):
         if self._pass is None:
             self._backwards += 1
             self._pass = Pass(self.requires_all_reduce and not self._later)
-        task = torch._C._current_graph_task_id()
-        if task not in self._pass.ends:
             end = functools.partial(self._end, self._pass)
-            self._pass.ends[task] = weakref.ref(end)
+            self._pass.end = weakref.ref(end)
             Variable._execution_engine.queue_callback(end)
         return self._pass
 
@@ -267,11 +266,12 @@ class AllReduce(MicroBatches):
             self.replicas.end_sum(self.replicas.begin_sum(flat))
         return flat.div_(self.size).to(value.dtype)
 
-    def reduce_whole(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
+    def reduce_whole(self, gradient: torch.Tensor, name: str, unit: Unit) -> torch.Tensor:
+        gradient = gradient.mul_(self.scale(unit))
         if self.size == 1:
-            return gradient.mul_(self.scale)
+            return gradient
         self._meet(self._current(), f"the gradient of {name}")
-        return self._mean(gradient.mul_(self.scale), torch.promote_types(gradient.dtype, torch.float32))
+        return self._mean(gradient, torch.promote_types(gradient.dtype, torch.float32))
 
     def _meet(self, current: Pass, what: str) -> list[Told]:
         """Replicas compare what they are about to do, and send what others have sent. Collective."""
@@ -282,7 +282,6 @@ class AllReduce(MicroBatches):
             what,
             self._backwards,
             current.reduces,
-            self.scale,
             self.fingerprint(),
             current.launched,
             tuple(current.values),
@@ -291,7 +290,7 @@ class AllReduce(MicroBatches):
         told = self.exchange(mine)
         for replica, theirs in enumerate(told):
             if theirs.comparable() != told[0].comparable():
-                model = "" if theirs.model == told[0].model else ", of a model with other parameters"
+                model = "" if theirs.model == told[0].model else ", of a model with other parameters or settings"
                 raise ValueError(
                     f"replicas disagree: expected {told[0]} (replica 0), got {theirs} in replica {replica}{model}: "
                     "every rank has to call backward as often, with the same settings"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import hashlib
 import logging
 import math
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,19 +27,67 @@ logger = logging.getLogger("rtp_ext")
 
 
 @dataclass
+class Unit:
+    """Settings for the gradients of what one call of fully_rotate converted, without the parts converted before it."""
+
+    reduce_dtype: torch.dtype | None
+    divide_factor: float | None = None  # None: the number of ranks, which averages
+    members: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)  # what the call was given
+
+    def __deepcopy__(self, memo: dict) -> Unit:
+        memo[id(self)] = twin = Unit(self.reduce_dtype, self.divide_factor)  # copies of modules join it themselves
+        return twin
+
+
+UNIT = "_rtp_unit"  # attribute of a module that fully_rotate was called with: its Unit
+
+
+class Units:
+    """The unit of each parameter: that of the innermost module around it that fully_rotate was called with."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._found: dict[int, list[Unit]] = {}  # by id of the parameter
+        self._walk(root, root.__dict__[UNIT], set())
+
+    def _walk(self, part: nn.Module, around: Unit, seen: set[tuple[int, int]]) -> None:
+        unit = part.__dict__.get(UNIT, around)
+        if (id(part), id(unit)) in seen:
+            return
+        seen.add((id(part), id(unit)))
+        for parameter in part._parameters.values():
+            units = self._found.setdefault(id(parameter), [])
+            if not any(known is unit for known in units):
+                units.append(unit)
+        for child in part.children():
+            self._walk(child, unit, seen)
+
+    def of(self, name: str, parameter: torch.Tensor) -> Unit:
+        """Raises ValueError for a parameter that units share which divide its gradient by different factors."""
+        units = self._found[id(parameter)]
+        factors = sorted({str(unit.divide_factor) for unit in units})
+        if len(factors) > 1:
+            raise ValueError(
+                f"{name}: expected one gradient divide factor for all parts that share a parameter, got "
+                f"{' and '.join(factors)}: call set_gradient_divide_factor for each of them with the same factor, or "
+                "convert them in one call, fully_rotate([part, other part])"
+            )
+        return units[0]
+
+
+@dataclass
 class Member:
     """A parameter of a policy, as its replicas compare it."""
 
     name: str
     shape: tuple[int, ...]  # of this rank's shard
     dtype: torch.dtype
-    reduce_dtype: torch.dtype | None
+    unit: Unit
     requires_grad: bool
 
     @property
     def wire(self) -> torch.dtype:
         """What its gradients travel in."""
-        return self.reduce_dtype or torch.promote_types(self.dtype, torch.float32)
+        return self.unit.reduce_dtype or torch.promote_types(self.dtype, torch.float32)
 
     @property
     def numel(self) -> int:
@@ -86,7 +133,6 @@ class OuterPolicy:
         self.ring: Ring | None = None
         self.replicas: Replicas | None = None  # None: there is one ring
         self.requires_all_reduce = True
-        self._divide_factor: float | None = None
         self._members: list[Member] = []
         self._roots: list[weakref.ref[nn.Module]] = []
         self._fingerprint: str | None = None
@@ -108,28 +154,31 @@ class OuterPolicy:
         if ring.replicas > 1:
             self.replicas = self.replicas_type(ring)
 
-    def claim(self, root: nn.Module, reduce_dtype: torch.dtype | None) -> None:
-        """Makes the sharded parameters of a model the policy's. Those that it has keep their `reduce_dtype`."""
-        if self.size == 1 and self._divide_factor is None and not self.acts_alone:
-            return  # their gradients are right as they come home
+    def claim(self, root: nn.Module) -> None:
+        """Makes the sharded parameters of a model the policy's. Those that it has keep their unit."""
         self._fingerprint = None
-        if self.ring is not None:
-            self.ring.traceable = False
-        if not any(reference() is root for reference in self._roots):
-            self._roots.append(weakref.ref(root))
+        units = Units(root)
+        claimed = False
         for name, parameter in root.named_parameters():
             if not isinstance(parameter, DTensor):
                 continue
-            known = parameter.__dict__.get(CLAIM)
+            unit, known = units.of(name, parameter), parameter.__dict__.get(CLAIM)
+            if known is None and self.size == 1 and unit.divide_factor is None and not self.acts_alone:
+                continue  # its gradient is right as it comes home
+            claimed = True
             if known is not None and known.policy is self:
                 member = self._members[known.index]
                 member.dtype, member.requires_grad = parameter.dtype, parameter.requires_grad
             else:
                 parameter.__dict__[CLAIM] = Claim(self, len(self._members))
                 shape = home_shape(parameter)
-                self._members.append(Member(name, shape, parameter.dtype, reduce_dtype, parameter.requires_grad))
+                self._members.append(Member(name, shape, parameter.dtype, unit, parameter.requires_grad))
             if parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # type: ignore[attr-defined]  # micro-batches add up in float32
+        if claimed and self.ring is not None:
+            self.ring.traceable = False
+        if claimed and not any(reference() is root for reference in self._roots):
+            self._roots.append(weakref.ref(root))
 
     def parameter(self, index: int) -> torch.Tensor | None:
         """A parameter by its number; None where the model has it no longer."""
@@ -163,8 +212,8 @@ class OuterPolicy:
     def __deepcopy__(self, memo: dict) -> OuterPolicy:
         memo[id(self)] = twin = self._anew()  # a copy of a model has the same replicas
         twin.ring, twin.replicas = self.ring, self.replicas
-        twin._members = [dataclasses.replace(member) for member in self._members]
-        twin.requires_all_reduce, twin._divide_factor = self.requires_all_reduce, self._divide_factor
+        twin._members = [replace(member, unit=copy.deepcopy(member.unit, memo)) for member in self._members]
+        twin.requires_all_reduce = self.requires_all_reduce
         return twin
 
     def _anew(self) -> OuterPolicy:
@@ -178,8 +227,9 @@ class OuterPolicy:
         """K, the number of replicas."""
         return 1 if self.replicas is None else self.replicas.size
 
-    def set_divide_factor(self, factor: float | None) -> None:
-        """Collective. None: the number of ranks, which averages."""
+    def set_divide_factor(self, unit: Unit, factor: float | None, roots: Sequence[nn.Module]) -> None:
+        """Sets what the gradients of a unit are divided by. `roots`: all models that hold its parameters, the outermost
+        first. Raises ValueError, and changes nothing, where another unit with another factor shares one. Collective."""
         assert self.ring is not None, "set by fully_rotate"
         told = self._everywhere(factor)
         if any(theirs != told[0] for theirs in told):
@@ -187,7 +237,13 @@ class OuterPolicy:
                 f"set_gradient_divide_factor: expected the same factor on every rank, got {factor} here and "
                 f"{sorted(set(told), key=str)} altogether"
             )
-        self._divide_factor = factor
+        before, unit.divide_factor = unit.divide_factor, factor
+        try:
+            for root in roots:
+                self.claim(root)
+        except ValueError:
+            unit.divide_factor = before
+            raise
 
     def _everywhere(self, value: Any) -> list[Any]:
         """Every rank's `value`, of all replicas, ring positions and parts of tensor parallelism. Collective."""
@@ -200,16 +256,16 @@ class OuterPolicy:
         dist.all_gather_object(parts, every, group=self.ring.tensor_mesh.get_group())
         return [theirs for part in parts for theirs in part]
 
-    @property
-    def scale(self) -> float:
-        """What the mean over all ranks is multiplied by."""
+    def scale(self, unit: Unit) -> float:
+        """What the mean over all ranks of the gradients of a unit is multiplied by."""
         assert self.ring is not None, "set by fully_rotate"
         ranks = self.ring.size * self.size
-        return 1.0 if self._divide_factor is None else ranks / self._divide_factor
+        return 1.0 if unit.divide_factor is None else ranks / unit.divide_factor
 
-    def scaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient times `scale`, in its dtype."""
-        return gradient if self.scale == 1.0 else (unrounded(gradient) * self.scale).to(gradient.dtype)
+    def scaled(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient times the scale of its unit, in its dtype."""
+        scale = self.scale(self._members[index].unit)
+        return gradient if scale == 1.0 else (unrounded(gradient) * scale).to(gradient.dtype)
 
     # -- what replicas compare ---------------------------------------------------------------------------------------
 
@@ -275,8 +331,9 @@ class OuterPolicy:
         """See rtp_ext.ring.autograd.Claim."""
         raise NotImplementedError
 
-    def reduce_whole(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
-        """The average over replicas, times `scale`, of the gradient of a parameter that every rank holds whole."""
+    def reduce_whole(self, gradient: torch.Tensor, name: str, unit: Unit) -> torch.Tensor:
+        """The average over replicas, times the scale of its unit, of the gradient of a parameter that every rank holds
+        whole."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -326,7 +383,8 @@ def _difference(told: list[tuple[str, dict[str, int]]]) -> str | None:
             missing = ", ".join(sorted(set(sums).symmetric_difference(their_sums))[:5])
             return (
                 f"the model differs between replicas 0 and {replica}: expected the same parameters, of the same shapes "
-                f"and dtypes, in the same order, the same of them frozen{missing and ', got differences in ' + missing}"
+                f"and dtypes, in the same order, the same of them frozen, "
+                f"with the same reduce_dtype and divide factor{missing and ', got differences in ' + missing}"
             )
         for name, value in sums.items():
             if their_sums.get(name) != value:

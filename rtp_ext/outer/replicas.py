@@ -86,11 +86,17 @@ class Replicas(Groups):
         except RuntimeError as error:
             raise self._lost("a reduction of gradients", time.monotonic() - start, error) from error
 
-    def end(self, error: Exception, suspects: Sequence[int] | None = None, near: Sequence[int] | None = None) -> None:
+    def end(
+        self,
+        error: Exception,
+        suspects: Sequence[int] | None = None,
+        near: Sequence[int] | None = None,
+        ended: float | None = None,
+    ) -> None:
         """Ends the ring, so that its ranks learn of it."""
         ring = self._ring()
         if ring is not None:
-            ring.end(error, suspects, self._members if near is None else near)
+            ring.end(error, suspects, self._members if near is None else near, ended)
 
     def _last_hop(self) -> str:
         ring = self._ring()

@@ -38,18 +38,17 @@ class Told:
     what: str
     backward: int  # the how manieth with gradients
     reduces: bool
-    scale: float
     model: str
     launched: int  # buckets
     pending: tuple[int, ...]  # numbers of parameters with gradients that have not left
     order: Order  # of all that arrived, by when they were complete
 
     def comparable(self) -> tuple:
-        return self.what, self.backward, self.reduces, self.scale, self.model
+        return self.what, self.backward, self.reduces, self.model
 
     def __str__(self) -> str:
         kind = "with" if self.reduces else "without"
-        return f"{self.what} of backward {self.backward}, {kind} a reduction, gradients times {self.scale}"
+        return f"{self.what} of backward {self.backward}, {kind} a reduction"
 
 
 @dataclass
@@ -64,10 +63,11 @@ class Flight:
 
 @dataclass
 class Pass:
-    """What has arrived since a backward began, or since the last one ended in it (activation checkpointing)."""
+    """What has arrived since the outermost backward began that a gradient has arrived in: reentrant checkpoints run
+    others within it, which do not end a pass."""
 
     reduces: bool
-    ends: dict[int, weakref.ref] = field(default_factory=dict)  # by graph task: what it will call at its end
+    end: weakref.ref | None = None  # what the backward calls at its end
     values: dict[int, torch.Tensor] = field(default_factory=dict)  # not yet on their way
     counts: dict[int, int] = field(default_factory=dict)  # the last to be complete last
     parameters: dict[int, Any] = field(default_factory=dict)
@@ -77,4 +77,4 @@ class Pass:
     @property
     def running(self) -> bool:
         """Whether it will come to an end: a graph task that fails calls nobody, and lets go of what it would call."""
-        return any(end() is not None for end in self.ends.values())
+        return self.end is not None and self.end() is not None

@@ -139,7 +139,7 @@ class ZeroOuter(AllReduce):
                     )
                     return
 
-    def claim(self, root: nn.Module, reduce_dtype: torch.dtype | None) -> None:
+    def claim(self, root: nn.Module) -> None:
         for name, parameter in root.named_parameters() if self.size > 1 else ():
             if self._placements(parameter) is not None:
                 raise ValueError(
@@ -147,7 +147,7 @@ class ZeroOuter(AllReduce):
                     "that joined it later, of which ZeroOuter can make no piece: optimizers may hold it already. "
                     "Build the whole model before fully_rotate"
                 )
-        super().claim(root, reduce_dtype)
+        super().claim(root)
         for index, claimed in self._claimed():
             self._dims[index] = piece_dim(claimed._spec)  # type: ignore[attr-defined]
 

@@ -5,44 +5,116 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import shard_sizes, share_version
+from rtp_ext.parameters.extensions import Extended, agree, is_extended, parts_of_gradient, summed_inside
 from rtp_ext.parameters.sharding import held, local_shard
+from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import first_order_only, rounded, wanted
+from rtp_ext.ring.autograd import claim_of, first_order_only, rounded, unseen, wanted
 from rtp_ext.ring.mesh import ring_dim
 from rtp_ext.ring.offload import lent
 
 _ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
 
 
+@unseen
 def gather(
     parameters: list[torch.Tensor],
     ring: Ring,
     mp_policy: MixedPrecisionPolicy,
     reduced_together: Sequence[int] | None = None,
+    owners: Sequence[tuple[str, nn.Module]] | None = None,
 ) -> list[torch.Tensor]:
     """Whole parameters from their shards, differentiable. Collective.
 
     One flat all-gather; in backward one flat reduction, which averages over the ring; or several, of as many parameters
-    each as `reduced_together` says.
+    each as `reduced_together` says. `owners`: name and module of each parameter, where some are tensor subclasses.
     """
     with lent(parameters):
         shards = [local_shard(parameter) for parameter in parameters]
         with torch.no_grad():  # what travels; the gradients of the shards are in their own dtype
-            cast = [_cast(shard, mp_policy.param_dtype) for shard in shards]
+            extended = _extended(parameters, shards, ring, mp_policy, owners)
+            cast = [
+                shard if place in extended else _cast(shard, mp_policy.param_dtype)
+                for place, shard in enumerate(shards)
+            ]
             layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, cast, strict=True)]
-            every = _gather_flat(ring, layouts, cast)
+            every = _gather_extended(ring, layouts, cast, extended) if extended else _gather_flat(ring, layouts, cast)
+    likes = [
+        shard.detach() if place in extended and summed_inside(shard, every[place]) else None
+        for place, shard in enumerate(shards)
+    ]
+    _expect_plain_gradients(parameters, likes, owners)
     gathered: list[torch.Tensor] = []
     for count in reduced_together or [len(parameters)]:
         these = slice(len(gathered), len(gathered) + count)
-        gathered += _Gather.apply(ring, layouts[these], mp_policy.reduce_dtype, every[these], *shards[these])
+        gathered += _Gather.apply(
+            ring, layouts[these], mp_policy.reduce_dtype, every[these], likes[these], *shards[these]
+        )
     for parameter, whole in zip(parameters, gathered, strict=True):
         share_version(whole, parameter)  # a backward that needs it notices that the parameter was written since
     return gathered
+
+
+def _extended(
+    parameters: list[torch.Tensor],
+    shards: list[torch.Tensor],
+    ring: Ring,
+    mp_policy: MixedPrecisionPolicy,
+    owners: Sequence[tuple[str, nn.Module]] | None,
+) -> dict[int, Extended]:
+    """Those of the parameters, by place, that travel as their classes say. Collective where one is new."""
+    if owners is None:
+        return {}
+    places = [place for place, parameter in enumerate(parameters) if is_extended(parameter)]
+    found = {place: Extended(*owners[place], parameters[place], shards[place], ring, mp_policy) for place in places}
+    agree([*found.values()])
+    return found
+
+
+def _gather_extended(
+    ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor], extended: dict[int, Extended]
+) -> list[torch.Tensor]:
+    """`_gather_flat`, in which some parameters are several tensors, or none."""
+    travels: list[torch.Tensor] = []
+    how: list[_Layout] = []
+    counts: list[int] = []
+    for place, (layout, shard) in enumerate(zip(layouts, shards, strict=True)):
+        special = extended.get(place)
+        travels += [shard] if special is None else special.inputs
+        how += [layout] if special is None else [_Layout.stacked(*sent) for sent in special.sent()]
+        counts.append(len(how) - sum(counts))
+    arrived = iter(_gather_flat(ring, how, travels))
+    whole = []
+    for place, count in enumerate(counts):
+        these = [next(arrived) for _ in range(count)]
+        whole.append(extended[place].whole(these) if place in extended else these[0])
+    return whole
+
+
+def _expect_plain_gradients(
+    parameters: list[torch.Tensor], likes: list[Any], owners: Sequence[tuple[str, nn.Module]] | None
+) -> None:
+    """Raises TypeError, on every rank alike, where gradients are wrappers and replicas would have to average them."""
+    for place, (parameter, like) in enumerate(zip(parameters, likes, strict=True)):
+        claim = claim_of(parameter) if isinstance(parameter, DTensor) and parameter.requires_grad else None
+        if like is None or claim is None or claim.alone:
+            continue
+        assert owners is not None, "it is extended"
+        name, owner = owners[place]
+        raise TypeError(
+            f"{type(owner).__name__}.{name}: expected plain gradients of a parameter that replicas share, got one "
+            f"whose gradients are {type_name(like)}: freeze it, use one ring, or have fsdp_post_all_gather make a "
+            "plain tensor"
+        )
 
 
 def _cast(shard: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -66,6 +138,13 @@ class _Layout:
         sizes = tuple(shard_sizes(shape[dim], ring.size))
         largest = math.prod((*shape[:dim], sizes[0], *shape[dim + 1 :])) * shard.element_size()
         return cls(shape, dim, sizes, -(-largest // _ALIGNMENT) * _ALIGNMENT)
+
+    @classmethod
+    def stacked(cls, shapes: list[tuple[int, ...]], itemsize: int) -> _Layout:
+        """Of tensors of any number of rows, one for each rank, of which the whole is made one after the other."""
+        sizes, rest = tuple(shape[0] for shape in shapes), shapes[0][1:]
+        largest = max(sizes) * math.prod(rest) * itemsize
+        return cls((sum(sizes), *rest), 0, sizes, -(-largest // _ALIGNMENT) * _ALIGNMENT)
 
     def shard_shape(self, owner: int) -> tuple[int, ...]:
         assert self.dim is not None
@@ -185,15 +264,16 @@ class _Gather(torch.autograd.Function):
         layouts: list[_Layout],
         reduce_dtype: torch.dtype | None,
         whole: list[torch.Tensor],
+        likes: list[torch.Tensor | None],
         *shards: torch.Tensor,
     ):
-        ctx.ring, ctx.layouts, ctx.reduce_dtype = ring, layouts, reduce_dtype
+        ctx.ring, ctx.layouts, ctx.reduce_dtype, ctx.likes = ring, layouts, reduce_dtype, likes
         ctx.dtypes, ctx.computed = [shard.dtype for shard in shards], [tensor.dtype for tensor in whole]
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
         # A frozen parameter stays one, whoever is gathered along with it: activation checkpointing compares what
         # autograd saves in the forward and in the recomputation, where other parameters come along.
         ctx.mark_non_differentiable(
-            *(tensor for tensor, needed in zip(whole, ctx.needs_input_grad[4:], strict=True) if not needed)
+            *(tensor for tensor, needed in zip(whole, ctx.needs_input_grad[5:], strict=True) if not needed)
         )
         return tuple(whole)
 
@@ -201,18 +281,31 @@ class _Gather(torch.autograd.Function):
     @first_order_only
     def backward(ctx, *gradients: torch.Tensor | None):
         ring, layouts = ctx.ring, ctx.layouts
-        reduced = [i for i, needed in enumerate(wanted(ctx)[4:]) if needed]
+        reduced = [i for i, needed in enumerate(wanted(ctx)[5:]) if needed]
         result: list[torch.Tensor | None] = [None] * len(layouts)
-        found = _reduce_flat(
-            ring,
-            [layouts[i] for i in reduced],
-            ctx.reduce_dtype,
-            [ctx.computed[i] for i in reduced],
-            [gradients[i] for i in reduced],
+        parts = [_parts(gradients[i], ctx.likes[i]) for i in reduced]
+        places = [i for i, several in zip(reduced, parts, strict=True) for _ in several]
+        found = iter(
+            _reduce_flat(
+                ring,
+                [layouts[i] for i in places],
+                ctx.reduce_dtype,
+                [ctx.computed[i] for i in places],
+                [part for several in parts for part in several],
+            )
         )
-        for i, mine in zip(reduced, found, strict=True):
-            result[i] = None if mine is None else rounded(mine, ctx.dtypes[i])
-        return None, None, None, None, *result
+        for i, several in zip(reduced, parts, strict=True):
+            mine = [None if part is None else rounded(part, ctx.dtypes[i]) for part in islice(found, len(several))]
+            like = ctx.likes[i]
+            result[i] = mine[0] if like is None or mine[0] is None else with_inner(like, mine)  # type: ignore[arg-type]
+        return None, None, None, None, None, *result
+
+
+def _parts(gradient: torch.Tensor | None, like: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """What is reduced of one gradient, each part for itself; as many on a rank that has none."""
+    if gradient is not None:
+        return parts_of_gradient(gradient, like)
+    return [None] * (1 if like is None else len(inner_tensors(like) or ()))
 
 
 def _assemble(layout: _Layout, every: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

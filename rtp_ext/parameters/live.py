@@ -40,10 +40,10 @@ class Tie:
 class LiveModule:
     """A module that holds a live ring: it can be deep-copied, but not pickled.
 
-    `load_state_dict(assign=True)` puts new parameters in the place of the registered ones. Whole tensors are cut as
-    those were, and modules that share a parameter go on to share it; where the state dict has several names of it, the
-    last one counts, as in a load that copies. Marks of parameters stay through that, and through `to`, `double` and the
-    like, which put new tensors in their places, too.
+    `load_state_dict` takes shards, and whole tensors, which are cut as the parameters are. With `assign=True` it puts
+    new parameters in the place of the registered ones. Modules that share a parameter go on to share it; where the
+    state dict has several names of it, the last one counts, as in a load that copies. Marks of parameters stay through
+    that, and through `to`, `double` and the like, which put new tensors in their places, too.
     """
 
     _rtp_ties: Mapping[str, Tie] = MappingProxyType({})
@@ -66,6 +66,11 @@ class LiveModule:
         before = {
             name: (old, getattr(old, "_spec", None), _marks(old)) for name, old in parameters.items() if old is not None
         }
+        assign = arguments[0].get("assign_to_params_buffers", False)
+        for name, (old, spec, _) in before.items():
+            given = state_dict.get(prefix + name)
+            if spec is not None and not assign and _is_whole(given) and given.shape == old.shape:
+                state_dict[prefix + name] = placed_as(given, spec)
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
         errors: list[str] = arguments[-1]
         replaced: dict[int, str] = {}  # by id of the old parameter: the last of its names here
@@ -110,6 +115,10 @@ def _marks(parameter: Any) -> dict[str, Any]:
     return {mark: known[mark] for mark in (CLAIM, KEPT) if mark in known}
 
 
+def _is_whole(given: Any) -> bool:
+    return isinstance(given, torch.Tensor) and not isinstance(given, DTensor)
+
+
 def _fits(tensor: DTensor, spec: DTensorSpec) -> bool:
     return tensor.placements == spec.placements and torch.equal(tensor.device_mesh.mesh, spec.mesh.mesh)
 
@@ -137,9 +146,36 @@ def mixed_class(mixin: type, base: type[nn.Module]) -> Any:
     return _MIXED[mixin, base]
 
 
+_EXTENDED: dict[type, Any] = {}
+
+
+def extended_class(base: type[nn.Module], members: Mapping[str, Any]) -> Any:
+    """The class of a live module of class `base` that gets `members` and passes for its base; the same members for each
+    base. It copies as its base does, and cannot be pickled."""
+    if base not in _EXTENDED:
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        stock = (base.__reduce_ex__, base.__reduce__) == (object.__reduce_ex__, object.__reduce__)
+        copying = {"__deepcopy__": _copied, "__reduce_ex__": LiveModule.__reduce_ex__}
+        own = copying if stock and not hasattr(base, "__deepcopy__") else {}
+        _EXTENDED[base] = type(base.__name__, (base,), {**names, **own, **members, _MADE_OF: _made_of(base)})
+    return _EXTENDED[base]
+
+
+def _copied(self: Any, memo: dict) -> Any:
+    reduced: Any = object.__reduce_ex__(self, 4)  # what copy.deepcopy asks for
+    make, arguments, state, *_ = reduced
+    memo[id(self)] = twin = make(*arguments)
+    twin.__setstate__(copy.deepcopy(state, memo))
+    return twin
+
+
 _MADE_OF = "_rtp_made_of"  # attribute of a mixed class: its mixin
 
 
 def mixin_of(module: Any) -> type:
     """The mixin of a module whose class `mixed_class` made; the class of any other object."""
-    return type(module).__dict__.get(_MADE_OF, type(module))
+    return _made_of(type(module))
+
+
+def _made_of(cls: type) -> type:
+    return cls.__dict__.get(_MADE_OF, cls)

@@ -17,16 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from rtp_ext._native import RotationError, shard_sizes, share_version
+from rtp_ext.parameters.assigned import let_data_be_assigned
 from rtp_ext.parameters.pieces import gather_home, is_piece
+from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import (
     as_gradient,
     as_parameter,
     claim_of,
     come_home,
+    computes_plainly,
     first_order_only,
     keep_way_home,
     kept_of,
+    unseen,
 )
 from rtp_ext.ring.mesh import home_placements, own_part, ring_shape
 
@@ -50,6 +54,7 @@ def held(shard: torch.Tensor) -> torch.Tensor:
     return shard._local_tensor if isinstance(shard, DTensor) else shard
 
 
+@unseen
 def lay_out(shard: torch.Tensor) -> None:
     """Gives a home shard in another memory format (channels_last) contiguous memory, in place, keeping its values.
 
@@ -104,6 +109,7 @@ def as_sharded(
     """
     if ring.parameter_mesh is None:
         return home
+    let_data_be_assigned()
     if ring.tensor_mesh is not None:
         _let_grad_scaler_see_shards()
     stride = torch.empty(full_shape, device="meta").stride()
@@ -150,17 +156,31 @@ def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Paramet
     """
     if parameter.dim() == 0:
         return replicate_parameter(parameter, ring)
-    home, tensor = take_shard(held(parameter), ring, dim), _over_tensor(parameter, ring)
+    home, tensor = take_shard(_values(parameter), ring, dim), _over_tensor(parameter, ring)
     return _in_place_of(parameter, as_sharded(home, parameter.shape, ring, dim, tensor))
 
 
 def replicate_parameter(parameter: nn.Parameter, ring: Ring) -> nn.Parameter:
     """A parameter that every rank holds whole, in place of a plain one (meta device included)."""
-    whole, tensor = held(parameter).detach().clone(), _over_tensor(parameter, ring)
+    whole, tensor = _values(parameter).detach().clone(), _over_tensor(parameter, ring)
     if ring.parameter_mesh is not None:
         _let_grad_scaler_see_shards()
         whole = as_sharded(whole, parameter.shape, ring, None, tensor)
     return _in_place_of(parameter, whole)
+
+
+def _values(parameter: nn.Parameter) -> torch.Tensor:
+    """What this rank holds of a parameter that the ring has not cut yet, a tensor of torch's own class."""
+    values = held(parameter)
+    if nn.parameter.is_lazy(values) or type(values) in (torch.Tensor, nn.Parameter):
+        return values
+    if not computes_plainly(type(values)):
+        raise TypeError(
+            f"expected a plain parameter, got a {type_name(values)} of shape {tuple(values.shape)}, a tensor subclass "
+            "that computes by rules of its own; fully_rotate gathers those that have fsdp_pre_all_gather and "
+            "fsdp_post_all_gather"
+        )
+    return values.detach().as_subclass(torch.Tensor)
 
 
 def _over_tensor(parameter: nn.Parameter, ring: Ring) -> Placement | None:
@@ -178,6 +198,7 @@ def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     return converted
 
 
+@unseen
 def local_shard(parameter: torch.Tensor, lands: tuple[Ring, int] | None = None) -> torch.Tensor:
     """This rank's part of a parameter, differentiable; a plain tensor is its own part. Of one whose shard stays on the
     host, what stands for it on the device: see rtp_ext.ring.offload.
@@ -237,6 +258,15 @@ def gather_full(parameter: torch.Tensor) -> torch.Tensor:
         if not isinstance(parameter, DTensor):
             return parameter.detach().to("cpu", copy=True)
         part = gather_home(parameter) if is_piece(parameter) else held(parameter).detach()
+        if not computes_plainly(type(part)):
+            inner = inner_tensors(part)
+            if inner is None:
+                raise TypeError(
+                    f"a parameter of shape {tuple(parameter.shape)}: expected shards that are plain tensors, or "
+                    f"wrappers of plain ones of their shape that have __tensor_flatten__, got a {type_name(part)}, of "
+                    "which no whole tensor can be made"
+                )
+            return with_inner(part, [gather_full(as_gradient(each, parameter._spec)) for each in inner])
         mesh, shape = parameter.device_mesh, ring_shape(parameter)
         placements = home_placements(parameter._spec)
         cut = [(index, p.dim) for index, p in enumerate(placements) if isinstance(p, Shard)]

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from rtp_ext.planner.constants import constants
@@ -14,6 +15,7 @@ from rtp_ext.planner.measured.calibrate import calibrate, errors_of
 from rtp_ext.planner.measured.measurements import read_measurements
 from rtp_ext.planner.memory.estimate import estimate_memory
 from rtp_ext.planner.plans import when
+from rtp_ext.planner.plans.alike import differences, differences_line
 from rtp_ext.planner.plans.search import search, smallest_cluster
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import FAMILIES, ModelSpec
@@ -194,7 +196,7 @@ def _estimate(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -
             {"plan": name, **report.to_dict(), "time": time.to_dict()}
             for name, report, time in zip(names, reports, times, strict=True)
         ]
-        print(_json(model, cluster, plans))
+        print(_json(model, cluster, plans, strategies))
     elif options.csv:
         print(text.csv_text(names, reports, times).rstrip("\n"))
     elif options.explain:
@@ -207,6 +209,8 @@ def _estimate(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -
         )
     else:
         print(text.table(names, reports, model.parameters, times))
+        if unlike := differences_line(strategies):
+            print(f"\n{unlike}")
     return _plot(options.plot, "plot_plans", names, reports, times)
 
 
@@ -229,7 +233,8 @@ def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
         f"{cluster.name}; global batch {batch} samples; predicted"
     )
     if options.json:
-        print(_json(model, cluster, [{"plan": n, **p.to_dict()} for n, p in zip(names, plans, strict=True)]))
+        dicts = [{"plan": name, **plan.to_dict()} for name, plan in zip(names, plans, strict=True)]
+        print(_json(model, cluster, dicts, [plan.strategy for plan in plans]))
     elif options.csv:
         print(text.csv_text(names, memory, times).rstrip("\n"))
     else:
@@ -246,7 +251,7 @@ def _fewest(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
     report = estimate_memory(model, sized, strategy)
     name = name_of(strategy)
     if options.json:
-        print(_json(model, sized, [{"plan": name, **report.to_dict()}]))
+        print(_json(model, sized, [{"plan": name, **report.to_dict()}], [strategy]))
     else:
         print(f"{model.name}: {sized.gpus} x {sized.name}, with {name}\n{text.verdict_line(report)}")
     return 0
@@ -277,8 +282,10 @@ def _calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _json(model: ModelSpec, cluster: Cluster, plans: list[dict[str, Any]]) -> str:
-    return json.dumps({"model": model.to_dict(), "cluster": cluster.to_dict(), "plans": plans}, indent=2)
+def _json(model: ModelSpec, cluster: Cluster, plans: list[dict[str, Any]], strategies: Sequence[Strategy]) -> str:
+    """`differences`: what the plans differ in beside the way to share the work."""
+    told = {"model": model.to_dict(), "cluster": cluster.to_dict(), "plans": plans}
+    return json.dumps({**told, "differences": differences(strategies)}, indent=2)
 
 
 def _plot(file: str | None, kind: str, *shown: Any) -> int:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._C import _TorchDispatchModeKey as _Mode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from rtp_ext._native import RotationError, share_version
+from rtp_ext._native import RotationError
 from rtp_ext.ring.alike import expect_alike
-from rtp_ext.ring.enrolled import collectively_on
-from rtp_ext.ring.mesh import followed, home_placements, own_part
+from rtp_ext.ring.mesh import followed
 
 if TYPE_CHECKING:
     from rtp_ext.ring.offload import Kept
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _MODES = {_Mode.FAKE: "fake tensors", _Mode.PROXY: "make_fx", _Mode.FUNCTIONAL: "functionalisation"}
 
@@ -41,6 +44,99 @@ def refuse_transforms(operation: str) -> None:
             f"{operation}: rtp_ext does not support {found}: shards travel between processes, which nothing can trace "
             "or transform. Call it eagerly, or through torch.compile"
         )
+
+
+# The dispatch modes of a region's forward and of its recomputation. In the recomputation the second one returns what
+# the first one has stored for an operator, by how often that was called, and calls the others again.
+_STORING, _RETURNING = (type(context) for context in create_selective_checkpoint_contexts([]))
+
+
+def storing_modes() -> list[Any]:
+    """The modes of selective activation checkpointing that see what is computed now, the outermost first."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return []
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, (_STORING, _RETURNING))]
+
+
+def returns(mode: Any) -> bool:
+    """Whether a mode of `storing_modes` is that of a recomputation."""
+    return isinstance(mode, _RETURNING)
+
+
+@contextlib.contextmanager
+def seen_by(modes: Sequence[Any]) -> Iterator[None]:
+    """What runs within is seen by these dispatch modes, the last one first, and by no other."""
+    before = _get_current_dispatch_mode_stack()
+    for _ in before:
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
+        for mode in before:
+            _push_mode(mode)
+
+
+def other_modes() -> list[Any]:
+    """The dispatch modes that see what is computed now, but for those of selective activation checkpointing."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, (_STORING, _RETURNING))]
+
+
+def unseen(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`function`, of which selective activation checkpointing sees nothing, and other dispatch modes as much as ever.
+
+    For all that a forward does beside what a user has asked for: it may do more in a recomputation than in the forward,
+    or less, and it writes to memory that what was stored would not write to again.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        if not storing_modes():
+            return function(*arguments, **keywords)
+        with seen_by(other_modes()):
+            return function(*arguments, **keywords)
+
+    return call
+
+
+_OWN_RULES: Any = torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]  # what classes without any have
+
+
+def holds_memory(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of a class are memory that native code can read. A class with a `__torch_dispatch__` of its own
+    is a wrapper around other tensors (quantised weights, DTensor, fake tensors), whose address is 0."""
+    return kind.__torch_dispatch__ is _OWN_RULES
+
+
+# How functions of torch treat the classes of torch, and subclasses that say nothing of it.
+_OWN_FUNCTIONS: Any = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+
+
+def computes_plainly(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of a class are memory, and every function of torch computes with them by torch's own rules."""
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return True
+    function: Any = kind.__torch_function__
+    return holds_memory(kind) and getattr(function, "__func__", function) in _OWN_FUNCTIONS
+
+
+def expect_memory(operation: str, values: Iterable[Any]) -> None:
+    """Raises TypeError where a tensor among `values`, or in lists among them, is not memory."""
+    for value in values:
+        kind = type(value)
+        if kind is torch.Tensor:
+            continue
+        if kind is list or kind is tuple:
+            expect_memory(operation, value)
+        elif isinstance(value, torch.Tensor) and not holds_memory(kind):
+            raise TypeError(
+                f"{operation}: expected plain tensors, got a {kind.__module__}.{kind.__qualname__} of shape "
+                f"{tuple(value.shape)}, a tensor subclass that computes by rules of its own: pass a plain tensor with "
+                "its values"
+            )
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -67,6 +163,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     raises RuntimeError and is never cut short.
     """
 
+    @unseen
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.create_graph = torch.is_grad_enabled()
@@ -114,112 +211,6 @@ def _will_be_executed(node: Any) -> bool:
         if "A leaf node was passed" not in str(error):
             raise
         return True
-
-
-def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
-    """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
-    that belongs to another rank refused. Raises ValueError where an equal mesh stands for something else: what becomes
-    of a gradient is known by its mesh alone."""
-    known = followed.get(mesh, (replicas, tensor))
-    if known != (replicas, tensor):
-        what = ["tensor parallelism" if cut else "replicas" for _, cut in (known, (replicas, tensor))]
-        raise ValueError(
-            "fully_rotate: expected one meaning for each dimension of a mesh, got "
-            f"{mesh.mesh_dim_names} with {what[0]} in another model and with {what[1]} in this one, over the same "
-            "ranks: give the dimension another name for one of the two (init_device_mesh(..., mesh_dim_names=...))"
-        )
-    if not followed:
-        register_optimizer_step_pre_hook(_check_state)
-        register_optimizer_step_post_hook(_count_writes)
-        DTensor.full_tensor = _averaged_full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
-        DTensor.redistribute = _averaged_redistribute(DTensor.redistribute)  # type: ignore[method-assign]
-    followed[mesh] = replicas, tensor
-
-
-def _rotates(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.device_mesh in followed
-
-
-def expect_own_shard(tensor: Any, parameter: torch.Tensor, what: str) -> None:
-    """Raises ValueError where `tensor`, which goes with a parameter, is the shard of another rank: a DTensor remembers
-    the place of the rank that pickled it."""
-    if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
-        return
-    theirs, mine = tensor.device_mesh, parameter.device_mesh
-    if theirs is mine or theirs != mine or theirs.get_coordinate() == mine.get_coordinate():
-        return
-    raise ValueError(
-        f"{what}: expected the shard of the rank at {mine.get_coordinate()} of its mesh, got the one of the rank at "
-        f"{theirs.get_coordinate()}: every rank has loaded what one rank saved. Save with torch.distributed.checkpoint "
-        "(get_state_dict, set_state_dict), or a file for each rank"
-    )
-
-
-def _check_state(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in filter(_rotates, group["params"]):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                what = f"{type(optimizer).__name__}: state {key} of a parameter of shape {tuple(parameter.shape)}"
-                expect_own_shard(value, parameter, what)
-
-
-def _count_writes(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
-    """Foreach and fused steps on DTensors do not count as writes: torch counts below their dispatch."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    torch.autograd.graph.increment_version([p for p in parameters if _rotates(p) and p.grad is not None])
-
-
-def _averaged_full_tensor(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(stock)
-    def full_tensor(self: DTensor, *, grad_placements: Any = None) -> torch.Tensor:
-        if grad_placements is None and _rotates(self) and self.requires_grad and torch.is_grad_enabled():
-            return _FullTensor.apply(self, stock)
-        return stock(self, grad_placements=grad_placements)
-
-    return full_tensor
-
-
-def _averaged_redistribute(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """The other way to a whole parameter: redistribute(placements=[Replicate()])."""
-
-    @functools.wraps(stock)
-    def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **keywords: Any) -> DTensor:
-        whole = placements is not None and all(isinstance(placement, Replicate) for placement in placements)
-        here = device_mesh is None or device_mesh == self.device_mesh
-        if whole and here and _rotates(self) and self.requires_grad and torch.is_grad_enabled():
-            return DTensor.from_local(self.full_tensor(), self.device_mesh, placements, run_check=False)
-        return stock(self, device_mesh, placements, **keywords)
-
-    return redistribute
-
-
-class _FullTensor(torch.autograd.Function):
-    """A whole parameter outside its module, such as a vocabulary head of which somebody computes the loss by hand.
-
-    torch takes its gradient to be the same on every rank. Every rank has a batch of its own: gradients are averaged, as
-    those of all parameters are. Where they are the same on every rank, so is their average.
-    """
-
-    @staticmethod
-    def forward(ctx, parameter: DTensor, stock: Callable[..., torch.Tensor]):
-        keep_way_home(ctx, parameter)
-        whole = stock(parameter.detach()).clone()
-        share_version(whole, parameter)
-        return whole
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx, gradient: torch.Tensor):
-        mesh = ctx.spec.mesh
-        ring, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-        wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
-        mean = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
-        collectively_on(mesh, "full_tensor backward", dist.all_reduce, mean, group=ring)
-        mean.div_(ranks)
-        mean = own_part(mean, mesh, home_placements(ctx.spec))
-        mean = mean if ctx.kept is None else ctx.kept.memory.load(mean)
-        # a copy: the gradient must not keep the whole one alive
-        return come_home(ctx, mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)), None
 
 
 # -- from the ring to the parameter ------------------------------------------------------------------------------------

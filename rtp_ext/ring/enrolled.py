@@ -51,7 +51,7 @@ def ring_named(name: str) -> Ring:
 def collectively_on(mesh: DeviceMesh, operation: str, post: Callable[..., Any], *tensors: Any, group: Any) -> None:
     """Runs a torch.distributed collective over ranks of a mesh that parameters lie on. Where it fails, so does the
     newest ring there, whose ranks find out which of them it was."""
-    rings = [ring for ring in _rings.values() if ring.parameter_mesh == mesh and ring.alive]
+    rings = [ring for ring in _rings.values() if mesh in (ring.parameter_mesh, ring.mesh) and ring.alive]
     if rings:
         rings[-1]._collectively(operation, post, *tensors, group=group)
     else:

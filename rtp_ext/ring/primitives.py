@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
+from rtp_ext.ring.autograd import expect_memory, unseen
 from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.mesh import piece_dim, ring_dim, ring_shape
 from rtp_ext.ring.prepared import Prepared
@@ -26,8 +27,9 @@ def as_tensor(value: Any) -> torch.Tensor:
                 f"placements {value.placements}: this rank holds no shard of the ring. Pass the shard, a plain tensor"
             )
         with torch.no_grad():
-            return value.to_local()
+            value = value.to_local()
     if isinstance(value, torch.Tensor):
+        expect_memory("Ring", (value,))
         return value.detach()
     if hasattr(value, "__dlpack__"):
         return torch.from_dlpack(value)
@@ -87,6 +89,7 @@ class Primitives(Groups):
                 )
         return [[list(theirs[part][0]) for theirs in told] for part in range(len(mine))]
 
+    @unseen
     def _shards(
         self, operation: str, shard: Any, prepared: Prepared | None
     ) -> tuple[list[torch.Tensor], list[list[list[int]]], bool]:
@@ -125,11 +128,16 @@ class Primitives(Groups):
 
     def _visits(self, execution: Any, single: bool) -> Iterator[tuple[int, Any]]:
         try:
-            while (step := self._next(execution)) is not None:
-                views = execution.weight()
-                yield step.owner, views[0] if single else views
+            while (visit := self._visit(execution)) is not None:
+                owner, views = visit
+                yield owner, views[0] if single else views
         finally:
-            execution.finish()
+            unseen(execution.finish)()
+
+    @unseen
+    def _visit(self, execution: Any) -> tuple[int, list[torch.Tensor]] | None:
+        step = self._next(execution)
+        return None if step is None else (step.owner, execution.weight())
 
     def _next(self, execution: Any) -> Any:
         try:
@@ -138,6 +146,7 @@ class Primitives(Groups):
             self.abandon(error)
             raise
 
+    @unseen
     def collect(self, add: Callable[[int, Any], None], like: Any, *, prepared: Prepared | None = None) -> Any:
         """The dual of `rotate`: every owner's sum over all ranks, gathered on the way and delivered at home.
 

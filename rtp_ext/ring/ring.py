@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
-from rtp_ext.ring.autograd import follow, refuse_transforms
+from rtp_ext.ring.autograd import refuse_transforms, unseen
 from rtp_ext.ring.counters import Counters
 from rtp_ext.ring.enrolled import name_ring
 from rtp_ext.ring.graphs import CAPTURED, check_graphs, refuse_graphs
@@ -25,6 +25,7 @@ from rtp_ext.ring.links.roll import Roll
 from rtp_ext.ring.links.transports import ce_refusal, nccl_put_refusal, nccl_refusal, order_launches
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
+from rtp_ext.ring.patches.dtensor import follow
 from rtp_ext.ring.prepared import Agreements
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Recorded
@@ -277,6 +278,7 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
             self._executor.fail("its process group was destroyed")
             self._executor.check_alive(operation)
 
+    @unseen
     def run(
         self,
         operation: str,

@@ -18,11 +18,11 @@ from rtp_ext.ring.links.hosts import find_hosts
 from rtp_ext.ring.links.options import check_travel
 from rtp_ext.ring.links.roll import Process, this_process
 from rtp_ext.ring.links.transports import NETWORKED, connect
+from rtp_ext.ring.patches.dynamo import keep_compilers_out
 from rtp_ext.ring.prepared import Ledger, Prepared
 from rtp_ext.ring.routes.gate import Gate, kind_of, nvlinks_of
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes, choose_gradient_route
 from rtp_ext.ring.routes.hops import choose_ce_modes, choose_hops
-from rtp_ext.ring.surroundings import keep_compilers_out
 
 logger = logging.getLogger("rtp_ext")
 

@@ -326,6 +326,22 @@ def apart_refusals(rank, ranks, cases):
             Replica(rank, SHAPE, DiLoCo(20, fragments=11)).train(1)
         with pytest.raises(TypeError, match=r"outer_optimizer to make a torch.optim.Optimizer, got a list"):
             Replica(rank, SHAPE, DiLoCo(2, list)).train(1)
+    for what, change in (("another one", lambda m: (m.other, m.mix)), ("none", lambda m: (nn.Identity(), m.other))):
+        with cases.case(f"modules exchanged or removed: {what}"):
+            model = Tiny()
+            model.other = nn.Linear(7, 7, dtype=torch.float64)
+            nn.utils.vector_to_parameters(torch.ones(56, dtype=torch.float64), model.other.parameters())
+            replica = Replica(rank, SHAPE, DiLoCo(2), model=model)
+            replica.train(1)
+            model.mix, model.other = change(model)
+            with pytest.raises(ValueError, match=rf"DiLoCo.*got {what} for mix.weight: do not exchange or remove"):
+                replica.train(1)
+    with cases.case("a module that is removed while gossip is under way"):
+        replica = Replica(rank, SHAPE, Gossip(overlap=True), momentum)
+        replica.train(1)
+        replica.model.mix = nn.Identity()
+        replica.train(2)
+        replica.policy.average()
     with cases.case("used by one replica only"):
         replica = Replica(rank, SHAPE, LocalSGD(1))
         replica.model.mixes = rank < 2

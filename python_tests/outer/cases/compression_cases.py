@@ -1,14 +1,17 @@
 """Gradients that travel compressed, against the same compressors on whole shards in one process."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from apart_cases import everyone
+from programs.workers import alone
 from reference import assert_same, chunk, differs, full, local
 from replica_models import Tiny, batch_loss, replicated
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 from workers import EXACT, Replica, Workers, adamw
 
 import rtp_ext
@@ -27,36 +30,6 @@ COMPRESSORS = {
     "Neolithic": lambda: Neolithic(TopK(0.1), 3),
     "Neolithic of low rank": lambda: Neolithic(PowerSGD(1), 2),
 }
-
-
-def alone(compressor, gradients, memories):
-    """The mean over replicas of one shard's gradients, by `way` in one process; what each has sent is counted."""
-    ways, feedback, sent, results = [], compressor.error_feedback, [0, 0], []
-    given = [g + m["error"] if feedback else g for g, m in zip(gradients, memories, strict=True)]
-    asks = []
-    for values, memory in zip(given, memories, strict=True):
-        ways.append(compressor.way(values, memory))
-        asks.append(next(ways[-1]))
-    while asks:
-        payloads = [ask.payload for ask in asks]
-        if asks[0].linear:
-            parts = [torch.stack(each).sum(0) / len(each) for each in zip(*(p.parts for p in payloads), strict=True)]
-            answer = copy.copy(payloads[0])
-            object.__setattr__(answer, "parts", tuple(parts))
-            sent[0] += payloads[0].nbytes
-        else:
-            answer = payloads
-            sent[1] += sum(part.nbytes + -part.nbytes % 8 for part in payloads[0].parts)
-        asks = []
-        for way in ways:
-            try:
-                asks.append(way.send(answer))
-            except StopIteration as done:
-                results.append(done.value)
-    for values, memory, (_, own) in zip(given, memories, results, strict=True):
-        if feedback:
-            memory["error"] = values - own
-    return results[0][0], sent
 
 
 class Compressed:
@@ -130,6 +103,14 @@ def compressed_cases(rank, ranks, cases):
             summed, gathered = plain.sent[rank % shape[1]]
             expected = 2 * (shape[0] - 1) * summed // shape[0] + (shape[0] - 1) * gathered
             assert replica.policy.bytes_sent() == expected, (replica.policy.bytes_sent(), expected)
+    with cases.case("a tied weight, of which one use comes before a backward within the backward, and one after"):
+        replica = Replica(rank, (2, 2), AllReduce(TopK(0.2)), attach=False)
+        inner = replica.model.block
+        replica.model.block = functools.partial(checkpoint, inner, use_reentrant=True)
+        replica.train(3)
+        plain = Compressed((2, 2), TopK(0.2), cut_dims(replica.model))
+        plain.train(3)
+        assert_same(replica.weights, Workers.flat(plain.model), EXACT, "weights")
     with cases.case("control: compressors differ from none"):
         exact = Replica(rank, (4, 1), AllReduce(), attach=False)
         exact.train(4)

@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rtp_ext._native import share_version
 from rtp_ext.functional.torch_compile import traced
-from rtp_ext.outer import OuterPolicy
+from rtp_ext.outer.policy import OuterPolicy, Unit
+from rtp_ext.parameters.extensions import is_extended, shard_extended
 from rtp_ext.parameters.gather import GatherPlan, gather
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.alike import expect_alike
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import first_order_only, unseen
 from rtp_ext.ring.enrolled import enrol
 
 # Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
@@ -59,7 +60,7 @@ class ForwardScope:
         was left without its end, those that have been gathered are right unless they were written since."""
         if not self.small or torch._C._current_graph_task_id() != -1:
             return
-        if self.handed and all(self.gathered[id(each)][0][1] == _version(each)[1] for each in self.small):
+        if self.handed and all(_serves(self.gathered[id(each)][0], each) for each in self.small):
             return
         for each, wholes in zip(self.small, self._gather(self.small), strict=True):
             self.gathered[id(each)] = (_version(each), wholes)
@@ -93,7 +94,7 @@ class ForwardScope:
         if self.depth == 0:
             return self._gather([owner])[0][name] if recomputing else registered
         known = self.gathered.get(id(owner))
-        if known is None or known[0] != _version(owner):
+        if known is None or not _serves(known[0], owner):
             together = self.small if self.root_depth > 0 and not recomputing and owner in self.small else [owner]
             for each, whole in zip(together, self._gather(together), strict=True):
                 self.gathered[id(each)] = (_version(each), whole)
@@ -120,6 +121,7 @@ class ForwardScope:
         parameters = [parameter for each in self.small for parameter in each.rtp_sharded().values()]
         return GatherPlan(parameters, self.ring, self.mp_policy)
 
+    @unseen
     def _gather(self, owners: list[GatheredModule]) -> list[dict[str, torch.Tensor]]:
         """The whole parameters of each owner, by one collective."""
         own = [owner.rtp_sharded() for owner in owners]
@@ -128,10 +130,14 @@ class ForwardScope:
         counts = None
         if self.split or self.root_depth == 0:
             counts = [count for owner in owners for count in owner.rtp_used_together()]
-        whole = iter(gather([p for parameters in own for p in parameters.values()], self.ring, self.mp_policy, counts))
+        parameters = [p for each in own for p in each.values()]
+        belong: list[tuple[str, Any]] = [
+            (name, owner) for owner, each in zip(owners, own, strict=True) for name in each
+        ]
+        whole = iter(gather(parameters, self.ring, self.mp_policy, counts, belong))
         return [
-            {name: self._shown(owner, name, next(whole)) for name in parameters}
-            for owner, parameters in zip(owners, own, strict=True)
+            {name: self._shown(owner, name, next(whole)) for name in each}
+            for owner, each in zip(owners, own, strict=True)
         ]
 
     def _shown(self, owner: GatheredModule, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -144,10 +150,17 @@ class ForwardScope:
         return shown
 
 
-def _version(owner: GatheredModule) -> Any:
-    """Changes whenever what was gathered of an owner is out of date."""
+def _version(owner: GatheredModule) -> tuple[bool, Any]:
+    """Whether gradients are wanted, and what changes whenever what was gathered of an owner is out of date."""
     state = tuple((held(p).data_ptr(), p._version, p.dtype, p.requires_grad) for p in owner.rtp_sharded().values())
     return torch.is_grad_enabled(), state
+
+
+def _serves(gathered: tuple[bool, Any], owner: GatheredModule) -> bool:
+    """Whether what was gathered of an owner, at that version, is what it is to see now. What was gathered with
+    gradients does without them as well: the first forward of a reentrant checkpoint, in which graphs use it, too."""
+    (had_grad, then), (grad, now) = gathered, _version(owner)
+    return then == now and (had_grad or not grad)
 
 
 class GatheredModule(LiveModule):
@@ -220,7 +233,8 @@ def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict
     replicated = frozenset(name for name, parameter in own.items() if isinstance(parameter, DTensor))
     for name, parameter in own.items():
         if id(parameter) not in memo:
-            memo[id(parameter)] = shard_parameter(parameter, ring, 0)
+            special = is_extended(parameter)
+            memo[id(parameter)] = shard_extended(parameter, ring) if special else shard_parameter(parameter, ring, 0)
         module._parameters[name] = memo[id(parameter)]
     names = tuple(own)
     size = sum(parameter.numel() * parameter.element_size() for parameter in own.values())
@@ -254,7 +268,7 @@ def is_averaged(parameter: torch.Tensor, ring: Ring) -> bool:
     return parameter.__dict__.get(_WATCHED) == ring.serial
 
 
-def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: OuterPolicy | None) -> bool:
+def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: OuterPolicy | None, unit: Unit) -> bool:
     """Averages every new gradient of a whole parameter over the ring and its replicas, in each backward, whatever the
     outer policy leaves for later. Returns whether it did not yet. Raises in the first backward where ranks of tensor
     parallelism have different gradients."""
@@ -271,7 +285,7 @@ def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: Oute
             gradient = gradient.full_tensor()
         dense = ring.all_reduce(gradient.to_dense().clone(memory_format=torch.contiguous_format)).div_(ring.size)
         if outer is not None:
-            dense = outer.reduce_whole(dense, name)
+            dense = outer.reduce_whole(dense, name, unit)
         if ring.tensor_mesh is not None and ring.parameter_mesh is not None:
             expect_alike(compared, dense, ring.parameter_mesh)
         return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense

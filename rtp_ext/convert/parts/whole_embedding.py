@@ -14,7 +14,7 @@ from rtp_ext.functional._call import Call, saved
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, init_weights, local_shard, replicate_parameter
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import first_order_only
+from rtp_ext.ring.autograd import first_order_only, unseen
 
 
 class WholeEmbedding(LiveModule):
@@ -70,6 +70,7 @@ class WholeEmbedding(LiveModule):
             call, self.padding_idx, self.scale_grad_by_freq, self.sparse, input, local_shard(self.weight)
         )
 
+    @unseen
     def _renormalise(self: Any, ids: torch.Tensor) -> None:
         table = held(self.weight)
         looked_up = torch.zeros(table.shape[0], dtype=torch.int32, device=table.device)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rtp_ext.functional._selective import NAMESPACE
 from rtp_ext.functional.torch_compile.operators import (
-    NAMESPACE,
     VERSION,
     Backward,
     Forward,

@@ -33,7 +33,6 @@ from rtp_ext.ring.enrolled import owner_of, ring_named
 # Caches of compilers know an operator by its name and its schema, not by its effects: what changes of those, or of what
 # an operator means, takes another number here.
 VERSION = 2
-NAMESPACE = "rtp_ext"
 
 
 @functools.cache

@@ -1,19 +1,21 @@
 """Policies by which replicas train apart and act together after steps of the optimizer.
 
-Gradients stay those of a replica: the mean over its ring. So do their norms: the norm of a DTensor that lies as
-Replicate() over the replicas is one of the ring alone, so that clip_grad_norm_ clips every replica by the norm of its
-own gradients, as n workers would. After each step the policy does with the shards what the algorithm does with whole
-models. Mixing over replicas commutes with cutting over a ring: what happens to a shard is what would happen to that
-part of the model.
+Gradients stay those of a replica: the mean over its ring. So do their norms: clip_grad_norm_ clips every replica by
+the norm of its own gradients, as n workers would. After each step the policy does with the shards what the algorithm
+does with whole models. Mixing over replicas commutes with cutting over a ring: what happens to a shard is what would
+happen to that part of the model.
 
-Replicas differ from then on. A plain state dict would be saved as a mixture of them, so that state dicts of the model
-and of the optimizer are refused until `average()` has made them one; the policy's own has a layer for each replica.
+Replicas differ from then on, so that parameters, and with them gradients and the optimizer's state, are DTensors on the
+mesh of their ring alone. On the mesh of all replicas they would be Replicate(), and torch, which takes what is
+replicated to be the same everywhere, cuts products of them (Muon, Shampoo, a penalty on weights) over the replicas.
+
+A plain state dict would be saved as a mixture of replicas, so that state dicts of the model and of the optimizer are
+refused until `average()` has made them one; the policy's own has a layer for each replica.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -21,16 +23,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from rtp_ext.outer.apart.layered import flattened, layered, own_layer
+from rtp_ext.outer.apart.guards import Guard, mixture, refuse_unattached
+from rtp_ext.outer.apart.layered import flattened, lay_on_ring, layered, own_layer
 from rtp_ext.outer.apart.means import Means, written
-from rtp_ext.outer.apart.optimizers import beside_shards, refuse_scaler, rehearses
+from rtp_ext.outer.apart.optimizers import beside_shards, leaves, refuse_scaler, rehearses
+from rtp_ext.outer.policy import Unit
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import CLAIM
+from rtp_ext.ring.patches.dtensor import follow
 
 
 class AfterSteps(Means):
@@ -50,8 +55,9 @@ class AfterSteps(Means):
         self._rehearsing = False
         self._arrived = False  # gradients, since the last step
         self._weights_differ = self._states_differ = False  # between replicas, or they may
+        self._stateless: set[int] = set()  # numbers of parameters whose state in a checkpoint was not loaded
         self._own_state_dict = False
-        _refuse_unattached()
+        refuse_unattached()
 
     def __deepcopy__(self, memo: dict) -> AfterSteps:
         """Of a copy of a model: without an optimizer, from step 0."""
@@ -66,17 +72,35 @@ class AfterSteps(Means):
     # -- the model -----------------------------------------------------------------------------------------------------
 
     @property
+    def _ring_mesh(self) -> DeviceMesh:
+        """Of this replica alone, on which its parameters lie."""
+        assert self.ring is not None and self.ring.mesh is not None, "set by fully_rotate"
+        return self.ring.mesh
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        """Of the replicas and the ring."""
+        assert self.ring is not None and self.ring.parameter_mesh is not None, "set by fully_rotate"
+        return self.ring.parameter_mesh
+
+    @property
     def acts(self) -> bool:
         """Whether there is anything to do."""
         return self.size > 1 or self.acts_alone
 
-    def claim(self, root: nn.Module, reduce_dtype: torch.dtype | None) -> None:
-        super().claim(root, reduce_dtype)
+    def claim(self, root: nn.Module) -> None:
+        super().claim(root)
+        if self.acts:
+            follow(self._ring_mesh, 1, False)
+            for _, parameter in self._claimed():
+                lay_on_ring(parameter, self._ring_mesh)
+                if parameter.grad is not None:
+                    lay_on_ring(parameter.grad, self._ring_mesh)
         for module in root.modules() if self.size > 1 else ():
             own = module._parameters.values()
             known = (getattr(hook, "policy", None) for hook in module._state_dict_pre_hooks.values())
             if any(p is not None and self._has(p) for p in own) and not any(policy is self for policy in known):
-                module.register_state_dict_pre_hook(_Guard(self))
+                module.register_state_dict_pre_hook(Guard(self))
 
     def begin_forward(self) -> None:
         if self.acts and self._arrived and not self._optimizers and torch.is_grad_enabled():
@@ -87,15 +111,15 @@ class AfterSteps(Means):
 
     def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self._arrived = True
-        return None if gradient is None else self.scaled(gradient)
+        return None if gradient is None else self.scaled(index, gradient)
 
-    def reduce_whole(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
+    def reduce_whole(self, gradient: torch.Tensor, name: str, unit: Unit) -> torch.Tensor:
         if self.acts:
             raise ValueError(
                 f"{name} is held whole by every rank, outside of what {self!r} keeps together: expected a parameter "
                 "that was in the model, or a part that fully_rotate has converted, when it was converted"
             )
-        return gradient.mul_(self.scale)
+        return gradient.mul_(self.scale(unit))
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
@@ -138,7 +162,7 @@ class AfterSteps(Means):
                 f"steps again, got a second step of a {type(optimizer).__name__}"
             )
         refuse_scaler(self)
-        self._trained |= {index for index, p in self._claimed() if p.requires_grad and p.is_floating_point()}
+        self._note_trained()
         if self._has_to_verify():
             told = self.exchange(f"{self!r} before step {self._steps + 1}")
             if any(theirs != told[0] for theirs in told):
@@ -150,6 +174,17 @@ class AfterSteps(Means):
         if self._steps == 0 and not self._stepped:
             with torch.inference_mode(False), torch.no_grad():
                 self._start()
+
+    def _note_trained(self) -> None:
+        """What this step may change: a gradient that is there counts, whether its parameter is frozen since or not."""
+        for index, parameter in self._claimed():
+            if parameter.requires_grad and index in self._stateless:
+                raise ValueError(
+                    f"{self._members[index].name} was frozen when a checkpoint was loaded, so that the optimizer has "
+                    "not got its state, and is trained again: expected load_state_dict before it is frozen"
+                )
+            if (parameter.requires_grad or parameter.grad is not None) and parameter.is_floating_point():
+                self._trained.add(index)
 
     def _has_to_verify(self) -> bool:
         """Whether replicas compare policies, models and weights before this step."""
@@ -169,9 +204,9 @@ class AfterSteps(Means):
             self._act()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        cut = (isinstance(value, DTensor) for state in optimizer.state.values() for value in state.values())
+        cut = (isinstance(value, DTensor) for state in optimizer.state.values() for _, value in leaves(state))
         if self._states_differ and not self._own_state_dict and any(cut):
-            raise ValueError(_mixture(f"state_dict of {type(optimizer).__name__}", self))
+            raise ValueError(mixture(f"state_dict of {type(optimizer).__name__}", self))
 
     # -- what a policy does --------------------------------------------------------------------------------------------
 
@@ -202,6 +237,7 @@ class AfterSteps(Means):
             weights = [parameter for _, parameter in self._weights()]
             self._average([held(weight) for weight in weights])
             written(weights)
+        self._trained.clear()  # so that what is frozen stays as it is
         self._weights_differ = False
 
     def average(self) -> None:
@@ -229,7 +265,7 @@ class AfterSteps(Means):
         found: dict[tuple[int, str], DTensor] = {}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
-                for key, value in state.items() if self._has(parameter) else ():
+                for key, value in leaves(state) if self._has(parameter) else ():
                     if isinstance(value, DTensor) and value.is_floating_point():
                         found[parameter.__dict__[CLAIM].index, key] = value
         found = dict(sorted(found.items()))
@@ -279,6 +315,7 @@ class AfterSteps(Means):
             self._arrive()
             self._compare_plain("state_dict")
             named = self._named()
+            stateful = self._stateful(named)
             with self._as_its_own():
                 began = [bool(optimizer.state) for optimizer in self._optimizers]
                 optimizer_state = self._optimizer_state_dict()
@@ -289,10 +326,11 @@ class AfterSteps(Means):
                 "policy": type(self).__name__,
                 "steps": self._steps,
                 "trained": [name for name, (index, _) in named.items() if index in self._trained],
+                "stateful": stateful,
                 "differ": [self._weights_differ, self._states_differ],
                 "began": began,
-                "parameters": {name: layered(parameter) for name, (_, parameter) in named.items()},
-                "optimizer": tree_map_only(DTensor, layered, optimizer_state),
+                "parameters": {name: layered(parameter, self._mesh) for name, (_, parameter) in named.items()},
+                "optimizer": tree_map_only(DTensor, lambda value: layered(value, self._mesh), optimizer_state),
                 **self._own_state(),
             }
 
@@ -311,22 +349,31 @@ class AfterSteps(Means):
             if given.keys() != named.keys():
                 differences = ", ".join(sorted(given.keys() ^ named.keys())[:5])
                 raise ValueError(f"{self!r}: expected a state of the same parameters, got differences in {differences}")
-            layers = {name: own_layer(given[name], p, f"load_state_dict of {name}") for name, (_, p) in named.items()}
+            layers = {name: self._own_layer(given[name], p, name) for name, (_, p) in named.items()}
             for name, (_, parameter) in named.items():
                 held(parameter).copy_(layers[name])
             written([parameter for _, parameter in named.values()])
             with self._as_its_own():
-                root, own = self._whole(), tree_map_only(DTensor, flattened, state["optimizer"])
-                set_optimizer_state_dict(root, self._optimizers, optim_state_dict=own)
+                own = tree_map_only(DTensor, lambda value: flattened(value, self._ring_mesh), state["optimizer"])
+                set_optimizer_state_dict(self._whole(), self._optimizers, optim_state_dict=own)
             for optimizer, began in zip(self._optimizers, state["began"], strict=True):
                 if not began:
                     optimizer.state.clear()
+            have = self._stateful(named)
+            self._stateless = {named[name][0] for name in state["stateful"] if name not in have}
             self._steps = state["steps"]
             self._trained = {named[name][0] for name in state["trained"]}
             self._weights_differ, self._states_differ = state["differ"]
             self._verified, self._compared = self.fingerprint(), len(self._members)
             self._arrived, self._stepped = False, set()
             self._load_own(state)
+
+    def _stateful(self, named: dict[str, tuple[int, Any]]) -> list[str]:
+        """Names of parameters of which optimizers keep state."""
+        return [name for name, (_, p) in named.items() if any(leaves(each.state.get(p)) for each in self._optimizers)]
+
+    def _own_layer(self, value: Any, like: Any, name: str) -> torch.Tensor:
+        return own_layer(value, like, self._mesh, f"load_state_dict of {name}")
 
     def _optimizer_state_dict(self) -> dict[str, Any]:
         return get_optimizer_state_dict(self._whole(), self._optimizers)  # type: ignore[return-value]
@@ -351,60 +398,3 @@ class AfterSteps(Means):
             yield
         finally:
             self._own_state_dict = before
-
-
-def _mixture(what: str, policy: AfterSteps) -> str:
-    return (
-        f"{what}: replicas differ under {policy!r}, and a checkpoint would hold a mixture of them: expected "
-        "outer_of(model).average() before, or outer_of(model).state_dict() in its place, which has a layer for each"
-    )
-
-
-class _Guard:
-    """Refuses state dicts of a module of which replicas have different weights. A copy is for the copy's policy."""
-
-    def __init__(self, policy: AfterSteps | None) -> None:
-        self._reference = None if policy is None else weakref.ref(policy)
-
-    @property
-    def policy(self) -> AfterSteps | None:
-        return None if self._reference is None else self._reference()
-
-    def __call__(self, module: nn.Module, prefix: str, *_: Any) -> None:
-        policy = self.policy
-        if policy is not None and policy._weights_differ and not policy._own_state_dict:
-            raise ValueError(_mixture(f"state_dict of {prefix}{type(module).__name__}", policy))
-
-    def __deepcopy__(self, memo: dict) -> _Guard:
-        return _Guard(copy.deepcopy(self.policy, memo))
-
-    def __reduce__(self) -> Any:
-        return _Guard, (None,)
-
-
-# -- optimizers that nobody told of ------------------------------------------------------------------------------------
-
-_watching: list[Any] = []  # the handle of the hook
-
-
-def _refuse_unattached() -> None:
-    """Has optimizers refuse to step on parameters of a policy that does not know of them."""
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_check_attached))
-
-
-def _check_attached(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            claim = parameter.__dict__.get(CLAIM)
-            policy = None if claim is None else claim.policy
-            if not isinstance(policy, AfterSteps) or not policy.acts:
-                continue
-            if any(known is optimizer for known in policy._optimizers):
-                continue
-            if not policy._arrived and rehearses(optimizer, arguments, keywords):
-                return
-            raise ValueError(
-                f"{type(optimizer).__name__}: expected an optimizer that {policy!r} knows of, which acts after its "
-                "steps: call outer_of(model).attach(optimizer) before"
-            )

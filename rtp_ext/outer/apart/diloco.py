@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from rtp_ext.outer.apart.after_steps import AfterSteps
 from rtp_ext.outer.apart.local_sgd import at_least
 from rtp_ext.outer.apart.means import wide, written
+from rtp_ext.outer.apart.optimizers import make_state
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight
 from rtp_ext.parameters.sharding import held
@@ -24,6 +26,17 @@ def nesterov(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
+@dataclass
+class _Way:
+    """What replicas have moved since the last outer step of a fragment, on its way to a mean."""
+
+    fragment: int
+    names: list[str]
+    moved: list[torch.Tensor]
+    flights: list[Flight]
+    left_out: set[str] = field(default_factory=set)  # frozen since
+
+
 class DiLoCo(AfterSteps):
     """After every `period` steps an outer optimizer steps on the weights that replicas agreed on last, with the mean of
     how far they have come from there in the place of a gradient; all go on from the result.
@@ -31,6 +44,10 @@ class DiLoCo(AfterSteps):
     The weights agreed on last, the anchors, are one more copy of the shard in float32 at least, and the outer optimizer
     keeps state of them. The inner optimizer's state stays every replica's own. With `fragments`, a part of the model at
     a time, each once a period (Streaming DiLoCo): replicas then never agree as a whole.
+
+    A parameter that is frozen takes no part in outer steps: at the next one replicas take the mean of what it was when
+    it was frozen, and it stays so. Once it is thawed, that mean is its anchor, and the outer optimizer begins anew with
+    it.
 
     Args:
         period: steps from one outer step to the next.
@@ -45,6 +62,7 @@ class DiLoCo(AfterSteps):
     """
 
     acts_alone = True
+    _places: tuple[Any, dict[str, int]] = (None, {})  # anchors, and the numbers of their parameters by name
 
     def __init__(
         self,
@@ -71,9 +89,10 @@ class DiLoCo(AfterSteps):
         self._factory = nesterov if outer_optimizer is None else outer_optimizer
         self._anchors: nn.Module | None = None  # parameters by name, / for .
         self._outer: list[Optimizer] = []  # by fragment
-        self._checked: set[int] = set()  # numbers of trained parameters that were seen to have anchors
+        self._checked: Any = None  # what was frozen and trained when it was looked at last
         self._parts: list[list[str]] = []  # names by fragment
-        self._on_way: tuple[int, list[torch.Tensor], list[Flight]] | None = None  # fragment, what moved, and buckets
+        self._resting: set[str] = set()  # names of those that are frozen: anchor and outer state mean nothing
+        self._on_way: _Way | None = None
         self._arrived_means: tuple[int, dict[str, torch.Tensor]] | None = None  # fragment, and means by name
 
     def __repr__(self) -> str:
@@ -82,6 +101,24 @@ class DiLoCo(AfterSteps):
 
     def _anew(self) -> OuterPolicy:
         return DiLoCo(self.period, self._factory, fragments=self.fragments, delay=self.delay, keep=self.keep)
+
+    def _after_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        self._expect_places()
+        super()._after_step(optimizer, arguments, keywords)
+
+    def _expect_places(self) -> None:
+        """Anchors go by the names of parameters: raises ValueError where modules have been exchanged or removed."""
+        anchors, known = self._places
+        found = {name: index for name, (index, _) in self._named().items() if name in self}
+        if anchors is not self._anchors:
+            self._places = self._anchors, found
+        elif found != known:
+            name = next(name for name in known if found.get(name) != known[name])
+            raise ValueError(
+                f"{self!r}: expected the parameters of the first step under their names, since anchors go by these, "
+                f"got {'another one' if name in found else 'none'} for {name}: do not exchange or remove modules after "
+                "the first step, or convert the model anew with a new policy"
+            )
 
     # -- anchors -------------------------------------------------------------------------------------------------------
 
@@ -92,15 +129,42 @@ class DiLoCo(AfterSteps):
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
         super()._before_step(optimizer, arguments, keywords)
-        if self._rehearsing or self._anchors is None or self._checked == self._trained:
+        current = self.fingerprint(), set(self._trained)
+        if self._rehearsing or self._anchors is None or self._checked == current:
             return
-        self._checked = set(self._trained)
-        late = [name for name, (index, _) in self._named().items() if index in self._trained and name not in self]
+        self._checked, named = current, self._named()
+        late = [name for name, (index, _) in named.items() if index in self._trained and name not in self]
         if late:
             raise ValueError(
                 f"{self!r}: expected the parameters that are trained from the first step on, got {late[0]} too, of "
                 "which there is no anchor: do not freeze it before the first step"
             )
+        with torch.inference_mode(False), torch.no_grad():
+            self._follow_freezing(named)
+
+    def _follow_freezing(self, named: dict[str, tuple[int, Any]]) -> None:
+        """By what replicas have compared: what was frozen when a forward began. Collective where something thaws."""
+        names = [name for part in self._parts for name in part]
+        frozen = {name for name in names if not self._members[named[name][0]].requires_grad}
+        thawed = [name for name in names if name in self._resting - frozen]
+        for name in frozen - self._resting:  # what is under way of it is not applied
+            if self._on_way is not None:
+                self._on_way.left_out.add(name)
+            if self._arrived_means is not None:
+                self._arrived_means[1].pop(name, None)
+        if thawed:
+            self._meet(f"new anchors, as of {thawed[0]}")
+            self._agree_on([named[name] for name in thawed])
+        for name in thawed:
+            held(self._anchor(name)).copy_(held(named[name][1]))
+        self._forget(thawed)
+        self._resting = frozen
+
+    def _agree_on(self, members: list[tuple[int, Any]]) -> None:
+        """Gives replicas the mean of parameters. Collective."""
+        if self.size > 1:
+            self._average([held(parameter) for _, parameter in members])
+            written([parameter for _, parameter in members])
 
     def __contains__(self, name: str) -> bool:
         """Whether there is an anchor of a parameter."""
@@ -110,14 +174,20 @@ class DiLoCo(AfterSteps):
         assert self._anchors is not None, "made before the first step"
         return self._anchors._parameters[name.replace(".", "/")]
 
-    def _make_anchors(self) -> None:
-        """Of the weights as they are, with an outer optimizer that has seen nothing."""
-        named = {name: p for name, (_, p) in self._named().items() if p.requires_grad and p.is_floating_point()}
-        self._anchors = nn.Module()
-        for name, parameter in named.items():
+    def _trainable(self) -> dict[str, Any]:
+        return {name: p for name, (_, p) in self._named().items() if p.requires_grad and p.is_floating_point()}
+
+    def _make_anchors(self, parts: list[list[str]] | None = None) -> None:
+        """Of the weights as they are, with outer optimizers that have seen nothing. `parts`: names by fragment; None:
+        of what is trained."""
+        if parts is None:
+            parts = _parted({name: p.numel() for name, p in self._trainable().items()}, self.fragments)
+        named = self._named()
+        self._anchors, self._parts, self._resting = nn.Module(), parts, set()
+        for name in (name for part in parts for name in part):
+            parameter = named[name][1]
             copied = as_gradient(held(parameter).detach().to(wide(parameter.dtype), copy=True), parameter._spec)
             self._anchors.register_parameter(name.replace(".", "/"), as_parameter(copied, True))
-        self._parts = _parted({name: p.numel() for name, p in named.items()}, self.fragments)
         self._outer = [self._outer_of([self._anchor(name) for name in part]) for part in self._parts]
 
     def _outer_of(self, anchors: list[nn.Parameter]) -> Optimizer:
@@ -145,28 +215,32 @@ class DiLoCo(AfterSteps):
                     self._weights_differ = self.size > 1 and (self.fragments > 1 or self.keep > 0)
 
     def _in_hand(self, fragment: int) -> bool:
-        held_back = self._on_way or self._arrived_means
-        return held_back is not None and held_back[0] == fragment
+        on_way = None if self._on_way is None else self._on_way.fragment
+        arrived = None if self._arrived_means is None else self._arrived_means[0]
+        return fragment in (on_way, arrived)
 
     def _send(self, fragment: int) -> None:
         self._meet(f"an outer step of fragment {fragment}")
         weights = self._named()
-        moved = []
-        for name in self._parts[fragment]:
+        resting = [weights[name] for name in self._parts[fragment] if name in self._resting]
+        self._agree_on([(index, p) for index, p in resting if index in self._trained])  # what they did before
+        self._trained -= {index for index, _ in resting}
+        names, moved = [name for name in self._parts[fragment] if name not in self._resting], []
+        for name in names:
             anchor = held(self._anchor(name)).detach()
             moved.append(anchor - held(weights[name][1]).to(anchor.dtype))
         flights = list(self._begin_means(moved)) if self.size > 1 else []
-        self._on_way = fragment, moved, flights
+        self._on_way = _Way(fragment, names, moved, flights)
 
     def _arrive(self) -> None:
         if self._on_way is None:
             return
-        fragment, moved, flights = self._on_way
-        self._on_way = None
-        means = dict(enumerate(moved))
-        for flight in flights:
-            means.update(self._end_mean(flight, moved))
-        self._arrived_means = fragment, {name: means[i] for i, name in enumerate(self._parts[fragment])}
+        way, self._on_way = self._on_way, None
+        means = dict(enumerate(way.moved))
+        for flight in way.flights:
+            means.update(self._end_mean(flight, way.moved))
+        arrived = {name: means[number] for number, name in enumerate(way.names) if name not in way.left_out}
+        self._arrived_means = way.fragment, arrived
 
     def _step(self, fragment: int) -> None:
         """The outer step, and the weights that come of it."""
@@ -177,14 +251,17 @@ class DiLoCo(AfterSteps):
         for name, mean in means.items():
             anchor = self._anchor(name)
             anchor.grad = as_gradient(mean, anchor._spec)
-        self._outer[fragment].step()
-        self._outer[fragment].zero_grad(set_to_none=True)
+        if means:
+            self._outer[fragment].step()
+            self._outer[fragment].zero_grad(set_to_none=True)
         for name in means:
             weight, anchor = held(weights[name][1]), held(self._anchor(name)).detach()
             if self.keep:
                 anchor = anchor + (weight.to(anchor.dtype) - anchor) * self.keep
             weight.copy_(anchor)
         written([weights[name][1] for name in means])
+        if not self.keep:
+            self._trained -= {weights[name][0] for name in means}
 
     def _apply(self) -> None:
         if self._arrived_means is not None:
@@ -196,19 +273,21 @@ class DiLoCo(AfterSteps):
         if self._anchors is None or (self._steps == 0 and not self._weights_differ):
             self._make_anchors()
         assert self._anchors is not None, "made"
-        named = self._named()
-        names = [name for name in named if name in self]
-        began = [bool(outer.state) for outer in self._outer]
+        names = [name for name in self._named() if name in self]
+        made = [anchor for outer in self._outer for anchor in make_state(outer)]
+        made_up = [name for name in names if any(anchor is self._anchor(name) for anchor in made)]
         state = get_optimizer_state_dict(self._anchors, self._outer)
-        self._forget(began)
+        self._forget(made_up)
         own: dict[str, Any] = {
             "anchors": {name: self._anchor(name).detach() for name in names},
+            "parts": self._parts,
+            "resting": sorted(self._resting),
             "outer": state,
-            "outer_began": began,
+            "made_up": made_up,
         }
         if self.delay:
             fragment, means = self._arrived_means or (-1, {})
-            own["arrived"] = fragment
+            own["arrived"], own["moved"] = fragment, list(means)
             own["means"] = {
                 name: as_gradient(
                     means[name] if name in means else torch.zeros_like(held(self._anchor(name)).detach()),
@@ -218,27 +297,38 @@ class DiLoCo(AfterSteps):
             }
         return own
 
-    def _forget(self, began: list[bool]) -> None:
-        """What torch has made up for outer optimizers that have not stepped."""
-        for outer, real in zip(self._outer, began, strict=True):
-            if not real:
-                outer.state.clear()
+    def _forget(self, names: Iterable[str]) -> None:
+        """Has outer optimizers begin anew with anchors."""
+        for name in names:
+            for outer in self._outer:
+                outer.state.pop(self._anchor(name), None)
 
     def _load_own(self, state: dict[str, Any]) -> None:
-        self._make_anchors()
+        parts, given = state["parts"], state["anchors"]  # of what is not frozen here, and that may be less than theirs
+        known = {name for part in parts for name in part}
+        differences = sorted((self._trainable().keys() - known) | (known - self._named().keys()))
+        if differences or len(parts) != self.fragments:
+            raise ValueError(
+                f"{self!r}: expected a state of as many fragments with the same parameters trained, got one of "
+                f"{len(parts)} with others: {', '.join(differences[:5])}"
+            )
+        self._make_anchors(parts)
         assert self._anchors is not None, "made"
-        mine = {name for name in self._named() if name in self}
-        if mine != set(state["anchors"]):
-            differences = ", ".join(sorted(mine ^ set(state["anchors"]))[:5])
-            raise ValueError(f"{self!r}: expected a state with the same parameters trained, got others: {differences}")
-        for name, anchor in state["anchors"].items():
+        for name, anchor in given.items():
             held(self._anchor(name)).copy_(held(anchor))
+        outer_state = state["outer"]["state"]
+        absent = [self._anchor(name) for name in known if outer_state and name.replace(".", "/") not in outer_state]
+        for anchor in absent:
+            anchor.requires_grad_(False)  # torch then expects no state
         set_optimizer_state_dict(self._anchors, self._outer, optim_state_dict=state["outer"])
-        self._forget(state["outer_began"])
+        for anchor in absent:
+            anchor.requires_grad_(True)
+        self._forget(state["made_up"])
+        self._resting, self._checked = {*state["resting"], *(known - given.keys())}, None
         self._on_way = self._arrived_means = None
         if self.delay and state["arrived"] >= 0:
-            fragment = state["arrived"]
-            self._arrived_means = fragment, {name: held(state["means"][name]).clone() for name in self._parts[fragment]}
+            means = {name: held(state["means"][name]).clone() for name in state["moved"] if name in state["means"]}
+            self._arrived_means = state["arrived"], means
 
 
 def _parted(sizes: dict[str, int], fragments: int) -> list[list[str]]:

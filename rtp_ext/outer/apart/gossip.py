@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rtp_ext.outer.apart.after_steps import AfterSteps
-from rtp_ext.outer.apart.layered import layered, own_layer
+from rtp_ext.outer.apart.layered import layered
 from rtp_ext.outer.apart.local_sgd import at_least
 from rtp_ext.outer.apart.means import BUCKET, IN_FLIGHT, wide, written
 from rtp_ext.outer.apart.mixing import check_topology, mixing_matrix
@@ -126,16 +126,19 @@ class Gossip(AfterSteps):
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Waits: number, what was sent and what it is combined to, flat, of each parameter."""
         received = self.peers.end_swap(swap)
-        weights, me = dict(self._weights()), self.peers.rank
+        me = self.peers.rank
         full = iter(swap.sent[1:])  # after the ticket; an empty bucket is not sent
         for bucket, theirs in zip(buckets, received, strict=True):
-            sizes = [held(weights[index]).numel() for index in bucket]
+            sizes = [self._members[index].numel for index in bucket]
             if not sum(sizes):
                 continue
             mine = next(full)
             every, total = {**theirs, me: mine}, torch.zeros_like(mine, dtype=wide(mine.dtype))
+            agreed = torch.ones_like(mine, dtype=torch.bool)
             for replica in sorted(every):  # the same order everywhere
                 total.add_(every[replica].to(total.dtype), alpha=float(matrix[me, replica]))
+                agreed &= every[replica] == mine
+            total = torch.where(agreed, mine.to(total.dtype), total)  # which is not rounded again in every step
             yield from zip(bucket, mine.split(sizes), total.split(sizes), strict=True)
 
     def _mix(self, matrix: torch.Tensor, swap: Swap, buckets: list[tuple[int, ...]]) -> None:
@@ -155,11 +158,11 @@ class Gossip(AfterSteps):
             self._moves[index] = after - before.to(after.dtype)
 
     def _apply(self) -> None:
-        weights = dict(self._weights())
-        for index, move in self._moves.items():
-            shard = held(weights[index])
-            shard.add_(move.view(shard.shape))
-        written([weights[index] for index in self._moves])
+        weights = {index: weight for index, weight in self._weights() if index in self._moves}  # that it still has
+        for index, weight in weights.items():
+            shard = held(weight)
+            shard.add_(self._moves[index].view(shard.shape))
+        written([*weights.values()])
         self._moves.clear()
 
     def _own_state(self) -> dict[str, Any]:
@@ -169,7 +172,7 @@ class Gossip(AfterSteps):
         for name, (index, parameter) in self._named().items():
             shard = held(parameter)
             move = self._moves.get(index, torch.zeros(shard.shape, dtype=wide(shard.dtype), device=shard.device))
-            moves[name] = layered(as_gradient(move.view(shard.shape), parameter._spec))  # type: ignore[arg-type]
+            moves[name] = layered(as_gradient(move.view(shard.shape), parameter._spec), self._mesh)  # type: ignore[arg-type]
         return {"arrived": bool(self._moves), "moves": moves}
 
     def _load_own(self, state: dict[str, Any]) -> None:
@@ -179,4 +182,4 @@ class Gossip(AfterSteps):
         for name, (index, parameter) in self._named().items():
             if index in self._trained:
                 like = as_gradient(held(parameter).to(wide(parameter.dtype)), parameter._spec)
-                self._moves[index] = own_layer(state["moves"][name], like, f"load_state_dict of {name}").clone()  # type: ignore[arg-type]
+                self._moves[index] = self._own_layer(state["moves"][name], like, name).clone()  # type: ignore[arg-type]

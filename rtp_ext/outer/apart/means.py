@@ -27,7 +27,7 @@ class Means(OuterPolicy):
         super().__init__()
         self._steps = 0  # of the optimizer
         self._sent_bytes = 0
-        self._trained: set[int] = set()  # numbers of parameters that a step may have changed
+        self._trained: set[int] = set()  # numbers of parameters that steps may have made replicas differ in
 
     @property
     def peers(self) -> Peers:
@@ -40,7 +40,7 @@ class Means(OuterPolicy):
         return self._sent_bytes
 
     def _weights(self) -> list[tuple[int, Any]]:
-        """Parameters that training has changed, and their numbers, the same on all replicas."""
+        """Parameters that replicas may differ in, and their numbers, the same on all replicas."""
         return [(index, p) for index, p in sorted(dict(self._claimed()).items()) if index in self._trained]
 
     def _common(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 
 def rehearses(optimizer: Optimizer, arguments: Any, keywords: Any) -> bool:
@@ -17,6 +18,24 @@ def rehearses(optimizer: Optimizer, arguments: Any, keywords: Any) -> bool:
     if any(argument is not None for argument in (*arguments[1:], *keywords.values())):  # the first is the optimizer
         return False
     return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
+
+
+def make_state(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Has an optimizer make state of the parameters of which it has none yet, as torch.distributed.checkpoint does for
+    all or none: by a step with gradients and a learning rate of 0. Returns these parameters."""
+    missing = [p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    for parameter in missing:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, before in zip(optimizer.param_groups, settings, strict=True):
+        group.update(before)
+    for parameter in missing:
+        parameter.grad = None
+    return [parameter for parameter in missing if parameter in optimizer.state]
 
 
 def refuse_scaler(policy: Any) -> None:
@@ -32,13 +51,19 @@ def refuse_scaler(policy: Any) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+def leaves(state: Any) -> list[tuple[str, Any]]:
+    """What an optimizer keeps of a parameter, also within dicts, lists and tuples, by key: `exp_avg`, `factors[0]`."""
+    found = tree_flatten_with_path(state)[0]
+    return [(str(getattr(path[0], "key", path[0])) + keystr(path[1:]), value) for path, value in found if path]
+
+
 def beside_shards(optimizers: Sequence[Optimizer], name_of: Callable[[Any], str | None]) -> dict[str, str]:
     """What optimizers keep of parameters with names, other than shards, and the settings of their groups."""
     found: dict[str, str] = {}
     for number, optimizer in enumerate(optimizers):
         for parameter, state in optimizer.state.items():
             name = name_of(parameter)
-            for key, value in state.items() if name is not None else ():
+            for key, value in leaves(state) if name is not None else ():
                 found[f"{key} of {name}"] = _plain(value)
         for place, group in enumerate(optimizer.param_groups):
             for key, value in group.items():

@@ -69,7 +69,8 @@ def search(
 ) -> list[Plan]:
     """The fastest plans on all GPUs that stay below the memory line (`safe_fraction`), one for each layout.
 
-    A layout is tp, pp, cp, rtp, dp and zero; of each, the fastest micro-batch, recomputation and interleaving. Tensor
+    A layout is tp, pp, cp, rtp, dp and zero; of each, the fastest micro-batch, recomputation and interleaving. All have
+    the head and loss as one (`fused_loss`), so that none is ahead by that; stacks are those of `Strategy.stack`. Tensor
     parallelism stays inside a node; rings may leave it. Plans whose predicted times lie within the model's own error
     (constants.json, `search`) have the same rank.
 
@@ -133,9 +134,8 @@ def _divisors(number: int, largest: int) -> list[int]:
 
 def _base(layout: Layout, **changes: Any) -> Strategy:
     tp, pp, cp, rtp, dp, zero = layout
-    own = {"fused_loss": True} if rtp > 1 else {}
     fields = {"tp": tp, "pp": pp, "cp": cp, "rtp": rtp, "dp": dp, "zero": zero, "sequence_parallel": tp > 1}
-    return Strategy(**{**fields, **own, **changes})
+    return Strategy(**{**fields, "fused_loss": True, **changes})
 
 
 def _states_fit(model: ModelSpec, cluster: Cluster, layout: Layout) -> bool:

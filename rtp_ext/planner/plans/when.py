@@ -11,7 +11,7 @@ from rtp_ext.planner.constants import constants
 from rtp_ext.planner.plans.search import allocated_bytes, limit_bytes
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
-from rtp_ext.planner.specs.strategy import Strategy
+from rtp_ext.planner.specs.strategy import RECOMPUTE, Strategy
 from rtp_ext.planner.time.estimate import estimate_time
 
 MODELS = (("gpt-3-xl", 8), ("llama-3-8b", 8), ("llama-3-70b", 64), ("llama-3-405b", 512))  # and their GPUs
@@ -79,7 +79,8 @@ def cluster_of(link: str, gpus: int, base: str = "h100-80gb") -> Cluster:
 
 
 def contenders(gpus: int) -> Iterator[tuple[str, Strategy]]:
-    """Plans by family, all on the torch stack with a fused loss, so that only the way to share work differs."""
+    """Plans by family, all on the torch stack with a fused loss, so that only the way to share work differs, and, of
+    rotation, whether bundles recompute. Rings and groups of fully_shard have the same sizes, replicas beside them."""
     fused: dict[str, Any] = {"fused_loss": True, "stack": "torch"}
     for tp in (1, 2, 4, 8):
         for pp in (1, 2, 4, 8, 16):
@@ -93,7 +94,9 @@ def contenders(gpus: int) -> Iterator[tuple[str, Strategy]]:
                         name = "rtp" if tp == pp == 1 else "rtp hybrid"
                         yield name, Strategy(rtp=ring, dp=rest // ring, bundle=bundle, **shared)
             if tp == pp == 1:
-                yield "fsdp", Strategy(dp=rest, zero=3, **shared)
+                for group in sorted({*_RINGS, rest}):
+                    if rest % group == 0:
+                        yield "fsdp", Strategy(dp=rest, zero=3, replicate=rest // group, **shared)
                 continue
             if pp == 1 and tp == 8:
                 yield "tp", Strategy(dp=rest, zero=1 if rest > 1 else 0, **shared)
@@ -104,12 +107,13 @@ def contenders(gpus: int) -> Iterator[tuple[str, Strategy]]:
 
 
 def compare(name: str, gpus: int, link: str, tokens: int) -> Cell:
-    """One sample of `tokens` tokens for every GPU; each plan with the recomputation and micro-batch that suit it."""
+    """One sample of `tokens` tokens for every GPU; each plan with the recomputation (of all that there are) and the
+    micro-batch that suit it."""
     model, cluster = ModelSpec.preset(name, seq=tokens), cluster_of(link, gpus)
     best: dict[str, Contender | None] = dict.fromkeys(FAMILIES)
     for family, plan in contenders(gpus):
         for micro_batch in (1, 2, 4, 8):
-            for recompute in ("none", "full"):
+            for recompute in RECOMPUTE:
                 strategy = dataclasses.replace(plan, micro_batch=micro_batch, recompute=recompute)
                 try:
                     strategy.check(model, cluster, gpus)
@@ -122,7 +126,6 @@ def compare(name: str, gpus: int, link: str, tokens: int) -> Cell:
                 before = best[family]
                 if before is None or seconds < before.step_seconds:
                     best[family] = Contender(strategy, seconds, held)
-                break
     return Cell(name, gpus, link, tokens, best)
 
 
@@ -149,7 +152,9 @@ def when_table(cells: Sequence[Cell]) -> str:
         lines.append("| " + " | ".join(row) + " |")
     lines.append("")
     lines.append(
-        "Predictions of rtp_ext.planner for H100 of 80 GB; -: no plan of the family fits below the memory line."
+        "Predictions of rtp_ext.planner for H100 of 80 GB; -: no plan of the family fits below the memory line. All "
+        "are on the torch stack with the fused loss, each with the recomputation (none, selective, full) that is "
+        "fastest; GB are those of the fastest plan, not of the smallest."
     )
     return "\n".join(lines)
 

@@ -77,10 +77,14 @@ class Groups:
             _destroy(self._groups, self._world, self._owner)
 
     def abandon(
-        self, error: Exception, suspects: Sequence[int] | None = None, near: Sequence[int] | None = None
+        self,
+        error: Exception,
+        suspects: Sequence[int] | None = None,
+        near: Sequence[int] | None = None,
+        ended: float | None = None,
     ) -> None:
         """Drops the groups of a ring that has failed, so that neighbours in a collective learn of it. `error` then says
-        who failed, too: see Roll. Does nothing to a ring that goes on."""
+        who failed, too: see Roll, also for `ended`. Does nothing to a ring that goes on."""
         if self._executor is not None and self._executor.alive:
             return
         own = not isinstance(error, RingTimeout)
@@ -93,7 +97,7 @@ class Groups:
             return
         note: str = "" if self._executor is None else self._executor.fail("")
         text = str(error).removesuffix(note)
-        verdict = self.roll.call(text, own, broken, seen, suspects, self._members if near is None else near)
+        verdict = self.roll.call(text, own, broken, seen, suspects, self._members if near is None else near, ended)
         if verdict:
             error.args = (text + verdict + note,)
 
@@ -103,21 +107,30 @@ class Groups:
             return []
         return [*self._groups, *(group for companion in self.companions for group in companion._open())]
 
-    def end(self, error: Exception, suspects: Sequence[int] | None = None, near: Sequence[int] | None = None) -> None:
+    def end(
+        self,
+        error: Exception,
+        suspects: Sequence[int] | None = None,
+        near: Sequence[int] | None = None,
+        ended: float | None = None,
+    ) -> None:
         """Ends the ring for `error`, which then says who failed."""
         if self._executor is not None:
             error.args = (str(error) + self._executor.fail(str(error)),)
-        self.abandon(error, suspects, near)
+        self.abandon(error, suspects, near, ended)
 
     def _lost(
         self, operation: str, waited: float, cause: Exception, suspects: Sequence[int] | None = None
     ) -> Exception:
         """What to raise where a collective has failed: it ends the ring. `suspects`: whom alone it waited for."""
+        # Gloo ends the connections of a group that runs out of time: those of other ranks break then, not later.
+        late = waited - self.timeout.total_seconds()
+        ended = time.time() - late if late >= 0 else None
         hop = self._last_hop()
         here = f"{operation} on {self._member} {self.rank} of {self.size}, "
         here += f"after {hop}" if hop else "before the first hop"
         error = RingTimeout(f"{here}: {self._others} did not answer (waited {waited:.1f} s): {cause}")
-        self.end(error, None if suspects is None else [self._members[rank] for rank in suspects])
+        self.end(error, None if suspects is None else [self._members[rank] for rank in suspects], ended=ended)
         return error
 
     def _last_hop(self) -> str:

@@ -12,6 +12,7 @@ import datetime
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 import weakref
@@ -32,6 +33,7 @@ _STORE = 0.35  # seconds that the store has for a first answer
 _MOMENT = 0.05  # seconds
 _SLACK = 0.15  # seconds beyond the grace that the store may take
 _TAG = 0x7074  # of what probes a link, and, one more, of what nobody sends
+_SOME = 8  # ranks, or operations, that an error lists
 _FOUND = "found"  # the key under which whoever knows for sure says so
 
 Process = tuple[int, int]  # its id, and when it started, by the kernel's clock
@@ -80,6 +82,7 @@ class Roll:
         seen: float,
         suspects: Sequence[int] | None = None,
         near: Sequence[int] = (),
+        ended: float | None = None,
     ) -> str:
         """Answers the roll call, and returns what to add to the error `text`: who failed, as far as the others do not
         answer, or say so. Once for a ring. Takes less than a second, or than six with `suspects`, whatever has become
@@ -92,6 +95,8 @@ class Roll:
             suspects: ranks that this one waited for, where others may not know yet that anything has failed.
             near: ranks that would know, those of the ring: of others one may be busy with a pass, and is missed only
                 where none of these is.
+            ended: when this rank's own connections ended at the earliest: a collective that runs out of time ends
+                them before anybody looks. None: not before `seen`.
         """
         grace = GRACE if suspects is None else PATIENCE
         if self._called:
@@ -99,6 +104,7 @@ class Roll:
         self._called = True
         deadline = time.monotonic() + grace
         mine = {"text": text[:300], "own": own, "broken": sorted(broken), "seen": seen}
+        mine["ended"] = seen if ended is None else min(ended, seen)
         heard: list[str] = []  # from the thread
         answers = threading.Event()
 
@@ -208,9 +214,28 @@ def _verdict(ranks: Iterable[int], *reasons: str) -> str:
 
 
 def _first(told: Mapping[int, dict[str, Any]]) -> str:
-    """Of ranks that have answered: who was the first to fail, for a reason of its own if anybody has one."""
+    """Of ranks that have answered: who was the first to fail, for a reason of its own if anybody has one; where none
+    has, and they waited in different operations, which ones."""
     first = min(told, key=lambda rank: (not told[rank]["own"], told[rank]["seen"]))
-    return f"; nobody is missed, and the first error was that of global rank {first}: {told[first]['text']}"
+    verdict = f"; nobody is missed, and the first error was that of global rank {first}: {told[first]['text']}"
+    places: dict[str, list[int]] = {}
+    for rank, each in sorted(told.items()):
+        places.setdefault(_operation(each["text"]), []).append(rank)
+    if _own(told) or len(places) == 1:
+        return verdict
+    waited = (f"{operation} (global ranks {_some(ranks)})" for operation, ranks in places.items())
+    return f"{verdict}; the ranks are out of step, and waited in {_some(waited)}"
+
+
+def _operation(text: str) -> str:
+    """Where a rank was that tells of an error."""
+    return re.split(r", | on (?:rank|replica) \d|: ", text, maxsplit=1)[0]
+
+
+def _some(values: Iterable[Any]) -> str:
+    """The first of many."""
+    every = [*map(str, values)]
+    return ", ".join([*every[:_SOME], *(["..."] if len(every) > _SOME else [])])
 
 
 def _own(told: Mapping[int, dict[str, Any]]) -> bool:
@@ -223,7 +248,7 @@ def _lost_links(told: Mapping[int, dict[str, Any]]) -> set[tuple[int, int]]:
         (min(rank, other), max(rank, other))
         for rank, each in told.items()
         for other in each["broken"]
-        if other in told and each["seen"] <= told[other]["seen"]
+        if other in told and each["seen"] <= told[other]["ended"]
     }
 
 

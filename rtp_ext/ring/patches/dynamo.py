@@ -17,6 +17,7 @@ _T = TypeVar("_T")
 # `tracing` first, and puts an operator of `functional.torch_compile` into the graph where the eager function would run.
 _TRACED = (
     "convert/agreement.py",
+    "convert/methods/fully_shard.py",
     "convert/parts/bundled.py",
     "convert/parts/gathered.py",
     "convert/parts/head.py",
@@ -29,7 +30,7 @@ _TRACED = (
     "nn/linear.py",
     "nn/mlp.py",
     "parameters/live.py",
-    "ring/surroundings.py",
+    "ring/patches/dynamo.py",
 )
 
 
@@ -41,7 +42,7 @@ def keep_compilers_out() -> None:
     """
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     rules.add("rtp_ext")
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     traced: set[str] = getattr(rules, "BUILTIN_INLINE_WHEN_CALLED", set())
     traced.update(str(package / file) for file in _TRACED)
 

@@ -1,0 +1,40 @@
+"""Ranks of which some run a model as graphs and others eagerly, as where torch's recompile_limit is reached on one rank
+alone: hops and gathers are the same, so that nothing hangs, and all train as one process."""
+
+import torch
+from harness import Cases, run_ranks
+from models import batch_loss, make_model, mean_loss
+from reference import assert_same, differs, whole_gradients
+
+import rtp_ext
+
+
+def _beside(rank, ranks):
+    cases = Cases()
+    for checkpointed, inside, odd in ((True, True, 0), (False, False, 1)):
+        with cases.case(f"checkpointed {checkpointed}, inside {inside}, compiled on rank {odd}"):
+            torch._dynamo.reset()
+            plain = make_model(blocks=2, checkpointed=checkpointed, inside=inside)
+            model = make_model(blocks=2, checkpointed=checkpointed, inside=inside)
+            for each in (plain, model):
+                each.blocks[1].checkpointed = None
+            rtp_ext.fully_rotate(model, transport="shm", timeout=10.0)
+            call = torch.compile(model, backend="eager") if rank == odd else model
+            for step in range(2):
+                for each in (model, plain):
+                    each.zero_grad()
+                loss = batch_loss(call, rank, step)
+                loss.backward()
+                mean_loss(plain, ranks, step).backward()
+                with torch.no_grad():
+                    assert_same(batch_loss(call, rank, 9), batch_loss(plain, rank, 9), 1e-10, "evaluated")
+                found = whole_gradients(model)
+                for name, expected in whole_gradients(plain).items():
+                    assert_same(found[name], expected, 1e-9, f"step {step}: {name}")
+            assert differs(found["norm.weight"], plain.norm.weight.grad * (1 + 1e-6), 1e-9), "control"
+            rtp_ext.ring_of(model).close()
+    cases.finish()
+
+
+def test_compiled_on_one_rank_alone():
+    run_ranks(_beside, 2)

@@ -1,0 +1,84 @@
+"""Tensor subclasses without memory, where native code would read it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import Cases, run_ranks
+from subclasses import Named, Pair, Wrapped
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard
+
+import rtp_ext
+from rtp_ext import functional as RF
+
+
+class ToPair(torch.autograd.Function):
+    """The identity, whose gradient is a pair."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return Pair(gradient.contiguous(), gradient.contiguous())
+
+
+def expect(cases: Cases, what: str, call: Callable[[], object], name: str) -> None:
+    with cases.case(what), pytest.raises(TypeError, match=name):
+        call()
+
+
+def _operands(rank, ranks):
+    cases = Cases()
+    ring = rtp_ext.Ring(timeout=30.0)
+    x, w, b = torch.randn(3, 4), torch.randn(2, 4), torch.randn(2)
+    table, ids, targets = torch.randn(5, 2), torch.tensor([1, 2]), torch.tensor([0, 1, 1])
+    kernel, image = torch.randn(2, 4, 1), torch.randn(3, 4, 6)
+    with FakeTensorMode():
+        fake = torch.randn(2, 4)
+    wrappers = {"Pair": lambda t: Pair(t, t.clone()), "Wrapped": Wrapped, "FakeTensor": lambda t: fake}
+    for name, wrap in wrappers.items():
+        sharded = DTensor.from_local(
+            wrap(w), ring.mesh, [Shard(0)], run_check=False, shape=(2 * ranks, 4), stride=(4, 1)
+        )
+        calls: dict[str, Callable[[], object]] = {
+            "weight": lambda wrap=wrap: RF.rotated_linear(x, wrap(w), ring=ring),
+            "weight that is cut otherwise": lambda wrap=wrap: RF.rotated_linear(x, wrap(w), ring=ring, shard_dim=1),
+            "weight in place": lambda wrap=wrap: RF.rotated_linear(x, wrap(w), ring=ring, in_place=True),
+            "shard of a DTensor": lambda sharded=sharded: RF.rotated_linear(x, sharded, ring=ring),
+            "bias": lambda wrap=wrap: RF.rotated_linear(x, w, wrap(b), ring=ring),
+            "input": lambda wrap=wrap: RF.rotated_linear(wrap(x), w, ring=ring),
+            "MLP": lambda wrap=wrap: RF.rotated_mlp(x, wrap(w), w.T.contiguous(), ring=ring),
+            "rotate": lambda wrap=wrap: next(iter(ring.rotate(wrap(w)))),
+            "rotate of several": lambda wrap=wrap: next(iter(ring.rotate([w, wrap(w)]))),
+            "rotate of a DTensor": lambda sharded=sharded: next(iter(ring.rotate(sharded))),
+            "collect": lambda wrap=wrap: ring.collect(lambda owner, partial: None, wrap(w)),
+        }
+        if name != "FakeTensor":
+            calls["ids"] = lambda wrap=wrap: RF.rotated_embedding(wrap(ids), table, ring=ring)
+            calls["table"] = lambda wrap=wrap: RF.rotated_embedding(ids, wrap(table), ring=ring)
+            calls["kernel"] = lambda wrap=wrap: RF.rotated_convolution(image, wrap(kernel), ring=ring)
+        for what, call in calls.items():
+            expect(cases, f"{what} {name}", call, name)
+    loss = functools.partial(RF.rotated_linear_cross_entropy, x, w, Wrapped(targets), ring=ring)
+    expect(cases, "targets", loss, "Wrapped")
+    layer = rtp_ext.fully_rotate(nn.Sequential(nn.Linear(4, 2)), mesh=ring)
+    expect(cases, "a gradient", lambda: ToPair.apply(layer(x)).sum().backward(), "0: .*Pair")
+    with cases.case("the ring still works"):
+        layer(x).sum().backward()
+        y = RF.rotated_linear(x.as_subclass(Named), w, ring=ring)
+        assert torch.equal(y[:, 2 * rank : 2 * rank + 2], x @ w.T), "an input that is memory"
+        (mine, *_) = [shard.clone() for _, shard in ring.rotate(nn.Parameter(w))]
+        assert torch.equal(mine, w)
+    ring.close()
+    cases.finish()
+
+
+def test_operands_without_memory_are_refused():
+    run_ranks(_operands, 2)

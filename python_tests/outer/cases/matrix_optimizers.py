@@ -1,0 +1,122 @@
+"""Optimizers that multiply across shards, for plain tensors and DTensors alike."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import _muon
+
+# torch's iteration runs in bfloat16, where one process and shards round differently
+_source = inspect.getsource(_muon._zeropower_via_newtonschulz)
+assert _source.count("grad.bfloat16()") == 1
+_exact: dict = dict(vars(_muon))
+exec(_source.replace("grad.bfloat16()", "grad.clone()"), _exact)
+
+
+class Muon(torch.optim.Muon):
+    """torch's, whose iteration runs in the dtype of the gradient."""
+
+    def step(self, closure=None):
+        stock = _muon._zeropower_via_newtonschulz
+        _muon._zeropower_via_newtonschulz = _exact["_zeropower_via_newtonschulz"]
+        try:
+            return super().step(closure)
+        finally:
+            _muon._zeropower_via_newtonschulz = stock
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The same on all ranks of a mesh."""
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim) if sharded(tensor) else tensor
+
+
+def sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def of_whole(function, tensor: Tensor) -> Tensor:
+    """`function` of a tensor for which DTensor has no rule."""
+    if not sharded(tensor):
+        return function(tensor)
+    tensor = whole(tensor)
+    return DTensor.from_local(function(tensor.to_local()), tensor.device_mesh, tensor.placements, run_check=False)
+
+
+def inverse_root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix + 1e-3 * torch.eye(len(matrix), dtype=matrix.dtype))
+    return vectors @ torch.diag(values**-0.25) @ vectors.T
+
+
+def basis(matrix: Tensor) -> Tensor:
+    """Of eigenvectors of about that matrix, which has no two alike."""
+    apart = torch.linspace(1, 2, len(matrix), dtype=matrix.dtype) * matrix.trace() / 10
+    return torch.linalg.eigh(matrix + torch.diag(apart))[1]
+
+
+def small(matrix: Tensor) -> Tensor:
+    """Of full rank, where the first gradients have less."""
+    return 0.01 * torch.eye(len(matrix), dtype=matrix.dtype)
+
+
+class Matrices(torch.optim.Optimizer):
+    """Of matrices; `state` has lists."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(self.update(parameter.grad, self.state[parameter]), alpha=-group["lr"])
+
+
+class Shampoo(Matrices):
+    def update(self, gradient, state):
+        products = [whole(gradient @ gradient.T), whole(gradient.T @ gradient)]
+        if "factors" not in state:
+            state["factors"] = [torch.zeros_like(product) for product in products]
+        for factor, product in zip(state["factors"], products, strict=True):
+            factor.add_(product)
+        left, right = (of_whole(inverse_root, factor) for factor in state["factors"])
+        return left @ gradient @ right
+
+
+class Soap(Matrices):
+    """Adam in the eigenbasis of Shampoo's factors, which a step of a power iteration follows."""
+
+    def update(self, gradient, state):
+        products = [whole(gradient @ gradient.T), whole(gradient.T @ gradient)]
+        if not state:
+            state["factors"] = [of_whole(small, product) for product in products]
+            state["bases"] = [of_whole(basis, product) for product in products]
+            state["squares"] = torch.zeros_like(gradient)
+        for factor, product in zip(state["factors"], products, strict=True):
+            factor.lerp_(product, 0.3)
+        turned = [whole(factor @ base) for factor, base in zip(state["factors"], state["bases"], strict=True)]
+        state["bases"] = [of_whole(lambda one: torch.linalg.qr(one)[0], each) for each in turned]
+        left, right = state["bases"]
+        inside = left.T @ gradient @ right
+        state["squares"].lerp_(inside * inside, 0.3)
+        return left @ (inside / (state["squares"].sqrt() + 1e-3)) @ right.T
+
+
+def matrices(model):
+    """A square one and a tall one: DTensor takes milliseconds for every operator and shape that it has not seen."""
+    return [model.mix.weight, model.mlp[0].weight]
+
+
+def muon(model):
+    return Muon(matrices(model), lr=0.02)
+
+
+def shampoo(model):
+    return Shampoo(matrices(model), lr=0.02)
+
+
+def soap(model):
+    return Soap(matrices(model), lr=0.02)

@@ -1,0 +1,36 @@
+"""Random training programs, on a ring and in one process: a seed says all of a program, and both do the same.
+
+    check(rank, ranks, seed)
+    check(rank, ranks, seed, brief=True)
+    check(rank, ranks, seed, wide=True)
+
+A program is a model of random blocks (some checkpointed, some frozen, the head tied or not), a ring with random options
+on a random mesh, and a list of actions: steps of one or more micro-batches, of different sizes and empty on some ranks,
+evaluations, forwards without a backward, parameters that are frozen or thawed, clipping, a state dict that is saved and
+loaded into a model with other options, ranks that are late. A brief one has a single block of one of few sizes, and two
+actions: DTensor, which looks long at every new shape, knows those of the ones before.
+
+A wide one draws more: replicas with any outer policy, which is compared with plain workers that act as its algorithm
+says; torch.compile with several backends; a moving average of the weights that is evaluated; modules that are swapped
+after conversion; micro-batches that are not reduced; shards that stay on the host; gradient routes; how the optimizer's
+step is written.
+"""
+
+from programs.drawn import ACTIONS, Program
+from programs.run import Run
+
+__all__ = ["ACTIONS", "Program", "Run", "check"]
+
+
+def check(rank: int, ranks: int, seed: int, brief: bool = False, wide: bool = False) -> int:
+    """Runs the program of `seed`; AssertionError where a number differs. Returns how many actions it had."""
+    run = Run(rank, Program.draw(seed, ranks, brief, wide))
+    try:
+        run.run()
+    except AssertionError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"{run.program}: {type(error).__name__}: {error}") from error
+    finally:
+        run.close()
+    return len(run.program.actions)

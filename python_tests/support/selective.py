@@ -1,0 +1,73 @@
+"""Regions of selective activation checkpointing, and policies for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from rtp_ext.functional._selective import NAMES
+
+aten, rotations = torch.ops.aten, torch.ops.rtp_ext
+
+SDPA = [
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_attention_math.default,
+    aten._scaled_dot_product_efficient_attention.default,
+]
+MATRICES = [aten.mm.default, aten.addmm.default, *SDPA]
+
+
+def every_other_product() -> Callable[..., CheckpointPolicy]:
+    """As torchtitan does: of products of matrices every other one, attention, and what communicates."""
+    products = 0
+
+    def policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        nonlocal products
+        products += operator in MATRICES[:2]
+        skipped = operator in MATRICES[:2] and products % 2 == 0
+        saved = [*MATRICES, aten.max.default, torch.ops._c10d_functional.reduce_scatter_tensor.default]
+        return CheckpointPolicy.MUST_SAVE if operator in saved and not skipped else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def always(what: CheckpointPolicy) -> Callable[[], Callable[..., CheckpointPolicy]]:
+    return lambda: lambda *_, **__: what
+
+
+# What a region is given for a policy; None: all of it is recomputed. A policy may count, so that each region has one.
+POLICIES: dict[str, Callable[[], Any] | None] = {
+    "full": None,
+    "nothing": lambda: [],
+    "nothing, a function": always(CheckpointPolicy.PREFER_RECOMPUTE),
+    "everything": always(CheckpointPolicy.MUST_SAVE),
+    "everything, preferably": always(CheckpointPolicy.PREFER_SAVE),
+    "matrices": lambda: MATRICES,
+    "every other product": every_other_product,
+    "mlp": lambda: [rotations.mlp.default],
+    "rotations": lambda: [getattr(rotations, name).default for name in NAMES],
+}
+SAVES_ROTATIONS = ("everything", "everything, preferably", "rotations")
+
+
+def contexts(make: Callable[[], Any]) -> Callable[[], Any]:
+    """What `checkpoint` takes as context_fn, with a policy of its own for each region."""
+    return functools.partial(_make, make)  # torch.compile takes no closure
+
+
+def _make(make: Callable[[], Any]) -> Any:
+    return create_selective_checkpoint_contexts(make())
+
+
+def region(function: Callable[..., Any], policy: str | Callable[[], Any] | None, *arguments: Any) -> Any:
+    """`policy`: one of POLICIES, or what makes one; None: no checkpoint."""
+    if policy is None:
+        return function(*arguments)
+    make = POLICIES[policy] if isinstance(policy, str) else policy
+    if make is None:
+        return checkpoint(function, *arguments, use_reentrant=False)
+    return checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts(make))

@@ -1,0 +1,137 @@
+"""Methods of converted models: those that run as forward does, and those of FSDPModule that are not there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any
+
+from torch import nn
+
+from rtp_ext.convert.scopes import OpenScope, close_root, is_inside, open_root, state_of
+from rtp_ext.parameters.live import extended_class
+
+_FORWARD_METHOD = "_rtp_forward_method"  # attribute of what register_forward_method made
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Has a method of a converted model, or of a module in it, run as its forward does.
+
+    A call from outside opens the same scope: the ranks compare their models, parameters of modules that do not rotate
+    are gathered, and where fully_rotate was called with `module` inputs and outputs are cast as its policy says. Calls
+    from within a forward are fine. Copies of the module keep it.
+
+    Raises ValueError where the module has not been converted, or has no such method, or where that returns before its
+    body has run (generators and coroutines). As torch.distributed.fsdp.register_fsdp_forward_method.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"register_forward_method: expected a torch.nn.Module, got {type(module).__name__}")
+    kind = type(module).__name__
+    if not is_inside(module):
+        raise ValueError(f"register_forward_method: expected a model converted by fully_rotate, got a {kind}")
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"register_forward_method: expected the name of a method of {kind}, got {method_name!r}")
+    if hasattr(method, _FORWARD_METHOD):
+        return
+    function = getattr(method, "__func__", None) if getattr(method, "__self__", None) is module else None
+    if any(test(function or method) for test in _LATE):
+        raise ValueError(
+            f"register_forward_method: expected a method that has run when it returns, got {kind}.{method_name}, a "
+            "generator or coroutine"
+        )
+
+    @functools.wraps(method)
+    def scoped(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        call = method if function is None else functools.partial(function, self)
+        return _in_scope(self, call, arguments, keywords)
+
+    setattr(scoped, _FORWARD_METHOD, True)
+    setattr(module, method_name, types.MethodType(scoped, module))  # deepcopy binds it to the copy
+
+
+_LATE = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def _in_scope(module: nn.Module, call: Any, arguments: tuple, keywords: dict) -> Any:
+    """Calls a method within the scopes that the forward of its module opens."""
+    if state_of(module) is not None:
+        output = None
+        try:
+            cast = open_root(module, arguments, keywords)
+            arguments, keywords = cast or (arguments, keywords)
+            output = call(*arguments, **keywords)
+        finally:
+            output = close_root(module, arguments, output)
+        return output
+    opened = []
+    try:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, OpenScope):
+                hook.scope.enter()
+                opened.append(hook.scope)
+        return call(*arguments, **keywords)
+    finally:
+        for scope in opened:
+            scope.leave()
+
+
+# -- methods of torch's FSDPModule -----------------------------------------------------------------------------------
+
+_NOTHING_WHOLE = "leave it out: a weight is never whole, so that there is nothing to free and nothing to keep"
+_LEARNED = "leave it out: what to send ahead is learned from the pass before; `Ring(prefetch=0)` turns it off"
+_TRANSPORT = "choose what shards travel by: `fully_rotate(model, transport=...)`"
+_FACTOR = "call `rtp_ext.set_gradient_divide_factor(model, factor)`, and for each part that was converted before"
+
+# Method of FSDPModule: what to do in its place. docs/usage.md has the same table.
+INSTEAD = {
+    "unshard": "leave it out: a weight is never whole; `parameter.full_tensor()` gathers one",
+    "reshard": _NOTHING_WHOLE,
+    "set_reshard_after_forward": _NOTHING_WHOLE,
+    "set_reshard_after_backward": _NOTHING_WHOLE,
+    "set_unshard_in_backward": "leave it out: the weights of an embedding do not travel in backward",
+    "set_modules_to_forward_prefetch": _LEARNED,
+    "set_modules_to_backward_prefetch": _LEARNED,
+    "set_post_optim_event": "leave it out: a forward reads shards on the current stream, after what was written there",
+    "set_is_last_backward": "leave it out: every backward ends with gradients that are ready for use",
+    "set_requires_gradient_sync": "call `rtp_ext.set_requires_gradient_sync(model, ...)` or `rtp_ext.no_sync(model)`",
+    "set_requires_all_reduce": "call `rtp_ext.set_requires_all_reduce(model, ...)`",
+    "set_gradient_divide_factor": _FACTOR,
+    "set_reduce_scatter_divide_factor": _FACTOR,
+    "set_all_reduce_hook": "pass a policy of `rtp_ext.outer` as `outer`, or register hooks of parameters",
+    "set_custom_all_gather": _TRANSPORT,
+    "set_custom_reduce_scatter": _TRANSPORT,
+    "set_symm_mem_for_comm": _TRANSPORT,
+    "set_allocate_memory_from_process_group_for_comm": "leave it out: hops have slots that the transport allocates",
+    "set_force_sum_reduction_for_comms": "leave it out: collectives sum, and the scale is applied beside them",
+    "set_reduce_scatter_unused_params": "leave it out: every rank has to call the same layers",
+    "set_reduce_scatter_max_input_buffers": "leave it out: at most two partial gradients are in flight",
+    "set_separate_reduce_scatter_group": "leave it out: weights and gradients travel on links of their own",
+    "reset_iter_state": "leave it out: after an exception the next forward starts afresh; call `zero_grad`",
+}
+
+
+def answer_for_fully_shard(module: nn.Module) -> None:
+    """Has a module say what to do where code calls methods of FSDPModule. These are AttributeErrors still, so that code
+    which looks for such methods does not find them. Classes that look up attributes in a way of their own keep it."""
+    if type(module).__getattr__ is nn.Module.__getattr__:
+        module.__class__ = extended_class(type(module), {"__getattr__": _look_up})
+
+
+def _look_up(self: Any, name: str) -> Any:
+    # Parameters, buffers and modules are looked up here, too, and take no longer than by nn.Module's own.
+    own = self.__dict__
+    if "_modules" in own and name in own["_modules"]:
+        return own["_modules"][name]
+    if "_parameters" in own and name in own["_parameters"]:
+        return own["_parameters"][name]
+    if "_buffers" in own and name in own["_buffers"]:
+        return own["_buffers"][name]
+    if name in INSTEAD:
+        kind = type(self).__name__
+        raise AttributeError(
+            f"{kind!r} object has no attribute {name!r}: fully_rotate has converted this {kind}, not fully_shard; "
+            f"{INSTEAD[name]}"
+        )
+    return nn.Module.__getattr__(self, name)

@@ -1,0 +1,381 @@
+"""generate of models of the transformers package, on ranks that need different numbers of forwards for it.
+
+A forward of a converted model takes all ranks of a ring, while ranks stop generating when their own sequences end.
+Under `synced_gpus` transformers lets a rank that has finished go on in its own loop: that writes to its caches, runs
+past the end of a static one and of a table of positions, does not go with assisted generation, and asks the ranks of
+the world rather than those of the ring. Here ranks agree before each call of the model instead, and a rank that has
+nothing to compute answers with a call of one token, without a cache. So it does not matter how tokens are chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from rtp_ext._native import RingTimeout
+from rtp_ext.convert.admission import ring_of_module
+from rtp_ext.convert.parts.bundled import OWN_HOOKS
+from rtp_ext.convert.scopes import is_inside
+from rtp_ext.outer import ZeroOuter
+from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import CLAIM
+from rtp_ext.ring.patches.dynamo import eager
+
+_PATCHED = "_rtp_generates"  # attribute of the methods that stand in the place of transformers'
+
+# Arguments of a forward that do not decide which layers run, and that a call of one token needs none of.
+_OPTIONAL = {
+    "attention_mask",
+    "cache_params",
+    "cache_position",
+    "decoder_attention_mask",
+    "decoder_position_ids",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+}
+_TOKENS = ("input_ids", "token_type_ids")  # ends of names: integers [rows, length], of which any will do
+_EMBEDDED = "inputs_embeds"  # end of a name: [rows, length, features]
+_ENCODED = {"encoder_outputs", "input", "input_features", "input_values"}  # what a rank needs to have had itself
+_CROSS = "cross_attention_cache"  # of an encoder's keys and values: where there is one, they are not computed again
+
+# Ways to draft tokens that call layers of the model on their own, or fewer of them than a forward does.
+_REFUSED = ("assistant_early_exit", "use_mtp")
+
+_running: list[_Generation] = []
+
+
+def let_it_generate() -> None:
+    """Has `generate` of transformers' models, where parts of them rotate, call the model as often on all ranks.
+
+    Done to the classes, once they are loaded: a plain model around a converted part is then covered too, which nothing
+    leads to from the part. Models that do not rotate generate as before.
+    """
+    utilities = sys.modules.get("transformers.generation.utils")
+    if utilities is None:
+        return
+    for cls in {*utilities.GenerationMixin.__mro__, *_subclasses(utilities.GenerationMixin)}:
+        for name, replacement in (("generate", _in_step), ("init_continuous_batching", _refusing)):
+            method = vars(cls).get(name)
+            if method is not None and not hasattr(method, _PATCHED):
+                patched = replacement(method)
+                setattr(patched, _PATCHED, True)
+                setattr(cls, name, patched)
+
+
+def _subclasses(cls: Any) -> Iterator[type]:
+    for below in cls.__subclasses__():
+        yield below
+        yield from _subclasses(below)
+
+
+def _in_step(method: Any) -> Any:
+    @functools.wraps(method)
+    def generate(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        call = functools.partial(method, self, *arguments)
+        ring = _ring_of(self)
+        if ring is None or any(self is part for each in _running for part in each.parts.values()):
+            return call(**keywords)
+        around = next((each.model for each in _running if each.ring is ring), None)
+        if around is not None:
+            raise ValueError(
+                f"generate of {type(self).__name__} within that of {type(around).__name__}: expected one model of a "
+                "ring to generate at a time: an assistant_model that is not converted"
+            )
+        return _Generation(self, ring).run(call, keywords)
+
+    return generate
+
+
+def _refusing(method: Any) -> Any:
+    @functools.wraps(method)
+    def init_continuous_batching(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if _ring_of(self) is not None:
+            raise ValueError(
+                f"continuous batching of {type(self).__name__}: a thread of its own calls the model, as often as this "
+                "rank's requests want, which cannot be combined with rotation: expected generate without "
+                "cache_implementation='paged', with the same number of calls on every rank"
+            )
+        return method(self, *arguments, **keywords)
+
+    return init_continuous_batching
+
+
+def _ring_of(model: Any) -> Ring | None:
+    """The ring that a model's parts rotate on; None where its forwards wait for no other rank."""
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    ring = next((ring for part in parts if (ring := ring_of_module(part)) is not None), None)
+    if ring is None or ring.mesh is None or (ring.size == 1 and _replicas_of(model) is None):
+        return None
+    return ring
+
+
+def _replicas_of(model: nn.Module) -> ZeroOuter | None:
+    """The outer policy of a model, if forwards of replicas wait for each other."""
+    claims = (parameter.__dict__.get(CLAIM) for parameter in model.parameters())
+    policy = next((claim.policy for claim in claims if claim is not None), None)
+    return policy if isinstance(policy, ZeroOuter) and policy.replicas is not None else None
+
+
+class _Call(NamedTuple):
+    """A call of the model, or of a part of it outside of its forward, as far as it decides which layers run."""
+
+    part: str  # "": the model
+    inputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.part or 'the model'}({', '.join(self.inputs)})"
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What a rank tells the others before a call.
+
+    call: what it wants to call next; None: nothing any more. seen: inputs, as (part, name), that it can give to a call
+    that only others want, besides those that it can make. problem: what its generation has failed with.
+    """
+
+    model: str
+    call: _Call | None
+    seen: frozenset[tuple[str, str]] = frozenset()
+    problem: str | None = None
+
+    def can_join(self, call: _Call) -> bool:
+        made = (*_TOKENS, _EMBEDDED)
+        return call == self.call or all(name.endswith(made) or (call.part, name) in self.seen for name in call.inputs)
+
+
+class _Generation:
+    """One call of `generate` on a rank, in step with those of the other ranks.
+
+    Attributes:
+        parts: the modules that it may call by themselves, by name: the model, its encoder and the like, its embeddings.
+    """
+
+    def __init__(self, model: Any, ring: Ring) -> None:
+        self.model, self.ring, self.replicas = model, ring, _replicas_of(model)
+        self.parts = {name: part for name, part in model.named_modules() if self._may_be_called(part)}
+        self._inputs: dict[tuple[str, str], Any] = {}  # of the latest calls: what cannot be made
+        self._depth = 0  # calls of parts, one within another, that are running
+        self._others_failed = False
+
+    def _may_be_called(self, part: nn.Module) -> bool:
+        if part is self.model:
+            return True
+        own = hasattr(part, "main_input_name")  # a model of transformers
+        for name in ("get_input_embeddings", "get_output_embeddings"):
+            with contextlib.suppress(AttributeError, NotImplementedError):
+                own = own or part is getattr(self.model, name)()
+        return own and any(is_inside(each) for each in part.modules())
+
+    def run(self, generate: Callable[..., Any], keywords: dict[str, Any]) -> Any:
+        handles: list[RemovableHandle] = []
+        for name, part in self.parts.items():
+            handles.append(part.register_forward_pre_hook(_Before(self, name), with_kwargs=True, prepend=True))
+            handles.append(part.register_forward_hook(_After(self)))
+        _running.append(self)
+        try:
+            self._refuse(keywords)
+            if keywords.get("synced_gpus"):  # transformers' own way, see above
+                keywords = {**keywords, "synced_gpus": False}
+            result = generate(**keywords)
+            while (call := self._agree(None)) is not None:
+                self._stand_in(call)
+            return result
+        except Exception as error:
+            # Within a call of the model the others wait in hops, and where they have failed they ask nobody any more.
+            if self._depth == 0 and not self._others_failed and self.ring.alive:
+                self._tell(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            _running.remove(self)
+            for handle in handles:
+                handle.remove()
+
+    def _refuse(self, keywords: Mapping[str, Any]) -> None:
+        label = f"generate of {type(self.model).__name__}"
+        configs = [keywords.get("generation_config"), getattr(self.model, "generation_config", None)]
+        for name in _REFUSED:
+            given = [keywords.get(name), *(getattr(config, name, None) for config in configs)]
+            if asked := next((value for value in given if value), None):
+                raise ValueError(
+                    f"{label}: {name}={asked!r} drafts tokens with some of the model's layers alone, which cannot be "
+                    "combined with rotation: expected an assistant_model that is not converted, or "
+                    "prompt_lookup_num_tokens"
+                )
+
+    # -- agreeing ----------------------------------------------------------------------------------------------------
+
+    def _agree(self, call: _Call | None) -> _Call | None:
+        """What all ranks call now; None: no rank calls anything any more. `call`: what this one wants to. Collective.
+
+        Raises RuntimeError where another rank's generation has failed, ValueError where ranks generate with different
+        models, or want calls that the others have nothing to join with.
+        """
+        seen = frozenset(key for key, value in self._inputs.items() if key[1] != _CROSS or _is_filled(value))
+        turns = self._exchange(_Turn(type(self.model).__name__, call, seen))
+        self._others_failed = True  # unless all is well
+        for rank, turn in enumerate(turns):
+            if turn.problem is not None:
+                raise RuntimeError(
+                    f"generate of {type(self.model).__name__} failed on {self._named(rank)}: {turn.problem}"
+                )
+            if turn.model != turns[0].model:
+                raise ValueError(
+                    f"generate: the ranks generate with different models: expected {turns[0].model} "
+                    f"({self._named(0)}), got {turn.model} on {self._named(rank)}"
+                )
+        wanted = {turn.call: rank for rank, turn in reversed([*enumerate(turns)]) if turn.call is not None}
+        for chosen in sorted(wanted, key=wanted.__getitem__):
+            if all(turn.can_join(chosen) for turn in turns):
+                self._others_failed = False
+                return chosen
+        if wanted:
+            text = ", ".join(f"{call} on {self._named(rank)}" for call, rank in wanted.items())
+            raise ValueError(
+                f"generate of {turns[0].model}: expected all ranks to call the same parts of the model with the same "
+                f"kinds of inputs, got {text}"
+            )
+        self._others_failed = False
+        return None
+
+    def _tell(self, problem: str) -> None:
+        """Has the others' generations fail, too. Collective."""
+        with contextlib.suppress(Exception):  # what has failed here is raised
+            self._exchange(_Turn(type(self.model).__name__, None, problem=problem))
+
+    def _exchange(self, turn: _Turn) -> list[_Turn]:
+        """The turns of all ranks that a forward waits for."""
+        try:
+            told = self.ring.exchange(turn)
+            if self.replicas is not None:
+                rows = self.replicas.exchange(told)
+                told = [theirs for row in rows for theirs in (row if isinstance(row, list) else [row])]
+        except RingTimeout as error:
+            error.args = (f"generate of {turn.model}, which every rank of the ring has to call: {error}",)
+            raise
+        if not all(isinstance(theirs, _Turn) for theirs in told):
+            self._others_failed = True
+            raise ValueError(
+                f"generate of {turn.model}: expected all ranks to generate, got one that does something else meanwhile"
+            )
+        return told if self.ring.tensor_mesh is None else self._compared(told)
+
+    def _compared(self, told: list[_Turn]) -> list[_Turn]:
+        """Ranks of tensor parallelism have the same batch, and decide alike."""
+        assert self.ring.tensor_mesh is not None
+        group = self.ring.tensor_mesh.get_group()
+        rows: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(rows, told, group=group)
+        failed = next((row for row in rows if any(turn.problem is not None for turn in row)), None)
+        if failed is not None:
+            return failed
+        if any(row != told for row in rows):
+            self._others_failed = True
+            raise ValueError(
+                f"generate of {told[0].model}: expected ranks of tensor parallelism to generate the same tokens, got "
+                "calls that differ: give them the same batch and, for sampling, the same seed"
+            )
+        return told
+
+    def _named(self, place: int) -> str:
+        replica, rank = divmod(place, self.ring.size)
+        return f"rank {rank}" if self.replicas is None else f"rank {rank} of replica {replica}"
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    @eager
+    def before(self, name: str, part: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
+        """This rank calls a part of the model: all ranks do, with what it is called with or with anything else."""
+        if self._depth == 0:
+            given = inspect.signature(part.forward).bind_partial(*arguments).arguments if arguments else {}
+            wanted = self._note(name, {**given, **keywords})
+            while (call := self._agree(wanted)) != wanted:
+                assert call is not None, "this rank wants one"
+                self._stand_in(call)
+        self._depth += 1
+
+    @eager
+    def after(self) -> None:
+        self._depth -= 1
+
+    def _note(self, name: str, given: Mapping[str, Any]) -> _Call:
+        """The call that a part gets, and of its inputs what another call will need."""
+        inputs = [
+            key for key, value in given.items() if key not in _OPTIONAL and any(map(_is_tensor, tree_leaves(value)))
+        ]
+        self._inputs.update({(name, key): given[key] for key in inputs if key in _ENCODED})
+        cache = given.get("past_key_values")
+        if hasattr(cache, _CROSS):
+            self._inputs[name, _CROSS] = cache
+            inputs += [_CROSS] if _is_filled(cache) else []
+        return _Call(name, tuple(sorted(inputs)))
+
+    @torch.no_grad()
+    def _stand_in(self, call: _Call) -> None:
+        """Takes part in a call that other ranks want, and changes nothing here by it."""
+        part = self.parts[call.part]
+        accepted = inspect.signature(part.forward).parameters
+        given: dict[str, Any] = {name: self._inputs[call.part, name] for name in call.inputs if name in _ENCODED}
+        rows = next((len(leaf) for leaf in tree_leaves(given) if _is_tensor(leaf)), 1)
+        given |= {name: value for name, value in _BARE.items() if name in accepted}
+        for name in call.inputs:
+            if name.endswith(_TOKENS):
+                given[name] = torch.zeros(rows, 1, dtype=torch.long, device=self.ring.device)
+            elif name.endswith(_EMBEDDED):
+                table = self.model.get_input_embeddings().weight
+                given[name] = torch.zeros(rows, 1, table.shape[-1], dtype=table.dtype, device=self.ring.device)
+            elif name == _CROSS:
+                given |= {"past_key_values": _beside(self._inputs[call.part, _CROSS]), "use_cache": True}
+        devices = [self.ring.device] if self.ring.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # of dropout
+            self._depth += 1
+            part(**given)
+            self._depth -= 1
+
+
+_BARE = {"use_cache": False, "return_dict": True}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_filled(cache: Any) -> bool:
+    return any(cache.is_updated.values())
+
+
+def _beside(cache: Any) -> Any:
+    """A cache with the same keys and values of the encoder, and none of the decoder."""
+    return type(cache)(sys.modules[type(cache).__module__].DynamicCache(), cache.cross_attention_cache)
+
+
+class _Before:
+    def __init__(self, generation: _Generation, name: str) -> None:
+        self.generation, self.name = generation, name
+
+    def __call__(self, part: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
+        self.generation.before(self.name, part, arguments, keywords)
+
+
+class _After:
+    def __init__(self, generation: _Generation) -> None:
+        self.generation = generation
+
+    def __call__(self, _part: nn.Module, _arguments: Any, _output: Any) -> None:
+        self.generation.after()
+
+
+for _hook in (_Before, _After):
+    setattr(_hook, OWN_HOOKS, True)

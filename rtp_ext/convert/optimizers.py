@@ -1,0 +1,222 @@
+"""Optimizers of converted models: which of them step on this rank's shards, and which are refused.
+
+torch's optimizers step on DTensors, as they do after fully_shard. Where DTensor has no rule for what an optimizer
+computes, its step sees plain tensors instead: hooks hand it a stand-in that holds the local parts of parameters,
+gradients and state. An elementwise step on those is the step of the whole. What a stand-in cannot do is refused by
+name. docs/optimizers.md has the table.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rtp_ext.convert.adafactor import shard_of, step_on_shards
+from rtp_ext.parameters.sharding import held
+from rtp_ext.ring.autograd import as_gradient
+from rtp_ext.ring.patches.dtensor import rotates
+
+REPLACED = "_rtp_replaced"  # attribute of a plain parameter in whose place a model has shards now: its name there
+_watching: list[Any] = []  # the handles of the hooks
+
+# Optimizers that no hook can make right, by the package and the name of a class or of one of its bases.
+_REFUSED = {
+    ("torch", "LBFGS"): (
+        "its stopping rules and line search follow the loss of one rank, so that ranks would take different numbers of "
+        "forwards, and it flattens all parameters into one vector. Use torch.optim.AdamW, Muon or Adafactor"
+    ),
+    ("transformers", "Adafactor"): (
+        "it mixes its own plain tensors with sharded parameters. Use torch.optim.Adafactor, whose row and column "
+        "statistics are summed over the ring"
+    ),
+    ("bitsandbytes", "Optimizer8bit"): (
+        "its kernels take no shards, and its quantised state could not be saved as parts of the whole. Use "
+        "torchao.optim.AdamW8bit, AdamW4bit or AdamWFp8, or torch.optim.AdamW, whose state is cut over the ring"
+    ),
+}
+
+
+# -- optimizers that were built too early ------------------------------------------------------------------------------
+
+
+def weak_parameters(module: nn.Module) -> list[tuple[str, weakref.ref]]:
+    """The parameters of a model by name, not kept alive."""
+    kind = type(module).__name__
+    return [(f"{kind}.{name}", weakref.ref(p)) for name, p in module.named_parameters()]
+
+
+def mark_replaced(module: nn.Module, before: Iterable[tuple[str, weakref.ref]]) -> None:
+    """Marks the parameters, plain or of tensor parallelism, that a model had `before` and has no longer, but somebody
+    still holds.
+
+    An optimizer that was built too early is such a holder, and would go on to train them: its step raises ValueError.
+    """
+    now = {id(parameter) for parameter in module.parameters()}
+    for name, reference in before:
+        parameter = reference()
+        if parameter is not None and id(parameter) not in now:
+            parameter.__dict__[REPLACED] = name
+
+
+def _refuse_stale(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if REPLACED in parameter.__dict__:
+                raise ValueError(
+                    f"{type(optimizer).__name__}: expected an optimizer of the converted model's parameters, got one "
+                    f"that holds the plain {parameter.__dict__[REPLACED]}, which fully_rotate has replaced by shards: "
+                    "build the optimizer after fully_rotate"
+                )
+
+
+# -- hooks of every step -----------------------------------------------------------------------------------------------
+
+
+def watch_optimizers() -> None:
+    """Has the steps of all optimizers of this process pass through the hooks below; once."""
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_before_step))
+        _watching.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _before_step(optimizer: Optimizer, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict] | None:
+    _refuse_stale(optimizer)
+    rotated = [p for group in optimizer.param_groups for p in group["params"] if rotates(p)]
+    if not rotated:
+        return None
+    _refuse_unfit(optimizer, rotated)
+    adafactor = _takes(optimizer, Adafactor)
+    if not adafactor and not _elementwise(optimizer):
+        return None
+    stand_in = _StandIn(optimizer, adafactor)
+    closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
+    return (stand_in.optimizer, lambda: stand_in.fill(closure)), {}
+
+
+def _after_step(_optimizer: Optimizer, arguments: tuple, _keywords: dict[str, Any]) -> None:
+    stand_in = arguments[0].__dict__.get(_STAND_IN)
+    if stand_in is not None:
+        stand_in.give_back()
+
+
+def _takes(optimizer: Optimizer, cls: type[Optimizer]) -> bool:
+    """Whether the step of an optimizer is that of a class of torch."""
+    return type(optimizer).step is cls.step
+
+
+def _elementwise(optimizer: Optimizer) -> bool:
+    """Whether a step computes each number from those at the same place alone, by operations that DTensor has no rule
+    for, or, as those of torchao, by graphs whose cache takes uneven shards of other ranks for its own."""
+    if any(base.__module__ == "torchao.optim.adam" for base in type(optimizer).__mro__):
+        return True
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return _takes(optimizer, Rprop) or (fused and (_takes(optimizer, SGD) or _takes(optimizer, Adagrad)))
+
+
+def _refuse_unfit(optimizer: Optimizer, rotated: list[DTensor]) -> None:
+    kind = type(optimizer).__name__
+    for base in type(optimizer).__mro__:
+        why = _REFUSED.get((base.__module__.partition(".")[0], base.__name__))
+        if why is not None:
+            raise ValueError(
+                f"{base.__module__.partition('.')[0]}'s {kind} cannot train the sharded parameters of a converted "
+                f"model: {why} (docs/optimizers.md)"
+            )
+    if _takes(optimizer, Muon):
+        for parameter in rotated:
+            _refuse_few_rows(kind, parameter)
+
+
+def _refuse_few_rows(kind: str, parameter: DTensor) -> None:
+    """DTensor multiplies a matrix only where every rank has a row of it, or a column."""
+    shards = [1] * parameter.dim()
+    for index, placement in enumerate(parameter.placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            shards[placement.dim] *= parameter.device_mesh.size(index)
+    for dim, (extent, ranks) in enumerate(zip(parameter.shape, shards, strict=True)):
+        if extent < ranks:
+            raise ValueError(
+                f"{kind}: expected matrices of at least {ranks} numbers along dimension {dim}, which {ranks} ranks "
+                f"share, got a parameter of shape {tuple(parameter.shape)}: give it to torch.optim.AdamW in an "
+                "optimizer of its own (docs/optimizers.md)"
+            )
+
+
+_STAND_IN = "_rtp_stand_in"  # attribute of an optimizer that stands for another in one step: its _StandIn
+
+
+class _StandIn:
+    """What stands for an optimizer in one step: an optimizer of the same class, of this rank's plain shards.
+
+    It is filled by the closure of the step, which comes after all hooks and before the optimizer looks at a gradient.
+    Where the step fails, the optimizer itself has not been touched. `adafactor`: the rotated parameters are left out,
+    and take their step before the others.
+    """
+
+    def __init__(self, given: Optimizer, adafactor: bool) -> None:
+        self.given, self.adafactor = given, adafactor
+        self.optimizer: Any = object.__new__(type(given))
+        self.optimizer.__dict__.update(given.__dict__, **{_STAND_IN: self})
+        self.owners: dict[torch.Tensor, torch.Tensor] = {}  # by what stands for it: the parameter
+
+    def fill(self, closure: Callable[[], Any] | None) -> Any:
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            stand_ins: dict[torch.Tensor, torch.Tensor] = {}
+            for group in self.given.param_groups:
+                if self.adafactor:
+                    step_on_shards(group, list(filter(rotates, group["params"])), self.given.state)
+                for parameter in group["params"]:
+                    if not rotates(parameter):
+                        stand_ins[parameter] = parameter
+                    elif not self.adafactor:
+                        stand_ins[parameter] = _plain_shard(parameter)
+            self.owners = {shard: parameter for parameter, shard in stand_ins.items()}
+            self.optimizer.param_groups = [
+                {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]}
+                for group in self.given.param_groups
+            ]
+            self.optimizer.state = defaultdict(dict)
+            for parameter, shard in stand_ins.items():
+                if parameter in self.given.state:
+                    state = self.given.state[parameter]
+                    self.optimizer.state[shard] = {key: shard_of(value, parameter) for key, value in state.items()}
+        return loss
+
+    def give_back(self) -> None:
+        """Gives the optimizer what the step has left behind."""
+        left = self.optimizer.__dict__
+        for group, known in zip(left.pop("param_groups"), self.given.param_groups, strict=True):
+            known.update({key: value for key, value in group.items() if key != "params"})
+        for shard, state in left.pop("state").items():
+            parameter = self.owners[shard]
+            known = self.given.state[parameter]
+            for key, value in state.items():
+                if parameter is shard or not _is_cut(key, value, shard):
+                    known[key] = value
+                elif held(known.get(key)) is not value:  # new: else it has been written in place
+                    known[key] = as_gradient(value, parameter._spec)  # type: ignore[attr-defined]
+        del left[_STAND_IN]
+        self.given.__dict__.update(left)
+
+
+def _plain_shard(parameter: Any) -> torch.Tensor:
+    """This rank's shard of a parameter, with that of its gradient."""
+    shard = held(parameter).detach().requires_grad_(parameter.requires_grad)
+    if parameter.grad is not None:
+        shard.grad = shard_of(parameter.grad, parameter)
+    return shard
+
+
+def _is_cut(key: str, value: Any, shard: torch.Tensor) -> bool:
+    """Whether a value of the state of a shard is cut as that is; `step` is a number, even of a scalar."""
+    return isinstance(value, torch.Tensor) and key != "step" and value.shape == shard.shape

@@ -1,0 +1,76 @@
+"""What replicas that train apart refuse: plain state dicts while they differ, and steps of optimizers of which their
+policy does not know."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rtp_ext.outer.apart.means import Means
+from rtp_ext.outer.apart.optimizers import rehearses
+from rtp_ext.ring.autograd import CLAIM
+
+if TYPE_CHECKING:
+    from rtp_ext.outer.apart.after_steps import AfterSteps
+
+
+def mixture(what: str, policy: AfterSteps) -> str:
+    return (
+        f"{what}: replicas differ under {policy!r}, and a checkpoint would hold a mixture of them: expected "
+        "outer_of(model).average() before, or outer_of(model).state_dict() in its place, which has a layer for each"
+    )
+
+
+class Guard:
+    """Refuses state dicts of a module of which replicas have different weights. A copy is for the copy's policy."""
+
+    def __init__(self, policy: AfterSteps | None) -> None:
+        self._reference = None if policy is None else weakref.ref(policy)
+
+    @property
+    def policy(self) -> AfterSteps | None:
+        return None if self._reference is None else self._reference()
+
+    def __call__(self, module: nn.Module, prefix: str, *_: Any) -> None:
+        policy = self.policy
+        if policy is not None and policy._weights_differ and not policy._own_state_dict:
+            raise ValueError(mixture(f"state_dict of {prefix}{type(module).__name__}", policy))
+
+    def __deepcopy__(self, memo: dict) -> Guard:
+        return Guard(copy.deepcopy(self.policy, memo))
+
+    def __reduce__(self) -> Any:
+        return Guard, (None,)
+
+
+# -- optimizers that nobody told of ------------------------------------------------------------------------------------
+
+_watching: list[Any] = []  # the handle of the hook
+
+
+def refuse_unattached() -> None:
+    """Has optimizers refuse to step on parameters of a policy that does not know of them."""
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_check_attached))
+
+
+def _check_attached(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            claim = parameter.__dict__.get(CLAIM)
+            if claim is None or not isinstance(claim.policy, Means):
+                continue
+            policy = cast("AfterSteps", claim.policy)
+            if not policy.acts or any(known is optimizer for known in policy._optimizers):
+                continue
+            if not policy._arrived and rehearses(optimizer, arguments, keywords):
+                return
+            raise ValueError(
+                f"{type(optimizer).__name__}: expected an optimizer that {policy!r} knows of, which acts after its "
+                "steps: call outer_of(model).attach(optimizer) before"
+            )

@@ -1,0 +1,209 @@
+"""Parameters that are tensor subclasses: which can be sharded, and how their shards become whole again.
+
+A subclass that computes by rules of its own (quantised weights, weights that are cast to float8 before they travel) is
+sharded and gathered through the extensions that `fully_shard` calls, too: `fsdp_pre_all_gather` of a shard says what
+travels, and `fsdp_post_all_gather` makes the whole parameter of what has arrived.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from rtp_ext.parameters.sharding import held, take_shard
+from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
+from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import as_gradient, as_parameter, computes_plainly, expect_memory
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_TOLD = "_rtp_told"  # attribute of a module: what the ranks have told each other of its parameters
+
+
+def is_extended(parameter: Any) -> bool:
+    """Whether a parameter, or its shard, is to be gathered through extensions of its class."""
+    kind = type(held(parameter))
+    return not computes_plainly(kind) and hasattr(kind, _PRE) and hasattr(kind, _POST)
+
+
+def refusal(parameter: Any) -> str | None:
+    """Why a parameter can be neither sharded nor gathered because of its class; None where it can."""
+    value = held(parameter)
+    if computes_plainly(type(value)) or nn.parameter.is_lazy(value):
+        return None
+    kind = type_name(value)
+    if isinstance(parameter, DTensor):
+        return f"a DTensor whose shards are {kind}"
+    lacking = [name for name in (_PRE, _POST) if not hasattr(type(value), name)]
+    if lacking:
+        return f"a {kind}, which computes by rules of its own and has no {' and no '.join(lacking)}"
+    if value.is_meta:
+        return f"a {kind} on the meta device"
+    if value.dim() == 0:
+        return f"a scalar {kind}"
+    return _cannot_be_cut(value)
+
+
+def _cannot_be_cut(value: torch.Tensor) -> str | None:
+    try:
+        part = value.detach()[:1].clone(memory_format=torch.contiguous_format)
+    except (NotImplementedError, RuntimeError, TypeError) as error:  # of operators that the class does not have
+        return f"a {type_name(value)}, which cannot be sliced ({error})"
+    return None if type(part) is type(value) else f"a {type_name(value)}, of which a slice is a {type_name(part)}"
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+def shard_extended(parameter: Any, ring: Ring) -> nn.Parameter:
+    """A sharded parameter in place of a whole one whose class has the extensions, cut along its first dimension."""
+    assert ring.parameter_mesh is not None, "on an emulated ring it stays whole"
+    home = take_shard(parameter, ring, 0)
+    meta = TensorMeta(parameter.shape, torch.empty(parameter.shape, device="meta").stride(), parameter.dtype)
+    spec = DTensorSpec(ring.parameter_mesh, tuple(ring.placements(0)), tensor_meta=meta)
+    converted = as_parameter(as_gradient(home, spec), parameter.requires_grad)
+    converted.__dict__.update(
+        {key: value for key, value in parameter.__dict__.items() if key not in home.__dict__}
+    )  # marks of the parameter, no inner tensors
+    return converted
+
+
+def summed_inside(shard: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether gradients of a whole parameter are averaged inside of their wrappers: they are of the class of the shard,
+    which adds and scales by adding and scaling what is inside."""
+    return type(whole) is type(shard) and inner_tensors(whole) is not None and _adds_up(whole)
+
+
+_known: dict[type, bool] = {}
+
+
+def _adds_up(whole: Any) -> bool:
+    kind = type(whole)
+    if kind not in _known:
+        try:
+            _known[kind] = _adds_up_made_up(whole)
+        except (NotImplementedError, RuntimeError, TypeError):  # of operators that the class does not have
+            _known[kind] = False
+    return _known[kind]
+
+
+def _adds_up_made_up(whole: Any) -> bool:
+    """With made up values, so that every rank comes to the same answer."""
+    row = inner_tensors(whole[:1]) or []
+    numbers = [torch.full_like(each, 1.0 + place) for place, each in enumerate(row)]
+    made = with_inner(whole, numbers)
+    total = made + made * 2
+    found = inner_tensors(total) if type(total) is type(whole) else None
+    return found is not None and all(torch.equal(three, one * 3) for one, three in zip(numbers, found, strict=True))
+
+
+# -- what travels ------------------------------------------------------------------------------------------------------
+
+
+class Extended:
+    """One parameter while it is gathered: what of this rank's shard travels, and what becomes of what arrives.
+
+    Attributes:
+        inputs: plain tensors of this rank, which all ranks send.
+        shapes: of what every rank sends, by rank, for each of `inputs`; set by `agree`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        parameter: torch.Tensor,
+        shard: torch.Tensor,
+        ring: Ring,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.name, self.shard, self.ring = f"{type(module).__name__}.{name}", shard, ring
+        self.shape = parameter.shape
+        self.key = (ring.serial, name, type_name(shard), tuple(self.shape), shard.dtype, mp_policy.param_dtype)
+        casts = mp_policy.param_dtype is not None and shard.dtype.is_floating_point
+        self.dtype = mp_policy.param_dtype if casts else shard.dtype
+        self.known: dict[Any, Any] = module.__dict__.setdefault(_TOLD, {})
+        self.shapes: list[list[tuple[int, ...]]] = []
+        pre = getattr(shard, _PRE)
+        arguments = (ring.mesh, self.shape, parameter.stride(), module, mp_policy)
+        # as in fully_shard: an older form of the extension takes the mesh alone
+        inputs, self.metadata = pre(*arguments[: 1 if len(inspect.signature(pre).parameters) == 1 else None])
+        self.inputs = [tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous() for tensor in inputs]
+        expect_memory(f"{name}: {_PRE} of {type_name(shard)}", self.inputs)
+
+    def told(self) -> list[tuple[tuple[int, ...], str]]:
+        return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in self.inputs]
+
+    def sent(self) -> list[tuple[list[tuple[int, ...]], int]]:
+        """Of each of `inputs`: its shapes on all ranks, and the bytes of an element."""
+        return [(shapes, tensor.itemsize) for shapes, tensor in zip(self.shapes, self.inputs, strict=True)]
+
+    def whole(self, arrived: list[torch.Tensor]) -> torch.Tensor:
+        """The parameter of what every rank has sent, one rank's after the other's."""
+        whole, _ = getattr(self.shard, _POST)(tuple(arrived), self.metadata, self.dtype)
+        rows = self.shape[0]
+        if tuple(whole.shape[1:]) != tuple(self.shape[1:]) or whole.shape[0] < rows:
+            raise ValueError(
+                f"{self.name}: expected {_POST} of {type_name(self.shard)} to make a tensor of shape "
+                f"{tuple(self.shape)}, or of more rows, got {tuple(whole.shape)}"
+            )
+        if whole.shape[0] != rows:  # the last ranks have padded what they sent
+            whole = whole.narrow(0, 0, rows)
+        return whole.data if whole._is_view() else whole  # autograd refuses views from a Function
+
+
+def agree(extended: Sequence[Extended]) -> None:
+    """Has the ranks tell each other, once, what each sends of which shape.
+
+    Raises ValueError on every rank where they do not send the same kinds of tensors. Where a rank sends something else
+    later on, it ends the ring, since others are waiting for what it had told. Collective where something is new.
+    """
+    if not extended:
+        return
+    ring = extended[0].ring
+    new = [each for each in extended if each.key not in each.known]
+    if new:
+        told = ring.exchange([each.told() for each in new])
+        for place, each in enumerate(new):
+            kinds = [[(len(shape), shape[1:], dtype) for shape, dtype in theirs[place]] for theirs in told]
+            other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+            if other is not None:
+                raise ValueError(
+                    f"{each.name}: expected {_PRE} to give the same tensors but for their rows on every rank, got "
+                    f"{told[0][place]} on rank 0 and {told[other][place]} on rank {other}"
+                )
+            each.known[each.key] = [theirs[place] for theirs in told]
+    for each in extended:
+        every = each.known[each.key]
+        if every[ring.rank] != each.told():
+            error = RuntimeError(
+                f"{each.name}: expected {_PRE} to give the same tensors every time, {every[ring.rank]}, got "
+                f"{each.told()}"
+            )
+            ring.end(error)
+            raise error
+        each.shapes = [[theirs[number][0] for theirs in every] for number in range(len(each.inputs))]
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def parts_of_gradient(gradient: torch.Tensor, like: torch.Tensor | None) -> list[torch.Tensor]:
+    """A gradient as plain tensors, which are averaged each for itself. `like`: the shard of a parameter whose gradients
+    are `summed_inside`; None for all others."""
+    inside = None if like is None else inner_tensors(like)
+    if computes_plainly(type(gradient)):
+        return [gradient] * (1 if inside is None else len(inside))
+    inner = inner_tensors(gradient) if like is not None and type(gradient) is type(like) else None
+    if inner is None:
+        raise TypeError(
+            f"a gradient of shape {tuple(gradient.shape)}: expected a plain tensor, got a {type_name(gradient)}, which "
+            "cannot be averaged over ranks"
+        )
+    return inner

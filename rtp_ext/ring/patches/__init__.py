@@ -1,0 +1,1 @@
+"""What this package adds to torch itself: rules of DTensor parameters and optimizers, and of compilers."""

@@ -1,0 +1,139 @@
+"""DTensor parameters of a ring: gradients through `full_tensor` and `redistribute`, writes and state of optimizers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rtp_ext._native import share_version
+from rtp_ext.ring.autograd import come_home, first_order_only, keep_way_home
+from rtp_ext.ring.enrolled import collectively_on
+from rtp_ext.ring.mesh import followed, home_placements, own_part
+
+
+def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
+    """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
+    refused that is whole or belongs to another rank. Raises ValueError where an equal mesh stands for something else:
+    what becomes of a gradient is known by its mesh alone."""
+    known = followed.get(mesh, (replicas, tensor))
+    if known != (replicas, tensor):
+        what = ["tensor parallelism" if cut else "replicas" for _, cut in (known, (replicas, tensor))]
+        raise ValueError(
+            "fully_rotate: expected one meaning for each dimension of a mesh, got "
+            f"{mesh.mesh_dim_names} with {what[0]} in another model and with {what[1]} in this one, over the same "
+            "ranks: give the dimension another name for one of the two (init_device_mesh(..., mesh_dim_names=...))"
+        )
+    if not followed:
+        register_optimizer_step_pre_hook(_check_state)
+        register_optimizer_step_post_hook(_count_writes)
+        DTensor.full_tensor = _averaged_full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
+        DTensor.redistribute = _averaged_redistribute(DTensor.redistribute)  # type: ignore[method-assign]
+    followed[mesh] = replicas, tensor
+
+
+def rotates(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.device_mesh in followed
+
+
+def expect_own_shard(tensor: Any, parameter: torch.Tensor, what: str) -> None:
+    """Raises ValueError where `tensor`, which goes with a parameter, is the shard of another rank: a DTensor remembers
+    the place of the rank that pickled it."""
+    if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
+        return
+    theirs, mine = tensor.device_mesh, parameter.device_mesh
+    if theirs is mine or theirs != mine or theirs.get_coordinate() == mine.get_coordinate():
+        return
+    raise ValueError(
+        f"{what}: expected the shard of the rank at {mine.get_coordinate()} of its mesh, got the one of the rank at "
+        f"{theirs.get_coordinate()}: every rank has loaded what one rank saved. Save with torch.distributed.checkpoint "
+        "(get_state_dict, set_state_dict), or a file for each rank"
+    )
+
+
+def _check_state(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in filter(rotates, group["params"]):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                what = f"{type(optimizer).__name__}: state {key} of a parameter of shape {tuple(parameter.shape)}"
+                expect_own_shard(value, parameter, what)
+                if _is_whole(value, parameter):
+                    raise ValueError(
+                        f"{what}: expected a DTensor that is cut as the parameter is, got a plain tensor of the whole "
+                        "shape: load whole optimizer state with set_optimizer_state_dict of "
+                        "torch.distributed.checkpoint.state_dict and full_state_dict=True"
+                    )
+
+
+def _is_whole(value: Any, parameter: Any) -> bool:
+    """Whether a value of the state is a plain tensor as large as a parameter that is cut, on whatever rank."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != parameter.shape:
+        return False
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return any(ranks > 1 and not isinstance(placement, Replicate) for placement, ranks in sizes)
+
+
+def _count_writes(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+    """Foreach and fused steps on DTensors do not count as writes: torch counts below their dispatch."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    torch.autograd.graph.increment_version([p for p in parameters if rotates(p) and p.grad is not None])
+
+
+def _averaged_full_tensor(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(stock)
+    def full_tensor(self: DTensor, *, grad_placements: Any = None) -> torch.Tensor:
+        if grad_placements is None and rotates(self) and self.requires_grad and torch.is_grad_enabled():
+            return _FullTensor.apply(self, stock)
+        return stock(self, grad_placements=grad_placements)
+
+    return full_tensor
+
+
+def _averaged_redistribute(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """The other way to a whole parameter: redistribute(placements=[Replicate()])."""
+
+    @functools.wraps(stock)
+    def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **keywords: Any) -> DTensor:
+        whole = placements is not None and all(isinstance(placement, Replicate) for placement in placements)
+        here = device_mesh is None or device_mesh == self.device_mesh
+        if whole and here and rotates(self) and self.requires_grad and torch.is_grad_enabled():
+            return DTensor.from_local(self.full_tensor(), self.device_mesh, placements, run_check=False)
+        return stock(self, device_mesh, placements, **keywords)
+
+    return redistribute
+
+
+class _FullTensor(torch.autograd.Function):
+    """A whole parameter outside its module, such as a vocabulary head of which somebody computes the loss by hand.
+
+    torch takes its gradient to be the same on every rank. Every rank has a batch of its own: gradients are averaged, as
+    those of all parameters are. Where they are the same on every rank, so is their average.
+    """
+
+    @staticmethod
+    def forward(ctx, parameter: DTensor, stock: Callable[..., torch.Tensor]):
+        keep_way_home(ctx, parameter)
+        whole = stock(parameter.detach()).clone()
+        share_version(whole, parameter)
+        return whole
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, gradient: torch.Tensor):
+        mesh = ctx.spec.mesh
+        ring, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
+        mean = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
+        collectively_on(mesh, "full_tensor backward", dist.all_reduce, mean, group=ring)
+        mean.div_(ranks)
+        mean = own_part(mean, mesh, home_placements(ctx.spec))
+        mean = mean if ctx.kept is None else ctx.kept.memory.load(mean)
+        # a copy: the gradient must not keep the whole one alive
+        return come_home(ctx, mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)), None
