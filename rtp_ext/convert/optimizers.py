@@ -21,6 +21,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rtp_ext.convert.adafactor import shard_of, step_on_shards
+from rtp_ext.outer.apart.optimizers import CLOSURE
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import as_gradient
 from rtp_ext.ring.patches.dtensor import rotates
@@ -99,7 +100,12 @@ def _before_step(optimizer: Optimizer, arguments: tuple, keywords: dict[str, Any
         return None
     stand_in = _StandIn(optimizer, adafactor)
     closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
-    return (stand_in.optimizer, lambda: stand_in.fill(closure)), {}
+
+    def fill() -> Any:
+        return stand_in.fill(closure)
+
+    setattr(fill, CLOSURE, closure)
+    return (stand_in.optimizer, fill), {}
 
 
 def _after_step(_optimizer: Optimizer, arguments: tuple, _keywords: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ class Workers:
                 parameter.copy_(part.view(parameter.shape))
 
     def mix(self, matrix: Tensor) -> None:
-        self.put(matrix.to(self.start.dtype) @ self.weights)
+        self.put(matrix.to(self.weights.dtype) @ self.weights)
 
 
 # -- what policies do between whole models -----------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def gossip_beside(topology: str, period: int = 1, global_period: int | None = No
         if global_period and workers.step % global_period == 0:
             mean(workers)
         elif workers.step % period == 0:
-            matrix = mixing_matrix(topology, workers.replicas, workers.step // period - 1).to(workers.start.dtype)
+            matrix = mixing_matrix(topology, workers.replicas, workers.step // period - 1).to(workers.weights.dtype)
             move = matrix @ workers.weights - workers.weights
             workers.kept["late"] = {0: (workers.step + 1, lambda: workers.put(workers.weights + move))}
 

@@ -387,7 +387,7 @@ class AfterSteps(Means):
                 raise ValueError(
                     f"{self!r}: expected optimizers of this model alone before {what}, got a "
                     f"{type(optimizer).__name__} with parameters of another, such as the next stage of a pipeline: "
-                    "build and attach one for each"
+                    "build and attach one for each; of parts of one model, call fully_rotate(model) around them"
                 )
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ from rtp_ext.outer.apart.optimizers import make_state
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import as_gradient, as_parameter
+from rtp_ext.ring.autograd import CLAIM, as_gradient, as_parameter
 
 
 def nesterov(parameters: list[nn.Parameter]) -> Optimizer:
@@ -133,6 +133,7 @@ class DiLoCo(AfterSteps):
         if self._rehearsing or self._anchors is None or self._checked == current:
             return
         self._checked, named = current, self._named()
+        self._expect_one_model(named)
         late = [name for name, (index, _) in named.items() if index in self._trained and name not in self]
         if late:
             raise ValueError(
@@ -141,6 +142,20 @@ class DiLoCo(AfterSteps):
             )
         with torch.inference_mode(False), torch.no_grad():
             self._follow_freezing(named)
+
+    def _expect_one_model(self, named: dict[str, tuple[int, Any]]) -> None:
+        """Raises ValueError where a parameter that is trained has no name in the whole model, by which its anchor would
+        go: of modules that were converted as a list, or one by one, without a model around them."""
+        numbers = {index for index, _ in named.values()}
+        others = [p for index, p in self._claimed() if index not in numbers]
+        stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        for parameter in others:
+            if id(parameter) in stepped:
+                raise ValueError(
+                    f"{self!r}: expected one model with all parameters that its optimizers train, since anchors go by "
+                    f"their names in it, got {self._members[parameter.__dict__[CLAIM].index].name}, of a part outside "
+                    f"of the {type(self._whole()).__name__}: call fully_rotate(model) with the model around the parts"
+                )
 
     def _follow_freezing(self, named: dict[str, tuple[int, Any]]) -> None:
         """By what replicas have compared: what was frozen when a forward began. Collective where something thaws."""
