@@ -32,8 +32,8 @@ CE_MUTANTS = {
 """,
     ),
     "shares flags between weights and gradients": (
-        "      flags_->await(hop.channel,",
-        "      flags_->await(Channel::weight,",
+        "flags_->await(hop.channel,",
+        "flags_->await(Channel::weight,",
     ),
 }
 ALSO = {  # the other half of a mistake with two
