@@ -13,8 +13,8 @@
 
 // What it is made of, in one unit because torch's headers take most of the time.
 #include "../../../csrc/device/lanes.cpp"
-#include "../../../csrc/schedule/schedule.cpp"
 #include "../../../csrc/schedule/direct_gradients.cpp"
+#include "../../../csrc/schedule/schedule.cpp"
 #include "../../../csrc/schedule/two_level.cpp"
 #include "../../../csrc/transport/recorder.cpp"
 #include "../../../csrc/transport/transport.cpp"

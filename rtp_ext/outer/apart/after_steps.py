@@ -369,7 +369,7 @@ class AfterSteps(Means):
             self._load_own(state)
 
     def _stateful(self, named: dict[str, tuple[int, Any]]) -> list[str]:
-        """Names of parameters of which optimizers keep state."""
+        """Names of the parameters that optimizers keep state for."""
         return [name for name, (_, p) in named.items() if any(leaves(each.state.get(p)) for each in self._optimizers)]
 
     def _own_layer(self, value: Any, like: Any, name: str) -> torch.Tensor:

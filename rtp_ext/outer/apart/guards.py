@@ -1,4 +1,4 @@
-"""What replicas that train apart refuse: plain state dicts while they differ, and steps of optimizers of which their
+"""Refusals of replicas that train apart: plain state dicts while they differ, and steps of optimizers that their
 policy does not know."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Guard:
         return Guard, (None,)
 
 
-# -- optimizers that nobody told of ------------------------------------------------------------------------------------
+# -- optimizers that are not attached ----------------------------------------------------------------------------------
 
 _watching: list[Any] = []  # the handle of the hook
 
