@@ -93,6 +93,8 @@ def _answers(rank, ranks):
         assert not isinstance(each, FSDPModule)
         with pytest.raises(TypeError, match="cannot be pickled: it holds a live ring"):
             pickle.dumps(each)
+    shallow = copy.copy(model)
+    assert type(shallow) is type(model) and shallow is not model and shallow.inner is model.inner
     assert isinstance(model, _Plain) and isinstance(model.inner.blocks[0], Block)
     assert type(twin) is type(model) and type(model).__qualname__ == "_Plain" and twin.shared == "anew"
     assert list(model.state_dict()) == list(plain.state_dict())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from harness import Cases, run_ranks
+from reference import assert_same, random, whole_gradients
 from subclasses import Named, Pair, Wrapped
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -82,3 +86,44 @@ def _operands(rank, ranks):
 
 def test_operands_without_memory_are_refused():
     run_ranks(_operands, 2)
+
+
+class Summed(torch.autograd.Function):
+    """The identity, whose gradient is the sum over all ranks, on its way."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return funcol.all_reduce(gradient, "sum", dist.group.WORLD)
+
+
+def _on_their_way(rank, ranks):
+    """What functional collectives return is a wrapper without memory until torch computes with it."""
+    cases = Cases()
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    with torch.no_grad():
+        for number, parameter in enumerate(plain.parameters()):
+            parameter.copy_(random(*parameter.shape, dtype=torch.float64, seed=number))
+    model = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=30.0)
+    summed = sum(random(3, 4, dtype=torch.float64, seed=each) for each in range(ranks))
+    arriving = funcol.all_reduce(random(3, 4, dtype=torch.float64, seed=rank), "sum", dist.group.WORLD)
+    assert type(arriving) is funcol.AsyncCollectiveTensor, "control: it is one"
+    with cases.case("an input"):
+        y = model(arriving)
+        assert_same(y.detach(), plain(summed).detach(), 1e-12, "output")
+    with cases.case("a gradient"):
+        Summed.apply(y).square().sum().backward()
+        (plain(summed).square().sum() * ranks).backward()  # the same batch on all ranks, its gradient from each
+        for found, expected in zip(whole_gradients(model).values(), plain.parameters(), strict=True):
+            assert_same(found, expected.grad, 1e-12, "gradient")
+    with cases.case("a shard"):
+        shards = [each.clone() for _, each in rtp_ext.ring_of(model).rotate(arriving)]
+        assert all(torch.equal(each, summed) for each in shards)
+    cases.finish()
+
+
+def test_what_functional_collectives_return_is_waited_for():
+    run_ranks(_on_their_way, 2)

@@ -105,6 +105,9 @@ def _refused_on_replicas(rank, ranks):
         words = ["0.weight", "Float8", type(policy).__name__, "outer.AllReduce()"]
         convert = lambda model=model, policy=policy: rtp_ext.fully_rotate(model, outer=policy, **where)  # noqa: E731
         refused(cases, type(policy).__name__, ValueError, words, convert)
+        with cases.case(f"{type(policy).__name__} once the parameter is plain"):
+            model[0].weight = nn.Parameter(values.clone())
+            assert rtp_ext.outer_of(convert()) is policy
     torch.manual_seed(0)
     model = rtp_ext.fully_rotate(PairNet(), **where)
     words = ["weight", "plain gradients", "SentPair"]

@@ -169,12 +169,12 @@ def fully_rotate(
     unit = Unit(mp_policy.reduce_dtype)
     states = [RotationState(ring, mp_policy, member, unit) for member in members]
     scopes = {id(part): state for state, member in zip(states, members, strict=True) for part in member.modules()}
-    policy.connect(ring)
     for state, member in zip(states, members, strict=True):
         state.outer_policy, state.ignored = policy, _names_of(not_ours, member)
     before, values = weak_parameters(whole), checksums(whole, _names_of(not_ours, whole), ring)
     converting: dict[str, Any] = {"ignored": ignored, "in_place": in_place, "bundle": bundle, "loss_head": loss_head}
     rewriter = Rewriter(whole, ring, scopes, mp_policy, **converting)
+    policy.connect(ring)  # after all refusals: the policy of a model that was refused is free for another
     adopt(parts, scopes)
     rewriter.run()
     for state, member in zip(states, members, strict=True):

@@ -104,7 +104,7 @@ class Call:
         return cls(ring, name, in_place, compute, reduce)
 
     def run(self, function: Any, *arguments: Any) -> Any:
-        expect_memory(self.name, arguments)
+        arguments = tuple(expect_memory(self.name, arguments))
         with self.lent():
             return self.ring.run(
                 self.name, function, *arguments, serial=self.serial, watched=self.watched, checked=True

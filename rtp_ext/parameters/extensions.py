@@ -134,8 +134,8 @@ class Extended:
         arguments = (ring.mesh, self.shape, parameter.stride(), module, mp_policy)
         # as in fully_shard: an older form of the extension takes the mesh alone
         inputs, self.metadata = pre(*arguments[: 1 if len(inspect.signature(pre).parameters) == 1 else None])
+        inputs = expect_memory(f"{name}: {_PRE} of {type_name(shard)}", inputs)
         self.inputs = [tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous() for tensor in inputs]
-        expect_memory(f"{name}: {_PRE} of {type_name(shard)}", self.inputs)
 
     def told(self) -> list[tuple[tuple[int, ...], str]]:
         return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in self.inputs]

@@ -155,10 +155,19 @@ def extended_class(base: type[nn.Module], members: Mapping[str, Any]) -> Any:
     if base not in _EXTENDED:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         stock = (base.__reduce_ex__, base.__reduce__) == (object.__reduce_ex__, object.__reduce__)
-        copying = {"__deepcopy__": _copied, "__reduce_ex__": LiveModule.__reduce_ex__}
-        own = copying if stock and not hasattr(base, "__deepcopy__") else {}
+        copying = {"__copy__": _shallow, "__deepcopy__": _copied, "__reduce_ex__": LiveModule.__reduce_ex__}
+        own = {name: each for name, each in copying.items() if name != "__copy__" or not hasattr(base, name)}
+        own = own if stock and not hasattr(base, "__deepcopy__") else {}
         _EXTENDED[base] = type(base.__name__, (base,), {**names, **own, **members, _MADE_OF: _made_of(base)})
     return _EXTENDED[base]
+
+
+def _shallow(self: Any) -> Any:
+    reduced: Any = object.__reduce_ex__(self, 4)  # what copy.copy asks for
+    make, arguments, state, *_ = reduced
+    twin = make(*arguments)
+    twin.__setstate__(state)
+    return twin
 
 
 def _copied(self: Any, memo: dict) -> Any:

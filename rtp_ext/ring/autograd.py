@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
 from torch._C import _TorchDispatchModeKey as _Mode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
@@ -123,20 +124,30 @@ def computes_plainly(kind: type[torch.Tensor]) -> bool:
     return holds_memory(kind) and getattr(function, "__func__", function) in _OWN_FUNCTIONS
 
 
-def expect_memory(operation: str, values: Iterable[Any]) -> None:
-    """Raises TypeError where a tensor among `values`, or in lists among them, is not memory."""
-    for value in values:
+def expect_memory(operation: str, values: Sequence[Any]) -> Sequence[Any]:
+    """`values`, in which what functional collectives have returned has arrived. Raises TypeError where another tensor
+    among them, or in lists among them, is not memory."""
+    found: list[Any] | None = None
+    for place, value in enumerate(values):
         kind = type(value)
         if kind is torch.Tensor:
             continue
         if kind is list or kind is tuple:
-            expect_memory(operation, value)
+            now: Any = expect_memory(operation, value)
+        elif kind is AsyncCollectiveTensor:
+            now = value.wait()
         elif isinstance(value, torch.Tensor) and not holds_memory(kind):
             raise TypeError(
                 f"{operation}: expected plain tensors, got a {kind.__module__}.{kind.__qualname__} of shape "
                 f"{tuple(value.shape)}, a tensor subclass that computes by rules of its own: pass a plain tensor with "
                 "its values"
             )
+        else:
+            continue
+        if now is not value:
+            found = [*values] if found is None else found
+            found[place] = now
+    return values if found is None else found
 
 
 class _FirstOrder(torch.autograd.Function):

@@ -29,7 +29,7 @@ def as_tensor(value: Any) -> torch.Tensor:
         with torch.no_grad():
             value = value.to_local()
     if isinstance(value, torch.Tensor):
-        expect_memory("Ring", (value,))
+        (value,) = expect_memory("Ring", (value,))
         return value.detach()
     if hasattr(value, "__dlpack__"):
         return torch.from_dlpack(value)
