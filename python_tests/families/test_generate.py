@@ -247,7 +247,7 @@ def _errors(rank, ranks):
         assert torch.equal(ours, theirs), f"{ours} {theirs}"
     with cases.case("a rank that does something else"):
         if rank == 0:
-            with pytest.raises(ValueError, match="expected all ranks to generate, got one that does something else"):
+            with pytest.raises(ValueError, match="expected every rank of the ring to call generate, got one"):
                 model.generate(prompt, **FREE, max_new_tokens=3)
         else:
             rtp_ext.ring_of(model).exchange("the name of a layer")

@@ -142,7 +142,7 @@ def _after(rank, ranks, replicas):
     rtp_ext.fully_rotate(net, **placed(ranks, replicas))
     known = {name: id(parameter) for name, parameter in net.named_parameters()}
     for what, way in WAYS.items():
-        with cases.case(what), pytest.raises(ValueError, match=r"expected them to be added before conversion"):
+        with cases.case(what), pytest.raises(ValueError, match=r"add these to the plain model, before fully_rotate"):
             way(net)
         with cases.case(f"{what} has changed nothing"):
             assert {name: id(parameter) for name, parameter in net.named_parameters()} == known
@@ -152,7 +152,7 @@ def _after(rank, ranks, replicas):
             other = copy.deepcopy(net)
             way(other)
             for _ in range(2):
-                with pytest.raises(ValueError, match=rf"{name} of a .*expected them to be added before conversion"):
+                with pytest.raises(ValueError, match=rf"{name} of a .*add these to the plain model"):
                     other(x)
     with cases.case("modules of nobody"):
         for way in (parametrizations.spectral_norm, parametrizations.weight_norm, old.spectral_norm):

@@ -135,7 +135,7 @@ def _refuse_meta(root: nn.Module, names: list[str], where: str) -> None:
         raise ConversionError(
             f"{type(root).__name__}: expected parameters with storage, got {', '.join(names[:5])}{more} still on the "
             f"meta device{where}: call to_empty(device=...) first, and then init_weights, load_safetensors or "
-            "load_state_dict"
+            "load_state_dict; or load_state_dict(..., assign=True) alone"
         )
 
 

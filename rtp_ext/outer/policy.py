@@ -282,8 +282,8 @@ class OuterPolicy:
         for replica, theirs in enumerate(told):
             if type(theirs) is not type(told[0]):
                 raise ValueError(
-                    f"replicas disagree on what comes next: replica 0 told {told[0]}, replica {replica} told {theirs}: "
-                    "every rank has to do the same with its model"
+                    f"replicas disagree on what comes next: replica 0 is at {told[0]}, replica {replica} at {theirs}: "
+                    "every rank has to call the same steps, and to freeze and thaw the same parameters at the same step"
                 )
         return told
 

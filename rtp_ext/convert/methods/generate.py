@@ -268,7 +268,8 @@ class _Generation:
         if not all(isinstance(theirs, _Turn) for theirs in told):
             self._others_failed = True
             raise ValueError(
-                f"generate of {turn.model}: expected all ranks to generate, got one that does something else meanwhile"
+                f"generate of {turn.model}: expected every rank of the ring to call generate, got one that "
+                "calls something else, such as the model itself"
             )
         return told if self.ring.tensor_mesh is None else self._compared(told)
 

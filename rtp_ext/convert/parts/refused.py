@@ -106,7 +106,7 @@ def _own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]
 def _too_late(what: str) -> str:
     return (
         f"{what}: fully_rotate has made it shards, which cannot be computed from other parameters (parametrizations, "
-        "weight_norm, spectral_norm, pruning): expected them to be added before conversion"
+        "weight_norm, spectral_norm, pruning): add these to the plain model, before fully_rotate"
     )
 
 

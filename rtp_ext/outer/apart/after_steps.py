@@ -181,7 +181,7 @@ class AfterSteps(Means):
             if parameter.requires_grad and index in self._stateless:
                 raise ValueError(
                     f"{self._members[index].name} was frozen when a checkpoint was loaded, so that the optimizer has "
-                    "not got its state, and is trained again: expected load_state_dict before it is frozen"
+                    "no state for it, and is trained again: load the checkpoint first, then freeze it"
                 )
             if (parameter.requires_grad or parameter.grad is not None) and parameter.is_floating_point():
                 self._trained.add(index)
