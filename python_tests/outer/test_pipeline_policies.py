@@ -40,6 +40,7 @@ class WholeModels(Workers):
         self.models = [Whole() for _ in range(self.replicas)]
         self.optimizers = [adamw(model.parameters()) for model in self.models]
         self.act, self.step, self.kept = act, 0, {}
+        self.start = self.weights[0]
 
     def train(self, steps):
         for _ in range(steps):
