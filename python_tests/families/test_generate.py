@@ -225,13 +225,15 @@ def _errors(rank, ranks):
             model.generate(prompt, **FREE, max_new_tokens=2 + 6 * rank, logits_processor=processors)
         check(model, plain, prompt, max_new_tokens=steps_of(rank))
     with cases.case("refused"):
+        elsewhere = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=30.0)
         for options, match in (
             ({"assistant_early_exit": 1}, "assistant_early_exit=1 drafts tokens"),
             ({"cache_implementation": "paged"}, "continuous batching of LlamaForCausalLM"),
             (
                 {"assistant_model": rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=rtp_ext.ring_of(model))},
-                "one model of a",
+                "one converted model to generate",
             ),
+            ({"assistant_model": elsewhere}, "one converted model to generate"),
         ):
             with pytest.raises(ValueError, match=match):
                 model.generate(prompt_of(rank, rows=1), **FREE, max_new_tokens=3, **options)

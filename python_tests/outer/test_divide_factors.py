@@ -119,6 +119,12 @@ def _refused(ranks):
     ):
         with pytest.raises(ValueError, match=r"the whole model.*that is a part of a GatheredTiny: call it with that"):
             act()
+    for wrong in ([model], "model"):
+        with pytest.raises(TypeError, match="set_gradient_divide_factor: expected one module that fully_rotate was"):
+            rtp_ext.set_gradient_divide_factor(wrong, 1)
+    for wrong in ("a", True):
+        with pytest.raises(TypeError, match="set_gradient_divide_factor: expected a positive number or None, got"):
+            rtp_ext.set_gradient_divide_factor(model, wrong)
     with pytest.raises(ValueError, match="got a RotatedLinear, which is in such a model: pass the model, or call"):
         rtp_ext.set_gradient_divide_factor(model.mlp[0], 2)
     model.mix.weight = model.extra = model.mlp[0].weight  # shared by two parts, which divide it alike

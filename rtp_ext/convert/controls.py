@@ -64,10 +64,11 @@ def set_gradient_divide_factor(module: nn.Module, factor: float | None) -> None:
     Raises ValueError, and changes nothing, where ranks disagree, for a factor that is not positive, where a part with
     another factor shares a parameter, and for embeddings with sparse gradients. Collective.
     """
+    if isinstance(factor, bool) or not isinstance(factor, (int, float, type(None))):
+        raise TypeError(f"set_gradient_divide_factor: expected a positive number or None, got {factor!r}")
     if factor is not None and not factor > 0:
         raise ValueError(f"set_gradient_divide_factor: expected a positive number or None, got {factor!r}")
-    policy, state = outer_of(module), state_of(module)
-    assert state is not None, "outer_of has looked"
+    policy, state = _policy_of(module, "set_gradient_divide_factor")
     factor = None if factor is None else float(factor)
     around = _alive(each.root for each in state.outer() if each.root is not None)
     members = _alive(state.unit.members)
@@ -104,10 +105,23 @@ def _refuse_sparse(part: nn.Module, state: RotationState) -> None:
             _refuse_sparse(child, state)
 
 
+def _policy_of(module: nn.Module, what: str) -> tuple[OuterPolicy, RotationState]:
+    """The outer policy and the state of a module that fully_rotate was called with. Raises TypeError for what is no
+    module, such as the list that fully_rotate returned, and ValueError for other modules."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{what}: expected one module that fully_rotate was called with (of a list, any of its modules), got a "
+            f"{type(module).__name__}"
+        )
+    policy, state = outer_of(module), state_of(module)
+    assert state is not None, "outer_of has looked"
+    return policy, state
+
+
 def _policy_of_whole(module: nn.Module, what: str) -> OuterPolicy:
     """The outer policy of a model. Raises ValueError for a part of one: its gradients are reduced with the model's."""
-    policy, state = outer_of(module), state_of(module)
-    around = None if state is None else next(state.outer(), None)
+    policy, state = _policy_of(module, what)
+    around = next(state.outer(), None)
     if around is not None:
         root = around.root and around.root()
         raise ValueError(

@@ -87,11 +87,10 @@ def _in_step(method: Any) -> Any:
         ring = _ring_of(self)
         if ring is None or any(self is part for each in _running for part in each.parts.values()):
             return call(**keywords)
-        around = next((each.model for each in _running if each.ring is ring), None)
-        if around is not None:
+        if _running:  # on another ring, too: how often an assistant is called depends on one rank's tokens
             raise ValueError(
-                f"generate of {type(self).__name__} within that of {type(around).__name__}: expected one model of a "
-                "ring to generate at a time: an assistant_model that is not converted"
+                f"generate of {type(self).__name__} within that of {type(_running[0].model).__name__}: expected one "
+                "converted model to generate at a time: an assistant_model that is not converted"
             )
         return _Generation(self, ring).run(call, keywords)
 
