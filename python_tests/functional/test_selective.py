@@ -198,12 +198,13 @@ def test_around_operations():
     run_ranks(_around, 2)
 
 
-def _disagree(rank: int, ranks: int) -> str:
+def _disagree(rank: int, ranks: int, between: type[nn.Module]) -> str:
     def policy(_: Any, operator: Any, *__: Any, **___: Any) -> bool:
         return rank == 0 and operator == rotations.linear.default
 
     torch.manual_seed(7)
-    model = rtp_ext.fully_rotate(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), timeout=TIMEOUT)
+    middle = between(6) if between is nn.LayerNorm else between()
+    model = rtp_ext.fully_rotate(nn.Sequential(nn.Linear(6, 6), middle, nn.Linear(6, 6)), timeout=TIMEOUT)
     with pytest.raises(ValueError, match="the ranks of the ring disagree") as raised:
         region(model, lambda: policy, random(4, 6, dtype=torch.float32, seed=rank)).sum().backward()
     # The next forward finds the ring as it was.
@@ -212,8 +213,10 @@ def _disagree(rank: int, ranks: int) -> str:
     return str(raised.value)
 
 
-def test_ranks_that_save_differently():
-    for told in run_ranks(_disagree, 2):
+@pytest.mark.parametrize("between", [nn.Tanh, nn.LayerNorm])
+def test_ranks_that_save_differently(between):
+    """Also where what follows the layer in the region is gathered."""
+    for told in run_ranks(_disagree, 2, between):
         assert "in which the output of 0 is saved (rank 0), got" in told, told
         assert "in which the output of 0 is recomputed on rank 1" in told, told
 

@@ -159,6 +159,7 @@ class _Layout:
 
 def _gather_flat(ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor]) -> list[torch.Tensor]:
     """Shards travel as bytes, so that parameters of several dtypes share one collective."""
+    ring.settle_in_backward()
     sections = [layout.flat_bytes for layout in layouts]
     flat = torch.zeros(sum(sections), dtype=torch.uint8, device=ring.device)
     for shard, layout, section in zip(shards, layouts, flat.split(sections), strict=True):

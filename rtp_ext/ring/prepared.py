@@ -131,6 +131,11 @@ class Agreements:
         there is anything."""
         self._ledger.settle(self.exchange)
 
+    def settle_in_backward(self) -> None:
+        """Before what a backward sends first, also in a recomputation: has the ranks compare what is still open."""
+        if self._ledger.open and torch._C._current_graph_task_id() >= 0:
+            self.settle()
+
     def pass_by(self) -> None:
         """The backward that runs computes gradients of parameters alone. Such come between backwards that compute those
         of inputs, whose order stays known."""
