@@ -283,7 +283,8 @@ class OuterPolicy:
             if type(theirs) is not type(told[0]):
                 raise ValueError(
                     f"replicas disagree on what comes next: replica 0 is at {told[0]}, replica {replica} at {theirs}: "
-                    "every rank has to call the same steps, and to freeze and thaw the same parameters at the same step"
+                    "every rank has to do the same with its model, at the same step: optimizer steps, freezing and "
+                    "thawing, loading of checkpoints"
                 )
         return told
 
