@@ -132,7 +132,8 @@ class Agreements:
         self._ledger.settle(self.exchange)
 
     def settle_in_backward(self) -> None:
-        """Before what a backward sends first, also in a recomputation: has the ranks compare what is still open."""
+        """Before a gather of a backward, also in a recomputation: has the ranks compare what is open, as `Ring.run` does
+        before a rotation."""
         if self._ledger.open and torch._C._current_graph_task_id() >= 0:
             self.settle()
 

@@ -297,8 +297,8 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
         backward = task >= 0
         if backward or not checked:
             self.check_alive(operation)
-        if backward:
-            self.settle_in_backward()
+        if backward and self._ledger.open:  # of a forward that did not end, or has not yet
+            self.settle()
         phase = self._forward_phase if not backward else 0 if task == self._passing_by else task + 1
         self._executor.enter(phase, backward, serial, watched)
         try:
