@@ -132,7 +132,7 @@ class Agreements:
         self._ledger.settle(self.exchange)
 
     def settle_in_backward(self) -> None:
-        """Before a gather of a backward, also in a recomputation: has the ranks compare what is open, as `Ring.run` does
+        """Has the ranks compare what is open before a gather of a backward or of a recomputation, as `Ring.run` does
         before a rotation."""
         if self._ledger.open and torch._C._current_graph_task_id() >= 0:
             self.settle()
