@@ -82,7 +82,7 @@ def fully_rotate(
     in_place, bundle, ignored_params), which applies inside it, and is called on its own or within the model. All end up
     on one ring, the one of the first part; to make no other, pass a Ring to every call.
 
-    A list of modules, of which none is inside another, is one part with several members: they may share parameters
+    A list of modules, none inside another, is one part with several members: they may share parameters
     (fully_rotate([model.embed, model.head], mp_policy=...), then fully_rotate(model)), and have one policy. Each member
     may be called on its own; inputs and outputs are cast at the border of each.
 

@@ -162,18 +162,22 @@ def extended_class(base: type[nn.Module], members: Mapping[str, Any]) -> Any:
     return _EXTENDED[base]
 
 
-def _shallow(self: Any) -> Any:
-    reduced: Any = object.__reduce_ex__(self, 4)  # what copy.copy asks for
+def _empty_twin(module: Any) -> tuple[Any, Any]:
+    """A new object of a module's class, without state, and the module's state."""
+    reduced: Any = object.__reduce_ex__(module, 4)
     make, arguments, state, *_ = reduced
-    twin = make(*arguments)
+    return make(*arguments), state
+
+
+def _shallow(self: Any) -> Any:
+    twin, state = _empty_twin(self)
     twin.__setstate__(state)
     return twin
 
 
 def _copied(self: Any, memo: dict) -> Any:
-    reduced: Any = object.__reduce_ex__(self, 4)  # what copy.deepcopy asks for
-    make, arguments, state, *_ = reduced
-    memo[id(self)] = twin = make(*arguments)
+    twin, state = _empty_twin(self)
+    memo[id(self)] = twin
     twin.__setstate__(copy.deepcopy(state, memo))
     return twin
 

@@ -45,7 +45,7 @@ _OPTIONAL = {
     "past_key_values",
     "position_ids",
 }
-_TOKENS = ("input_ids", "token_type_ids")  # ends of names: integers [rows, length], of which any will do
+_TOKENS = ("input_ids", "token_type_ids")  # ends of names: integers [rows, length]; any value is valid
 _EMBEDDED = "inputs_embeds"  # end of a name: [rows, length, features]
 _ENCODED = {"encoder_outputs", "input", "input_features", "input_values"}  # what a rank needs to have had itself
 _CROSS = "cross_attention_cache"  # of an encoder's keys and values: where there is one, they are not computed again
@@ -193,7 +193,7 @@ class _Generation:
                 self._stand_in(call)
             return result
         except Exception as error:
-            # Within a call of the model the others wait in hops, and where they have failed they ask nobody any more.
+            # Within a call of the model the other ranks wait in hops; after a failure they exchange nothing more.
             if self._depth == 0 and not self._others_failed and self.ring.alive:
                 self._tell(f"{type(error).__name__}: {error}")
             raise

@@ -27,7 +27,7 @@ def mixture(what: str, policy: AfterSteps) -> str:
 
 
 class Guard:
-    """Refuses state dicts of a module of which replicas have different weights. A copy is for the copy's policy."""
+    """Refuses state dicts of a module while its weights differ between replicas. A copy does so for its own policy."""
 
     def __init__(self, policy: AfterSteps | None) -> None:
         self._reference = None if policy is None else weakref.ref(policy)
@@ -54,7 +54,7 @@ _watching: list[Any] = []  # the handle of the hook
 
 
 def refuse_unattached() -> None:
-    """Has optimizers refuse to step on parameters of a policy that does not know of them."""
+    """Has optimizers refuse to step on parameters of a policy that they are not attached to."""
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_check_attached))
 
