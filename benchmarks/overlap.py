@@ -171,15 +171,15 @@ class Bench:
         state = gpu_state() if self.place.device.type == "cuda" else {}
         gemms = self.gemms(layer, passes)
         times = Times(*(taken[name].median for name in QUANTITIES), sum(gemms.values()))
-        two_lanes = any(layer.two_lanes(pass_) for pass_ in passes)
-        row = self.line(case, ring) | metrics(times, one_stream=not two_lanes)
-        row |= {"two_lanes": two_lanes, "gradient_halves": layer.halves}
+        two_streams = any(layer.two_streams(pass_) for pass_ in passes)
+        row = self.line(case, ring) | metrics(times, one_stream=not two_streams)
+        row |= {"two_lanes": two_streams, "gradient_halves": layer.halves}
         for name, each in taken.items():
             row |= {f"t_{name}_us": each.median, f"t_{name}_p20_us": each.p20, f"t_{name}_p80_us": each.p80}
         row |= {"spread": max(each.p80 / each.p20 for each in taken.values())}
         ov = taken["ov"]
         row |= {"t_gemm_ov_us": times.t_gemm_ov, "iterations": ov.count, "seconds": self.args.seconds}
-        row |= {"base": "hops" if self._group is None else "all_gather", "pieces": len(layer.pieces())}
+        row |= {"base": "hops" if self._group is None else "all_gather", "pieces": len(layer.chunks())}
         if case.direction == "step":
             row |= {"step_ms": ov.median / 1e3}
         shard = layer.shard.numel()

@@ -18,7 +18,7 @@ import rtp_ext
 from rtp_ext.functional import Prepared, rotated_linear
 from rtp_ext.parameters.sharding import as_sharded
 from rtp_ext.ring.routes import gate
-from rtp_ext.ring.routes.gate import Device, LayerSize, Link
+from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link
 
 EXACT = 1e-10
 DOUBLE = torch.float64

@@ -237,8 +237,10 @@ def _recompute(rank, ranks):
                 def forward(batch=(x, index, weights), shards=shards, recompute=recompute, operation=operation):
                     return operation.rotated(shards, batch, ring=ring, recompute=recompute)
 
-                homes = {shard.data_ptr() for shard in shards.values()}
-                saved = [t for t in saved_tensors(forward) if t.is_floating_point() and t.data_ptr() not in homes]
+                local_shards = {shard.data_ptr() for shard in shards.values()}
+                saved = [
+                    t for t in saved_tensors(forward) if t.is_floating_point() and t.data_ptr() not in local_shards
+                ]
                 kept.append(sum(tensor.numel() for tensor in saved))
             first, second = results
             tolerance = 1e-14 if dtype == torch.float64 else 0.0

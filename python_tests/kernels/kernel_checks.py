@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 from kernel_arrays import BYTES, ELEMENTS, ROUNDING, Array, assert_close, assert_refused, decode, encode, place, rounded
-from quantise_checks import QUANTISE_CHECKS
+from quantize_checks import QUANTISE_CHECKS
 
 STEPS = 32 * ROUNDING["float32"]
 SUM_STEPS = 64 * ROUNDING["float32"]  # of sums over a row, made by many threads
@@ -271,7 +271,7 @@ def check_pack(runner, rng: np.random.Generator) -> None:
         what = f"pack {source.element} to {target.element} {source.shape}"
         assert np.array_equal(actual, expected, equal_nan=True), what
         if np.isfinite(expected).all() and len(np.unique(expected)) > 1:
-            assert not np.array_equal(np.roll(actual, 1), expected), f"control of {what}"
+            assert not np.array_equal(np.failure_report(actual, 1), expected), f"control of {what}"
 
 
 CHECKS: dict[str, Callable] = {

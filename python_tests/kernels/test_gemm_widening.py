@@ -160,7 +160,7 @@ def test_direct_access_is_not_taken_for_nvlink(monkeypatch):
     assert gate.nvlinks_of(device) is None
     rates = {}
     for told in ((18, 18), (18, 0), (18, None)):
-        deciding = gate.Gate(2, device, "direct", "auto", None)
+        deciding = gate.RoutePlanner(2, device, "direct", "auto", None)
         known = deciding.take_nvlinks(list(told))
         rates[told] = deciding.link.bytes_per_second
         assert known == (None not in told)

@@ -9,7 +9,7 @@ from reference import assert_same, chunk, random
 import rtp_ext
 from rtp_ext.functional import rotated_linear
 from rtp_ext.ring.routes import gate
-from rtp_ext.ring.routes.gate import Device, LayerSize, Link, decide, gemm_seconds, predict
+from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link, decide, gemm_seconds, predict
 
 LINK = Link(bytes_per_second=400e9, seconds_per_hop=6e-6, source="assumed")
 DEVICE = Device(flops=650e12, multiprocessors=132, seconds_per_launch=4e-6, source="assumed")
@@ -68,7 +68,7 @@ def test_a_cpu_and_an_emulated_ring_decide_nothing():
 def test_devices_of_different_kinds_decide_nothing(monkeypatch):
     slow = Device(flops=1e9, multiprocessors=0, seconds_per_launch=20e-6, source="assumed")
     monkeypatch.setattr(gate, "device_of", lambda device, dtype: slow)
-    deciding = gate.Gate(4, torch.device("cpu"), "direct", "auto", None)
+    deciding = gate.RoutePlanner(4, torch.device("cpu"), "direct", "auto", None)
     deciding.link = LINK
     layer = LayerSize(24, 16, 8, 8)
     assert deciding.plan("alike", 1, layer, torch.float64).route == "gather", "control"
@@ -88,9 +88,9 @@ def _decides(rank, ranks):
     for name, tokens in {"few": border // 4, "many on one rank": 2 * border if rank == 0 else border // 4}.items():
         ring = rtp_ext.Ring(transport="shm", timeout=60.0)
         ring.gate.link = LINK
-        home = chunk(weight, ranks, rank).clone()
+        local = chunk(weight, ranks, rank).clone()
         x = random(tokens, 16, dtype=torch.float64, seed=2 + rank)
-        y = rotated_linear(x, home, ring=ring, name=name)
+        y = rotated_linear(x, local, ring=ring, name=name)
         with cases.case(name):
             assert_same(y, F.linear(x, weight), 1e-10, "output")
         routes.append(ring.gate.plans[name].route)

@@ -178,7 +178,7 @@ def _model(rank, ranks):
             with cases.case(f"{name} {options}"):
                 assert_same(full(model.get_parameter(name)), parameter, 1e-9, name)
         with cases.case(f"late {options}"):
-            assert (ring.landed_late() > 0) == (late == 2)
+            assert (ring.deferred_reductions() > 0) == (late == 2)
         ring.close()
     for travel, tolerance in ((None, 2.0**-8), ("int8", 1 / 127)):
         whole = make_model(torch.float32)
@@ -263,7 +263,7 @@ def _late(rank, ranks):
             for step in range(2):
                 model.zero_grad()
                 batch_loss(model, rank, step).backward()
-            assert (ring.landed_late() > 0) == (late > 0)
+            assert (ring.deferred_reductions() > 0) == (late > 0)
             found.append({name: full(parameter.grad).clone() for name, parameter in model.named_parameters()})
             ring.close()
         for name, gradient in found[0].items():
@@ -339,7 +339,7 @@ def test_what_no_ring_takes():
     for options, message in (
         ({"gradient_route": "scenic"}, "gradient_route one of auto, chain, direct, got 'scenic'"),
         ({"gradient_travel": "int4"}, "gradient_travel None or 'int8', got 'int4'"),
-        ({"gradient_route": "chain", "gradient_travel": "int8"}, "quantised again at every rank.*got gradient_travel"),
+        ({"gradient_route": "chain", "gradient_travel": "int8"}, "quantized again at every rank.*got gradient_travel"),
         ({"gradient_route": "direct", "route": "two-level"}, "gradient_route auto or chain with route two-level"),
         ({"gradient_route": "direct", "gradient_halves": True}, "gradient_halves None or False with gradient_route"),
     ):
@@ -355,7 +355,7 @@ def test_gathered_layers_keep_the_reduce_dtype():
     weight = torch.ones(4, 128, requires_grad=True)
     rotated_linear(torch.ones(2, 128), weight, ring=ring, reduce_dtype=HALF).sum().backward()
     assert ring.bytes_sent("gradient") == 2 * 4 * 128 * 2
-    with pytest.raises(ValueError, match="expected gradient route chain on route gather, and direct to quantise"):
+    with pytest.raises(ValueError, match="expected gradient route chain on route gather, and direct to quantize"):
         native = rtp_ext._native
         dtypes = {"compute_dtype": torch.float32, "reduce_dtype": torch.float32}
         options = native.RotationOptions(

@@ -27,13 +27,13 @@ class Operation:
     parameters: dict[str, Tensor]  # whole
     cuts: dict[str, int]  # the dimension that each is cut along
     plain: Callable[[dict[str, Tensor], Sequence[Tensor]], Tensor]  # of whole parameters
-    rotated: Callable[..., Tensor]  # of home shards: rotated(shards, inputs, ring=..., **options)
+    rotated: Callable[..., Tensor]  # of local shards: rotated(shards, inputs, ring=..., **options)
     inputs: Callable[[str, int, int], list[Tensor]]  # (form, rank, seed) -> the local batch of a rank
     # Whether weights travel in a backward, where gradients of inputs are wanted or not. Those of bundles always do.
     weights_return: Callable[[bool], bool] = lambda needs_inputs: True
 
     def shards(self, rank: int, ranks: int, trained: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The home shards of a rank. Those `trained` (by default all) get gradients."""
+        """The local shards of a rank. Those `trained` (by default all) get gradients."""
         names = self.parameters if trained is None else set(trained)
         return {
             name: chunk(whole, ranks, rank, self.cuts[name]).detach().clone().requires_grad_(name in names)
