@@ -5,8 +5,8 @@
     python benchmarks/gpu/gpu_on_paper.py --check  # whether docs/gpu.md has these tables
 
 Nothing here was measured on a GPU. A forward and a backward take what the GPU takes or what the host takes to enqueue
-them, whichever is longer. The GPU's part is the model of rtp_ext/ring/routes/route_planner.py; the host's is a number of
-calls for each hop and each compute, or for a pass that is a graph, as `benchmarks/gpu/driver_calls.py` counted them
+them, whichever is longer. The GPU's part is the model of rtp_ext/ring/routes/route_planner.py; the host's is a number
+of calls for each hop and each compute, or for a pass that is a graph, as `benchmarks/gpu/driver_calls.py` counted them
 last (results/cpu-2core/driver_calls.jsonl), times the time of a call, and what torch takes for a product. Rates and
 times are the planner's (rtp_ext/planner/constants.json, which has their sources).
 """

@@ -283,8 +283,8 @@ class OuterPolicy:
             if type(theirs) is not type(answers[0]):
                 raise ValueError(
                     f"replicas disagree on what comes next: replica 0 is at {answers[0]}, replica {replica} at "
-                    f"{theirs}: every rank has to do the same with its model, at the same step: optimizer steps, freezing and "
-                    "thawing, loading of checkpoints"
+                    f"{theirs}: every rank has to do the same with its model, at the same step: "
+                    "optimizer steps, freezing and thawing, loading of checkpoints"
                 )
         return answers
 

@@ -120,9 +120,9 @@ def rotation_seconds(
     ring of two levels, where gradients cannot go straight home; 1: none.
 
     Durations come from the largest shard. The first launch of a pass takes `kernel_s`, the engine's own less. A linear
-    layer's gradients travel in halves where their hop outlasts a dgrad (rtp_ext/ring/routes/route_planner.py), and its products
-    run in two lanes where one leaves multiprocessors idle (csrc/ops/linear.cpp). Operations above the slot cap run piece by
-    piece. Both kinds of hop share one link: a backward takes no less than the bytes of both. Source: rtp_ext.timeline,
+    layer's gradients travel in halves where their hop outlasts a dgrad (rtp_ext/ring/routes/route_planner.py), and its
+    products run on two streams where one leaves multiprocessors idle (csrc/ops/linear.cpp). Operations above the slot
+    cap run chunk by chunk. Both kinds of hop share one link: a backward takes no less than the bytes of both. Source: rtp_ext.timeline,
     arXiv 2311.01635.
     """
     ranks, op = group.ranks, _OPERATIONS[rotation.kind]
