@@ -171,9 +171,9 @@ class Bench:
         state = gpu_state() if self.place.device.type == "cuda" else {}
         gemms = self.gemms(layer, passes)
         times = Times(*(taken[name].median for name in QUANTITIES), sum(gemms.values()))
-        two_streams = any(layer.two_streams(pass_) for pass_ in passes)
-        row = self.line(case, ring) | metrics(times, one_stream=not two_streams)
-        row |= {"two_lanes": two_streams, "gradient_halves": layer.halves}
+        two_lanes = any(layer.two_lanes(pass_) for pass_ in passes)
+        row = self.line(case, ring) | metrics(times, one_stream=not two_lanes)
+        row |= {"two_lanes": two_lanes, "gradient_halves": layer.halves}
         for name, each in taken.items():
             row |= {f"t_{name}_us": each.median, f"t_{name}_p20_us": each.p20, f"t_{name}_p80_us": each.p80}
         row |= {"spread": max(each.p80 / each.p20 for each in taken.values())}

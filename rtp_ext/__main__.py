@@ -33,7 +33,7 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         "route": options.route,
         "in_place": options.in_place,
         "halves": options.halves,
-        "two_lanes": options.two_streams,
+        "two_lanes": options.two_lanes,
         "hosts": options.hosts,
         "gradient_route": options.gradient_route,
     }
@@ -146,9 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         "owner; default: %(default)s",
     )
     show.add_argument("--halves", action="store_true", help="gradients travel in two halves, each a chain of its own")
-    show.add_argument(
-        "--two-streams", "--two-lanes", action="store_true", help="a second lane computes beside the first"
-    )
+    show.add_argument("--two-lanes", action="store_true", help="a second lane computes beside the first")
     show.add_argument("--rank-only", type=int, metavar="N", help="only rank N, with the buffers it reads and writes")
     show.add_argument("--plot", metavar="FILE", help="draw the timeline into FILE, for example a PNG")
     show.add_argument(

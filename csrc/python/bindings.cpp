@@ -171,7 +171,7 @@ void bind_executor(py::module_& m) {
           "allow_deferred", [](Executor& e, size_t passes) { e.deferred_reductions().allow(passes); },
           py::arg("passes"), "How many gradients may land after the pass that they are of.")
       .def("land", &Executor::finish_reduction, py::arg("gradient"), py::call_guard<NoGil>())
-      .def("deferred_reductions", [](Executor& e) { return e.deferred_reductions().finished(); })
+      .def("landed_late", [](Executor& e) { return e.deferred_reductions().finished(); })
       .def("prefetched", [](Executor& e) { return std::pair(e.prefetcher().sent(), e.prefetcher().used()); })
       .def(
           "set_delay", [](Executor& e, std::chrono::microseconds most) { e.hops().set_delay(most); }, py::arg("most"))
@@ -273,7 +273,7 @@ void bind_operations(py::module_& m) {
                                     gradients_quantized};
            }),
            py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
-           py::arg("slot_cap"), py::arg("halves"), py::arg("name"), py::arg("deferred") = false,
+           py::arg("slot_cap"), py::arg("halves"), py::arg("name"), py::arg("late") = false,
            py::arg("travel") = py::none(), py::arg("gradient_route") = "chain", py::arg("gradients_quantized") = false)
       .def_property_readonly("local_dtype", &RotationOptions::local_dtype);
   py::class_<LinearShape>(m, "LinearShape")

@@ -39,7 +39,7 @@ void bind_footprint(py::module_& m) {
              return operation;
            }),
            py::arg("tensors"), py::arg("bundle"), py::arg("in_chunks"), py::arg("biases") = std::vector<size_t>{},
-           py::arg("deferred") = true,
+           py::arg("late") = true,
            "parts: rows, numbers in each, and whether it travels in backward too. biases: the places of those that "
            "never travel in fewer bits. late: whether its gradients may land after its pass.")
       .def(
@@ -62,7 +62,7 @@ void bind_footprint(py::module_& m) {
       },
       py::arg("operations"), py::kw_only(), py::arg("ranks"), py::arg("in_place"), py::arg("sends_anywhere"),
       py::arg("receives_anywhere"), py::arg("cast"), py::arg("compute_bytes"), py::arg("reduce_bytes"),
-      py::arg("slot_cap"), py::arg("deferred") = 0, py::arg("route") = "ring", py::arg("hosts") = 1,
+      py::arg("slot_cap"), py::arg("late") = 0, py::arg("route") = "ring", py::arg("hosts") = 1,
       py::arg("gradient_route") = "chain", py::arg("sum_bytes") = 4, py::arg("gradients_quantized") = false,
       py::arg("travel") = py::none());
   m.def(

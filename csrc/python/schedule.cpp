@@ -92,12 +92,12 @@ void bind_schedule(py::module_& m) {
       .def_property_readonly("route", [](const Schedule& schedule) { return name(schedule.options.route); })
       .def_property_readonly("in_place", [](const Schedule& schedule) { return schedule.options.in_place; })
       .def_property_readonly("halves", [](const Schedule& schedule) { return schedule.options.halves; })
-      .def_property_readonly("deferred", [](const Schedule& schedule) { return schedule.options.deferred; })
-      .def_property_readonly("two_streams", [](const Schedule& schedule) { return schedule.options.two_streams; })
+      .def_property_readonly("late", [](const Schedule& schedule) { return schedule.options.deferred; })
+      .def_property_readonly("two_lanes", [](const Schedule& schedule) { return schedule.options.two_streams; })
       .def_property_readonly("hosts", [](const Schedule& schedule) { return schedule.options.hosts; })
       .def_property_readonly("gradient_route",
                              [](const Schedule& schedule) { return name(schedule.options.gradient_route); })
-      .def_property_readonly("rounded", [](const Schedule& schedule) { return schedule.options.rounded; })
+      .def_property_readonly("narrow", [](const Schedule& schedule) { return schedule.options.rounded; })
       .def_readonly("steps", &Schedule::steps)
       .def_readonly("weight_slots", &Schedule::weight_slots)
       .def_readonly("gradient_slots", &Schedule::gradient_slots);
@@ -113,8 +113,8 @@ void bind_schedule(py::module_& m) {
       py::arg("ranks"), py::arg("rank"), py::kw_only(), py::arg("pass_"), py::arg("route") = "ring",
       py::arg("in_place") = false, py::arg("dgrad") = true, py::arg("wgrad") = true,
       py::arg("receive_in_slots") = false, py::arg("bundle") = false, py::arg("halves") = false,
-      py::arg("two_streams") = false, py::arg("deferred") = false, py::arg("hosts") = 1,
-      py::arg("gradient_route") = "chain", py::arg("rounded") = false);
+      py::arg("two_lanes") = false, py::arg("late") = false, py::arg("hosts") = 1, py::arg("gradient_route") = "chain",
+      py::arg("narrow") = false);
   m.def(
       "hazards",
       [](const std::vector<Step>& steps, int ranks) {

@@ -16,11 +16,11 @@ py::dict keywords(const ScheduleOptions& options) {
   made["receive_in_slots"] = options.receive_in_slots;
   made["bundle"] = options.bundle;
   made["halves"] = options.halves;
-  made["two_streams"] = options.two_streams;
-  made["deferred"] = options.deferred;
+  made["two_lanes"] = options.two_streams;
+  made["late"] = options.deferred;
   made["hosts"] = options.hosts;
   made["gradient_route"] = name(options.gradient_route);
-  made["rounded"] = options.rounded;
+  made["narrow"] = options.rounded;
   return made;
 }
 

@@ -51,7 +51,7 @@ def _trains(rank, ranks):
             with cases.case(f"{transport}, {late} late, {route}"):
                 for name, parameter in plain.named_parameters():
                     assert_same(full(model.get_parameter(name)), parameter, TOLERANCE, name)
-                landed[transport, late] = ring.deferred_reductions()
+                landed[transport, late] = ring.landed_late()
                 most = 2 + 2 * late  # as many passes as that, and the one that runs, have two slots each
                 peak = ring.slot_count("gradient").peak_slots
                 assert (most - 1 if late else 1) <= peak <= most, f"{peak} gradient slots, expected {most}"
@@ -106,7 +106,7 @@ def _uses(rank, ranks):
             with cases.case(how):
                 for name, gradient in _gradients(model, rank, how).items():
                     assert_same(full(gradient), expected[name], TOLERANCE, name)
-        assert ring.deferred_reductions() > 0
+        assert ring.landed_late() > 0
 
         # a backward that fails after some layers: what is under way belongs to nobody, and the next one is right
         x = torch.ones(2, 7, dtype=torch.float64, requires_grad=True)
@@ -141,7 +141,7 @@ def _narrow(rank, ranks):
     with _ring(1) as ring:
         model = rtp_ext.fully_rotate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16(), mesh=ring)
         model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
-        return ring.deferred_reductions()
+        return ring.landed_late()
 
 
 def test_rounded_gradients_do_not_land_late():

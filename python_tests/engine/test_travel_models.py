@@ -71,7 +71,7 @@ def _trains(rank, ranks):
                         wrong += differs(unrounded.get_parameter(name), parameter, 100 * TOLERANCE)
                     assert wrong > 3, "control: weights that are not rounded"
                     assert ring.prefetched()[1] > 0 or number == 2
-                    assert number > 0 or ring.deferred_reductions() > 0
+                    assert number > 0 or ring.landed_late() > 0
     cases.finish()
 
 

@@ -69,7 +69,7 @@ def _splits(rank, ranks):
         what = f"{schedule.__name__} {how}"
         trains_like_one_process(cases, what, pipeline, PARTS, 2, how["travel"])
         with cases.case(f"{what}: late"):
-            assert all(rtp_ext.ring_of(stage).deferred_reductions() > 0 for stage in pipeline.stages.values())
+            assert all(rtp_ext.ring_of(stage).landed_late() > 0 for stage in pipeline.stages.values())
         pipeline.close()
     given = contributions()
     for schedule, how in ROUNDED:

@@ -97,14 +97,14 @@ def test_timeline_of_a_gathered_pass(weight, gradient, copy):
 
 
 def test_timeline_of_two_lanes_shows_order():
-    forward = timeline.timeline(schedule.schedules(4, two_streams=True), hop_time=0.25)
+    forward = timeline.timeline(schedule.schedules(4, two_lanes=True), hop_time=0.25)
     computes = [(event.lane, event.label, event.start) for event in forward if "forward" in event.label]
     assert computes[::4] == [
         *(("compute", "forward W0", 0.0), ("side", "forward W3", 0.25)),
         *(("compute", "forward W2", 1.0), ("side", "forward W1", 1.5)),  # W1 lands in the slot that W3 leaves at 1.25
     ]
     for options in ({}, {"halves": True}):
-        made = schedule.schedules(4, pass_="backward", two_streams=True, **options)
+        made = schedule.schedules(4, pass_="backward", two_lanes=True, **options)
         events = timeline.timeline(made, hop_time=0.25)
         lanes = {made[0].steps[event.step].compute: event.lane for event in events if event.rank == 0}
         assert (lanes["dgrad"], lanes["wgrad"]) == ("compute", "side")
@@ -221,7 +221,7 @@ def captions_of(path, made, **times):
 
 def test_plot_of_halves_and_lanes(tmp_path):
     path = tmp_path / "timeline.svg"
-    captions = captions_of(path, schedule.schedules(3, pass_="backward", halves=True, two_streams=True), hop_time=1.0)
+    captions = captions_of(path, schedule.schedules(3, pass_="backward", halves=True, two_lanes=True), hop_time=1.0)
     assert {"side", "compute", "G0a", "G0b", "W2"} <= captions
     assert any(caption.endswith("in all, 3 without communication)") for caption in captions)
     assert "side" not in captions_of(path, schedule.schedules(3, pass_="backward", halves=True))

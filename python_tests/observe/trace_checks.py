@@ -41,7 +41,7 @@ def check_trace(trace: Trace, tolerance: float = ROUNDING) -> None:
         assert all(event.operation == each.operation for event in steps), where
         for event in steps:
             assert event.start <= event.end + tolerance, f"{where}: {event}"
-            after = schedule.deferred and (event.lane == "gradient" or event.step == len(steps) - 1)
+            after = schedule.late and (event.lane == "gradient" or event.step == len(steps) - 1)
             assert after or event.end <= each.end + tolerance, f"{where}: {event}"
         for lane in LANES:
             own = [event for event in steps if event.lane == lane]
@@ -49,8 +49,8 @@ def check_trace(trace: Trace, tolerance: float = ROUNDING) -> None:
         for event, waits in zip(steps, hazards(schedule.steps, schedule.ranks), strict=True):
             for earlier, which in waits:  # when what left has left, only the receiver knows
                 if which != "sent":
-                    deferred = steps[earlier]
-                    assert deferred.end <= event.start + tolerance, f"{where}: {event} before the end of {deferred}"
+                    late = steps[earlier]
+                    assert late.end <= event.start + tolerance, f"{where}: {event} before the end of {late}"
     for lane in LANES:
         ordered = sorted((event for event in trace.events if event.lane == lane), key=lambda event: event.start)
         before = ordered[0].start if ordered else 0.0

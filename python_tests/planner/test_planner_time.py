@@ -161,7 +161,7 @@ def test_what_fewer_bytes_make_of_a_backward():
         sent = [time.durations["weight"] + time.durations["gradient"] for time in times]
         assert sent == sorted(sent, reverse=True) and sent[3] < 0.5 * sent[0], sent
         for time, narrow in ((times[1], True), (predict(gradient_route="direct"), False)):
-            form = {"two_lanes": time.two_streams[1], "pass_": "backward", "gradient_route": "direct", "narrow": narrow}
+            form = {"two_lanes": time.two_lanes[1], "pass_": "backward", "gradient_route": "direct", "narrow": narrow}
             assert not time.halves
             assert time.timeline_s[1] == pytest.approx(_seconds(8, "linear", form, time.durations), rel=1e-9)
     fast, slow = found.values()
@@ -179,12 +179,12 @@ def test_rotations_take_what_the_simulator_says_of_the_executors_schedule(ranks)
             parts, _ = rotations_of(model, layers=1, fused_loss=True)
             for rotation in parts:
                 time = rotation_seconds(rotation, tokens, Group(cluster, ranks), CONSTANTS, in_place=in_place)
-                form = {"in_place": time.in_place, "two_lanes": time.two_streams[1], "pass_": "backward"}
+                form = {"in_place": time.in_place, "two_lanes": time.two_lanes[1], "pass_": "backward"}
                 form |= {"halves": time.halves, "dgrad": time.dgrad}
                 one = _seconds(ranks, time.operation, form, time.durations)
                 assert time.timeline_s[1] == pytest.approx(time.chunks * one, rel=1e-9)
                 assert time.makespan_s[1] >= time.timeline_s[1]
-                checked.add((time.operation, time.halves, time.two_streams[1], time.in_place))
+                checked.add((time.operation, time.halves, time.two_lanes[1], time.in_place))
                 spoiled = {**time.durations, "wgrad": 2 * time.durations["wgrad"]}
                 assert _seconds(ranks, time.operation, form, spoiled) > one  # control
     assert {operation for operation, *_ in checked} == {"linear", "embedding", "mlp", "cross_entropy"}

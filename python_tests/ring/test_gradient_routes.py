@@ -178,7 +178,7 @@ def _model(rank, ranks):
             with cases.case(f"{name} {options}"):
                 assert_same(full(model.get_parameter(name)), parameter, 1e-9, name)
         with cases.case(f"late {options}"):
-            assert (ring.deferred_reductions() > 0) == (late == 2)
+            assert (ring.landed_late() > 0) == (late == 2)
         ring.close()
     for travel, tolerance in ((None, 2.0**-8), ("int8", 1 / 127)):
         whole = make_model(torch.float32)
@@ -263,7 +263,7 @@ def _late(rank, ranks):
             for step in range(2):
                 model.zero_grad()
                 batch_loss(model, rank, step).backward()
-            assert (ring.deferred_reductions() > 0) == (late > 0)
+            assert (ring.landed_late() > 0) == (late > 0)
             found.append({name: full(parameter.grad).clone() for name, parameter in model.named_parameters()})
             ring.close()
         for name, gradient in found[0].items():

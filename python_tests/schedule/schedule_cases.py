@@ -22,11 +22,11 @@ class Case:
     receive_in_slots: bool = False
     bundle: bool = False
     halves: bool = False
-    two_streams: bool = False
-    deferred: bool = False
+    two_lanes: bool = False
+    late: bool = False
     hosts: int = 1
     gradient_route: str = "chain"
-    rounded: bool = False
+    narrow: bool = False
 
     def schedules(self) -> list:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -59,7 +59,7 @@ class Case:
     def direct(self) -> bool:
         """Whether contributions to gradients go straight to their owners."""
         applies = self.gradient_route == "direct" and "wgrad" in self.products and self.taken in ("ring", "direct")
-        return applies and self.ranks > (1 if self.rounded else 2)
+        return applies and self.ranks > (1 if self.narrow else 2)
 
     @property
     def places(self) -> int:
@@ -119,7 +119,7 @@ class Case:
             order.append(f"copy weight {rank}")
         if self.direct:
             order.append(f"add gradient {rank}")
-        elif self.deferred and not self.halves:
+        elif self.late and not self.halves:
             order += [f"add gradient {rank}"] * (hops["gradient"] > 0)
         return order
 

@@ -93,7 +93,7 @@ def order(case: Case, ring: Ring) -> Iterator[str]:
 
 
 def lanes(case: Case, ring: Ring) -> Iterator[str]:
-    two = case.two_streams and not case.bundle and not case.gathers
+    two = case.two_lanes and not case.bundle and not case.gathers
     for rank, steps in enumerate(ring):
         forwards = 0
         for position, step in enumerate(steps):

@@ -189,13 +189,13 @@ def a_half_lands_in_a_slot_that_has_not_left(ring):
 # -- lanes -----------------------------------------------------------------------------------------------------------
 
 
-@mutation(case(4, two_streams=1), "lanes")
+@mutation(case(4, two_lanes=1), "lanes")
 def two_forwards_in_a_row_share_a_lane(ring):
     for rank, steps in enumerate(ring):
         steps[computes(ring, rank, "forward")[1]].lane = 0
 
 
-@mutation(case(4, "backward", two_streams=1), "lanes")
+@mutation(case(4, "backward", two_lanes=1), "lanes")
 def a_wgrad_shares_the_lane_of_the_dgrads(ring):
     ring[2][computes(ring, 2, "wgrad")[1]].lane = 0
 
@@ -205,7 +205,7 @@ def a_forward_leaves_the_only_lane(ring):
     ring[2][computes(ring, 2, "forward")[1]].lane = 1
 
 
-@mutation(case(5, in_place=1, two_streams=1), "lanes")
+@mutation(case(5, in_place=1, two_lanes=1), "lanes")
 def the_copy_home_is_made_on_the_side(ring):
     for steps in ring:
         steps[-1].lane = 1

@@ -31,16 +31,16 @@ def name_of(form):
 
 @pytest.mark.parametrize("form", FORMS, ids=name_of)
 @pytest.mark.parametrize("narrow", [0, 1])
-def test_every_schedule_is_right(form, rounded):
+def test_every_schedule_is_right(form, narrow):
     for ranks in RANKS:
-        this = straight(ranks, rounded=rounded, **form)
+        this = straight(ranks, narrow=narrow, **form)
         ring = this.ring()
         assert violations(this, ring) == [], this
         for made in this.schedules():
-            assert made.gradient_route == ("direct" if this.straight else "chain")
-            assert made.rounded == (this.straight and bool(rounded))
-            assert made.gradient_slots == (min(ranks, 3) if this.straight else len(_gradient_slots(made, ranks)))
-            if this.deferred and ranks > 1:
+            assert made.gradient_route == ("direct" if this.direct else "chain")
+            assert made.narrow == (this.direct and bool(narrow))
+            assert made.gradient_slots == (min(ranks, 3) if this.direct else len(_gradient_slots(made, ranks)))
+            if this.late and ranks > 1:
                 last = made.steps[-1]
                 assert (last.action, last.channel, last.receive) == ("add", "gradient", "gradient home")
 
@@ -69,21 +69,21 @@ def test_two_ranks_take_the_chain_unless_contributions_are_narrowed():
     for form in ({}, {"bundle": 1}, {"late": 1}, {"in_place": 1}):
         for ranks in (1, 2):
             assert straight(ranks, **form).ring() == case(ranks, "backward", **form).ring()
-    assert straight(1, rounded=1).ring() == case(1, "backward").ring()
-    assert straight(2, rounded=1).ring() != case(2, "backward").ring()
-    assert straight(5, rounded=1).ring() == straight(5).ring(), "the same steps"
+    assert straight(1, narrow=1).ring() == case(1, "backward").ring()
+    assert straight(2, narrow=1).ring() != case(2, "backward").ring()
+    assert straight(5, narrow=1).ring() == straight(5).ring(), "the same steps"
 
 
 def test_what_it_does_not_apply_to():
     """Where shards are gathered, on two levels, without a weight gradient, in a forward; and it takes no halves."""
-    for rounded in (0, 1):
+    for narrow in (0, 1):
         for ranks, way in product((2, 5), ({"route": "gather"}, {"wgrad": 0})):
-            this = straight(ranks, rounded=rounded, **way)
+            this = straight(ranks, narrow=narrow, **way)
             assert this.ring() == case(ranks, "backward", **way).ring()
-            assert (this.schedules()[0].gradient_route, this.schedules()[0].rounded) == ("chain", False)
+            assert (this.schedules()[0].gradient_route, this.schedules()[0].narrow) == ("chain", False)
         levels = {"route": "two-level", "hosts": 2}
-        assert straight(6, rounded=rounded, **levels).ring() == case(6, "backward", **levels).ring()
-        assert case(4, gradient_route="direct", rounded=rounded).ring() == case(4).ring()
+        assert straight(6, narrow=narrow, **levels).ring() == case(6, "backward", **levels).ring()
+        assert case(4, gradient_route="direct", narrow=narrow).ring() == case(4).ring()
     assert straight(4, halves=1).ring() == straight(4).ring()
     assert not straight(4, halves=1).schedules()[0].halves
     assert straight(4, bundle=1, route="gather").ring() == straight(4, bundle=1, route="direct").ring()
@@ -212,5 +212,5 @@ def test_footprint():
 
 def test_a_late_gradient_keeps_its_three_slots():
     layers = [_native.OperationSize([(1, 32, True)], False, False)] * 3
-    _, free, _, most = footprint(layers, deferred=1, gradient_route="direct", reduce_bytes=2)
+    _, free, _, most = footprint(layers, late=1, gradient_route="direct", reduce_bytes=2)
     assert (sorted(free), most) == ([64] * 6 + [128], 6 * 64 + 128)

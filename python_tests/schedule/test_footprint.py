@@ -23,7 +23,7 @@ def test_pieces_are_the_largest_that_fit():
     for rows in (0, 1, 7, 64):
         for cap in (0, 1, 39, 40, 41, 80, 300, 10**6):
             operation = _native.OperationSize([(rows, 9, True), (rows, 1, False)], False, True)
-            count, each = operation.pieces(4, cap)
+            count, each = operation.chunks(4, cap)
             assert count >= 1 and count * each >= rows and (count - 1) * each < max(rows, 1)
             if cap == 0:
                 assert count == 1
@@ -31,7 +31,7 @@ def test_pieces_are_the_largest_that_fit():
                 assert each == 1 or each * 40 <= cap
                 assert each == max(rows, 1) or (each + 1) * 40 > cap
             whole = _native.OperationSize([(rows, 9, True)], False, False)
-            assert whole.pieces(4, cap) == (1, max(rows, 1)), "control: what may not travel in pieces"
+            assert whole.chunks(4, cap) == (1, max(rows, 1)), "control: what may not travel in pieces"
 
 
 def footprint(operations, ranks=3, **changed):
@@ -53,8 +53,8 @@ def test_slots_of_one_layer():
     assert footprint(layer, sends_anywhere=False) == footprint(layer, cast=True)
     assert footprint(layer, in_place=True) == ([192], [256, 256], 192, 512)
     assert footprint(layer, in_place=True, cast=True) == footprint(layer, cast=True), "a copy cannot travel in place"
-    assert footprint(layer, deferred=1) == ([192, 192], [256, 256], 384, 512), "with nothing after it"
-    assert footprint(layer, ranks=2, deferred=1) == ([192], [256, 256], 192, 512), "nothing lands at home"
+    assert footprint(layer, late=1) == ([192, 192], [256, 256], 384, 512), "with nothing after it"
+    assert footprint(layer, ranks=2, late=1) == ([192], [256, 256], 192, 512), "nothing lands at home"
     assert footprint(layer, slot_cap=2 * 12 * 4) == ([128, 128], [192, 192], 256, 384), "two rows, then one"
 
 
@@ -66,16 +66,12 @@ def test_the_pool_keeps_slots_and_small_ones_make_way():
     assert one == ([64], [128], 64, 128)
     assert two == ([64, 64], [128], 128, 128), "the second layer's first shard is sent ahead"
     assert footprint(sized(32, 32), ranks=2, in_place=True) == one, "not where it travels in place"
-    for layers, deferred in ((2, 1), (3, 1), (4, 2)):
-        _, gradients, _, most = footprint(sized(*[32] * layers), deferred=deferred)
-        assert (gradients, most) == ([128] * (2 + 2 * deferred), 256 + 256 * deferred), (
-            "two more for each that lands late"
-        )
-    in_time = [_native.OperationSize([(1, 32, True)], False, False, deferred=False) for _ in range(3)]
-    assert footprint(in_time, deferred=1) == footprint(sized(32, 32, 32)), "an operation that never is late"
-    assert footprint(in_time[:1] + sized(32, 32), deferred=1) == footprint(sized(32, 32, 32), deferred=1), (
-        "one behind others"
-    )
+    for layers, late in ((2, 1), (3, 1), (4, 2)):
+        _, gradients, _, most = footprint(sized(*[32] * layers), late=late)
+        assert (gradients, most) == ([128] * (2 + 2 * late), 256 + 256 * late), "two more for each that lands late"
+    in_time = [_native.OperationSize([(1, 32, True)], False, False, late=False) for _ in range(3)]
+    assert footprint(in_time, late=1) == footprint(sized(32, 32, 32)), "an operation that never is late"
+    assert footprint(in_time[:1] + sized(32, 32), late=1) == footprint(sized(32, 32, 32), late=1), "one behind others"
     assert footprint(sized(32, 32)) == ([64, 64], [128, 128], 128, 256), "into the slot that the first one is done with"
     # slots of 64 bytes make way for larger ones, one by one
     assert footprint(sized(32, 64)) == footprint(sized(64, 32)) == ([128, 128], [256, 256], 256, 512)

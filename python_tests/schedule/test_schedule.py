@@ -78,7 +78,7 @@ def test_bundles_neither_gather_nor_halve_nor_take_two_lanes(options):
         this, plain = (case(ranks, pass_, bundle=1, **needs, **way) for way in (options, direct))
         assert this.ring() == plain.ring()
         for made in this.schedules():
-            assert (made.route, made.halves, made.two_streams) == (plain.schedules()[0].route, False, False)
+            assert (made.route, made.halves, made.two_lanes) == (plain.schedules()[0].route, False, False)
 
 
 def test_what_else_is_ignored():
@@ -94,8 +94,8 @@ def test_what_else_is_ignored():
         assert not case(ranks, halves=1).schedules()[0].halves
         # what travels in halves, and what is gathered, lands within the pass
         for pass_, way in (("forward", {}), ("backward", {"halves": 1}), ("backward", {"route": "gather"})):
-            assert case(ranks, pass_, deferred=1, **way).ring() == case(ranks, pass_, **way).ring()
-            assert not case(ranks, pass_, deferred=1, **way).schedules()[0].deferred
+            assert case(ranks, pass_, late=1, **way).ring() == case(ranks, pass_, **way).ring()
+            assert not case(ranks, pass_, late=1, **way).schedules()[0].late
         assert case(ranks, "backward", halves=1, wgrad=0).ring() == case(ranks, "backward", wgrad=0).ring()
 
 
@@ -151,7 +151,7 @@ def test_an_addition_takes_part_in_races(wait, send, receive, at, text):
 def test_lanes_that_meet_wait_for_each_other():
     """In no schedule made today do computes of two lanes meet without a hop between them; the executor waits anyway."""
     moved = case(1, "backward", route="gather").ring()  # what a wgrad wrote, the copy home reads
-    copied = case(5, in_place=1, two_streams=1).ring()  # what a forward read, the copy home writes
+    copied = case(5, in_place=1, two_lanes=1).ring()  # what a forward read, the copy home writes
     for steps in moved:
         for step in steps:
             step.lane = int(step.compute == "wgrad")
@@ -268,7 +268,7 @@ def test_table_of_a_gathered_pass():
 
 
 def test_table_of_halves_and_lanes():
-    title, what, rows = show(halves=True, two_streams=True, route="direct")
+    title, what, rows = show(halves=True, two_lanes=True, route="direct")
     assert title == "linear backward, 3 ranks, route direct, out of place, gradients in halves, two lanes"
     assert what == "each rank: 3 dgrad, 6 wgrad, 2 weight hops, 4 gradient hops; 2 weight slots, 4 gradient slots"
     assert rows[2:6] == [

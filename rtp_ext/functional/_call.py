@@ -38,7 +38,7 @@ class Ready:
     size: LayerSize | None  # of what the gate decides on; None: the operation leaves no choice
     options: Any = None  # of the rotation, native
     made: Any = None  # by the operation
-    deferred: bool = False  # gradients may land after the pass
+    late: bool = False  # gradients may land after the pass
     rooms: list[tuple[int, int]] | None = None  # address and bytes of local shards that have room for the largest
 
     def plan(self, ring: Ring, tokens: int | None) -> None:
@@ -55,7 +55,7 @@ class Ready:
             reduce_dtype=self.reduce_dtype,
             slot_cap=ring.slot_cap,
             halves=halves and not direct,
-            deferred=self.deferred,
+            late=self.late,
             travel=ring.travel,
             name=self.name,
             gradient_route="direct" if direct else "chain",
@@ -230,7 +230,7 @@ def prepare(
     *,
     tokens: int | None = None,
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None = None,
-    deferred: bool = False,
+    late: bool = False,
 ) -> Any:
     """What `derive` made of the whole shapes of the parameters, kept where `rtp_ext.functional.Prepared` says; and
     `call` made ready to run.
@@ -273,14 +273,14 @@ def prepare(
             if prepared is not None and prepared.sharded and ring.mesh is not None:
                 param.expect_sharded(call)
         serial = 0 if prepared is None else ring.new_agreement()
-        ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, deferred)
+        ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late)
         ready.made = derive(ready.shapes)
         table.found[key] = ready
     if tokens is not None and prepared is not None and tokens > prepared.seen:
         prepared.seen = tokens
     if call.in_place and not ring.transport.startswith("shm"):  # over which copies travel
         _make_room(call, ready, params)
-    if ready.deferred:
+    if ready.late:
         lands = ring, ring.deferred_after()
         for param in params:
             param.lands = lands
@@ -297,7 +297,7 @@ def _agree(
     serial: int,
     tokens: int,
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None,
-    deferred: bool,
+    late: bool,
 ) -> Ready:
     ring = call.ring
     wholes = [ring_shape(param.tensor) if isinstance(param.tensor, DTensor) else None for param in params]
@@ -332,7 +332,7 @@ def _agree(
     # Only what autograd hands on to the node of a shard, and nobody reads before.
     arrives = ring.gradients.local_dtype(ring.hop_route, call.reduce_dtype)
     unread = all(isinstance(param.tensor, DTensor) and param.tensor.dtype == arrives for param in params)
-    ready.deferred = deferred and unread and ring.late_gradients > 0
+    ready.late = late and unread and ring.late_gradients > 0
     ready.plan(ring, most)
     return ready
 

@@ -242,7 +242,7 @@ def prepare_partial(
         return outputs, features, _native.LinearShape(outputs, features, by_outputs=False, transposed=transposed)
 
     facts = (("transposed", transposed),)
-    return params, prepare(call, prepared, "partial linear", params, inputs, facts, derive, deferred=True)
+    return params, prepare(call, prepared, "partial linear", params, inputs, facts, derive, late=True)
 
 
 def prepare_linears(
@@ -265,7 +265,7 @@ def prepare_linears(
     facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed))
     tokens = max([x.shape[:-1].numel() for x in inputs])
     planned: dict[str, Any] = {} if transposed else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
-    return params, prepare(call, prepared, "linears", params, inputs, facts, derive, deferred=True, **planned)
+    return params, prepare(call, prepared, "linears", params, inputs, facts, derive, late=True, **planned)
 
 
 def _size(call: Call, shapes: Sequence[tuple[int, ...]]) -> LayerSize:

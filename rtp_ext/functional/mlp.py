@@ -137,7 +137,7 @@ def prepare_mlp(
         return features, out_features, shape
 
     facts = (("activation", activation), ("recompute", recompute))
-    return params, prepare(call, prepared, "mlp", params, [x], facts, derive, deferred=True)
+    return params, prepare(call, prepared, "mlp", params, [x], facts, derive, late=True)
 
 
 def rotated_mlp(

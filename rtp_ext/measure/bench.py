@@ -81,8 +81,8 @@ class Plan:
         """Relative, of losses: those of what is narrowest."""
         if "int8" in (self.travel, self.gradient_travel):
             return LOSS_TOLERANCES["int8"]
-        rounded = self.travel or (self.reduce_dtype is not None and self.reduce_dtype.itemsize < 4)
-        return LOSS_TOLERANCES["bfloat16" if rounded else "float32"]
+        narrow = self.travel or (self.reduce_dtype is not None and self.reduce_dtype.itemsize < 4)
+        return LOSS_TOLERANCES["bfloat16" if narrow else "float32"]
 
     def describe(self) -> str:
         what = f"{self.ranks} ranks on {'GPUs' if self.device == 'cuda' else 'CPU'}"

@@ -160,7 +160,7 @@ class TimedLayer:
     def _columns(self, owner: int, chunk: slice) -> slice:
         return slice(owner * self.rows + chunk.start, owner * self.rows + chunk.stop)
 
-    def two_streams(self, pass_: str) -> bool:
+    def two_lanes(self, pass_: str) -> bool:
         """Whether the operation computes on two streams, as it does where GEMMs leave much of a GPU idle."""
         if self.ring.device.type == "cpu":
             return False
@@ -227,7 +227,7 @@ class TimedLayer:
     def _products(self, pass_: str) -> list[tuple[str, int, tuple[Any, ...]]]:
         """Kind, lane and operands of every GEMM of a pass, made once so that the host has little to do in between."""
         if pass_ not in self._known_products:
-            variants = {"halves": self.halves, "two_lanes": self.two_streams(pass_)}
+            variants = {"halves": self.halves, "two_lanes": self.two_lanes(pass_)}
             wanted: dict[str, Any] = {name: True for name, on in variants.items() if on}
             if self.direct:
                 wanted["gradient_route"] = "direct"

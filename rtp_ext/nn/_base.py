@@ -12,7 +12,7 @@ from rtp_ext.families.layers import computes_like
 from rtp_ext.parameters.live import LiveModule, mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_parameter
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.registered import register
+from rtp_ext.ring.registry import register
 
 
 class RotatedModule(LiveModule):

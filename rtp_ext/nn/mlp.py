@@ -16,7 +16,7 @@ from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.registered import register
+from rtp_ext.ring.registry import register
 
 
 def bundled_mlp(

@@ -148,7 +148,7 @@ def _lines(records: dict[int, Record]) -> list[str]:
         lines += [f"  rank {rank} (process {record.pid}): {_state(record)}", f"    written: {record.reason}"]
     if not first.on_host:
         lines.append("  times are those at which the host enqueued; the device came later")
-    findings = [*out_of_step(records), *not_posted(records), *deferred(records), *waits(records)]
+    findings = [*out_of_step(records), *not_posted(records), *late(records), *waits(records)]
     return [*lines, "findings:", *(f"  {each}" for each in findings or ["nobody was late, and nothing is missing"])]
 
 
@@ -260,7 +260,7 @@ def own_times(record: Record) -> dict[Hop, float]:
     return own
 
 
-def deferred(records: dict[int, Record]) -> list[str]:
+def late(records: dict[int, Record]) -> list[str]:
     """The hops that a rank came to latest for reasons of its own: it took longer than others without waiting."""
     own = {rank: own_times(record) for rank, record in records.items()}
     common = set.intersection(*(set(each) for each in own.values())) if own else set()

@@ -62,11 +62,11 @@ def schedule_of(
     wgrad: bool = True,
     receive_in_slots: bool = False,
     halves: bool = False,
-    two_streams: bool = False,
-    deferred: bool = False,
+    two_lanes: bool = False,
+    late: bool = False,
     hosts: int = 1,
     gradient_route: str = "chain",
-    rounded: bool = False,
+    narrow: bool = False,
 ) -> Schedule:
     """The schedule of one pass of one operation on rank `rank` of a ring of `ranks`.
 
@@ -111,11 +111,11 @@ def schedule_of(
         receive_in_slots=receive_in_slots,
         bundle=op in BUNDLES,
         halves=halves,
-        two_streams=two_streams,
-        deferred=deferred,
+        two_lanes=two_lanes,
+        late=late,
         hosts=hosts,
         gradient_route=gradient_route,
-        rounded=rounded,
+        narrow=narrow,
     )
 
 
@@ -134,7 +134,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_streams: bool, direct: bool) -> str:
+def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes: bool, direct: bool) -> str:
     """Which of the wanted ways a pass does not go, and why not."""
     if direct and schedule.gradient_route == "chain":
         few = "to two ranks" if schedule.ranks == 2 else "to one rank"
@@ -143,9 +143,9 @@ def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_strea
             why = few
         elif schedule.route in ("gather", "two-level"):
             why = "where shards are gathered" if schedule.route == "gather" else "on two levels"
-        others = _ignored(schedule, op=op, pass_=pass_, halves=halves, two_streams=two_streams, direct=False)
+        others = _ignored(schedule, op=op, pass_=pass_, halves=halves, two_lanes=two_lanes, direct=False)
         return f" (gradient route direct does not apply {why}){others}"
-    wanted = {"halves": halves and not schedule.halves, "two lanes": two_streams and not schedule.two_streams}
+    wanted = {"halves": halves and not schedule.halves, "two lanes": two_lanes and not schedule.two_lanes}
     if pass_ == "forward" and wanted["halves"]:
         why = "to a forward"
     elif op in BUNDLES:
@@ -168,7 +168,7 @@ def describe(
     route: str,
     in_place: bool,
     halves: bool = False,
-    two_streams: bool = False,
+    two_lanes: bool = False,
     hosts: int = 1,
     gradient_route: str = "chain",
 ) -> str:
@@ -197,9 +197,9 @@ def describe(
     if in_place and first.ranks > 1 and hops["weight"] == 0:
         variant, selected = "out of place (no weights travel)", selected if route == "gather" else route
     direct = first.gradient_route == "direct"
-    variant += ", gradients in halves" * first.halves + ", two lanes" * first.two_streams
+    variant += ", gradients in halves" * first.halves + ", two lanes" * first.two_lanes
     variant += ", gradients straight home" * direct
-    requested = {"halves": halves, "two_lanes": two_streams, "straight": gradient_route == "direct"}
+    requested = {"halves": halves, "two_lanes": two_lanes, "direct": gradient_route == "direct"}
     variant += _ignored(first, op=op, pass_=pass_, **requested)
     what = [f"{number} {kind}" for kind, number in computes.items()]
     what += [_count(hops[channel], f"{channel} hop") for channel in hops]

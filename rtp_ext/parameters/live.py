@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from rtp_ext.parameters.sharding import placed_as
 from rtp_ext.ring.autograd import GRADIENT_HANDLER, OFFLOADED
-from rtp_ext.ring.registered import register
+from rtp_ext.ring.registry import register
 
 
 class Tie:

@@ -30,9 +30,9 @@ class Counters:
         """Hops of `weight` or `gradient` that this rank has posted."""
         return self._executor.hops(channel)
 
-    def deferred_reductions(self) -> int:
+    def landed_late(self) -> int:
         """Gradients that arrived after the backward pass of their layer had ended."""
-        return self._executor.deferred_reductions()
+        return self._executor.landed_late()
 
     def prefetched(self) -> tuple[int, int]:
         """First hops that were sent before their layer was called, and how many of them it could use."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rtp_ext.ring.registered import collectively_on
+from rtp_ext.ring.registry import collectively_on
 
 _COMPARED = "_rtp_compared"  # attribute of a parameter
 

@@ -28,7 +28,7 @@ from rtp_ext.ring.patches.dtensor import follow
 from rtp_ext.ring.prepared import Agreements
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Recorded
-from rtp_ext.ring.registered import name_ring
+from rtp_ext.ring.registry import name_ring
 from rtp_ext.ring.routes.gradient_routes import ComingHome, GradientRoutes, check_requested
 from rtp_ext.ring.start import Start, check_choice
 

@@ -15,7 +15,7 @@ from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.nn.mlp import bound_mlp, bundled_mlp
 from rtp_ext.parameters.live import LiveModule, mixin_of
 from rtp_ext.ring import Prepared
-from rtp_ext.ring.registered import register
+from rtp_ext.ring.registry import register
 
 logger = logging.getLogger("rtp_ext")
 

@@ -28,7 +28,7 @@ from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import first_order_only, unseen
-from rtp_ext.ring.registered import register
+from rtp_ext.ring.registry import register
 from rtp_ext.ring.replicated_gradients import check_replicated_gradient
 
 # Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,

@@ -18,7 +18,7 @@ from rtp_ext.functional.torch_compile import traced
 from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.ring import Prepared
-from rtp_ext.ring.registered import register
+from rtp_ext.ring.registry import register
 
 logger = logging.getLogger("rtp_ext")
 

@@ -28,7 +28,7 @@ from rtp_ext.functional.linear import Linears, PartialLinear
 from rtp_ext.functional.mlp import MLP
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
-from rtp_ext.ring.registered import owner_of, ring_named
+from rtp_ext.ring.registry import owner_of, ring_named
 
 # Caches of compilers know an operator by its name and its schema, not by its effects: what changes of those, or of what
 # an operator means, takes another number here.

@@ -134,10 +134,10 @@ class DiLoCo(AfterSteps):
             return
         self._checked, named = current, self._named()
         self._expect_one_model(named)
-        deferred = [name for name, (index, _) in named.items() if index in self._trained and name not in self]
-        if deferred:
+        late = [name for name, (index, _) in named.items() if index in self._trained and name not in self]
+        if late:
             raise ValueError(
-                f"{self!r}: expected the parameters that are trained from the first step on, got {deferred[0]} too, of "
+                f"{self!r}: expected the parameters that are trained from the first step on, got {late[0]} too, of "
                 "which there is no anchor: do not freeze it before the first step"
             )
         with torch.inference_mode(False), torch.no_grad():

@@ -138,7 +138,7 @@ class Gossip(AfterSteps):
             for replica in sorted(every):  # the same order everywhere
                 total.add_(every[replica].to(total.dtype), alpha=float(matrix[me, replica]))
                 agreed &= every[replica] == mine
-            total = torch.where(agreed, mine.to(total.dtype), total)  # which is not rounded again in every step
+            total = torch.where(agreed, mine.to(total.dtype), total)  # which is not narrow again in every step
             yield from zip(bucket, mine.split(sizes), total.split(sizes), strict=True)
 
     def _mix(self, matrix: torch.Tensor, swap: Swap, buckets: list[tuple[int, ...]]) -> None:

@@ -73,7 +73,7 @@ class RotatedOperation:
         return tuple(weight for weight in self.weights if not weight.is_bias)
 
     @property
-    def deferred(self) -> bool:
+    def late(self) -> bool:
         """Whether its gradients may land after its pass: those of linear layers and of MLPs (`late=True` in
         rtp_ext/functional)."""
         return self.kind in ("linear", "bundle") and all(len(weight.shape) < 3 for weight in self.weights)
@@ -93,7 +93,7 @@ class RotatedOperation:
             parts.append((rows, math.prod(rest), weight in travelling))
         dims = 3 if any(len(weight.shape) == 3 for weight in self.weights) else 2  # of the weights of experts: 3
         biases = [place for place, weight in enumerate(self.weights) if len(weight.shape) < dims]
-        return engine().OperationSize(parts, self.bundle, in_chunks, biases, self.deferred)
+        return engine().OperationSize(parts, self.bundle, in_chunks, biases, self.late)
 
     def chunks(self, ranks: int, element_bytes: int) -> int:
         """How many pieces its shards travel in, under the slot cap of a ring that is given none."""
@@ -190,7 +190,7 @@ def rtp_bytes(
         gradients_quantized=gradient_travel is not None,
         route="two-level" if hosts > 1 else "ring",
         hosts=hosts,
-        deferred=late_gradients,
+        late=late_gradients,
         **reach,
     )
 

@@ -32,7 +32,7 @@ def lockstep(
     in_place: bool,
     halves: bool,
     dgrad: bool,
-    two_streams: bool,
+    two_lanes: bool,
     direct: bool = False,
     rounded: bool = False,
     route: str = "ring",
@@ -42,7 +42,7 @@ def lockstep(
     from rtp_ext.observe.schedule import schedule_of  # it loads the extension, and torch with it
     from rtp_ext.observe.timeline import Lockstep
 
-    ways: dict[str, Any] = {"in_place": in_place, "two_lanes": two_streams, "route": route, "hosts": hosts}
+    ways: dict[str, Any] = {"in_place": in_place, "two_lanes": two_lanes, "route": route, "hosts": hosts}
     if pass_ == "backward":
         ways |= {"dgrad": dgrad, "halves": halves}
         if direct:
@@ -73,7 +73,7 @@ class RotationTime:
     in_place: bool
     halves: bool
     dgrad: bool
-    two_streams: tuple[bool, bool]
+    two_lanes: tuple[bool, bool]
     durations: Mapping[str, float]
     unsplit_s: tuple[float, float]
     computes_s: tuple[float, float]
@@ -122,7 +122,8 @@ def rotation_seconds(
     Durations come from the largest shard. The first launch of a pass takes `kernel_s`, the engine's own less. A linear
     layer's gradients travel in halves where their hop outlasts a dgrad (rtp_ext/ring/routes/route_planner.py), and its
     products run on two streams where one leaves multiprocessors idle (csrc/ops/linear.cpp). Operations above the slot
-    cap run chunk by chunk. Both kinds of hop share one link: a backward takes no less than the bytes of both. Source: rtp_ext.timeline,
+    cap run chunk by chunk. Both kinds of hop share one link: a backward takes no less than the bytes of both.
+    Source: rtp_ext.timeline,
     arXiv 2311.01635.
     """
     ranks, op = group.ranks, _OPERATIONS[rotation.kind]
@@ -165,7 +166,7 @@ def rotation_seconds(
     moves = in_place and chunks == 1 and ranks > 1
     lanes = (False, False)
     if op == "linear" and ranks > 1 and hosts == 1:
-        lanes = _two_streams(rotation, tokens, ranks * chunks, cluster)
+        lanes = _two_lanes(rotation, tokens, ranks * chunks, cluster)
     filled = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, whole_waves=False)
     filled = {kind: time + besides[kind] for kind, time in filled.items()}
     kinds = (("forward",), ("dgrad", "wgrad") if dgrad or rotation.bundle else ("wgrad",))
@@ -218,7 +219,7 @@ def _host_s(
     return hops * hop + computes * compute, (weights_back + parts) * hops * hop + 2 * computes * compute
 
 
-def _two_streams(rotation: RotatedOperation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:
+def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:
     """Forward and backward: whether a product leaves much of its last wave idle (csrc/ops/linear.cpp)."""
 
     def wastes(rows: int, columns: int) -> bool:

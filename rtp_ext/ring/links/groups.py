@@ -126,8 +126,8 @@ class Groups:
     ) -> Exception:
         """What to raise where a collective has failed: it ends the ring. `suspects`: whom alone it waited for."""
         # Gloo ends the connections of a group that runs out of time: those of other ranks break then, not later.
-        deferred = waited - self.timeout.total_seconds()
-        ended = time.time() - deferred if deferred >= 0 else None
+        late = waited - self.timeout.total_seconds()
+        ended = time.time() - late if late >= 0 else None
         hop = self._last_hop()
         here = f"{operation} on {self._member} {self.rank} of {self.size}, "
         here += f"after {hop}" if hop else "before the first hop"

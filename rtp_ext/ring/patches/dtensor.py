@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from rtp_ext._native import share_version
 from rtp_ext.ring.autograd import deliver_gradient, first_order_only, save_delivery
 from rtp_ext.ring.mesh import followed, local_placements, own_part
-from rtp_ext.ring.registered import collectively_on
+from rtp_ext.ring.registry import collectively_on
 
 
 def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:

@@ -41,8 +41,8 @@ class GradientRoutes:
 
     def local_dtype(self, route: str, reduce_dtype: torch.dtype) -> torch.dtype:
         """Of a gradient that has come home."""
-        rounded = self.direct(route, reduce_dtype) and reduce_dtype.itemsize == 2
-        return torch.float32 if rounded else reduce_dtype
+        narrow = self.direct(route, reduce_dtype) and reduce_dtype.itemsize == 2
+        return torch.float32 if narrow else reduce_dtype
 
 
 class ComingHome:
