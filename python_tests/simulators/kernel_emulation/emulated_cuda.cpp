@@ -205,9 +205,9 @@ bool Block::run_block() {
     }
     bool moved = false;
     for (int first = 0; first < count; first += kLanes) {
-      const std::vector<int> streams = in_state(State::at_exchange, first, std::min(first + kLanes, count));
-      if (streams.size() != kLanes) continue;
-      resume_all(streams);
+      const std::vector<int> lanes = in_state(State::at_exchange, first, std::min(first + kLanes, count));
+      if (lanes.size() != kLanes) continue;
+      resume_all(lanes);
       moved = true;
     }
     if (moved) continue;

@@ -12,7 +12,7 @@
 #include <set>
 
 // What it is made of, in one unit because torch's headers take most of the time.
-#include "../../../csrc/device/lanes.cpp"
+#include "../../../csrc/device/streams.cpp"
 #include "../../../csrc/schedule/direct_gradients.cpp"
 #include "../../../csrc/schedule/schedule.cpp"
 #include "../../../csrc/schedule/two_level.cpp"
@@ -146,9 +146,9 @@ class RecordedTransfer : public Transfer {
   const int64_t id;
 };
 
-class RecordingLanes : public Streams {
+class RecordingStreams : public Streams {
  public:
-  explicit RecordingLanes(int multiprocessors) : multiprocessors_(multiprocessors) {}
+  explicit RecordingStreams(int multiprocessors) : multiprocessors_(multiprocessors) {}
 
   StreamEvent record_compute() override {
     auto event = std::make_shared<int64_t>(recorder->next++);
@@ -171,7 +171,7 @@ class RecordingLanes : public Streams {
 class RecordingTransport : public Transport {
  public:
   RecordingTransport(int multiprocessors, bool sends_anywhere, bool receives_anywhere)
-      : Transport(std::make_unique<RecordingLanes>(multiprocessors)),
+      : Transport(std::make_unique<RecordingStreams>(multiprocessors)),
         sends_anywhere_(sends_anywhere),
         receives_anywhere_(receives_anywhere) {}
 

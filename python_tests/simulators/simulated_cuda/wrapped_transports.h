@@ -100,9 +100,9 @@ struct Tally {
   }
 };
 
-class CountedLanes : public Streams {
+class CountedStreams : public Streams {
  public:
-  CountedLanes(std::shared_ptr<Transport> inner, std::shared_ptr<Tally> tally)
+  CountedStreams(std::shared_ptr<Transport> inner, std::shared_ptr<Tally> tally)
       : transport_(std::move(inner)), inner_(transport_->streams()), tally_(std::move(tally)) {}
 
   StreamEvent record_compute() override { return inner_.record_compute(); }
@@ -134,7 +134,7 @@ class CountedLanes : public Streams {
 class CountedTransport : public Transport {
  public:
   CountedTransport(std::shared_ptr<Transport> inner, const std::shared_ptr<Tally>& tally)
-      : Transport(std::make_unique<CountedLanes>(inner, tally)), inner_(std::move(inner)), tally_(tally) {}
+      : Transport(std::make_unique<CountedStreams>(inner, tally)), inner_(std::move(inner)), tally_(tally) {}
 
   const char* name() const override { return inner_->name(); }
   std::unique_ptr<Transfer> post(const Hop& hop) override {
