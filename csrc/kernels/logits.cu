@@ -32,7 +32,7 @@ struct PartialSums {
   }
 };
 
-__device__ void add_streams(PartialSums& sums) {
+__device__ void add_lanes(PartialSums& sums) {
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
     const PartialSums other{__shfl_xor_sync(kAllLanes, sums.most, distance),
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kMostThreads) logit_sums(LogitSums parameters)
       sums.scaled = scaled;
     }
 
-    add_streams(sums);
+    add_lanes(sums);
     if (thread % kWarp == 0) {
       most_of_warp[thread / kWarp] = sums.most;
       scaled_of_warp[thread / kWarp] = sums.scaled;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kMostThreads) logit_sums(LogitSums parameters)
     if (thread < kWarp) {
       sums = {kLowest, 0.0f, 0.0f};
       if (thread < warps) sums = {most_of_warp[thread], scaled_of_warp[thread], total_of_warp[thread]};
-      add_streams(sums);
+      add_lanes(sums);
       if (thread == 0) {
         PartialSums before{parameters.most[row], parameters.scaled[row], 0.0f};
         before.add(sums);
