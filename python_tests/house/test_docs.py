@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import rtp_ext
-from rtp_ext.convert import rewrite
+from rtp_ext.convert.plan import layers
 from rtp_ext.nn._base import RotatedModule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,7 +214,7 @@ def _scales(rank, ranks, code):
         for features in (7, 2):
             with cases.case(f"{features} features, in place"):
                 check_pass(make(features), ring, in_place=True)
-        rewrite._DROP_INS[Scale] = RotatedScale  # of this process, which ends with the test
+        layers.DROP_INS[Scale] = RotatedScale  # of this process, which ends with the test
         for kind, in_place in ((Scale, True), (Subclass, False)):
             with cases.case(f"{kind.__name__} in a model"):
                 plain, model = kind(7), nn.Sequential(kind(7))

@@ -248,6 +248,13 @@ def is_inside(module: nn.Module) -> bool:
     return _INSIDE in module.__dict__
 
 
+def ring_of_module(part: nn.Module) -> Ring | None:
+    """The ring that a module's own parameters are on."""
+    scope = part.__dict__.get("_rtp_scope")
+    ring = scope.ring if isinstance(scope, ForwardScope) else part.__dict__.get("ring")
+    return ring if isinstance(ring, Ring) else None
+
+
 def mark_inside(root: nn.Module) -> None:
     """Has `is_inside` say so of a model and all modules in it."""
     for part in root.modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,22 +25,27 @@ def is_piece(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and piece_dim(tensor._spec) is not None
 
 
-def piece_placements(parameter: DTensor) -> tuple[Placement, Placement] | None:
-    """How the pieces lie of a parameter whose shard every replica holds; None where they cannot.
+def piece_placement(shape: Sequence[int], dim: int, replicas: int, ranks: int) -> Placement | None:
+    """How the pieces of a parameter that the ring cuts along `dim` lie over the replicas; None where they cannot.
 
     Along the dimension that the ring cuts, where DTensor's arithmetic for uneven sizes has the shards of all rings cut
     alike: it cuts over the replicas first, and what that leaves of all shards over the ring, by the chunk rule each
     time. Else along the largest other dimension.
     """
-    mesh, over_ring = parameter.device_mesh, parameter.placements[-1]
+    pieces = [shard_sizes(shard, replicas) for shard in shard_sizes(shape[dim], ranks)]
+    if all(list(of_one) == list(shard_sizes(sum(of_one), ranks)) for of_one in zip(*pieces, strict=True)):
+        return _StridedShard(dim, split_factor=ranks)
+    others = [other for other in range(len(shape)) if other != dim]
+    return Shard(max(others, key=lambda other: shape[other])) if others else None
+
+
+def piece_placements(parameter: DTensor) -> tuple[Placement, Placement] | None:
+    """How the pieces lie of a parameter whose shard every replica holds; None where they cannot."""
+    over_ring = parameter.placements[-1]
     assert isinstance(over_ring, Shard), "a shard"
-    replicas, ring = mesh.shape
-    shape = parameter.shape
-    pieces = [shard_sizes(shard, replicas) for shard in shard_sizes(shape[over_ring.dim], ring)]
-    if all(list(of_one) == list(shard_sizes(sum(of_one), ring)) for of_one in zip(*pieces, strict=True)):
-        return _StridedShard(over_ring.dim, split_factor=ring), over_ring
-    others = [dim for dim in range(len(shape)) if dim != over_ring.dim]
-    return (Shard(max(others, key=lambda dim: shape[dim])), over_ring) if others else None
+    replicas, ranks = parameter.device_mesh.shape
+    over_replicas = piece_placement(parameter.shape, over_ring.dim, replicas, ranks)
+    return None if over_replicas is None else (over_replicas, over_ring)
 
 
 def local_spec(spec: DTensorSpec) -> DTensorSpec:

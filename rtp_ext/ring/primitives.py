@@ -36,6 +36,20 @@ def as_tensor(value: Any) -> torch.Tensor:
     raise TypeError(f"Ring: expected a tensor or a DLPack array, got {type(value).__name__}")
 
 
+def check_in_place(name: str, travel: str | None, route: str) -> None:
+    """Raises ValueError where local shards cannot travel themselves on a ring with these options."""
+    if travel is not None:
+        raise ValueError(
+            f"{name}: expected in_place=False on a ring of travel={travel!r}, where copies travel, got True; "
+            "a ring of travel=None moves shards in place"
+        )
+    if route == "two-level":
+        raise ValueError(
+            f"{name}: expected in_place=False on route two-level, where a shard leaves in two directions at once, "
+            "got True; a ring of route='ring' moves shards in place"
+        )
+
+
 class Primitives(Groups):
     """`rotate` and `collect`, for the class Ring."""
 
@@ -48,16 +62,7 @@ class Primitives(Groups):
 
     def expect_in_place(self, name: str) -> None:
         """Raises ValueError where local shards cannot be asked to travel themselves."""
-        if self.travel is not None:
-            raise ValueError(
-                f"{name}: expected in_place=False on a ring of travel={self.travel!r}, where copies travel, got True; "
-                "a ring of travel=None moves shards in place"
-            )
-        if self.hop_route == "two-level":
-            raise ValueError(
-                f"{name}: expected in_place=False on route two-level, where a shard leaves in two directions at once, "
-                "got True; a ring of route='ring' moves shards in place"
-            )
+        check_in_place(name, self.travel, self.hop_route)
 
     def shapes(
         self, tensors: Sequence[torch.Tensor], originals: Sequence[Any], prepared: Prepared | None

@@ -135,3 +135,23 @@ def _look_up(self: Any, name: str) -> Any:
             f"{INSTEAD[name]}"
         )
     return nn.Module.__getattr__(self, name)
+
+
+# -- torch's DistributedDataParallel -----------------------------------------------------------------------------------
+
+
+class _NothingForDDP:
+    """In the place of the names that DistributedDataParallel is to leave alone, for which it asks a model first."""
+
+    def __iter__(self) -> Any:
+        raise ValueError(
+            "DistributedDataParallel: expected a plain model, got one that fully_rotate has converted: its parameters "
+            "are shards of a ring, and its gradients are averaged by its own backward. Train the model as it is; in "
+            "training loops of others take RotationTrainer instead of Trainer, RotationAccelerator instead of "
+            "Accelerator, RotationStrategy instead of strategy='ddp' (rtp_ext.integrations, docs/frameworks.md)"
+        )
+
+
+def refuse_ddp(root: nn.Module) -> None:
+    """Has DistributedDataParallel of a converted model raise ValueError, which stock trainers wrap it in."""
+    root.__dict__.setdefault("_ddp_params_and_buffers_to_ignore", _NothingForDDP())

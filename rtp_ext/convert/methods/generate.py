@@ -24,9 +24,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from rtp_ext._native import RingTimeout
-from rtp_ext.convert.admission import ring_of_module
 from rtp_ext.convert.modules.bundled import OWN_HOOKS
-from rtp_ext.convert.scopes import is_inside
+from rtp_ext.convert.scopes import is_inside, ring_of_module
 from rtp_ext.outer import ZeroOuter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import GRADIENT_HANDLER

@@ -1,11 +1,11 @@
-"""Parameters that cannot be converted, and what cannot be added to a model that has been."""
+"""What cannot be added to a converted model."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -13,62 +13,11 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from rtp_ext.convert.modules.gathered import GatheredModule
-from rtp_ext.outer import AllReduce, OuterPolicy
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.wrappers import type_name
 from rtp_ext.ring import Ring
 from rtp_ext.ring.patches.dtensor import rotates
-
-_EXPECTED = (
-    "expected a plain parameter, or one whose class has fsdp_pre_all_gather and fsdp_post_all_gather, which say how "
-    "its shards travel; or pass it in ignored_params"
-)
-
-
-def find_extended(
-    modules: Iterable[tuple[str, nn.Module]], ignored: Collection[int], ring: Ring, policy: OuterPolicy | None
-) -> set[int]:
-    """Ids of the parameters that are gathered through extensions of their class. `ignored`: ids of parameters.
-
-    Raises ValueError for tensor subclasses that can be neither sharded nor gathered, and where what is gathered through
-    extensions cannot be combined with the rest.
-    """
-    found: set[int] = set()
-    for name, part in modules:
-        if isinstance(part, LiveModule):
-            continue
-        for key, parameter in part._parameters.items():
-            if parameter is None or id(parameter) in ignored:
-                continue
-            label = f"fully_rotate: {name + '.' if name else ''}{key} of a {type(part).__name__}"
-            problem = refusal(parameter)
-            if problem is not None:
-                raise ValueError(f"{label} is {problem}: {_EXPECTED}")
-            if is_extended(parameter):
-                other = _cannot_be_combined(ring, policy)
-                if other is not None:
-                    raise ValueError(
-                        f"{label} is a {type_name(parameter)}, gathered through the extensions of its class, which "
-                        f"cannot be combined with {other}: expected a plain parameter, or pass it in ignored_params"
-                    )
-                found.add(id(parameter))
-    return found
-
-
-def _cannot_be_combined(ring: Ring, policy: OuterPolicy | None) -> str | None:
-    if ring.mesh is None:
-        return None  # on an emulated ring they stay whole
-    if ring.tensor_mesh is not None:
-        return "tensor parallelism"
-    if ring.host_memory is not None:
-        return "offload_policy=CPUOffloadPolicy()"
-    if policy is not None and type(policy) is not AllReduce:
-        return f"{type(policy).__name__}: of the outer policies only outer.AllReduce() takes it"
-    return None
-
-
-# -- what is added to a converted model --------------------------------------------------------------------------------
 
 
 def refuse_additions(root: nn.Module, ring: Ring, ignored: Collection[str]) -> None:

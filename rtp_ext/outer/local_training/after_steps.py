@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -87,6 +87,9 @@ class AfterSteps(Means):
     def acts(self) -> bool:
         """Whether there is anything to do."""
         return self.size > 1 or self.acts_alone
+
+    def placement_over(self, replicas: int, shape: Sequence[int], dim: int | None, ranks: int) -> Placement | None:
+        return None if replicas > 1 or self.acts_alone else Replicate()
 
     def handle_gradients(self, root: nn.Module) -> None:
         super().handle_gradients(root)

@@ -1,0 +1,110 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_COLUMNS = (
+    "parameter",
+    "shape",
+    "moved by",
+    "cut",
+    "route",
+    "gradients",
+    "travels in",
+    "held",
+    "sent",
+    "by collectives",
+)
+_RIGHT = {"held", "sent", "by collectives"}
+
+
+def table(kind: str, ring: Any, rows: Sequence[Any], totals: dict[str, int]) -> str:
+    """The rows of a plan under a head line, with totals, reasons and what the numbers mean.
+
+    ring: RingFacts. rows: ParameterPlan. totals: bytes by name.
+    """
+    lines = [_title(kind, ring, rows), ""]
+    cells = [_cells(row) for row in rows]
+    sums = totals["forward_bytes"] + totals["backward_bytes"] + totals["gradient_bytes"]
+    cells.append(["total", *[""] * 6, _bytes(totals["held_bytes"]), _bytes(sums), _bytes(totals["collective_bytes"])])
+    widths = [max(len(name), *(len(row[place]) for row in cells)) for place, name in enumerate(_COLUMNS)]
+    lines.append(_line(list(_COLUMNS), widths))
+    lines.append("  ".join("-" * width for width in widths))
+    lines += [_line(row, widths) for row in cells[:-1]]
+    lines.append("  ".join("-" * width for width in widths))
+    lines.append(_line(cells[-1], widths))
+    lines += [
+        "",
+        f"A step of rank {ring.rank} sends by hops {_bytes(totals['forward_bytes'])} of weights in forward, "
+        f"{_bytes(totals['backward_bytes'])} of weights in backward and {_bytes(totals['gradient_bytes'])} of "
+        f"gradients, and by collectives {_bytes(totals['collective_bytes'])}.",
+    ]
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.reason is not None:
+            reasons.setdefault(row.reason, []).append(row.name)
+    if reasons:
+        lines += ["", "Not rotated:"]
+        for reason, names in reasons.items():
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            lines.append(f"  {shown}: {reason}")
+    if ring.assumed:
+        lines += ["", "No ring exists yet: these are the routes of ranks on one host."]
+    return "\n".join(lines)
+
+
+def _title(kind: str, ring: Any, rows: Sequence[Any]) -> str:
+    count = len({row.name for row in rows if row.tied_to is None})
+    more = f", {ring.replicas} replicas" if ring.replicas > 1 else ""
+    more += f", tensor parallelism of {ring.tensor_ranks}" if ring.tensor_ranks > 1 else ""
+    return f"{kind}: {count} parameters on a ring of {ring.ranks}{more}, seen from rank {ring.rank}"
+
+
+def _cells(row: Any) -> list[str]:
+    moved = row.moved if row.bundle in (None, row.module) else row.bundle
+    cut = "whole" if row.cut is None else f"dim {row.cut}: {_sizes(row.shard_sizes)}"
+    travels = row.travel or "-"
+    if row.reduce is not None and row.reduce != row.travel:
+        travels = f"{travels}, gradients {row.reduce}"
+    name = row.name if row.tied_to is None else f"{row.name} = {row.tied_to}"
+    collective = "depends on ids" if row.collective_bytes is None else _bytes(row.collective_bytes)
+    return [
+        name,
+        "x".join(map(str, row.shape)) or "scalar",
+        moved,
+        cut,
+        row.route or "-",
+        row.gradient_route or "-",
+        travels,
+        _bytes(row.held_bytes),
+        _bytes(row.sent_bytes),
+        collective,
+    ]
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """5+5+5+2 as 3x5+2."""
+    parts: list[str] = []
+    for size in dict.fromkeys(sizes):
+        count = list(sizes).count(size)
+        parts.append(f"{count}x{size}" if count > 1 else str(size))
+    return "+".join(parts)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    pairs = zip(_COLUMNS, cells, widths, strict=True)
+    return "  ".join(cell.rjust(width) if name in _RIGHT else cell.ljust(width) for name, cell, width in pairs).rstrip()
+
+
+def _bytes(count: int) -> str:
+    """In the largest unit that leaves at least 1, exact below 10 KiB."""
+    if count < 10_240:
+        return f"{count} B"
+    size, unit = count / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}"
