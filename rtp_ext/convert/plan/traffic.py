@@ -39,7 +39,7 @@ class RingFacts:
         gradients: what gradients take.
         travel: what weights travel in; None: the compute dtype.
         gradient_halves: whether gradients of linear layers travel in two halves.
-        slot_cap: bytes; larger shards of single layers travel in pieces. 0: no cap.
+        slot_cap: bytes; larger shards of single layers travel in chunks. 0: no cap.
         receives_anywhere: whether hops can land outside slots, so that local shards can travel in place.
         layer_routes: (name, route, halves) of layers that the ring routes otherwise than all others.
         assumed: whether no ring exists yet: routes are those of ranks on one host.
@@ -165,12 +165,15 @@ class Shards:
     is_bias: bool  # it never travels in fewer bits than it is computed with
     trained: bool
 
-    def elements(self, owner: int, ranks: int, first: int = 0, rows: int | None = None) -> int:
-        """Numbers of the shard of `owner`; of at most `rows` of its rows from `first` on."""
+    def elements(self, owner: int, ranks: int, chunk: int = 0, rows: int = 0, half: int = 0) -> int:
+        """Numbers of the shard of `owner`; of a chunk of at most `rows` of its rows, and of a half of that (1, 2)."""
         shape = [*self.shape]
         shape[self.dim] = _sizes(shape[self.dim], ranks)[owner]
-        if rows is not None:
-            shape[0] = min(max(shape[0] - first, 0), rows)
+        if rows:
+            shape[0] = min(max(shape[0] - chunk * rows, 0), rows)
+        if half:
+            first = (shape[0] + 1) // 2
+            shape[0] = first if half == 1 else shape[0] - first
         return math.prod(shape)
 
 
@@ -212,8 +215,8 @@ class Traffic:
 def rotation_traffic(passes: Passes, shards: Sequence[Shards], facts: RingFacts) -> list[Traffic]:
     """The traffic of each parameter of one operation, whose input wants a gradient (but for an embedding's ids)."""
     route, halves = facts.route_of(passes.name, passes.is_planned)
-    cap, rows = _pieces(passes, shards, route, facts)
-    alone = cap == 1
+    count, rows = _chunks(passes, shards, route, facts)
+    alone = count == 1
     if not alone and route == "gather":
         route = "direct"
     direct = facts.gradients.direct(route, passes.reduce_dtype)
@@ -241,11 +244,9 @@ def rotation_traffic(passes: Passes, shards: Sequence[Shards], facts: RingFacts)
     def sent(each: Shards, hops: Counter[tuple[int, int]], travel: str | None, itemsize: int) -> int:
         total = 0
         for (owner, half), times in hops.items():
-            for piece in range(cap):
-                count = each.elements(owner, facts.ranks, piece * rows, None if alone else rows)
-                if half:
-                    count = _half_elements(each, owner, facts.ranks, half)
-                total += times * _native.wire_bytes(count, travel, itemsize)
+            for chunk in range(count):
+                numbers = each.elements(owner, facts.ranks, chunk, 0 if alone else rows, half)
+                total += times * _native.wire_bytes(numbers, travel, itemsize)
         return total
 
     found = []
@@ -280,8 +281,8 @@ def gathered_traffic(
     return Traffic(gathered, 0, reduced if trained else 0)
 
 
-def _pieces(passes: Passes, shards: Sequence[Shards], route: str, facts: RingFacts) -> tuple[int, int]:
-    """In how many pieces the shards travel, and the rows of the largest."""
+def _chunks(passes: Passes, shards: Sequence[Shards], route: str, facts: RingFacts) -> tuple[int, int]:
+    """In how many chunks the shards travel, and the rows of the largest."""
     capped = passes.kind in ("linear", "head") and sum(not each.is_bias for each in shards) == 1
     if not (capped or passes.kind == "embedding") or passes.transposed:
         return 1, 0
@@ -292,16 +293,8 @@ def _pieces(passes: Passes, shards: Sequence[Shards], route: str, facts: RingFac
         parts.append((shape[0], math.prod(shape[1:]), True))
     size = _native.OperationSize(parts, passes.kind == "head", True)
     home = facts.gradients.local_dtype(route, passes.reduce_dtype)
-    count, rows = size.pieces(max(passes.compute_dtype.itemsize, home.itemsize), facts.slot_cap)
+    count, rows = size.chunks(max(passes.compute_dtype.itemsize, home.itemsize), facts.slot_cap)
     return count, rows
-
-
-def _half_elements(each: Shards, owner: int, ranks: int, half: int) -> int:
-    shape = [*each.shape]
-    shape[each.dim] = _sizes(shape[each.dim], ranks)[owner]
-    first = (shape[0] + 1) // 2
-    shape[0] = first if half == 1 else shape[0] - first
-    return math.prod(shape)
 
 
 @functools.lru_cache(maxsize=4096)
