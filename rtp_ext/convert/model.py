@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from rtp_ext.convert.agreement import checksums, compare_weights
 from rtp_ext.convert.apply_plan import apply_plan
-from rtp_ext.convert.methods.fully_shard import answer_for_fully_shard, refuse_ddp
+from rtp_ext.convert.methods.fully_shard import answer_for_fully_shard, refuse_others
 from rtp_ext.convert.methods.generate import let_it_generate
 from rtp_ext.convert.methods.save_pretrained import let_it_save
 from rtp_ext.convert.modules.gathered import GatheredRNN
@@ -181,7 +181,7 @@ def _convert(plan: RotationPlan, request: Request, ring: Ring) -> None:
     for state, member in zip(states, members, strict=True):
         state.handle_gradients(member)
         if ring.mesh is not None:
-            refuse_ddp(member)
+            refuse_others(member)
     mark_replaced(root, before)
     watch_optimizers()
     let_it_save(root, ring)

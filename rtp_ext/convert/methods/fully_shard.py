@@ -8,9 +8,10 @@ import types
 from typing import Any
 
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
 
 from rtp_ext.convert.scopes import OpenScope, close_root, is_inside, open_root, state_of
-from rtp_ext.parameters.live import extended_class
+from rtp_ext.parameters.live import LiveModule, extended_class
 
 _FORWARD_METHOD = "_rtp_forward_method"  # attribute of what register_forward_method made
 
@@ -137,11 +138,11 @@ def _look_up(self: Any, name: str) -> Any:
     return nn.Module.__getattr__(self, name)
 
 
-# -- torch's DistributedDataParallel -----------------------------------------------------------------------------------
+# -- other data parallelism of torch -----------------------------------------------------------------------------------
 
 
 class _NothingForDDP:
-    """In the place of the names that DistributedDataParallel is to leave alone, for which it asks a model first."""
+    """Stands for the names of parameters that DistributedDataParallel leaves alone, which it reads first of all."""
 
     def __iter__(self) -> Any:
         raise ValueError(
@@ -152,6 +153,22 @@ class _NothingForDDP:
         )
 
 
-def refuse_ddp(root: nn.Module) -> None:
-    """Has DistributedDataParallel of a converted model raise ValueError, which stock trainers wrap it in."""
+class _NotForFSDP(dict):
+    """The composable functions of torch that were applied to a module. `fully_shard` looks itself up there first."""
+
+    def __contains__(self, name: Any) -> bool:
+        if name == "fully_shard":
+            raise ValueError(
+                "fully_shard: expected a plain module, got one that fully_rotate has converted: its parameters are "
+                "shards of a ring already, and are never whole. Leave out fully_shard, or convert the plain model by "
+                "one of the two"
+            )
+        return super().__contains__(name)
+
+
+def refuse_others(root: nn.Module) -> None:
+    """Has DistributedDataParallel and fully_shard of a converted model raise ValueError, before they change it."""
     root.__dict__.setdefault("_ddp_params_and_buffers_to_ignore", _NothingForDDP())
+    for part in root.modules():
+        if part is root or isinstance(part, LiveModule):
+            part.__dict__[REGISTRY_KEY] = _NotForFSDP(part.__dict__.get(REGISTRY_KEY, {}))

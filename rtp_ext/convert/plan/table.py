@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,12 +22,13 @@ _RIGHT = {"held", "sent", "by collectives"}
 
 
 def table(kind: str, ring: Any, rows: Sequence[Any], totals: dict[str, int]) -> str:
-    """The rows of a plan under a head line, with totals, reasons and what the numbers mean.
+    """The rows of a plan under a head line, with totals and reasons. Rows of layers that are alike are one line, with a
+    star for the number of the layer, their count and the sums of their bytes.
 
     ring: RingFacts. rows: ParameterPlan. totals: bytes by name.
     """
     lines = [_title(kind, ring, rows), ""]
-    cells = [_cells(row) for row in rows]
+    cells = [_cells(several) for several in _alike(rows)]
     sums = totals["forward_bytes"] + totals["backward_bytes"] + totals["gradient_bytes"]
     cells.append(["total", *[""] * 6, _bytes(totals["held_bytes"]), _bytes(sums), _bytes(totals["collective_bytes"])])
     widths = [max(len(name), *(len(row[place]) for row in cells)) for place, name in enumerate(_COLUMNS)]
@@ -48,7 +50,8 @@ def table(kind: str, ring: Any, rows: Sequence[Any], totals: dict[str, int]) -> 
     if reasons:
         lines += ["", "Not rotated:"]
         for reason, names in reasons.items():
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            forms = list(dict.fromkeys(map(_without_numbers, names))) if len(names) > 3 else names
+            shown = ", ".join(forms[:4]) + (f" and {len(forms) - 4} more" if len(forms) > 4 else "")
             lines.append(f"  {shown}: {reason}")
     if ring.assumed:
         lines += ["", "No ring exists yet: these are the routes of ranks on one host."]
@@ -62,24 +65,45 @@ def _title(kind: str, ring: Any, rows: Sequence[Any]) -> str:
     return f"{kind}: {count} parameters on a ring of {ring.ranks}{more}, seen from rank {ring.rank}"
 
 
-def _cells(row: Any) -> list[str]:
-    moved = row.moved if row.bundle in (None, row.module) else row.bundle
-    cut = "whole" if row.cut is None else f"dim {row.cut}: {_sizes(row.shard_sizes)}"
+def _alike(rows: Sequence[Any]) -> list[list[Any]]:
+    """Rows that differ in numbers within names alone, such as those of the layers of a transformer, together."""
+    found: dict[tuple, list[Any]] = {}
+    for row in rows:
+        form = (*map(_without_numbers, (row.name, row.tied_to, row.bundle)), *_looks(row), row.held_bytes, row.reason)
+        found.setdefault((*form, row.sent_bytes, row.collective_bytes), []).append(row)
+    return [*found.values()]
+
+
+def _without_numbers(name: str | None) -> str | None:
+    return None if name is None else re.sub(r"(?<![^.])\d+(?![^.\s])", "*", name)
+
+
+def _looks(row: Any) -> tuple[str, ...]:
+    """The cells of a row that are no names and no bytes."""
     travels = row.travel or "-"
     if row.reduce is not None and row.reduce != row.travel:
         travels = f"{travels}, gradients {row.reduce}"
-    name = row.name if row.tied_to is None else f"{row.name} = {row.tied_to}"
-    collective = "depends on ids" if row.collective_bytes is None else _bytes(row.collective_bytes)
+    cut = "whole" if row.cut is None else f"dim {row.cut}: {_sizes(row.shard_sizes)}"
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    return shape, cut, row.route or "-", row.gradient_route or "-", travels
+
+
+def _cells(rows: Sequence[Any]) -> list[str]:
+    """One line for rows that are alike: bytes are their sums."""
+    row, count = rows[0], len(rows)
+    shown = (lambda name: name) if count == 1 else _without_numbers
+    name = shown(row.name) if row.tied_to is None else f"{shown(row.name)} = {shown(row.tied_to)}"
+    moved = row.moved if row.bundle in (None, row.module) else shown(row.bundle)
+    shape, cut, *routes = _looks(row)
+    collective = "depends on ids" if row.collective_bytes is None else _bytes(count * row.collective_bytes)
     return [
-        name,
-        "x".join(map(str, row.shape)) or "scalar",
+        name if count == 1 else f"{name} ({count})",
+        shape,
         moved,
         cut,
-        row.route or "-",
-        row.gradient_route or "-",
-        travels,
-        _bytes(row.held_bytes),
-        _bytes(row.sent_bytes),
+        *routes,
+        _bytes(count * row.held_bytes),
+        _bytes(count * row.sent_bytes),
         collective,
     ]
 
