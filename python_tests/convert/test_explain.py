@@ -322,6 +322,10 @@ def _details(rank, ranks):
                 call(mlp(), route="left")
             with pytest.raises(ValueError, match="in_place=False on a ring of travel='int8'"):
                 call(mlp(), travel="int8", in_place=True)
+        lazy = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(4))
+        with pytest.raises(ValueError, match=r"got the uninitialized weight of 1 \(LazyLinear\): call the plain model"):
+            rtp_ext.fully_rotate(lazy, mesh=ring)
+        assert type(lazy[0]) is nn.Linear, "before, it had been converted when the second layer failed"
         with pytest.raises(ValueError, match="is a part of one that already was"):
             rtp_ext.explain(model[0])
         assert type(tied[1]) is nn.Linear

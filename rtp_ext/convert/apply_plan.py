@@ -19,9 +19,16 @@ from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
 from rtp_ext.convert.plan.converted import REASON
 from rtp_ext.convert.plan.layers import DROP_INS, drop_in, extended_parameters
 from rtp_ext.convert.plan.request import Request
-from rtp_ext.convert.plan.rotation_plan import GATHERED, IGNORED, REPLICATED, ROTATED, ModulePlan, RotationPlan
+from rtp_ext.convert.plan.rotation_plan import (
+    GATHERED,
+    IGNORED,
+    REPLICATED,
+    ROTATED,
+    BundlePlan,
+    ModulePlan,
+    RotationPlan,
+)
 from rtp_ext.convert.tensor_parallel import parallel_class
-from rtp_ext.families import blocks
 from rtp_ext.nn import Flyweight, RotatedExperts
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.linear import RotatedTransposedLinear
@@ -55,7 +62,6 @@ class Application:
 
     def run(self) -> None:
         guard_parametrizations()
-        found = {bundle.name: blocks.mlp_block(self.by_name[bundle.name]) for bundle in self._bundles("mlp")}
         if extended_parameters(self.modules, self.request.ignored):  # a compiler would look into their classes
             self.ring.traceable = False
         inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}
@@ -72,7 +78,8 @@ class Application:
             elif module.moved == IGNORED:
                 self.counts[f"{module.kind}: ignored"] += 1
         for bundle in self._bundles("mlp"):
-            part, block = self.by_name[bundle.name], found[bundle.name]
+            part, block = self.by_name[bundle.name], bundle.block
+            assert block is not None, "it is new"
             kind = type(part).__name__
             part.__class__ = mixed_class(MIXINS[block.kind], type(part))
             part.bundle(block.spec, recompute=bundle.recompute, name=bundle.label)
@@ -92,7 +99,7 @@ class Application:
         self._remember_ties()
         self._log()
 
-    def _bundles(self, kind: str) -> list[Any]:
+    def _bundles(self, kind: str) -> list[BundlePlan]:
         """New bundles of a kind."""
         new = {module.name for module in self.new}
         return [bundle for bundle in self.plan.bundles if bundle.kind == kind and new.issuperset(bundle.layers)]

@@ -200,7 +200,7 @@ class Reader:
     def _still(
         self,
         name: str,
-        part: nn.Module,
+        part: Any,
         moved: str,
         rows: list[Owned],
         policy: MixedPrecisionPolicy | None,
@@ -280,7 +280,7 @@ class Reader:
                     found.append(BundlePlan("shared input", name, label, paths, self._layers(part, paths)))
         return found
 
-    def _layers(self, part: nn.Module, paths: Iterable[str]) -> tuple[str, ...]:
+    def _layers(self, part: Any, paths: Iterable[str]) -> tuple[str, ...]:
         return tuple(self.names[id(part.get_submodule(path))] for path in paths)
 
     def fused(self) -> list[str]:

@@ -120,7 +120,7 @@ class Inspection:
                 layers = [part.get_submodule(path) for path in block.spec.paths]
                 if self._is_free(part, layers, "layers of its MLP"):
                     names = tuple(self.names[id(layer)] for layer in layers)
-                    found.append(BundlePlan("mlp", name, label, tuple(block.spec.paths), names, recompute))
+                    found.append(BundlePlan("mlp", name, label, tuple(block.spec.paths), names, recompute, block))
             paths = blocks.shared_inputs(part)
             if paths is not None:
                 layers = [part.get_submodule(path) for path in paths]
@@ -299,7 +299,7 @@ class Inspection:
     ) -> Owned:
         full = f"{name}.{key}" if name else key
         first = self.first.get(id(parameter), full)
-        shape = whole = tuple(parameter.shape)
+        shape = whole = () if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
         over_tensor = None
         if on_tensor_mesh(parameter, self.request.place.tensor_mesh):
             over_tensor, whole = parameter.placements[0], tuple(parameter._local_tensor.shape)
@@ -307,7 +307,7 @@ class Inspection:
         if moved == IGNORED:
             placements = tuple(parameter.placements) if isinstance(parameter, DTensor) else ()
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            held = local.numel() * local.element_size()
+            held = 0 if nn.parameter.is_lazy(local) else local.numel() * local.element_size()
         else:
             placements, held = self._laid_out(shape, whole, dim, parameter.dtype, over_tensor)
             placements = placements if placed and not sparse else ()

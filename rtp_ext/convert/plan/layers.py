@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,7 +54,7 @@ def unlike(part: nn.Module) -> type[nn.Module] | None:
     return next((base for base in DROP_INS if isinstance(part, base)), None)
 
 
-def own_parameters(part: nn.Module) -> dict[str, torch.Tensor]:
+def own_parameters(part: Any) -> dict[str, torch.Tensor]:
     """The parameters that a module owns itself, by name."""
     return {key: parameter for key, parameter in part._parameters.items() if parameter is not None}
 

@@ -13,6 +13,7 @@ import torch
 from rtp_ext._native import shard_sizes
 from rtp_ext.convert.plan.table import table
 from rtp_ext.convert.plan.traffic import Passes, RingFacts, Shards, Traffic, gathered_traffic, rotation_traffic
+from rtp_ext.families.blocks import MLPBlock
 
 ROTATED, GATHERED, REPLICATED, IGNORED = "rotated", "gathered", "replicated", "ignored"
 
@@ -96,7 +97,7 @@ class BundlePlan:
     """Linear layers of one module that rotate together.
 
     kind: `mlp` or `shared input`. name: of the module. paths: of the layers below it. layers: their names in the model.
-    recompute: of an MLP, it keeps no hidden value for backward.
+    recompute: of an MLP, it keeps no hidden value for backward. block: of an MLP that is to be bundled, how.
     """
 
     kind: str
@@ -105,6 +106,7 @@ class BundlePlan:
     paths: tuple[str, ...]
     layers: tuple[str, ...]
     recompute: bool = False
+    block: MLPBlock | None = field(default=None, compare=False)
 
     @property
     def title(self) -> str:

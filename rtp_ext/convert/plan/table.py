@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _COLUMNS = (
@@ -69,13 +69,18 @@ def _alike(rows: Sequence[Any]) -> list[list[Any]]:
     """Rows that differ in numbers within names alone, such as those of the layers of a transformer, together."""
     found: dict[tuple, list[Any]] = {}
     for row in rows:
-        form = (*map(_without_numbers, (row.name, row.tied_to, row.bundle)), *_looks(row), row.held_bytes, row.reason)
+        form = (
+            *map(_without_numbers, (row.name, row.tied_to or "", row.bundle or "")),
+            *_looks(row),
+            row.held_bytes,
+            row.reason,
+        )
         found.setdefault((*form, row.sent_bytes, row.collective_bytes), []).append(row)
     return [*found.values()]
 
 
-def _without_numbers(name: str | None) -> str | None:
-    return None if name is None else re.sub(r"(?<![^.])\d+(?![^.\s])", "*", name)
+def _without_numbers(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.\s])", "*", name)
 
 
 def _looks(row: Any) -> tuple[str, ...]:
@@ -91,7 +96,7 @@ def _looks(row: Any) -> tuple[str, ...]:
 def _cells(rows: Sequence[Any]) -> list[str]:
     """One line for rows that are alike: bytes are their sums."""
     row, count = rows[0], len(rows)
-    shown = (lambda name: name) if count == 1 else _without_numbers
+    shown: Callable[[str], str] = str if count == 1 else _without_numbers
     name = shown(row.name) if row.tied_to is None else f"{shown(row.name)} = {shown(row.tied_to)}"
     moved = row.moved if row.bundle in (None, row.module) else shown(row.bundle)
     shape, cut, *routes = _looks(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from rtp_ext.convert.agreement import ConversionError
+from rtp_ext.convert.plan.layers import own_parameters
 from rtp_ext.convert.plan.request import (
     TIMEOUT,
     ModuleGroup,
@@ -55,6 +57,7 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
         raise TypeError("fully_rotate: expected ignored_params to be several parameters, got a single tensor")
     ignored = frozenset(id(parameter) for parameter in options.ignored_params or ())
     not_ours = ignored | ignored_in(parts)
+    _refuse_uninitialized(root, not_ours)
     place = alone or _place_of(options, parts, _tensor_dimension(root, options, not_ours))
     policy = _policy_of(options.outer, parts, place)
     if options.in_place and not policy.allows_in_place:
@@ -139,6 +142,16 @@ def _parts_of(members: list[nn.Module], root: nn.Module) -> Parts:
             found.append((name, part))
             below.update(map(id, part.modules()))
     return found
+
+
+def _refuse_uninitialized(root: nn.Module, ignored: Collection[int]) -> None:
+    for name, part in root.named_modules():
+        for key, parameter in own_parameters(part).items():
+            if nn.parameter.is_lazy(parameter) and id(parameter) not in ignored:
+                raise ValueError(
+                    f"fully_rotate: expected parameters with a shape, got the uninitialized {key} of "
+                    f"{name or 'the model'} ({type(part).__name__}): call the plain model with a batch before"
+                )
 
 
 # -- the ranks -------------------------------------------------------------------------------------------------------
