@@ -1,4 +1,4 @@
-"""The third phase of a conversion: modules become what the plan says."""
+"""The third phase of a conversion: it applies a validated plan to the modules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("rtp_ext")
 
 
 def apply_plan(plan: RotationPlan, request: Request, ring: Ring, scopes: Mapping[int, ForwardScope]) -> None:
-    """Converts the modules of a model in place, as a validated plan says.
+    """Converts the modules of a model in place, according to a validated plan.
 
     `scopes`: that each module's forwards are to open, by id.
     """
@@ -131,6 +131,9 @@ class Application:
             mp_policy=self.request.mp_policy,
             **options,
         )
+        for owned in module.parameters:
+            planned = owned.moved != ROTATED or part.shard_dims[owned.key] == owned.dim
+            assert planned, f"{module.name}.{owned.key}: planned along {owned.dim}, cut along {part.shard_dims}"
         if module.style is not None:
             part.__class__ = mixed_class(parallel_class(part), type(part))
             part.style = module.style

@@ -1,4 +1,4 @@
-"""``python -m rtp_ext explain``: a plan for a model of the transformers package, of which no weight is made."""
+"""``python -m rtp_ext explain``: the plan of a model of the transformers package, without weights."""
 
 from __future__ import annotations
 

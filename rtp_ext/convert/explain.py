@@ -1,4 +1,4 @@
-"""rtp_ext.explain: what becomes of every parameter of a model, and why."""
+"""rtp_ext.explain: the plan of a conversion, before and after it."""
 
 from __future__ import annotations
 
@@ -45,52 +45,34 @@ def explain(
     rank: int = 0,
     device: torch.device | str | None = None,
 ) -> RotationPlan:
-    """Says what becomes of every parameter of a model: what moves it, by which route, in what, and how many bytes.
+    """Returns the plan of a conversion: for every parameter its movement, cut, routes, dtypes, bytes, and reasons.
 
         plan = rtp_ext.explain(model, mesh=mesh, mp_policy=policy)
         print(plan)
 
-    Before conversion it is what `fully_rotate` with the same options would do. Nothing is changed and nothing is sent,
-    and parameters may be on the meta device. Routes are then those of ranks on one host, unless `mesh` is a Ring. After
-    conversion, of a model or part that `fully_rotate` was called with, it is what the modules do now, read from them:
-    options are not looked at, a bundle that an adapter has ended is none any more, and layers that the route planner
-    gathers are on route `gather`.
+    Before conversion it is the plan of `fully_rotate` with the same options. Nothing is changed, nothing is sent, and
+    parameters may be on the meta device. Routes are then those of ranks on one host, unless `mesh` is a Ring. After
+    conversion, of a model or part that `fully_rotate` was called with, it is read from the modules as they are now: it
+    ignores the options, shows no bundle that an adapter has ended, and has layers that the route planner gathers on
+    route `gather`.
 
     Args:
         module: a model, on any device; or a list of modules as `fully_rotate` takes it.
         mesh, dims, outer, mp_policy, offload_policy, ignored_params, in_place, bundle, loss_head, route,
             gradient_route, gradient_travel, transport, travel, timeout: see `fully_rotate`.
-        ranks, rank: of a ring that is not there: its size, and the rank whose bytes are counted. Without them, those of
+        ranks, rank: of a ring that does not exist: its size, and the rank whose bytes are counted. Default: those of
             `mesh`, or of the default process group.
         device: the device type of such a ring; default: that of the parameters, `cuda` where these are on meta.
 
     Returns a RotationPlan: `str(plan)` is a table, `plan.to_dict()` values for JSON, `plan.parameters` the rows, and
     `plan.totals` sums in bytes.
 
-    Raises what `fully_rotate` would raise before it makes a ring, and ValueError for a rank outside of the ring or for
-    `ranks` together with `mesh`.
+    Raises the errors that `fully_rotate` raises before it makes a ring, and ValueError for a rank outside of the ring
+    or for `ranks` together with `mesh`.
     """
+    options = Options.of(locals())
     if isinstance(module, nn.Module) and state_of(module) is not None:
         return _explain_converted(module)
-    if isinstance(ignored_params, Iterable) and not isinstance(ignored_params, torch.Tensor):
-        ignored_params = tuple(ignored_params)
-    options = Options(
-        mesh=mesh,
-        dims=dims,
-        outer=outer,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        in_place=in_place,
-        bundle=bundle,
-        loss_head=loss_head,
-        route=route,
-        gradient_route=gradient_route,
-        gradient_travel=gradient_travel,
-        transport=transport,
-        travel=travel,
-        timeout=timeout,
-    )
     alone = None
     if ranks is not None:
         if mesh is not None or dims is not None:

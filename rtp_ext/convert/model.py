@@ -6,9 +6,8 @@ import datetime
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -115,34 +114,12 @@ def fully_rotate(
     ring.
     Source: RTP, arXiv 2311.01635.
     """
-    options = Options(
-        mesh=mesh,
-        dims=dims,
-        outer=outer,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=None if ignored_params is None else _listed(ignored_params),
-        in_place=in_place,
-        bundle=bundle,
-        loss_head=loss_head,
-        route=route,
-        gradient_route=gradient_route,
-        gradient_travel=gradient_travel,
-        transport=transport,
-        travel=travel,
-        timeout=timeout,
-    )
-    request = read_call(module, options)
+    request = read_call(module, Options.of(locals()))
     plan = inspect_model(request)
     validate(plan, request)
     ring = _ring_for(request)
     _convert(plan, request, ring)
     return module
-
-
-def _listed(parameters: Iterable[nn.Parameter]) -> Any:
-    """Of several parameters that may be there once only."""
-    return parameters if isinstance(parameters, torch.Tensor) else tuple(parameters)
 
 
 def _ring_for(request: Request) -> Ring:

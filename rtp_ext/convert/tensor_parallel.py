@@ -117,5 +117,5 @@ def _empty(key: str, parameter: DTensor) -> str | None:
 
 
 def parallel_class(part: nn.Module) -> type:
-    """What a rotated layer becomes that tensor parallelism has cut."""
+    """The class of a rotated layer that tensor parallelism has cut."""
     return TensorParallelEmbedding if isinstance(part, nn.Embedding) else TensorParallelLinear

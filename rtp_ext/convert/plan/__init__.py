@@ -1,1 +1,1 @@
-"""The plan of a conversion as data: what becomes of each parameter, and the bytes that it costs."""
+"""The plan of a conversion as data: the movement of each parameter, and its bytes."""

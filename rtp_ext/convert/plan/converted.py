@@ -1,4 +1,4 @@
-"""What a conversion has made of modules, read from the modules themselves."""
+"""Reads the plan of a conversion from the converted modules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DIVIDED = "attention gathers it, and it rotates in three parts, since query, key
 
 
 def dtypes_of(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """What a parameter of `dtype` computes in under a policy, and its gradient travels in."""
+    """The compute dtype of a parameter of `dtype` under a policy, and the dtype in which its gradient travels."""
     compute = policy.param_dtype or dtype
     return compute, policy.reduce_dtype or (torch.float64 if compute == torch.float64 else torch.float32)
 
@@ -207,7 +207,7 @@ class Reader:
         style: str | None = None,
         layer: str | None = None,
     ) -> ModulePlan:
-        """`policy` None: of a plain module, whose parameters stay as they are."""
+        """`policy`: None for a plain module; its parameters keep their dtypes."""
         dtype = rows[0].dtype
         compute, reduce = (dtype, dtype) if policy is None else dtypes_of(policy, dtype)
         return ModulePlan(
@@ -255,7 +255,7 @@ class Reader:
             sparse=sparse,
         )
 
-    # -- what travels together ---------------------------------------------------------------------------------------
+    # -- bundles -----------------------------------------------------------------------------------------------------
 
     def bundles(self) -> list[BundlePlan]:
         """Of all modules that have been converted."""
@@ -284,6 +284,6 @@ class Reader:
         return tuple(self.names[id(part.get_submodule(path))] for path in paths)
 
     def fused(self) -> list[str]:
-        """Names of models whose vocabulary head and loss are one operation."""
+        """Names of models that compute vocabulary head and loss as one operation."""
         named = self.root.named_modules()
         return [name for name, part in named if isinstance(part, FusedLossModel) and part.fuses()]

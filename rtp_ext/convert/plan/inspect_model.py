@@ -1,4 +1,4 @@
-"""The first phase of a conversion: what would become of every module. Nothing is changed and nothing is sent."""
+"""The first phase of a conversion: it plans every module, changes nothing and sends nothing."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from rtp_ext.parameters.wrappers import type_name
 
 
 def inspect_model(request: Request) -> RotationPlan:
-    """What fully_rotate would make of a model. Changes nothing, and works for parameters on the meta device."""
+    """Plans the conversion of a model. Changes nothing, and takes parameters on the meta device."""
     return Inspection(request).plan()
 
 
 class Inspection:
-    """One look at a model. What it does not recognise is gathered; `validate` refuses what cannot be converted."""
+    """Plans one model. Modules that it does not recognise are gathered; `validate` refuses what cannot be converted."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.facts = request, request.place.facts
@@ -95,7 +95,7 @@ class Inspection:
             notes=tuple(self.notes),
         )
 
-    # -- what is recognised ------------------------------------------------------------------------------------------
+    # -- blocks ------------------------------------------------------------------------------------------------------
 
     def _is_free(self, block: nn.Module, layers: list[nn.Module], what: str) -> bool:
         """Whether layers can be cut as their block needs it: no other module shares their parameters, and none is
@@ -130,7 +130,7 @@ class Inspection:
         return found
 
     def _heads(self) -> list[tuple[str, str]]:
-        """Names of models whose head and loss become one operation, and of their heads."""
+        """Names of models that will compute head and loss as one operation, and of their heads."""
         if self.request.options.loss_head is None:
             return []
         models: list[tuple[str, Any]] = [(name, part) for name, part in self.modules if blocks.causal_model(part)]

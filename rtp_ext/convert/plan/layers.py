@@ -1,4 +1,4 @@
-"""Which modules rotate and which do not, as plain modules tell it."""
+"""The rules by which plain modules rotate, are gathered, or stay whole."""
 
 from __future__ import annotations
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +38,7 @@ class ModuleGroup(nn.Module):
 
 @dataclass(frozen=True)
 class Options:
-    """The keyword arguments of fully_rotate, as they were given."""
+    """The keyword arguments of fully_rotate, which describes them."""
 
     mesh: DeviceMesh | dist.ProcessGroup | Ring | None = None
     dims: RotationDims | None = None
@@ -55,6 +56,15 @@ class Options:
     travel: str | None = None
     timeout: float | datetime.timedelta = TIMEOUT
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Options:
+        """The options among `arguments`, which are by name. An iterator of ignored_params is read once, here."""
+        given = {each.name: arguments[each.name] for each in fields(cls)}
+        ignored = given["ignored_params"]
+        if isinstance(ignored, Iterable) and not isinstance(ignored, torch.Tensor):
+            given["ignored_params"] = tuple(ignored)
+        return cls(**given)
+
     @property
     def of_ring(self) -> dict[str, Any]:
         """The options of a Ring among them."""
@@ -67,7 +77,7 @@ class Place:
     """The ranks that a model is to be spread over.
 
     Attributes:
-        facts: what routes and bytes follow from.
+        facts: the properties that decide routes and bytes.
         ring: the ring, where there is one already.
         tensor_mesh: the mesh of tensor parallelism; None: there is none.
         tensor: the name of that dimension.
@@ -91,7 +101,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Request:
-    """A call that has been read: its options, and what follows from them and the model."""
+    """One call of fully_rotate: its options, and the modules, ranks and policies that follow."""
 
     options: Options
     members: list[nn.Module]

@@ -1,4 +1,4 @@
-"""RotationPlan: what a conversion makes of every module and parameter of a model, as data."""
+"""RotationPlan: the conversion of every module and parameter of a model, as data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Owned:
     Attributes:
         key: its name in the module.
         shape: of the whole parameter.
-        ring_shape: of what the ring cuts: less where tensor parallelism has cut the parameter.
+        ring_shape: before the ring cuts it; smaller than `shape` where tensor parallelism has cut the parameter.
         moved: `rotated`, `gathered` (sharded, and gathered while its module uses it), `replicated` (whole on every
             rank, its gradient averaged) or `ignored` (plain, and the caller's).
         dim: the dimension that the ring cuts; None: it does not.
@@ -52,7 +52,7 @@ class Owned:
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """What becomes of one module that owns parameters.
+    """The conversion of one module that owns parameters.
 
     Attributes:
         name: in the model, the first of `named_modules`.
@@ -62,10 +62,10 @@ class ModulePlan:
             where they do not, but `whole embedding` for tables that stay whole.
         transposed: whether a linear layer's weight is stored as [in_features, out_features].
         style: how tensor parallelism has cut it before: `colwise`, `rowwise`, `replicated`; None: not.
-        compute_dtype, reduce_dtype: what shards compute in and gradients travel in.
+        compute_dtype, reduce_dtype: of computes with shards, and of gradients that travel.
         in_place: whether its local shards themselves are to travel.
         reason: why it does not rotate.
-        notice: what a user is to be warned of: `refused` or `unlike` the layer that it is a subclass of; None: nothing.
+        notice: the warning to log: `refused`, or `unlike` the layer that it is a subclass of; None: no warning.
         is_new: whether this conversion is to change it.
     """
 
@@ -119,14 +119,14 @@ class ParameterPlan:
 
     Attributes:
         name: in the model.
-        shape, dtype, trained: of the whole parameter; whether it wants a gradient.
+        shape, dtype, trained: of the whole parameter; whether it requires a gradient.
         tied_to: its first name, where this is another one.
-        module, module_class: what owns it here.
+        module, module_class: the owner under this name.
         moved: `rotated`, `gathered`, `replicated` or `ignored`.
         bundle: the operation that moves it, with the layers that travel together; None where it does not rotate.
         placements: over the mesh of parameters.
         cut: the dimension that the ring cuts, and the sizes of all ranks' shards along it; None, ().
-        route, gradient_route: what its weights and gradients take: `ring`, `direct`, `two-level`, `gather`;
+        route, gradient_route: of weights and of gradients: `ring`, `direct`, `two-level`, `gather`;
             `chain`, `direct`; of parameters that do not rotate `all-gather` and `all-reduce`. None: nothing is sent.
         travel, reduce: dtypes in which weights and gradients travel.
         held_bytes: of this rank.
@@ -167,20 +167,20 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class RotationPlan:
-    """What `fully_rotate` makes, or has made, of a model; see `rtp_ext.explain`.
+    """The conversion of a model, before or after it; see `rtp_ext.explain`.
 
     Bytes are those of one rank, `ring.rank`, in a step of one forward and one backward, in which every module is called
-    once and every input but ids wants a gradient. A first layer whose input wants none sends no weights in backward;
-    activation checkpointing sends weights of what it recomputes once more. What replicas send each other is not
+    once and every input but ids requires a gradient. A first layer whose input requires none sends no weights in
+    backward; activation checkpointing sends weights again for every recomputation. Traffic between replicas is not
     counted: see `OuterPolicy.bytes_sent`.
 
     Attributes:
-        ring: what routes and bytes follow from.
+        ring: the properties that decide routes and bytes.
         modules: that own parameters, in the order of `named_modules`.
         bundles: layers that rotate together.
-        fused: names of models whose vocabulary head and loss are one operation.
+        fused: names of models that compute vocabulary head and loss as one operation.
         kind: the class of the model.
-        notes: what else the log is to say of modules, one line for each of them.
+        notes: further lines for the log, one for each module.
         parameters: one row for each name of each parameter.
     """
 

@@ -36,8 +36,8 @@ class RingFacts:
         hop_route: `ring`, `direct` or `two-level`.
         gathers: whether linear layers gather the whole weight (route `gather`).
         hosts: that take part; schedules of route two-level need it.
-        gradients: what gradients take.
-        travel: what weights travel in; None: the compute dtype.
+        gradients: their route, and the dtype in which they travel.
+        travel: the dtype in which weights travel; None: the compute dtype.
         gradient_halves: whether gradients of linear layers travel in two halves.
         slot_cap: bytes; larger shards of single layers travel in chunks. 0: no cap.
         receives_anywhere: whether hops can land outside slots, so that local shards can travel in place.
@@ -213,7 +213,7 @@ class Traffic:
 
 
 def rotation_traffic(passes: Passes, shards: Sequence[Shards], facts: RingFacts) -> list[Traffic]:
-    """The traffic of each parameter of one operation, whose input wants a gradient (but for an embedding's ids)."""
+    """The traffic of each parameter of one operation. Its input requires a gradient, unless it is an embedding."""
     route, halves = facts.route_of(passes.name, passes.is_planned)
     count, rows = _chunks(passes, shards, route, facts)
     alone = count == 1
@@ -271,8 +271,8 @@ def gathered_traffic(
     trained: bool,
     ranks: int,
 ) -> Traffic:
-    """What collectives send of a parameter that is gathered in forward and reduced in backward, by ring algorithms: an
-    all-gather of aligned shards of equal size, and an all-reduce of the whole."""
+    """Bytes that collectives send for a parameter that is gathered in forward and reduced in backward. Ring algorithms
+    are assumed: an all-gather of aligned shards of equal size, and an all-reduce of the whole."""
     gathered = 0
     if dim is not None:
         largest = Shards(tuple(shape), dim, True, trained).elements(0, ranks) * compute_dtype.itemsize

@@ -254,8 +254,7 @@ def _check_options(ring: Ring, transport: str, route: str, timeout: float | date
 
 
 def _check_travels(ring: Ring, travel: str | None, gradient_route: str, gradient_travel: str | None) -> None:
-    """The same of what weights and gradients travel in, on a ring that was made before; None and `auto`: as they do
-    there."""
+    """The same for the dtypes and routes of weights and gradients; None and `auto` accept those of the ring."""
     check_requested(gradient_route, gradient_travel, ring.hop_route, ring.gate.gradient_halves)
     requested = {"travel": travel, "gradient_route": gradient_route, "gradient_travel": gradient_travel}
     for what, asked in requested.items():
@@ -302,7 +301,7 @@ def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Place) -> OuterPo
 
 
 def _offload_of(given: OffloadPolicy | None, place: Place) -> OffloadPolicy:
-    """Whether local shards stay on the host: what was asked for, or what the models of the ring have. Raises TypeError
+    """The offload policy: the requested one, or that of the other models of the ring. Raises TypeError
     for other objects, ValueError where the ring has another policy."""
     if given is not None and type(given) not in (OffloadPolicy, CPUOffloadPolicy):
         raise TypeError(

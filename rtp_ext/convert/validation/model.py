@@ -1,4 +1,4 @@
-"""Refusals that follow from what a model is made of."""
+"""Refusals that follow from the modules and parameters of a model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _refuse_offload(request: Request) -> None:
 
 
 def _refuse_whole_tables(request: Request) -> None:
-    """Raises ValueError where an embedding depends on what all ranks look up, and replicas do not exchange that; and
+    """Raises ValueError where an embedding depends on the ids of all ranks, which replicas do not exchange; and
     where its table is no DTensor, which tensor parallelism compares."""
     for name, part in request.root.named_modules():
         if not isinstance(part, (nn.Embedding, nn.EmbeddingBag)) or id(part.weight) in request.not_ours:
@@ -175,7 +175,7 @@ def _not_with_extended(request: Request) -> str | None:
 
 
 def _check_tables(request: Request, modules: list[tuple[str, nn.Module]]) -> None:
-    """What embeddings write in forward, or count, gathered copies cannot show."""
+    """Gathered copies of a table lose the writes and counts of such embeddings."""
     extended = extended_parameters(modules, request.ignored)
     inside = {id(part) for _, f in modules if isinstance(f, Flyweight) for part in f.modules()}
     for name, part in modules:
