@@ -252,7 +252,7 @@ def rotation_traffic(passes: Passes, shards: Sequence[Shards], facts: RingFacts)
     found = []
     for each in shards:
         travel = None if each.is_bias else facts.travel
-        returns = passes.kind != "embedding" and (bundle or not each.is_bias)
+        returns = bundle or not each.is_bias
         found.append(
             Traffic(
                 sent(each, forward, travel, compute),
