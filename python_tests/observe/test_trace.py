@@ -27,7 +27,7 @@ from trace_checks import check_arrivals, check_trace, from_raw, steps_of
 import rtp_ext
 from rtp_ext import _native, timeline, trace
 from rtp_ext.functional import Prepared, rotated_linear
-from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
+from rtp_ext.ring.telemetry import Trace, TraceEvent, TracePass
 
 MS = 1e-3
 

@@ -23,8 +23,8 @@ from rtp_ext.convert.tensor_parallel import on_tensor_mesh
 from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring
+from rtp_ext.ring.links.options import check_requested
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
-from rtp_ext.ring.routes.gradient_routes import check_requested
 
 logger = logging.getLogger("rtp_ext")
 

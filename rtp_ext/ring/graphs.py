@@ -27,10 +27,11 @@ from typing import Any
 import torch
 
 from rtp_ext import _native
+from rtp_ext.ring.links.communicator import Communicator
+from rtp_ext.ring.links.options import RingOptions
 
 logger = logging.getLogger("rtp_ext")
 
-GRAPHS = ("auto", "on", "off")
 # What they launch follows from shapes alone. Experts and losses look at values on the host.
 CAPTURED = frozenset(
     {
@@ -47,57 +48,43 @@ MOST_SEEN = 16  # addresses that a pass remembers to have been called with
 MOST_PASSES = 1024  # shapes and options, of all operations of a ring
 
 
-def check_graphs(graphs: str) -> None:
-    if graphs not in GRAPHS:
-        raise ValueError(f"Ring: expected graphs to be one of {', '.join(GRAPHS)}, got {graphs!r}")
-
-
-def begin_graphs(ring: Any, executor: Any, wish: str) -> PassGraphs:
-    """The graphs of a new ring. What decides is the same on all its ranks. ValueError where it cannot do what it is
-    asked for."""
+def choose_graphs(
+    executor: Any,
+    options: RingOptions,
+    ring: Communicator,
+    transport: str,
+    *,
+    late_gradients: int,
+    tensor_parallel: bool,
+) -> PassGraphs:
+    """The graphs of a new ring. All its ranks find the same. Raises ValueError for graphs 'on' where they cannot be."""
     refusal = None
     if not executor.takes_graphs():
-        refusal = f"over the transport {ring.transport} " + (
+        refusal = f"over the transport {transport} " + (
             "there are no CUDA streams"
             if ring.device.type == "cpu"
             else "both ends of a hop must be captured or neither, and no rank knows the number of tokens of the other"
         )
-    elif ring.late_gradients:
-        refusal = f"late_gradients is {ring.late_gradients}, and gradients land within the pass that is captured"
-    elif untried := _untried(ring):
+    elif late_gradients:
+        refusal = f"late_gradients is {late_gradients}, and gradients land within the pass that is captured"
+    elif untried := _untried(options, tensor_parallel):
         refusal = f"{untried} and graphs were not tried together"
-    if wish == "on" and refusal is not None:
+    if options.graphs == "on" and refusal is not None:
         raise ValueError(f"Ring: expected graphs 'auto' or 'off', got 'on': {refusal}")
-    on = wish != "off" and refusal is None
-    if on:
-        ring.prefetch = 0
-        executor.prefetch(False)
-    reason = "not asked for" if wish == "off" else refusal or "what a pass launches follows from shapes alone"
-    if wish == "auto":
+    on = options.graphs != "off" and refusal is None
+    reason = "not asked for" if options.graphs == "off" else refusal or "what a pass launches follows from shapes alone"
+    if options.graphs == "auto":
         logger.info("ring of %d: passes are %s graphs: %s", ring.size, "" if on else "no", reason)
-    return PassGraphs(executor, reason, on=on, device=ring.device)
+    return PassGraphs(executor, reason, on=on, device=ring.device, required=options.graphs == "on")
 
 
-def _untried(ring: Any) -> str | None:
-    """An option of the ring that no test has together with graphs."""
-    if ring.travel == "int8":
+def _untried(options: RingOptions, tensor_parallel: bool) -> str | None:
+    """An option of the ring that no test combines with graphs."""
+    if options.travel == "int8":
         return "travel='int8'"
-    if ring.gradient_travel == "int8":
+    if options.gradient_travel == "int8":
         return "gradient_travel='int8'"
-    return None if ring.tensor_mesh is None else "tensor parallelism"
-
-
-def refuse_graphs(ring: Any, option: str) -> None:
-    """Of a ring that exists: what `option` asks for and graphs were not tried together. Its passes are enqueued hop by
-    hop. ValueError where graphs were asked for."""
-    if not ring.graphs.on:
-        return
-    reason = f"{option} and graphs were not tried together"
-    if ring._graphs_wanted == "on":
-        raise ValueError(f"Ring: expected graphs 'auto' or 'off' with {option}, got 'on': {reason}")
-    ring.graphs.forget()
-    ring.graphs.on, ring.graphs.reason = False, reason
-    logger.info("ring of %d: passes are no graphs: %s", ring.size, reason)
+    return "tensor parallelism" if tensor_parallel else None
 
 
 _collectors = threading.Lock()
@@ -152,8 +139,8 @@ class PassGraphs:
         captured, replayed, stepped: how many passes were captured, enqueued as graphs, and hop by hop.
     """
 
-    def __init__(self, executor: Any, reason: str, *, on: bool, device: torch.device) -> None:
-        self.on, self.reason = on, reason
+    def __init__(self, executor: Any, reason: str, *, on: bool, device: torch.device, required: bool = False) -> None:
+        self.on, self.reason, self._required = on, reason, required
         self.captured = self.replayed = self.stepped = 0
         self._executor, self._device = executor, device
         self._passes: OrderedDict[Any, Pass] = OrderedDict()
@@ -208,6 +195,18 @@ class PassGraphs:
             self._see(known, addresses)
             return self._step(function, arguments, results)
         return self._capture(known, addresses, operation, function, arguments, results)
+
+    def refuse(self, option: str) -> None:
+        """Enqueues passes hop by hop from now on: `option` and graphs were not tried together. Raises ValueError where
+        the ring was asked for graphs."""
+        if not self.on:
+            return
+        reason = f"{option} and graphs were not tried together"
+        if self._required:
+            raise ValueError(f"Ring: expected graphs 'auto' or 'off' with {option}, got 'on': {reason}")
+        self.forget()
+        self.on, self.reason = False, reason
+        logger.info("passes are no graphs any more: %s", reason)
 
     def _places_for(self, results: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in results]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from rtp_ext._native import RotationError
-from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.links.places import Place, describe
 
 
@@ -70,7 +69,15 @@ class Hosts:
         return f"each of its {len(sizes)} hosts has one rank" if sizes[0] == 1 else None
 
 
-def find_hosts(ring: Groups) -> Hosts:
+class Ranks(Protocol):
+    """Ranks that exchange values; a Communicator is one."""
+
+    rank: int
+
+    def exchange(self, value: Any) -> list[Any]: ...
+
+
+def find_hosts(ring: Ranks) -> Hosts:
     """Asks every rank where it is. Collective.
 
     Ranks share a host where they can reach each other's memory: one kernel, and one namespace of processes, so that

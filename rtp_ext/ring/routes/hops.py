@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from rtp_ext import _native
-from rtp_ext.ring.links.groups import Groups
+from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.hosts import levels_refusal
 
 
-def choose_route(ring: Groups, transport: str, wish: str) -> str:
+def choose_route(ring: Communicator, transport: str, requested: str) -> str:
     """`direct` where any rank reaches any other at the cost of a neighbour, else `ring`. Collective."""
-    if wish != "auto":
-        return wish
+    if requested != "auto":
+        return requested
     if transport in ("shm", "ce"):
         return "direct"
     if transport.startswith("nccl"):
@@ -28,20 +28,20 @@ def choose_route(ring: Groups, transport: str, wish: str) -> str:
     return "ring"
 
 
-def choose_hops(ring: Groups, transport: str, wish: str, gradient_halves: bool | None) -> tuple[str, str]:
-    """The same with two levels, which `auto` takes where they can be. With what to say of a wish that cannot be met.
+def choose_hops(ring: Communicator, transport: str, requested: str, gradient_halves: bool | None) -> tuple[str, str]:
+    """The same with two levels, which `auto` takes where they can be; and why a requested route is not taken.
     Collective."""
     refusal = levels_refusal(ring.placed, ring.device, gradient_halves)
-    if wish in ("auto", "two-level") and refusal is None:
+    if requested in ("auto", "two-level") and refusal is None:
         return "two-level", ""
-    if wish == "two-level":
+    if requested == "two-level":
         return choose_route(ring, transport, "auto"), f"; route two-level cannot be taken: {refusal}"
-    return choose_route(ring, transport, wish), ""
+    return choose_route(ring, transport, requested), ""
 
 
-def choose_ce_modes(native: Any, hop_route: str, wish: str) -> None:
+def choose_ce_modes(native: Any, hop_route: str, requested: str) -> None:
     """Tells a transport `ce` how hops travel: along the ring the sender pushes; shards that come straight from their
-    owner are pulled. Gradients always travel along the ring. `wish`, unless `auto`, overrides both."""
+    owner are pulled. Gradients always travel along the ring. `requested`, unless `auto`, overrides both."""
     direct = "pull" if hop_route == "direct" else "push"
-    _native.set_ce_mode(native, "weight", direct if wish == "auto" else wish)
-    _native.set_ce_mode(native, "gradient", "push" if wish == "auto" else wish)
+    _native.set_ce_mode(native, "weight", direct if requested == "auto" else requested)
+    _native.set_ce_mode(native, "gradient", "push" if requested == "auto" else requested)

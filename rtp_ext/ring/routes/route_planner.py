@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -254,6 +256,14 @@ class RoutePlanner:
         """Whether numbers of tokens matter. The same on every rank."""
         reckons = self.ranks > 1 and self.link is not None and self.alike and not self.gathers
         return reckons and device_of(self.device, torch.float32) is not None
+
+    def compare_devices(self, exchange: Callable[[Any], list[Any]]) -> bool:
+        """Compares the GPUs of all ranks and their links. Returns whether hops have to be measured, the same on every
+        rank. Collective on GPUs; does nothing on CPUs."""
+        if self.device.type != "cuda":
+            return False
+        self.alike = len(set(exchange(kind_of(self.device)))) == 1
+        return self.decides and not self.take_nvlinks(exchange(nvlinks_of(self.device)))
 
     def take_nvlinks(self, answers: list[int | None]) -> bool:
         """Reckons with what every rank has told of its GPU's NVLinks. False: one cannot tell, so that hops have to be
