@@ -65,10 +65,9 @@ def _trains(rank, ranks):
             ring.begin_forward = lambda begun=begun, phases=phases: (begun.append(1), phases())
             model(make_batch(rank, 0)[0])
             assert len(begun) == 1 and ring.agreement.forward_phase == 0, "one forward of the ring, for the model"
-            told, exchange = [], ring.communicator.exchange
-            ring.communicator.exchange = lambda value, told=told, exchange=exchange: (told.append(1), exchange(value))[
-                1
-            ]
+            told, ranks_of = [], ring.communicator
+            exchange = ranks_of.exchange
+            ranks_of.exchange = lambda value, told=told, exchange=exchange: (told.append(1), exchange(value))[1]
             model(make_batch(rank, 0)[0])
             assert not told, "the model has agreed for its parts"
             # a part is called without the model, and its copy, and the model's copy
