@@ -128,7 +128,7 @@ def _tensors(returned):
 def test_operations_write_their_results_where_they_are_told(dtype):
     ranks, tokens, inputs = 3, 5, 6
     with Ring.emulated(ranks) as ring:
-        ring._dispatcher.graphs = Placed(ring._executor)
+        placed = ring._dispatcher.graphs = Placed(ring._executor)
 
         def numbers(*shape, seed):
             return random(*shape, dtype=dtype, seed=seed).requires_grad_()
@@ -151,7 +151,7 @@ def test_operations_write_their_results_where_they_are_told(dtype):
             call().sum().backward()
         frozen = up.detach()
         rotated_linear(x, frozen, ring=ring).sum().backward()  # no gradient of the weight
-        assert set(ring.graphs.seen) == set(CAPTURED)
+        assert set(placed.seen) == set(CAPTURED)
 
 
 def test_a_pass_that_returns_other_memory_is_not_captured():

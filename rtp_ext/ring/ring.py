@@ -229,9 +229,9 @@ class Ring:
         """
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"Ring.emulated: expected size >= 1 and 0 <= rank < size, got size {size}, rank {rank}")
+        options = RingOptions.of({**locals(), "late_gradients": 0})
         check_choice("route", route, ROUTES[1:])
         check_choice("gradient_route", gradient_route, ("chain", "direct"))
-        options = RingOptions.of({**locals(), "late_gradients": 0})
         keep_compilers_out()
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:

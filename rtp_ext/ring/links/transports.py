@@ -285,10 +285,9 @@ def _make_ce(ring: Communicator) -> Any:
 
 
 def _make_nccl(ring: Communicator, options: TransportOptions, registered: bool) -> Any:
-    ctas = options.min_ctas, options.max_ctas
-    return _native.nccl_transport(_unique_ids(ring, 2), _ring_end(ring), *ctas, options.blocking, registered)
+    return _native.nccl_transport(_unique_ids(ring, 2), _ring_end(ring), options, registered)
 
 
 def _make_nccl_put(ring: Communicator, options: TransportOptions) -> Any:
     ids = _unique_ids(ring, _native.nccl_put_communicators())
-    return _native.nccl_put_transport(ids, _ring_end(ring), options.min_ctas, options.max_ctas, options.blocking)
+    return _native.nccl_put_transport(ids, _ring_end(ring), options)
