@@ -83,7 +83,7 @@ def test_this_process_knows_where_it_is():
     assert _native.processes_id().startswith("pid:[")
     found = find_hosts(Alone())
     assert found.of == (0, 1, 1)
-    assert found.apart.startswith("rank 0 on another, ranks 1, 2 on ")
+    assert found.spread.startswith("rank 0 on another, ranks 1, 2 on ")
 
 
 def test_an_emulated_ring_of_hosts():
@@ -164,7 +164,7 @@ def test_a_communicator_of_one_process():
     ring.executor = _native.Executor(_native.emulated_transport(CPU), 1, 3, CPU)
     with pytest.raises(OSError, match="no memory"), ring.released_on_error():
         raise OSError("no memory")
-    with pytest.raises(RotationError, match="exchange: the ring was closed"):
+    with pytest.raises(RotationError, match="exchange: the ring cannot be used any more: it was closed"):
         ring.exchange("a")
 
 
@@ -234,5 +234,5 @@ def test_dispatch_and_telemetry_without_a_ring():
     assert telemetry.bytes_between_hosts("weight") == 0 and telemetry.slot_count("weight").slots > 0
     assert len(trace.passes) == 1 and trace.rank == 1
     ring.executor.close()
-    with pytest.raises(RotationError, match="rotate: the ring was closed"):
+    with pytest.raises(RotationError, match="rotate: the ring cannot be used any more: it was closed"):
         dispatcher.run("rotate", _native.Execution.rotate, [shard], [[[4]] * 3], "ring", False)
