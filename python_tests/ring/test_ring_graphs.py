@@ -57,7 +57,13 @@ def test_what_was_not_tried_together_is_refused():
 def test_host_memory_and_graphs_are_refused():
     for wanted in ("auto", "on"):
         graphs, executor = graphs_of(_executor(), wanted), _executor()
-        ring = SimpleNamespace(graphs=graphs, _executor=executor, device=CPU, host_memory=None, offload_policy=None)
+        ring = SimpleNamespace(
+            graphs=graphs,
+            communicator=SimpleNamespace(executor=executor),
+            device=CPU,
+            host_memory=None,
+            offload_policy=None,
+        )
         Ring.offload(ring, OffloadPolicy())
         assert ring.graphs.on and isinstance(ring.offload_policy, OffloadPolicy), "control: nothing is offloaded"
         if wanted == "on":
@@ -128,7 +134,7 @@ def _tensors(returned):
 def test_operations_write_their_results_where_they_are_told(dtype):
     ranks, tokens, inputs = 3, 5, 6
     with Ring.emulated(ranks) as ring:
-        placed = ring._dispatcher.graphs = Placed(ring._executor)
+        placed = ring._dispatcher.graphs = Placed(ring.communicator.executor)
 
         def numbers(*shape, seed):
             return random(*shape, dtype=dtype, seed=seed).requires_grad_()
@@ -194,8 +200,8 @@ def test_shapes_and_options_tell_passes_apart():
             return self._step(function, arguments)
 
     ring = Ring.emulated(2)
-    graphs = Told(ring._executor, "asked for", on=False, device=CPU)
-    graphs._generation = ring._executor.generation()
+    graphs = Told(ring.communicator.executor, "asked for", on=False, device=CPU)
+    graphs._generation = ring.communicator.executor.generation()
 
     def nothing(*_):
         return None
@@ -216,7 +222,7 @@ def test_shapes_and_options_tell_passes_apart():
 def test_passes_that_are_in_use_are_kept(monkeypatch):
     monkeypatch.setattr(module, "MOST_PASSES", 2)
     ring = Ring.emulated(2)
-    graphs = PassGraphs(ring._executor, "asked for", on=False, device=CPU)
+    graphs = PassGraphs(ring.communicator.executor, "asked for", on=False, device=CPU)
 
     def nothing(*_):
         return None

@@ -22,18 +22,17 @@ class Dispatcher:
     """
 
     def __init__(self, communicator: Communicator, agreement: Agreement, graphs: PassGraphs) -> None:
-        self._communicator, self._executor = communicator, communicator.executor
-        self._agreement = agreement
+        self._communicator, self._agreement = communicator, agreement
         self.graphs = graphs
 
     def check_alive(self, operation: str) -> None:
         """Raises RotationError if the ring was closed, has failed, outlived its process group, or is the ring of the
         process that this one was forked from; RuntimeError where something traces or transforms what is called."""
         refuse_transforms(operation)
-        self._executor.check_alive(operation)
-        world = self._communicator.world
-        if world is not None and world is not dist.group.WORLD:
-            self._communicator.check_alive(operation)
+        ring = self._communicator
+        ring.executor.check_alive(operation)
+        if ring.world is not None and ring.world is not dist.group.WORLD:
+            ring.check_alive(operation)
 
     @unseen
     def run(
@@ -59,11 +58,12 @@ class Dispatcher:
         if backward and agreement.open:  # of a forward that did not end, or has not yet
             agreement.settle()
         phase = agreement.forward_phase if not backward else 0 if task == agreement.passing_by else task + 1
-        self._executor.enter(phase, backward, serial, watched)
+        executor = self._communicator.executor
+        executor.enter(phase, backward, serial, watched)
         try:
             if self.graphs.on and function in CAPTURED:
                 return self.graphs.run(operation, function, arguments)
-            return function(self._executor, *arguments)
+            return function(executor, *arguments)
         except RuntimeError as error:
             self._communicator.abandon(error)
             raise

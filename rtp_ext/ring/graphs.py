@@ -4,13 +4,13 @@ Whether a pass is a graph decides no hop: over the transports that take graphs, 
 and one that enqueues hop by hop make the same hops through the same slots in the same order, and each rank does what
 its own inputs allow. What this rests on is settled for the ring, by all its ranks: that slots go to passes in a fixed
 order, and that nothing travels between passes. Other transports are refused: NCCL demands that both ends of a hop are
-captured, and no rank knows how many tokens the others have.
+captured, and the numbers of tokens differ between ranks.
 
-A graph knows addresses. It is replayed where every tensor of the call, results included, lies where it lay at the
-capture: in a loop of fixed shapes torch's caching allocator sees to that. Copying into tensors that stay was the other
-choice; it would read and write every activation and gradient of a layer once more, a tenth of the time of a layer.
+A graph holds addresses. It is replayed where every tensor of the call, results included, has the address that it had
+at the capture: in a loop of fixed shapes torch's caching allocator returns the same addresses. Copying into fixed
+tensors would read and write every activation and gradient of a layer once more, a tenth of the time of a layer.
 Where addresses change, the pass is enqueued hop by hop as ever. Results are allocated by torch before the pass,
-whichever way it goes, so that they belong to whoever gets them.
+graph or not, so that the caller owns them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CAPTURED = frozenset(
         _native.mlp_backward,
     }
 )
-MOST_GRAPHS = 4  # of one pass, for different addresses; the one that was used last goes last
+MOST_GRAPHS = 4  # of one pass, for different addresses; the least recently used one is dropped first
 MOST_SEEN = 16  # addresses that a pass remembers to have been called with
 MOST_PASSES = 1024  # shapes and options, of all operations of a ring
 
@@ -94,8 +94,8 @@ _collects = False  # once none does any more
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Python looks for no garbage meanwhile: what ends then may wait for the device, as a ring does and whatever else
-    has memory there, which in a thread that captures invalidates its capture."""
+    """Disables the garbage collector: objects with memory on the device, such as rings, may wait for the device when
+    they are freed, which invalidates a capture of this thread."""
     global _without_collector, _collects
     with _collectors:
         if _without_collector == 0:
@@ -161,7 +161,7 @@ class PassGraphs:
                 f"{operation}: expected no CUDA graph of the caller's around it on a ring whose passes are graphs; "
                 "make the ring with graphs='off'"
             )
-        if executor.traced():  # a trace wants its steps
+        if executor.traced():  # a trace needs its steps
             return self._step(function, arguments)
         if executor.generation() != self._generation:
             self.forget()
@@ -173,7 +173,7 @@ class PassGraphs:
             if len(self._passes) > MOST_PASSES:
                 self._retire(self._passes.popitem(last=False)[1])
         else:
-            self._passes.move_to_end(key)  # what is not used any more goes first
+            self._passes.move_to_end(key)  # the least recently used pass is dropped first
         if known.results is None:
             return self._first(known, function, arguments)
         if known.returns is None:
@@ -212,14 +212,14 @@ class PassGraphs:
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in results]
 
     def forget(self) -> None:
-        """Gives up all graphs: the slots that they know have changed, or the ring ends."""
+        """Drops all graphs: the slots that they use have changed, or the ring ends."""
         for each in self._passes.values():
             self._retire(each)
         self._passes.clear()
         self._generation = self._executor.generation()
 
     def _first(self, known: Pass, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """Finds out what a pass returns. It may make slots, which changes what graphs know."""
+        """Notes the results of a pass. It may make slots, which invalidates graphs."""
         executor = self._executor
         executor.note_results()
         try:
@@ -290,8 +290,8 @@ class PassGraphs:
 
 
 def _look(argument: Any, tensors: list[torch.Tensor]) -> Any:
-    """What tells one pass from another; the tensors go to the list. Native descriptions are told apart as objects,
-    which the key keeps alive."""
+    """The part of a pass's key that `argument` makes; its tensors are appended. Native descriptions compare by
+    identity, and the key keeps them alive."""
     if isinstance(argument, torch.Tensor):
         tensors.append(argument)
         return argument.shape, argument.stride(), argument.dtype

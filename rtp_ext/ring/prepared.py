@@ -1,4 +1,4 @@
-"""What is derived for an operation once and used in every call; what the ranks of a ring have yet to compare of it."""
+"""Results of the first call of an operation, kept for later calls, and the agreement of the ranks on them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class Prepared:
         ...
         y = rotated_linear(x, self.weight, ring=ring, prepared=self.prepared)
 
-    Kept are the whole shapes of the parameters, what the ranks have agreed on, how the weights travel, and native
+    It keeps the whole shapes of the parameters, the agreement of the ranks, the route of the weights, and native
     descriptions of the layer: everything that follows from the parameters and options alone. A call with the same
-    ring, dtypes, options, wanted gradients, and shapes and dtypes of parameters finds them, and then makes no
-    collective; any other call prepares anew, which is collective unless the forward of a converted model is running.
-    Ranks must pass it alike.
+    ring, dtypes, options, wanted gradients, and shapes and dtypes of parameters uses them and makes no collective. Any
+    other call prepares anew, which is collective unless the forward of a converted model is running. All ranks must
+    pass a Prepared, or none.
 
-    Without one, operations on DTensors keep what they derive with the ring, by shapes and options, which are the same
-    on every rank; nothing is sent ahead for them, since two layers may look alike. Of plain shards nobody can tell from
-    one rank's shape which layer it is: without `prepared=` the ranks tell each other in every call. So it is with
-    `ring.rotate` and `ring.collect`.
+    Without one, operations on DTensors keep their results with the ring, by shapes and options, which are the same on
+    every rank; no shard is sent ahead for them, since two layers may have the same shapes. The shape of one rank's
+    plain shard does not identify a layer: without `prepared=` the ranks exchange their shapes in every call. The same
+    holds for `ring.rotate` and `ring.collect`.
 
-    One Prepared belongs to one set of parameters, whose values may change at will; parameters in their place are found
-    by their shapes, and plain shards of another whole shape need another Prepared. A copy, and what was pickled, starts
-    empty.
+    One Prepared belongs to one set of parameters, whose values may change at will. Parameters that replace them are
+    told apart by their shapes; plain shards of another whole shape need another Prepared. A copy, and an unpickled
+    one, starts empty.
 
     Args:
-        sharded: parameters are DTensors, as those of modules are: a plain one is refused, which may be a whole one that
-            somebody has put in the place of a shard.
+        sharded: parameters have to be DTensors, as those of modules are. A plain one is refused: it may be a whole
+            parameter in the place of a shard.
     """
 
     __slots__ = ("covered", "found", "most", "seen", "sharded")
@@ -49,7 +49,7 @@ class Prepared:
         self.found: dict[Any, Any] = {}  # by key
         self.covered = False  # a model has agreed on what decides its forwards
         self.seen = 0  # the largest number of tokens of any call on this rank
-        self.most: int | None = None  # that of all ranks, as far as they have told each other
+        self.most: int | None = None  # that of all ranks, as of their last exchange
 
     def __reduce__(self) -> tuple:
         return functools.partial(type(self), sharded=self.sharded), ()

@@ -19,7 +19,7 @@ from rtp_ext.ring.routes.route_planner import Link
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """A tensor over the memory of `value`: a tensor, or any array that speaks DLPack (CuPy, NumPy)."""
+    """A tensor over the memory of `value`: a tensor, or any array with DLPack support (CuPy, NumPy)."""
     if isinstance(value, DTensor):
         if piece_dim(value._spec) is not None:
             raise ValueError(
@@ -51,7 +51,7 @@ class Primitives:
     def shapes(
         self, tensors: Sequence[torch.Tensor], originals: Sequence[Any], prepared: Prepared | None
     ) -> list[list[list[int]]]:
-        """The shape of every owner's shard of each tensor: by the chunk rule for DTensors, else by asking."""
+        """The shape of every owner's shard of each tensor: by the chunk rule for DTensors, else by an exchange."""
         if all(isinstance(o, DTensor) for o in originals):
             result = []
             for original in originals:
@@ -106,11 +106,11 @@ class Primitives:
                 arrays are taken too. Shards of different ranks may differ in size.
             reverse: the order r, r+1, ... of a backward instead of r, r-1, ... On route two-level it is that of hosts,
                 and of the places on each.
-            prepared: keeps the shapes of all ranks' shards, which the ranks tell each other in every call otherwise;
-                DTensors know them. One for each shard, passed alike on every rank: see rtp_ext.functional.Prepared.
+            prepared: keeps the shapes of all ranks' shards, which the ranks otherwise exchange in every call, but for
+                DTensors. One for each shard, on every rank or on none: see rtp_ext.functional.Prepared.
 
         Yields `(owner, view)`, this rank's own shard first; a list of views where a list was given. A view is valid
-        until the next one is asked for. Leaving the loop early is allowed: the remaining hops still run, so that
+        until the next iteration. Leaving the loop early is allowed: the remaining hops still run, so that
         neighbours are served. Collective. Source: RTP, arXiv 2311.01635, the rotation primitive.
         """
         tensors, shapes, single = self._shards("rotate", shard, prepared)
@@ -141,7 +141,7 @@ class Primitives:
 
     @unseen
     def collect(self, add: Callable[[int, Any], None], like: Any, *, prepared: Prepared | None = None) -> Any:
-        """The dual of `rotate`: every owner's sum over all ranks, gathered on the way and delivered at home.
+        """The dual of `rotate`: every owner's sum over all ranks, added up on the way and delivered to the owner.
 
         Args:
             add: called as `add(owner, partial)` once for every owner, this rank's own last; adds this rank's

@@ -39,7 +39,6 @@ from rtp_ext.ring.prepared import Agreement, Prepared
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.registry import name_ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes, LateGradients
-from rtp_ext.ring.routes.hops import choose_ce_modes
 from rtp_ext.ring.routes.plan import RoutePlan, plan_routes
 from rtp_ext.ring.routes.route_planner import Link, RoutePlanner
 from rtp_ext.ring.start import agree_on, late_passes, make_executor
@@ -95,9 +94,9 @@ class Ring:
             each takes two gradient slots more. None: 1 where hops cross a network (a CPU ring over `tcp` or `c10d`),
             else 0. On route two-level they land within the pass.
         travel: what weights travel in: None (as they are computed with), `bfloat16`, or `int8` (rounded to the nearest
-            of 255 values in blocks of 128 of a shard's part, each with a float32 scale: 1.03 bytes a number). Rounded
-            once, at home; whoever computes widens them, their owner too, so that every rank computes with the same
-            weights. Backward computes with these too. The local shard, and what the optimizer sees, stay exact; so do
+            of 255 values in blocks of 128 numbers, each with a float32 scale: 1.03 bytes a number). Rounded
+            once, by the owner. Every rank dequantizes them before it computes, the owner too, so that all compute with
+            the same weights, in backward too. The local shard, and what the optimizer sees, stay exact; so do
             biases, everything on a single rank, and `rotate` and `collect`. Not on route gather, and not in place.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
@@ -118,8 +117,8 @@ class Ring:
 
     Attributes:
         rank, size: this rank's place, and the number of ranks R.
-        travel: as given.
-        serial: the how manieth ring of this process this is.
+        options, travel: as given, see RingOptions; the same on all ranks.
+        serial: index of this ring within the process.
         token: its name in the files of its recorder, the same on all its ranks.
         device: where shards live.
         mesh: the one-dimensional DeviceMesh of the ring; None for an emulated ring.
@@ -128,12 +127,16 @@ class Ring:
         tensor_mesh: the DeviceMesh of tensor parallelism, as it was applied to the model; None where there is none.
         replicas: how many rings hold the same shards.
         link: what stands in for the wire in an emulated ring on a GPU; None for any other.
-        hosts, per_host: on how many hosts its ranks are, and how many on each; None where not equally many.
+        hosts, per_host: the number of hosts, and of ranks on each; None where the numbers differ.
+        communicator: the process groups, their small collectives, and which rank failed.
+        route_plan: what weights and gradients take, and the options of operations that follow.
+        agreement: what the ranks have compared, or have yet to compare, of the operations.
+        telemetry: counters, traces and records.
         hop_route: `ring`, `direct` or `two-level`, what the hops of a rotation take.
-        gradient_route, gradient_travel, gradients: what gradients take, in what, and why: see GradientRoutes.
+        gradient_route, gradient_travel, gradients: the route of gradients, their dtype, and why: see GradientRoutes.
         graphs: whether passes are graphs, why, and how many: see PassGraphs.
         gate: decides how each linear layer travels, and remembers it: `gate.plans`.
-        common: what functional forms without `prepared=` keep of operations on DTensors.
+        common: the Prepared of functional forms without `prepared=` on DTensors.
         offload_policy: what the models on the ring were converted with; None: none was yet.
         host_memory: where their local shards stay, if that is not the memory of the device.
     """
@@ -189,8 +192,6 @@ class Ring:
             token = agree_on(options, ring)
             connection = connect(ring, options.transport, options.transport_options)
             routes = plan_routes(ring, connection.name, options)
-            if connection.name == "ce":
-                choose_ce_modes(connection.native, routes.hop_route, options.transport_options.ce_mode)
             self._compose(ring, options, connection, routes, token)
             if self.gate.compare_devices(ring.exchange):
                 self.measure_link()
@@ -254,7 +255,7 @@ class Ring:
     ) -> None:
         """Makes the executor, and the fields that use it."""
         late = late_passes(options, ring.device, connection.name)
-        ring.executor = executor = self._executor = make_executor(ring, options, connection, late)
+        ring.executor = executor = make_executor(ring, options, connection, routes.hop_route, late)
         self.options, self.token = options, token
         self.rank, self.size, self.device, self.timeout = ring.rank, ring.size, ring.device, options.timeout
         self.travel, self.slot_cap, self.late_gradients = options.travel, options.slot_cap, late
@@ -265,13 +266,9 @@ class Ring:
         self.route_plan, self.route, self.hop_route = routes, routes.route, routes.hop_route
         self.gradients = routes.gradients
         self.gradient_route, self.gradient_travel = routes.gradients.route, routes.gradients.travel
+        gathers = options.travel is None
         self.gate = RoutePlanner(
-            ring.size,
-            ring.device,
-            routes.hop_route,
-            options.route,
-            options.gradient_halves,
-            gathers=options.travel is None,
+            ring.size, ring.device, routes.hop_route, options.route, options.gradient_halves, gathers=gathers
         )
         self.graphs = choose_graphs(
             executor, options, ring, connection.name, late_gradients=late, tensor_parallel=self.tensor_mesh is not None
@@ -293,16 +290,16 @@ class Ring:
     @property
     def alive(self) -> bool:
         """Whether the ring can still be used."""
-        return self._executor.alive and not self.communicator.orphaned
+        return self.communicator.executor.alive and not self.communicator.orphaned
 
     def close(self) -> None:
         """Ends the ring in good order. Idempotent; collective. Does nothing in a process forked from the ring's.
 
-        A ring that is dropped unclosed gives back its memory, threads and connections too, but waits for nobody: ranks
-        that are still at work on it fail.
+        A ring that is dropped unclosed releases its memory, threads and connections too, but waits for no other rank:
+        ranks that still work on it fail.
         """
         try:
-            self._executor.close()
+            self.communicator.executor.close()
         finally:
             self.graphs.forget()
             self.drop_groups()
@@ -417,4 +414,4 @@ class Ring:
         self.offload_policy = policy
         if self.host_memory is not None:  # a shard has no memory on the device before its layer runs
             self.prefetch, self.traceable = 0, False
-            self._executor.prefetch(False)
+            self.communicator.executor.prefetch(False)

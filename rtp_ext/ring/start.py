@@ -14,6 +14,7 @@ from rtp_ext.ring.links.failure_report import this_process
 from rtp_ext.ring.links.hosts import find_hosts
 from rtp_ext.ring.links.options import RingOptions
 from rtp_ext.ring.links.transports import NETWORKED, Connection
+from rtp_ext.ring.routes.hops import choose_ce_modes
 
 
 def agree_on(options: RingOptions, ring: Communicator) -> str:
@@ -37,8 +38,10 @@ def late_passes(options: RingOptions, device: torch.device, transport: str) -> i
     return int(device.type == "cpu" and transport in NETWORKED)
 
 
-def make_executor(ring: Communicator, options: RingOptions, connection: Connection, late: int) -> Any:
+def make_executor(ring: Communicator, options: RingOptions, connection: Connection, hop_route: str, late: int) -> Any:
     """The native executor of one rank. `late`: see `late_passes`."""
+    if connection.name == "ce":
+        choose_ce_modes(connection.native, hop_route, options.transport_options.ce_mode)
     native = _native.CheckedTransport(connection.native, ring.size) if options.checksum else connection.native
     executor = _native.Executor(native, ring.rank, ring.size, ring.device, ring.placed.count)
     executor.allow_deferred(late)

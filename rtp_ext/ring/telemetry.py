@@ -32,7 +32,7 @@ class TraceEvent:
         pass_: the number of its pass; -1: a hop that was sent ahead for a pass that did not come.
         operation: such as `rotated_linear forward`.
         posted: when a hop was posted, which starts once those before it on its channel have arrived; else the start.
-        kind: `step`; `wait`: the compute lane waits for a hop, and on a CPU also while it posts one; `stage`: home
+        kind: `step`; `wait`: the compute stream waits for a hop, and on a CPU also while it posts one; `stage`: local
             shards are copied, or cast, before they travel.
     """
 
@@ -90,9 +90,9 @@ class Telemetry:
     """
 
     def __init__(self, communicator: Communicator, connection: Connection, token: str) -> None:
-        self._communicator, self._executor = communicator, communicator.executor
+        self._communicator = communicator
         self._transport, self._native = connection.name, connection.native
-        self._executor.identify(token, connection.name, _native.host_id())
+        communicator.executor.identify(token, connection.name, _native.host_id())
         if not _native.record_on_signal():
             logger.debug("SIGUSR1 has a handler already: it writes no records of rings; Ring.record does")
 
@@ -101,31 +101,35 @@ class Telemetry:
     def slot_count(self, channel: str) -> Any:
         """Slots of `weight` or `gradient`: .slots and .bytes that exist, .peak_slots leased at once, .peak_bytes,
         .allocations ever. `scratch`: places of this rank where weights are dequantized that travel in fewer bits."""
-        return self._executor.scratch() if channel == "scratch" else self._executor.slots(channel)
+        return (
+            self._communicator.executor.scratch()
+            if channel == "scratch"
+            else self._communicator.executor.slots(channel)
+        )
 
     def reset_peak(self) -> None:
         """Starts the peaks of `slot_count` anew."""
-        self._executor.reset_peak()
+        self._communicator.executor.reset_peak()
 
     def clear_slots(self) -> None:
         """Frees the slots; the next operation allocates them again."""
-        self._executor.clear_slots()
+        self._communicator.executor.clear_slots()
 
     def hops(self, channel: str) -> int:
         """Hops of `weight` or `gradient` that this rank has posted."""
-        return self._executor.hops(channel)
+        return self._communicator.executor.hops(channel)
 
     def landed_late(self) -> int:
         """Gradients that arrived after the backward pass of their layer had ended."""
-        return self._executor.landed_late()
+        return self._communicator.executor.landed_late()
 
     def prefetched(self) -> tuple[int, int]:
         """First hops that were sent before their layer was called, and how many of them it could use."""
-        return self._executor.prefetched()
+        return self._communicator.executor.prefetched()
 
     def bytes_sent(self, channel: str) -> int:
         """Bytes of `weight` or `gradient` that this rank has sent."""
-        return self._executor.bytes_sent(channel)
+        return self._communicator.executor.bytes_sent(channel)
 
     def bytes_between_hosts(self, channel: str) -> int:
         """Bytes of `weight` or `gradient` that this rank has sent to other hosts. Raises RotationError where the
@@ -133,7 +137,7 @@ class Telemetry:
         if self._communicator.hosts == 1:
             return 0
         if self._communicator.hosts == self._communicator.size:
-            return self._executor.bytes_sent(channel)
+            return self._communicator.executor.bytes_sent(channel)
         if not isinstance(self._native, _native.CompositeTransport):
             raise RotationError(f"transport {self._transport} does not tell what left the host from what stayed there")
         return self._native.bytes_between_hosts(channel)
@@ -146,26 +150,26 @@ class Telemetry:
 
         The same is written when the ring fails, and for all rings of a process that gets SIGUSR1. The folder is that of
         the environment variable RTP_RECORD_DIR, or else the temporary one. `python -m rtp_ext record FILES` says what
-        the files of all ranks tell together: who was late, who skipped an operation, which hop nobody posted. On a GPU
+        the files of all ranks tell together: who was late, who skipped an operation, which hop no rank posted. On a GPU
         times are those at which the host enqueued.
 
         Raises OSError where the file cannot be written.
         """
         try:
-            return self._executor.record("asked for by Ring.record")
+            return self._communicator.executor.record("asked for by Ring.record")
         except RuntimeError as error:
             raise OSError(str(error)) from error
 
     def trace(self) -> AbstractContextManager[Trace]:
-        """Records what every stream does when: `with ring.trace() as trace: ...`, and then `trace.events`.
+        """Records when every stream works on which step: `with ring.trace() as trace: ...`, and then `trace.events`.
 
         By timing events on CUDA streams, which are read when the block ends; by the host's clock on a CPU, where a
-        compute lasts until the next step is asked for, and a hop from its posting until it arrives (over `c10d`: until
+        compute lasts until the next step is requested, and a hop from its posting until it arrives (over `c10d`: until
         the wait that found it there). Collective, at either end; a hop that was sent ahead is waited for there. What
         to do with a trace: rtp_ext.trace.
 
         Raises ValueError where the ring is being recorded already, RotationError for `c10d` between GPUs, whose
-        streams nobody can time.
+        streams cannot be timed.
         """
         return self._trace()
 
@@ -182,8 +186,8 @@ class Telemetry:
             yield trace
         finally:
             self._record_events(False)
-            if self._executor.alive:
-                trace.zero, trace.captured, passes, events = self._executor.read_trace()
+            if self._communicator.executor.alive:
+                trace.zero, trace.captured, passes, events = self._communicator.executor.read_trace()
                 trace.passes = [TracePass(number, *each) for number, each in enumerate(passes)]
                 trace.events = [
                     TraceEvent(ring.rank, lane, label, start, end, step, pass_, operation, kind, posted)
@@ -194,7 +198,7 @@ class Telemetry:
 
     def _record_events(self, on: bool) -> None:
         try:
-            self._executor.trace(on)
+            self._communicator.executor.trace(on)
         except RotationError as error:
             self._communicator.end(error)
             raise

@@ -14,7 +14,7 @@ from rtp_ext.ring.links.places import Place, describe
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a ring, alike on every rank.
+    """The hosts of a ring, the same on every rank.
 
     Attributes:
         of: for each rank, which host it is on, numbered in the order of the ring.
@@ -78,10 +78,10 @@ class Ranks(Protocol):
 
 
 def find_hosts(ring: Ranks) -> Hosts:
-    """Asks every rank where it is. Collective.
+    """Exchanges the places of all ranks. Collective.
 
     Ranks share a host where they can reach each other's memory: one kernel, and one namespace of processes, so that
-    each container is a host of its own. A rank that cannot tell where it is counts as a host.
+    each container is a host of its own. A rank that cannot find its place counts as a host.
     """
     try:
         mine = Place.here()

@@ -150,5 +150,5 @@ def check_requested(route: str, travel: str | None, hop_route: str, halves: bool
 
 
 def wire_itemsize(travel: str | None, dtype: torch.dtype) -> float:
-    """Bytes of a number of a weight of this compute dtype while it travels, its part of the scales among them."""
+    """Bytes of one number of a travelling weight of this compute dtype, with its share of the scales."""
     return _native.wire_bytes(128, travel, dtype.itemsize) / 128

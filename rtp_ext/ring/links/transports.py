@@ -40,7 +40,7 @@ class Candidate:
     """A transport that a ring may use.
 
     name: as a user asks for it. virtue: why it is chosen, for the log. refusal: why this rank cannot use it, as far as
-    it can tell alone. make: the native transport; collective, and every rank that raises a RuntimeError has come as far
+    it can find alone. make: the native transport; collective, and every rank that raises a RuntimeError has come as far
     as the others. automatic: whether `auto` takes it.
     """
 
@@ -77,7 +77,7 @@ def candidates(ring: Communicator, options: TransportOptions) -> list[Candidate]
     if options.registered is not True:
         make = functools.partial(_make_nccl, options=options, registered=False)
         registered.append(Candidate("nccl", "direct NCCL", nccl_refusal, make))
-    # Last, and only where asked for: what waits for a dead rank there cannot be ended.
+    # Last, and on request only: a wait for a dead rank cannot be ended there.
     put = Candidate(
         "nccl-put", "one-sided NCCL", nccl_put_refusal, lambda ring: _make_nccl_put(ring, options), automatic=False
     )
@@ -100,7 +100,7 @@ def launch_order_problem() -> str | None:
 
 
 def order_launches() -> None:
-    """Sets what `launch_order_problem` asks for, unless the user has set it to something else, and says so."""
+    """Sets what `launch_order_problem` asks for, unless the user has set it to another value, which is logged."""
     if (problem := launch_order_problem()) is None:
         return
     if LAUNCH_ORDER in os.environ:
@@ -163,7 +163,7 @@ def _make_shm(ring: Communicator) -> Any:
         native.connect([addresses[rank] for rank in here])
     except RotationError as error:
         problem = str(error)
-    _refuse_any(ring.exchange(problem))  # nobody drops its memory before: others would report that they miss it
+    _refuse_any(ring.exchange(problem))  # no rank frees its memory before: others would report it missing
     return native
 
 
@@ -196,7 +196,7 @@ def _make_tcp(ring: Communicator) -> Any:
 
 
 def _make_composite(ring: Communicator, make_outer: Callable[[Communicator], Any]) -> Any:
-    inner = _make_shm(ring)  # before there are process groups that nobody needs
+    inner = _make_shm(ring)  # first: if it fails, no process group was made in vain
     return _native.CompositeTransport(inner, make_outer(ring), ring.rank, ring.placed.per_host)
 
 
@@ -232,7 +232,7 @@ def registered_nccl_refusal() -> str | None:
 
 
 def ce_refusal() -> str | None:
-    """Why the transport `ce` cannot be used in this process; None if it can, as far as a single rank can tell."""
+    """Why the transport `ce` cannot be used in this process; None if it can, as far as a single rank can find."""
     refusal = nccl_refusal() or _native.ce_refusal()
     if refusal is None and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         return "CUDA_DEVICE_MAX_CONNECTIONS is 1, so that computes would wait behind waits for a neighbour"
@@ -240,7 +240,7 @@ def ce_refusal() -> str | None:
 
 
 def nccl_put_refusal() -> str | None:
-    """Why the transport `nccl-put` cannot be used in this process; None if it can, as far as a single rank can tell."""
+    """Why the transport `nccl-put` cannot be used in this process; None if it can, as far as a single rank can find."""
     return nccl_refusal() or _native.nccl_put_refusal()
 
 

@@ -1,4 +1,4 @@
-"""How the gradients of a ring come home: along a chain of partial sums, or each contribution straight to its owner."""
+"""How gradients reach their owners: along a chain of partial sums, or each contribution directly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GradientRoutes:
     """What a ring takes.
 
     Attributes:
-        route: `chain` (a partial sum travels from rank to rank), `direct` (each contribution goes straight to the owner
+        route: `chain` (a partial sum travels from rank to rank), `direct` (each contribution goes directly to the owner
             of its shard, who adds them up in float32, or float64), or `by-dtype` (direct where gradients travel in 16
             bits, else the chain).
         travel: `int8`, or None: the reduce dtype.
@@ -31,15 +31,15 @@ class GradientRoutes:
     reason: str = ""
 
     def direct(self, route: str, reduce_dtype: torch.dtype) -> bool:
-        """Whether gradients of a layer on this route go straight home."""
+        """Whether gradients of a layer on this route take the direct route."""
         if route in ("gather", "two-level"):  # whose gradients have a way of their own
             return False
         return self.route == "direct" or (self.route == BY_DTYPE and reduce_dtype.itemsize == 2)
 
     def local_dtype(self, route: str, reduce_dtype: torch.dtype) -> torch.dtype:
-        """Of a gradient that has come home."""
-        narrow = self.direct(route, reduce_dtype) and reduce_dtype.itemsize == 2
-        return torch.float32 if narrow else reduce_dtype
+        """The dtype of a gradient at its owner."""
+        summed_wider = self.direct(route, reduce_dtype) and reduce_dtype.itemsize == 2
+        return torch.float32 if summed_wider else reduce_dtype
 
 
 class LateGradients:

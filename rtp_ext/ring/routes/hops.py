@@ -20,7 +20,7 @@ def choose_route(ring: Communicator, transport: str, requested: str) -> str:
     if transport.startswith("nccl"):
         gpus = range(torch.cuda.device_count())
         one_host = len(set(ring.exchange(_native.host_id()))) == 1
-        # A rank that sees its own GPU only knows nothing of the others.
+        # A rank that sees only its own GPU cannot check access to the others.
         peers = len(gpus) >= ring.size and all(
             torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b
         )
@@ -40,7 +40,7 @@ def choose_hops(ring: Communicator, transport: str, requested: str, gradient_hal
 
 
 def choose_ce_modes(native: Any, hop_route: str, requested: str) -> None:
-    """Tells a transport `ce` how hops travel: along the ring the sender pushes; shards that come straight from their
+    """Sets the modes of a transport `ce`: along the ring the sender pushes; shards that come straight from their
     owner are pulled. Gradients always travel along the ring. `requested`, unless `auto`, overrides both."""
     direct = "pull" if hop_route == "direct" else "push"
     _native.set_ce_mode(native, "weight", direct if requested == "auto" else requested)

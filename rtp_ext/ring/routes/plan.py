@@ -19,7 +19,7 @@ class RoutePlan:
     """What the weights and gradients of a ring take, the same on every rank.
 
     Attributes:
-        route: `gather` where the ring was asked for it, else `hop_route`.
+        route: `gather` where the options say so, else `hop_route`.
         hop_route: `ring`, `direct` or `two-level`: what the hops of a rotation take.
         travel: what weights travel in; None: as they are computed with.
         gradients: what gradients take and travel in, and why.
@@ -38,7 +38,7 @@ class RoutePlan:
         return cls(route, hop_route, options.travel, gradients, missed)
 
     def expect_in_place(self, name: str) -> None:
-        """Raises ValueError where local shards cannot be asked to travel themselves."""
+        """Raises ValueError where local shards cannot travel themselves."""
         if self.travel is not None:
             raise ValueError(
                 f"{name}: expected in_place=False on a ring of travel={self.travel!r}, where copies travel, got True; "
