@@ -89,7 +89,7 @@ class FailureReport:
         than six with `suspects`, even if the store does not answer.
 
         Args:
-            own: whether this rank failed for a reason of its own, and not because of another: it waits for no other rank.
+            own: whether this rank failed for a reason of its own: it then waits for no other rank.
             broken: ranks to whom connections were broken at `seen`, in seconds of the clock, before this rank gave up
                 its own.
             suspects: ranks that this one waited for, where the others may not have noticed a failure yet.
