@@ -149,6 +149,20 @@ def check_requested(route: str, travel: str | None, hop_route: str, halves: bool
         raise ValueError("Ring: expected gradient_halves None or False with gradient_route direct, got True")
 
 
+def check_in_place(name: str, travel: str | None, route: str) -> None:
+    """Raises ValueError where local shards cannot travel themselves on a ring with these options."""
+    if travel is not None:
+        raise ValueError(
+            f"{name}: expected in_place=False on a ring of travel={travel!r}, where copies travel, got True; "
+            "a ring of travel=None moves shards in place"
+        )
+    if route == "two-level":
+        raise ValueError(
+            f"{name}: expected in_place=False on route two-level, where a shard leaves in two directions at once, "
+            "got True; a ring of route='ring' moves shards in place"
+        )
+
+
 def wire_itemsize(travel: str | None, dtype: torch.dtype) -> float:
     """Bytes of one number of a travelling weight of this compute dtype, with its share of the scales."""
     return _native.wire_bytes(128, travel, dtype.itemsize) / 128

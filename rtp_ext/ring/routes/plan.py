@@ -9,7 +9,7 @@ import torch
 
 from rtp_ext import _native
 from rtp_ext.ring.links.communicator import Communicator
-from rtp_ext.ring.links.options import RingOptions
+from rtp_ext.ring.links.options import RingOptions, check_in_place
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes, choose_gradient_route
 from rtp_ext.ring.routes.hops import choose_hops
 
@@ -39,16 +39,7 @@ class RoutePlan:
 
     def expect_in_place(self, name: str) -> None:
         """Raises ValueError where local shards cannot travel themselves."""
-        if self.travel is not None:
-            raise ValueError(
-                f"{name}: expected in_place=False on a ring of travel={self.travel!r}, where copies travel, got True; "
-                "a ring of travel=None moves shards in place"
-            )
-        if self.hop_route == "two-level":
-            raise ValueError(
-                f"{name}: expected in_place=False on route two-level, where a shard leaves in two directions at once, "
-                "got True; a ring of route='ring' moves shards in place"
-            )
+        check_in_place(name, self.travel, self.hop_route)
 
     def rotation(
         self,
