@@ -53,7 +53,7 @@ def collectively_on(mesh: DeviceMesh, operation: str, post: Callable[..., Any], 
     newest ring there, whose ranks find out which of them it was."""
     rings = [ring for ring in _rings.values() if mesh in (ring.parameter_mesh, ring.mesh) and ring.alive]
     if rings:
-        rings[-1]._collectively(operation, post, *tensors, group=group)
+        rings[-1].communicator.collectively(operation, post, *tensors, group=group)
     else:
         post(*tensors, group=group)
 

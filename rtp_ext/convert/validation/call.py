@@ -30,12 +30,8 @@ from rtp_ext.convert.scopes import is_inside, state_of
 from rtp_ext.convert.tensor_parallel import tensor_dimensions
 from rtp_ext.outer import AllReduce, OuterPolicy
 from rtp_ext.ring import Ring, RotationDims
-from rtp_ext.ring.links.options import check_travel
+from rtp_ext.ring.links.options import RingOptions, check_in_place, check_requested
 from rtp_ext.ring.mesh import lay_out_ranks
-from rtp_ext.ring.primitives import check_in_place
-from rtp_ext.ring.ring import ROUTES, TRANSPORTS
-from rtp_ext.ring.routes.gradient_routes import check_requested
-from rtp_ext.ring.start import check_choice
 
 
 def read_call(given: Any, options: Options, alone: Place | None = None) -> Request:
@@ -69,7 +65,7 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
     if isinstance(offload, CPUOffloadPolicy):
         _refuse_offload(place, policy, options.in_place)
     if place.ring is None:
-        _check_new_ring(options)
+        RingOptions.of(options.of_ring)
     else:
         _check_travels(place.ring, options.travel, options.gradient_route, options.gradient_travel)
         if not isinstance(options.mesh, Ring):
@@ -205,20 +201,6 @@ def _place_of(options: Options, parts: Parts, tensor: str | None) -> Place:
                 f"with {_options(ring)}, and module {name} on {describe(other)} with {_options(other)}"
             )
     return place
-
-
-def _check_new_ring(options: Options) -> None:
-    """Raises ValueError for options that no ring has, as making one with them would."""
-    check_choice("transport", options.transport, TRANSPORTS)
-    check_choice("route", options.route, ROUTES)
-    check_requested(options.gradient_route, options.gradient_travel, options.route, None)
-    check_travel(options.travel, options.route)
-    if _delta(options.timeout) <= datetime.timedelta(0):
-        raise ValueError(f"Ring: expected a positive timeout, got {_delta(options.timeout)}")
-
-
-def _delta(timeout: float | datetime.timedelta) -> datetime.timedelta:
-    return timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
 
 
 def _options(ring: Ring) -> dict[str, Any]:
