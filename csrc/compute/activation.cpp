@@ -106,7 +106,7 @@ at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at
                                gate.defined() ? gate.stride(0) : 0,
                                value.stride(0),
                                /*windows=*/0};
-    launch_beside(pre, [&](void* stream) { return launch_hidden_forward(hidden, stream); });
+    launch_on_device_of(pre, [&](void* stream) { return launch_hidden_forward(hidden, stream); });
     return value;
   }
   by_rows(
@@ -140,7 +140,7 @@ Hidden hidden_backward(Activation activation, const at::Tensor& d_value, const a
                                 d_pre.stride(0),
                                 d_value.stride(0),
                                 /*windows=*/0};
-    launch_beside(pre, [&](void* stream) { return launch_hidden_backward(hidden, stream); });
+    launch_on_device_of(pre, [&](void* stream) { return launch_hidden_backward(hidden, stream); });
     return {value, d_pre, gate.defined() ? d_value : at::Tensor()};
   }
   if (!gate.defined()) {

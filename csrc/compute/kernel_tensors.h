@@ -40,7 +40,7 @@ bool kernels_take(const Tensors&... tensors) {
 
 // Calls launch(stream) with the current stream of the device of `tensor`, and checks the cudaError_t that it returns.
 template <typename Launch>
-void launch_beside(const at::Tensor& tensor, Launch&& launch) {
+void launch_on_device_of(const at::Tensor& tensor, Launch&& launch) {
 #ifdef RTP_WITH_CUDA
   const c10::cuda::CUDAGuard guard(tensor.device());
   RTP_CUDA_CHECK(static_cast<cudaError_t>(launch(c10::cuda::getCurrentCUDAStream().stream())));

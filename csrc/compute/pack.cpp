@@ -40,7 +40,7 @@ void pack(std::span<const PackItem> items) {
   PackBatch batch{};
   at::Tensor last;
   const auto flush = [&] {
-    if (batch.count > 0) launch_beside(last, [&](void* stream) { return launch_pack(batch, stream); });
+    if (batch.count > 0) launch_on_device_of(last, [&](void* stream) { return launch_pack(batch, stream); });
     batch.count = 0;
   };
   for (const PackItem& item : items) {

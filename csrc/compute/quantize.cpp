@@ -34,16 +34,16 @@ RTP_INLINE float float_of(uint32_t bits) {
   return x;
 }
 
-RTP_INLINE float widened(float x) { return x; }
-RTP_INLINE float widened(double x) { return static_cast<float>(x); }
-RTP_INLINE float widened(c10::Half x) { return static_cast<float>(x); }
-RTP_INLINE float widened(c10::BFloat16 x) { return float_of(static_cast<uint32_t>(x.x) << 16); }
+RTP_INLINE float to_float(float x) { return x; }
+RTP_INLINE float to_float(double x) { return static_cast<float>(x); }
+RTP_INLINE float to_float(c10::Half x) { return static_cast<float>(x); }
+RTP_INLINE float to_float(c10::BFloat16 x) { return float_of(static_cast<uint32_t>(x.x) << 16); }
 
-RTP_INLINE void narrowed(float& to, float x) { to = x; }
-RTP_INLINE void narrowed(double& to, float x) { to = x; }
-RTP_INLINE void narrowed(c10::Half& to, float x) { to = c10::Half(x); }
+RTP_INLINE void round_to(float& to, float x) { to = x; }
+RTP_INLINE void round_to(double& to, float x) { to = x; }
+RTP_INLINE void round_to(c10::Half& to, float x) { to = c10::Half(x); }
 // Rounds to the nearest, ties to even; what it is given is a product of a scale, finite or NaN.
-RTP_INLINE void narrowed(c10::BFloat16& to, float x) {
+RTP_INLINE void round_to(c10::BFloat16& to, float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   to.x = static_cast<uint16_t>((bits & kMagnitude) > kInfinity ? 0x7fc0 : rounded);
@@ -59,9 +59,9 @@ RTP_INLINE void quantize_blocks(int8_t* to, float* scales, const Value* from, in
     const int64_t count = std::min(numbers - begin, kQuantizeBlock);
     if (count < kQuantizeBlock) std::fill(block, block + kQuantizeBlock, 0.0f);
     if (count == kQuantizeBlock) {
-      for (int64_t i = 0; i < kQuantizeBlock; ++i) block[i] = widened(from[begin + i]);
+      for (int64_t i = 0; i < kQuantizeBlock; ++i) block[i] = to_float(from[begin + i]);
     } else {
-      for (int64_t i = 0; i < count; ++i) block[i] = widened(from[begin + i]);
+      for (int64_t i = 0; i < count; ++i) block[i] = to_float(from[begin + i]);
     }
     uint32_t most = 0;  // magnitudes are ordered as their bits are, infinities and NaNs above all others
     for (int64_t i = 0; i < kQuantizeBlock; ++i) {
@@ -92,9 +92,9 @@ RTP_INLINE void dequantize_blocks(Value* to, const int8_t* from, const float* sc
     const auto each = [&](int64_t i) __attribute__((always_inline)) {
       const float value = static_cast<float>(from[begin + i]) * scale;
       if constexpr (kAdd) {
-        narrowed(to[begin + i], widened(to[begin + i]) + value);
+        round_to(to[begin + i], to_float(to[begin + i]) + value);
       } else {
-        narrowed(to[begin + i], value);
+        round_to(to[begin + i], value);
       }
     };
     if (count == kQuantizeBlock) {
@@ -121,7 +121,7 @@ RTP_INLINE void add_blocks(double* to, const int8_t* from, const float* scales, 
 
 template <typename Value>
 RTP_INLINE void add_converted_range(float* sum, const Value* values, int64_t first, int64_t last) {
-  for (int64_t i = first; i < last; ++i) sum[i] += widened(values[i]);
+  for (int64_t i = first; i < last; ++i) sum[i] += to_float(values[i]);
 }
 
 void check(const at::Tensor& values, const at::Tensor& bytes) {
@@ -160,7 +160,7 @@ void quantize(const at::Tensor& bytes, const at::Tensor& values) {
 #ifdef RTP_WITH_CUDA
   if (values.is_cuda()) {
     const QuantizeParameters parameters{kernel_element(values), numbers, values.const_data_ptr(), to, scales};
-    return launch_beside(values, [&](void* stream) { return launch_quantize(parameters, stream); });
+    return launch_on_device_of(values, [&](void* stream) { return launch_quantize(parameters, stream); });
   }
 #endif
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, values.scalar_type(), "quantize", [&] {
@@ -180,7 +180,7 @@ void dequantize(const at::Tensor& out, const at::Tensor& bytes) {
 #ifdef RTP_WITH_CUDA
   if (out.is_cuda()) {
     const DequantizeParameters parameters{kernel_element(out), numbers, from, scales, out.data_ptr(), false};
-    return launch_beside(out, [&](void* stream) { return launch_dequantize(parameters, stream); });
+    return launch_on_device_of(out, [&](void* stream) { return launch_dequantize(parameters, stream); });
   }
 #endif
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "dequantize", [&] {
@@ -200,7 +200,7 @@ void dequantize_add(const at::Tensor& sum, const at::Tensor& bytes) {
 #ifdef RTP_WITH_CUDA
   if (sum.is_cuda()) {
     const DequantizeParameters parameters{kernel_element(sum), numbers, from, scales, sum.data_ptr(), true};
-    return launch_beside(sum, [&](void* stream) { return launch_dequantize(parameters, stream); });
+    return launch_on_device_of(sum, [&](void* stream) { return launch_dequantize(parameters, stream); });
   }
 #endif
   AT_DISPATCH_FLOATING_TYPES(sum.scalar_type(), "dequantize_add", [&] {
@@ -226,7 +226,7 @@ void add_converted(const at::Tensor& sum, const at::Tensor& values) {
   if (sum.is_cuda()) {
     const AddConvertedParameters parameters{kernel_element(values), numbers, values.const_data_ptr(),
                                             sum.data_ptr<float>()};
-    return launch_beside(sum, [&](void* stream) { return launch_add_converted(parameters, stream); });
+    return launch_on_device_of(sum, [&](void* stream) { return launch_add_converted(parameters, stream); });
   }
 #endif
   AT_DISPATCH_REDUCED_FLOATING_TYPES(values.scalar_type(), "add_converted", [&] {

@@ -45,7 +45,7 @@ class CudaStreams : public Streams {
   void order_channel_after(Channel channel, const StreamEvent& event) override {
     block(this->channel(channel), event, capture());
   }
-  void select_compute_stream(int lane) override;
+  void select_compute_stream(int index) override;
   int multiprocessors() const override { return multiprocessors_; }
   // That of the caller's stream.
   uint64_t capture() const override;
@@ -59,9 +59,9 @@ class CudaStreams : public Streams {
   void delay(Channel channel, std::chrono::microseconds time) override;
 
   bool has_graphs() const override { return true; }
-  void begin_aside(bool captured) override;
-  std::shared_ptr<Graph> end_aside() override;
-  void leave_aside() noexcept override;
+  void begin_graph_stream(bool captured) override;
+  std::shared_ptr<Graph> end_graph_stream() override;
+  void abandon_graph_stream() noexcept override;
   bool capturing() const override { return capturing_; }
   void launch(Graph& graph) override;
 
@@ -87,8 +87,8 @@ class CudaStreams : public Streams {
   Stream side_;
   cudaStream_t main_ = nullptr;    // the caller's stream, while lane 1 is selected
   std::shared_ptr<void> restore_;  // the same as torch knows it; null while lane 0 is selected
-  Stream aside_;
-  std::shared_ptr<void> from_;  // the caller's stream, as torch knows it, while work goes aside; else null
+  Stream graph_stream_;
+  std::shared_ptr<void> caller_stream_;  // the caller's stream, as torch knows it, while work goes aside; else null
   bool capturing_ = false;
   std::shared_ptr<GraphMemory> graph_memory_;
 };

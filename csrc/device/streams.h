@@ -52,14 +52,15 @@ class Streams {
   virtual void enter() {}
   virtual void leave() {}
 
-  // Passes as graphs. What the calling thread enqueues after begin_aside() goes to a stream beside the caller's, after
-  // what the caller's has; after end_aside() the caller's goes on behind it. `captured`: nothing of it runs, and
-  // end_aside() returns its graph. leave_aside(): the same for what has failed, without a graph. Idempotent.
+  // Passes as graphs. What the calling thread enqueues after begin_graph_stream() goes to a stream beside the caller's,
+  // after what the caller's has; after end_graph_stream() the caller's goes on behind it. `captured`: nothing of it
+  // runs, and end_graph_stream() returns its graph. abandon_graph_stream(): the same for what has failed, without a
+  // graph. Idempotent.
   virtual bool has_graphs() const { return false; }
-  virtual void begin_aside(bool captured);
-  virtual std::shared_ptr<Graph> end_aside() { return nullptr; }
-  virtual void leave_aside() noexcept {}
-  // Whether this is between begin_aside(true) and its end: what is captured then is this package's own.
+  virtual void begin_graph_stream(bool captured);
+  virtual std::shared_ptr<Graph> end_graph_stream() { return nullptr; }
+  virtual void abandon_graph_stream() noexcept {}
+  // Whether this is between begin_graph_stream(true) and its end: what is captured then is this package's own.
   virtual bool capturing() const { return false; }
   // Enqueues a graph on the caller's lane.
   virtual void launch(Graph&) {}
@@ -77,25 +78,25 @@ class Streams {
 // A pass, for as long as it lives.
 class StreamsPass {
  public:
-  explicit StreamsPass(Streams& streams) : lanes_(streams) { streams.begin_pass(); }
+  explicit StreamsPass(Streams& streams) : streams_(streams) { streams.begin_pass(); }
   StreamsPass(const StreamsPass&) = delete;
   StreamsPass& operator=(const StreamsPass&) = delete;
-  ~StreamsPass() { lanes_.end_pass(); }
+  ~StreamsPass() { streams_.end_pass(); }
 
  private:
-  Streams& lanes_;
+  Streams& streams_;
 };
 
 // The calling thread enqueues work for as long as it lives: what its calls have in common is done once.
 class StreamsScope {
  public:
-  explicit StreamsScope(Streams& streams) : lanes_(streams) { streams.enter(); }
+  explicit StreamsScope(Streams& streams) : streams_(streams) { streams.enter(); }
   StreamsScope(const StreamsScope&) = delete;
   StreamsScope& operator=(const StreamsScope&) = delete;
-  ~StreamsScope() { lanes_.leave(); }
+  ~StreamsScope() { streams_.leave(); }
 
  private:
-  Streams& lanes_;
+  Streams& streams_;
 };
 
 }  // namespace rtp

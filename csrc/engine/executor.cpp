@@ -43,7 +43,7 @@ void Executor::check_alive(const std::string& operation) const {
 
 const std::string& Executor::fail(const std::string& reason) noexcept {
   if (!alive()) return trace_.recorder().note();
-  streams().leave_aside();  // while something is captured, giving up may not ask how far streams are
+  streams().abandon_graph_stream();  // while something is captured, giving up may not ask how far streams are
   end_ = reason.empty() ? "unknown failure" : reason;
   transport_->abort(end_);
   prefetcher_.forget(), deferred_.forget();
@@ -97,8 +97,8 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
     Trace& trace = executor_.trace_;
     traced_ = trace.begin_pass(operation_, schedule_, recorded_);
     const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
-    std::optional<Ahead> ahead = executor_.prefetcher_.begin(schedule_, weight_, operation_);
-    if (ahead) adopt(std::move(*ahead));
+    std::optional<PrefetchedHop> prefetched = executor_.prefetcher_.begin(schedule_, weight_, operation_);
+    if (prefetched) use_prefetched(std::move(*prefetched));
     try {
       lease_slots();
       trace.end(waiting);
@@ -115,15 +115,15 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
   });
 }
 
-void Execution::adopt(Ahead ahead) {
-  ahead_ = true;
-  slots_[0].push_back(std::move(ahead.landing));  // the first hop lands in slot 0
-  staged_ = std::move(ahead.staged);
-  weight_->local = std::move(ahead.local);
-  for (const EventHandle& event : ahead.traced) {
+void Execution::use_prefetched(PrefetchedHop prefetched) {
+  prefetched_ = true;
+  slots_[0].push_back(std::move(prefetched.landing));  // the first hop lands in slot 0
+  staged_ = std::move(prefetched.staged);
+  weight_->local = std::move(prefetched.local);
+  for (const EventHandle& event : prefetched.traced) {
     if (event) event->pass = traced_;
   }
-  usage_[{Channel::weight, Buffer::kHome, Access::kAll}] = std::move(ahead.local_usage);
+  usage_[{Channel::weight, Buffer::kHome, Access::kAll}] = std::move(prefetched.local_usage);
 }
 
 void Execution::lease_slots() {
@@ -139,7 +139,7 @@ void Execution::lease_slots() {
   if (schedule_.whole_weight) whole_[0] = pool.lease(Channel::weight, bundle(Channel::weight).whole_bytes());
   if (schedule_.whole_gradient) whole_[1] = pool.lease(Channel::gradient, bundle(Channel::gradient).whole_bytes());
   for (const auto& whole : whole_) {
-    if (whole) whole->usage.settle(executor_.streams());
+    if (whole) whole->usage.wait_for_all(executor_.streams());
   }
 }
 
@@ -161,11 +161,11 @@ void Execution::return_slots() {
 
 void Execution::stage_local() {
   // Where all shards are gathered, this rank's is copied into its place among them anyway.
-  if (!weight_ || ahead_ || schedule_.whole_weight) return;
+  if (!weight_ || prefetched_ || schedule_.whole_weight) return;
   if (!executor_.travel(*weight_).staged(schedule_.hops(Channel::weight) > 0)) return;
   RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
   staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
-  staged_->usage.settle(executor_.streams());
+  staged_->usage.wait_for_all(executor_.streams());
   Trace& trace = executor_.trace_;
   const EventHandle staging = trace.begin(traced_, TraceKind::stage, TraceEvent::kNoStep, Lane::compute, "home");
   weight_->stage(executor_.streams(), staged_->memory, executor_.rank());
@@ -174,12 +174,12 @@ void Execution::stage_local() {
 
 // Sends the first shard of the next pass on its way as soon as this pass is down to its last slot. Those that the rest
 // of it does not name are free for the next.
-void Execution::send_ahead() {
+void Execution::prefetch_next_pass() {
   if (hop_index_[0] < schedule_.hops(Channel::weight) || !executor_.prefetcher_.expects()) return;
-  const std::optional<Spare> spare = spare_before(schedule_, position_ - 1, staged_ != nullptr);
-  if (!spare) return;
-  for (const int slot : spare->slots) give_back(slots_[0][static_cast<size_t>(slot)], Channel::weight);
-  if (spare->staged) {
+  const std::optional<FreedSlots> freed = freed_before(schedule_, position_ - 1, staged_ != nullptr);
+  if (!freed) return;
+  for (const int slot : freed->slots) give_back(slots_[0][static_cast<size_t>(slot)], Channel::weight);
+  if (freed->staged) {
     const Key local{Channel::weight, Buffer::kHome, Access::kAll};
     staged_->usage = std::move(usage_[local]);
     usage_.erase(local);
@@ -187,7 +187,7 @@ void Execution::send_ahead() {
   }
   Trace& trace = executor_.trace_;
   const EventHandle posting = trace.begin_posting(traced_, position(), schedule_.steps[position_ - 1]);
-  executor_.prefetcher_.send_ahead();
+  executor_.prefetcher_.prefetch();
   trace.end(posting);
 }
 
@@ -267,7 +267,7 @@ const Step* Execution::next() {
       } else if (step.action == Action::copy || step.action == Action::add) {
         copy_or_add(step);
       } else {
-        send_ahead();
+        prefetch_next_pass();
         before_compute(step);
         current_ = &step;
         return current_;
@@ -320,15 +320,15 @@ void Execution::after_compute(const Step& step) {
   executor_.trace_.end_compute(std::exchange(computing_, nullptr), recorded_);
   Streams& streams = executor_.streams();
   const StreamEvent event = streams.record_compute();
-  for (const Access& access : accesses().reads) usage(access).enter_read(event);
-  for (const Access& access : accesses().writes) usage(access).enter_write(event);
+  for (const Access& access : accesses().reads) usage(access).record_read(event);
+  for (const Access& access : accesses().writes) usage(access).record_write(event);
   if (step.lane > 0) side_ = event;
   streams.select_compute_stream(0);
 }
 
 void Execution::hop(const Step& step) {
   int& index = hop_index_[static_cast<size_t>(step.channel)];
-  if (index++ == 0 && step.channel == Channel::weight && ahead_) return;
+  if (index++ == 0 && step.channel == Channel::weight && prefetched_) return;
   const auto send = views(step.send, step.send_owner, step.half);
   const auto receive = views(step.receive, step.receive_owner, step.half);
   Hop hop{step.channel,
@@ -345,8 +345,8 @@ void Execution::hop(const Step& step) {
           index - 1,
           schedule_.hops(step.channel)};
   for (size_t index = 0; index < send.size(); ++index) {
-    hop.lands_at.push_back(offset(step.receive, step.half, step.send_owner, index));
-    hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, index));
+    hop.remote_receive_offsets.push_back(offset(step.receive, step.half, step.send_owner, index));
+    hop.remote_send_offsets.push_back(offset(step.send, step.half, step.receive_owner, index));
   }
   const Range range([&] { return concat(operation_, ": ", label(step)); });
   Trace& trace = executor_.trace_;
@@ -379,10 +379,10 @@ void Execution::end() {
   Trace& trace = executor_.trace_;
   const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "end");
   Range range([&] { return concat(operation_, ": wait: end"); });
-  for (auto& [key, usage] : usage_) usage.settle(streams);
+  for (auto& [key, usage] : usage_) usage.wait_for_all(streams);
   for (const auto& slots : slots_) {
     for (const auto& slot : slots) {
-      if (slot) slot->usage.settle(streams);
+      if (slot) slot->usage.wait_for_all(streams);
     }
   }
   range.end();

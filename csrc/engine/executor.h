@@ -62,9 +62,9 @@ class Executor {
   void fix_slots();
   // A pass that is run between these runs beside the caller's stream: see Lanes. Its graph, where it was `captured`; it
   // has not run then.
-  void begin_aside(bool captured);
-  std::shared_ptr<PassGraph> end_aside(const std::string& operation);
-  void leave_aside() noexcept;
+  void begin_graph_stream(bool captured);
+  std::shared_ptr<PassGraph> end_graph_stream(const std::string& operation);
+  void abandon_graph_stream() noexcept;
   // Enqueues a pass that was captured. Its slots must be the ones that there were then.
   void replay(const PassGraph& pass);
 
@@ -91,7 +91,7 @@ class Executor {
 
   // Whether this is a copy in a process forked from the owner: the transport's threads are not here, and its memory and
   // connections are still the owner's.
-  bool forked() const { return getpid() != owner_ && !transport_->alone(); }
+  bool forked() const { return getpid() != owner_ && !transport_->loopback(); }
   // Runs `action`; an error of the transport kills the ring before it goes on to the caller.
   template <typename Action>
   void or_fail(Action&& action) {
@@ -115,7 +115,7 @@ class Executor {
   Prefetcher prefetcher_;
   DeferredReductions deferred_;
   Results results_;
-  Hops::Counts before_aside_;
+  Hops::Counts counts_before_graph_;
   std::map<ScheduleOptions, Schedule> schedules_;
   std::string end_;   // why the ring is no longer usable; empty while it is
   StreamEvent last_;  // the end of the newest execution on the compute lane
@@ -157,8 +157,8 @@ class Execution {
   void give_back(std::shared_ptr<Slot>& slot, Channel channel);
   void return_slots();
   void stage_local();
-  void adopt(Ahead ahead);
-  void send_ahead();
+  void use_prefetched(PrefetchedHop prefetched);
+  void prefetch_next_pass();
 
   const std::shared_ptr<Slot>& slot(Buffer buffer) const;
   std::byte* slot_start(Buffer buffer) const;  // null for a local tensor that stayed where it is
@@ -188,9 +188,9 @@ class Execution {
   std::optional<GradientQuantizer> quantizer_;  // where contributions travel in fewer bits
   DequantizedWeights dequantized_;              // and weights
   std::map<Key, Usage> usage_;
-  StreamEvent start_;   // of this pass on the caller's lane
-  StreamEvent side_;    // the newest compute on lane 1
-  bool ahead_ = false;  // the first hop was sent before this pass began
+  StreamEvent start_;        // of this pass on the caller's lane
+  StreamEvent side_;         // the newest compute on lane 1
+  bool prefetched_ = false;  // the first hop was sent before this pass began
   size_t position_ = 0;
   const Step* current_ = nullptr;  // the compute that the caller is at
   bool ended_ = false;
@@ -215,7 +215,7 @@ auto Execution::guarded(Action&& action) {
     throw;
   } catch (c10::Error& error) {  // memory ran out, perhaps on this rank alone
     executor_.streams().select_compute_stream(0);
-    if (!executor_.transport().alone()) {  // what its neighbours have posted would wait for it
+    if (!executor_.transport().loopback()) {  // what its neighbours have posted would wait for it
       error.add_context(executor_.fail(concat(operation_, ": ", error.what_without_backtrace())));
       ended_ = true;
     }

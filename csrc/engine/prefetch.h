@@ -27,7 +27,7 @@ struct Context {
 };
 
 // A first hop that was sent ahead.
-struct Ahead {
+struct PrefetchedHop {
   std::shared_ptr<Slot> landing;
   std::shared_ptr<Slot> staged;   // null: it left from the local tensors
   std::vector<at::Tensor> local;  // that it left from, staged or not
@@ -44,12 +44,12 @@ class Prefetcher {
 
   // Registers the pass that starts now, and returns what was sent ahead for it, if anything. What was sent ahead for
   // another pass, or from parameters that have been written since, is drained.
-  std::optional<Ahead> begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
-                             const std::string& name);
+  std::optional<PrefetchedHop> begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
+                                     const std::string& name);
 
   // Whether a hop would be sent ahead now, and sending it.
   bool expects() const;
-  void send_ahead();
+  void prefetch();
 
   // Waits for a hop that was sent ahead and gives its slots back.
   void drain();
@@ -61,8 +61,8 @@ class Prefetcher {
 
  private:
   // Where a tensor lay, without keeping it alive.
-  struct Place {
-    explicit Place(const at::Tensor& tensor);
+  struct WeakTensor {
+    explicit WeakTensor(const at::Tensor& tensor);
     at::Tensor lock() const;  // undefined where the memory is gone
     bool is(const at::Tensor& tensor) const;
 
@@ -80,7 +80,7 @@ class Prefetcher {
     int position;    // of it in the schedule
     int hops;
     std::vector<TensorLayout> layouts;
-    std::vector<Place> local;
+    std::vector<WeakTensor> local;
     std::vector<c10::VariableVersion> watched;
 
     bool same(const Record& other) const;
@@ -91,7 +91,7 @@ class Prefetcher {
     bool matches = false;  // this phase has gone like the last one so far
   };
   struct Pending {
-    Ahead ahead;
+    PrefetchedHop prefetched;
     Record record;
     int64_t phase;
     std::vector<int64_t> versions;

@@ -19,7 +19,7 @@ class Results {
   void note();
   void clear();
   // What was asked for since give() or note().
-  const std::vector<at::Tensor>& asked() const { return asked_; }
+  const std::vector<at::Tensor>& requested() const { return requested_; }
 
   at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
   // What an operation has made, in this dtype: itself, or where results are given or noted, a copy of it in one.
@@ -28,7 +28,7 @@ class Results {
  private:
   std::optional<std::vector<at::Tensor>> given_;
   bool noting_ = false;
-  std::vector<at::Tensor> asked_;
+  std::vector<at::Tensor> requested_;
 };
 
 }  // namespace rtp

@@ -59,13 +59,13 @@ __global__ void scatter_rows(EmbeddingScatter scatter) {
       if (is_whole(first, kGroup, scatter.columns)) {
         float group[kGroup];
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) group[i] = scatter.alpha * widen(values[first + i]);
+        for (int i = 0; i < kGroup; ++i) group[i] = scatter.alpha * to_float(values[first + i]);
         add_group(sums + first, group);
         continue;
       }
       for (int64_t i = first < 0 ? 0 : first; i < first + kGroup && i < scatter.columns; ++i) {
         Sum value;
-        narrow(value, scatter.alpha * widen(values[i]));
+        round_to(value, scatter.alpha * to_float(values[i]));
         atomicAdd(sums + i, value);
       }
     }

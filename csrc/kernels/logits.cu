@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kMostThreads) logit_sums(LogitSums parameters)
         parameters.scaled[row] = before.scaled;
         if (parameters.total != nullptr) parameters.total[row] += before.total;
         const int64_t target = target_of(logits, row);
-        if (target >= 0) parameters.hit[row] += capped(widen(values[target]), logits.soft_cap);
+        if (target >= 0) parameters.hit[row] += capped(to_float(values[target]), logits.soft_cap);
       }
     }
     __syncthreads();  // before the next row's warps write theirs

@@ -13,7 +13,7 @@ __device__ void convert(__nv_bfloat16& to, __nv_bfloat16 from) { to = from; }
 __device__ void convert(__half& to, __half from) { to = from; }
 template <typename To, typename From>
 __device__ void convert(To& to, From from) {
-  narrow(to, widen(from));
+  round_to(to, to_float(from));
 }
 
 template <typename From, typename To>

@@ -47,8 +47,7 @@ __global__ void quantize(QuantizeParameters parameters) {
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) most = larger(most, bits_of(values[i]) & kMagnitude);
-    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
-      most = larger(most, __shfl_xor_sync(kAllLanes, most, lanes));
+    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) most = larger(most, __shfl_xor_sync(kAllLanes, most, lanes));
     if (first >= parameters.numbers) return;
     const float largest = float_of(most);
     const bool zero = largest < kQuantizeLeast;

@@ -98,7 +98,7 @@ void gather_rows(const at::Tensor& ids, const at::Tensor& table, int64_t first_r
   if (table.is_cpu()) {
     gather_on_host(gather);
   } else {
-    launch_beside(table, [&](void* stream) { return launch_embedding_gather(gather, stream); });
+    launch_on_device_of(table, [&](void* stream) { return launch_embedding_gather(gather, stream); });
   }
 }
 
@@ -119,7 +119,7 @@ void add_rows(const at::Tensor& out, const at::Tensor& ids, const at::Tensor& va
                                    out.size(1),
                                    padding_idx,
                                    static_cast<float>(alpha)};
-    launch_beside(out, [&](void* stream) { return launch_embedding_scatter(scatter, stream); });
+    launch_on_device_of(out, [&](void* stream) { return launch_embedding_scatter(scatter, stream); });
     return;
   }
   // Branch-free and without a host synchronisation: tokens of other shards add a row of zeros to row 0.
@@ -167,7 +167,7 @@ at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at
     while (const Step* step = pass.next()) {
       const Gradients::Sums sums(gradients, pass);
       const at::Tensor out = sums.out(kTable);
-      pass_on(out, sums.arrived(kTable));
+      copy_or_zero(out, sums.arrived(kTable));
       if (cut.sizes[step->owner] == 0 || chunk.sizes[step->owner] == 0) continue;
       add_rows(out, ids, cut.columns(dy, step->owner), cut.first_row(chunk, step->owner), shape.padding_idx,
                sums.scale());

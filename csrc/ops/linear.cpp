@@ -204,7 +204,7 @@ class BundleBackward {
       if (dys_[k].defined()) {
         gemm(out, arrived, overlap.of_output(dys_[k]).t(), inputs_[projection.input], sums.scale());
       } else {
-        pass_on(out, arrived);
+        copy_or_zero(out, arrived);
       }
     }
     const int bias = places_.bias[projection.layer];
@@ -213,7 +213,7 @@ class BundleBackward {
       if (dys_[k].defined()) {
         column_sum(out, arrived, overlap.of_output(dys_[k]), sums.scale());
       } else {
-        pass_on(out, arrived);
+        copy_or_zero(out, arrived);
       }
     }
   }

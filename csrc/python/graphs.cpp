@@ -28,11 +28,11 @@ void bind_graphs(py::module_& m, ExecutorClass& executor) {
             return e.results().empty(shape, at::TensorOptions().dtype(dtype).device(e.device()));
           },
           py::arg("shape"), py::arg("dtype"), "Memory for what an operation returns.")
-      .def("results", [](Executor& e) { return e.results().asked(); })
+      .def("results", [](Executor& e) { return e.results().requested(); })
       .def("clear_results", [](Executor& e) { e.results().clear(); })
-      .def("begin_aside", &Executor::begin_aside, py::arg("captured"), py::call_guard<NoGil>())
-      .def("end_aside", &Executor::end_aside, py::arg("operation"), py::call_guard<NoGil>())
-      .def("leave_aside", &Executor::leave_aside, py::call_guard<NoGil>())
+      .def("begin_graph_stream", &Executor::begin_graph_stream, py::arg("captured"), py::call_guard<NoGil>())
+      .def("end_graph_stream", &Executor::end_graph_stream, py::arg("operation"), py::call_guard<NoGil>())
+      .def("abandon_graph_stream", &Executor::abandon_graph_stream, py::call_guard<NoGil>())
       .def("replay", &Executor::replay, py::arg("graph"), py::call_guard<NoGil>());
 }
 

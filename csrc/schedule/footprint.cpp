@@ -32,9 +32,9 @@ struct PassSize {
   std::optional<int64_t> sum;               // of the one that contributions are summed in before they are rounded
   int64_t scratch;                          // bytes that the parts which are widened take then
   bool staged;
-  std::optional<Spare> spare;
+  std::optional<FreedSlots> freed;
 
-  bool sent_ahead() const { return weight && schedule->hops(Channel::weight) > 0 && !schedule->options.in_place; }
+  bool prefetched() const { return weight && schedule->hops(Channel::weight) > 0 && !schedule->options.in_place; }
 };
 
 // The passes of a step on pools of sizes, as Execution and Prefetcher run them.
@@ -59,10 +59,10 @@ class Walk {
     for (int round = 0; round < kMostSteps; ++round) {
       const auto found = left();
       for (const auto& phase : passes_) {
-        Held ahead;
+        Held prefetched;
         for (size_t index = 0; index < phase.size(); ++index) {
-          const bool follows = round > 0 && index + 1 < phase.size() && phase[index + 1].sent_ahead();
-          ahead = run(phase[index], follows ? &phase[index + 1] : nullptr, std::move(ahead));
+          const bool follows = round > 0 && index + 1 < phase.size() && phase[index + 1].prefetched();
+          prefetched = run(phase[index], follows ? &phase[index + 1] : nullptr, std::move(prefetched));
         }
         finish_all_but(0);
       }
@@ -140,8 +140,8 @@ class Walk {
                             [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; });
     }
     pass.staged = pass.weight && travel.staged(known.hops(Channel::weight) > 0);
-    for (size_t position = 0; position < known.steps.size() && !pass.spare; ++position) {
-      if (known.steps[position].action == Action::compute) pass.spare = spare_before(known, position, pass.staged);
+    for (size_t position = 0; position < known.steps.size() && !pass.freed; ++position) {
+      if (known.steps[position].action == Action::compute) pass.freed = freed_before(known, position, pass.staged);
     }
     return pass;
   }
@@ -167,17 +167,17 @@ class Walk {
     for (int slot = 0; slot < pass.schedule->gradient_slots; ++slot) {
       gradients.push_back(gradients_.lease(*pass.gradient, Sizes{}));
     }
-    Held ahead;
-    if (next != nullptr && pass.spare) {
-      std::vector<bool> spare(held.slots.size(), false);
-      for (const int slot : pass.spare->slots) spare[static_cast<size_t>(slot)] = true;
+    Held prefetched;
+    if (next != nullptr && pass.freed) {
+      std::vector<bool> freed(held.slots.size(), false);
+      for (const int slot : pass.freed->slots) freed[static_cast<size_t>(slot)] = true;
       std::vector<int64_t> kept;
       for (size_t slot = 0; slot < held.slots.size(); ++slot) {
-        spare[slot] ? weights_.give_back(held.slots[slot]) : kept.push_back(held.slots[slot]);
+        freed[slot] ? weights_.give_back(held.slots[slot]) : kept.push_back(held.slots[slot]);
       }
       held.slots = std::move(kept);
-      if (pass.spare->staged && held.staged) weights_.give_back(*std::exchange(held.staged, std::nullopt));
-      lease(ahead, *next->weight, 1, next->staged);
+      if (pass.freed->staged && held.staged) weights_.give_back(*std::exchange(held.staged, std::nullopt));
+      lease(prefetched, *next->weight, 1, next->staged);
     }
     if (sum) gradients_.give_back(*sum);
     if (scratch) scratch_.give_back(*scratch);
@@ -189,7 +189,7 @@ class Walk {
       for (const int64_t slot : gradients) gradients_.give_back(slot);
     }
     finish_all_but(step_.deferred);
-    return ahead;
+    return prefetched;
   }
 
   const StepSize& step_;
@@ -242,7 +242,7 @@ int64_t wire_bytes(int64_t numbers, Wire wire, int64_t compute_bytes) {
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-std::optional<Spare> spare_before(const Schedule& schedule, size_t position, bool staged) {
+std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position, bool staged) {
   bool home = false;
   std::vector<bool> named(static_cast<size_t>(schedule.weight_slots), false);
   for (; position < schedule.steps.size(); ++position) {
@@ -259,11 +259,11 @@ std::optional<Spare> spare_before(const Schedule& schedule, size_t position, boo
   }
   const bool staged_named = staged && home;
   if (std::count(named.begin(), named.end(), true) + (staged_named ? 1 : 0) > 1) return std::nullopt;
-  Spare spare{{}, staged && !home};
+  FreedSlots freed{{}, staged && !home};
   for (int slot = 0; slot < schedule.weight_slots; ++slot) {
-    if (!named[static_cast<size_t>(slot)]) spare.slots.push_back(slot);
+    if (!named[static_cast<size_t>(slot)]) freed.slots.push_back(slot);
   }
-  return spare;
+  return freed;
 }
 
 Chunks OperationSize::chunks(int64_t element_bytes, int64_t cap) const {

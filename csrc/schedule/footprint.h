@@ -71,11 +71,11 @@ struct Travel {
 // What a pass can return before its compute at `position`: the weight slots that nothing names any more, and whether
 // the staged copy of the local shard is among them. Nothing while weight hops are due or more than one slot is in use:
 // the next pass's first shard then leaves too early.
-struct Spare {
+struct FreedSlots {
   std::vector<int> slots;
   bool staged = false;
 };
-std::optional<Spare> spare_before(const Schedule& schedule, size_t position, bool staged);
+std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position, bool staged);
 
 struct SlotCount {
   int64_t slots = 0;        // that exist

@@ -12,9 +12,9 @@ namespace {
 
 // The journey of the weights through one rank. `direction` is -1 when the shard in hand goes r, r-1, ... (forward)
 // and +1 when it goes r, r+1, ... (backward).
-class WeightJourney {
+class WeightRotation {
  public:
-  WeightJourney(Builder& builder, int direction) : builder_(builder), direction_(direction) {}
+  WeightRotation(Builder& builder, int direction) : builder_(builder), direction_(direction) {}
 
   // The buffer that holds the shard of step `s`, and its owner.
   Buffer buffer(int s) const {
@@ -40,7 +40,7 @@ class WeightJourney {
   }
 
   // After an odd number of hops in place the local shard has come back into the slot.
-  void settle() {
+  void copy_home() {
     const int ranks = builder_.ranks();
     if (builder_.options().in_place && ranks > 1 && ranks % 2 == 1) {
       builder_.local(Action::copy, Channel::weight, builder_.at(0), buffer(ranks), home());
@@ -55,19 +55,19 @@ class WeightJourney {
 };
 
 void build_forward(Builder& builder) {
-  WeightJourney weights(builder, -1);
+  WeightRotation weights(builder, -1);
   for (int s = 0; s < builder.ranks(); ++s) {
     weights.post(s);
     builder.compute(Compute::forward, weights.owner(s), weights.buffer(s));
   }
-  weights.settle();
+  weights.copy_home();
 }
 
 // The journey of the partial gradients, or of one half of them: wgrad(r+1), ..., wgrad(r+R-1), wgrad(r), each added to
 // what has just arrived, and sent on but for the last, which ends at home.
-class GradientJourney {
+class GradientRotation {
  public:
-  GradientJourney(Builder& builder, Half half) : builder_(builder), half_(half) {}
+  GradientRotation(Builder& builder, Half half) : builder_(builder), half_(half) {}
 
   // Adds this rank's part to the gradient of shard r + s, 1 <= s <= R.
   void compute(int s) {
@@ -112,9 +112,9 @@ class GradientJourney {
 void build_backward(Builder& builder) {
   const int ranks = builder.ranks();
   const ScheduleOptions& options = builder.options();
-  WeightJourney weights(builder, +1);
+  WeightRotation weights(builder, +1);
   std::optional<DirectGradients> direct;
-  std::vector<GradientJourney> gradients;
+  std::vector<GradientRotation> gradients;
   if (options.gradient_route == GradientRoute::direct) {
     direct.emplace(builder);
   } else if (options.wgrad && !options.halves) {
@@ -130,7 +130,7 @@ void build_backward(Builder& builder) {
   }
   for (int s = 1; s <= ranks; ++s) {
     if (direct) direct->compute(s);
-    for (GradientJourney& gradient : gradients) {
+    for (GradientRotation& gradient : gradients) {
       gradient.compute(s);
       gradient.post(s);
     }
@@ -139,9 +139,9 @@ void build_backward(Builder& builder) {
       builder.compute(Compute::dgrad, weights.owner(s), weights.buffer(s));
     }
   }
-  if (options.dgrad) weights.settle();
+  if (options.dgrad) weights.copy_home();
   if (direct) direct->land();
-  for (GradientJourney& gradient : gradients) gradient.land();
+  for (GradientRotation& gradient : gradients) gradient.land();
 }
 
 // dgrad(r) | dgrad(r+1) wgrad(r+1) | ... | dgrad(r-1) wgrad(r-1) | wgrad(r): as for a single weight, but wgrad(j) can
@@ -151,7 +151,7 @@ void build_bundle_backward(Builder& builder) {
   const int ranks = builder.ranks();
   const Buffer home{Channel::gradient, Buffer::kHome};
   const bool wgrad = builder.options().wgrad;
-  WeightJourney weights(builder, +1);
+  WeightRotation weights(builder, +1);
   std::optional<DirectGradients> direct;
   if (builder.options().gradient_route == GradientRoute::direct) direct.emplace(builder);
 
@@ -168,7 +168,7 @@ void build_bundle_backward(Builder& builder) {
     partial = builder.slot(Channel::gradient, s % 2);
     builder.hop(Channel::gradient, builder.at(-1), builder.at(1), builder.at(s), builder.at(s + 1), out, partial);
   }
-  weights.settle();
+  weights.copy_home();
   if (direct) {
     direct->compute(ranks, weights.buffer(0));
     direct->land();

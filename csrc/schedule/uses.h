@@ -14,10 +14,10 @@ enum class End : uint8_t { received, sent, done };
 // `Hop` and `Compute` are handles that are false where there is none.
 template <typename Hop, typename Compute>
 struct Uses {
-  Hop arrived{};               // the hop that wrote it, if a hop did
-  Compute written{};           // the compute that wrote it, if a compute did
-  std::vector<Hop> departing;  // hops that send from it
-  std::vector<Compute> read;   // computes that read it
+  Hop arrived{};              // the hop that wrote it, if a hop did
+  Compute written{};          // the compute that wrote it, if a compute did
+  std::vector<Hop> sending;   // hops that send from it
+  std::vector<Compute> read;  // computes that read it
 
   // Calls on_hop(hop, end) and on_compute(compute) for everything that a reader waits for: whoever wrote it.
   template <typename OnHop, typename OnCompute>
@@ -29,17 +29,17 @@ struct Uses {
   template <typename OnHop, typename OnCompute>
   void before_write(OnHop&& on_hop, OnCompute&& on_compute) const {
     before_read(on_hop, on_compute);
-    for (const Hop& hop : departing) on_hop(hop, End::sent);
+    for (const Hop& hop : sending) on_hop(hop, End::sent);
     for (const Compute& compute : read) on_compute(compute);
   }
 
-  void enter_departure(Hop hop) { departing.push_back(std::move(hop)); }
-  void enter_read(Compute compute) { read.push_back(std::move(compute)); }
-  void enter_arrival(Hop hop) {
+  void record_send(Hop hop) { sending.push_back(std::move(hop)); }
+  void record_read(Compute compute) { read.push_back(std::move(compute)); }
+  void record_receive(Hop hop) {
     *this = Uses{};
     arrived = std::move(hop);
   }
-  void enter_write(Compute compute) {
+  void record_write(Compute compute) {
     *this = Uses{};
     written = std::move(compute);
   }

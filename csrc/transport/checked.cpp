@@ -71,7 +71,7 @@ class Checked : public CheckedTransport {
   }
 
   const char* name() const override { return inner_->name(); }
-  bool alone() const override { return inner_->alone(); }
+  bool loopback() const override { return inner_->loopback(); }
   bool sends_anywhere() const override { return inner_->sends_anywhere(); }
   bool receives_anywhere() const override { return inner_->receives_anywhere(); }
   size_t most_tensors() const override { return inner_->most_tensors() - 1; }

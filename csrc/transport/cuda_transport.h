@@ -29,7 +29,7 @@ class CudaTransport : public Transport {
   std::unique_ptr<Transfer> transfer(StreamEvent sent, StreamEvent received);
 
   at::Device device_;
-  CudaStreams& lanes_;
+  CudaStreams& streams_;
 
  private:
   CudaTransport(at::Device device, std::unique_ptr<CudaStreams> streams);

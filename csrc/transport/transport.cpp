@@ -15,8 +15,8 @@ uint64_t Hop::identity() const {
   return std::hash<std::string>{}(operation) * 1024 + static_cast<uint64_t>(index) * 2 + static_cast<uint64_t>(channel);
 }
 
-std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool among_others) {
-  const size_t padding = among_others ? 1 : 64;  // less than this lies between the parts of a slot
+std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool in_whole_slot) {
+  const size_t padding = in_whole_slot ? 1 : 64;  // less than this lies between the parts of a slot
   std::vector<Block> blocks;
   for (size_t index = 0; index < parts.size(); ++index) {
     const Span& span = parts[index];

@@ -27,7 +27,7 @@ struct Span {
 // One hop of this rank: `send` leaves for `to` while `receive` is filled from `from`.
 struct Hop {
   Channel channel = Channel::weight;
-  bool among_others = false;  // it lands in the slot of all shards, where other owners' lie between its parts
+  bool in_whole_slot = false;  // it lands in the slot of all shards, where other owners' lie between its parts
   int to = 0;
   int from = 0;
   std::vector<Span> send;
@@ -36,8 +36,8 @@ struct Hop {
   std::byte* receive_slot = nullptr;  // the same of `receive`
   // In bytes, part by part: where `send` lands in the receiving slot of `to`, and where `receive` lies in the sending
   // slot of `from`. The ranks of a ring use their slots alike.
-  std::vector<size_t> lands_at;
-  std::vector<size_t> leaves_from;
+  std::vector<size_t> remote_receive_offsets;
+  std::vector<size_t> remote_send_offsets;
   // for messages
   std::string operation;
   int index = 0;
@@ -56,8 +56,8 @@ struct Block {
 };
 
 // What one side of a hop moves. Parts that follow each other at both ends, but for padding, go together; both ends of a
-// hop come to the same blocks. `among_others`: as in Hop. What lies between parts is not padding then.
-std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool among_others);
+// hop come to the same blocks. `in_whole_slot`: as in Hop. What lies between parts is not padding then.
+std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool in_whole_slot);
 
 // A hop in flight. Waiting orders the compute lane (the host on CPU, the current stream on CUDA) after it.
 class Transfer {
@@ -96,13 +96,13 @@ class Transport {
   virtual void after_graph(const std::string&, const StreamEvent&) {}
 
   // Where its hops run beside computes.
-  Streams& streams() const { return *lanes_; }
+  Streams& streams() const { return *streams_; }
   // Orders a channel's next hop after one end of an earlier hop. By default the host waits.
   virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait(End::received); }
   virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait(End::sent); }
 
   // Whether every neighbour is this rank itself, so that nobody else waits for it.
-  virtual bool alone() const { return false; }
+  virtual bool loopback() const { return false; }
 
   // Memory of a slot, and whether hops can start from and land in other memory too. Every rank allocates and releases
   // the same slots in the same order; nothing is in flight in a slot that is released.
@@ -127,10 +127,10 @@ class Transport {
   }
 
  protected:
-  explicit Transport(std::unique_ptr<Streams> streams = std::make_unique<Streams>()) : lanes_(std::move(streams)) {}
+  explicit Transport(std::unique_ptr<Streams> streams = std::make_unique<Streams>()) : streams_(std::move(streams)) {}
 
  private:
-  const std::unique_ptr<Streams> lanes_;
+  const std::unique_ptr<Streams> streams_;
 };
 
 // A transport that only the process that made it takes down. Its copy in a forked process is left as it is: the threads

@@ -71,7 +71,7 @@ at::Tensor ProductSum::result() {
   return sum_;
 }
 
-void pass_on(const at::Tensor& out, const at::Tensor& in) {
+void copy_or_zero(const at::Tensor& out, const at::Tensor& in) {
   if (!in.defined()) {
     out.zero_();
   } else if (in.data_ptr() != out.data_ptr()) {

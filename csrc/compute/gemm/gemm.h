@@ -47,7 +47,7 @@ class ProductSum {
 };
 
 // out = in, or zeros where `in` is undefined.
-void pass_on(const at::Tensor& out, const at::Tensor& in);
+void copy_or_zero(const at::Tensor& out, const at::Tensor& in);
 
 // out = in + alpha * values.sum(0), or alpha * values.sum(0) where `in` is undefined.
 void column_sum(const at::Tensor& out, const at::Tensor& in, const at::Tensor& values, double alpha);

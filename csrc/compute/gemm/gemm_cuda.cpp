@@ -67,10 +67,10 @@ struct Destroyer {
   void operator()(Opaque* made) const { destroy(made); }
 };
 template <typename Opaque, cublasStatus_t (*destroy)(Opaque*)>
-using Made = std::unique_ptr<Opaque, Destroyer<Opaque, destroy>>;
-using Layout = Made<cublasLtMatrixLayoutOpaque_t, cublasLtMatrixLayoutDestroy>;
+using LtHandle = std::unique_ptr<Opaque, Destroyer<Opaque, destroy>>;
+using Layout = LtHandle<cublasLtMatrixLayoutOpaque_t, cublasLtMatrixLayoutDestroy>;
 
-Layout stored(cudaDataType type, bool transpose, int64_t rows, int64_t columns, int64_t stride) {
+Layout make_lt_layout(cudaDataType type, bool transpose, int64_t rows, int64_t columns, int64_t stride) {
   if (transpose) std::swap(rows, columns);
   cublasLtMatrixLayout_t made = nullptr;
   RTP_CUBLAS_CHECK(
@@ -115,7 +115,7 @@ bool multiply_and_add(const Product& product, int device) {
   const GemmLayout& layout = product.layout;
   cublasLtMatmulDesc_t made = nullptr;
   RTP_CUBLAS_CHECK(cublasLtMatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-  const Made<cublasLtMatmulDescOpaque_t, cublasLtMatmulDescDestroy> operation(made);
+  const LtHandle<cublasLtMatmulDescOpaque_t, cublasLtMatmulDescDestroy> operation(made);
   const auto set = [&](cublasLtMatmulDescAttributes_t which, const auto& value) {
     RTP_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(made, which, &value, sizeof(value)));
   };
@@ -127,10 +127,11 @@ bool multiply_and_add(const Product& product, int device) {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, product.before);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, product.before_stride);
   }
-  const Layout left = stored(product.operands, layout.transpose_left, layout.m, layout.k, layout.left_stride);
-  const Layout right = stored(product.operands, layout.transpose_right, layout.k, layout.n, layout.right_stride);
-  const Layout c = stored(product.sums, false, layout.m, layout.n, product.c_stride);
-  const Layout d = stored(product.sums, false, layout.m, layout.n, layout.out_stride);
+  const Layout left = make_lt_layout(product.operands, layout.transpose_left, layout.m, layout.k, layout.left_stride);
+  const Layout right =
+      make_lt_layout(product.operands, layout.transpose_right, layout.k, layout.n, layout.right_stride);
+  const Layout c = make_lt_layout(product.sums, false, layout.m, layout.n, product.c_stride);
+  const Layout d = make_lt_layout(product.sums, false, layout.m, layout.n, layout.out_stride);
 
   const cublasLtHandle_t handle = at::cuda::getCurrentCUDABlasLtHandle();
   const size_t workspace = at::cuda::getCUDABlasLtWorkspaceSize();
@@ -142,11 +143,11 @@ bool multiply_and_add(const Product& product, int device) {
     const ProductKey key = key_of(product, device, workspace);
     auto found = known.find(key);
     if (found == known.end()) {
-      cublasLtMatmulPreference_t wish = nullptr;
-      RTP_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&wish));
-      const Made<cublasLtMatmulPreferenceOpaque_t, cublasLtMatmulPreferenceDestroy> preference(wish);
+      cublasLtMatmulPreference_t made_preference = nullptr;
+      RTP_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&made_preference));
+      const LtHandle<cublasLtMatmulPreferenceOpaque_t, cublasLtMatmulPreferenceDestroy> preference(made_preference);
       const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t what, const auto& value) {
-        RTP_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(wish, what, &value, sizeof(value)));
+        RTP_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(made_preference, what, &value, sizeof(value)));
       };
       prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace);
       prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(product.left));
@@ -156,7 +157,7 @@ bool multiply_and_add(const Product& product, int device) {
       cublasLtMatmulHeuristicResult_t best{};
       int count = 0;
       const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, made, left.get(), right.get(), c.get(),
-                                                                   d.get(), wish, 1, &best, &count);
+                                                                   d.get(), made_preference, 1, &best, &count);
       if (status != CUBLAS_STATUS_NOT_SUPPORTED) RTP_CUBLAS_CHECK(status);
       const bool some = status == CUBLAS_STATUS_SUCCESS && count > 0;
       found = known.emplace(key, some ? std::optional(best.algo) : std::nullopt).first;
@@ -177,14 +178,14 @@ void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor
                    double alpha) {
   if (out.numel() == 0) return;
   if (!is_blas_matrix(layout_of(out))) {
-    const at::Tensor room = at::empty(out.sizes(), out.options());
-    gemm_to_wider(room, in, a, b, alpha);
-    out.copy_(room);
+    const at::Tensor dense = at::empty(out.sizes(), out.options());
+    gemm_to_wider(dense, in, a, b, alpha);
+    out.copy_(dense);
     return;
   }
-  const bool apart = in.defined() && !same_memory(in, out);
+  const bool separate = in.defined() && !same_memory(in, out);
   if (a.size(1) == 0) {
-    if (apart) out.copy_(in);
+    if (separate) out.copy_(in);
     if (!in.defined()) out.zero_();
     return;
   }
@@ -197,7 +198,7 @@ void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor
   const float factor = static_cast<float>(alpha);
   const at::Tensor& left = layout->left_is_b ? second : first;
   const at::Tensor& right = layout->left_is_b ? first : second;
-  if (apart && in.sizes() == out.sizes() && in.scalar_type() == out.scalar_type()) {
+  if (separate && in.sizes() == out.sizes() && in.scalar_type() == out.scalar_type()) {
     if (const auto stride = summand_stride(*layout, layout_of(in))) {
       const Product product{*layout,
                             left.const_data_ptr(),
@@ -215,7 +216,7 @@ void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor
       return;
     }
   }
-  if (apart) out.copy_(in);  // a bias is broadcast
+  if (separate) out.copy_(in);  // a bias is broadcast
   const float keep = in.defined() ? 1.0f : 0.0f;
   const auto operation = [](bool transpose) { return transpose ? CUBLAS_OP_T : CUBLAS_OP_N; };
   // Torch's handle: on the current stream, with torch's workspace. Its flags about TF32 and about sums in less than

@@ -64,7 +64,7 @@ NcclCommunicators::NcclCommunicators(const std::vector<std::string>& ids, int ra
     ncclComm_t comm = nullptr;
     RTP_NCCL_CHECK(ncclCommInitRankConfig(&comm, ranks, parse_id(ids[index]), rank, &config));
     comms_.emplace_back(comm);
-    settle(lock, index, "the start of a communicator");
+    wait_until_ready(lock, index, "the start of a communicator");
   }
 }
 
@@ -72,7 +72,7 @@ void NcclCommunicators::check_open(size_t index, const std::string& what) const 
   if (comms_[index].get() == nullptr) throw RotationError(concat(what, ": its communicator has been closed"));
 }
 
-void NcclCommunicators::settle(std::unique_lock<Mutex>& lock, size_t index, const std::string& what) {
+void NcclCommunicators::wait_until_ready(std::unique_lock<Mutex>& lock, size_t index, const std::string& what) {
   if (blocking_) return;
   const auto start = Clock::now();
   while (true) {
@@ -101,7 +101,7 @@ void NcclCommunicators::call(size_t index, const std::string& what, const std::f
   std::unique_lock lock(mutex_);
   check_open(index, what);
   enqueue(comms_[index].get());
-  settle(lock, index, what);
+  wait_until_ready(lock, index, what);
 }
 
 void* NcclCommunicators::receive(size_t index, const std::string& what,
@@ -169,7 +169,7 @@ void NcclCommunicators::finalize() {
   for (size_t index = 0; index < comms_.size(); ++index) {
     if (comms_[index].get() == nullptr) continue;
     RTP_NCCL_CHECK(ncclCommFinalize(comms_[index].get()));
-    settle(lock, index, "the end of a communicator");
+    wait_until_ready(lock, index, "the end of a communicator");
     RTP_NCCL_CHECK(ncclCommDestroy(comms_[index].release()));
   }
 }

@@ -65,7 +65,7 @@ class NcclCommunicators {
  private:
   using Mutex = std::timed_mutex;
 
-  void settle(std::unique_lock<Mutex>& lock, size_t index, const std::string& what);
+  void wait_until_ready(std::unique_lock<Mutex>& lock, size_t index, const std::string& what);
   void check_open(size_t index, const std::string& what) const;
   // Whether no thread is inside a call any more, which is then kept so by `lock`.
   bool end_calls(std::unique_lock<Mutex>& lock) noexcept;

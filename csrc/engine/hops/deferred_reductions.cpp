@@ -28,14 +28,14 @@ void DeferredReductions::finish_next() {
   const EventHandle waiting = trace_.begin(reduction.traced, TraceKind::wait, reduction.position, Lane::compute,
                                            "wait: " + label(reduction.step));
   Range range([&] { return concat("wait: ", label(reduction.step)); });
-  for (const auto& slot : reduction.slots) slot->usage.settle(streams);
+  for (const auto& slot : reduction.slots) slot->usage.wait_for_all(streams);
   range.end();
   trace_.end(waiting);
   const EventHandle adding = trace_.begin(reduction.traced, reduction.position, reduction.step);
   dequantize_into(streams, reduction.local, reduction.arriving, true);
   trace_.end(adding);
   for (const auto& slot : reduction.slots) {
-    slot->usage.enter_read(streams.record_compute());
+    slot->usage.record_read(streams.record_compute());
     pool_.give_back(Channel::gradient, slot);
   }
   deferred_.pop_front();

@@ -40,7 +40,7 @@ GradientQuantizer::GradientQuantizer(SlotPool& pool, Streams& streams, const Sha
     each.wire = Wire::plain;
   }
   slot_ = pool_.lease(Channel::gradient, wide_.slot_bytes());
-  slot_->usage.settle(streams);
+  slot_->usage.wait_for_all(streams);
 }
 
 std::vector<at::Tensor> GradientQuantizer::views(int owner) const {

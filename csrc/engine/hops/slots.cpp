@@ -43,7 +43,7 @@ struct TransportMemory {
     return fixed && a->number < b->number;
   }
   void release(const std::shared_ptr<Slot>& slot) const {
-    slot->usage.settle(transport.streams());
+    slot->usage.wait_for_all(transport.streams());
     transport.release(channel, slot->memory);
   }
   int64_t bytes(const std::shared_ptr<Slot>& slot) const { return slot->memory.numel(); }
@@ -204,7 +204,7 @@ std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors) {
 
 void wait(Transfer& transfer, End end) { transfer.wait(end); }
 
-void Usage::settle(Streams& streams) {
+void Usage::wait_for_all(Streams& streams) {
   before_write([](const auto& transfer, End end) { wait(*transfer, end); },
                [&](const StreamEvent& event) { streams.order_compute_after(event); });
   *this = Usage{};
@@ -270,8 +270,8 @@ std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& targe
   const uint64_t recorded = trace_.recorder().post(hop, counts_[kind]);
   const std::shared_ptr<Transfer> transfer = trace_.follow(traced, transport.post(hop));
   transfer->record(trace_.recorder(), recorded);
-  source.enter_departure(transfer);
-  target.enter_arrival(transfer);
+  source.record_send(transfer);
+  target.record_receive(transfer);
   ++counts_[kind];
   for (const Span& span : hop.send) bytes_[kind] += static_cast<int64_t>(span.bytes);
   return transfer;

@@ -69,7 +69,7 @@ std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors);
 // Who has touched a piece of memory since it was last overwritten.
 struct Usage : Uses<std::shared_ptr<Transfer>, StreamEvent> {
   // Orders the compute lane after everything.
-  void settle(Streams& streams);
+  void wait_for_all(Streams& streams);
 };
 
 // Orders the compute lane after one end of a hop.

@@ -8,13 +8,13 @@
 
 namespace rtp {
 
-__device__ inline float widen(float x) { return x; }
-__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline float widen(__half x) { return __half2float(x); }
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float to_float(__half x) { return __half2float(x); }
 
-__device__ inline void narrow(float& to, float x) { to = x; }
-__device__ inline void narrow(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
-__device__ inline void narrow(__half& to, float x) { to = __float2half_rn(x); }
+__device__ inline void round_to(float& to, float x) { to = x; }
+__device__ inline void round_to(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
+__device__ inline void round_to(__half& to, float x) { to = __float2half_rn(x); }
 
 constexpr int kWindowBytes = 16;
 
@@ -112,17 +112,17 @@ template <int kWidth, typename T>
 __device__ void load_floats(float (&to)[kWidth], const T* row, int64_t first, int64_t count, float missing = 0.0f) {
   T values[kWidth];
   T absent;
-  narrow(absent, missing);
+  round_to(absent, missing);
   load_window<kWidth>(values, row, first, count, absent);
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) to[i] = widen(values[i]);
+  for (int i = 0; i < kWidth; ++i) to[i] = to_float(values[i]);
 }
 
 template <int kWidth, typename T>
 __device__ void store_floats(T* row, int64_t first, int64_t count, const float (&from)[kWidth]) {
   T values[kWidth];
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) narrow(values[i], from[i]);
+  for (int i = 0; i < kWidth; ++i) round_to(values[i], from[i]);
   store_window<kWidth>(row, first, count, values);
 }
 

@@ -27,7 +27,7 @@ class VocabularyShard {
   VocabularyShard(const std::vector<at::Tensor>& shard, const CrossEntropyShape& shape, int64_t start,
                   const at::Tensor& buffer)
       : shape_(shape), start_(start), buffer_(buffer) {
-    weight_ = widened(outputs_first(shard[0], shape.transposed ? kTransposed : kStored));
+    weight_ = gemm_operand(outputs_first(shard[0], shape.transposed ? kTransposed : kStored));
     if (shape.bias) bias_ = shard[1].to(buffer.scalar_type());
   }
 
@@ -35,7 +35,7 @@ class VocabularyShard {
   int64_t size() const { return weight_.size(0); }
 
   // 16-bit operands of a GEMM on a CPU become float32 once for all chunks; elsewhere the GEMM widens.
-  at::Tensor widened(const at::Tensor& operand) const {
+  at::Tensor gemm_operand(const at::Tensor& operand) const {
     return operand.is_cpu() ? operand.to(buffer_.scalar_type()) : operand;
   }
 
@@ -43,7 +43,7 @@ class VocabularyShard {
   LogitChunk logits(const at::Tensor& x, const at::Tensor& targets) const {
     const int64_t stride = aligned_stride(size(), static_cast<int64_t>(buffer_.element_size()));
     const at::Tensor z = buffer_.narrow(0, 0, x.size(0) * stride).view({x.size(0), stride}).narrow(1, 0, size());
-    gemm(z, bias_, widened(x), weight_.t());
+    gemm(z, bias_, gemm_operand(x), weight_.t());
     return {z, targets, start_, shape_.ignore_index, shape_.soft_cap};
   }
 
@@ -251,7 +251,8 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
       }
       const Gradients::Sums of_shard(gradients, pass);
       for (const int parameter : {kWeight, shape.bias ? kBias : -1}) {
-        if (tokens == 0 && of_shard.wants(parameter)) pass_on(of_shard.out(parameter), of_shard.arrived(parameter));
+        if (tokens == 0 && of_shard.wants(parameter))
+          copy_or_zero(of_shard.out(parameter), of_shard.arrived(parameter));
       }
       for (int64_t first = 0; first < tokens; first += tokens_at_once) {
         const bool made = first == 0 && !apart;
@@ -263,7 +264,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
         };
         if (of_shard.wants(kWeight)) {
           gemm(outputs_first(of_shard.out(kWeight), cut.linear), outputs_first(before(kWeight), cut.linear), dz.t(),
-               shard.widened(of(x, first)), of_shard.scale());
+               shard.gemm_operand(of(x, first)), of_shard.scale());
         }
         if (shape.bias && of_shard.wants(kBias)) {
           column_sum(of_shard.out(kBias), before(kBias), dz, of_shard.scale());

@@ -283,7 +283,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
         const at::Tensor before = arrived.defined() ? arrived.select(0, e) : arrived;
         const at::Tensor after = out.select(0, e);
         if (count == 0) {
-          pass_on(after, before);
+          copy_or_zero(after, before);
         } else {
           make(after, before, of);
         }

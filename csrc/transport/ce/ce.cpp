@@ -41,26 +41,26 @@ class CopyEngineTransport : public CeTransport {
     const at::Tensor memory = allocate_symmetric(PeerFlags::bytes(end.ranks), device_);
     try {
       flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks, side_.get());
-      try_out();
+      run_trial_hops();
       start();
     } catch (...) {
       const auto idle = [&](Channel channel) {
-        return has_ended([&] { return cudaStreamQuery(lanes_.channel(channel)); });
+        return has_ended([&] { return cudaStreamQuery(streams_.channel(channel)); });
       };
-      idle(Channel::weight) && idle(Channel::gradient) ? communicators_.abort() : leave_behind();
+      idle(Channel::weight) && idle(Channel::gradient) ? communicators_.abort() : leak();
       throw;
     }
   }
 
   ~CopyEngineTransport() override {
     const DeviceScope scope(device_);
-    const bool over = nothing_left();  // before the watchdog stops, which lets waits end
+    const bool over = all_hops_ended();  // before the watchdog stops, which lets waits end
     stop();
     if (over) {
       cudaStreamSynchronize(side_.get());  // the flags that were raised last
       communicators_.abort();              // its windows end before the memory that they are over
     } else {
-      leave_behind();
+      leak();
     }
   }
 
@@ -74,7 +74,7 @@ class CopyEngineTransport : public CeTransport {
   bool at_rest() const override {
     const DeviceScope scope(device_);
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
-      RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.channel(channel)));
+      RTP_CUDA_CHECK(cudaStreamSynchronize(streams_.channel(channel)));
     }
     return flags_->at_rest();
   }
@@ -119,7 +119,7 @@ class CopyEngineTransport : public CeTransport {
     if (!sends && !receives) return ends;
     // Slots have the same number on every rank: where I receive is where my peer receives, of this hop and its own.
     const int number = slot(hop.channel, hop.receive_slot).number;
-    const bool captured = lanes_.capture() != 0;
+    const bool captured = streams_.capture() != 0;
     const auto raise = [&](Kind kind, int peer) {
       flags_->raise(hop.channel, kind, number, peer, engine_, stream, captured);
     };
@@ -163,7 +163,7 @@ class CopyEngineTransport : public CeTransport {
     }
   }
 
-  void take_down() override {
+  void deregister_all() override {
     for (auto& slots : slots_) {
       for (auto& [base, slot] : slots) peers_.withdraw(slot.region);
       slots.clear();
@@ -186,7 +186,7 @@ class CopyEngineTransport : public CeTransport {
   }
 
   // What the GPU may still write to, or read, is never unmapped: that would be an error of the whole process.
-  void leave_behind() noexcept {
+  void leak() noexcept {
     communicators_.leak();
     static_cast<void>(flags_.release());
     static_cast<void>(new decltype(slots_)(std::move(slots_)));
@@ -195,7 +195,7 @@ class CopyEngineTransport : public CeTransport {
   void push(const Hop& hop, cudaStream_t stream, bool captured) const {
     std::byte* landing = slot(hop.channel, hop.receive_slot).region.bases[hop.to];
     std::vector<Copy> copies;
-    for (const Block& block : blocks_of(hop.send, hop.lands_at, hop.among_others)) {
+    for (const Block& block : blocks_of(hop.send, hop.remote_receive_offsets, hop.in_whole_slot)) {
       copies.push_back({landing + block.there, block.data, block.bytes});
     }
     engine_.copy(copies, stream, captured);
@@ -204,7 +204,7 @@ class CopyEngineTransport : public CeTransport {
   void pull(const Hop& hop, cudaStream_t stream, bool captured) const {
     const std::byte* source = slot(hop.channel, hop.send_slot).region.bases[hop.from];
     std::vector<Copy> copies;
-    for (const Block& block : blocks_of(hop.receive, hop.leaves_from, hop.among_others)) {
+    for (const Block& block : blocks_of(hop.receive, hop.remote_send_offsets, hop.in_whole_slot)) {
       copies.push_back({block.data, source + block.there, block.bytes});
     }
     engine_.copy(copies, stream, captured);

@@ -38,9 +38,9 @@ class Composite : public CompositeTransport {
     // A ring that leaves the host at one end: either end alone is a hop that has nothing at the other.
     Hop receiving = hop, sending = hop;
     receiving.send.clear();
-    receiving.lands_at.clear();
+    receiving.remote_receive_offsets.clear();
     sending.receive.clear();
-    sending.leaves_from.clear();
+    sending.remote_send_offsets.clear();
     auto arriving = post(std::move(receiving), here(hop.from));
     return std::make_unique<SplitTransfer>(std::move(arriving), post(std::move(sending), here(hop.to)));
   }

@@ -99,40 +99,40 @@ class NcclSelf : public EmulatedLink {
 class Pcie : public EmulatedLink {
  public:
   Pcie() {
-    for (Lane& lane : lanes_) {
-      lane.up = Stream::highest_priority();
-      for (void*& chunk : lane.chunks) RTP_CUDA_CHECK(cudaHostAlloc(&chunk, kHostChunk, cudaHostAllocDefault));
+    for (Staging& staging : staging_) {
+      staging.up = Stream::highest_priority();
+      for (void*& chunk : staging.chunks) RTP_CUDA_CHECK(cudaHostAlloc(&chunk, kHostChunk, cudaHostAllocDefault));
     }
   }
   ~Pcie() override {
-    for (Lane& lane : lanes_) {
-      for (void* chunk : lane.chunks) cudaFreeHost(chunk);
+    for (Staging& staging : staging_) {
+      for (void* chunk : staging.chunks) cudaFreeHost(chunk);
     }
   }
 
   void copy(Channel channel, const std::vector<Copy>& copies, cudaStream_t stream) override {
-    Lane& lane = lanes_[static_cast<size_t>(channel)];
+    Staging& staging = staging_[static_cast<size_t>(channel)];
     std::array<std::optional<Event>, 2> emptied;
     size_t turn = 0;
     for (const Copy& piece : cut(copies, kHostChunk)) {
-      void* chunk = lane.chunks[turn];
+      void* chunk = staging.chunks[turn];
       if (emptied[turn]) emptied[turn]->block(stream);
       RTP_CUDA_CHECK(cudaMemcpyAsync(chunk, piece.from, piece.bytes, cudaMemcpyDeviceToHost, stream));
-      follow(lane.up.get(), stream);
-      RTP_CUDA_CHECK(cudaMemcpyAsync(piece.to, chunk, piece.bytes, cudaMemcpyHostToDevice, lane.up.get()));
-      emptied[turn].emplace().record(lane.up.get());
+      follow(staging.up.get(), stream);
+      RTP_CUDA_CHECK(cudaMemcpyAsync(piece.to, chunk, piece.bytes, cudaMemcpyHostToDevice, staging.up.get()));
+      emptied[turn].emplace().record(staging.up.get());
       turn = 1 - turn;
     }
-    if (!copies.empty()) follow(stream, lane.up.get());
+    if (!copies.empty()) follow(stream, staging.up.get());
   }
 
  private:
-  struct Lane {
+  struct Staging {
     Stream up;
     std::array<void*, 2> chunks{};
   };
 
-  std::array<Lane, 2> lanes_;
+  std::array<Staging, 2> staging_;
 };
 
 }  // namespace

@@ -16,13 +16,13 @@ class PeerStatus {
 
   // What the other ranks need to look here.
   std::string address() const;
-  // `addresses`: of all ranks. Ranks whose memory cannot be reached are not heard; returns how many are.
+  // `addresses`: of all ranks. Ranks whose memory cannot be reached are not reachable; returns how many are.
   int connect(const std::vector<std::string>& addresses);
 
   // Tells the others that this rank has failed. Only the first reason counts.
-  void tell(const std::string& reason) noexcept;
+  void report_failure(const std::string& reason) noexcept;
   // Which other rank has failed, and why.
-  std::optional<std::string> heard() const;
+  std::optional<std::string> failed_peer() const;
   // Which of these ranks is no longer a process.
   std::optional<int> ended(const std::vector<int>& peers) const;
 

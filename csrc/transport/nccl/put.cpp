@@ -42,11 +42,11 @@ class NcclPutTransport : public SupervisedTransport {
  public:
   NcclPutTransport(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options)
       : SupervisedTransport(end, ids, options) {
-    try_out();
+    run_trial_hops();
     start();
   }
 
-  ~NcclPutTransport() override { keep_what_is_in_use(); }
+  ~NcclPutTransport() override { leak_slots_in_use(); }
 
   const char* name() const override { return "nccl-put"; }
   bool sends_anywhere() const override { return false; }
@@ -67,7 +67,7 @@ class NcclPutTransport : public SupervisedTransport {
       throw NcclError("transport nccl-put: NCCL gave no window: symmetric memory is not supported between these GPUs");
     }
     windows_[slot.data_ptr()] = window;
-    remember(slot);
+    keep_alive(slot);
     return slot;
   }
 
@@ -79,7 +79,7 @@ class NcclPutTransport : public SupervisedTransport {
     finish_uses(channel);
     void* window = found->second;
     windows_.erase(found);
-    forget(slot);
+    drop_slot(slot);
     communicators_.call(data(channel), "transport nccl-put: deregistering a slot",
                         [&](ncclComm_t comm) { RTP_NCCL_CHECK(functions_.leave(comm, window)); });
   }
@@ -88,8 +88,8 @@ class NcclPutTransport : public SupervisedTransport {
   // Signals are counted by their source, and a communicator works off its calls in order. So credits travel on a
   // communicator of their own, and a put is enqueued before the wait for what arrives.
   Ends enqueue(const Hop& hop, cudaStream_t stream) override {
-    const std::vector<Block> out = blocks_of(hop.send, hop.lands_at, hop.among_others);
-    const std::vector<Block> in = blocks_of(hop.receive, hop.leaves_from, hop.among_others);
+    const std::vector<Block> out = blocks_of(hop.send, hop.remote_receive_offsets, hop.in_whole_slot);
+    const std::vector<Block> in = blocks_of(hop.receive, hop.remote_send_offsets, hop.in_whole_slot);
     const std::string what = hop.describe();
     if (!in.empty()) {  // the slot is free: whatever used it is ahead in the stream
       communicators_.call(credits(hop.channel), what,

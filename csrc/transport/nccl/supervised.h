@@ -21,11 +21,11 @@ struct RingEnd {
   int ranks = 1;
   at::Device device;
   std::chrono::milliseconds timeout;
-  std::shared_ptr<PeerStatus> news;  // null: failures of other ranks are noticed by the timeout
+  std::shared_ptr<PeerStatus> peer_status;  // null: failures of other ranks are noticed by the timeout
 };
 
-// A derived class calls try_out() and start() last in its constructor and stop() first in its destructor: its functions
-// are called there, and by the watchdog in between.
+// A derived class calls run_trial_hops() and start() last in its constructor and stop() first in its destructor: its
+// functions are called there, and by the watchdog in between.
 class SupervisedTransport : public CudaTransport {
  public:
   // `ids`: the unique ids of the communicators, the same on every rank. Collective.
@@ -43,7 +43,7 @@ class SupervisedTransport : public CudaTransport {
 
  protected:
   // Makes a first hop of each channel, so that what NCCL refuses is known before anybody relies on it. Collective.
-  void try_out();
+  void run_trial_hops();
   void start();
   void stop() noexcept { watchdog_->stop(); }
 
@@ -58,12 +58,12 @@ class SupervisedTransport : public CudaTransport {
   // the mark of this point.
   StreamEvent supervise(const Hop& hop, int peer, cudaStream_t stream);
   // Slots whose memory must outlive what is enqueued, even if the ring fails.
-  void remember(const at::Tensor& slot) { slots_[slot.data_ptr()] = slot; }
-  void forget(const at::Tensor& slot) { slots_.erase(slot.data_ptr()); }
+  void keep_alive(const at::Tensor& slot) { slots_[slot.data_ptr()] = slot; }
+  void drop_slot(const at::Tensor& slot) { slots_.erase(slot.data_ptr()); }
   // Whether nothing that was enqueued can still run: it has been seen to end. Waits for what has been given up.
-  bool nothing_left() noexcept;
+  bool all_hops_ended() noexcept;
   // For destructors: stops the watchdog, and leaves the memory of slots that may still be in use to the process.
-  void keep_what_is_in_use() noexcept;
+  void leak_slots_in_use() noexcept;
   // Lets what is enqueued come to an end. True: to be called again until it has. On any thread.
   virtual bool give_up() noexcept;
   // For slots that NCCL knows: none is made or ended while a graph is captured.
@@ -72,13 +72,13 @@ class SupervisedTransport : public CudaTransport {
   // and for the computes, which have been ordered after every use.
   void finish_uses(Channel channel) const;
   // Takes down what lies on the communicators besides the slots, before they end in good order.
-  virtual void take_down() {}
+  virtual void deregister_all() {}
 
   const RingEnd end_;
   NcclCommunicators communicators_;
 
  private:
-  std::optional<Failure> look(const std::vector<int>& oldest);
+  std::optional<Failure> find_failure(const std::vector<int>& oldest);
 
   void watch(const Hop& hop, const StreamEvent& done);
   void watch_rest(const Hop& hop, cudaStream_t stream) noexcept;

@@ -11,8 +11,8 @@ bool ended(const StreamEvent& event) { return std::static_pointer_cast<Event>(ev
 
 }  // namespace
 
-Watchdog::Watchdog(at::Device device, std::chrono::milliseconds timeout, Duties duties)
-    : device_(device), timeout_(timeout), duties_(std::move(duties)), thread_([this] { run(); }) {}
+Watchdog::Watchdog(at::Device device, std::chrono::milliseconds timeout, Callbacks callbacks)
+    : device_(device), timeout_(timeout), callbacks_(std::move(callbacks)), thread_([this] { run(); }) {}
 
 void Watchdog::watch(const Hop& hop, const StreamEvent& done) {
   Pending pending{hop, Clock::now(), done};
@@ -37,13 +37,13 @@ bool Watchdog::failed() const {
 
 void Watchdog::fail(Failure failure) noexcept {
   try {
-    const std::lock_guard duty(duty_);
+    const std::lock_guard callback_lock(callback_mutex_);
     {
       const std::lock_guard lock(mutex_);
       if (failure_) return;
       failure_ = failure;
     }
-    again_ = duties_.give_up(failure);
+    repeat_give_up_ = callbacks_.give_up(failure);
     wake_.notify_all();
   } catch (...) {  // no memory for a message: the timeout of the neighbours has to do
   }
@@ -60,7 +60,7 @@ void Watchdog::forget_ended() {
   }
 }
 
-std::optional<Failure> Watchdog::overdue() {
+std::optional<Failure> Watchdog::find_timeout() {
   const std::lock_guard lock(mutex_);
   forget_ended();
   for (const auto& hops : pending_) {
@@ -76,7 +76,7 @@ std::optional<Failure> Watchdog::overdue() {
 }
 
 // What the transport found, with the oldest hop that has not ended.
-std::optional<Failure> Watchdog::look() {
+std::optional<Failure> Watchdog::find_failure() {
   std::vector<int> awaited;
   std::string oldest;
   {
@@ -88,8 +88,8 @@ std::optional<Failure> Watchdog::look() {
       if (oldest.empty()) oldest = hops.front().hop.describe();
     }
   }
-  const std::lock_guard duty(duty_);
-  auto failure = duties_.look(awaited);
+  const std::lock_guard callback_lock(callback_mutex_);
+  auto failure = callbacks_.find_failure(awaited);
   if (failure && !oldest.empty()) failure->reason = concat(oldest, ": ", failure->reason);
   return failure;
 }
@@ -101,19 +101,19 @@ void Watchdog::run() noexcept {
     RTP_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
     std::unique_lock lock(mutex_);
     while (!stopping_) {
-      const bool waits = again_ && !(pending_[0].empty() && pending_[1].empty());
+      const bool waits = repeat_give_up_ && !(pending_[0].empty() && pending_[1].empty());
       wake_.wait_for(lock, waits ? std::chrono::microseconds(kGivingUpInterval) : kPollInterval);
       if (stopping_) break;
       const bool failed = failure_.has_value();
       lock.unlock();
       if (!failed) {
-        auto failure = look();
-        if (!failure) failure = overdue();
+        auto failure = find_failure();
+        if (!failure) failure = find_timeout();
         if (failure) fail(std::move(*failure));
-      } else if (again_ && !drain(std::chrono::milliseconds(0))) {
+      } else if (repeat_give_up_ && !drain(std::chrono::milliseconds(0))) {
         // Also of hops that were being enqueued, perhaps into a full queue, while the others ended.
-        const std::lock_guard duty(duty_);
-        again_ = duties_.give_up(*failure_);
+        const std::lock_guard callback_lock(callback_mutex_);
+        repeat_give_up_ = callbacks_.give_up(*failure_);
       }
       lock.lock();
     }

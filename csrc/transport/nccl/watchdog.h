@@ -30,17 +30,17 @@ struct Failure {
 class Watchdog {
  public:
   // What a transport does for its watchdog. Called on any thread, one call at a time; must not throw.
-  struct Duties {
+  struct Callbacks {
     // Looks for an error that was reported asynchronously, or that another rank told of. `awaited`: the ranks that the
     // oldest hops are waiting for, kAnyRank among them.
-    std::function<std::optional<Failure>(const std::vector<int>& awaited)> look;
+    std::function<std::optional<Failure>(const std::vector<int>& awaited)> find_failure;
     // Gives up: lets what is enqueued come to an end. True: to be called again until every hop has ended.
     std::function<bool(const Failure&)> give_up;
   };
 
   static constexpr int kAnyRank = -1;  // of a pass as a whole: nobody knows whom it waits for
 
-  Watchdog(at::Device device, std::chrono::milliseconds timeout, Duties duties);
+  Watchdog(at::Device device, std::chrono::milliseconds timeout, Callbacks callbacks);
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
   ~Watchdog() { stop(); }
@@ -71,19 +71,19 @@ class Watchdog {
   };
 
   void run() noexcept;
-  std::optional<Failure> look();
-  std::optional<Failure> overdue();
+  std::optional<Failure> find_failure();
+  std::optional<Failure> find_timeout();
   void forget_ended();
 
   const at::Device device_;
   const std::chrono::milliseconds timeout_;
-  const Duties duties_;
+  const Callbacks callbacks_;
   mutable std::mutex mutex_;
-  std::mutex duty_;  // one duty at a time; taken before `mutex_`
+  std::mutex callback_mutex_;  // one duty at a time; taken before `mutex_`
   std::condition_variable wake_;
   bool stopping_ = false;
   std::optional<Failure> failure_;
-  std::atomic<bool> again_ = false;             // give_up wants another call for as long as a hop has not ended
+  std::atomic<bool> repeat_give_up_ = false;    // give_up wants another call for as long as a hop has not ended
   std::array<std::deque<Pending>, 2> pending_;  // of each channel: hops whose end has not been seen, oldest first
   std::thread thread_;
 };

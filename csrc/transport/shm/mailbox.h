@@ -16,7 +16,7 @@ using Clock = HostClock;
 inline constexpr size_t kMaxTensors = 8;
 inline constexpr uint32_t kDepth = 8;  // receives that may be posted to one peer and channel at once
 
-enum class Life : uint32_t { starting, alive, closed, failed };
+enum class RingState : uint32_t { starting, alive, closed, failed };
 
 // Where a receiver wants a message: offsets into one of its segments.
 struct Landing {
@@ -40,7 +40,7 @@ struct Mailbox {
 
 struct Control {
   uint64_t nonce;
-  std::atomic<Life> life;
+  std::atomic<RingState> state;
   // Rung by anybody who changes something that the sender of a channel or, the last one, a caller of this rank may be
   // waiting for.
   std::array<Bell, 3> bells;

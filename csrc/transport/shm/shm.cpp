@@ -21,9 +21,10 @@
 namespace rtp {
 namespace {
 
-constexpr int kSpins = 2000;                              // looks at a flag before sleeping: a few microseconds
-constexpr size_t kMappingsPerPeer = 6;                    // of a peer's slots that are kept mapped per channel
-constexpr auto kGlance = std::chrono::milliseconds(100);  // how often a sleeper looks whether its peers still live
+constexpr int kSpins = 2000;            // looks at a flag before sleeping: a few microseconds
+constexpr size_t kMappingsPerPeer = 6;  // of a peer's slots that are kept mapped per channel
+constexpr auto kProcessCheckInterval =
+    std::chrono::milliseconds(100);  // how often a sleeper looks whether its peers still live
 
 // A slot of this rank, as its peers name it.
 struct Segment {
@@ -70,7 +71,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
         throw RotationError(named(": ", error.what()));
       }
     }
-    control().life = Life::alive;
+    control().state = RingState::alive;
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
       senders_[static_cast<size_t>(channel)] = std::thread([this, channel] { serve(channel); });
     }
@@ -79,8 +80,8 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   std::unique_ptr<Transfer> post(const Hop& hop) override;
   at::Tensor allocate(Channel, int64_t bytes) override;
 
-  void abort(const std::string& reason) noexcept override { end(Life::failed, reason); }
-  void close() override { end(Life::closed, "it was closed"); }
+  void abort(const std::string& reason) noexcept override { end(RingState::failed, reason); }
+  void close() override { end(RingState::closed, "it was closed"); }
 
  private:
   friend class HostTransfer;
@@ -100,7 +101,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   Control& control(int peer) { return *reinterpret_cast<Control*>(peers_[peer].control.data()); }
   Mailbox& inbox(Channel channel, int from) { return control().mailbox(channel, from, ranks_); }
   Mailbox& outbox(Channel channel, int to) { return control(to).mailbox(channel, rank_, ranks_); }
-  size_t lane(Channel channel, int peer) const { return static_cast<size_t>(channel) * ranks_ + peer; }
+  size_t mailbox_index(Channel channel, int peer) const { return static_cast<size_t>(channel) * ranks_ + peer; }
 
   // Waits for a `bell` of this rank until `ready`, or throws RingTimeout when the timeout passes or a rank of the ring
   // is gone.
@@ -110,19 +111,19 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
       if (ready()) return;
     }
     const auto start = Clock::now();
-    auto glance = start;  // when to look next whether the peer's process has ended, which nobody rings for
+    auto next_check = start;  // when to look next whether the peer's process has ended, which nobody rings for
     while (true) {
       const uint32_t seen = bell.value();
       if (ready()) return;
       const auto now = Clock::now();
       const auto waited = now - start;
-      if (control().life != Life::alive) throw_end(hop);
-      const bool look = now >= glance;
-      if (look) glance = now + kGlance;
+      if (control().state != RingState::alive) throw_end(hop);
+      const bool look = now >= next_check;
+      if (look) next_check = now + kProcessCheckInterval;
       if (const auto lost = lost_rank(peer, look); lost && !ready())
         throw_timeout(hop, first_ + lost->rank, waited, lost->reason);
       if (waited > timeout_) throw_timeout(hop, first_ + peer, waited, "timeout");
-      bell.sleep(seen, std::min<std::chrono::nanoseconds>(glance - now, timeout_ - waited));
+      bell.sleep(seen, std::min<std::chrono::nanoseconds>(next_check - now, timeout_ - waited));
     }
   }
 
@@ -136,9 +137,9 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   // process too.
   std::optional<Lost> lost_rank(int awaited, bool look) {
     for (int peer = 0; peer < ranks_; ++peer) {
-      if (control(peer).life == Life::failed) return Lost{peer, "its ring failed"};
+      if (control(peer).state == RingState::failed) return Lost{peer, "its ring failed"};
     }
-    if (control(awaited).life == Life::closed) return Lost{awaited, "it closed its ring"};
+    if (control(awaited).state == RingState::closed) return Lost{awaited, "it closed its ring"};
     if (look && awaited != rank_ && peers_[awaited].watch.ended()) return Lost{awaited, "its process has ended"};
     return std::nullopt;
   }
@@ -161,7 +162,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   void serve(Channel channel);
   void deliver(const Job& job);
   const SharedMemory& map_landing(const Hop& hop, const Landing& landing);
-  void end(Life life, const std::string& reason) noexcept;
+  void end(RingState state, const std::string& reason) noexcept;
 
   const int rank_;
   const int ranks_;
@@ -202,7 +203,7 @@ class HostTransfer : public Transfer {
       return static_cast<int32_t>(inbox.done.load(std::memory_order_acquire) - *receive_) >= 0;
     });
     // Unless the place has been used again since.
-    if (transport_->received_[transport_->lane(hop_.channel, hop_.from)] - *receive_ < kDepth) {
+    if (transport_->received_[transport_->mailbox_index(hop_.channel, hop_.from)] - *receive_ < kDepth) {
       arrived_ = inbox.arrived[*receive_ % kDepth].load(std::memory_order_relaxed);
     }
     receive_.reset();
@@ -241,7 +242,7 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
   auto transfer = std::make_unique<HostTransfer>(shared_from_this(), hop);
   if (const size_t bytes = total(hop.receive); bytes > 0) {
     Mailbox& inbox = this->inbox(hop.channel, hop.from);
-    const uint32_t sequence = ++received_[lane(hop.channel, hop.from)];
+    const uint32_t sequence = ++received_[mailbox_index(hop.channel, hop.from)];
     RTP_ASSERT(sequence - inbox.done.load() <= kDepth, hop.describe(), " outruns its mailbox");
     Landing& landing = inbox.landing[sequence % kDepth];
     const auto filled =
@@ -265,10 +266,10 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
     transfer->expect_nothing();
   }
   if (total(hop.send) > 0) {
-    if (control().life != Life::alive) throw_end(hop);
+    if (control().state != RingState::alive) throw_end(hop);
     {
       const std::lock_guard lock(mutex_);
-      queue_[channel].push_back({hop, ++sent_[lane(hop.channel, hop.to)]});
+      queue_[channel].push_back({hop, ++sent_[mailbox_index(hop.channel, hop.to)]});
       transfer->sends(++queued_[channel]);
     }
     wake_[channel].notify_one();
@@ -310,7 +311,7 @@ void HostTransport::serve(Channel channel) {
     } catch (...) {
       const std::lock_guard lock(mutex_);
       failure_ = std::current_exception();
-      control().life = Life::failed;
+      control().state = RingState::failed;
       for (int peer = 0; peer < ranks_; ++peer) control(peer).ring_all();
       return;
     }
@@ -377,16 +378,16 @@ const SharedMemory& HostTransport::map_landing(const Hop& hop, const Landing& la
   return mapped.front().memory;
 }
 
-void HostTransport::end(Life life, const std::string& reason) noexcept {
+void HostTransport::end(RingState state, const std::string& reason) noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (stopping_) return;
     stopping_ = true;
     reason_ = reason;
   }
-  Life alive = Life::alive;
-  control().life.compare_exchange_strong(alive, life);
-  if (alive == Life::starting) control().life = life;
+  RingState alive = RingState::alive;
+  control().state.compare_exchange_strong(alive, state);
+  if (alive == RingState::starting) control().state = state;
   for (auto& wake : wake_) wake.notify_all();
   for (size_t peer = 0; peer < peers_.size(); ++peer) control(static_cast<int>(peer)).ring_all();
   control().ring_all();

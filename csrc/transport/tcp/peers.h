@@ -19,10 +19,10 @@ namespace rtp {
 
 // Every two ranks hold a connection for news: that a rank closes its ring, or why it failed. Hops travel on connections
 // of their own, one per channel and direction, that the sender makes when it first sends. A thread takes what connects
-// and listens to the news; it sleeps while there are none.
+// and listens to the notices; it sleeps while there are none.
 class Peers {
  public:
-  enum class Life : char { awaited, present, closed, failed, gone };
+  enum class PeerState : char { awaited, present, closed, failed, gone };
 
   struct Lost {
     int rank = 0;
@@ -45,10 +45,10 @@ class Peers {
   // Throws ConnectionError if the peer takes no more hops.
   void check(int peer);
   // Why a connection to `peer` has ended: what it told, which may arrive a little later, else what was `seen` of it.
-  std::string why_lost(int peer, const std::string& seen);
+  std::string reason_of_loss(int peer, const std::string& seen);
 
   // Tells all others that this rank's ring has failed, or was closed.
-  void tell(Life life, const std::string& reason) noexcept;
+  void announce(PeerState state, const std::string& reason) noexcept;
   // Raises what everything that waits here or at a socket is interrupted by, and ends the thread. Idempotent.
   void leave() noexcept;
   const Socket& stop() const { return stop_; }
@@ -59,24 +59,24 @@ class Peers {
     bool operator==(const Key&) const = default;
   };
   struct Hello;
-  struct News;
-  struct Stranger;
+  struct Notice;
+  struct PendingConnection;
   struct Peer {
     std::string host;
     int port = 0;
-    Life life = Life::awaited;
-    std::chrono::steady_clock::time_point since;  // its life is this
+    PeerState state = PeerState::awaited;
+    std::chrono::steady_clock::time_point since;  // its state is this
     std::string reason;                           // why it ended
-    Socket news;
-    std::string heard;           // of news that has not arrived in full
+    Socket notices;
+    std::string partial_notice;  // of notices that has not arrived in full
     std::array<Socket, 2> hops;  // connections that it made, by channel
   };
 
   void watch();
-  void greet(std::list<Stranger>& strangers);
+  void read_hellos(std::list<PendingConnection>& pending);
   void admit(const Hello& hello, Socket socket);
-  void listen_to(int rank);
-  void set_life(int rank, Life life, const std::string& reason = "");
+  void read_notice(int rank);
+  void set_state(int rank, PeerState state, const std::string& reason = "");
   void say_hello(const Socket& socket, uint32_t purpose) const;
   std::string lost_reason(int peer) const;
 

@@ -24,7 +24,7 @@
 namespace rtp {
 namespace {
 
-constexpr auto kGlance = std::chrono::milliseconds(100);  // after which a message that stalls is looked at
+constexpr auto kStallInterval = std::chrono::milliseconds(100);  // after which a message that stalls is looked at
 
 template <typename... What>
 [[noreturn]] void fail(const What&... what) {
@@ -234,7 +234,7 @@ void Incoming::receive_all(std::vector<iovec> buffers, const Socket& stop,
   while (received < total) {
     set_low_water(std::min(kLowWater, total - received));
     // Less than that is read too where no more comes: it may be all of a message that is shorter than it should be.
-    wait_ready(socket_, POLLIN, stop, kGlance);
+    wait_ready(socket_, POLLIN, stop, kStallInterval);
     msghdr message{};
     message.msg_iov = &buffers[first];
     message.msg_iovlen = buffers.size() - first;
