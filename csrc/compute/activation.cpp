@@ -64,8 +64,8 @@ void activate_backward(Activation activation, const at::Tensor& out, const at::T
 
 namespace {
 
-// Calls body with views of a few rows of every tensor. On a CPU several elementwise operations in a row then find their
-// operands in the cache; elsewhere all rows go at once.
+// Calls body with views of a few rows of every tensor. On a CPU, consecutive elementwise operations then find their
+// operands in the cache; on other devices, one call covers all rows.
 template <typename Body, typename... Tensors>
 void by_rows(Body&& body, const at::Tensor& first, const Tensors&... others) {
   constexpr int64_t kBytes = 128 << 10;
@@ -81,13 +81,13 @@ void by_rows(Body&& body, const at::Tensor& first, const Tensors&... others) {
   }
 }
 
-// Whether one kernel makes the whole of it.
+// Returns whether one fused kernel supports these tensors.
 template <typename... Tensors>
 bool is_fused(const at::Tensor& pre, const Tensors&... others) {
-  const auto alike = [&](const at::Tensor& other) {
+  const auto same_dtype = [&](const at::Tensor& other) {
     return !other.defined() || other.scalar_type() == pre.scalar_type();
   };
-  return kernels_take(pre, others...) && (alike(others) && ...);
+  return kernels_take(pre, others...) && (same_dtype(others) && ...);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@
 namespace rtp {
 namespace {
 
-// Where the targets lie in a chunk's columns, and which do; 0 for those that do not.
+// Returns the column of every target within the chunk (0 if outside), and a mask of the targets inside.
 std::pair<at::Tensor, at::Tensor> locate_targets(const LogitChunk& chunk) {
   at::Tensor index = chunk.targets.sub(chunk.first_column);
   const at::Tensor here =
@@ -23,7 +23,7 @@ void cap(const LogitChunk& chunk) {
   if (chunk.soft_cap > 0) chunk.logits.div_(chunk.soft_cap).tanh_().mul_(chunk.soft_cap);
 }
 
-// Kernels keep their sums in float32: float64 is ATen's.
+// The kernels accumulate in float32; float64 sums use ATen.
 bool has_kernel(const LogitChunk& chunk, const at::Tensor& sums) {
   return kernels_take(chunk.logits) && sums.scalar_type() == at::kFloat;
 }
@@ -83,7 +83,7 @@ at::Tensor logit_gradient(const LogitChunk& chunk, const LogitTerms& terms, at::
   }
   cap(chunk);
   const auto [index, here] = locate_targets(chunk);
-  at::Tensor slope;  // of the soft cap
+  at::Tensor slope;  // derivative of the soft cap
   if (chunk.soft_cap > 0) slope = z.div(chunk.soft_cap).square_().neg_().add_(1);
   z.sub_(terms.most.unsqueeze(1)).exp_().mul_(terms.factor.unsqueeze(1));
   z.scatter_add_(1, index.unsqueeze(1), terms.upstream.mul(here).mul_(terms.label_smoothing - 1).unsqueeze(1));

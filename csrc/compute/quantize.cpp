@@ -18,9 +18,9 @@
 namespace rtp {
 namespace {
 
-constexpr int64_t kGrain = 256;  // blocks that are worth a thread
+constexpr int64_t kGrain = 256;  // minimum number of blocks per thread
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
-// Added to a float below 2^22, it leaves the nearest integer in the low bits.
+// Adding this to a float of magnitude below 2^22 leaves the nearest integer in the low bits of the sum.
 constexpr float kToInteger = 12582912.0f;
 
 RTP_INLINE uint32_t bits_of(float x) {
@@ -42,14 +42,14 @@ RTP_INLINE float to_float(c10::BFloat16 x) { return float_of(static_cast<uint32_
 RTP_INLINE void round_to(float& to, float x) { to = x; }
 RTP_INLINE void round_to(double& to, float x) { to = x; }
 RTP_INLINE void round_to(c10::Half& to, float x) { to = c10::Half(x); }
-// Rounds to the nearest, ties to even; what it is given is a product of a scale, finite or NaN.
+// Rounds to nearest, ties to even. The argument is finite or NaN.
 RTP_INLINE void round_to(c10::BFloat16& to, float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   to.x = static_cast<uint16_t>((bits & kMagnitude) > kInfinity ? 0x7fc0 : rounded);
 }
 
-// The blocks [first, last) of `numbers` values.
+// Quantizes the blocks [first, last) of `numbers` values.
 template <typename Value>
 RTP_INLINE void quantize_blocks(int8_t* to, float* scales, const Value* from, int64_t numbers, int64_t first,
                                 int64_t last) {
@@ -63,7 +63,7 @@ RTP_INLINE void quantize_blocks(int8_t* to, float* scales, const Value* from, in
     } else {
       for (int64_t i = 0; i < count; ++i) block[i] = to_float(from[begin + i]);
     }
-    uint32_t most = 0;  // magnitudes are ordered as their bits are, infinities and NaNs above all others
+    uint32_t most = 0;  // magnitudes compare like their bits; infinities and NaNs compare greater than all others
     for (int64_t i = 0; i < kQuantizeBlock; ++i) {
       const uint32_t magnitude = bits_of(block[i]) & kMagnitude;
       most = magnitude > most ? magnitude : most;
@@ -75,7 +75,7 @@ RTP_INLINE void quantize_blocks(int8_t* to, float* scales, const Value* from, in
     const float inverse = finite && !zero ? 127.0f / largest : 0.0f;
     int8_t rounded[kQuantizeBlock];
     for (int64_t i = 0; i < kQuantizeBlock; ++i) {
-      const float whole = finite ? block[i] * inverse : 0.0f;  // infinity * 0 would be a NaN, of whatever bits
+      const float whole = finite ? block[i] * inverse : 0.0f;  // avoids infinity * 0, a NaN with unspecified bits
       rounded[i] = static_cast<int8_t>(bits_of(whole + kToInteger) - bits_of(kToInteger));
     }
     std::memcpy(to + begin, rounded, static_cast<size_t>(count));
@@ -109,7 +109,7 @@ RTP_INLINE void add_blocks(float* to, const int8_t* from, const float* scales, i
                            int64_t last) {
   dequantize_blocks<true>(to, from, scales, numbers, first, last);
 }
-// What has more bits than float32 is added to as it is.
+// Adds to float64 sums without rounding them to float32.
 RTP_INLINE void add_blocks(double* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
                            int64_t last) {
   for (int64_t index = first; index < last; ++index) {

@@ -10,18 +10,18 @@
 namespace rtp {
 namespace {
 
-thread_local int scoped = -1;  // the device of the innermost DeviceScope of this thread
+thread_local int scoped = -1;  // device of the innermost DeviceScope of this thread
 
 class CudaGraph : public Graph {
  public:
-  // `memory`: what its work takes comes from there.
+  // `memory`: the pool of the memory that the graph uses.
   CudaGraph(cudaGraph_t captured, std::shared_ptr<GraphMemory> memory) : memory_(std::move(memory)) {
     RTP_CUDA_CHECK(cudaGraphInstantiate(&executable_, captured, 0));
   }
   CudaGraph(const CudaGraph&) = delete;
   CudaGraph& operator=(const CudaGraph&) = delete;
-  // One that runs is left to the process, with its memory: nothing says that it may be destroyed, and nobody waits
-  // here.
+  // A graph that is still running is leaked together with its memory: destroying it is not known to be safe, and a
+  // destructor must not wait.
   ~CudaGraph() override {
     if (idle()) {
       cudaGraphExecDestroy(executable_);
@@ -41,7 +41,7 @@ class CudaGraph : public Graph {
  private:
   cudaGraphExec_t executable_ = nullptr;
   bool launched_ = false;
-  Event ended_;  // the newest launch
+  Event ended_;  // end of the newest launch
   std::shared_ptr<GraphMemory> memory_;
 };
 
@@ -80,7 +80,7 @@ StreamEvent CudaStreams::event(cudaStream_t stream) const {
 
 uint64_t CudaStreams::capture() const {
   if (capture_) return *capture_;
-  const DeviceScope scope(device_);  // the default stream is that of the current device
+  const DeviceScope scope(device_);  // the default stream depends on the current device
   return capture_of(restore_ ? main_ : compute());
 }
 
@@ -111,7 +111,7 @@ Moment CudaStreams::moment(cudaStream_t stream) const {
 
 void CudaStreams::block(cudaStream_t stream, const StreamEvent& after, uint64_t within) const {
   if (!after) return;
-  const DeviceScope scope(device_);  // the default stream is that of the current device
+  const DeviceScope scope(device_);  // the default stream depends on the current device
   const auto event = std::static_pointer_cast<Event>(after);
   if (event->capture() == within) event->block(stream);
 }
@@ -129,11 +129,11 @@ void CudaStreams::select_compute_stream(int index) {
   }
 }
 
-// On a stream of our own: the caller's may be the default stream, which cannot be captured. What is allocated there
-// before it is captured, as a workspace of cuBLAS, is not a graph's. In this thread only: what other threads call of
-// CUDA meanwhile, the watchdog and those of torch, is none of this capture's business.
+// Uses an owned stream, because the caller's may be the default stream, which cannot be captured. An uncaptured run on
+// the same stream first allocates lasting memory, such as the workspace of cuBLAS, outside the graph. The capture mode
+// is thread-local, so CUDA calls of other threads, such as the watchdog's and torch's, do not affect the capture.
 void CudaStreams::begin_graph_stream(bool captured) {
-  RTP_ASSERT(caller_stream_ == nullptr && restore_ == nullptr, "work goes aside already");
+  RTP_ASSERT(caller_stream_ == nullptr && restore_ == nullptr, "the graph stream is current already");
   const DeviceScope scope(device_);
   if (graph_stream_.get() == nullptr) graph_stream_ = Stream::with_priority(0);
   const auto before = c10::cuda::getCurrentCUDAStream(device_.index());
@@ -154,7 +154,7 @@ void CudaStreams::begin_graph_stream(bool captured) {
 }
 
 std::shared_ptr<Graph> CudaStreams::end_graph_stream() {
-  RTP_ASSERT(caller_stream_ != nullptr, "nothing went aside");
+  RTP_ASSERT(caller_stream_ != nullptr, "the graph stream is not current");
   const DeviceScope scope(device_);
   std::shared_ptr<Graph> graph;
   try {
@@ -183,8 +183,7 @@ void CudaStreams::abandon_graph_stream() noexcept {
   const DeviceScope scope(device_);
   if (std::exchange(capturing_, false)) {
     cudaGraph_t captured = nullptr;
-    cudaStreamEndCapture(graph_stream_.get(),
-                         &captured);  // says so where the capture was invalidated: there is no graph then
+    cudaStreamEndCapture(graph_stream_.get(), &captured);  // gives no graph if the capture was invalidated
     if (captured != nullptr) cudaGraphDestroy(captured);
     cudaGetLastError();
     graph_memory_->end();
@@ -193,7 +192,7 @@ void CudaStreams::abandon_graph_stream() noexcept {
   c10::cuda::setCurrentCUDAStream(*caller);
   try {
     std::static_pointer_cast<Event>(event(graph_stream_.get()))->block(caller->stream());
-  } catch (...) {  // the error that led here is already on its way
+  } catch (...) {  // an earlier error is already being propagated
   }
 }
 

@@ -9,7 +9,8 @@
 namespace rtp {
 namespace {
 
-// Versions of torch that have it ask events of freed memory while something is captured, unless they are told.
+// Marks the capture for the allocator. Without the mark, versions of torch that have this function query events of
+// freed memory during a capture.
 template <typename Allocator>
 void mark_capture(Allocator* allocator, c10::DeviceIndex device, bool begins) {
   if constexpr (requires { allocator->markCaptureBegin(device); }) {

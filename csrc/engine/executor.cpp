@@ -23,7 +23,7 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
 
 Executor::~Executor() {
   if (!alive()) return;
-  deferred_.empty() ? transport_->drop() : transport_->abort("dropped while a gradient was under way");
+  deferred_.empty() ? transport_->drop() : transport_->abort("dropped while a gradient was in flight");
 }
 
 const Schedule& Executor::schedule(ScheduleOptions options) {
@@ -43,7 +43,7 @@ void Executor::check_alive(const std::string& operation) const {
 
 const std::string& Executor::fail(const std::string& reason) noexcept {
   if (!alive()) return trace_.recorder().note();
-  streams().abandon_graph_stream();  // while something is captured, giving up may not ask how far streams are
+  streams().abandon_graph_stream();  // a capture forbids the stream queries that abort() makes
   end_ = reason.empty() ? "unknown failure" : reason;
   transport_->abort(end_);
   prefetcher_.forget(), deferred_.forget();
@@ -82,7 +82,8 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
     const size_t layouts = (*bundle)->layouts.size(), most = executor_.transport().most_tensors();
     RTP_CHECK_VALUE(layouts <= most, operation_, ": expected at most ", most, " tensors that travel together, got ",
                     layouts);
-    // Aliases outside autograd: what travels in place is back before anybody looks, so no version changes.
+    // Aliases outside autograd: weights that travel in place are restored before they can be read, so their version
+    // must not change.
     for (at::Tensor& local : (*bundle)->local) local = local.variable_data();
   }
   if (schedule_.options.halves) {
@@ -107,7 +108,7 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
       return_slots();
       throw;
     }
-    // Home tensors were written, and slots last used, by computes enqueued before this point.
+    // Local tensors were written, and slots last used, by computes enqueued before this point.
     start_ = streams.record_compute();
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
       if (schedule_.hops(channel) > 0) streams.order_channel_after(channel, start_);
@@ -117,7 +118,7 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
 
 void Execution::use_prefetched(PrefetchedHop prefetched) {
   prefetched_ = true;
-  slots_[0].push_back(std::move(prefetched.landing));  // the first hop lands in slot 0
+  slots_[0].push_back(std::move(prefetched.landing));  // the first hop arrives in slot 0
   staged_ = std::move(prefetched.staged);
   weight_->local = std::move(prefetched.local);
   for (const EventHandle& event : prefetched.traced) {
@@ -160,7 +161,7 @@ void Execution::return_slots() {
 }
 
 void Execution::stage_local() {
-  // Where all shards are gathered, this rank's is copied into its place among them anyway.
+  // On route gather, this rank's shard is copied into the slot of all shards anyway.
   if (!weight_ || prefetched_ || schedule_.whole_weight) return;
   if (!executor_.travel(*weight_).staged(schedule_.hops(Channel::weight) > 0)) return;
   RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
@@ -172,8 +173,8 @@ void Execution::stage_local() {
   trace.end(staging);
 }
 
-// Sends the first shard of the next pass on its way as soon as this pass is down to its last slot. Those that the rest
-// of it does not name are free for the next.
+// Prefetches for the next pass once this pass uses its last slot. The weight slots that the remaining steps do not use
+// are returned first.
 void Execution::prefetch_next_pass() {
   if (hop_index_[0] < schedule_.hops(Channel::weight) || !executor_.prefetcher_.expects()) return;
   const std::optional<FreedSlots> freed = freed_before(schedule_, position_ - 1, staged_ != nullptr);
@@ -194,7 +195,7 @@ void Execution::prefetch_next_pass() {
 Execution::~Execution() {
   try {
     finish();
-  } catch (...) {  // the ring is marked dead, and the error that led here is already on its way
+  } catch (...) {  // the ring is marked as failed, and the original error is being propagated
   }
 }
 
@@ -281,7 +282,7 @@ const Step* Execution::next() {
 void Execution::finish() {
   const Step* step = current_;
   while (!ended_) {
-    // A sum that lacks this rank's part must not pass for a result at its owner.
+    // A sum that lacks this rank's contribution must not pass for a result at its owner.
     if (step != nullptr && step->gradient_out.exists()) {
       for (at::Tensor& sum : gradient_out()) {
         if (sum.is_floating_point()) sum.fill_(std::numeric_limits<double>::quiet_NaN());
@@ -304,7 +305,7 @@ void Execution::before_compute(const Step& step) {
     wait(*transfer, end);
   };
   const auto after_compute = [&](const StreamEvent& event) {
-    if (schedule_.options.two_streams) streams.order_compute_after(event);  // computes of one lane are in order
+    if (schedule_.options.two_streams) streams.order_compute_after(event);  // computes of one stream are in order
   };
   for (const Access& access : accesses().reads) usage(access).before_read(after_hop, after_compute);
   for (const Access& access : accesses().writes) usage(access).before_write(after_hop, after_compute);
@@ -364,15 +365,15 @@ void Execution::copy_or_add(const Step& step) {
   after_compute(step);
 }
 
-// Leaves the last addition, and the slots that its hop uses, for after the pass.
+// Defers the last addition, together with the slots that its hop uses, until after the pass.
 void Execution::defer_reduction(const Step& step) {
   auto arriving = views(step.send, step.send_owner), local = views(step.receive, step.receive_owner);
   auto& slots = slots_[static_cast<size_t>(Channel::gradient)];
   executor_.deferred_.add({std::exchange(slots, {}), std::move(arriving), std::move(local), traced_, position(), step});
 }
 
-// Orders the compute lane after every hop, so that local tensors, outputs and slots are free for whoever comes next on
-// it, but for what lands late. This is the one place where the lifetime of tensors across lanes is settled.
+// Orders the compute stream after every hop except deferred ones, so that later work on it can use the local tensors,
+// outputs and slots. Tensor lifetimes across streams are settled only here.
 void Execution::end() {
   ended_ = true;
   Streams& streams = executor_.streams();

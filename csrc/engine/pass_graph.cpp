@@ -26,7 +26,7 @@ std::shared_ptr<PassGraph> Executor::end_graph_stream(const std::string& operati
       pass.hops[kind] -= counts_before_graph_.hops[kind];
       pass.bytes[kind] -= counts_before_graph_.bytes[kind];
     }
-    hops_.add(pass, -1);  // they have not run yet
+    hops_.add(pass, -1);  // the captured pass has not run yet
     made = std::make_shared<PassGraph>(PassGraph{graph, operation, pass, pool_.generation()});
   });
   return made;

@@ -106,7 +106,7 @@ void Prefetcher::prefetch() {
     alive = alive && bundle.local.back().defined();
     cast = cast || record.local[index].dtype != record.layouts[index].dtype || record.layouts[index].quantized();
   }
-  // Memory that is gone is never asked for again, but its hop is due on every rank: any bytes will do.
+  // If the memory has been freed, the pass will not run, but every rank must post the hop: its contents do not matter.
   const bool stage = !alive || Travel{cast, transport.sends_anywhere()}.staged(true);
 
   Pending pending{{}, record, context_.phase, versions(record), transport.streams().capture()};
@@ -156,8 +156,7 @@ bool Prefetcher::valid(const Pending& pending, const Record& record) const {
   return versions(record) == pending.versions;
 }
 
-// It stays pending until its hop has ended: where that fails, the memory that the hop fills must outlive the
-// transport's giving up.
+// The hop stays pending until it has ended: if it fails, its target memory must outlive the abort of the transport.
 void Prefetcher::drain() {
   if (!pending_) return;
   PrefetchedHop& prefetched = pending_->prefetched;

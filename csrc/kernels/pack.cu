@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWindowsPerThread = 4;
-constexpr int64_t kTile = int64_t{kThreads} * kWindowsPerThread;  // windows that a block copies at a time
+constexpr int64_t kTile = int64_t{kThreads} * kWindowsPerThread;  // windows per block and iteration
 
 __device__ void convert(float& to, float from) { to = from; }
 __device__ void convert(__nv_bfloat16& to, __nv_bfloat16 from) { to = from; }

@@ -30,7 +30,7 @@ std::vector<Chunk> chunks_of(const RotationOptions& options, const std::vector<i
                                    row_elements * static_cast<int64_t>(element), options.slot_cap);
   std::vector<Chunk> chunks(static_cast<size_t>(cut.count));
   for (size_t index = 0; index < chunks.size(); ++index) {
-    chunks[index].alone = cut.count == 1;
+    chunks[index].single = cut.count == 1;
     for (const int64_t size : rows) {
       const Rows of_owner = cut.of(static_cast<int64_t>(index), size);
       chunks[index].offsets.push_back(of_owner.first);
@@ -42,9 +42,9 @@ std::vector<Chunk> chunks_of(const RotationOptions& options, const std::vector<i
 
 RotationOptions chunked(const RotationOptions& options, const Chunk& chunk) {
   RotationOptions result = options;
-  if (!chunk.alone) {
+  if (!chunk.single) {
     result.in_place = false;
-    result.deferred = false;  // one landing for each gradient
+    result.deferred = false;  // a deferred reduction supports one hop per gradient
     if (result.route == Route::gather) result.route = Route::direct;
   }
   return result;

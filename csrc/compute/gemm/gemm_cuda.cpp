@@ -37,31 +37,31 @@ at::Tensor as_blas_matrix(const at::Tensor& operand) {
 }
 
 cudaDataType data_type(at::ScalarType dtype) {
-  RTP_ASSERT(dtype == at::kBFloat16 || dtype == at::kHalf, "no GEMM of ", dtype, " into float32");
+  RTP_ASSERT(dtype == at::kBFloat16 || dtype == at::kHalf, "expected bfloat16 or float16 operands, got ", dtype);
   return dtype == at::kBFloat16 ? CUDA_R_16BF : CUDA_R_16F;
 }
 
-// Where torch has this check (some versions need a workspace setting for reproducible results), it holds here too.
+// Calls torch's determinism check (some versions require a workspace setting) if this version of torch has it.
 template <typename Context>
 void alert_not_deterministic(const Context& context) {
   if constexpr (requires { context.alertCuBLASConfigNotDeterministic(); }) context.alertCuBLASConfigNotDeterministic();
 }
 
-// One product, as a column-major BLAS takes it: D = factor * op(left) op(right) + keep * C, and then the epilogue.
+// One product in column-major BLAS form: D = factor * op(left) op(right) + keep * C, followed by the epilogue.
 struct Product {
   GemmLayout layout;
   const void *left, *right, *c;
   void* d;
   int64_t c_stride;
-  cudaDataType operands, sums;  // of left and right; of C and D
+  cudaDataType operands, sums;  // types of left and right; of C and D
   float factor, keep;
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-  const void* bias = nullptr;  // of the type of D, one number for each of its rows
-  void* before = nullptr;      // where the epilogue writes what the activation is applied to, in the type of D
+  const void* bias = nullptr;  // one number per row of D, in the type of D
+  void* before = nullptr;  // receives the input of the activation, in the type of D
   int64_t before_stride = 0;
 };
 
-// What cuBLASLt makes and destroys.
+// Owner of an opaque cuBLASLt object.
 template <typename Opaque, cublasStatus_t (*destroy)(Opaque*)>
 struct Destroyer {
   void operator()(Opaque* made) const { destroy(made); }
@@ -78,13 +78,13 @@ Layout make_lt_layout(cudaDataType type, bool transpose, int64_t rows, int64_t c
   return Layout(made);
 }
 
-// Bytes that an address is a multiple of, as far as kernels care.
+// Returns the alignment of an address in bytes, at most 256.
 uint32_t alignment(const void* address) {
   const auto bits = reinterpret_cast<uintptr_t>(address);
   return static_cast<uint32_t>(std::min<uintptr_t>(bits & -bits, 256));
 }
 
-// Asking cuBLASLt for a kernel takes longer than launching it: it is asked once for each kind of product.
+// The cuBLASLt heuristic takes longer than a launch, so its result is cached per kind of product.
 using ProductKey = std::array<int64_t, 19>;
 
 ProductKey key_of(const Product& product, int device, size_t workspace) {
@@ -110,7 +110,7 @@ ProductKey key_of(const Product& product, int device, size_t workspace) {
           static_cast<int64_t>(workspace)};
 }
 
-// False where cuBLASLt has no kernel for it, and nothing was done.
+// Returns false, without side effects, if cuBLASLt has no kernel for the product.
 bool multiply_and_add(const Product& product, int device) {
   const GemmLayout& layout = product.layout;
   cublasLtMatmulDesc_t made = nullptr;
@@ -216,11 +216,11 @@ void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor
       return;
     }
   }
-  if (separate) out.copy_(in);  // a bias is broadcast
+  if (separate) out.copy_(in);  // broadcasts a bias
   const float keep = in.defined() ? 1.0f : 0.0f;
   const auto operation = [](bool transpose) { return transpose ? CUBLAS_OP_T : CUBLAS_OP_N; };
-  // Torch's handle: on the current stream, with torch's workspace. Its flags about TF32 and about sums in less than
-  // float32 concern float32 operands and 16-bit results, of which there are none.
+  // torch's handle uses the current stream and torch's workspace. Its flags for TF32 and for reduced-precision sums
+  // apply to float32 operands and 16-bit results only, neither of which occurs here.
   RTP_CUBLAS_CHECK(cublasGemmEx_64(
       at::cuda::getCurrentCUDABlasHandle(), operation(layout->transpose_left), operation(layout->transpose_right),
       layout->m, layout->n, layout->k, &factor, left.const_data_ptr(), data_type(left.scalar_type()),
@@ -235,7 +235,8 @@ bool gemm_epilogue(const at::Tensor& out, const at::Tensor& before, const at::Te
   if (out.numel() == 0 || a.size(1) == 0) return false;
   if (!is_blas_matrix(layout_of(a)) || !is_blas_matrix(layout_of(b))) return false;
   const auto layout = gemm_layout(layout_of(out), layout_of(a), layout_of(b));
-  if (!layout || !layout->left_is_b) return false;  // a bias is one number for each row of D, which is out transposed
+  // the bias has one number per row of D, and D is the transpose of out
+  if (!layout || !layout->left_is_b) return false;
   if (bias.defined() && bias.size(0) > 1 && bias.stride(0) != 1) return false;
   Product product{*layout,         b.const_data_ptr(), a.const_data_ptr(), out.data_ptr(),
                   out.data_ptr(),  layout->out_stride, data_type(dtype),   data_type(dtype),

@@ -20,8 +20,8 @@ void DeferredReductions::finish_all_but(size_t most) {
   while (deferred_.size() > most) finish_next();
 }
 
-// It stays the first of the list until it has finished: where its hop fails, the memory that the hop fills must outlive
-// the transport's giving up.
+// The reduction stays in the list until it has finished: if its hop fails, the target memory must outlive the abort of
+// the transport.
 void DeferredReductions::finish_next() {
   const DeferredReduction& reduction = deferred_.front();
   Streams& streams = transport_->streams();

@@ -29,7 +29,7 @@ at::Tensor view_of(const at::Tensor& memory, int64_t offset, int64_t bytes, at::
   return memory.narrow(0, offset, bytes).view(dtype).view(shape);
 }
 
-// Slots as a transport makes them.
+// Slots allocated by a transport.
 struct TransportMemory {
   Transport& transport;
   Channel channel;
@@ -50,7 +50,7 @@ struct TransportMemory {
   bool movable(const std::shared_ptr<Slot>& slot) const { return !slot->captured; }
 };
 
-// Memory of this rank alone.
+// Scratch memory of this rank.
 struct OwnMemory {
   at::Device device;
 
@@ -59,7 +59,7 @@ struct OwnMemory {
         Slot{at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device)), {}, false, 0});
   }
   bool before(const std::shared_ptr<Slot>&, const std::shared_ptr<Slot>&) const { return false; }
-  // The allocator may have it for another stream than the one on which it was last used.
+  // The allocator may have assigned the memory to another stream than the one that used it last.
   void release(const std::shared_ptr<Slot>& slot) const {
     if (device.is_cuda()) {
       slot->memory.record_stream(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
@@ -150,7 +150,7 @@ at::Tensor ShardBundle::in_whole(const at::Tensor& memory, int owner, size_t ind
   shape[0] = 0;
   for (const auto& of_owner : layout.shapes) {
     RTP_ASSERT(std::equal(shape.begin() + 1, shape.end(), of_owner.begin() + 1, of_owner.end()),
-               "shards of one whole differ in rows only");
+               "the shards of one tensor must differ in rows only");
     shape[0] += of_owner[0];
   }
   return view_of(memory, whole_offset(0, index), layout.whole_bytes(), layout.dtype, shape);
