@@ -15,7 +15,7 @@
   do {                                                                                                         \
     const cudaError_t rtp_status = (call);                                                                     \
     if (rtp_status != cudaSuccess) {                                                                           \
-      cudaGetLastError(); /* clears the error, so that torch's next launch check does not report it again */           \
+      cudaGetLastError(); /* clears the error, so that torch's next launch check does not report it again */   \
       throw ::rtp::CudaError(::rtp::concat(#call, " failed with code ", static_cast<int>(rtp_status), " (",    \
                                            cudaGetErrorString(rtp_status), ") at ", __FILE__, ":", __LINE__)); \
     }                                                                                                          \

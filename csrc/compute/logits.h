@@ -7,7 +7,7 @@ namespace rtp {
 
 // One chunk of logits [rows, columns] and the targets of its tokens. The targets are int64 [rows], contiguous.
 struct LogitChunk {
-  at::Tensor logits;  // before the soft cap; overwritten
+  at::Tensor logits;   // before the soft cap; overwritten
   at::Tensor targets;  // indices into the whole vocabulary
   int64_t first_column = 0;
   int64_t ignore_index = -100;
@@ -17,10 +17,10 @@ struct LogitChunk {
 // Running sums for every token of a chunk, all [rows] and contiguous, in the dtype of the logits, or in float32 for
 // 16-bit logits.
 struct RunningSums {
-  at::Tensor most;  // maximum of z so far; initialized to a finite value
+  at::Tensor most;    // maximum of z so far; initialized to a finite value
   at::Tensor scaled;  // sum of exp(z - most)
-  at::Tensor hit;  // z of the target, once its column has been processed
-  at::Tensor total;  // sum of z; undefined if not needed
+  at::Tensor hit;     // z of the target, once its column has been processed
+  at::Tensor total;   // sum of z; undefined if not needed
 };
 
 void add_logits(const LogitChunk& chunk, const RunningSums& sums);

@@ -33,8 +33,8 @@ std::optional<PackEntry> entry_of(const PackItem& item) {
 
 void pack(std::span<const PackItem> items) {
   for (const PackItem& item : items) {
-    RTP_CHECK_VALUE(item.from.sizes() == item.to.sizes(), "expected a destination of shape ", item.from.sizes(), ", got ",
-                    item.to.sizes());
+    RTP_CHECK_VALUE(item.from.sizes() == item.to.sizes(), "expected a destination of shape ", item.from.sizes(),
+                    ", got ", item.to.sizes());
   }
 #ifdef RTP_WITH_CUDA
   PackBatch batch{};

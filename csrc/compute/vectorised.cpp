@@ -41,8 +41,8 @@ std::string instruction_set_name() { return kNames.at(static_cast<size_t>(instru
 void set_instruction_set(const std::string& name) {
   const std::vector<std::string> known = instruction_sets();
   const auto found = std::find(known.begin(), known.end(), name);
-  RTP_CHECK_VALUE(found != known.end(), "expected an instruction set of this processor, the widest is ",
-                  known.back(), ", got ", name);
+  RTP_CHECK_VALUE(found != known.end(), "expected an instruction set of this processor, the widest is ", known.back(),
+                  ", got ", name);
   chosen() = static_cast<InstructionSet>(found - known.begin());
 }
 

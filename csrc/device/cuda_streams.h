@@ -81,13 +81,13 @@ class CudaStreams : public Streams {
   at::Device device_;
   int multiprocessors_ = 0;
   mutable EventPool events_;
-  int passes_ = 0;  // passes in progress
+  int passes_ = 0;                   // passes in progress
   std::optional<uint64_t> capture_;  // capture of the pass that began last; empty between passes
   int entered_ = 0;
   std::optional<DeviceScope> scope_;  // scope of the outermost enter()
-  std::array<Stream, 2> streams_;  // owned streams, because torch's pool gives one stream to several users
+  std::array<Stream, 2> streams_;     // owned streams, because torch's pool gives one stream to several users
   Stream side_;
-  cudaStream_t main_ = nullptr;  // the caller's stream while compute stream 1 is selected
+  cudaStream_t main_ = nullptr;    // the caller's stream while compute stream 1 is selected
   std::shared_ptr<void> restore_;  // the same as a torch stream object; null while compute stream 0 is selected
   Stream graph_stream_;
   std::shared_ptr<void> caller_stream_;  // the caller's torch stream while the graph stream is current; otherwise null

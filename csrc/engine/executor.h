@@ -120,14 +120,14 @@ class Executor {
   Results results_;
   Hops::Counts counts_before_graph_;
   std::map<ScheduleOptions, Schedule> schedules_;
-  std::string end_;  // why the ring is unusable; empty while it is usable
+  std::string end_;   // why the ring is unusable; empty while it is usable
   StreamEvent last_;  // end of the newest pass on the compute stream
 };
 
 // One pass of one operation.
 //
-//    Execution pass(executor, schedule, weight, gradient, "linear forward");
-//    while (const Step* step = pass.next()) { ... compute with pass.weight(), pass.gradient_out() ... }
+//   Execution pass(executor, schedule, weight, gradient, "linear forward");
+//   while (const Step* step = pass.next()) { ... compute with pass.weight(), pass.gradient_out() ... }
 //
 // The views are valid until the next call of next(). The destructor always runs the remaining hops, so that the
 // neighbours receive their data and weights that travel in place return to their owner.
@@ -147,7 +147,7 @@ class Execution {
   // arrive at their owner. No effect after the end.
   void finish();
 
-  std::vector<at::Tensor> weight();  // in the compute dtype of its layouts, independent of the travel dtype
+  std::vector<at::Tensor> weight();             // in the compute dtype of its layouts, independent of the travel dtype
   std::vector<at::Tensor> gradient_in() const;  // empty if the sum starts from zero
   std::vector<at::Tensor> gradient_out() const;
 
@@ -189,12 +189,12 @@ class Execution {
   std::optional<StreamsPass> streams_pass_;
   std::array<std::vector<std::shared_ptr<Slot>>, 2> slots_;
   std::array<std::shared_ptr<Slot>, 2> whole_;  // by channel: the slot that holds all shards
-  std::shared_ptr<Slot> staged_;  // copy of the local tensors, if a copy travels
+  std::shared_ptr<Slot> staged_;                // copy of the local tensors, if a copy travels
   std::optional<GradientQuantizer> quantizer_;  // set if contributions travel in fewer bits
   DequantizedWeights dequantized_;              // holds memory if weights travel in fewer bits
   std::map<Key, Usage> usage_;
-  StreamEvent start_;  // start of this pass on the caller's stream
-  StreamEvent side_;  // newest compute on compute stream 1
+  StreamEvent start_;        // start of this pass on the caller's stream
+  StreamEvent side_;         // newest compute on compute stream 1
   bool prefetched_ = false;  // the first hop was prefetched
   size_t position_ = 0;
   const Step* current_ = nullptr;  // the current compute

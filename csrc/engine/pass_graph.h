@@ -11,7 +11,7 @@ namespace rtp {
 struct PassGraph {
   std::shared_ptr<Graph> graph;
   std::string operation;
-  Hops::Counts hops;  // hops of one replay
+  Hops::Counts hops;       // hops of one replay
   int64_t generation = 0;  // generation of the slots that the graph uses
 
   bool idle() const { return graph->idle(); }

@@ -19,9 +19,9 @@ namespace rtp {
 
 // The caller's description of the following passes.
 struct Context {
-  int64_t phase = 0;  // shared by the passes of one forward or backward of a model; 0: unknown
+  int64_t phase = 0;      // shared by the passes of one forward or backward of a model; 0: unknown
   bool backward = false;  // forward or backward
-  int64_t serial = 0;  // id of the parameters, the same on every rank; 0: unknown
+  int64_t serial = 0;     // id of the parameters, the same on every rank; 0: unknown
   // Version counters of the parameters, to detect writes. Holding the tensors themselves would prevent torch from
   // swapping parameters, which requires that no other reference exists.
   std::vector<c10::VariableVersion> watched;
@@ -30,7 +30,7 @@ struct Context {
 // A first hop that was posted before its pass began.
 struct PrefetchedHop {
   std::shared_ptr<Slot> landing;
-  std::shared_ptr<Slot> staged;  // null: the hop sends from the local tensors
+  std::shared_ptr<Slot> staged;   // null: the hop sends from the local tensors
   std::vector<at::Tensor> local;  // the sent tensors, staged or not
   Usage local_usage;
   std::vector<EventHandle> traced;  // trace events of the hop
@@ -78,7 +78,7 @@ class Prefetcher {
     ScheduleOptions options;
     std::string name;
     Step first_hop;  // kNoBuffer: the pass has no hop that can be prefetched
-    int position;  // position of first_hop in the schedule
+    int position;    // position of first_hop in the schedule
     int hops;
     std::vector<TensorLayout> layouts;
     std::vector<WeakTensor> local;

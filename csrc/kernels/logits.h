@@ -22,10 +22,10 @@ struct Logits {
 
 // Updates the running sums of every token; all are [rows] in float32:
 //
-//  most    maximum of z so far; initialized to a finite value
-//  scaled  sum of exp(z - most)
-//  hit     z of the target, once its column has been processed
-//  total   sum of z; null if not needed
+//   most    maximum of z so far; initialized to a finite value
+//   scaled  sum of exp(z - most)
+//   hit     z of the target, once its column has been processed
+//   total   sum of z; null if not needed
 struct LogitSums {
   Logits logits;
   float* most;

@@ -14,7 +14,7 @@ struct QuantizeParameters {
   int64_t numbers;
   const void* values;
   int8_t* rounded;  // aligned to 4 bytes
-  float* scales;  // one per kQuantizeBlock values
+  float* scales;    // one per kQuantizeBlock values
 };
 
 struct DequantizeParameters {

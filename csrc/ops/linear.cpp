@@ -62,7 +62,7 @@ struct Overlap {
   at::Tensor of_rows(const at::Tensor& shard) const { return shard.narrow(0, row, rows); }
 
   int64_t rows = 0;    // number of rows
-  int64_t row = 0;  // first row in the shard
+  int64_t row = 0;     // first row in the shard
   int64_t column = 0;  // first column in the output
 };
 

@@ -18,12 +18,12 @@ struct RotationOptions {
   Route route = Route::ring;
   bool in_place = false;
   at::ScalarType compute_dtype = at::kFloat;  // dtype of computes; weights are cast to it before they travel
-  at::ScalarType reduce_dtype = at::kFloat;  // dtype in which partial gradients travel
-  int64_t slot_cap = 0;  // maximum bytes of a slot; larger shards travel in chunks. 0: no limit
-  bool halves = false;  // gradients of single linear layers travel in two halves
-  bool deferred = false;  // a backward may end before the last gradient hop has arrived
-  std::string name;  // name of the module or function, for messages
-  Wire wire = Wire::plain;  // travel format of weights, if it has fewer bits than the compute dtype
+  at::ScalarType reduce_dtype = at::kFloat;   // dtype in which partial gradients travel
+  int64_t slot_cap = 0;                       // maximum bytes of a slot; larger shards travel in chunks. 0: no limit
+  bool halves = false;                        // gradients of single linear layers travel in two halves
+  bool deferred = false;                      // a backward may end before the last gradient hop has arrived
+  std::string name;                           // name of the module or function, for messages
+  Wire wire = Wire::plain;                    // travel format of weights, if it has fewer bits than the compute dtype
   GradientRoute gradient_route = GradientRoute::chain;  // direct is unsupported on routes gather and two_level
   bool gradients_quantized = false;  // gradient route direct only: gradients travel in 8 bits, with block scales
 

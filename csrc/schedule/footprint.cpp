@@ -30,7 +30,7 @@ struct PassSize {
   const Schedule* schedule;
   std::optional<int64_t> weight, gradient;  // bytes of a slot; none if nothing of the kind travels
   std::optional<int64_t> sum;  // bytes of the slot in which contributions are summed before they are rounded
-  int64_t scratch;  // bytes of dequantized tensors
+  int64_t scratch;             // bytes of dequantized tensors
   bool staged;
   std::optional<FreedSlots> freed;
 

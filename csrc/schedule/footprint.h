@@ -80,8 +80,8 @@ std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position
 struct SlotCount {
   int64_t slots = 0;        // existing slots
   int64_t bytes = 0;        // their bytes
-  int64_t peak_slots = 0;  // maximum number of slots leased at once
-  int64_t peak_bytes = 0;  // maximum bytes that existed at once
+  int64_t peak_slots = 0;   // maximum number of slots leased at once
+  int64_t peak_bytes = 0;   // maximum bytes that existed at once
   int64_t allocations = 0;  // total number of allocations
 };
 
@@ -162,10 +162,10 @@ struct OperationSize {
     bool in_backward;  // it also travels in backward
   };
   std::vector<TensorSize> tensors;
-  bool bundle = false;  // its weight gradients depend on its input gradients
-  bool in_chunks = false;  // it travels in chunks if it exceeds the slot cap
+  bool bundle = false;         // its weight gradients depend on its input gradients
+  bool in_chunks = false;      // it travels in chunks if it exceeds the slot cap
   std::vector<size_t> biases;  // indices of tensors that always travel in the compute dtype
-  bool deferred = true;  // its gradient reductions may be deferred if the step allows it
+  bool deferred = true;        // its gradient reductions may be deferred if the step allows it
 
   bool is_bias(size_t tensor) const { return std::find(biases.begin(), biases.end(), tensor) != biases.end(); }
   Chunks chunks(int64_t element_bytes, int64_t cap) const;
@@ -176,7 +176,7 @@ struct StepSize {
   Travel travel;
   bool in_place = false;
   int64_t compute_bytes = 4;  // bytes of an element of a travelling weight
-  int64_t reduce_bytes = 4;  // bytes of an element of a travelling gradient
+  int64_t reduce_bytes = 4;   // bytes of an element of a travelling gradient
   int64_t slot_cap = kSlotCap;
   int deferred = 0;  // number of gradient reductions that may finish after their pass
   Route route = Route::ring;

@@ -21,9 +21,9 @@ enum class Pass : uint8_t {
 };
 
 enum class Route : uint8_t {
-  ring,  // every hop goes to the neighbour
-  direct,  // step s receives the shard directly from its owner
-  gather,  // all shards first, then one product with the whole weight: for layers too small to overlap with a hop
+  ring,       // every hop goes to the neighbour
+  direct,     // step s receives the shard directly from its owner
+  gather,     // all shards first, then one product with the whole weight: for layers too small to overlap with a hop
   two_level,  // shards rotate inside a host, while each rank sends its shard of the phase to the next host
 };
 
@@ -111,12 +111,12 @@ struct ScheduleOptions {
 
   Pass pass = Pass::forward;
   Route route = Route::ring;
-  bool in_place = false;  // the local shard itself travels and returns in the last weight hop
-  bool dgrad = true;  // backward only: compute the input gradient (weights travel)
-  bool wgrad = true;  // backward only: compute the weight gradient (gradients travel)
+  bool in_place = false;          // the local shard itself travels and returns in the last weight hop
+  bool dgrad = true;              // backward only: compute the input gradient (weights travel)
+  bool wgrad = true;              // backward only: compute the weight gradient (gradients travel)
   bool receive_in_slots = false;  // the transport receives gradients in slots only, not in the local tensor
-  bool bundle = false;  // backward only: wgrad(j) depends on dgrad(j), so that weights always travel
-  bool halves = false;  // backward only, except bundles and two levels: gradients travel in two halves
+  bool bundle = false;            // backward only: wgrad(j) depends on dgrad(j), so that weights always travel
+  bool halves = false;            // backward only, except bundles and two levels: gradients travel in two halves
   bool two_streams = false;  // except bundles: forwards alternate between two streams, dgrads and wgrads have one each
   // backward only: the pass may end before the last gradient hop has arrived: see Schedule::defers_reduction
   bool deferred = false;
@@ -144,7 +144,7 @@ struct Schedule {
   ScheduleOptions options;
   std::vector<Step> steps;
   std::vector<Accesses> accesses;  // by step
-  int weight_hops = 0;  // number of hops by channel
+  int weight_hops = 0;             // number of hops by channel
   int gradient_hops = 0;
   int weight_slots = 0;  // number of slots by channel
   int gradient_slots = 0;

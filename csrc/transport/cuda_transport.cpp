@@ -40,7 +40,8 @@ at::Tensor CudaTransport::allocate(Channel, int64_t bytes) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
-// The allocator may have it for the stream on which it was allocated; its uses are ordered before the current one.
+// Without this, the allocator could reuse the memory on its original stream at once; all uses are ordered before the
+// current stream.
 void CudaTransport::release(Channel, const at::Tensor& slot) {
   at::Tensor used = slot;
   if (used.is_cuda()) used.record_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));

@@ -57,7 +57,7 @@ struct Product {
   float factor, keep;
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
   const void* bias = nullptr;  // one number per row of D, in the type of D
-  void* before = nullptr;  // receives the input of the activation, in the type of D
+  void* before = nullptr;      // receives the input of the activation, in the type of D
   int64_t before_stride = 0;
 };
 

@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(500);  // enqueueing a hop takes microseconds: too short to sleep
 
 constexpr auto kShortCall = std::chrono::milliseconds(200);  // a longer call waits for a peer
-constexpr auto kRevoked = std::chrono::seconds(5);  // limit for pending calls to end after revocation
+constexpr auto kRevoked = std::chrono::seconds(5);           // limit for pending calls to end after revocation
 
 ncclUniqueId parse_id(const std::string& bytes) {
   ncclUniqueId id;

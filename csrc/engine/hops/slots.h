@@ -41,7 +41,7 @@ struct ShardBundle {
   std::vector<at::Tensor> local;
 
   int64_t offset(int owner, size_t index) const;  // byte offset in a slot
-  int64_t slot_bytes() const;  // slot size that fits every owner's shard
+  int64_t slot_bytes() const;                     // slot size that fits every owner's shard
   int64_t whole_offset(int owner, size_t index) const;
   int64_t whole_bytes() const;
   int64_t dequantized_offset(int owner, size_t index) const;  // byte offset in dequantized scratch memory
@@ -80,7 +80,7 @@ struct Slot {
   at::Tensor memory;
   Usage usage;
   bool captured = false;  // a graph of the user refers to it: it must not be freed before the pool is cleared
-  int64_t number = 0;  // number in order of allocation, by channel
+  int64_t number = 0;     // number in order of allocation, by channel
 
   std::byte* data() const { return static_cast<std::byte*>(memory.data_ptr()); }
 };

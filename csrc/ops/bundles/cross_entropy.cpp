@@ -242,7 +242,8 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
       if (step->compute == Compute::dgrad) {
         // The first chunk overlaps with the hop of the partial gradient; the other chunks follow in wgrad.
         const bool dgrad_only = separate || !gradients.any();
-        for (int64_t first = 0; first < (dgrad_only ? tokens : std::min(tokens_at_once, tokens)); first += tokens_at_once) {
+        for (int64_t first = 0; first < (dgrad_only ? tokens : std::min(tokens_at_once, tokens));
+             first += tokens_at_once) {
           if (dgrad_only && !dx.defined()) break;
           first_chunk = gradient_of_logits(shard, first);
           add_dx(shard, first_chunk, first);

@@ -23,7 +23,7 @@ struct CrossEntropyShape {
 
 struct CrossEntropyResult {
   at::Tensor loss;  // [M], in the accumulation dtype
-  at::Tensor lse;  // [2, M]: the maximum logit, and the log-sum-exp relative to it; saved for backward
+  at::Tensor lse;   // [2, M]: the maximum logit, and the log-sum-exp relative to it; saved for backward
 };
 
 // x [M, features] in options.compute_dtype, targets int64 [M], contiguous; parameters: local shards of the weight

@@ -19,8 +19,8 @@ struct ClampedGate {
 // For token t and choice k: y[t] += weights[t, k] down_e(hidden_e(x[t])) with e = index[t, k]. Stacked parameters, all
 // cut along the experts, with up_rows = (gated ? 2 : 1) * hidden:
 //
-//  up [experts, up_rows, features] and down [experts, features, hidden], or transposed: [experts, features, up_rows]
-//  and [experts, hidden, features]; optional biases [experts, up_rows] and [experts, features].
+//   up [experts, up_rows, features] and down [experts, features, hidden], or transposed: [experts, features, up_rows]
+//   and [experts, hidden, features]; optional biases [experts, up_rows] and [experts, features].
 //
 // The rows of the gate come first or, if interleaved, alternate with those of up.
 struct ExpertsShape {
@@ -38,9 +38,9 @@ struct ExpertsShape {
 
 struct ExpertsResult {
   at::Tensor y;                 // [T, features]
-  at::Tensor kept;  // up(x) of every routed token, sorted by expert; or undefined
-  at::Tensor order;  // [T * K] int64: positions in index.view(-1), sorted by expert
-  at::Tensor ends;  // [experts] int64: end of every expert in that order, on the device
+  at::Tensor kept;              // up(x) of every routed token, sorted by expert; or undefined
+  at::Tensor order;             // [T * K] int64: positions in index.view(-1), sorted by expert
+  at::Tensor ends;              // [experts] int64: end of every expert in that order, on the device
   std::vector<int64_t> starts;  // start of every expert in that order, and the end
 };
 

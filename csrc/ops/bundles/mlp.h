@@ -16,7 +16,7 @@ struct MlpShape {
   int64_t out_features = 0;
   bool gated = false;
   bool transposed = false;  // weights are stored as [in, out]
-  bool up_bias = false;  // applies to the gate, too
+  bool up_bias = false;     // applies to the gate, too
   bool down_bias = false;
   Activation activation = Activation::gelu;
 };

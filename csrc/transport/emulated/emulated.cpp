@@ -14,8 +14,8 @@
 namespace rtp {
 namespace {
 
-// Calls copy(to, from, bytes) and clear(to, bytes) for what a hop to oneself moves. Shards of unequal size are cut or
-// padded with zeros.
+// Calls copy(to, from, bytes) and clear(to, bytes) for a hop to oneself. Shards of unequal size are truncated or padded
+// with zeros.
 template <typename Copy, typename Clear>
 void loop_back(const Hop& hop, Copy copy, Clear clear) {
   for (size_t index = 0; index < hop.receive.size(); ++index) {
@@ -61,7 +61,7 @@ class EmulatedDevice : public CudaTransport {
 
   const char* name() const override { return "emulated"; }
   bool loopback() const override { return true; }
-  bool takes_graphs() const override { return true; }  // there is no other rank
+  bool takes_graphs() const override { return true; }  // no other rank takes part
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     const DeviceScope scope(device_);

@@ -10,11 +10,11 @@
 namespace rtp {
 namespace {
 
-constexpr size_t kCut = 512;                      // bytes: where a copy may be cut
-constexpr size_t kHostChunk = 4 << 20;            // bytes: one chunk goes up while the next one comes down
-constexpr auto kStart = std::chrono::minutes(1);  // for communicators of one rank
+constexpr size_t kCut = 512;                      // bytes: alignment of the parts of a copy
+constexpr size_t kHostChunk = 4 << 20;            // bytes: one chunk is uploaded while the next one is downloaded
+constexpr auto kStart = std::chrono::minutes(1);  // timeout for communicators of one rank
 
-// `copies` cut into pieces of at most `most` bytes.
+// Returns `copies` cut into pieces of at most `most` bytes.
 std::vector<Copy> cut(const std::vector<Copy>& copies, size_t most) {
   std::vector<Copy> pieces;
   for (const Copy& copy : copies) {
@@ -71,7 +71,7 @@ class CeLocal : public EmulatedLink {
 
  private:
   CopyEngine engine_;
-  std::array<std::vector<Stream>, 2> more_;  // of each channel, besides its own
+  std::array<std::vector<Stream>, 2> more_;  // by channel: streams in addition to its own
 };
 
 class NcclSelf : public EmulatedLink {
@@ -95,7 +95,7 @@ class NcclSelf : public EmulatedLink {
   NcclCommunicators communicators_;
 };
 
-// Two pinned chunks for each channel: while one is copied up to the GPU, the other is filled from it.
+// Two pinned buffers per channel: one is copied to the GPU while the other is filled.
 class Pcie : public EmulatedLink {
  public:
   Pcie() {

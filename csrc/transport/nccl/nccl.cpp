@@ -45,7 +45,7 @@ class NcclTransport : public SupervisedTransport {
     void* handle = found->second;
     handles_.erase(found);
     drop_slot(slot);
-    if (handle == nullptr) return;  // registration is switched off in NCCL's environment
+    if (handle == nullptr) return;  // NCCL's environment disables registration
     communicators_.call(static_cast<size_t>(channel), "transport nccl: deregistering a slot",
                         [&](ncclComm_t comm) { RTP_NCCL_CHECK(ncclCommDeregister(comm, handle)); });
   }
@@ -67,7 +67,7 @@ class NcclTransport : public SupervisedTransport {
 
  private:
   bool registered_;
-  std::map<void*, void*> handles_;  // of registered slots
+  std::map<void*, void*> handles_;  // handles of registered slots
 };
 
 }  // namespace

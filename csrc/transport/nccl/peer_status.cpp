@@ -10,7 +10,7 @@
 namespace rtp {
 namespace {
 
-// Lies at the start of a rank's page; fresh memory is zero.
+// The contents of a rank's page; fresh memory is zero.
 struct Page {
   uint64_t nonce;
   std::atomic<uint32_t> failed;
@@ -29,7 +29,7 @@ PeerStatus::PeerStatus(int rank, int ranks) : rank_(rank), ranks_(ranks), own_(s
 std::string PeerStatus::address() const { return MemoryAddress(own_, page(own_).nonce).text(); }
 
 int PeerStatus::connect(const std::vector<std::string>& addresses) {
-  RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "peer news: expected ", ranks_, " addresses, got ",
+  RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "peer status: expected ", ranks_, " addresses, got ",
                   addresses.size());
   peers_ = std::vector<Peer>(addresses.size());
   int reachable = 0;
@@ -42,7 +42,7 @@ int PeerStatus::connect(const std::vector<std::string>& addresses) {
       if (page(memory).nonce != address.nonce) continue;
       peers_[peer] = Peer{std::move(memory), ProcessWatch(address.pid)};
       ++reachable;
-    } catch (const MemoryError&) {  // no address, or of another user: its failures take a timeout to be noticed
+    } catch (const MemoryError&) {  // no address, or another user: failures of this rank are detected by the timeout
     }
   }
   return reachable;

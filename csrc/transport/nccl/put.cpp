@@ -9,7 +9,7 @@
 namespace rtp {
 namespace {
 
-// What older headers lack: puts and signals came with 2.29.
+// Declarations missing from older headers: puts and signals were added in 2.29.
 struct WaitDescription {  // ncclWaitSignalDesc_t
   int count;
   int peer;
@@ -52,8 +52,8 @@ class NcclPutTransport : public SupervisedTransport {
   bool sends_anywhere() const override { return false; }
   bool receives_anywhere() const override { return false; }
 
-  // A window for each slot: a hop finds the neighbour's by its own, because all ranks use the same slots for the same
-  // hops.
+  // Registers one window per slot. A hop addresses the neighbour's window by its own, because all ranks use the same
+  // slots for the same hops.
   at::Tensor allocate(Channel channel, int64_t bytes) override {
     const DeviceScope scope(device_);
     refuse_capture();
@@ -85,13 +85,13 @@ class NcclPutTransport : public SupervisedTransport {
   }
 
  protected:
-  // Signals are counted by their source, and a communicator works off its calls in order. So credits travel on a
-  // communicator of their own, and a put is enqueued before the wait for what arrives.
+  // NCCL counts signals by source, and a communicator executes its calls in order. Therefore credits use a separate
+  // communicator, and a put is enqueued before the wait for the arrival.
   Ends enqueue(const Hop& hop, cudaStream_t stream) override {
     const std::vector<Block> out = blocks_of(hop.send, hop.remote_receive_offsets, hop.in_whole_slot);
     const std::vector<Block> in = blocks_of(hop.receive, hop.remote_send_offsets, hop.in_whole_slot);
     const std::string what = hop.describe();
-    if (!in.empty()) {  // the slot is free: whatever used it is ahead in the stream
+    if (!in.empty()) {  // the slot is free: all earlier uses precede in the stream
       communicators_.call(credits(hop.channel), what,
                           [&](ncclComm_t comm) { RTP_NCCL_CHECK(functions_.signal(hop.from, 0, 0, 0, comm, stream)); });
     }
@@ -111,7 +111,7 @@ class NcclPutTransport : public SupervisedTransport {
   }
 
   bool give_up() noexcept override {
-    communicators_.leak();  // aborting them would wait for ever where a signal does not come
+    communicators_.leak();  // an abort would block if a signal never arrives
     return false;
   }
 
@@ -126,7 +126,7 @@ class NcclPutTransport : public SupervisedTransport {
   }
 
   const Functions functions_;
-  std::map<void*, void*> windows_;  // of every slot
+  std::map<void*, void*> windows_;  // by slot
 };
 
 }  // namespace

@@ -5,8 +5,9 @@
 namespace rtp {
 namespace {
 
-constexpr auto kGivingUp = std::chrono::seconds(2);  // what has been given up ends in milliseconds, if it ends
-constexpr int kUnanswered = 5;  // a process may end in good order before its last hop is seen to have ended here
+constexpr auto kGivingUp = std::chrono::seconds(2);  // aborted work ends within milliseconds, if at all
+// polls before an ended process counts as failed: it may exit in good order before its last hop completes here
+constexpr int kUnanswered = 5;
 
 NcclCommunicators connect(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options) {
   const DeviceScope scope(end.device);
@@ -20,7 +21,7 @@ SupervisedTransport::SupervisedTransport(const RingEnd& end, const std::vector<s
     : CudaTransport(end.device), end_(end), communicators_(connect(end, ids, options)) {}
 
 SupervisedTransport::~SupervisedTransport() {
-  // Its first hop failed, and may yet end.
+  // A trial hop failed and may still be running.
   if (!watchdog_ && !slots_.empty()) static_cast<void>(new decltype(slots_)(std::move(slots_)));
 }
 
@@ -81,7 +82,7 @@ std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
     ends = enqueue(hop, stream);
   } catch (const RotationError&) {
     watch_rest(hop, stream);
-    watchdog_->check();  // why the watchdog gave up says more than that it did
+    watchdog_->check();  // the watchdog's reason is more specific
     throw;
   }
   if (!ends.received) {
@@ -92,8 +93,8 @@ std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
   return transfer(ends.sent, ends.received);
 }
 
-// Hops of a stream that is being captured are not supervised: their events cannot be queried, and they run when the
-// graph does. Graphs of our own are, as a whole: after_graph().
+// Hops that are being captured are not supervised: their events cannot be queried, and they run when the graph does.
+// after_graph() supervises a graph of this package as a whole.
 void SupervisedTransport::watch(const Hop& hop, const StreamEvent& done) {
   if (streams_.capturing()) return;
   if (streams_.capture() != 0) {
@@ -103,11 +104,11 @@ void SupervisedTransport::watch(const Hop& hop, const StreamEvent& done) {
   }
 }
 
-// What was enqueued of a hop before it failed is given up like any other.
+// Supervises the part of a failed hop that was enqueued.
 void SupervisedTransport::watch_rest(const Hop& hop, cudaStream_t stream) noexcept {
   try {
     watch(hop, streams_.event(stream));
-  } catch (...) {  // the error that led here is already on its way
+  } catch (...) {  // the original error is being propagated
   }
 }
 
@@ -141,7 +142,7 @@ bool SupervisedTransport::give_up() noexcept {
 }
 
 void SupervisedTransport::abort(const std::string& reason) noexcept {
-  if (!watchdog_) return;  // it is still being made
+  if (!watchdog_) return;  // the constructor has not finished
   watchdog_->fail({Failure::Kind::other, reason});
   watchdog_->drain(kGivingUp);
 }
@@ -157,11 +158,11 @@ void SupervisedTransport::close() {
 
 void SupervisedTransport::drop() noexcept {
   if (!watchdog_->drain(end_.timeout)) {
-    abort("dropped while a hop was under way");
+    abort("dropped while a hop was in flight");
     return;
   }
   const DeviceScope scope(device_);
-  cudaStreamSynchronize(streams_.compute());  // which may still use the slots
+  cudaStreamSynchronize(streams_.compute());  // the compute stream may still use the slots
   watchdog_->stop();
   give_up();
 }
@@ -184,7 +185,7 @@ void SupervisedTransport::finish_uses(Channel channel) const {
 
 StreamEvent SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_t stream) {
   const StreamEvent reached = streams_.event(stream);
-  if (watchdog_) {  // else the first hop, which run_trial_hops() waits for
+  if (watchdog_) {  // without a watchdog, run_trial_hops() waits for the hop
     Hop index = hop;
     index.from = peer;
     watch(index, reached);
@@ -193,7 +194,7 @@ StreamEvent SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_
 }
 
 bool SupervisedTransport::all_hops_ended() noexcept {
-  if (!watchdog_) return false;  // a first hop that failed
+  if (!watchdog_) return false;  // a trial hop failed
   return !watchdog_->failed() || (!captured_ && watchdog_->drain(kGivingUp));
 }
 

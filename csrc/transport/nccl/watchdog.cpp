@@ -4,7 +4,7 @@ namespace rtp {
 namespace {
 
 constexpr auto kPollInterval = std::chrono::milliseconds(20);
-// What has been given up ends one wait at a time, of which dozens of layers may be enqueued.
+// Each call of give_up ends one wait per stream, and dozens of layers may be enqueued.
 constexpr auto kGivingUpInterval = std::chrono::microseconds(100);
 
 bool ended(const StreamEvent& event) { return std::static_pointer_cast<Event>(event)->reached(); }
@@ -45,12 +45,12 @@ void Watchdog::fail(Failure failure) noexcept {
     }
     repeat_give_up_ = callbacks_.give_up(failure);
     wake_.notify_all();
-  } catch (...) {  // no memory for a message: the timeout of the neighbours has to do
+  } catch (...) {  // out of memory for a message: the neighbours detect the failure by their timeout
   }
 }
 
-// Drops the hops that have ended. The time of a hop runs from when the one before it in its stream ended: what is
-// enqueued far ahead is not late.
+// Drops the hops that have ended. The timeout of a hop starts when the previous hop of its stream has ended, because
+// hops may be enqueued far ahead.
 void Watchdog::forget_ended() {
   for (auto& hops : pending_) {
     while (!hops.empty() && ended(hops.front().done)) {
@@ -75,7 +75,7 @@ std::optional<Failure> Watchdog::find_timeout() {
   return std::nullopt;
 }
 
-// What the transport found, with the oldest hop that has not ended.
+// Returns a failure found by the transport, prefixed with the oldest hop that has not ended.
 std::optional<Failure> Watchdog::find_failure() {
   std::vector<int> awaited;
   std::string oldest;
@@ -97,7 +97,8 @@ std::optional<Failure> Watchdog::find_failure() {
 void Watchdog::run() noexcept {
   try {
     const DeviceScope scope(device_);
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;  // a capture elsewhere may not forbid queries here
+    // captures of other threads do not forbid queries here
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;
     RTP_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
     std::unique_lock lock(mutex_);
     while (!stopping_) {
@@ -111,7 +112,7 @@ void Watchdog::run() noexcept {
         if (!failure) failure = find_timeout();
         if (failure) fail(std::move(*failure));
       } else if (repeat_give_up_ && !drain(std::chrono::milliseconds(0))) {
-        // Also of hops that were being enqueued, perhaps into a full queue, while the others ended.
+        // Covers hops that were being enqueued, perhaps into a full queue, while the others ended.
         const std::lock_guard callback_lock(callback_mutex_);
         repeat_give_up_ = callbacks_.give_up(*failure_);
       }

@@ -15,10 +15,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint64_t kHelloMagic = 0x31706374'70747230;  // of this protocol, on hosts of one byte order
-constexpr uint32_t kNotices = 2;                       // the purpose of a connection; below it: the channel of its hops
-constexpr auto kPatience = std::chrono::seconds(10);   // with a connection who says nothing
-constexpr auto kGrace = std::chrono::seconds(1);       // for a connection to arrive later than the notices of its end
+constexpr uint64_t kHelloMagic = 0x31706374'70747230;  // identifies this protocol and the byte order
+constexpr uint32_t kNotices = 2;  // purpose of a connection; smaller values are the channel of its hops
+constexpr auto kPatience = std::chrono::seconds(10);  // limit for a silent connection
+constexpr auto kGrace = std::chrono::seconds(1);      // limit for a connection that arrives after the notice of its end
 
 }  // namespace
 
@@ -29,7 +29,7 @@ struct Peers::Hello {
   uint32_t purpose = 0;
 };
 
-// A rank that was let in is told so; a rank that ends its ring tells why.
+// Sent to an admitted rank, and by a rank that ends its ring, with the reason.
 struct Peers::Notice {
   PeerState state = PeerState::present;
   char reason[511] = {};
@@ -63,7 +63,7 @@ void Peers::join(const std::vector<std::string>& addresses, std::chrono::millise
   const auto deadline = Clock::now() + timeout;
   RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "transport tcp: expected ", ranks_, " addresses, got ",
                   addresses.size());
-  for (int rank = ranks_ - 1; rank >= 0; --rank) {  // the token of rank 0 is the ring's
+  for (int rank = ranks_ - 1; rank >= 0; --rank) {  // the ring uses the token of rank 0
     Peer& peer = peers_[static_cast<size_t>(rank)];
     std::istringstream fields(addresses[static_cast<size_t>(rank)]);
     fields >> peer.host >> peer.port >> key_.token[0] >> key_.token[1];
@@ -128,7 +128,8 @@ std::string Peers::reason_of_loss(int peer, const std::string& seen) {
 Socket Peers::connect(int peer, Channel channel) {
   check(peer);
   const Peer& known = peers_[static_cast<size_t>(peer)];
-  Socket socket = connect_to(known.host, known.port, stop_, std::chrono::hours(1));  // whoever waits for it gives up
+  // waits for the hop enforce the timeout
+  Socket socket = connect_to(known.host, known.port, stop_, std::chrono::hours(1));
   say_hello(socket, static_cast<uint32_t>(channel));
   return socket;
 }
@@ -156,7 +157,8 @@ void Peers::announce(PeerState state, const std::string& reason) noexcept {
   std::strncpy(notice.reason, reason.c_str(), sizeof notice.reason - 1);
   const std::lock_guard lock(mutex_);
   for (const Peer& peer : peers_) {
-    // Little enough to be taken at once; who has not read the notices before will see the end of the connection.
+    // Small enough for the socket buffer; a peer that has not read earlier notices detects the end of the connection
+    // instead.
     if (peer.notices) send(peer.notices.fd(), &notice, sizeof notice, MSG_DONTWAIT | MSG_NOSIGNAL);
   }
 }
@@ -202,7 +204,7 @@ void Peers::watch() {
   }
 }
 
-// Lets in those who have said who they are.
+// Admits connections whose hello has arrived.
 void Peers::read_hellos(std::list<PendingConnection>& pending) {
   for (auto each = pending.begin(); each != pending.end();) {
     Hello hello;
@@ -242,7 +244,7 @@ void Peers::admit(const Hello& hello, Socket socket) {
 }
 
 void Peers::read_notice(int rank) {
-  Peer& peer = peers_[static_cast<size_t>(rank)];  // what is read here is this thread's alone
+  Peer& peer = peers_[static_cast<size_t>(rank)];  // only this thread accesses the read state
   Notice notice;
   char* const text = reinterpret_cast<char*>(&notice);
   const ssize_t found = recv(peer.notices.fd(), text, sizeof notice - peer.partial_notice.size(), MSG_DONTWAIT);
@@ -257,7 +259,7 @@ void Peers::read_notice(int rank) {
   peer.partial_notice.clear();
   notice.reason[sizeof notice.reason - 1] = '\0';
   set_state(rank, notice.state, notice.reason);
-  if (notice.state == PeerState::failed) on_failure_({rank, lost_reason(rank)});  // this thread alone changes it
+  if (notice.state == PeerState::failed) on_failure_({rank, lost_reason(rank)});  // only this thread changes the state
 }
 
 void Peers::set_state(int rank, PeerState state, const std::string& reason) {

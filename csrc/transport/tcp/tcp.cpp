@@ -23,18 +23,18 @@ namespace {
 using Clock = HostClock;
 using PeerState = Peers::PeerState;
 
-constexpr size_t kMaxTensors = 8;  // of a hop
+constexpr size_t kMaxTensors = 8;  // maximum per hop
 constexpr uint64_t kMagic = 0x706f6820'70747230;
-constexpr auto kJoining = std::chrono::seconds(20);      // that connecting to all ranks may take at most
-constexpr auto kLongest = std::chrono::hours(24 * 365);  // of a timeout
+constexpr auto kJoining = std::chrono::seconds(20);      // maximum time to connect to all ranks
+constexpr auto kLongest = std::chrono::hours(24 * 365);  // maximum timeout
 
-// Travels before the bytes of a hop, so that ranks that are out of step notice.
+// Precedes the bytes of a hop, to detect ranks that are out of step.
 struct Header {
   uint64_t magic = kMagic;
   uint64_t identity = 0;
   std::array<uint64_t, kMaxTensors> bytes{};
   uint64_t parts = 0;
-  char hop[168] = {};  // in words
+  char hop[168] = {};  // description of the hop
 };
 static_assert(sizeof(Header) == 256);
 
@@ -54,11 +54,11 @@ std::vector<iovec> chunks_of(Header& header, const std::vector<Span>& spans) {
   return chunks;
 }
 
-// One hop, while it is under way.
+// A hop in flight.
 struct PendingHop {
   Hop hop;
   std::array<std::atomic<bool>, 2> done{};  // by direction
-  Clock::time_point arrived;                // once `in` is done
+  Clock::time_point arrived;                // valid once `in` is done
 };
 
 class SocketTransport : public TcpTransport, public std::enable_shared_from_this<SocketTransport> {
@@ -76,14 +76,14 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
   std::string address() const override { return peers_.address(); }
 
   void connect(const std::vector<std::string>& addresses) override {
-    // Ranks that are reached and wait for one that is not are still in time to hear of it from the caller.
+    // Half the timeout, so that the caller can still notify the other ranks of an unreachable one in time.
     peers_.join(addresses, std::min<std::chrono::milliseconds>(timeout_ / 2, kJoining));
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
       for (const Direction direction : {Direction::out, Direction::in}) {
         std::thread& thread = queue(channel, direction).thread;
         thread = std::thread([this, channel, direction] { serve(channel, direction); });
         const std::string title =
-            concat("rtp_", rtp::name(channel), direction == Direction::out ? "_tx" : "_rx");  // 15 at most
+            concat("rtp_", rtp::name(channel), direction == Direction::out ? "_tx" : "_rx");  // at most 15 characters
         pthread_setname_np(thread.native_handle(), title.c_str());
       }
     }
@@ -99,13 +99,13 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
  private:
   friend class SocketTransfer;
 
-  // The hops of one channel that are yet to be sent, or yet to arrive, in the order of posting.
+  // The hops of one channel and direction that have not been sent or received, in the order of posting.
   struct HopQueue {
     std::deque<std::shared_ptr<PendingHop>> waiting;
-    std::condition_variable wake;  // of the thread
-    std::condition_variable done;  // of whoever waits for a hop
+    std::condition_variable wake;  // wakes the thread
+    std::condition_variable done;  // wakes waits for a hop
     std::thread thread;
-    std::map<int, Socket> to;  // the thread's, by peer
+    std::map<int, Socket> to;  // used by the thread only; by peer
     std::map<int, Incoming> from;
   };
 
@@ -117,7 +117,7 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
   void send(HopQueue& queue, const Hop& hop);
   void receive(HopQueue& queue, PendingHop& pending);
   void wait(const PendingHop& pending, Direction direction);
-  // Throws why this rank's ring cannot go on, if it cannot. Called with the lock held.
+  // Throws if this rank's ring has failed or ended. Requires the lock.
   void check(const Hop& hop, Clock::duration waited);
   void on_peer_failure(const Peers::Lost& lost);
   void notify_all();
@@ -125,13 +125,13 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
 
   const int ranks_;
   const std::chrono::milliseconds timeout_;
-  std::mutex mutex_;  // of the lines and of the end
+  std::mutex mutex_;  // guards the queues and the end
   std::array<std::array<HopQueue, 2>, 2> queues_;
   bool ending_ = false;
   std::string reason_;
   std::optional<Peers::Lost> lost_;  // the first peer whose ring failed
-  std::exception_ptr failure_;       // what a thread met
-  Peers peers_;                      // last: its thread calls `lose`
+  std::exception_ptr failure_;       // error of a thread
+  Peers peers_;                      // last member, because its thread calls on_peer_failure
 };
 
 class SocketTransfer : public Transfer {
