@@ -16,8 +16,6 @@ struct LinearShape {
   int64_t in_features = 0;
   bool by_outputs = true;   // W is cut along its output features, else along its input features
   bool transposed = false;  // W is stored as [in_features, out_features]
-
-  int64_t cut_features() const { return by_outputs ? out_features : in_features; }
 };
 
 // The layouts of a linear layer's weight and bias in a bundle.

@@ -25,7 +25,7 @@ struct Sizes {
   bool before(int64_t, int64_t) const { return false; }
 };
 
-// The memory of one pass: what it leases, and what it can return before it ends.
+// The memory of one pass: the slots that it leases, and those that it can return early.
 struct PassSize {
   const Schedule* schedule;
   std::optional<int64_t> weight, gradient;  // bytes of a slot; none if nothing of the kind travels

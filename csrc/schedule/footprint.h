@@ -69,8 +69,8 @@ struct Travel {
 };
 
 // The slots that a pass no longer needs before its compute at `position`: the weight slots that no remaining step uses,
-// and whether the staged copy of the local shard is among them. Nothing while weight hops are due or more than one slot
-// is in use: the first shard of the next pass would leave too early.
+// and whether the staged copy of the local shard is among them. Returns nothing while weight hops are due or more than
+// one slot is in use: the first shard of the next pass would leave too early.
 struct FreedSlots {
   std::vector<int> slots;
   bool staged = false;

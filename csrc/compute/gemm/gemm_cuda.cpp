@@ -220,7 +220,7 @@ void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor
   const float keep = in.defined() ? 1.0f : 0.0f;
   const auto operation = [](bool transpose) { return transpose ? CUBLAS_OP_T : CUBLAS_OP_N; };
   // torch's handle uses the current stream and torch's workspace. Its flags for TF32 and for reduced-precision sums
-  // apply to float32 operands and 16-bit results only, neither of which occurs here.
+  // apply to float32 operands and 16-bit results only; neither occurs here.
   RTP_CUBLAS_CHECK(cublasGemmEx_64(
       at::cuda::getCurrentCUDABlasHandle(), operation(layout->transpose_left), operation(layout->transpose_right),
       layout->m, layout->n, layout->k, &factor, left.const_data_ptr(), data_type(left.scalar_type()),
