@@ -1,4 +1,4 @@
-// Transports that tests put around others: one lacks a kind of wait, one counts what hops cost.
+// Wrapper transports for tests: one omits a kind of wait, one counts the CUDA calls of hops.
 #pragma once
 
 #include <memory>
@@ -28,7 +28,7 @@ class FewerWaits : public Streams {
   bool channel_;
 };
 
-// A transport without one kind of wait, for controls of the tests: they must notice.
+// A transport that omits one kind of wait, to verify that tests detect it.
 class WithoutWait : public Transport {
  public:
   WithoutWait(std::shared_ptr<Transport> inner, std::string missing)
@@ -73,14 +73,14 @@ class WithoutWait : public Transport {
   std::string missing_;
 };
 
-// How many functions of CUDA, or of NCCL, this thread has called.
+// Returns how many functions whose names start with `prefix` this thread has called.
 inline int64_t calls_of(const char* prefix) {
   int64_t total = 0;
   for (const auto& [function, count] : simulated::calls()) total += function.starts_with(prefix) ? count : 0;
   return total;
 }
 
-// What hops cost, of all that a pass calls.
+// The calls for hops, out of all calls of a pass.
 struct Tally {
   int64_t hops = 0, cuda = 0, nccl = 0;
 
