@@ -166,7 +166,7 @@ class Execution {
 
   const std::shared_ptr<Slot>& slot(Buffer buffer) const;
   std::byte* slot_start(Buffer buffer) const;  // null for a local tensor that was not staged
-  size_t offset(Buffer buffer, Half half, int owner, size_t part) const;
+  size_t offset(Buffer buffer, Half half, int owner, size_t index) const;
   std::vector<at::Tensor> views(Buffer buffer, int owner, Half half = Half::whole) const;
 
   int position() const { return static_cast<int>(position_) - 1; }  // position of the current step

@@ -48,9 +48,9 @@ TensorLayout table_layout(const EmbeddingShape& shape, const EmbeddingCut& cut, 
 // The layout of one chunk.
 TensorLayout table_layout(const EmbeddingShape& shape, const EmbeddingCut& cut, const Chunk& chunk,
                           at::ScalarType dtype) {
-  TensorLayout part = table_layout(shape, cut, dtype);
-  for (size_t owner = 0; owner < part.shapes.size(); ++owner) part.shapes[owner][0] = chunk.sizes[owner];
-  return part;
+  TensorLayout layout = table_layout(shape, cut, dtype);
+  for (size_t owner = 0; owner < layout.shapes.size(); ++owner) layout.shapes[owner][0] = chunk.sizes[owner];
+  return layout;
 }
 
 void gather_on_host(const EmbeddingGather& gather) {

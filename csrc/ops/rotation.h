@@ -69,9 +69,9 @@ TensorLayout cut_layout(at::ScalarType dtype, std::vector<int64_t> shape, int64_
 ShardBundle travelling_weights(const Executor& executor, const RotationOptions& options,
                                std::vector<TensorLayout> layouts, std::vector<at::Tensor> local, size_t dims = 2);
 
-// Checks that `local` is this rank's contiguous shard of `part`.
+// Checks that `local` is this rank's contiguous shard of `layout`.
 void check_local(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& local,
-                 const TensorLayout& part);
+                 const TensorLayout& layout);
 
 // Return the schedule of a pass over `weights`, in place if requested and supported: see Travel.
 const Schedule& forward_schedule(Executor& executor, const RotationOptions& options, const ShardBundle& weights,

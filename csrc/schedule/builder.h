@@ -20,7 +20,7 @@ class Builder {
     // One host, or hosts of one rank each, form a single level.
     if (chosen.route == Route::two_level && (chosen.hosts == 1 || chosen.hosts == ranks)) chosen.route = Route::ring;
     RTP_CHECK_VALUE(!chosen.in_place || chosen.route != Route::two_level,
-                    "schedule: expected shards that stay at home on route two-level, got in_place");
+                    "schedule: expected weights that travel out of place on route two-level, got in_place");
     if (chosen.in_place) chosen.route = Route::ring;  // the local shard itself travels from neighbour to neighbour
     // a bundle is computed shard by shard
     if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;

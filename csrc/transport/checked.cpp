@@ -18,12 +18,12 @@ constexpr size_t kInFlight = 4096;  // buffered checksums per channel: far more 
 
 Word checksum(const std::vector<Span>& parts) {
   uint32_t sum = 0;
-  for (const Span& index : parts) sum = crc32c(index.data, index.bytes, sum);
+  for (const Span& part : parts) sum = crc32c(part.data, part.bytes, sum);
   return sum;
 }
 
 bool moves(const std::vector<Span>& parts) {
-  return std::any_of(parts.begin(), parts.end(), [](const Span& index) { return index.bytes > 0; });
+  return std::any_of(parts.begin(), parts.end(), [](const Span& part) { return part.bytes > 0; });
 }
 
 class CheckedTransfer : public Transfer {
@@ -49,11 +49,11 @@ class CheckedTransfer : public Transfer {
  private:
   void flip() {
     flipped_ = false;
-    for (const Span& index : hop_.receive) {
-      if (index.bytes == 0) continue;
+    for (const Span& part : hop_.receive) {
+      if (part.bytes == 0) continue;
       // avoids the least significant bits of a number
-      const size_t inside = std::min((index.bytes / 2) | 6, index.bytes - 1);
-      index.data[inside] ^= std::byte{0x10};
+      const size_t inside = std::min((part.bytes / 2) | 6, part.bytes - 1);
+      part.data[inside] ^= std::byte{0x10};
       return;
     }
   }

@@ -220,7 +220,7 @@ std::string Recorder::dump(const std::string& reason) {
 const std::string& Recorder::fail(std::string& reason) noexcept {
   if (path_[0] != '\0' && on_failure_) {
     note_ = write(reason.c_str()) ? concat("; what this rank did last: ", path_)
-                                  : concat("; what it did last could not be written to ", path_);
+                                  : concat("; the record of this rank could not be written to ", path_);
     reason += note_;
   }
   return note_;

@@ -186,9 +186,9 @@ void SupervisedTransport::finish_uses(Channel channel) const {
 StreamEvent SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_t stream) {
   const StreamEvent reached = streams_.event(stream);
   if (watchdog_) {  // without a watchdog, run_trial_hops() waits for the hop
-    Hop index = hop;
-    index.from = peer;
-    watch(index, reached);
+    Hop awaited = hop;
+    awaited.from = peer;
+    watch(awaited, reached);
   }
   return reached;
 }

@@ -246,7 +246,7 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
     RTP_ASSERT(sequence - inbox.done.load() <= kDepth, hop.describe(), " outruns its mailbox");
     Landing& landing = inbox.landing[sequence % kDepth];
     const auto filled =
-        std::find_if(hop.receive.begin(), hop.receive.end(), [](const Span& index) { return index.bytes > 0; });
+        std::find_if(hop.receive.begin(), hop.receive.end(), [](const Span& part) { return part.bytes > 0; });
     const auto segment = find_segment(filled->data);
     RTP_ASSERT(segment != nullptr, hop.describe(), " must land in a slot");
     landing.fd = segment->memory.fd();
