@@ -276,9 +276,8 @@ std::string label(const Step& step) {
 Schedule make_schedule(int ranks, int rank, const ScheduleOptions& options) {
   RTP_CHECK_VALUE(ranks >= 1, "schedule: expected ranks >= 1, got ", ranks);
   RTP_CHECK_VALUE(rank >= 0 && rank < ranks, "schedule: expected 0 <= rank < ", ranks, ", got ", rank);
-  RTP_CHECK_VALUE(options.hosts >= 1 && ranks % options.hosts == 0,
-                  "schedule: expected a number of hosts that divides the ", ranks, " ranks, got ", options.hosts,
-                  " hosts");
+  RTP_CHECK_VALUE(options.hosts >= 1 && ranks % options.hosts == 0, "schedule: expected hosts of equally many of the ",
+                  ranks, " ranks, got ", options.hosts, " hosts");
   Builder builder(ranks, rank, options);
   const bool gathers = builder.options().route == Route::gather;
   if (builder.options().route == Route::two_level) {
