@@ -247,12 +247,12 @@ class PassGraphs:
         self, operation: str, function: Callable[..., Any], arguments: Sequence[Any], results: Any, *, captured: bool
     ) -> tuple[Any, Any]:
         """What a pass returns that is run, or captured, beside the caller's stream; and its graph."""
-        self._executor.begin_aside(captured)
+        self._executor.begin_graph_stream(captured)
         try:
             returned = self._step(function, arguments, results)
-            return returned, self._executor.end_aside(operation)
+            return returned, self._executor.end_graph_stream(operation)
         finally:
-            self._executor.leave_aside()  # does nothing after the orderly end
+            self._executor.abandon_graph_stream()  # does nothing after the orderly end
 
     def _capture(
         self,
