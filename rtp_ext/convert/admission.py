@@ -20,6 +20,7 @@ from rtp_ext.convert.modules.gathered import ForwardScope
 from rtp_ext.convert.optimizers import REPLACED
 from rtp_ext.convert.scopes import RotationState, is_inside, mark_inside, state_of
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh
+from rtp_ext.dtensor_hooks import refuse_ddp
 from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring
@@ -143,21 +144,17 @@ def refuse_foreign(root: nn.Module, where: Ring | RingMesh, ignored: Collection[
                 )
 
 
-class _NothingForDDP:
-    """In the place of the names that DistributedDataParallel is to leave alone, for which it asks a model first."""
-
-    def __iter__(self) -> Any:
-        raise ValueError(
-            "DistributedDataParallel: expected a plain model, got one that fully_rotate has converted: its parameters "
-            "are shards of a ring, and its gradients are averaged by its own backward. Train the model as it is; in "
-            "training loops of others take RotationTrainer instead of Trainer, RotationAccelerator instead of "
-            "Accelerator, RotationStrategy instead of strategy='ddp' (rtp_ext.integrations, docs/frameworks.md)"
-        )
+_REFUSED_DDP = (
+    "DistributedDataParallel: expected a plain model, got one that fully_rotate has converted: its parameters "
+    "are shards of a ring, and its gradients are averaged by its own backward. Train the model as it is; in "
+    "training loops of others take RotationTrainer instead of Trainer, RotationAccelerator instead of "
+    "Accelerator, RotationStrategy instead of strategy='ddp' (rtp_ext.integrations, docs/frameworks.md)"
+)
 
 
-def refuse_ddp(root: nn.Module) -> None:
+def refuse_wrapping(root: nn.Module) -> None:
     """Has DistributedDataParallel of a converted model raise ValueError, which stock trainers wrap it in."""
-    root.__dict__.setdefault("_ddp_params_and_buffers_to_ignore", _NothingForDDP())
+    refuse_ddp(root, _REFUSED_DDP)
 
 
 def refuse_whole_tables(root: nn.Module, ignored: Collection[int], replicas: int, tensor: bool) -> None:

@@ -24,10 +24,10 @@ from rtp_ext.convert.admission import (
     offload_of,
     parts_of,
     place_of,
-    refuse_ddp,
     refuse_foreign,
     refuse_offload,
     refuse_whole_tables,
+    refuse_wrapping,
 )
 from rtp_ext.convert.agreement import checksums, compare_weights
 from rtp_ext.convert.methods.fully_shard import answer_for_fully_shard
@@ -187,7 +187,7 @@ def fully_rotate(
     for state, member in zip(states, members, strict=True):
         state.handle_gradients(member)
         if ring.mesh is not None:
-            refuse_ddp(member)
+            refuse_wrapping(member)
     mark_replaced(whole, before)
     watch_optimizers()
     let_it_save(whole, ring)

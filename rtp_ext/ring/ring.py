@@ -17,6 +17,7 @@ from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
 from rtp_ext.ring.autograd import refuse_transforms, unseen
 from rtp_ext.ring.counters import Counters
+from rtp_ext.ring.dtensor_parameters import follow
 from rtp_ext.ring.graphs import CAPTURED, check_graphs, refuse_graphs
 from rtp_ext.ring.links.failure_report import FailureReport
 from rtp_ext.ring.links.hosts import Hosts
@@ -24,7 +25,6 @@ from rtp_ext.ring.links.options import TransportOptions
 from rtp_ext.ring.links.transports import ce_refusal, nccl_put_refusal, nccl_refusal, order_launches
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
-from rtp_ext.ring.patches.dtensor import follow
 from rtp_ext.ring.prepared import Agreements
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Recorded

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rtp_ext import _native
+from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.ring.graphs import PassGraphs, begin_graphs
 from rtp_ext.ring.links.failure_report import Process, this_process
 from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.links.hosts import find_hosts
 from rtp_ext.ring.links.options import check_travel
 from rtp_ext.ring.links.transports import NETWORKED, connect
-from rtp_ext.ring.patches.dynamo import keep_compilers_out
 from rtp_ext.ring.prepared import Ledger, Prepared
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes, choose_gradient_route
 from rtp_ext.ring.routes.hops import choose_ce_modes, choose_hops
