@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from rtp_ext.compilers import eager
 from rtp_ext.convert.adapters import let_adapters_merge
 from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew, want_gradients
 from rtp_ext.convert.modules.bundled import OWN_HOOKS
@@ -26,9 +27,8 @@ from rtp_ext.outer.pipelines import follow_pipelines
 from rtp_ext.outer.policy import UNIT, OuterPolicy, Unit, Units
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import unseen
+from rtp_ext.ring.dtensor_parameters import expect_own_shard
 from rtp_ext.ring.offload import keep_on_host
-from rtp_ext.ring.patches.dtensor import expect_own_shard
-from rtp_ext.ring.patches.dynamo import eager
 
 logger = logging.getLogger("rtp_ext")
 

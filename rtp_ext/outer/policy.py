@@ -111,6 +111,10 @@ class GradientHandler:
     def alone(self) -> bool:
         return self.policy.size == 1
 
+    @property
+    def ring(self) -> Ring | None:
+        return self.policy.ring
+
     def __deepcopy__(self, memo: dict) -> GradientHandler:
         return GradientHandler(copy.deepcopy(self.policy, memo), self.index)
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rtp_ext._native import shard_sizes
+from rtp_ext.dtensor_hooks import patch_state_dicts
 from rtp_ext.ring.autograd import as_parameter
 from rtp_ext.ring.mesh import local_placements, own_part, piece_dim, ring_dim, ring_shape
 
@@ -85,31 +84,22 @@ def as_pieces(parameter: DTensor, placements: tuple[Placement, Placement]) -> nn
 
 
 _meshes: set[DeviceMesh] = set()
-_WRAPS = "_rtp_cuts"  # attribute of the function that knows them
 
 
 def let_state_dicts_fit(mesh: DeviceMesh) -> None:
-    """Has whole state dicts (full_state_dict=True) be cut into pieces as the parameters on `mesh` are.
-
-    torch cuts along the replicas first, and then evenly what that leaves of the shards of all rings: it asserts where
-    sizes do not divide, or cuts elsewhere.
-    """
+    """Has whole state dicts (full_state_dict=True) be cut into pieces as the parameters on `mesh` are."""
     _meshes.add(mesh)
-    stock: Any = _state_dict_utils.distribute_tensor  # type: ignore[attr-defined]
-    if hasattr(stock, _WRAPS):
-        return
+    patch_state_dicts(_holds_pieces, _piece_of)
 
-    @functools.wraps(stock)
-    def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **keywords: Any) -> Any:
-        ours = placements is not None and isinstance(placements[0], _StridedShard) and device_mesh in _meshes
-        if not ours or isinstance(tensor, DTensor):
-            return stock(tensor, device_mesh, placements, **keywords)
-        spec = DTensorSpec(device_mesh, tuple(placements), TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
-        piece = own_part(tensor.detach(), device_mesh, placements).clone(memory_format=torch.contiguous_format)
-        return DTensor(piece, spec, requires_grad=False)  # type: ignore[call-arg]
 
-    setattr(distribute_tensor, _WRAPS, True)
-    _state_dict_utils.distribute_tensor = distribute_tensor  # type: ignore[attr-defined]
+def _holds_pieces(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    return isinstance(placements[0], _StridedShard) and mesh in _meshes
+
+
+def _piece_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(whole.shape, whole.stride(), whole.dtype))
+    piece = own_part(whole.detach(), mesh, placements).clone(memory_format=torch.contiguous_format)
+    return DTensor(piece, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def gather_local(parameter: DTensor) -> torch.Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,16 +75,38 @@ class RingMesh:
         return self.parameters.size() // self.hops.size() // (1 if self.tensor is None else self.tensor.size())
 
 
-# of the meshes that rings have made: how many replicas hold the parameters on it, and whether tensor parallelism is a
-# dimension of it
-followed: dict[DeviceMesh, tuple[int, bool]] = {}
+@dataclass(frozen=True)
+class MeshRole:
+    """What parameters on a mesh are: how many replicas hold them, whether tensor parallelism cuts them, and the rings
+    that rotate them."""
+
+    replicas: int = 1
+    tensor: bool = False
+    rings: list[weakref.ref[Any]] = field(default_factory=list, compare=False)
+
+
+mesh_roles: dict[DeviceMesh, MeshRole] = {}  # of the meshes of rings
+
+
+def role_of(mesh: DeviceMesh) -> MeshRole:
+    """The role of a mesh; without replicas and tensor parallelism where no ring was made for it."""
+    return mesh_roles.get(mesh, _NO_ROLE)
+
+
+_NO_ROLE = MeshRole()
+
+
+def live_ring(mesh: DeviceMesh) -> Any:
+    """A Ring, made for the parameters on a mesh, that can be used; None where there is none."""
+    rings = (reference() for reference in reversed(role_of(mesh).rings))
+    return next((ring for ring in rings if ring is not None and ring.alive), None)
 
 
 def piece_dim(spec: DTensorSpec) -> int | None:
     """The dimension along which replicas cut the shards laid out as `spec`, so that each has a piece of its own; None
     where they do not. Nobody cuts over replicas what tensor parallelism cuts."""
     over_replicas: Any = spec.placements[0]
-    if isinstance(over_replicas, Replicate) or spec.mesh.ndim == 1 or followed.get(spec.mesh, (1, False))[1]:
+    if isinstance(over_replicas, Replicate) or spec.mesh.ndim == 1 or role_of(spec.mesh).tensor:
         return None
     return over_replicas.dim
 

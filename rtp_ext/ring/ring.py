@@ -17,7 +17,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
+from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.ring.dispatch import Dispatcher
+from rtp_ext.ring.dtensor_parameters import follow
 from rtp_ext.ring.graphs import choose_graphs
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.failure_report import FailureReport
@@ -33,8 +35,6 @@ from rtp_ext.ring.links.transports import (
 )
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
-from rtp_ext.ring.patches.dtensor import follow
-from rtp_ext.ring.patches.dynamo import keep_compilers_out
 from rtp_ext.ring.prepared import Agreement, Prepared
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.registry import name_ring

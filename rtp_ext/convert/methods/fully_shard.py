@@ -8,9 +8,9 @@ import types
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY
 
 from rtp_ext.convert.scopes import OpenScope, close_root, is_inside, open_root, state_of
+from rtp_ext.dtensor_hooks import refuse_ddp, refuse_fully_shard
 from rtp_ext.parameters.live import LiveModule, extended_class
 
 _FORWARD_METHOD = "_rtp_forward_method"  # attribute of what register_forward_method made
@@ -141,34 +141,21 @@ def _look_up(self: Any, name: str) -> Any:
 # -- other data parallelism of torch -----------------------------------------------------------------------------------
 
 
-class _NothingForDDP:
-    """Stands for the names of parameters that DistributedDataParallel leaves alone, which it reads first of all."""
-
-    def __iter__(self) -> Any:
-        raise ValueError(
-            "DistributedDataParallel: expected a plain model, got one that fully_rotate has converted: its parameters "
-            "are shards of a ring, and its gradients are averaged by its own backward. Train the model as it is; in "
-            "training loops of others take RotationTrainer instead of Trainer, RotationAccelerator instead of "
-            "Accelerator, RotationStrategy instead of strategy='ddp' (rtp_ext.integrations, docs/frameworks.md)"
-        )
-
-
-class _NotForFSDP(dict):
-    """The composable functions of torch that were applied to a module. `fully_shard` looks itself up there first."""
-
-    def __contains__(self, name: Any) -> bool:
-        if name == "fully_shard":
-            raise ValueError(
-                "fully_shard: expected a plain module, got one that fully_rotate has converted: its parameters are "
-                "shards of a ring already, and are never whole. Leave out fully_shard, or convert the plain model by "
-                "one of the two"
-            )
-        return super().__contains__(name)
+_REFUSED_DDP = (
+    "DistributedDataParallel: expected a plain model, got one that fully_rotate has converted: its parameters are "
+    "shards of a ring, and its gradients are averaged by its own backward. Train the model as it is; in training loops of "
+    "others take RotationTrainer instead of Trainer, RotationAccelerator instead of Accelerator, RotationStrategy "
+    "instead of strategy='ddp' (rtp_ext.integrations, docs/frameworks.md)"
+)
+_REFUSED_FULLY_SHARD = (
+    "fully_shard: expected a plain module, got one that fully_rotate has converted: its parameters are shards of a "
+    "ring already, and are never whole. Leave out fully_shard, or convert the plain model by one of the two"
+)
 
 
 def refuse_others(root: nn.Module) -> None:
-    """Has DistributedDataParallel and fully_shard of a converted model raise ValueError, before they change it."""
-    root.__dict__.setdefault("_ddp_params_and_buffers_to_ignore", _NothingForDDP())
+    """Makes DistributedDataParallel and fully_shard of a converted model raise ValueError, before they change it."""
+    refuse_ddp(root, _REFUSED_DDP)
     for part in root.modules():
         if part is root or isinstance(part, LiveModule):
-            part.__dict__[REGISTRY_KEY] = _NotForFSDP(part.__dict__.get(REGISTRY_KEY, {}))
+            refuse_fully_shard(part, _REFUSED_FULLY_SHARD)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrize
 
 from rtp_ext.convert.modules.gathered import GatheredModule
+from rtp_ext.dtensor_hooks import patch_parametrizations
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.wrappers import type_name
 from rtp_ext.ring import Ring
-from rtp_ext.ring.patches.dtensor import rotates
+from rtp_ext.ring.dtensor_parameters import rotates
 
 
 def refuse_additions(root: nn.Module, ring: Ring, ignored: Collection[str]) -> None:
@@ -59,10 +57,9 @@ def _too_late(what: str) -> str:
     )
 
 
-def _refuse_original(original: Any) -> None:
-    for parameter in original if isinstance(original, (list, tuple)) else (original,):
-        if rotates(parameter):
-            raise ValueError(_too_late(f"a parameter of shape {tuple(parameter.shape)}"))
+def _refuse_shard(parameter: Any) -> None:
+    if rotates(parameter):
+        raise ValueError(_too_late(f"a parameter of shape {tuple(parameter.shape)}"))
 
 
 def _refuse_named(module: nn.Module, name: str) -> None:
@@ -71,45 +68,6 @@ def _refuse_named(module: nn.Module, name: str) -> None:
             raise ValueError(_too_late(f"{name} of a {type(module).__name__}"))
 
 
-def _refuse_several(parameters: Any) -> None:
-    for module, name in parameters:
-        _refuse_named(module, name)
-
-
-_GUARDED = "_rtp_guarded"  # attribute of the functions below
-
-
 def guard_parametrizations() -> None:
-    """Has torch's ways to compute a weight from other parameters refuse shards when they are called, before anything is
-    changed; where a way has another name, the next forward finds it."""
-    old: dict[str, Any] = {name: sys.modules[f"torch.nn.utils.{name}"] for name in ("weight_norm", "spectral_norm")}
-    _guard(parametrize.ParametrizationList, "__init__", _refuse_original, "original")
-    _guard(getattr(parametrizations, "_SpectralNorm", None), "__init__", _refuse_original, "weight")
-    _guard(prune.BasePruningMethod, "apply", _refuse_named, "module", "name")
-    _guard(old["weight_norm"].WeightNorm, "apply", _refuse_named, "module", "name")
-    _guard(old["spectral_norm"].SpectralNorm, "apply", _refuse_named, "module", "name")
-    _guard(prune, "global_unstructured", _refuse_several, "parameters")
-
-
-def _guard(owner: Any, name: str, refuse: Callable[..., None], *needed: str) -> None:
-    """Has a function of `owner` call `refuse` with some of its arguments first."""
-    kept = vars(owner).get(name) if owner is not None else None
-    stock: Any = getattr(kept, "__func__", kept)
-    if stock is None or hasattr(stock, _GUARDED):
-        return
-    signature = inspect.signature(stock)
-    if not set(needed) <= signature.parameters.keys():
-        return
-
-    @functools.wraps(stock)
-    def guarded(*arguments: Any, **keywords: Any) -> Any:
-        try:
-            given = signature.bind(*arguments, **keywords).arguments
-        except TypeError:
-            return stock(*arguments, **keywords)  # which says what is wrong
-        refuse(*(given.get(each) for each in needed))
-        return stock(*arguments, **keywords)
-
-    setattr(guarded, _GUARDED, True)
-    wrapper = type(kept) if isinstance(kept, (staticmethod, classmethod)) else None
-    setattr(owner, name, guarded if wrapper is None else wrapper(guarded))
+    """Has torch's ways to compute a weight from other parameters refuse shards."""
+    patch_parametrizations(_refuse_shard, _refuse_named)
