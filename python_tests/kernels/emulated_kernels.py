@@ -292,7 +292,7 @@ class Emulated:
     def add_converted(self, total: Array, values: Array) -> np.ndarray:
         target, source = self.memory(total), self.memory(values)
         kind = ELEMENTS.index(values.element)
-        self.launch("add_widened", AddWidened(kind, values.shape[1], source.address, target.address))
+        self.launch("add_converted", AddWidened(kind, values.shape[1], source.address, target.address))
         return target.read()
 
 

@@ -271,7 +271,7 @@ def check_pack(runner, rng: np.random.Generator) -> None:
         what = f"pack {source.element} to {target.element} {source.shape}"
         assert np.array_equal(actual, expected, equal_nan=True), what
         if np.isfinite(expected).all() and len(np.unique(expected)) > 1:
-            assert not np.array_equal(np.failure_report(actual, 1), expected), f"control of {what}"
+            assert not np.array_equal(np.roll(actual, 1), expected), f"control of {what}"
 
 
 CHECKS: dict[str, Callable] = {

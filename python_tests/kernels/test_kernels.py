@@ -52,7 +52,7 @@ def test_planted_mistakes_are_found(library, backward):
     kernels.set_backward(backward)
     values = np.arange(THREADS, dtype=np.float32)
     assert kernels.planted(0, values.ctypes.data, THREADS) == 0  # the one that is right
-    assert np.array_equal(values, np.failure_report(np.arange(THREADS), -1))
+    assert np.array_equal(values, np.roll(np.arange(THREADS), -1))
     for which, message in PLANTED.items():
         with pytest.raises(KernelError, match=message):
             if kernels.planted(which, values.ctypes.data, THREADS) != 0:

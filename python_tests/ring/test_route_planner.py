@@ -67,7 +67,7 @@ def test_a_cpu_and_an_emulated_ring_decide_nothing():
 
 def test_devices_of_different_kinds_decide_nothing(monkeypatch):
     slow = Device(flops=1e9, multiprocessors=0, seconds_per_launch=20e-6, source="assumed")
-    monkeypatch.setattr(gate, "device_of", lambda device, dtype: slow)
+    monkeypatch.setattr(route_planner, "device_of", lambda device, dtype: slow)
     deciding = route_planner.RoutePlanner(4, torch.device("cpu"), "direct", "auto", None)
     deciding.link = LINK
     layer = LayerSize(24, 16, 8, 8)
