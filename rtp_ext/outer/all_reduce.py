@@ -1,24 +1,25 @@
-"""AllReduce: gradients are averaged over replicas, under the rest of backward.
+"""AllReduce averages gradients over replicas while the rest of backward runs.
 
-Where it takes hold. Every gradient of a sharded parameter passes the autograd node between the parameter and its local
-shard (`deliver_gradient`), once for each use of the parameter, after its last ring hop. The policy takes it there,
-and autograd gets nothing: a gradient that were handed on while it is being reduced would be read at once, by a sum of
-two uses of a tied weight or by `p.grad += g`. At the end of the backward, in the engine's final callback, what was
-reduced is given to the parameter by a backward of its own, so that p.grad is what stock code makes of it, and is right
-when backward() returns. So only what is new is reduced: p.grad is added to, never reduced again.
+Interception. Every gradient of a sharded parameter passes the autograd node between the parameter and its local shard
+(`deliver_gradient`), once for each use of the parameter, after its last ring hop. The policy takes the gradient there
+and returns None to autograd: a gradient that autograd received during its reduction would be read too early, by the sum
+of two uses of a tied weight or by `p.grad += g`. At the end of the backward, the engine's final callback delivers the
+reduced gradients to the parameters in a separate backward, so that p.grad is correct when backward() returns. Only new
+gradients are reduced; they are added to p.grad, which is never reduced again.
 
-Where that cannot be, the gradient is reduced in the node itself and handed on: for torch.autograd.grad, for a backward
-with create_graph=True, and for parameters with hooks, which must see it.
+Where interception is impossible, the node reduces the gradient itself and passes the result on: for
+torch.autograd.grad, for a backward with create_graph=True, and for parameters with hooks, which must see the gradient.
 
-Without a reduction (`requires_all_reduce` False) gradients are handed on unreduced, and p.grad is where they add up, in
-float32 where the parameter has 16 bits: zero_grad clears them as it clears any gradient. They are in the scale of the
-result, so that a reduction is the mean over replicas, whatever the divide factor, and what replicas have in common
-(a gradient that was reduced before, a penalty on the weights) stays as it is. Optimizers refuse to step on them.
-`left_for_later` and `reduce` are the same for a pipeline, whose parts of a backward are calls of torch.autograd.grad.
+Without a reduction (`requires_all_reduce` False) the node passes gradients on unreduced, and they accumulate in p.grad,
+in float32 where the parameter has 16 bits; zero_grad clears them as usual. They are stored in the scale of the result:
+the reduction is then the mean over replicas for any divide factor, and terms that all replicas share (a gradient that
+was reduced before, a penalty on the weights) keep their value. Optimizers refuse to step on unreduced gradients.
+`left_for_later` and `reduce` do the same for a pipeline, which calls torch.autograd.grad for each part of a backward.
 
-What travels when. Buckets are filled in the order in which gradients were complete in the backward before, as replica 0
-tells at the end of each, and leave in that order only. At the end replicas tell each other how many buckets have left
-and what else has arrived, and then send the rest: whatever a replica does or does not use, all send the same.
+Order. Buckets are filled in the order in which gradients were complete in the previous backward of replica 0, which
+sends that order at the end of each backward, and they are sent in that order only. At the end, the replicas exchange
+how many buckets they have sent and which other gradients they have, and then send the rest. All replicas therefore
+send the same buckets, independent of the parameters that each replica used.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ BUCKET = 4 << 20  # bytes
 
 
 class AllReduce(MicroBatches):
-    """Averages gradients over replicas: the exact gradient of all batches, as HSDP.
+    """Averages gradients over replicas: the exact gradient of all batches, as HSDP computes it.
 
-    Each is reduced once in a backward, on process groups apart from the ring's, in reduce_dtype of the model's
-    MixedPrecisionPolicy or float32 (float64 for float64). Large shards are reduced where they are, small ones in
-    buckets. What is new is held until the backward ends, beside the p.grad that it is added to.
+    Reduces each gradient once per backward, on process groups separate from the ring's, in reduce_dtype of the model's
+    MixedPrecisionPolicy or float32 (float64 for float64). Reduces large shards in place and small ones in buckets.
+    Holds new gradients until the backward ends, in addition to p.grad.
 
     Args:
-        compressor: one of TopK, RandomK, Sign, Quantize, PowerSGD, EF21, Neolithic: what travels in the place of the
-            gradients, in as many rounds as it takes; of each parameter on its own. What compressors keep is in
-            `state_dict`. Gradients of parameters that every rank holds whole travel as they are.
-        bucket_bytes: how much travels at once at most, unless one shard is larger.
+        compressor: one of TopK, RandomK, Sign, Quantize, PowerSGD, EF21, Neolithic. Its payloads travel instead of the
+            gradients, in one or more rounds; each parameter is compressed separately. `state_dict` contains the
+            compressor's state. Gradients of parameters that every rank holds whole are not compressed.
+        bucket_bytes: upper bound of a bucket in bytes, unless one shard is larger.
     """
 
     def __init__(self, compressor: Compressor | None = None, *, bucket_bytes: int = BUCKET) -> None:
@@ -66,11 +67,11 @@ class AllReduce(MicroBatches):
         self.bucket_bytes = bucket_bytes
         self._pass: Pass | None = None
         self._backwards = 0
-        self._plan: list[tuple[int, ...]] = []  # buckets, by numbers of parameters
-        self._order: Order = ()  # that the plan was made of
-        self._places: dict[int, tuple[int, int]] = {}  # by number: bucket, and how many gradients to wait for
-        self._later = False  # whether gradients are handed on as they come, for `reduce`
-        self._left_over = False  # whether any were since the last reduction; the same on all ranks
+        self._plan: list[tuple[int, ...]] = []  # buckets of parameter numbers
+        self._order: Order = ()  # from which the plan was made
+        self._places: dict[int, tuple[int, int]] = {}  # by parameter number: bucket, and expected number of gradients
+        self._later = False  # whether gradients are passed on unreduced, for `reduce`
+        self._left_over = False  # whether there are any since the last reduction; the same on all ranks
         self._reduced_bytes = 0
 
     def __deepcopy__(self, memo: dict) -> AllReduce:
@@ -83,8 +84,8 @@ class AllReduce(MicroBatches):
         return f"{type(self).__name__}({'' if self._compression is None else self._compression.compressor})"
 
     def bytes_sent(self) -> int:
-        """2 (K - 1) / K of what was reduced, as a ring all-reduce sends it, and K - 1 times the payloads that were
-        gathered; without the few bytes of bookkeeping."""
+        """Bytes of gradients that this rank sent: 2 (K - 1) / K of the reduced bytes, as a ring all-reduce sends, plus
+        K - 1 times the gathered payloads. Excludes bookkeeping messages."""
         summed, gathered = self._reduced_bytes, 0
         if self._compression is not None:
             summed, gathered = summed + self._compression.summed_bytes, self._compression.gathered_bytes
@@ -100,13 +101,13 @@ class AllReduce(MicroBatches):
                 raise ValueError(f"replicas disagree on the compressor: got {', '.join(one[0] for one in answers)}")
             if any(theirs != answers[0] for theirs in answers):
                 raise ValueError(
-                    f"replicas disagree on what {answers[0][0]} keeps for all of them: expected every rank to load the "
+                    f"replicas disagree on the shared state of {answers[0][0]}: expected every rank to load the "
                     "same checkpoint, or none"
                 )
         super().verify()
 
     def state_dict(self) -> dict[str, Any]:
-        """What compressors keep of each parameter, of every rank its own; empty without one."""
+        """Returns the compressor's state of each parameter, different on every rank; {} without a compressor."""
         if self._compression is None or self.size == 1:
             return {}
         return self._compression.state_dict(self._named(), self._members)
@@ -115,7 +116,7 @@ class AllReduce(MicroBatches):
         if self._compression is None or self.size == 1:
             return super().load_state_dict(state)
         self._compression.load_state_dict(state, self._named(), self._members)
-        self._verified = ""  # replicas compare it
+        self._verified = ""  # so that replicas compare the loaded state
 
     # -- in backward ---------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class AllReduce(MicroBatches):
         if gradient is None:
             return None
         dtype = gradient.dtype
-        value = unrounded(gradient).contiguous()  # is written to, and reduced where it is
+        value = unrounded(gradient).contiguous()  # overwritten, and reduced in place
         scale = self.scale(self._members[index].unit)
         if scale != 1.0:
             value.mul_(scale)
@@ -149,7 +150,7 @@ class AllReduce(MicroBatches):
         return None
 
     def _current(self) -> Pass:
-        """What this backward has gathered so far; its end is waited for."""
+        """Returns the state of the running backward; queues its final callback when it is new."""
         self.restart()
         if self._pass is None:
             self._backwards += 1
@@ -166,7 +167,7 @@ class AllReduce(MicroBatches):
             before = None if index in current.counts else self._take_unreduced(index, parameter)
             current.values[index] = value if before is None else before.add_(value)
         current.parameters[index] = parameter
-        current.counts[index] = current.counts.pop(index, 0) + 1  # and is the last one now
+        current.counts[index] = current.counts.pop(index, 0) + 1  # moves it to the end of the order
         while current.launched < len(self._plan) and all(
             current.counts.get(i, 0) >= self._places[i][1] for i in self._plan[current.launched]
         ):
@@ -174,9 +175,9 @@ class AllReduce(MicroBatches):
 
     def restart(self) -> None:
         if self._pass is not None and not self._pass.running:
-            self._pass = None  # of a backward that failed
+            self._pass = None  # left by a backward that failed
 
-    # -- what is not reduced yet ---------------------------------------------------------------------------------------
+    # -- unreduced gradients -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def left_for_later(self) -> Iterator[None]:
@@ -202,15 +203,15 @@ class AllReduce(MicroBatches):
         finally:
             self._pass = None
 
-    # -- what travels --------------------------------------------------------------------------------------------------
+    # -- communication -------------------------------------------------------------------------------------------------
 
     def _buckets(self, indices: Iterable[int]) -> list[tuple[int, ...]]:
-        """Parameters whose gradients travel together."""
+        """Groups parameters by the bucket that their gradients share."""
         members = ((index, self._members[index]) for index in indices)
         return bucketed(((index, member.wire, member.numel) for index, member in members), self.bucket_bytes)
 
     def _launch_next(self, current: Pass) -> None:
-        """Sends the next bucket of the plan, with zeros for what has not arrived."""
+        """Sends the next bucket of the plan, with zeros for missing gradients."""
         current.launched += 1
         self._launch(current, self._plan[current.launched - 1])
 
@@ -220,7 +221,7 @@ class AllReduce(MicroBatches):
             current.flights.append(self._begin(flat, bucket))
 
     def _pack(self, bucket: tuple[int, ...], values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """What travels of gradients: one after the other, with zeros for those that are not there."""
+        """Concatenates flat gradients, with zeros for missing ones."""
         assert self.replicas is not None, "one replica sends nothing"
         wire = self._members[bucket[0]].wire
         sizes = [self._members[index].numel for index in bucket]
@@ -242,7 +243,7 @@ class AllReduce(MicroBatches):
         return Flight(self.replicas.begin_sum(flat), flat, flat, bucket)
 
     def _land(self, flight: Flight) -> Sequence[torch.Tensor]:
-        """Waits for a bucket: the mean of each gradient, flat."""
+        """Waits for a bucket and returns the mean of each gradient, flat."""
         assert self.replicas is not None, "one replica sends nothing"
         if self._compression is not None:
             return self._compression.end(self.replicas, flight.work)
@@ -250,7 +251,7 @@ class AllReduce(MicroBatches):
         return flight.flat.div_(self.size).split([self._members[index].numel for index in flight.indices])
 
     def _reduce_now(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """The mean over replicas of one gradient, waited for. Collective."""
+        """Reduces one gradient and returns its mean over replicas. Collective."""
         assert self.replicas is not None, "one replica reduces nothing"
         self._meet(self._current(), f"the gradient of {self._members[index].name}")
         if self._compression is None or not value.numel():
@@ -274,8 +275,8 @@ class AllReduce(MicroBatches):
         return self._mean(gradient, torch.promote_types(gradient.dtype, torch.float32))
 
     def _meet(self, current: Pass, what: str) -> list[Told]:
-        """Replicas compare what they are about to do, and send what others have sent. Collective."""
-        assert self.replicas is not None, "one replica meets nobody"
+        """Compares with the other replicas, then sends the buckets that any of them has sent. Collective."""
+        assert self.replicas is not None, "one replica compares nothing"
         self.verify()
         order = tuple(current.counts.items())
         mine = Told(
@@ -302,9 +303,9 @@ class AllReduce(MicroBatches):
     # -- the end of a backward -----------------------------------------------------------------------------------------
 
     def _end(self, current: Pass) -> None:
-        """The engine's final callback."""
+        """Final callback of the autograd engine."""
         if self._pass is not current:
-            return  # it has ended within this backward, or failed
+            return  # it has ended already, or failed
         try:
             if current.reduces:
                 self._reduce_rest(current)
@@ -314,7 +315,7 @@ class AllReduce(MicroBatches):
             self._pass = None
 
     def _reduce_rest(self, current: Pass) -> None:
-        for index, (parameter, _) in list(self._unreduced.items()):  # that this backward did not reach
+        for index, (parameter, _) in list(self._unreduced.items()):  # not reached by this backward
             value = self._take_unreduced(index, parameter)
             if value is not None:
                 current.values[index], current.parameters[index] = value, parameter
@@ -330,12 +331,12 @@ class AllReduce(MicroBatches):
         self._left_over = False
 
     def _left(self, index: int, launched: int, answers: Sequence[Told]) -> bool:
-        """Whether what a replica had not sent has left with a bucket that others had sent."""
+        """Returns whether a gradient of this replica was sent as zeros in a bucket that other replicas had sent."""
         place = self._places.get(index)
         return place is not None and launched <= place[0] < max(theirs.launched for theirs in answers)
 
     def _deliver(self, current: Pass, used: set[int]) -> None:
-        """Waits for all that travels, and adds it to p.grad of the parameters that any replica has used."""
+        """Waits for all buckets and adds the results to p.grad of every parameter that any replica used."""
         totals: dict[int, torch.Tensor] = {}
         for flight in current.flights:
             for index, part in zip(flight.indices, self._land(flight), strict=True):
@@ -357,13 +358,13 @@ class AllReduce(MicroBatches):
         for parameter, value in zip(parameters, values, strict=True):
             if parameter.grad is not None:
                 added.append((parameter, self._as_gradient(parameter, value)))
-            else:  # Its hooks have seen every part of it. No part of a bucket: a DTensor of one cannot be deep-copied.
+            else:  # its hooks ran already; cloned, because a DTensor of a view of a bucket cannot be deep-copied
                 parameter.grad = self._as_gradient(parameter, value.clone() if value._is_view() else value)
         if added:
             torch.autograd.backward(*zip(*added, strict=True))
 
     def _learn(self, order: Order) -> None:
-        """The next backward is expected to be like this one of replica 0."""
+        """Makes the bucket plan of the next backward from the order of replica 0."""
         if order == self._order:
             return
         self._order = order

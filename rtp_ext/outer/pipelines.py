@@ -1,9 +1,9 @@
-"""Stages of torch.distributed.pipelining whose models have replicas: one reduction at the end of a step.
+"""Replicated stages of torch.distributed.pipelining reduce gradients once, at the end of a schedule step.
 
-A stage runs a backward for every micro-batch; of zero-bubble schedules one for its inputs and, later, one for each set
-of parameters, by torch.autograd.grad, which fires no hooks. Every schedule ends with `perform_reduce_grad` of its
-stages, where torch has FSDP reduce gradients: policies of rtp_ext.outer do it there as well, and leave them alone
-before, but for a backward that is the last of a stage and whole, under which they reduce as under any other.
+A stage runs one backward per micro-batch. Zero-bubble schedules run one for the inputs and later one for each set of
+parameters, by torch.autograd.grad, which fires no hooks. Every schedule ends with `perform_reduce_grad` of its stages,
+where torch makes FSDP reduce gradients; the policies of rtp_ext.outer reduce there too. Before that they defer
+reductions, except in the last backward of a stage if it is a full one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rtp_ext._native import RotationError
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
 
-_OURS = "_rtp_reduces"  # attribute of methods that have been replaced
+_OURS = "_rtp_reduces"  # attribute that marks replaced methods
 
 
 def follow_pipelines() -> None:
-    """Has stages reduce as described, once torch.distributed.pipelining is imported."""
+    """Patches pipeline stages as described above, once torch.distributed.pipelining is imported."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
         return
@@ -33,8 +33,8 @@ def follow_pipelines() -> None:
         stock = getattr(base, name, None)
         if stock is None:
             raise RotationError(
-                f"this torch has pipelines without _PipelineStageBase.{name}, where gradients are left for, or reduced "
-                "at, the end of a step: expected one of torch 2.11 to 2.14 for a model with replicas"
+                f"expected a torch from 2.11 to 2.14 for a pipeline whose model has replicas, got one without "
+                f"_PipelineStageBase.{name}, where gradients are deferred or reduced at the end of a step"
             )
         if not hasattr(stock, _OURS):
             replaced = replace(stock)
@@ -43,7 +43,7 @@ def follow_pipelines() -> None:
 
 
 def _policies(model: nn.Module) -> list[OuterPolicy]:
-    """Those of a stage, which may consist of several converted models."""
+    """Returns the policies of a stage, which may consist of several converted models."""
     handlers = (parameter.__dict__.get(GRADIENT_HANDLER) for parameter in model.parameters())
     return list({id(handler.policy): handler.policy for handler in handlers if handler is not None}.values())
 
@@ -65,6 +65,6 @@ def _reducing(stock: Callable[..., Any]) -> Callable[..., Any]:
     def perform_reduce_grad(self: Any, *arguments: Any, **keywords: Any) -> Any:
         for policy in _policies(self.submod):
             policy.reduce()
-        return stock(self, *arguments, **keywords)  # which scales them
+        return stock(self, *arguments, **keywords)  # the stock method scales the gradients
 
     return perform_reduce_grad

@@ -1,4 +1,4 @@
-"""What AllReduce keeps of a backward: what has arrived, what is on its way, and what replicas tell each other."""
+"""State of AllReduce during a backward: arrived gradients, buckets in flight, and messages between replicas."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 
 def bucketed(sizes: Iterable[tuple[int, torch.dtype, int]], most: int) -> list[tuple[int, ...]]:
-    """Parameters that travel together: neighbours of one dtype, up to `most` bytes, but at least one.
+    """Groups parameters into buckets: consecutive ones of one dtype, up to `most` bytes, but at least one.
 
-    `sizes`: number, dtype and elements of each.
+    `sizes`: number, dtype and element count of each parameter.
     """
     buckets: list[tuple[int, ...]] = []
     filled, last = 0, None
@@ -28,20 +28,20 @@ def bucketed(sizes: Iterable[tuple[int, torch.dtype, int]], most: int) -> list[t
     return buckets
 
 
-Order = tuple[tuple[int, int], ...]  # numbers of parameters, and how many gradients each got
+Order = tuple[tuple[int, int], ...]  # parameter numbers, and the number of gradients of each
 
 
 @dataclass(frozen=True)
 class Told:
-    """What replicas tell each other."""
+    """Message that replicas compare before a reduction."""
 
     what: str
-    backward: int  # the how manieth with gradients
+    backward: int  # index of this backward among those with gradients
     reduces: bool
     model: str
-    launched: int  # buckets
-    pending: tuple[int, ...]  # numbers of parameters with gradients that have not left
-    order: Order  # of all that arrived, by when they were complete
+    launched: int  # number of buckets sent
+    pending: tuple[int, ...]  # numbers of parameters whose gradients were not sent
+    order: Order  # of all gradients, by completion
 
     def comparable(self) -> tuple:
         return self.what, self.backward, self.reduces, self.model
@@ -53,28 +53,28 @@ class Told:
 
 @dataclass
 class Flight:
-    """A bucket on its way."""
+    """A bucket in flight."""
 
     work: Any
-    sent: torch.Tensor  # alive until it has arrived
-    flat: torch.Tensor  # what arrives
+    sent: torch.Tensor  # keeps the buffer alive until the operation ends
+    flat: torch.Tensor  # the buffer that receives the result
     indices: tuple[int, ...]
 
 
 @dataclass
 class Pass:
-    """What has arrived since the outermost backward began that a gradient has arrived in: reentrant checkpoints run
-    others within it, which do not end a pass."""
+    """State since the start of the outermost backward that produced a gradient. Backwards of reentrant checkpoints run
+    within it and do not end it."""
 
     reduces: bool
-    end: weakref.ref | None = None  # what the backward calls at its end
-    values: dict[int, torch.Tensor] = field(default_factory=dict)  # not yet on their way
-    counts: dict[int, int] = field(default_factory=dict)  # the last to be complete last
+    end: weakref.ref | None = None  # final callback of the backward
+    values: dict[int, torch.Tensor] = field(default_factory=dict)  # not sent yet
+    counts: dict[int, int] = field(default_factory=dict)  # in the order of completion
     parameters: dict[int, Any] = field(default_factory=dict)
     launched: int = 0
     flights: list[Flight] = field(default_factory=list)
 
     @property
     def running(self) -> bool:
-        """Whether it will come to an end: a graph task that fails calls nobody, and lets go of what it would call."""
+        """Returns whether its final callback will run: a graph task that fails drops its callbacks uncalled."""
         return self.end is not None and self.end() is not None

@@ -1,4 +1,4 @@
-"""Gossip: after its step every replica mixes its weights with those of a few others."""
+"""Gossip: after a step, every replica mixes its weights with those of a few others."""
 
 from __future__ import annotations
 
@@ -22,22 +22,20 @@ from rtp_ext.ring.autograd import as_gradient
 
 
 class Gossip(AfterSteps):
-    """After every `period` steps replica i takes the sum over j of W[i, j] x_j: adapt, then combine.
+    """After every `period` steps, replica i computes the sum over j of W[i, j] x_j (adapt, then combine).
 
-    W is `mixing_matrix(topology, K, n)` of the n-th time. Weights travel in their own dtype, straight from the replicas
-    that have them to those that mix them in, and are added up in float32 at least; `complete` is a mean over all. The
-    mean over replicas is that of their steps, but they agree only where they have converged on the same data: call
-    `average()` at the end.
+    The n-th mixing uses W = `mixing_matrix(topology, K, n)`. Weights travel in their own dtype, point to point, and are
+    summed in float32 at least; `complete` averages over all replicas. Mixing preserves the mean over replicas, but the
+    replicas agree only if they have converged on the same data: call `average()` at the end.
 
     Args:
         topology: one-peer, exponential, ring, grid or complete; see `mixing_matrix`.
-        period: steps from one time to the next.
-        global_period: steps from one mean over all replicas to the next, each in the place of mixing (Gossip-PGA); a
-            multiple of period.
-        overlap: weights travel while the next step is computed, and what mixing would have changed is added after it:
-            x <- W x + (what the step does to x). It is then the older algorithm, D-PSGD, which combines beside
-            the step: differences between replicas die out more slowly, and one more copy of the shards is held for
-            each replica that sends here, and one that travels.
+        period: steps between mixings.
+        global_period: steps between means over all replicas, which replace a mixing (Gossip-PGA); a multiple of period.
+        overlap: weights travel while the next step is computed, and the change by mixing is added after that step:
+            x <- W x + (change by the step). This is the older algorithm D-PSGD, which combines during the step:
+            differences between replicas shrink more slowly. Memory: one more copy of the shards for each replica that
+            sends here, and one for the copy in flight.
 
     Sources: Sayed, Adaptive networks (adapt then combine); Lian et al., D-PSGD (arXiv 1705.09056); Chen et al.,
     Gossip-PGA (arXiv 2105.09080).
@@ -58,8 +56,8 @@ class Gossip(AfterSteps):
         if global_period is not None and at_least("Gossip", "global_period", global_period, 1) % period:
             raise ValueError(f"Gossip: expected global_period to be a multiple of period {period}, got {global_period}")
         self._on_way: tuple[torch.Tensor, Swap, list[tuple[int, ...]]] | None = None  # matrix, buffers, their buckets
-        self._moves: dict[int, torch.Tensor] = {}  # by number: what mixing changes, of what has arrived and is not due
-        self._agreed: dict[int, tuple[int, int]] = {}  # by replica: what it was last seen to have in common with this
+        self._moves: dict[int, torch.Tensor] = {}  # by number: change by a mixing that has arrived and is not applied
+        self._agreed: dict[int, tuple[int, int]] = {}  # by replica: the last hashes that were equal to this replica's
 
     def __repr__(self) -> str:
         more = f", global_period={self.global_period}" if self.global_period else ""
@@ -73,7 +71,7 @@ class Gossip(AfterSteps):
         super().connect(ring)
 
     def _has_to_verify(self) -> bool:
-        # Once they have begun, tickets tell of what changes: who has changed alone would be alone in a comparison.
+        # Tickets detect later changes; a comparison would hang where a single replica changed something.
         return super()._has_to_verify() and (not self._verified or self._compared < len(self._members))
 
     def _act(self) -> None:
@@ -101,10 +99,10 @@ class Gossip(AfterSteps):
         for swap in swaps:
             self._mix(*swap)
 
-    # -- what travels --------------------------------------------------------------------------------------------------
+    # -- communication -------------------------------------------------------------------------------------------------
 
     def _buckets(self, most: int | None) -> list[tuple[int, ...]]:
-        """Numbers of parameters that travel together. None: all of a dtype."""
+        """Groups parameter numbers into buckets of `most` bytes. None: one bucket per run of equal dtypes."""
         weights = self._weights()
         total = sum(held(p).nbytes for _, p in weights)
         return bucketed(((i, p.dtype, held(p).numel()) for i, p in weights), total if most is None else most)
@@ -124,10 +122,10 @@ class Gossip(AfterSteps):
     def _combined(
         self, matrix: torch.Tensor, swap: Swap, buckets: list[tuple[int, ...]]
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Waits: number, what was sent and what it is combined to, flat, of each parameter."""
+        """Waits for a swap; yields number, sent values and mixed values (flat) of each parameter."""
         received = self.peers.end_swap(swap)
         me = self.peers.rank
-        full = iter(swap.sent[1:])  # after the ticket; an empty bucket is not sent
+        full = iter(swap.sent[1:])  # without the ticket; empty buckets are not sent
         for bucket, theirs in zip(buckets, received, strict=True):
             sizes = [self._members[index].numel for index in bucket]
             if not sum(sizes):
@@ -138,7 +136,7 @@ class Gossip(AfterSteps):
             for replica in sorted(every):  # the same order everywhere
                 total.add_(every[replica].to(total.dtype), alpha=float(matrix[me, replica]))
                 agreed &= every[replica] == mine
-            total = torch.where(agreed, mine.to(total.dtype), total)  # which is not narrow again in every step
+            total = torch.where(agreed, mine.to(total.dtype), total)  # avoids a rounding in every step
             yield from zip(bucket, mine.split(sizes), total.split(sizes), strict=True)
 
     def _mix(self, matrix: torch.Tensor, swap: Swap, buckets: list[tuple[int, ...]]) -> None:
@@ -148,7 +146,7 @@ class Gossip(AfterSteps):
             shard.copy_(mixed.view(shard.shape))
         written([weights[index] for bucket in buckets for index in bucket])
 
-    # -- what travels beside a step ------------------------------------------------------------------------------------
+    # -- overlap -------------------------------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
         if self._on_way is None:
@@ -158,7 +156,7 @@ class Gossip(AfterSteps):
             self._moves[index] = after - before.to(after.dtype)
 
     def _apply(self) -> None:
-        weights = {index: weight for index, weight in self._weights() if index in self._moves}  # that it still has
+        weights = {index: weight for index, weight in self._weights() if index in self._moves}  # still in the model
         for index, weight in weights.items():
             shard = held(weight)
             shard.add_(self._moves[index].view(shard.shape))

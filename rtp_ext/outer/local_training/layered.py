@@ -1,5 +1,5 @@
-"""How tensors lie of which every replica has its own: on its ring alone, and for checkpoints as one with a leading
-dimension, the number of the replica."""
+"""Layout of tensors that differ between replicas: on the mesh of one ring in memory, and with a leading replica
+dimension in checkpoints."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from rtp_ext.ring.patches.dtensor import expect_own_shard
 
 
 def lay_on_ring(tensor: torch.Tensor, ring: DeviceMesh) -> None:
-    """Has a DTensor on (replicas, ring), Replicate() over the replicas, lie on this rank's ring alone, in place, with
-    the same shard. Operations on DTensors of different values then communicate within the ring only."""
+    """Moves a DTensor on (replicas, ring), Replicate() over the replicas, to the mesh of this rank's ring, in place and
+    with the same shard. Operations on DTensors of different values then communicate within the ring only."""
     if isinstance(tensor, DTensor) and tensor.device_mesh.ndim > ring.ndim:
         spec = tensor._spec
         tensor._spec = DTensorSpec(ring, spec.placements[-ring.ndim :], tensor_meta=spec.tensor_meta)
 
 
 def layered(tensor: DTensor, mesh: DeviceMesh) -> DTensor:
-    """[K, *shape] on `mesh` (replicas, ring), Shard(0) over the replicas, of a tensor [*shape] on a ring.
+    """Returns [K, *shape] on `mesh` (replicas, ring), Shard(0) over the replicas, for a tensor [*shape] on a ring.
 
-    Shares its memory. Checkpoints then hold what every replica has. Raises ValueError for a tensor of which the ranks
-    of a ring hold terms of a sum: a checkpoint would hold one of them.
+    Shares memory with `tensor`; a checkpoint then holds the values of every replica. Raises ValueError for a Partial
+    tensor: a checkpoint would hold one term of its sum.
     """
     (over_ring,) = tensor.placements
     if isinstance(over_ring, Partial):
         raise ValueError(
             f"expected state of an optimizer that is sharded or the same on all ranks of a ring, got a DTensor of "
-            f"shape {tuple(tensor.shape)} with placements {tensor.placements}, of which a checkpoint cannot hold the "
-            "terms: have the optimizer keep redistribute(placements=[Replicate()]) of it"
+            f"shape {tuple(tensor.shape)} with placements {tensor.placements}: a checkpoint cannot hold the "
+            "terms of its sum. The optimizer has to keep redistribute(placements=[Replicate()]) of it"
         )
     shape = torch.Size((mesh.size(0), *tensor.shape))
     over_ring = Shard(over_ring.dim + 1) if isinstance(over_ring, Shard) else over_ring
@@ -41,7 +41,8 @@ def layered(tensor: DTensor, mesh: DeviceMesh) -> DTensor:
 
 
 def own_layer(value: Any, like: DTensor, mesh: DeviceMesh, what: str) -> torch.Tensor:
-    """This replica's part of what `layered(like, mesh)` gave, a view. Raises ValueError for anything else."""
+    """Returns this replica's slice of the result of `layered(like, mesh)`, a view. Raises ValueError for any other
+    value."""
     expected = layered(like, mesh)
     expect_own_shard(value, expected, what)
     found = _looks(value) if isinstance(value, DTensor) else type(value).__name__
@@ -54,7 +55,7 @@ def own_layer(value: Any, like: DTensor, mesh: DeviceMesh, what: str) -> torch.T
 
 
 def flattened(value: DTensor, ring: DeviceMesh) -> DTensor:
-    """The tensor that `layered` was given, on the ring; a copy of this replica's."""
+    """Inverts `layered`: returns a copy of this replica's slice, on the ring."""
     over_ring = value.placements[-1]
     over_ring = Shard(over_ring.dim - 1) if isinstance(over_ring, Shard) else over_ring
     return _laid_out(held(value)[0].clone(), ring, (over_ring,), value.shape[1:])

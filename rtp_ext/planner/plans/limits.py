@@ -1,4 +1,4 @@
-"""How much of a GPU a plan may take."""
+"""Memory limit of a plan."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from rtp_ext.planner.specs.cluster import Cluster
 
 
 def limit_bytes(cluster: Cluster) -> float:
-    """Of allocated bytes: the share of a GPU's memory below which none was seen to run out (constants.json)."""
+    """Limit of allocated bytes: below this share of a GPU's memory no published run failed (constants.json)."""
     return memory_constant("safe_fraction") * cluster.memory_bytes
