@@ -34,11 +34,11 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from rtp_ext.outer.buckets import AgreementMessage, BackwardState, InFlightBucket, Order, bucketed
 from rtp_ext.outer.compression import Compression
 from rtp_ext.outer.compressors import Compressor
 from rtp_ext.outer.micro_batches import MicroBatches
 from rtp_ext.outer.policy import OuterPolicy, Unit
-from rtp_ext.outer.travel import Flight, Order, Pass, Told, bucketed
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import accumulates, read_within, unrounded
 
@@ -65,13 +65,13 @@ class AllReduce(MicroBatches):
         if bucket_bytes < 1:
             raise ValueError(f"AllReduce: expected bucket_bytes >= 1, got {bucket_bytes}")
         self.bucket_bytes = bucket_bytes
-        self._pass: Pass | None = None
+        self._pass: BackwardState | None = None
         self._backwards = 0
         self._plan: list[tuple[int, ...]] = []  # buckets of parameter numbers
         self._order: Order = ()  # from which the plan was made
         self._places: dict[int, tuple[int, int]] = {}  # by parameter number: bucket, and expected number of gradients
-        self._later = False  # whether gradients are passed on unreduced, for `reduce`
-        self._left_over = False  # whether there are any since the last reduction; the same on all ranks
+        self._defers = False  # whether gradients are passed on unreduced, for `reduce`
+        self._has_deferred = False  # whether there are any since the last reduction; the same on all ranks
         self._reduced_bytes = 0
 
     def __deepcopy__(self, memo: dict) -> AllReduce:
@@ -91,7 +91,7 @@ class AllReduce(MicroBatches):
             summed, gathered = summed + self._compression.summed_bytes, self._compression.gathered_bytes
         return 2 * (self.size - 1) * summed // self.size + (self.size - 1) * gathered
 
-    def _anew(self) -> OuterPolicy:
+    def _with_same_settings(self) -> OuterPolicy:
         return type(self)() if self._compression is None else AllReduce(copy.deepcopy(self._compression.compressor))
 
     def verify(self) -> None:
@@ -123,7 +123,7 @@ class AllReduce(MicroBatches):
     def reduce_gradient(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if self.size == 1:
             return None if gradient is None else self.scaled(index, gradient)
-        current = None if self._later else self._current()
+        current = None if self._defers else self._current()
         if gradient is None:
             return None
         dtype = gradient.dtype
@@ -149,18 +149,18 @@ class AllReduce(MicroBatches):
         self._add(current, index, parameter, value)
         return None
 
-    def _current(self) -> Pass:
+    def _current(self) -> BackwardState:
         """Returns the state of the running backward; queues its final callback when it is new."""
         self.restart()
         if self._pass is None:
             self._backwards += 1
-            self._pass = Pass(self.requires_all_reduce and not self._later)
+            self._pass = BackwardState(self.requires_all_reduce and not self._defers)
             end = functools.partial(self._end, self._pass)
             self._pass.end = weakref.ref(end)
             Variable._execution_engine.queue_callback(end)
         return self._pass
 
-    def _add(self, current: Pass, index: int, parameter: Any, value: torch.Tensor) -> None:
+    def _add(self, current: BackwardState, index: int, parameter: Any, value: torch.Tensor) -> None:
         if index in current.values:
             current.values[index].add_(value)
         else:
@@ -185,19 +185,19 @@ class AllReduce(MicroBatches):
             yield
             return
         self.restart()
-        before, self._later, self._left_over = self._later, True, True
+        before, self._defers, self._has_deferred = self._defers, True, True
         try:
             yield
         finally:
-            self._later = before
+            self._defers = before
             self._note_unreduced()
 
     def reduce(self) -> None:
-        if not self._left_over or not self.requires_all_reduce:
+        if not self._has_deferred or not self.requires_all_reduce:
             return
         self.restart()
         self._backwards += 1
-        current = self._pass = Pass(reduces=True)
+        current = self._pass = BackwardState(reduces=True)
         try:
             self._reduce_rest(current)
         finally:
@@ -210,12 +210,12 @@ class AllReduce(MicroBatches):
         members = ((index, self._members[index]) for index in indices)
         return bucketed(((index, member.wire, member.numel) for index, member in members), self.bucket_bytes)
 
-    def _launch_next(self, current: Pass) -> None:
+    def _launch_next(self, current: BackwardState) -> None:
         """Sends the next bucket of the plan, with zeros for missing gradients."""
         current.launched += 1
         self._launch(current, self._plan[current.launched - 1])
 
-    def _launch(self, current: Pass, bucket: tuple[int, ...]) -> None:
+    def _launch(self, current: BackwardState, bucket: tuple[int, ...]) -> None:
         flat = self._pack(bucket, [current.values.pop(index, None) for index in bucket])
         if flat.numel():
             current.flights.append(self._begin(flat, bucket))
@@ -234,15 +234,15 @@ class AllReduce(MicroBatches):
                     part.copy_(value.reshape(-1))
         return flat
 
-    def _begin(self, flat: torch.Tensor, bucket: tuple[int, ...]) -> Flight:
+    def _begin(self, flat: torch.Tensor, bucket: tuple[int, ...]) -> InFlightBucket:
         assert self.replicas is not None, "one replica sends nothing"
         if self._compression is not None:
             members = [(index, self._members[index]) for index in bucket]
-            return Flight(self._compression.begin(self.replicas, flat, members), flat, flat, bucket)
+            return InFlightBucket(self._compression.begin(self.replicas, flat, members), flat, flat, bucket)
         self._reduced_bytes += flat.nbytes
-        return Flight(self.replicas.begin_sum(flat), flat, flat, bucket)
+        return InFlightBucket(self.replicas.begin_sum(flat), flat, flat, bucket)
 
-    def _land(self, flight: Flight) -> Sequence[torch.Tensor]:
+    def _wait_for_bucket(self, flight: InFlightBucket) -> Sequence[torch.Tensor]:
         """Waits for a bucket and returns the mean of each gradient, flat."""
         assert self.replicas is not None, "one replica sends nothing"
         if self._compression is not None:
@@ -253,10 +253,10 @@ class AllReduce(MicroBatches):
     def _reduce_now(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Reduces one gradient and returns its mean over replicas. Collective."""
         assert self.replicas is not None, "one replica reduces nothing"
-        self._meet(self._current(), f"the gradient of {self._members[index].name}")
+        self._agree(self._current(), f"the gradient of {self._members[index].name}")
         if self._compression is None or not value.numel():
             return self._mean(value, self._members[index].wire)
-        (mean,) = self._land(self._begin(self._pack((index,), [value]), (index,)))
+        (mean,) = self._wait_for_bucket(self._begin(self._pack((index,), [value]), (index,)))
         return mean.view(value.shape).to(value.dtype)
 
     def _mean(self, value: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
@@ -271,15 +271,15 @@ class AllReduce(MicroBatches):
         gradient = gradient.mul_(self.scale(unit))
         if self.size == 1:
             return gradient
-        self._meet(self._current(), f"the gradient of {name}")
+        self._agree(self._current(), f"the gradient of {name}")
         return self._mean(gradient, torch.promote_types(gradient.dtype, torch.float32))
 
-    def _meet(self, current: Pass, what: str) -> list[Told]:
+    def _agree(self, current: BackwardState, what: str) -> list[AgreementMessage]:
         """Compares with the other replicas, then sends the buckets that any of them has sent. Collective."""
         assert self.replicas is not None, "one replica compares nothing"
         self.verify()
         order = tuple(current.counts.items())
-        mine = Told(
+        mine = AgreementMessage(
             what,
             self._backwards,
             current.reduces,
@@ -302,7 +302,7 @@ class AllReduce(MicroBatches):
 
     # -- the end of a backward -----------------------------------------------------------------------------------------
 
-    def _end(self, current: Pass) -> None:
+    def _end(self, current: BackwardState) -> None:
         """Final callback of the autograd engine."""
         if self._pass is not current:
             return  # it has ended already, or failed
@@ -314,32 +314,32 @@ class AllReduce(MicroBatches):
         finally:
             self._pass = None
 
-    def _reduce_rest(self, current: Pass) -> None:
+    def _reduce_rest(self, current: BackwardState) -> None:
         for index, (parameter, _) in list(self._unreduced.items()):  # not reached by this backward
             value = self._take_unreduced(index, parameter)
             if value is not None:
                 current.values[index], current.parameters[index] = value, parameter
                 current.counts.setdefault(index, 0)
-        answers = self._meet(current, "the end")
-        rest = {
-            index for theirs in answers for index in theirs.pending if not self._left(index, theirs.launched, answers)
-        }
+        answers = self._agree(current, "the end")
+        rest: set[int] = set()
+        for theirs in answers:
+            rest |= {index for index in theirs.pending if not self._was_sent(index, theirs.launched, answers)}
         for bucket in self._buckets(sorted(rest)):
             self._launch(current, bucket)
         self._deliver(current, {index for theirs in answers for index, _ in theirs.order})
-        self._learn(answers[0].order)
-        self._left_over = False
+        self._make_plan(answers[0].order)
+        self._has_deferred = False
 
-    def _left(self, index: int, launched: int, answers: Sequence[Told]) -> bool:
+    def _was_sent(self, index: int, launched: int, answers: Sequence[AgreementMessage]) -> bool:
         """Returns whether a gradient of this replica was sent as zeros in a bucket that other replicas had sent."""
         place = self._places.get(index)
         return place is not None and launched <= place[0] < max(theirs.launched for theirs in answers)
 
-    def _deliver(self, current: Pass, used: set[int]) -> None:
+    def _deliver(self, current: BackwardState, used: set[int]) -> None:
         """Waits for all buckets and adds the results to p.grad of every parameter that any replica used."""
         totals: dict[int, torch.Tensor] = {}
         for flight in current.flights:
-            for index, part in zip(flight.indices, self._land(flight), strict=True):
+            for index, part in zip(flight.indices, self._wait_for_bucket(flight), strict=True):
                 totals[index] = totals[index] + part if index in totals else part
         parameters, values = [], []
         for index in sorted(used):
@@ -363,7 +363,7 @@ class AllReduce(MicroBatches):
         if added:
             torch.autograd.backward(*zip(*added, strict=True))
 
-    def _learn(self, order: Order) -> None:
+    def _make_plan(self, order: Order) -> None:
         """Makes the bucket plan of the next backward from the order of replica 0."""
         if order == self._order:
             return

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from rtp_ext._native import shard_sizes
-from rtp_ext.outer.compressors import Ask, Compressor, Memory, Payload, Way
+from rtp_ext.outer.compressors import Compressor, Memory, Payload, Round, Way
 from rtp_ext.outer.policy import Member, checksum
 from rtp_ext.outer.replicas import Replicas
 from rtp_ext.parameters.sharding import held
@@ -23,11 +23,11 @@ ERROR = "error"  # key of a memory: the error of the last payload
 
 
 @dataclass
-class Trip:
+class CompressedBucket:
     """A bucket of gradients in flight, with the pending round of each."""
 
     count: int
-    ways: dict[int, tuple[Way, Ask]] = field(default_factory=dict)  # by position in the bucket
+    ways: dict[int, tuple[Way, Round]] = field(default_factory=dict)  # by position in the bucket
     means: dict[int, torch.Tensor] = field(default_factory=dict)
     sums: list[tuple[Any, torch.Tensor, list[int]]] = field(default_factory=list)  # positions
     gathered: list[tuple[Any, torch.Tensor, torch.Tensor, list[int]]] = field(default_factory=list)
@@ -57,40 +57,40 @@ class Compression:
 
     # -- communication -------------------------------------------------------------------------------------------------
 
-    def begin(self, replicas: Replicas, flat: torch.Tensor, members: Sequence[tuple[int, Member]]) -> Trip:
+    def begin(self, replicas: Replicas, flat: torch.Tensor, members: Sequence[tuple[int, Member]]) -> CompressedBucket:
         """Starts the mean over replicas of gradients that lie in `flat` one after the other."""
         if flat.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"AllReduce: a compressor takes gradients in float32: expected reduce_dtype=None or torch.float32 in "
                 f"mp_policy, got {flat.dtype}"
             )
-        trip = Trip(len(members))
+        pending = CompressedBucket(len(members))
         with torch.inference_mode(False), torch.no_grad():
             parts = flat.split([member.numel for _, member in members])
             for place, ((index, member), part) in enumerate(zip(members, parts, strict=True)):
                 if not member.numel:
-                    trip.means[place] = part
+                    pending.means[place] = part
                     continue
                 way = self._way(index, part.view(member.shape))
-                trip.ways[place] = way, next(way)
-            self._post(replicas, trip)
-        return trip
+                pending.ways[place] = way, next(way)
+            self._post(replicas, pending)
+        return pending
 
-    def end(self, replicas: Replicas, trip: Trip) -> list[torch.Tensor]:
+    def end(self, replicas: Replicas, pending: CompressedBucket) -> list[torch.Tensor]:
         """Runs the remaining rounds and returns the means, flat.
 
         Raises ValueError, on every replica, for means that are not finite: they would stay in the compressor's state.
         """
         with torch.inference_mode(False), torch.no_grad():
-            while trip.ways:
-                for place, answer in list(self._answers(replicas, trip)):
-                    way, _ = trip.ways.pop(place)
+            while pending.ways:
+                for place, answer in list(self._answers(replicas, pending)):
+                    way, _ = pending.ways.pop(place)
                     try:
-                        trip.ways[place] = way, way.send(answer)
+                        pending.ways[place] = way, way.send(answer)
                     except StopIteration as done:
-                        trip.means[place] = done.value
-                self._post(replicas, trip)
-            means = [trip.means[place].reshape(-1) for place in range(trip.count)]
+                        pending.means[place] = done.value
+                self._post(replicas, pending)
+            means = [pending.means[place].reshape(-1) for place in range(pending.count)]
             if not torch.stack([mean.abs().max() for mean in means if mean.numel()]).isfinite().all():
                 error = ValueError(
                     f"AllReduce: {self.compressor!r} takes gradients that are finite, got others: a value that "
@@ -111,37 +111,37 @@ class Compression:
         memory[ERROR] = values - own
         return mean
 
-    def _post(self, replicas: Replicas, trip: Trip) -> None:
+    def _post(self, replicas: Replicas, pending: CompressedBucket) -> None:
         """Sends the pending rounds of a bucket."""
-        asked = sorted(trip.ways.items())
+        asked = sorted(pending.ways.items())
         linear = [(place, ask.payload) for place, (_, ask) in asked if ask.linear]
         if linear:
             flat = torch.cat([part.reshape(-1) for _, payload in linear for part in payload.parts])
             self.summed_bytes += flat.nbytes
-            trip.sums.append((replicas.begin_sum(flat), flat, [place for place, _ in linear]))
+            pending.sums.append((replicas.begin_sum(flat), flat, [place for place, _ in linear]))
         others = [(place, ask.payload) for place, (_, ask) in asked if not ask.linear]
         if others:
             mine = torch.cat([_bytes(part) for _, payload in others for part in payload.parts])
             self.gathered_bytes += mine.nbytes
             work, rows = replicas.begin_gather(mine)
-            trip.gathered.append((work, rows, mine, [place for place, _ in others]))
+            pending.gathered.append((work, rows, mine, [place for place, _ in others]))
 
-    def _answers(self, replicas: Replicas, trip: Trip) -> Iterator[tuple[int, Any]]:
-        for work, flat, places in trip.sums:
+    def _answers(self, replicas: Replicas, pending: CompressedBucket) -> Iterator[tuple[int, Any]]:
+        for work, flat, places in pending.sums:
             replicas.end_sum(work)
             flat.div_(replicas.size)
-            payloads = [trip.ways[place][1].payload for place in places]
+            payloads = [pending.ways[place][1].payload for place in places]
             parts = iter(flat.split([part.numel() for payload in payloads for part in payload.parts]))
             for place, payload in zip(places, payloads, strict=True):
                 means = tuple(next(parts).view(part.shape) for part in payload.parts)
                 yield place, dataclasses.replace(payload, parts=means)
-        for work, rows, _, places in trip.gathered:
+        for work, rows, _, places in pending.gathered:
             replicas.end_sum(work)
-            payloads = [trip.ways[place][1].payload for place in places]
+            payloads = [pending.ways[place][1].payload for place in places]
             answers = [_read(row, payloads) for row in rows]
             for number, place in enumerate(places):
                 yield place, [theirs[number] for theirs in answers]
-        trip.sums, trip.gathered = [], []
+        pending.sums, pending.gathered = [], []
 
     def digest(self) -> tuple[tuple[int, str, int], ...]:
         """Returns hashes of the state that must be equal on all replicas."""

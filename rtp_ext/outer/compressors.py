@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 Memory = dict[str, torch.Tensor]  # state of a compressor for one tensor, by name
-Way = Generator["Ask", Any, tuple[torch.Tensor, torch.Tensor]]
+Way = Generator["Round", Any, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Round:
     """One round of an exchange. `linear`: the result is the mean of all payloads; otherwise the list of them."""
 
     payload: Payload
@@ -86,8 +86,8 @@ class Compressor:
         payload = self.compress(values, memory)
         own = self.decompress(payload)
         if self.linear:
-            return self.decompress((yield Ask(payload, True))), own
-        payloads = yield Ask(payload, False)
+            return self.decompress((yield Round(payload, True))), own
+        payloads = yield Round(payload, False)
         total = torch.zeros_like(values)
         for each in payloads:  # in replica order, so that all get the same bits
             total += self.decompress(each)
@@ -224,18 +224,18 @@ class PowerSGD(Compressor):
     def _settings(self) -> str:
         return f"{self.rank}, seed={self.seed}, "
 
-    def _worth(self, shape: Sequence[int]) -> bool:
+    def _shrinks(self, shape: Sequence[int]) -> bool:
         rows, columns = _matrix(shape)
         return len(shape) > 1 and self.rank * (rows + columns) < rows * columns
 
     def remember(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Memory:
         generator = torch.Generator().manual_seed(self.seed)
         _, columns = _matrix(shape)
-        size = (columns, self.rank) if self._worth(shape) else (0, self.rank)
+        size = (columns, self.rank) if self._shrinks(shape) else (0, self.rank)
         return {"q": torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).to(device)}
 
     def compress(self, values: torch.Tensor, memory: Memory | None = None) -> Payload:
-        if not self._worth(values.shape):
+        if not self._shrinks(values.shape):
             return Payload((values,), values.shape, values.dtype)
         kept, matrix = self._memory(values, memory), values.reshape(_matrix(values.shape))
         left = _orthogonal(matrix @ kept["q"])
@@ -249,12 +249,12 @@ class PowerSGD(Compressor):
         return (left @ right.T).view(payload.shape)
 
     def way(self, values: torch.Tensor, memory: Memory) -> Way:
-        if not self._worth(values.shape):
+        if not self._shrinks(values.shape):
             return (yield from super().way(values, memory))
         matrix = values.reshape(_matrix(values.shape))
 
-        def mean(part: torch.Tensor) -> Generator[Ask, Any, torch.Tensor]:
-            answer = yield Ask(Payload((part,), part.shape, part.dtype), True)
+        def mean(part: torch.Tensor) -> Generator[Round, Any, torch.Tensor]:
+            answer = yield Round(Payload((part,), part.shape, part.dtype), True)
             return answer.parts[0]
 
         left = _orthogonal((yield from mean(matrix @ memory["q"])))
@@ -263,13 +263,13 @@ class PowerSGD(Compressor):
         return (left @ memory["q"].T).view(values.shape), (left @ own.T).view(values.shape)
 
 
-class _Around(Compressor):
+class _WrappingCompressor(Compressor):
     """Base class of compressors that contain another one, whose state is stored within their own."""
 
     def __init__(self, compressor: Compressor, error_feedback: bool) -> None:
         super().__init__(error_feedback)
         name = type(self).__name__
-        if not isinstance(compressor, Compressor) or isinstance(compressor, _Around):
+        if not isinstance(compressor, Compressor) or isinstance(compressor, _WrappingCompressor):
             raise TypeError(f"{name}: expected one of TopK, RandomK, Sign, Quantize, PowerSGD, got {compressor!r}")
         if not compressor.error_feedback:
             raise ValueError(f"{name}: expected a compressor with error_feedback=True, the contractive form")
@@ -289,7 +289,7 @@ class _Around(Compressor):
         memory.update({f"inner.{key}": value for key, value in inner.items()})
 
 
-class EF21(_Around):
+class EF21(_WrappingCompressor):
     """Keeps an estimate of each replica's gradient, sends the compressed difference, and returns the mean of the
     estimates. Source: Richtarik et al. (arXiv 2106.05203)."""
 
@@ -322,7 +322,7 @@ class EF21(_Around):
         return memory["mean"].clone(), memory["estimate"]  # a copy: clipping writes to the gradient
 
 
-class Neolithic(_Around):
+class Neolithic(_WrappingCompressor):
     """Compresses the remaining error `rounds` times and sends all payloads: `rounds` times the bytes, and an error that
     shrinks with each round. Compresses between the replicas only: there is no server whose answers are compressed.
     Source: Huang et al., NEOLITHIC (arXiv 2206.03665)."""

@@ -20,7 +20,7 @@ from rtp_ext._native import RotationError
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
 
-_OURS = "_rtp_reduces"  # attribute that marks replaced methods
+_REPLACED = "_rtp_reduces"  # attribute that marks replaced methods
 
 
 def follow_pipelines() -> None:
@@ -29,16 +29,16 @@ def follow_pipelines() -> None:
     if module is None:
         return
     base = getattr(module, "_PipelineStageBase", None)
-    for name, replace in (("backward_maybe_with_nosync", _leaving), ("perform_reduce_grad", _reducing)):
+    for name, replace in (("backward_maybe_with_nosync", _defer_reductions), ("perform_reduce_grad", _reduce_at_end)):
         stock = getattr(base, name, None)
         if stock is None:
             raise RotationError(
                 f"expected a torch from 2.11 to 2.14 for a pipeline whose model has replicas, got one without "
                 f"_PipelineStageBase.{name}, where gradients are deferred or reduced at the end of a step"
             )
-        if not hasattr(stock, _OURS):
+        if not hasattr(stock, _REPLACED):
             replaced = replace(stock)
-            setattr(replaced, _OURS, True)
+            setattr(replaced, _REPLACED, True)
             setattr(base, name, replaced)
 
 
@@ -48,7 +48,7 @@ def _policies(model: nn.Module) -> list[OuterPolicy]:
     return list({id(handler.policy): handler.policy for handler in handlers if handler is not None}.values())
 
 
-def _leaving(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _defer_reductions(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def backward_maybe_with_nosync(self: Any, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         with contextlib.ExitStack() as stack:
@@ -60,7 +60,7 @@ def _leaving(stock: Callable[..., Any]) -> Callable[..., Any]:
     return backward_maybe_with_nosync
 
 
-def _reducing(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _reduce_at_end(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def perform_reduce_grad(self: Any, *arguments: Any, **keywords: Any) -> Any:
         for policy in _policies(self.submod):

@@ -210,13 +210,13 @@ class OuterPolicy:
         return {name: (p.__dict__[GRADIENT_HANDLER].index, p) for name, p in named if self._has(p)}
 
     def __deepcopy__(self, memo: dict) -> OuterPolicy:
-        memo[id(self)] = twin = self._anew()  # a copy of a model has the same replicas
+        memo[id(self)] = twin = self._with_same_settings()  # a copy of a model has the same replicas
         twin.ring, twin.replicas = self.ring, self.replicas
         twin._members = [replace(member, unit=copy.deepcopy(member.unit, memo)) for member in self._members]
         twin.requires_all_reduce = self.requires_all_reduce
         return twin
 
-    def _anew(self) -> OuterPolicy:
+    def _with_same_settings(self) -> OuterPolicy:
         """Returns a new policy with the same settings."""
         return type(self)()
 
@@ -234,7 +234,7 @@ class OuterPolicy:
         another unit with another factor shares a parameter.
         """
         assert self.ring is not None, "set by fully_rotate"
-        answers = self._everywhere(factor)
+        answers = self._gather_from_all_ranks(factor)
         if any(theirs != answers[0] for theirs in answers):
             raise ValueError(
                 f"set_gradient_divide_factor: expected the same factor on every rank, got {factor} here and "
@@ -248,7 +248,7 @@ class OuterPolicy:
             unit.divide_factor = before
             raise
 
-    def _everywhere(self, value: Any) -> list[Any]:
+    def _gather_from_all_ranks(self, value: Any) -> list[Any]:
         """Gathers `value` from every rank of all replicas, ring positions and tensor-parallel parts. Collective."""
         assert self.ring is not None, "set by fully_rotate"
         column = [[value]] if self.replicas is None else self.exchange([value])
@@ -302,7 +302,7 @@ class OuterPolicy:
         mine = (current, self._checksums())
         answers = self.exchange(mine)
         problem = _difference(answers)
-        for theirs in self._everywhere(problem):
+        for theirs in self._gather_from_all_ranks(problem):
             if theirs is not None:
                 raise ValueError(theirs)
         self._verified, self._compared = current, len(self._members)

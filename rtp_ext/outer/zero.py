@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Placement
 
 from rtp_ext._native import RotationError, shard_sizes, share_version
 from rtp_ext.outer.all_reduce import BUCKET, AllReduce
+from rtp_ext.outer.buckets import InFlightBucket, bucketed
 from rtp_ext.outer.policy import checksum, logger
-from rtp_ext.outer.travel import Flight, bucketed
 from rtp_ext.parameters.pieces import (
     as_pieces,
     cut_local,
@@ -47,7 +47,7 @@ from rtp_ext.ring.mesh import piece_dim, ring_dim
 
 
 @dataclass
-class _Home:
+class _GatheredShard:
     """A shard that was gathered from the pieces of all replicas."""
 
     tensor: torch.Tensor
@@ -55,7 +55,7 @@ class _Home:
 
 
 @dataclass(frozen=True)
-class _Changes:
+class _ChangeMessage:
     """Message that replicas exchange before they gather shards."""
 
     model: str
@@ -83,7 +83,7 @@ class ZeroOuter(AllReduce):
 
     def __init__(self, bucket_bytes: int = BUCKET) -> None:
         super().__init__(bucket_bytes=bucket_bytes)
-        self._local_shards: dict[int, _Home] = {}  # by parameter number
+        self._local_shards: dict[int, _GatheredShard] = {}  # by parameter number
         self._dims: dict[int, int | None] = {}  # by parameter number: dimension of the cut; None: not cut
         self._in_forward = False
         self._sent_bytes = 0  # by scatters and gathers
@@ -185,7 +185,7 @@ class ZeroOuter(AllReduce):
         self.verify()
         wanted = {i: parameter for i, parameter in sorted(parameters.items()) if self._dims[i] is not None}
         changed = self._changed(wanted)
-        answers = self.exchange(_Changes(self.fingerprint(), tuple(wanted), changed))
+        answers = self.exchange(_ChangeMessage(self.fingerprint(), tuple(wanted), changed))
         for replica, theirs in enumerate(answers):
             if (theirs.model, theirs.wanted) != (answers[0].model, answers[0].wanted):
                 names = [", ".join(self._members[i].name for i in each.wanted[:5]) for each in (answers[0], theirs)]
@@ -230,7 +230,7 @@ class ZeroOuter(AllReduce):
             known = self._local_shards.get(index)
             if known is None or (known.tensor.dtype, known.tensor.device) != (flat.dtype, flat.device):
                 local = torch.empty(self._members[index].shape, dtype=flat.dtype, device=flat.device)
-                known = self._local_shards[index] = _Home(local, 0)
+                known = self._local_shards[index] = _GatheredShard(local, 0)
             share_version(known.tensor, parameter)  # autograd then detects a backward that needs the old values
             for place, row in zip(self._pieces(index, known.tensor), columns, strict=True):
                 place.copy_(row[: place.numel()].view(place.shape))
@@ -268,24 +268,24 @@ class ZeroOuter(AllReduce):
                 row[: piece.numel()].view(piece.shape).copy_(piece)
         return rows
 
-    def _begin(self, flat: torch.Tensor, bucket: tuple[int, ...]) -> Flight:
+    def _begin(self, flat: torch.Tensor, bucket: tuple[int, ...]) -> InFlightBucket:
         assert self.replicas is not None, "one replica sends nothing"
         work, row = self.replicas.begin_scatter(flat)
         self._sent_bytes += self.replicas.sent_by_scatter(row)
-        return Flight(work, flat, row, bucket)
+        return InFlightBucket(work, flat, row, bucket)
 
-    def _land(self, flight: Flight) -> Sequence[torch.Tensor]:
+    def _wait_for_bucket(self, flight: InFlightBucket) -> Sequence[torch.Tensor]:
         assert self.replicas is not None, "one replica sends nothing"
         self.replicas.end_sum(flight.work)
         columns = flight.flat.div_(self.size).split([self._width(index) for index in flight.indices])
         return [column[: self._own_shape(i).numel()] for i, column in zip(flight.indices, columns, strict=True)]
 
     def _reduce_now(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        self._meet(self._current(), f"the gradient of {self._members[index].name}")
+        self._agree(self._current(), f"the gradient of {self._members[index].name}")
         flat = self._pack((index,), [value])
         if not flat.numel():
             return value.new_empty(self._own_shape(index))
-        (part,) = self._land(self._begin(flat, (index,)))
+        (part,) = self._wait_for_bucket(self._begin(flat, (index,)))
         return part.view(self._own_shape(index)).to(value.dtype)
 
     # -- unreduced gradients -------------------------------------------------------------------------------------------

@@ -29,9 +29,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from rtp_ext.outer.local_training.guards import Guard, mixture, refuse_unattached
-from rtp_ext.outer.local_training.layered import flattened, lay_on_ring, layered, own_layer
-from rtp_ext.outer.local_training.means import Means, written
-from rtp_ext.outer.local_training.optimizers import beside_shards, leaves, refuse_scaler, rehearses
+from rtp_ext.outer.local_training.means import Means, mark_written
+from rtp_ext.outer.local_training.optimizers import leaves, refuse_scaler, rehearses, unsharded_state
+from rtp_ext.outer.local_training.replica_dim import (
+    own_replica_slice,
+    place_on_ring,
+    with_replica_dim,
+    without_replica_dim,
+)
 from rtp_ext.outer.policy import Unit
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
@@ -52,7 +57,7 @@ class AfterSteps(Means):
         self._optimizers: list[Optimizer] = []
         self._handles: list[Any] = []
         self._stepped: set[int] = set()  # ids of optimizers that have stepped while others have not
-        self._rehearsing = False
+        self._only_creates_state = False
         self._arrived = False  # whether there are gradients since the last step
         self._weights_differ = self._states_differ = False  # whether replicas may differ
         self._stateless: set[int] = set()  # numbers of parameters whose state in a checkpoint was not loaded
@@ -93,9 +98,9 @@ class AfterSteps(Means):
         if self.acts:
             follow(self._ring_mesh, 1, False)
             for _, parameter in self._handled():
-                lay_on_ring(parameter, self._ring_mesh)
+                place_on_ring(parameter, self._ring_mesh)
                 if parameter.grad is not None:
-                    lay_on_ring(parameter.grad, self._ring_mesh)
+                    place_on_ring(parameter.grad, self._ring_mesh)
         for module in root.modules() if self.size > 1 else ():
             own = module._parameters.values()
             known = (getattr(hook, "policy", None) for hook in module._state_dict_pre_hooks.values())
@@ -153,8 +158,8 @@ class AfterSteps(Means):
             ]
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        self._rehearsing = not self._arrived and rehearses(optimizer, arguments, keywords)
-        if self._rehearsing:
+        self._only_creates_state = not self._arrived and rehearses(optimizer, arguments, keywords)
+        if self._only_creates_state:
             return
         if id(optimizer) in self._stepped:
             raise ValueError(
@@ -191,7 +196,7 @@ class AfterSteps(Means):
         return self.replicas is not None and self._verified != self.fingerprint()
 
     def _after_step(self, optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
-        if self._rehearsing:
+        if self._only_creates_state:
             return
         self._stepped.add(id(optimizer))
         if len(self._stepped) < len(self._optimizers):
@@ -236,7 +241,7 @@ class AfterSteps(Means):
         if self.size > 1:
             weights = [parameter for _, parameter in self._weights()]
             self._average([held(weight) for weight in weights])
-            written(weights)
+            mark_written(weights)
         self._trained.clear()  # frozen parameters are not averaged again
         self._weights_differ = False
 
@@ -253,7 +258,7 @@ class AfterSteps(Means):
         with torch.inference_mode(False), torch.no_grad():
             self._arrive()
             self._apply()
-            self._meet("average()")
+            self._agree("average()")
             states = self._optimizer_state()
             self._compare_plain("average")
             self._average_weights()
@@ -288,7 +293,7 @@ class AfterSteps(Means):
         def name_of(parameter: Any) -> str | None:
             return self._members[parameter.__dict__[GRADIENT_HANDLER].index].name if self._has(parameter) else None
 
-        mine = beside_shards(self._optimizers, name_of)
+        mine = unsharded_state(self._optimizers, name_of)
         answers = self.exchange(tuple(sorted(mine.items())))
         for replica, theirs in enumerate(answers):
             differing = sorted({key for key, _ in {*theirs} ^ {*answers[0]}})
@@ -329,8 +334,8 @@ class AfterSteps(Means):
                 "stateful": stateful,
                 "differ": [self._weights_differ, self._states_differ],
                 "began": began,
-                "parameters": {name: layered(parameter, self._mesh) for name, (_, parameter) in named.items()},
-                "optimizer": tree_map_only(DTensor, lambda value: layered(value, self._mesh), optimizer_state),
+                "parameters": {name: with_replica_dim(parameter, self._mesh) for name, (_, parameter) in named.items()},
+                "optimizer": tree_map_only(DTensor, lambda value: with_replica_dim(value, self._mesh), optimizer_state),
                 **self._own_state(),
             }
 
@@ -349,12 +354,14 @@ class AfterSteps(Means):
             if given.keys() != named.keys():
                 differences = ", ".join(sorted(given.keys() ^ named.keys())[:5])
                 raise ValueError(f"{self!r}: expected a state of the same parameters, got differences in {differences}")
-            layers = {name: self._own_layer(given[name], p, name) for name, (_, p) in named.items()}
+            layers = {name: self._own_replica_slice(given[name], p, name) for name, (_, p) in named.items()}
             for name, (_, parameter) in named.items():
                 held(parameter).copy_(layers[name])
-            written([parameter for _, parameter in named.values()])
+            mark_written([parameter for _, parameter in named.values()])
             with self._as_its_own():
-                own = tree_map_only(DTensor, lambda value: flattened(value, self._ring_mesh), state["optimizer"])
+                own = tree_map_only(
+                    DTensor, lambda value: without_replica_dim(value, self._ring_mesh), state["optimizer"]
+                )
                 set_optimizer_state_dict(self._whole(), self._optimizers, optim_state_dict=own)
             for optimizer, began in zip(self._optimizers, state["began"], strict=True):
                 if not began:
@@ -372,8 +379,8 @@ class AfterSteps(Means):
         """Returns the names of the parameters that have optimizer state."""
         return [name for name, (_, p) in named.items() if any(leaves(each.state.get(p)) for each in self._optimizers)]
 
-    def _own_layer(self, value: Any, like: Any, name: str) -> torch.Tensor:
-        return own_layer(value, like, self._mesh, f"load_state_dict of {name}")
+    def _own_replica_slice(self, value: Any, like: Any, name: str) -> torch.Tensor:
+        return own_replica_slice(value, like, self._mesh, f"load_state_dict of {name}")
 
     def _optimizer_state_dict(self) -> dict[str, Any]:
         return get_optimizer_state_dict(self._whole(), self._optimizers)  # type: ignore[return-value]

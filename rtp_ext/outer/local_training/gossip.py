@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from rtp_ext.outer.buckets import bucketed
 from rtp_ext.outer.local_training.after_steps import AfterSteps
-from rtp_ext.outer.local_training.layered import layered
 from rtp_ext.outer.local_training.local_sgd import at_least
-from rtp_ext.outer.local_training.means import BUCKET, IN_FLIGHT, wide, written
+from rtp_ext.outer.local_training.means import BUCKET, IN_FLIGHT, mark_written, sum_dtype
 from rtp_ext.outer.local_training.mixing import check_topology, mixing_matrix
 from rtp_ext.outer.local_training.peers import Swap
+from rtp_ext.outer.local_training.replica_dim import with_replica_dim
 from rtp_ext.outer.policy import OuterPolicy
-from rtp_ext.outer.travel import bucketed
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import as_gradient
@@ -55,15 +55,17 @@ class Gossip(AfterSteps):
         self.global_period, self.overlap = global_period, overlap
         if global_period is not None and at_least("Gossip", "global_period", global_period, 1) % period:
             raise ValueError(f"Gossip: expected global_period to be a multiple of period {period}, got {global_period}")
-        self._on_way: tuple[torch.Tensor, Swap, list[tuple[int, ...]]] | None = None  # matrix, buffers, their buckets
-        self._moves: dict[int, torch.Tensor] = {}  # by number: change by a mixing that has arrived and is not applied
+        # matrix, buffers, their buckets
+        self._in_flight: tuple[torch.Tensor, Swap, list[tuple[int, ...]]] | None = None
+        # by number: change by a mixing that has arrived and is not applied
+        self._pending_changes: dict[int, torch.Tensor] = {}
         self._agreed: dict[int, tuple[int, int]] = {}  # by replica: the last hashes that were equal to this replica's
 
     def __repr__(self) -> str:
         more = f", global_period={self.global_period}" if self.global_period else ""
         return f"Gossip({self.topology!r}, period={self.period}{more}{', overlap=True' if self.overlap else ''})"
 
-    def _anew(self) -> OuterPolicy:
+    def _with_same_settings(self) -> OuterPolicy:
         return Gossip(self.topology, self.period, global_period=self.global_period, overlap=self.overlap)
 
     def connect(self, ring: Ring) -> None:
@@ -82,14 +84,14 @@ class Gossip(AfterSteps):
         if self._steps % self.period:
             return
         if self.topology == "complete" or (self.global_period and self._steps % self.global_period == 0):
-            self._meet("the mean of weights")
+            self._agree("the mean of weights")
             self._average_weights()
             return
         matrix = mixing_matrix(self.topology, self.size, self._steps // self.period - 1)
         common = self._common()
         if self.overlap:
             buckets = self._buckets(most=None)
-            self._on_way = matrix, self._send(matrix, buckets, common), buckets
+            self._in_flight = matrix, self._send(matrix, buckets, common), buckets
             return
         swaps: deque[tuple[torch.Tensor, Swap, list[tuple[int, ...]]]] = deque()
         for bucket in self._buckets(BUCKET):
@@ -131,7 +133,7 @@ class Gossip(AfterSteps):
             if not sum(sizes):
                 continue
             mine = next(full)
-            every, total = {**theirs, me: mine}, torch.zeros_like(mine, dtype=wide(mine.dtype))
+            every, total = {**theirs, me: mine}, torch.zeros_like(mine, dtype=sum_dtype(mine.dtype))
             agreed = torch.ones_like(mine, dtype=torch.bool)
             for replica in sorted(every):  # the same order everywhere
                 total.add_(every[replica].to(total.dtype), alpha=float(matrix[me, replica]))
@@ -144,24 +146,25 @@ class Gossip(AfterSteps):
         for index, _, mixed in self._combined(matrix, swap, buckets):
             shard = held(weights[index])
             shard.copy_(mixed.view(shard.shape))
-        written([weights[index] for bucket in buckets for index in bucket])
+        mark_written([weights[index] for bucket in buckets for index in bucket])
 
     # -- overlap -------------------------------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
-        if self._on_way is None:
+        if self._in_flight is None:
             return
-        on_way, self._on_way = self._on_way, None
-        for index, before, after in self._combined(*on_way):
-            self._moves[index] = after - before.to(after.dtype)
+        in_flight, self._in_flight = self._in_flight, None
+        for index, before, after in self._combined(*in_flight):
+            self._pending_changes[index] = after - before.to(after.dtype)
 
     def _apply(self) -> None:
-        weights = {index: weight for index, weight in self._weights() if index in self._moves}  # still in the model
+        # parameters may have left the model since
+        weights = {index: weight for index, weight in self._weights() if index in self._pending_changes}
         for index, weight in weights.items():
             shard = held(weight)
-            shard.add_(self._moves[index].view(shard.shape))
-        written([*weights.values()])
-        self._moves.clear()
+            shard.add_(self._pending_changes[index].view(shard.shape))
+        mark_written([*weights.values()])
+        self._pending_changes.clear()
 
     def _own_state(self) -> dict[str, Any]:
         if not self.overlap:
@@ -169,15 +172,17 @@ class Gossip(AfterSteps):
         moves: dict[str, Any] = {}
         for name, (index, parameter) in self._named().items():
             shard = held(parameter)
-            move = self._moves.get(index, torch.zeros(shard.shape, dtype=wide(shard.dtype), device=shard.device))
-            moves[name] = layered(as_gradient(move.view(shard.shape), parameter._spec), self._mesh)  # type: ignore[arg-type]
-        return {"arrived": bool(self._moves), "moves": moves}
+            move = self._pending_changes.get(
+                index, torch.zeros(shard.shape, dtype=sum_dtype(shard.dtype), device=shard.device)
+            )
+            moves[name] = with_replica_dim(as_gradient(move.view(shard.shape), parameter._spec), self._mesh)  # type: ignore[arg-type]
+        return {"arrived": bool(self._pending_changes), "moves": moves}
 
     def _load_own(self, state: dict[str, Any]) -> None:
-        self._moves.clear()
+        self._pending_changes.clear()
         if not self.overlap or not state["arrived"]:
             return
         for name, (index, parameter) in self._named().items():
             if index in self._trained:
-                like = as_gradient(held(parameter).to(wide(parameter.dtype)), parameter._spec)
-                self._moves[index] = self._own_layer(state["moves"][name], like, name).clone()  # type: ignore[arg-type]
+                like = as_gradient(held(parameter).to(sum_dtype(parameter.dtype)), parameter._spec)
+                self._pending_changes[index] = self._own_replica_slice(state["moves"][name], like, name).clone()  # type: ignore[arg-type]

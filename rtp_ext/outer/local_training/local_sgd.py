@@ -29,12 +29,12 @@ class LocalSGD(AfterSteps):
     def __repr__(self) -> str:
         return f"LocalSGD(period={self.period}, warmup={self.warmup})"
 
-    def _anew(self) -> OuterPolicy:
+    def _with_same_settings(self) -> OuterPolicy:
         return LocalSGD(self.period, self.warmup)
 
     def _act(self) -> None:
         if self._steps <= self.warmup or (self._steps - self.warmup) % self.period == 0:
-            self._meet("the mean of weights")
+            self._agree("the mean of weights")
             self._average_weights()
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from rtp_ext.outer.buckets import InFlightBucket, bucketed
 from rtp_ext.outer.local_training.peers import Peers
 from rtp_ext.outer.policy import OuterPolicy
-from rtp_ext.outer.travel import Flight, bucketed
 from rtp_ext.parameters.sharding import held
 
 BUCKET = 16 << 20  # bytes of a bucket at most, unless one shard is larger
@@ -49,7 +49,7 @@ class Means(OuterPolicy):
         travels = hashlib.sha256(repr([(i, p.dtype, held(p).shape) for i, p in self._weights()]).encode())
         return int(self.fingerprint()[:15], 16), int(travels.hexdigest()[:15], 16)
 
-    def _meet(self, what: str) -> None:
+    def _agree(self, what: str) -> None:
         """Raises ValueError if replicas are about to run different operations. Collective."""
         if self.replicas is None:
             return
@@ -62,16 +62,16 @@ class Means(OuterPolicy):
                     "optimizer as often, with the same model and policy, and to freeze the same at the same step"
                 )
 
-    def _begin_means(self, values: Sequence[torch.Tensor], most: int = BUCKET) -> Iterator[Flight]:
+    def _begin_means(self, values: Sequence[torch.Tensor], most: int = BUCKET) -> Iterator[InFlightBucket]:
         """Starts the means of values, in float32 at least, and yields each bucket for `_end_mean`."""
-        sizes = ((number, wide(value.dtype), value.numel()) for number, value in enumerate(values))
+        sizes = ((number, sum_dtype(value.dtype), value.numel()) for number, value in enumerate(values))
         for bucket in bucketed(sizes, most):
-            dtype = wide(values[bucket[0]].dtype)
+            dtype = sum_dtype(values[bucket[0]].dtype)
             flat = torch.cat([values[number].reshape(-1).to(dtype) for number in bucket])
             self._sent_bytes += 2 * (self.size - 1) * flat.nbytes // self.size
-            yield Flight(self.peers.begin_sum(flat) if flat.numel() else None, flat, flat, bucket)
+            yield InFlightBucket(self.peers.begin_sum(flat) if flat.numel() else None, flat, flat, bucket)
 
-    def _end_mean(self, flight: Flight, values: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _end_mean(self, flight: InFlightBucket, values: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """Waits for a bucket; yields number and mean of each value."""
         if flight.work is not None:
             self.peers.end_sum(flight.work)
@@ -81,7 +81,7 @@ class Means(OuterPolicy):
 
     def _average(self, values: Sequence[torch.Tensor]) -> None:
         """Replaces tensors by their mean over replicas, in place."""
-        flights: deque[Flight] = deque()
+        flights: deque[InFlightBucket] = deque()
         for flight in self._begin_means(values):
             flights.append(flight)
             if len(flights) == IN_FLIGHT:
@@ -89,16 +89,16 @@ class Means(OuterPolicy):
         for flight in flights:
             self._put(flight, values)
 
-    def _put(self, flight: Flight, values: Sequence[torch.Tensor]) -> None:
+    def _put(self, flight: InFlightBucket, values: Sequence[torch.Tensor]) -> None:
         for number, mean in self._end_mean(flight, values):
             values[number].copy_(mean)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which weights are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def written(parameters: Sequence[torch.Tensor]) -> None:
+def mark_written(parameters: Sequence[torch.Tensor]) -> None:
     """Marks the local parts of parameters as written, for autograd and for prefetched shards."""
     torch.autograd.graph.increment_version(list(parameters))

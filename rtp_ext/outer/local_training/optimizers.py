@@ -62,7 +62,7 @@ def leaves(state: Any) -> list[tuple[str, Any]]:
     return [(str(getattr(path[0], "key", path[0])) + keystr(path[1:]), value) for path, value in found if path]
 
 
-def beside_shards(optimizers: Sequence[Optimizer], name_of: Callable[[Any], str | None]) -> dict[str, str]:
+def unsharded_state(optimizers: Sequence[Optimizer], name_of: Callable[[Any], str | None]) -> dict[str, str]:
     """Returns the state that is not sharded, by parameter name and key, and the settings of parameter groups."""
     found: dict[str, str] = {}
     for number, optimizer in enumerate(optimizers):

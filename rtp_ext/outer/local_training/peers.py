@@ -21,7 +21,7 @@ class Swap:
     sent: list[torch.Tensor] = field(default_factory=list)  # kept alive until the transfer ends
     received: list[dict[int, torch.Tensor]] = field(default_factory=list)  # for each buffer, by replica
     tickets: dict[int, torch.Tensor] = field(default_factory=dict)  # by replica, from all that send or receive
-    untold: int = 0  # number of works, the first ones, whose tickets have not been compared
+    unchecked: int = 0  # number of works, the first ones, whose tickets have not been compared
     works: list[tuple[Sequence[int], Any]] = field(default_factory=list)  # replicas that each work waits for
 
 
@@ -53,7 +53,7 @@ class Peers(Replicas):
         peers = sorted({*sources, *targets})
         swap.tickets = {peer: torch.zeros_like(swap.sent[0]) for peer in peers}
         self._post(swap, self._control, swap.sent[0], swap.tickets, peers)
-        swap.untold = len(swap.works)
+        swap.unchecked = len(swap.works)
         if unsure:
             self._compare(swap)
         for buffer in buffers:
@@ -95,9 +95,9 @@ class Peers(Replicas):
 
     def _compare(self, swap: Swap) -> None:
         """Waits for the tickets and compares them once. Raises ValueError if one differs."""
-        self._wait_for(swap.what, swap.works[: swap.untold])
-        del swap.works[: swap.untold]
-        swap.untold = 0
+        self._wait_for(swap.what, swap.works[: swap.unchecked])
+        del swap.works[: swap.unchecked]
+        swap.unchecked = 0
         mine = swap.sent[0]
         for source, ticket in swap.tickets.items():
             if not torch.equal(ticket, mine):

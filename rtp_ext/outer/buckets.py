@@ -32,7 +32,7 @@ Order = tuple[tuple[int, int], ...]  # parameter numbers, and the number of grad
 
 
 @dataclass(frozen=True)
-class Told:
+class AgreementMessage:
     """Message that replicas compare before a reduction."""
 
     what: str
@@ -52,7 +52,7 @@ class Told:
 
 
 @dataclass
-class Flight:
+class InFlightBucket:
     """A bucket in flight."""
 
     work: Any
@@ -62,7 +62,7 @@ class Flight:
 
 
 @dataclass
-class Pass:
+class BackwardState:
     """State since the start of the outermost backward that produced a gradient. Backwards of reentrant checkpoints run
     within it and do not end it."""
 
@@ -72,7 +72,7 @@ class Pass:
     counts: dict[int, int] = field(default_factory=dict)  # in the order of completion
     parameters: dict[int, Any] = field(default_factory=dict)
     launched: int = 0
-    flights: list[Flight] = field(default_factory=list)
+    flights: list[InFlightBucket] = field(default_factory=list)
 
     @property
     def running(self) -> bool:
