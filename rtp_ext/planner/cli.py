@@ -39,7 +39,7 @@ from rtp_ext.planner.time.estimate import estimate_time
 from rtp_ext.planner.time.explain import explain_time
 
 PROGRAM = "rtp_ext plan"
-_FEW = 10  # minimum number of measurements for a separate test set
+_MIN_MEASUREMENTS = 10  # minimum number of measurements for a separate test set
 _FLAGS = (
     *("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"),
     *("offload", "compiled", "fused_norm", "cp_balanced"),
@@ -267,7 +267,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     """Fits to every second measurement and prints the errors on the others next to them. With few measurements, fits to
     all of them, and prints the leave-one-out errors."""
     measured = read_measurements(options.calibrate)
-    few = len(measured) < _FEW
+    few = len(measured) < _MIN_MEASUREMENTS
     found = calibrate(measured if few else measured[::2])
     if few:
         apart = [

@@ -216,7 +216,7 @@ def _pieces_terms(strategy: Strategy, values: int, own: int) -> list[Term]:
     return terms
 
 
-def _borrowed_terms(strategy: Strategy, values: float) -> list[Term]:
+def _offload_terms(strategy: Strategy, values: float) -> list[Term]:
     """Returns buffers of offloading: the shards and gradients of two layers are on the device at a time."""
     name, source = "unsharded_buffers", "torch's CPUOffloadPolicy, rtp_ext.ring.offload"
     return [
@@ -235,7 +235,7 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
         shard = layer_count(model, strategy) / strategy.rtp
         return [
             *_slot_terms(model, strategy, stage, hosts),
-            *(_borrowed_terms(strategy, shard) if strategy.offload else []),
+            *(_offload_terms(strategy, shard) if strategy.offload else []),
         ]
     name, values = "unsharded_buffers", sum(count.value for count in counts)
     compute, reduce = strategy.param_bytes, strategy.reduce_bytes
@@ -259,9 +259,9 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
         ]
     source = "fully_shard: the layer in use and the prefetched one; the root's group stays gathered"
     root = values - layer * model.layers
-    borrowed = _borrowed_terms(strategy, layer / strategy.shards) if strategy.offload else []
+    offload = _offload_terms(strategy, layer / strategy.shards) if strategy.offload else []
     return [
-        *borrowed,
+        *offload,
         term(name, "gathered layers", source, layers=min(2, model.layers), bytes_per_value=compute, values=layer),
         term(name, "gathered embedding, norm and head", source, bytes_per_value=compute, values=root),
         term(name, "input of a layer's reduce-scatter", source, bytes_per_value=reduce, values=layer),

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rtp_ext.planner.constants import check_at_least, check_known, constants
+from rtp_ext.planner.constants import check_at_least, check_known, constants, memory_constant
 from rtp_ext.planner.memory.estimate import estimate_memory, stage_memory
 from rtp_ext.planner.memory.report import MemoryReport
 from rtp_ext.planner.memory.states import parameter_counts
-from rtp_ext.planner.plans.limits import limit_bytes
 from rtp_ext.planner.plans.stages import best_stages, stage_costs
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
@@ -151,6 +150,11 @@ def _states_fit(model: ModelSpec, cluster: Cluster, layout: Layout) -> bool:
 
 
 @functools.lru_cache(maxsize=1 << 14)
+def limit_bytes(cluster: Cluster) -> float:
+    """Limit of allocated bytes: below this share of a GPU's memory no published run failed (constants.json)."""
+    return memory_constant("safe_fraction") * cluster.memory_bytes
+
+
 def allocated_bytes(model: ModelSpec, strategy: Strategy, global_batch: int | None, hosts: int = 1) -> float:
     """Returns the maximum over the first and the last stage; stages between hold less. hosts: of a two-level ring."""
     micro_batches = strategy.micro_batches(global_batch)

@@ -98,9 +98,9 @@ class Cluster:
         unknown = sorted(set(given) - set(fields))
         missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given]
         if unknown or missing:
-            what = [f"unknown fields {', '.join(unknown)}"] if unknown else []
-            what += [f"missing fields {', '.join(missing)}"] if missing else []
-            raise ValueError(f"cluster {label}: {'; '.join(what)}")
+            problems = [f"unknown fields {', '.join(unknown)}"] if unknown else []
+            problems += [f"missing fields {', '.join(missing)}"] if missing else []
+            raise ValueError(f"cluster {label}: {'; '.join(problems)}")
         return cls(**given)
 
     @property

@@ -82,11 +82,11 @@ class StageClock:
         self.rotated: list[RotationTime] = []
         self.ends: dict[str, list[RotationTime]] = {}
         if strategy.rtp > 1:
-            self._rotate()
+            self._add_rotation()
         elif strategy.zero == 3 and strategy.pp == 1:
-            self._unshard()
+            self._add_unshard()
         if strategy.offload:
-            self._borrow()
+            self._add_offload()
         self.per_layer["launches"] = self._launches()
 
     # -- one layer ----------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class StageClock:
         share = self.constants.nvlink_sm_share if group.nodes == 1 else self.constants.network_sm_share
         return max(0.0, communication - window), share / (1 - share) * min(communication, window)
 
-    def _unshard(self) -> None:
+    def _add_unshard(self) -> None:
         """Adds fully_shard: the next layer is gathered while one computes; backward gathers again and scatters the
         gradients of the previous layer (arXiv 2304.11277). The gather of the root's embedding and head is exposed."""
         strategy, constants, group = self.strategy, self.constants, self.groups.dp
@@ -204,7 +204,7 @@ class StageClock:
             + scatter
         )
 
-    def _borrow(self) -> None:
+    def _add_offload(self) -> None:
         """Adds offloading: shards come from the host for every pass, and gradients return in float32 over PCIe (torch's
         CPUOffloadPolicy); only the exposed part counts."""
         strategy, rate = self.strategy, host_rate(self.cluster, "pcie_bytes_per_s")
@@ -214,7 +214,7 @@ class StageClock:
         shown = max(0.0, one - self.layer.forward) + max(0.0, one - back)  # both directions are concurrent
         self.per_layer["rotation" if strategy.rtp > 1 else "unsharding"] += shown
 
-    def _rotate(self) -> None:
+    def _add_rotation(self) -> None:
         """Replaces products by rotated ones: adds their extra time as `split`, and exposed hops as `rotation`."""
         strategy = self.strategy
         times = [self._rotation(rotation) for rotation in self._rotations(1, False, False)]
