@@ -16,7 +16,6 @@ class LocalSGD(AfterSteps):
     Args:
         period: steps between averages.
         warmup: number of initial steps that are averaged each; the periods begin after them.
-        warmup: so many first steps are averaged each; the periods begin after them.
 
     Source: Stich, Local SGD converges fast and communicates little (arXiv 1805.09767); Lin et al., post-local SGD
     (arXiv 1808.07217), whose first phase averages gradients instead.

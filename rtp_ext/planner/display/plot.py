@@ -42,7 +42,7 @@ def plot_plans(file: str, names: Sequence[str], reports: Sequence[MemoryReport],
     axes.set_yticks(range(len(reports)), [f"{name}\n{r.verdict}" for name, r in zip(names, reports, strict=True)])
     axes.set_ylim(len(reports) - 0.4, -0.6)
     axes.set_xlabel(
-        "memory of the fullest GPU, GB (1e9 bytes)\nthe lines are for what the allocator holds: all but the gray part"
+        "memory of the GPU that holds most, GB (1e9 bytes)\nthe limits apply to the allocator: all but the gray part"
     )
     left = [0.0] * len(times)
     for group, color in _GROUP_COLORS.items():
@@ -91,7 +91,7 @@ def plot_when(file: str, cells: Sequence[Cell]) -> None:
         bar = figure.colorbar(image, ax=list(panels), ticks=[-1, 0, 1])
         bar.ax.set_yticklabels([f"{1 / _MOST:g}", "1", f"{_MOST:g}"])
         bar.set_label("time of the others / time of RTP")
-    figure.suptitle("The fastest way to train on H100 of 80 GB, as predicted; blue: rotation wins", fontsize=11)
+    figure.suptitle("Predicted fastest plans on H100 of 80 GB; blue: rotation wins", fontsize=11)
     figure.savefig(file, dpi=130)
 
 

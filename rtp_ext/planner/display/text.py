@@ -64,7 +64,7 @@ def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str
     lines = _aligned(rows)
     ends = ["plan; what binds it", *(f"{name}; {plan.binding}" for name, plan in zip(names, plans, strict=True))]
     shown = [f"{line}  {end}" for line, end in zip(lines, ends, strict=True)]
-    tie = ["= : too close to tell apart from others of that rank"] if any(plan.tied for plan in plans) else []
+    tie = ["= : within the error of the model from others of that rank"] if any(plan.tied for plan in plans) else []
     unlike = differences_line([plan.strategy for plan in plans])
     return "\n".join([title, *shown, *tie, *([unlike] if unlike else [])])
 

@@ -102,7 +102,7 @@ def stage_memory(
         boundary = Saved("pipeline", "hidden states", model.hidden, strategy.param_bytes)
         over = [("tp", boundary.divisor(strategy))]
         size = {"bytes_per_value": boundary.bytes_per_value, "features": model.hidden, "tokens": tokens}
-        what = "a tensor on its way in and one on its way out"
+        what = "one received and one sent tensor"
         terms.append(term("pipeline_buffers", what, "Megatron-LM, torch pipelining", over, tensors=2, **size))
         inputs = strategy.interleave - (stage == 0)
         if inputs and strategy.effective_stack == "megatron":
@@ -209,7 +209,7 @@ def _rotated_loss_terms(model: ModelSpec, strategy: Strategy, tokens: int) -> li
     chunk = max(min(_LOGIT_CHUNK_BYTES // (4 * rows), -(-tokens // _LOGIT_LEAST_CHUNKS)), _LOGIT_LEAST_ROWS)
     size = {"bytes_per_value": 4, "tokens_at_once": min(chunk, tokens), "vocabulary_at_once": rows}
     return [
-        term("logits_and_loss", "logits of one piece", source, **size),
+        term("logits_and_loss", "logits of one chunk", source, **size),
         term(
             "logits_and_loss",
             "input gradient, float32",

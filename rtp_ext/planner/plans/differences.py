@@ -44,4 +44,4 @@ def differences(strategies: Sequence[Strategy]) -> dict[str, list[str]]:
 def differences_line(strategies: Sequence[Strategy]) -> str:
     """Formats `differences` as one line; empty where there are none."""
     text = "; ".join(f"{name} ({', '.join(values)})" for name, values in differences(strategies).items())
-    return f"beside the way to share the work, these plans differ in: {text}" if text else ""
+    return f"besides the layout, these plans differ in: {text}" if text else ""

@@ -91,7 +91,6 @@ def pipeline_communication_bounds(
     "Micro-batch's communicated activation cost <= pipeline communication cost <= full-batch's": at least one
     micro-batch must cross every cut, forward and back, before the last stage can start and after it ends; at most all
     messages are exposed.
-    hides any message.
 
     Args:
         boundary_values: of one sample, for every cut between two stages.

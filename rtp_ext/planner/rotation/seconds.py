@@ -142,13 +142,13 @@ def rotation_seconds(
     )
     sent = {"weight": values * weight_bytes, "gradient": values * gradient_bytes}
     back, local = back_values * weight_bytes, values * local_bytes
-    conversion = dict.fromkeys(one, 0.0)  # seconds of quantizing and dequantizing
+    cast_s = dict.fromkeys(one, 0.0)  # seconds of quantizing and dequantizing
     if weight_bytes < compute_bytes:
-        conversion["forward"] = conversion["dgrad"] = traffic_s(sent["weight"] + values * compute_bytes, cluster, constants)
+        cast_s["forward"] = cast_s["dgrad"] = traffic_s(sent["weight"] + values * compute_bytes, cluster, constants)
     if rounded:
         rounds = (ranks - 1) / ranks  # a rank's contribution to its own gradient is not quantized
-        conversion["wgrad"] = rounds * traffic_s(local + sent["gradient"], cluster, constants)
-    one = {kind: time + conversion[kind] for kind, time in one.items()}
+        cast_s["wgrad"] = rounds * traffic_s(local + sent["gradient"], cluster, constants)
+    one = {kind: time + cast_s[kind] for kind, time in one.items()}
     inside = dataclasses.replace(group, ranks=group.ranks // hosts) if hosts > 1 else group
     hops = {kind: hop_s(inside, size, constants) for kind, size in sent.items()}
     if hosts > 1:
@@ -167,7 +167,7 @@ def rotation_seconds(
     if op == "linear" and ranks > 1 and hosts == 1:
         lanes = _two_lanes(rotation, tokens, ranks * chunks, cluster)
     filled = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, whole_waves=False)
-    filled = {kind: time + conversion[kind] for kind, time in filled.items()}
+    filled = {kind: time + cast_s[kind] for kind, time in filled.items()}
     kinds = (("forward",), ("dgrad", "wgrad") if dgrad or rotation.bundle else ("wgrad",))
     # concurrent products share the multiprocessors: at least the time of the work of their tiles
     work = [
