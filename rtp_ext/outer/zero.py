@@ -1,8 +1,8 @@
 """ZeroOuter reduce-scatters gradients over replicas, so that all ranks share the optimizer state.
 
 Registered parameters. In a model with K replicas of rings of R ranks, every parameter is a DTensor, and each rank holds
-1/(R K) of it, its piece. The piece is cut over the ring as usual, and the resulting shard is cut over the replicas,
-along the same dimension where DTensors can express it, otherwise along another. This layout applies from the end of
+1/(R K) of it, its piece. The parameter is cut over the ring as usual, and the resulting shard over the replicas, along
+the same dimension where DTensors can express it, otherwise along another. This layout applies from the end of
 fully_rotate on; stock optimizers, clipping and checkpoints handle it. Scalars, and the few vectors with unsuitable
 sizes, are not cut over the replicas.
 
