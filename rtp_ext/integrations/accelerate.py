@@ -66,12 +66,12 @@ class RotationAccelerator(Accelerator):
         if getattr(self, "parallelism_config", None) is not None:
             raise ValueError(
                 f"RotationAccelerator: expected no parallelism_config, got {self.parallelism_config!r:.200}: the mesh "
-                "belongs into rotate={'mesh': ..., 'dims': ...}"
+                "belongs in rotate={'mesh': ..., 'dims': ...}"
             )
         if not self.even_batches:
             raise ValueError(
-                "RotationAccelerator: expected even_batches=True, since all ranks have to call the model as often, got "
-                "False"
+                "RotationAccelerator: expected even_batches=True, since ranks have to call the model equally often, "
+                "got False"
             )
         policy = self.rotate.get("mp_policy")
         if self.mixed_precision != "no" and getattr(policy, "param_dtype", None) is not None:

@@ -294,7 +294,7 @@ class AllReduce(MicroBatches):
                 model = "" if theirs.model == answers[0].model else ", of a model with other parameters or settings"
                 raise ValueError(
                     f"replicas disagree: expected {answers[0]} (replica 0), got {theirs} in replica {replica}{model}: "
-                    "every rank has to call backward as often, with the same settings"
+                    "every rank has to call backward the same number of times, with the same settings"
                 )
         while current.launched < max(theirs.launched for theirs in answers):
             self._launch_next(current)

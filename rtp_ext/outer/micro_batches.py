@@ -110,7 +110,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords:
             if handler.policy.has_unreduced(handler.index, parameter):
                 raise ValueError(
                     f"{type(optimizer).__name__}: expected gradients that are reduced over replicas, got those of "
-                    f"{handler.policy._members[handler.index].name} as micro-batches have left them: call "
+                    f"{handler.policy._members[handler.index].name} unreduced from micro-batches: call "
                     "set_requires_all_reduce(model, True) before the last backward of a step (of a pipeline: before "
                     "its schedule's step, which has to call PipelineStage.perform_reduce_grad at its end)"
                 )

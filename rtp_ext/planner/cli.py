@@ -221,7 +221,7 @@ def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
     plans = search(model, cluster, global_batch=batch, top=options.top, uneven=options.uneven)
     if not plans:
         print(
-            f"{PROGRAM}: no plan for {model.name} with a global batch of {batch} fits below the memory line of "
+            f"{PROGRAM}: no plan for {model.name} with a global batch of {batch} fits below the memory limit of "
             f"{cluster.gpus} x {cluster.name}; --min-gpus computes the number of GPUs needed",
             file=sys.stderr,
         )

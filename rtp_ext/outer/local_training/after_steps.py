@@ -172,8 +172,8 @@ class AfterSteps(Means):
             answers = self.exchange(f"{self!r} before step {self._steps + 1}")
             if any(theirs != answers[0] for theirs in answers):
                 raise ValueError(
-                    f"replicas disagree on the policy: got {', '.join(answers)}: every rank has to take the same, and "
-                    "to freeze the same at the same step"
+                    f"replicas disagree on the policy: got {', '.join(answers)}: every rank has to use the same "
+                    "policy, and to freeze the same parameters at the same step"
                 )
             self.verify()
         if self._steps == 0 and not self._stepped:

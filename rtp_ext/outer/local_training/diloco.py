@@ -114,9 +114,9 @@ class DiLoCo(AfterSteps):
         elif found != known:
             name = next(name for name in known if found.get(name) != known[name])
             raise ValueError(
-                f"{self!r}: expected the parameters of the first step under their names, since anchors go by these, "
-                f"got {'another one' if name in found else 'none'} for {name}: do not exchange or remove modules after "
-                "the first step, or convert the model anew with a new policy"
+                f"{self!r}: expected the parameters of the first step under their names, since anchors are stored by "
+                f"name, got {'another one' if name in found else 'none'} for {name}: do not exchange or remove "
+                "modules after the first step, or convert the model anew with a new policy"
             )
 
     # -- anchors -------------------------------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ class DiLoCo(AfterSteps):
         for index, parameter in others:
             if id(parameter) in stepped:
                 raise ValueError(
-                    f"{self!r}: expected one model with all parameters that its optimizers train, since anchors go by "
-                    f"their names in it, got {self._members[index].name}, which is outside "
+                    f"{self!r}: expected one model with all parameters that its optimizers train, since anchors are "
+                    f"stored by name, got {self._members[index].name}, which is outside "
                     f"of the {type(self._whole()).__name__}: call fully_rotate(model) with the model around the parts"
                 )
 

@@ -58,8 +58,9 @@ class Means(OuterPolicy):
             if theirs != answers[0]:
                 raise ValueError(
                     f"replicas disagree: expected {answers[0][0]} after step {answers[0][1]} (replica 0), got "
-                    f"{theirs[0]} after step {theirs[1]} in replica {replica}: every rank has to call its "
-                    "optimizer as often, with the same model and policy, and to freeze the same at the same step"
+                    f"{theirs[0]} after step {theirs[1]} in replica {replica}: every rank has to step its "
+                    "optimizer the same number of times, with the same model and policy, and to freeze the same "
+                    "parameters at the same step"
                 )
 
     def _begin_means(self, values: Sequence[torch.Tensor], most: int = BUCKET) -> Iterator[InFlightBucket]:

@@ -103,8 +103,9 @@ class Peers(Replicas):
             if not torch.equal(ticket, mine):
                 error = ValueError(
                     f"replicas disagree: expected {swap.what} with ticket {mine.tolist()} (step, model, what travels), "
-                    f"got {ticket.tolist()} from replica {source}: every rank has to call its optimizer as often, with "
-                    "the same model and policy, and to freeze the same at the same step"
+                    f"got {ticket.tolist()} from replica {source}: every rank has to step its optimizer the same "
+                    "number of times, with the same model and policy, and to freeze the same parameters at the same "
+                    "step"
                 )
                 swap.works.clear()  # a stored traceback would keep connections open, and peers wait for their end
                 self.end(error)

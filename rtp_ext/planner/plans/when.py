@@ -152,7 +152,7 @@ def when_table(cells: Sequence[Cell]) -> str:
         lines.append("| " + " | ".join(row) + " |")
     lines.append("")
     lines.append(
-        "Predictions of rtp_ext.planner for H100 of 80 GB; -: no plan of the family fits below the memory line. All "
+        "Predictions of rtp_ext.planner for H100 of 80 GB; -: no plan of the family fits below the memory limit. All "
         "are on the torch stack with the fused loss, each with the recomputation (none, selective, full) that is "
         "fastest; GB are those of the fastest plan, not of the smallest."
     )
