@@ -68,7 +68,7 @@ def apart_cases(rank, ranks, cases):
         with cases.case(f"a step later on one replica, period {period}"):
             replica = Replica(rank, (2, 2), LocalSGD(period))
             replica.train(1)
-            with pytest.raises(ValueError, match=r"replicas disagree.*(freeze the same at|same with its)"):
+            with pytest.raises(ValueError, match=r"replicas disagree.*(freeze the same parameters at|same with its)"):
                 for step in range(4):
                     if step == replica.number:
                         freeze(replica.model, True)
