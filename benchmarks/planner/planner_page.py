@@ -2,10 +2,10 @@
 
     python benchmarks/planner/planner_page.py          # prints every block of the page
     python benchmarks/planner/planner_page.py --write  # rewrites the blocks in docs/planner.md
-    python benchmarks/planner/planner_page.py --check  # exit status 1 where the page says anything else
+    python benchmarks/planner/planner_page.py --check  # exit status 1 where the page differs
 
-A block stands between `<!-- planner: NAME -->` and `<!-- end -->`. What prose says in numbers stands in `claims` and
-must be on the page word for word; --write does not change prose, but says what is not there.
+A block is the text between `<!-- planner: NAME -->` and `<!-- end -->`. `claims` generates the phrases with numbers
+that the prose must contain word for word; --write does not change prose, but reports missing phrases.
 """
 
 import argparse
@@ -167,7 +167,7 @@ BLOCKS = {
 
 
 def claims() -> list[str]:
-    """What the prose says in numbers, made anew. Of each, the page must have the words."""
+    """Returns the sentences with numbers that the page must contain, computed anew."""
     before_when = [*_claims_of_memory(), *_claims_of_the_lecture(), *_claims_of_time(), *_claims_of_failures()]
     return [*before_when, *claims_of_when()]
 
@@ -212,7 +212,7 @@ def _claims_of_memory() -> list[str]:
 
 
 def _layer_units(model: ModelSpec, strategy: Strategy) -> float:
-    """Bytes that a layer keeps, by tokens and hidden size; the float32 log-sum-exp apart."""
+    """Returns bytes that a layer saves per token and hidden feature, without the float32 log-sum-exp."""
     tensors = [saved for saved in layer_tensors(model, strategy) if "log-sum-exp" not in saved.tensor]
     return sum(saved.bytes_per_token(strategy) for saved in tensors) / model.hidden
 
@@ -307,7 +307,7 @@ def _error(run: runs.Measurement) -> str:
 
 
 def rewrite(text: str) -> str:
-    """The page with its blocks made anew. Raises ValueError where a block is missing or unknown."""
+    """Returns the page with its blocks generated anew. Raises ValueError for a missing or unknown block."""
     names = [found[2] for found in BLOCK.finditer(text)]
     if sorted(names) != sorted(BLOCKS):
         raise ValueError(f"expected the blocks {', '.join(BLOCKS)}, each once, got {', '.join(names) or 'none'}")
@@ -315,12 +315,12 @@ def rewrite(text: str) -> str:
 
 
 def prose(text: str) -> str:
-    """The page without its blocks, every run of blanks one."""
+    """Returns the page without its blocks, with runs of whitespace collapsed."""
     return " ".join(BLOCK.sub("", text).split())
 
 
 def missing(text: str) -> list[str]:
-    """The claims that the prose does not make."""
+    """Returns the claims that the prose lacks."""
     told = prose(text)
     return [claim for claim in claims() if claim not in told]
 

@@ -1,4 +1,4 @@
-"""Of docs/planner.md: rotation beside what else there is, like with like."""
+"""Generates the comparison of rotation with other plans in docs/planner.md, with all other settings equal."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ def _tie() -> float:
 
 
 def like() -> str:
-    """Rotation beside fully_shard with all else the same, and how often it is the fastest of `--when`."""
+    """Compares rotation with fully_shard at equal settings, and counts the cells of `--when` that rotation wins."""
     model, cluster = ModelSpec.preset("llama-3-8b", seq=8192), Cluster.preset("h100-80gb", gpus=8)
 
     def told(plan: Strategy) -> tuple[float, str, float]:
@@ -46,7 +46,7 @@ def like() -> str:
         shared = {"fused_loss": fused, "recompute": recompute}
         plans = [Strategy(rtp=8, **shared), Strategy(dp=8, zero=3, **shared)]
         if unlike := differences(plans):
-            raise ValueError(f"expected plans that differ in the way to share the work alone, got {unlike}")
+            raise ValueError(f"expected plans that differ in their layout only, got differences in {unlike}")
         ours, theirs = found[fused, recompute] = [told(plan) for plan in plans]
         sizes = [f"{size:.1f} GB, {verdict}" for size, verdict, _ in (ours, theirs)]
         times = [f"{seconds:.3f} s" for *_, seconds in (ours, theirs)]
@@ -58,14 +58,15 @@ def like() -> str:
     tied = sum(cell.winner == "tie" for cell in cells())
     first = (
         "**In these predictions rotation saves memory, and seldom time.** Llama 3 8B on 8 H100 of 80 GB, one sample of "
-        "8192 tokens for each: a ring beside `fully_shard`, with the same loss head, recomputation, dtypes and kernels:"
+        "8192 tokens for each. The table compares a ring with `fully_shard` at the same loss head, recomputation, "
+        "dtypes and kernels:"
     )
     last = (
         f"With the fused loss on both, the ring takes {ours[0]:.1f} GB against {theirs[0]:.1f} and is "
-        f"{100 * (ours[-1] / theirs[-1] - 1):.0f} % slower. Most of what it spares are two of the four hidden tensors "
+        f"{100 * (ours[-1] / theirs[-1] - 1):.0f} % slower. Most of the difference is two of the four hidden tensors "
         "of each SwiGLU, which bundles do not keep; a fused SwiGLU under `fully_shard` would not keep them either. "
-        f"Without bundles (`bundle=no`) the ring takes {unbundled:.1f} GB. Of the {len(cells())} cells of `--when` "
-        f"([below](#when-rotation-wins)) rotation is the fastest in {won}, and ties in {tied}."
+        f"Without bundles (`bundle=no`) the ring takes {unbundled:.1f} GB. Rotation is the fastest in {won} of the "
+        f"{len(cells())} cells of `--when` ([below](#when-rotation-wins)), and ties in {tied}."
     )
     return f"\n{_wrapped(first)}\n{markdown(_HEADS, rows)}{_wrapped(last)}\n\n"
 
@@ -85,7 +86,7 @@ def claims_of_when() -> list[str]:
     ties = [cell for cell in cells() if cell.winner == "tie" and cell.link == "PCIe" and cell.tokens == 8192]
     assert rtp and fsdp and len(won) == 1, [dataclasses.astuple(cell) for cell in won]
     return [
-        f"within {100 * tie:.0f} % nobody can tell",
+        f"differences within {100 * tie:.0f} % count as ties",
         f"a tie, or nearly, with `fully_shard` and the hybrids ({min(near):.2f} to {max(near):.2f})",
         f"Llama 3 8B at 8k tokens, {rtp.step_seconds:.2f} s against {fsdp.step_seconds:.2f} s of `fully_shard`",
         f"{_title(won[0])} in rings under a pipeline, {won[0].tokens // 1024}k tokens: {won[0].advantage:.2f}, the one "

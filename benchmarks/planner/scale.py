@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time, goodput
 from rtp_ext.planner.plans.differences import differences
-from rtp_ext.planner.plans.limits import limit_bytes
+from rtp_ext.planner.plans.search import limit_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 

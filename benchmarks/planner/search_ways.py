@@ -33,7 +33,7 @@ import torch
 
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, search
 from rtp_ext.planner.plans import search as search_module
-from rtp_ext.planner.plans.limits import limit_bytes
+from rtp_ext.planner.plans.search import limit_bytes
 from rtp_ext.planner.plans.stages import StageCosts, best_stages, cut_layers, pipeline_seconds, stage_costs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/

@@ -112,7 +112,7 @@ def parity_cases(rank, cases):
             parts = [[n for n, _ in replica.model.named_parameters()]]
             if "fragments" in options:
                 replica.policy.state_dict()
-                parts = [list(part) for part in replica.policy._parts]
+                parts = [list(part) for part in replica.policy._fragment_names]
             options.pop("fragments", None)
             outer = Outer(parts, period, make, **options)
             workers, lasting = Workers(SHAPE, outer), Workers(SHAPE, Outer(parts, period, make, **options))

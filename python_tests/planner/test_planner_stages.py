@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time
-from rtp_ext.planner.plans.limits import limit_bytes
+from rtp_ext.planner.plans.search import limit_bytes
 from rtp_ext.planner.plans.stages import StageCosts, best_stages, cut_layers, pipeline_seconds, stage_costs
 
 H100 = Cluster.preset("h100-80gb", gpus=8)

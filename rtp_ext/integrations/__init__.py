@@ -1,4 +1,4 @@
-"""Converted models in the training frameworks that people use. Each is imported when it is asked for.
+"""Converted models in training frameworks. Each integration is imported on first use.
 
 `RotationTrainer`: the Trainer of the transformers package, and those of TRL by mixing it in; `RotationAccelerator`: the
 Accelerator of the accelerate package; `RotationStrategy`: a strategy of Lightning; `parallelize`: torchtitan.
@@ -24,7 +24,7 @@ _MODULES = {
     "parallelize": ("titan", "torchtitan"),
 }
 
-if not TYPE_CHECKING:  # a checker would take every unknown name for one of these
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:

@@ -1,4 +1,5 @@
-"""The Accelerator of the accelerate package, with fully_rotate in the place of DistributedDataParallel."""
+"""RotationAccelerator: the Accelerator of the accelerate package, with fully_rotate instead of
+DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -26,18 +27,18 @@ class RotationAccelerator(Accelerator):
     """An Accelerator whose `prepare` converts models by fully_rotate.
 
     Args:
-        rotate: keyword arguments of fully_rotate. Of a model that has been converted before, they are not looked at.
-        others: as for Accelerator, without plugins for FSDP, DeepSpeed and their kin.
+        rotate: keyword arguments of fully_rotate; ignored for a model that is converted already.
+        others: as for Accelerator, without plugins for FSDP, DeepSpeed and similar.
 
-    `prepare` gives every rank the weights of rank 0, converts, and has optimizers that were built before go on with the
-    shards; mixed_precision is autocast, as with DDP (or leave it out and give `rotate` an mp_policy).
-    `clip_grad_norm_` returns the norm of all shards. `save_state` and `load_state` keep weights and optimizer state in
-    shards, which load on another number of ranks; `get_state_dict` is whole, on rank 0, and collective. Start it with
-    torchrun or accelerate launch.
+    `prepare` gives every rank the weights of rank 0, converts the model, and switches existing optimizers to the
+    shards. mixed_precision is autocast, as with DDP (alternatively, give `rotate` an mp_policy). `clip_grad_norm_`
+    returns the norm of all shards. `save_state` and `load_state` store weights and optimizer state in shards, which
+    load on another number of ranks; `get_state_dict` returns full tensors on rank 0, and is collective. Start the
+    program with torchrun or accelerate launch.
 
-    Raises ValueError for what does not go with it: other strategies, batches of which ranks may have different numbers
-    (even_batches=False, join_uneven_inputs), a mesh of other ranks than all, tensor parallelism, replicas that train
-    apart, trainable ignored_params.
+    Raises ValueError for unsupported combinations: other strategies, batches whose number may differ between ranks
+    (even_batches=False, join_uneven_inputs), a mesh that does not contain all ranks, tensor parallelism, local training
+    of replicas, trainable ignored_params.
     """
 
     _models: Any
@@ -49,7 +50,7 @@ class RotationAccelerator(Accelerator):
 
     @classmethod
     def take_over(cls, accelerator: Accelerator, rotate: Mapping[str, Any] | None) -> RotationAccelerator:
-        """Makes an Accelerator that a trainer has made one of this class."""
+        """Converts an Accelerator that a trainer has created to this class, in place."""
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator._begin(rotate)
@@ -65,12 +66,12 @@ class RotationAccelerator(Accelerator):
         if getattr(self, "parallelism_config", None) is not None:
             raise ValueError(
                 f"RotationAccelerator: expected no parallelism_config, got {self.parallelism_config!r:.200}: the mesh "
-                "belongs into rotate={'mesh': ..., 'dims': ...}"
+                "belongs in rotate={'mesh': ..., 'dims': ...}"
             )
         if not self.even_batches:
             raise ValueError(
-                "RotationAccelerator: expected even_batches=True, since all ranks have to call the model as often, got "
-                "False"
+                "RotationAccelerator: expected even_batches=True, since ranks have to call the model equally often, "
+                "got False"
             )
         policy = self.rotate.get("mp_policy")
         if self.mixed_precision != "no" and getattr(policy, "param_dtype", None) is not None:
@@ -82,7 +83,7 @@ class RotationAccelerator(Accelerator):
     # -- prepare -----------------------------------------------------------------------------------------------------
 
     def convert(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> nn.Module:
-        """Converts a model in place, unless it has been converted, and has `optimizers` go on with its shards."""
+        """Converts a model in place, unless it is converted already, and switches `optimizers` to its shards."""
         if not is_converted(model):
             before = dict(model.named_parameters())
             if self.device_placement and not any(parameter.is_meta for parameter in before.values()):
@@ -115,7 +116,7 @@ class RotationAccelerator(Accelerator):
         stray = [name for name, p in model.named_parameters() if name in ignored and p.requires_grad]
         if stray:
             raise ValueError(
-                f"{label}: expected ignored_params to be frozen, since nobody averages their gradients, got {stray[0]}"
+                f"{label}: expected ignored_params to be frozen, since their gradients are not averaged, got {stray[0]}"
             )
 
     def prepare(self, *arguments: Any, device_placement: list[bool] | None = None) -> Any:
@@ -128,7 +129,7 @@ class RotationAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        # evaluation_mode: without DistributedDataParallel, and otherwise the same
+        # evaluation_mode changes only DistributedDataParallel, which is not used
         return super().prepare_model(self.convert(model), device_placement=False, evaluation_mode=True)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
@@ -151,7 +152,7 @@ class RotationAccelerator(Accelerator):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state dict of a converted model on rank 0, {} on the others. Collective."""
+        """Returns the full state dict of a converted model on rank 0, {} on the others. Collective."""
         plain = self.unwrap_model(model)
         return whole_state(plain, dist.get_rank() == 0) if is_converted(plain) else super().get_state_dict(model)
 
@@ -175,7 +176,7 @@ class RotationAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def _without_shards(self) -> Iterator[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:
-        """Has the stock methods leave out models and optimizers: they write what one rank has of them."""
+        """Hides models and optimizers from the stock methods, which would write one rank's shards."""
         models, optimizers = self._models, self._optimizers
         self._models, self._optimizers = [], []
         try:

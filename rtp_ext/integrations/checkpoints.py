@@ -1,4 +1,4 @@
-"""What the integrations share: checkpoints of a training run, in shards, and values that all ranks start from."""
+"""Shared by the integrations: sharded checkpoints of a training run, and equal initial values on all ranks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext.convert.scopes import state_of
 
-FOLDER = "rotation"  # of a checkpoint: weights and optimizer state in shards, as torch.distributed.checkpoint writes
+FOLDER = "rotation"  # holds weights and optimizer state in shards, in the format of torch.distributed.checkpoint
 
 
 def is_converted(model: Any) -> bool:
-    """Whether fully_rotate was called with a model."""
+    """Returns whether a model was passed to fully_rotate."""
     return isinstance(model, nn.Module) and state_of(model) is not None
 
 
 def has_shards(folder: str | os.PathLike[str]) -> bool:
-    """Whether `save_shards` wrote into a folder. Raises ValueError where only some ranks see it. Collective."""
+    """Returns whether a folder contains the result of `save_shards`. Raises ValueError if only some ranks see it.
+    Collective."""
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, (Path(folder) / FOLDER / ".metadata").is_file())
     if len(set(answers)) > 1:
@@ -45,9 +46,10 @@ def has_shards(folder: str | os.PathLike[str]) -> bool:
 def save_shards(
     folder: str | os.PathLike[str], models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Writes weights and optimizer state of converted models into FOLDER of a folder, every rank its shards.
+    """Writes weights and optimizer state of converted models into FOLDER of a folder, each rank its shards.
 
-    It loads on any number of ranks. Of models of the peft package, only what is trained. Collective.
+    The checkpoint loads on any number of ranks. For models of the peft package, it contains the trained parameters
+    only. Collective.
     """
     dcp.save(_states(models, optimizers), checkpoint_id=str(Path(folder) / FOLDER))
 
@@ -55,7 +57,7 @@ def save_shards(
 def load_shards(
     folder: str | os.PathLike[str], models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Reads what `save_shards` wrote. Raises ValueError where there is no such thing. Collective."""
+    """Reads a checkpoint of `save_shards`. Raises ValueError if there is none. Collective."""
     if not has_shards(folder):
         raise ValueError(
             f"expected a checkpoint of a converted model, got {folder}, which has no folder {FOLDER!r} that is complete"
@@ -91,7 +93,7 @@ def _states(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimi
 def _pairs(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[tuple[nn.Module, list[torch.optim.Optimizer]]]:
-    """Every model with the optimizers of its parameters."""
+    """Returns each model with the optimizers of its parameters."""
     pairs: list[tuple[nn.Module, list[torch.optim.Optimizer]]] = [(model, []) for model in models]
     for optimizer in optimizers:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -110,13 +112,13 @@ def _names(models: Sequence[nn.Module]) -> str:
 
 
 def _partial(model: nn.Module) -> bool:
-    """Whether only what is trained of a model is saved: the base of adapters is somebody else's checkpoint."""
+    """Returns whether only the trained parameters are saved: the base of adapters has its own checkpoint."""
     return hasattr(model, "peft_config")
 
 
 def same_values(model: nn.Module) -> None:
-    """Gives every rank the values of rank 0, where they differ, as DistributedDataParallel does. Collective over the
-    default process group; of a model that has not been converted."""
+    """Gives every rank the values of rank 0, where they differ, as DistributedDataParallel does. For a model that is
+    not converted yet. Collective over the default process group."""
     tensors = {name: tensor for name, tensor in _plain_tensors(model) if not tensor.is_meta}
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, {name: _sample(tensor) for name, tensor in tensors.items()})
@@ -139,7 +141,7 @@ def _plain_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _sample(tensor: torch.Tensor) -> tuple:
-    """Shape, and a few bytes of what a tensor holds."""
+    """Returns shape and a few bytes of a tensor."""
     if tensor.layout != torch.strided:
         return tuple(tensor.shape), None
     part = tensor.detach()[tuple(slice(None, None, -(-extent // 8) or 1) for extent in tensor.shape)]
@@ -147,7 +149,7 @@ def _sample(tensor: torch.Tensor) -> tuple:
 
 
 def switch_parameters(optimizers: Sequence[Any], before: dict[str, nn.Parameter], model: nn.Module) -> None:
-    """Has optimizers that were built before the conversion go on with the parameters that took the place of theirs.
+    """Replaces parameters in optimizers that were built before the conversion by the converted ones.
 
     `before`: the parameters by name. Raises ValueError for an optimizer that has a state already.
     """

@@ -1,4 +1,4 @@
-"""A strategy of Lightning."""
+"""RotationStrategy: a strategy of Lightning."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class RotationStrategy(ModelParallelStrategy):
-    """A Lightning strategy: every rank keeps 1/R of the model and has batches of its own.
+    """A Lightning strategy: every rank holds 1/R of the model and processes its own batches.
 
         Trainer(strategy=RotationStrategy(), accelerator="cpu", devices=2)
 
-    The LightningModule is converted by fully_rotate before its optimizers are configured, with the weights of rank 0,
-    unless its `configure_model` has converted it (a model too large to be whole anywhere: meta device, fully_rotate,
-    to_empty, load_safetensors). `training_step` and its kin see whole parameters where modules that do not rotate own
-    them. With automatic_optimization=False, parameters that belong to the LightningModule itself are whole in its
-    `forward` only.
+    The strategy converts the LightningModule by fully_rotate before it configures optimizers, with the weights of rank
+    0, unless `configure_model` has converted it (a model too large for one rank: meta device, fully_rotate, to_empty,
+    load_safetensors). `training_step` and similar methods see full parameters of modules that do not rotate. With
+    automatic_optimization=False, parameters of the LightningModule itself are full in its `forward` only.
 
     Args:
         rotate: keyword arguments of fully_rotate.
-        save_distributed_checkpoint: a checkpoint is a folder, every rank writes its shards, and it loads on any number
-            of ranks. False: one file, with everything whole, which rank 0 writes.
+        save_distributed_checkpoint: True: a checkpoint is a folder into which every rank writes its shards, and loads
+            on any number of ranks. False: one file with full tensors, written by rank 0.
         process_group_backend, timeout: of the default process group.
 
-    Raises ValueError for a mesh of other ranks than all, tensor parallelism, and replicas that train apart.
+    Raises ValueError for a mesh that does not contain all ranks, tensor parallelism, and local training of replicas.
     """
 
     model: Any

@@ -1,4 +1,4 @@
-"""Models of torchtitan: what to put in the place of a ModelSpec's parallelize_fn."""
+"""Models of torchtitan: a replacement of a ModelSpec's parallelize_fn."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def parallelize(
     ac_config: ActivationCheckpointingConfig | None,
     dump_folder: str,
 ) -> nn.Module:
-    """fully_rotate for a decoder of torchtitan, as its trainer calls it: on the meta device, before `to_empty` and
-    `init_weights`.
+    """Applies fully_rotate to a decoder of torchtitan, in the place where its trainer calls parallelize_fn: on the meta
+    device, before `to_empty` and `init_weights`.
 
         spec = dataclasses.replace(model_registry("8B"), parallelize_fn=rtp_ext.integrations.parallelize)
 
-    The ring is the mesh dimension that fully_shard would cut over, and replicas are `dp_replicate`. Dtypes,
-    activation checkpointing and CPU offload are those of the configuration. Gradients are summed over the ranks, since
-    torchtitan divides losses by the tokens of all of them. Weights are initialised as the plain model's under the same
+    The ring is the mesh dimension over which fully_shard would cut; replicas are `dp_replicate`. Dtypes, activation
+    checkpointing and CPU offload follow the configuration. Gradients are summed over the ranks, because torchtitan
+    divides losses by the tokens of all ranks. Weights are initialised to the values of the plain model under the same
     seed, one module at a time. Checkpoints of torchtitan load on another number of ranks, and under fully_shard.
 
     Raises ValueError for tensor, context, pipeline and expert parallelism, the backend full_dtensor, and compiled
@@ -67,7 +67,7 @@ def parallelize(
             part.__class__ = _PlainEmbedding
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
-    ring = "dp_shard" if parallelism.spmd_backend == "spmd_types" else "fsdp"  # the axis that parameters are cut over
+    ring = "dp_shard" if parallelism.spmd_backend == "spmd_types" else "fsdp"  # the axis over which parameters are cut
     replicate = "dp_replicate" if parallel_dims.dp_replicate_enabled else None
     fully_rotate(
         model,
@@ -85,7 +85,7 @@ def parallelize(
 
 
 class _PlainEmbedding(nn.Embedding, Module):
-    """torchtitan's Embedding without tensor parallelism: what nn.Embedding computes."""
+    """torchtitan's Embedding without tensor parallelism; computes nn.Embedding."""
 
 
 def _init_weights(self: nn.Module, *, buffer_device: torch.device | None = None, **_: Any) -> None:

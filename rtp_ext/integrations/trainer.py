@@ -1,4 +1,4 @@
-"""The Trainer of the transformers package, for models that rotate."""
+"""RotationTrainer: the Trainer of the transformers package for rotated models."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ logger = logging.getLogger("rtp_ext")
 
 
 class RotationTrainer(Trainer):
-    """A Trainer whose model rotates: every rank keeps 1/R of weights, gradients and optimizer state, and trains on
-    batches of its own. Losses, gradient norms and weights are those of the stock Trainer with DistributedDataParallel.
+    """A Trainer that rotates its model: every rank holds 1/R of weights, gradients and optimizer state, and trains on
+    its own batches. Losses, gradient norms and weights equal those of the stock Trainer with DistributedDataParallel.
 
         trainer = RotationTrainer(model=model, args=args, train_dataset=data, rotate={"bundle": "recompute"})
 
     Args:
-        rotate: keyword arguments of fully_rotate. Of a model that has been converted before (one too large to be whole
-            anywhere: meta device, fully_rotate, to_empty, load_safetensors), they are not looked at.
+        rotate: keyword arguments of fully_rotate; ignored for a model that is converted already (one too large for one
+            rank: meta device, fully_rotate, to_empty, load_safetensors).
         others: as for Trainer.
 
-    It converts the model when it is made, or when training starts, where there is a `model_init`; an optimizer that is
-    passed in goes on with the shards. Start it with torchrun, on CPUs with TrainingArguments(use_cpu=True).
+    The constructor converts the model, or `train` does where there is a `model_init`; an optimizer passed to the
+    constructor is switched to the shards. Start it with torchrun, on CPUs with TrainingArguments(use_cpu=True).
 
-    `save_model` and checkpoints are folders that `from_pretrained` reads; a checkpoint also has the folder `rotation`,
-    from which it resumes, on any number of ranks, and bitwise on as many as it was saved by. Models of the peft package
-    save their adapters. For the trainers of TRL: `class RotationSFTTrainer(RotationTrainer, SFTTrainer): pass`.
+    `save_model` and checkpoints are folders that `from_pretrained` reads. A checkpoint also has the folder `rotation`,
+    from which training resumes on any number of ranks, and bitwise on the number that saved it. Models of the peft
+    package save their adapters. For the trainers of TRL: `class RotationSFTTrainer(RotationTrainer, SFTTrainer): pass`.
 
-    Raises ValueError for what does not go with it: see RotationAccelerator; auto_find_batch_size, as memory may run
-    out on one rank alone; DataParallel.
+    Raises ValueError for unsupported combinations: those of RotationAccelerator; auto_find_batch_size, because one rank
+    alone may run out of memory; DataParallel.
     """
 
     model: Any
@@ -66,11 +66,11 @@ class RotationTrainer(Trainer):
         accelerator.convert(self.model, *([] if self.optimizer is None else [self.optimizer]))
 
     def _inner_training_loop(self, *arguments: Any, **keywords: Any) -> Any:
-        self._convert()  # what model_init has made
+        self._convert()  # made by model_init
         return super()._inner_training_loop(*arguments, **keywords)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not is_converted(model):  # its shards are where they belong
+        if not is_converted(model):  # converted models are on their device
             super()._move_model_to_device(model, device)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -115,7 +115,7 @@ class RotationTrainer(Trainer):
         model = self.model if model is None else model
         if not is_converted(model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        elif not has_shards(resume_from_checkpoint):  # else weights come with the optimizer's state
+        elif not has_shards(resume_from_checkpoint):  # otherwise load_shards loads the weights
             self._load_whole(model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:

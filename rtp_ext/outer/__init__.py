@@ -1,9 +1,9 @@
-"""What happens between replicas: rings along a mesh dimension that hold the same shards and have batches of their own.
+"""Policies for replicas: rings along a mesh dimension that hold the same shards and train on different batches.
 
-Gradients are averaged in every step (AllReduce, with a compressor or without, ZeroOuter), or replicas train apart and
-act together after steps of the optimizer (LocalSGD, DiLoCo, Gossip). docs/outer.md says when to take which.
+AllReduce (with or without a compressor) and ZeroOuter average gradients in every step. LocalSGD, DiLoCo and Gossip let
+each replica train on its own gradients and combine weights after steps of the optimizer. docs/outer.md compares them.
 
-A policy is given to `fully_rotate(model, mesh=, dims=RotationDims(ring=..., replicate=...), outer=policy)`.
+Pass a policy to `fully_rotate(model, mesh=, dims=RotationDims(ring=..., replicate=...), outer=policy)`.
 """
 
 from rtp_ext.outer.all_reduce import AllReduce

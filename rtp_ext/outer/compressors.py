@@ -1,11 +1,13 @@
-"""Compressors: what travels in the place of a gradient.
+"""Compressors: gradients travel as smaller payloads.
 
-Each makes a payload of a tensor, and an approximation of the tensor of the payload. Contractive ones (TopK, Sign,
-Quantize, PowerSGD, RandomK with error feedback) lose a share of it that is less than one, and want error feedback: what
-was lost is added to the next. An unbiased one (RandomK without it) is right on average.
+A compressor converts a tensor to a payload, and a payload to an approximation of the tensor. Contractive compressors
+(TopK, Sign, Quantize, PowerSGD, RandomK with error feedback) lose less than the whole tensor and need error feedback:
+the lost part is added to the next tensor. An unbiased compressor (RandomK without error feedback) is correct in
+expectation.
 
-A way over the replicas is a generator: it yields what is to travel, is sent what came of it, and returns the mean over
-the replicas and this replica's part in it. PowerSGD and Neolithic take several rounds.
+`Compressor.way` is a generator that runs the exchange with the replicas: it yields a round to send, receives the
+result of that round, and returns the mean over the replicas and this replica's contribution. PowerSGD and Neolithic
+need several rounds.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from typing import Any
 
 import torch
 
-Memory = dict[str, torch.Tensor]  # what a compressor keeps of one tensor, by name
-Way = Generator["Ask", Any, tuple[torch.Tensor, torch.Tensor]]
+Memory = dict[str, torch.Tensor]  # state of a compressor for one tensor, by name
+Way = Generator["Round", Any, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What travels of a tensor. `note`: what every replica knows, and does not travel."""
+    """Compressed form of a tensor. `note`: values that every replica has and that do not travel."""
 
     parts: tuple[torch.Tensor, ...]
     shape: torch.Size
@@ -37,26 +39,26 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A round: the mean of the payloads of all replicas, where `linear`, is sent back; else a list of them all."""
+class Round:
+    """One round of an exchange. `linear`: the result is the mean of all payloads; otherwise the list of them."""
 
     payload: Payload
     linear: bool
 
 
 class Compressor:
-    """What all have in common.
+    """Base class of all compressors.
 
     Args:
-        error_feedback: whether what a payload has lost is added to the next one of the same tensor.
+        error_feedback: whether the error of a payload is added to the next tensor of the same parameter.
     """
 
-    linear = False  # whether the mean of payloads is the payload of a mean
-    shared: tuple[str, ...] = ()  # what of a memory all replicas have to have the same
+    linear = False  # whether the mean of payloads is the payload of the mean
+    shared: tuple[str, ...] = ()  # state that must be equal on all replicas
 
     def __init__(self, error_feedback: bool = True) -> None:
         self.error_feedback = error_feedback
-        self._alone: Memory = {}  # for tensors that come without a memory of theirs
+        self._alone: Memory = {}  # for tensors without a memory of their own
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings()}error_feedback={self.error_feedback})"
@@ -65,27 +67,29 @@ class Compressor:
         return ""
 
     def remember(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Memory:
-        """What is kept of a tensor before the first payload. The names are the same for all shapes."""
+        """Returns the initial state for a tensor. Its names are the same for all shapes."""
         return {}
 
     def compress(self, values: torch.Tensor, memory: Memory | None = None) -> Payload:
-        """The payload of a float32 or float64 tensor of any shape. `memory`: of this tensor, is updated; None: one of
-        the compressor's own, for a single tensor."""
+        """Compresses a float32 or float64 tensor of any shape.
+
+        `memory`: state of this tensor, updated in place; None: the compressor's own state, for a single tensor.
+        """
         raise NotImplementedError
 
     def decompress(self, payload: Payload) -> torch.Tensor:
-        """What `payload` stands for, in the tensor's shape and dtype."""
+        """Returns the approximation, in the tensor's shape and dtype."""
         raise NotImplementedError
 
     def way(self, values: torch.Tensor, memory: Memory) -> Way:
-        """See above."""
+        """Runs the exchange of one tensor; see the docstring of the module."""
         payload = self.compress(values, memory)
         own = self.decompress(payload)
         if self.linear:
-            return self.decompress((yield Ask(payload, True))), own
-        payloads = yield Ask(payload, False)
+            return self.decompress((yield Round(payload, True))), own
+        payloads = yield Round(payload, False)
         total = torch.zeros_like(values)
-        for each in payloads:  # in the order of the replicas, so that all get the same bits
+        for each in payloads:  # in replica order, so that all get the same bits
             total += self.decompress(each)
         return total / len(payloads), own
 
@@ -98,7 +102,7 @@ class Compressor:
 
 
 class TopK(Compressor):
-    """The share `fraction` of a tensor's values that is largest, and where they stand."""
+    """Sends the fraction `fraction` of a tensor's values that is largest in magnitude, and their indices."""
 
     def __init__(self, fraction: float, error_feedback: bool = True) -> None:
         super().__init__(error_feedback)
@@ -119,10 +123,10 @@ class TopK(Compressor):
 
 
 class RandomK(Compressor):
-    """The share `fraction` of a tensor's values, at places that are drawn anew each time, alike on all replicas.
+    """Sends the fraction `fraction` of a tensor's values, at random indices that are the same on all replicas.
 
-    Without error feedback they are multiplied by d/k, which is unbiased; with it they are not, which is contractive:
-    the feedback of an unbiased compressor grows without bound.
+    Without error feedback the values are multiplied by d/k, which makes the result unbiased. With error feedback they
+    are not, which makes it contractive: error feedback of an unbiased compressor grows without bound.
     """
 
     linear = True
@@ -154,7 +158,7 @@ class RandomK(Compressor):
 
 
 class Sign(Compressor):
-    """One bit a value, its sign, and the mean magnitude of all."""
+    """Sends the sign of each value (1 bit) and the mean magnitude of all values."""
 
     def compress(self, values: torch.Tensor, memory: Memory | None = None) -> Payload:
         flat = values.reshape(-1)
@@ -168,7 +172,7 @@ class Sign(Compressor):
 
 
 class Quantize(Compressor):
-    """`bits` (2, 4 or 8) a value, rounded to the nearest of evenly spaced levels, and a float32 scale a block.
+    """Rounds each value to evenly spaced levels of `bits` (2, 4 or 8) bits, with a float32 scale per block.
 
     The error of a value is at most half a level: the largest magnitude of its block over 2^bits - 2.
     """
@@ -201,11 +205,11 @@ class Quantize(Compressor):
 
 
 class PowerSGD(Compressor):
-    """A matrix [n, m] as a product [n, rank] x [rank, m], by one step of a power iteration that goes on from the last.
+    """Sends a matrix [n, m] as a product [n, rank] x [rank, m], from one step of a warm-started power iteration.
 
-    Tensors of more dimensions are matrices of their first; those of fewer, and those that it would not make smaller,
-    travel as they are. With exact arithmetic the mean over replicas is what one process would make of the mean.
-    Source: Vogels et al. (arXiv 1905.13727).
+    A tensor of more dimensions becomes a matrix with the first dimension as rows. Tensors of fewer dimensions, and
+    those that would not shrink, travel uncompressed. In exact arithmetic, the mean over replicas equals the compression
+    of the mean in one process. Source: Vogels et al. (arXiv 1905.13727).
     """
 
     linear = True
@@ -220,18 +224,18 @@ class PowerSGD(Compressor):
     def _settings(self) -> str:
         return f"{self.rank}, seed={self.seed}, "
 
-    def _worth(self, shape: Sequence[int]) -> bool:
+    def _shrinks(self, shape: Sequence[int]) -> bool:
         rows, columns = _matrix(shape)
         return len(shape) > 1 and self.rank * (rows + columns) < rows * columns
 
     def remember(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Memory:
         generator = torch.Generator().manual_seed(self.seed)
         _, columns = _matrix(shape)
-        size = (columns, self.rank) if self._worth(shape) else (0, self.rank)
+        size = (columns, self.rank) if self._shrinks(shape) else (0, self.rank)
         return {"q": torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).to(device)}
 
     def compress(self, values: torch.Tensor, memory: Memory | None = None) -> Payload:
-        if not self._worth(values.shape):
+        if not self._shrinks(values.shape):
             return Payload((values,), values.shape, values.dtype)
         kept, matrix = self._memory(values, memory), values.reshape(_matrix(values.shape))
         left = _orthogonal(matrix @ kept["q"])
@@ -245,12 +249,12 @@ class PowerSGD(Compressor):
         return (left @ right.T).view(payload.shape)
 
     def way(self, values: torch.Tensor, memory: Memory) -> Way:
-        if not self._worth(values.shape):
+        if not self._shrinks(values.shape):
             return (yield from super().way(values, memory))
         matrix = values.reshape(_matrix(values.shape))
 
-        def mean(part: torch.Tensor) -> Generator[Ask, Any, torch.Tensor]:
-            answer = yield Ask(Payload((part,), part.shape, part.dtype), True)
+        def mean(part: torch.Tensor) -> Generator[Round, Any, torch.Tensor]:
+            answer = yield Round(Payload((part,), part.shape, part.dtype), True)
             return answer.parts[0]
 
         left = _orthogonal((yield from mean(matrix @ memory["q"])))
@@ -259,13 +263,13 @@ class PowerSGD(Compressor):
         return (left @ memory["q"].T).view(values.shape), (left @ own.T).view(values.shape)
 
 
-class _Around(Compressor):
-    """A compressor that uses another, whose memory is within its own."""
+class _WrappingCompressor(Compressor):
+    """Base class of compressors that contain another one, whose state is stored within their own."""
 
     def __init__(self, compressor: Compressor, error_feedback: bool) -> None:
         super().__init__(error_feedback)
         name = type(self).__name__
-        if not isinstance(compressor, Compressor) or isinstance(compressor, _Around):
+        if not isinstance(compressor, Compressor) or isinstance(compressor, _WrappingCompressor):
             raise TypeError(f"{name}: expected one of TopK, RandomK, Sign, Quantize, PowerSGD, got {compressor!r}")
         if not compressor.error_feedback:
             raise ValueError(f"{name}: expected a compressor with error_feedback=True, the contractive form")
@@ -285,9 +289,9 @@ class _Around(Compressor):
         memory.update({f"inner.{key}": value for key, value in inner.items()})
 
 
-class EF21(_Around):
-    """Every replica keeps an estimate of its gradient and sends the compressed difference; the mean of the estimates is
-    what counts. Source: Richtarik et al. (arXiv 2106.05203)."""
+class EF21(_WrappingCompressor):
+    """Keeps an estimate of each replica's gradient, sends the compressed difference, and returns the mean of the
+    estimates. Source: Richtarik et al. (arXiv 2106.05203)."""
 
     def __init__(self, compressor: Compressor) -> None:
         super().__init__(compressor, False)
@@ -298,7 +302,7 @@ class EF21(_Around):
         return {**zeros, **super().remember(shape, dtype, device)}
 
     def compress(self, values: torch.Tensor, memory: Memory | None = None) -> Payload:
-        """Of the difference from the estimate, which it changes."""
+        """Compresses the difference from the estimate, and updates the estimate."""
         kept = self._memory(values, memory)
         inner = self._inner(kept)
         payload = self.compressor.compress(values - kept["estimate"], inner)
@@ -315,12 +319,12 @@ class EF21(_Around):
         self._keep(inner, memory)
         memory["estimate"] = memory["estimate"] + own
         memory["mean"] = memory["mean"] + mean
-        return memory["mean"].clone(), memory["estimate"]  # a gradient, which clipping writes to
+        return memory["mean"].clone(), memory["estimate"]  # a copy: clipping writes to the gradient
 
 
-class Neolithic(_Around):
-    """Compresses what is left `rounds` times over, and sends all of it: `rounds` times the bytes, and an error that
-    shrinks with each. Between the replicas alone: there is no server whose answers would be compressed too.
+class Neolithic(_WrappingCompressor):
+    """Compresses the remaining error `rounds` times and sends all payloads: `rounds` times the bytes, and an error that
+    shrinks with each round. Compresses between the replicas only: there is no server whose answers are compressed.
     Source: Huang et al., NEOLITHIC (arXiv 2206.03665)."""
 
     def __init__(self, compressor: Compressor, rounds: int = 2, error_feedback: bool = True) -> None:
@@ -379,7 +383,7 @@ def _orthogonal(columns: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Numbers of `bits` bits, the first in the lowest ones of a byte."""
+    """Packs numbers of `bits` bits into bytes, the first in the lowest bits."""
     each = 8 // bits
     rows = torch.nn.functional.pad(numbers, (0, -numbers.numel() % each)).view(-1, each)
     packed = torch.zeros_like(rows[:, 0])

@@ -1,4 +1,4 @@
-"""Gradients that micro-batches without a reduction over replicas leave in p.grad, where they add up."""
+"""Unreduced gradients that micro-batches accumulate in p.grad."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rtp_ext.ring.autograd import GRADIENT_HANDLER, as_gradient, offloaded_shard
 
 
 class MicroBatches(OuterPolicy):
-    """Knows, of each parameter, what of p.grad is not reduced yet. Optimizers refuse to step on that."""
+    """Tracks which part of each p.grad is not reduced over replicas. Optimizers refuse to step on that part."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._unreduced: dict[int, tuple[Any, torch.Tensor]] = {}  # by number: parameter, and what its grad holds
+        self._unreduced: dict[int, tuple[Any, torch.Tensor]] = {}  # by number: parameter, and the value of its p.grad
         before_steps("reduced", _check_reduced)
 
     def __deepcopy__(self, memo: dict) -> OuterPolicy:
@@ -37,13 +37,15 @@ class MicroBatches(OuterPolicy):
                 self._unreduced[index] = (parameter, held(gradient))
 
     def _hand_on(self, index: int, parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        """`value` as it is to be added to p.grad, unreduced."""
+        """Returns `value` in the form that is added to p.grad, unreduced."""
         self._take_unreduced(index, parameter, keep=True)
         return self._to_add_up(index, parameter, value)
 
     def _take_unreduced(self, index: int, parameter: Any, keep: bool = False) -> torch.Tensor | None:
-        """What micro-batches without a reduction have left in p.grad, which is empty then; None where there is nothing,
-        or zero_grad has cleared it. `keep`: looks only."""
+        """Removes and returns the unreduced gradient in p.grad; None if there is none or zero_grad cleared it.
+
+        `keep`: leaves it in p.grad.
+        """
         known = self._unreduced.get(index) if keep else self._unreduced.pop(index, None)
         gradient = parameter.grad
         if known is None or gradient is None:
@@ -61,30 +63,32 @@ class MicroBatches(OuterPolicy):
         return known[1] if kept is None else kept.memory.load(known[1])
 
     def _to_add_up(self, index: int, parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        """`value`, of which p.grad is of the same dtype then: a rounded p.grad would round what is added."""
+        """Returns `value` after converting p.grad to its dtype: a rounded p.grad would round the sum."""
         if parameter.grad is not None and parameter.grad.dtype != value.dtype:
             parameter.grad = as_gradient(held(parameter.grad).to(value.dtype), parameter._spec)
         return value
 
     def has_unreduced(self, index: int, parameter: Any) -> bool:
-        """Whether p.grad, which is there, holds what micro-batches without a reduction have left."""
+        """Returns whether an existing p.grad is unreduced."""
         known = self._unreduced.get(index)
         return known is not None and held(parameter.grad) is known[1]
 
     def _counts_as_unreduced(self, index: int, parameter: Any) -> bool:
-        """Whether p.grad, which is there, takes part in the next reduction, after a backward without one. Each does:
-        what this replica has not reached, others may have added to."""
+        """Returns whether an existing p.grad takes part in the next reduction, after a backward without one.
+
+        Always true here: other replicas may have added to a gradient that this replica did not reach.
+        """
         return True
 
     def _as_gradient(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        """What p.grad is to be given, of a value that is where the parameter is."""
+        """Returns `value`, which is on the device of the parameter, in the form of p.grad."""
         return as_gradient(value.to(parameter.dtype), parameter._spec)
 
     @staticmethod
     def _at_owner(parameters: Sequence[Any], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What replicas have reduced, in the dtypes of the parameters and where these are."""
+        """Moves reduced values to the devices and dtypes of the parameters."""
         values = [value.to(parameter.dtype) for parameter, value in zip(parameters, values, strict=True)]
-        kept = offloaded_shard_of(parameters[0]) if parameters else None  # all of them are, or none
+        kept = offloaded_shard_of(parameters[0]) if parameters else None  # all parameters are offloaded, or none
         return list(values) if kept is None else kept.memory.store(values)
 
 
@@ -97,7 +101,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords:
             if handler.policy.has_unreduced(handler.index, parameter):
                 raise ValueError(
                     f"{type(optimizer).__name__}: expected gradients that are reduced over replicas, got those of "
-                    f"{handler.policy._members[handler.index].name} as micro-batches have left them: call "
+                    f"{handler.policy._members[handler.index].name} unreduced from micro-batches: call "
                     "set_requires_all_reduce(model, True) before the last backward of a step (of a pipeline: before "
                     "its schedule's step, which has to call PipelineStage.perform_reduce_grad at its end)"
                 )

@@ -1,9 +1,9 @@
-"""Stages of torch.distributed.pipelining whose models have replicas: one reduction at the end of a step.
+"""Replicated stages of torch.distributed.pipelining reduce gradients once, at the end of a schedule step.
 
-A stage runs a backward for every micro-batch; of zero-bubble schedules one for its inputs and, later, one for each set
-of parameters, by torch.autograd.grad, which fires no hooks. Every schedule ends with `perform_reduce_grad` of its
-stages, where torch has FSDP reduce gradients: policies of rtp_ext.outer do it there as well, and leave them alone
-before, but for a backward that is the last of a stage and whole, under which they reduce as under any other.
+A stage runs one backward per micro-batch. Zero-bubble schedules run one for the inputs and later one for each set of
+parameters, by torch.autograd.grad, which fires no hooks. Every schedule ends with `perform_reduce_grad` of its stages,
+where torch makes FSDP reduce gradients; the policies of rtp_ext.outer reduce there too. Before that they defer
+reductions, except in the last backward of a stage if it is a full one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rtp_ext.ring.autograd import GRADIENT_HANDLER
 
 
 def follow_pipelines() -> None:
-    """Has stages reduce as described, once torch.distributed.pipelining is imported."""
-    patch_pipeline_stages(_leaving, _reducing)
+    """Patches pipeline stages as described above, once torch.distributed.pipelining is imported."""
+    patch_pipeline_stages(_defer_reductions, _reduce_at_end)
 
 
 def _policies(model: nn.Module) -> list[OuterPolicy]:
-    """Those of a stage, which may consist of several converted models."""
+    """Returns the policies of a stage, which may consist of several converted models."""
     handlers = (parameter.__dict__.get(GRADIENT_HANDLER) for parameter in model.parameters())
     return list({id(handler.policy): handler.policy for handler in handlers if handler is not None}.values())
 
 
-def _leaving(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _defer_reductions(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def backward_maybe_with_nosync(self: Any, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         with contextlib.ExitStack() as stack:
@@ -43,11 +43,11 @@ def _leaving(stock: Callable[..., Any]) -> Callable[..., Any]:
     return backward_maybe_with_nosync
 
 
-def _reducing(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _reduce_at_end(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def perform_reduce_grad(self: Any, *arguments: Any, **keywords: Any) -> Any:
         for policy in _policies(self.submod):
             policy.reduce()
-        return stock(self, *arguments, **keywords)  # which scales them
+        return stock(self, *arguments, **keywords)  # the stock method scales the gradients
 
     return perform_reduce_grad

@@ -1,4 +1,4 @@
-"""What all outer policies share: the parameters that are theirs, the scale of gradients, and what replicas compare."""
+"""Base of all outer policies: their parameters, the scale of gradients, and the comparison of replicas."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ logger = logging.getLogger("rtp_ext")
 
 @dataclass
 class Unit:
-    """Settings for the gradients of what one call of fully_rotate converted, without the parts converted before it."""
+    """Gradient settings of one call of fully_rotate, without the modules that were converted before."""
 
     reduce_dtype: torch.dtype | None
-    divide_factor: float | None = None  # None: the number of ranks, which averages
-    members: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)  # what the call was given
+    divide_factor: float | None = None  # None: the number of ranks, which gives the average
+    members: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)  # modules of the call
 
     def __deepcopy__(self, memo: dict) -> Unit:
-        memo[id(self)] = twin = Unit(self.reduce_dtype, self.divide_factor)  # copies of modules join it themselves
+        memo[id(self)] = twin = Unit(self.reduce_dtype, self.divide_factor)  # copied modules register themselves
         return twin
 
 
-UNIT = "_rtp_unit"  # attribute of a module that fully_rotate was called with: its Unit
+UNIT = "_rtp_unit"  # attribute of a module that was passed to fully_rotate: its Unit
 
 
 class Units:
-    """The unit of each parameter: that of the innermost module around it that fully_rotate was called with."""
+    """Maps each parameter to the unit of the innermost enclosing module that was passed to fully_rotate."""
 
     def __init__(self, root: nn.Module) -> None:
         self._found: dict[int, list[Unit]] = {}  # by id of the parameter
@@ -62,7 +62,7 @@ class Units:
             self._walk(child, unit, seen)
 
     def of(self, name: str, parameter: torch.Tensor) -> Unit:
-        """Raises ValueError for a parameter that units share which divide its gradient by different factors."""
+        """Returns the unit of a parameter. Raises ValueError if units with different divide factors share it."""
         units = self._found[id(parameter)]
         factors = sorted({str(unit.divide_factor) for unit in units})
         if len(factors) > 1:
@@ -76,7 +76,7 @@ class Units:
 
 @dataclass
 class Member:
-    """A parameter of a policy, as its replicas compare it."""
+    """A parameter of a policy, in the form that replicas compare."""
 
     name: str
     shape: tuple[int, ...]  # of this rank's shard
@@ -86,7 +86,7 @@ class Member:
 
     @property
     def wire(self) -> torch.dtype:
-        """What its gradients travel in."""
+        """Dtype in which its gradients travel."""
         return self.unit.reduce_dtype or torch.promote_types(self.dtype, torch.float32)
 
     @property
@@ -119,11 +119,11 @@ class GradientHandler:
         return GradientHandler(copy.deepcopy(self.policy, memo), self.index)
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a parameter that was pickled is nobody's
+        return type(None), ()  # a pickled parameter has no policy
 
 
 class OuterPolicy:
-    """What becomes of gradients once they are averaged over a ring. One policy belongs to one model.
+    """Handles gradients after they were averaged over a ring. One policy belongs to one model.
 
     Attributes:
         ring: set by `fully_rotate`.
@@ -131,19 +131,19 @@ class OuterPolicy:
     """
 
     replicas_type = Replicas
-    acts_alone = False  # whether it has something to do where there is one ring
+    acts_alone = False  # whether the policy also acts with a single ring
 
     def __init__(self) -> None:
         self.ring: Ring | None = None
-        self.replicas: Replicas | None = None  # None: there is one ring
+        self.replicas: Replicas | None = None  # None: a single ring
         self.requires_all_reduce = True
         self._members: list[Member] = []
         self._roots: list[weakref.ref[nn.Module]] = []
         self._fingerprint: str | None = None
-        self._verified = ""  # fingerprint that replicas have compared
-        self._compared = 0  # members whose values they have compared
+        self._verified = ""  # fingerprint that the replicas have compared
+        self._compared = 0  # number of members whose values the replicas have compared
 
-    # -- made and ended by fully_rotate ------------------------------------------------------------------------------
+    # -- called by fully_rotate --------------------------------------------------------------------------------------
 
     def expect_free(self, ring: Ring | None) -> None:
         """Raises ValueError where the policy belongs to another ring than `ring`; None: to any."""
@@ -156,14 +156,14 @@ class OuterPolicy:
     def connect(self, ring: Ring) -> None:
         """Gives the policy to a model on `ring`. Collective over all replicas."""
         if self.ring is ring:
-            return  # the one of parts that were converted before
+            return  # modules that were converted before share it
         self.expect_free(ring)
         self.ring = ring
         if ring.replicas > 1:
             self.replicas = self.replicas_type(ring)
 
     def handle_gradients(self, root: nn.Module) -> None:
-        """Makes the sharded parameters of a model the policy's. Those that it has keep their unit."""
+        """Registers the sharded parameters of a model. Parameters that are registered already keep their unit."""
         self._fingerprint = None
         units = Units(root)
         handled = False
@@ -172,7 +172,7 @@ class OuterPolicy:
                 continue
             unit, known = units.of(name, parameter), parameter.__dict__.get(GRADIENT_HANDLER)
             if known is None and self.size == 1 and unit.divide_factor is None and not self.acts_alone:
-                continue  # its gradient is right as it comes home
+                continue  # the gradient is correct on arrival
             handled = True
             if known is not None and known.policy is self:
                 member = self._members[known.index]
@@ -182,18 +182,18 @@ class OuterPolicy:
                 shape = local_shape(parameter)
                 self._members.append(Member(name, shape, parameter.dtype, unit, parameter.requires_grad))
             if parameter.dtype.itemsize < 4:
-                parameter.grad_dtype = None  # type: ignore[attr-defined]  # micro-batches add up in float32
+                parameter.grad_dtype = None  # type: ignore[attr-defined]  # so that micro-batches accumulate in float32
         if handled and self.ring is not None:
             self.ring.traceable = False
         if handled and not any(reference() is root for reference in self._roots):
             self._roots.append(weakref.ref(root))
 
     def parameter(self, index: int) -> torch.Tensor | None:
-        """A parameter by its number; None where the model has it no longer."""
+        """Returns a parameter by its number; None if the model no longer has it."""
         return next((parameter for number, parameter in self._handled() if number == index), None)
 
     def _handled(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The parameters that the model has, and their numbers."""
+        """Yields number and parameter for every registered parameter that the model still has."""
         for reference in self._roots:
             root = reference()
             for parameter in () if root is None else root.parameters():
@@ -206,26 +206,26 @@ class OuterPolicy:
         return handler is not None and handler.policy is self
 
     def _whole(self) -> nn.Module:
-        """The model with all parameters of the policy."""
+        """Returns the model that has all parameters of the policy."""
         roots = [root for reference in self._roots if (root := reference()) is not None]
         if not roots:
             raise ValueError(f"{type(self).__name__}: expected a policy that was given to fully_rotate")
         return max(roots, key=lambda root: sum(self._has(p) for p in root.parameters()))
 
     def _named(self) -> dict[str, tuple[int, Any]]:
-        """Number and parameter, by name in the whole model."""
+        """Returns number and parameter, by name in the whole model."""
         named = self._whole().named_parameters()
         return {name: (p.__dict__[GRADIENT_HANDLER].index, p) for name, p in named if self._has(p)}
 
     def __deepcopy__(self, memo: dict) -> OuterPolicy:
-        memo[id(self)] = twin = self._anew()  # a copy of a model has the same replicas
+        memo[id(self)] = twin = self._with_same_settings()  # a copy of a model has the same replicas
         twin.ring, twin.replicas = self.ring, self.replicas
         twin._members = [replace(member, unit=copy.deepcopy(member.unit, memo)) for member in self._members]
         twin.requires_all_reduce = self.requires_all_reduce
         return twin
 
-    def _anew(self) -> OuterPolicy:
-        """A policy with the same settings."""
+    def _with_same_settings(self) -> OuterPolicy:
+        """Returns a new policy with the same settings."""
         return type(self)()
 
     # -- settings ----------------------------------------------------------------------------------------------------
@@ -236,10 +236,13 @@ class OuterPolicy:
         return 1 if self.replicas is None else self.replicas.size
 
     def set_divide_factor(self, unit: Unit, factor: float | None, roots: Sequence[nn.Module]) -> None:
-        """Sets what the gradients of a unit are divided by. `roots`: all models that hold its parameters, the outermost
-        first. Raises ValueError, and changes nothing, where another unit with another factor shares one. Collective."""
+        """Sets the factor by which the gradients of a unit are divided. Collective.
+
+        `roots`: all models that hold its parameters, the outermost first. Raises ValueError, and changes nothing, if
+        another unit with another factor shares a parameter.
+        """
         assert self.ring is not None, "set by fully_rotate"
-        answers = self._everywhere(factor)
+        answers = self._gather_from_all_ranks(factor)
         if any(theirs != answers[0] for theirs in answers):
             raise ValueError(
                 f"set_gradient_divide_factor: expected the same factor on every rank, got {factor} here and "
@@ -253,8 +256,8 @@ class OuterPolicy:
             unit.divide_factor = before
             raise
 
-    def _everywhere(self, value: Any) -> list[Any]:
-        """Every rank's `value`, of all replicas, ring positions and parts of tensor parallelism. Collective."""
+    def _gather_from_all_ranks(self, value: Any) -> list[Any]:
+        """Gathers `value` from every rank of all replicas, ring positions and tensor-parallel parts. Collective."""
         assert self.ring is not None, "set by fully_rotate"
         column = [[value]] if self.replicas is None else self.exchange([value])
         every = [theirs[0] for answers in self.ring.exchange(column) for theirs in answers]
@@ -265,27 +268,27 @@ class OuterPolicy:
         return [theirs for part in parts for theirs in part]
 
     def scale(self, unit: Unit) -> float:
-        """What the mean over all ranks of the gradients of a unit is multiplied by."""
+        """Returns the factor applied to the mean over all ranks of the gradients of a unit."""
         assert self.ring is not None, "set by fully_rotate"
         ranks = self.ring.size * self.size
         return 1.0 if unit.divide_factor is None else ranks / unit.divide_factor
 
     def scaled(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient times the scale of its unit, in its dtype."""
+        """Multiplies a gradient by the scale of its unit, keeping the dtype."""
         scale = self.scale(self._members[index].unit)
         return gradient if scale == 1.0 else (unrounded(gradient) * scale).to(gradient.dtype)
 
-    # -- what replicas compare ---------------------------------------------------------------------------------------
+    # -- comparison of replicas --------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        """Of all members; the same on all replicas."""
+        """Returns a hash of all members; equal on all replicas."""
         if self._fingerprint is None:
             self._fingerprint = hashlib.sha256(repr(self._members).encode()).hexdigest()
         return self._fingerprint
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every replica's `value`. Raises ValueError where they are not of one kind. Collective."""
-        assert self.replicas is not None, "one replica tells nobody"
+        """Gathers `value` from every replica. Raises ValueError if the types of the values differ. Collective."""
+        assert self.replicas is not None, "one replica exchanges nothing"
         answers = self.replicas.exchange(value)
         for replica, theirs in enumerate(answers):
             if type(theirs) is not type(answers[0]):
@@ -297,15 +300,17 @@ class OuterPolicy:
         return answers
 
     def verify(self) -> None:
-        """Raises ValueError on every rank where replicas hold different models or weights; once for a set of
-        parameters, and of weights for each one that is new. Collective over all ranks."""
+        """Raises ValueError on every rank if replicas hold different models or weights. Collective over all ranks.
+
+        Compares each set of parameters once, and the values of each new parameter once.
+        """
         current = self.fingerprint()
         if self._verified == current or self.replicas is None:
             return
         mine = (current, self._checksums())
         answers = self.exchange(mine)
         problem = _difference(answers)
-        for theirs in self._everywhere(problem):
+        for theirs in self._gather_from_all_ranks(problem):
             if theirs is not None:
                 raise ValueError(theirs)
         self._verified, self._compared = current, len(self._members)
@@ -317,11 +322,11 @@ class OuterPolicy:
                 sums[self._members[index].name] = checksum(held(parameter).detach())
         return sums
 
-    # -- what a policy does ------------------------------------------------------------------------------------------
+    # -- hooks for subclasses ----------------------------------------------------------------------------------------
 
-    allows_in_place = True  # whether the shards of its parameters may travel themselves
-    allows_offload = True  # whether shards may stay on the host
-    allows_tensor_parallel = True  # whether the ring may cut what tensor parallelism has cut
+    allows_in_place = True  # whether the shards of its parameters may travel in place
+    allows_offload = True  # whether shards may stay in host memory
+    allows_tensor_parallel = True  # whether the ring may cut tensor-parallel parameters
 
     def placement_over(self, replicas: int, shape: Sequence[int], dim: int | None, ranks: int) -> Placement | None:
         """How a parameter of `shape` that a ring of `ranks` cuts along `dim` lies over the replicas once the policy has
@@ -329,13 +334,13 @@ class OuterPolicy:
         return Replicate()
 
     def cut(self, root: nn.Module) -> None:
-        """A model has been converted: lays its parameters out as the policy keeps them. Collective."""
+        """Lays the parameters of a converted model out as the policy keeps them. Collective."""
 
     def begin_forward(self) -> None:
-        """An outermost forward of the model begins, outside of backward. May be collective."""
+        """Called when an outermost forward begins, outside of backward. May be collective."""
 
     def end_forward(self) -> None:
-        """It is over, or has failed."""
+        """Called when the outermost forward has ended or failed."""
 
     def local(self, index: int, parameter: DTensor) -> torch.Tensor:
         """See rtp_ext.ring.autograd.GradientHandler."""
@@ -346,32 +351,32 @@ class OuterPolicy:
         raise NotImplementedError
 
     def reduce_whole(self, gradient: torch.Tensor, name: str, unit: Unit) -> torch.Tensor:
-        """The average over replicas, times the scale of its unit, of the gradient of a parameter that every rank holds
-        whole."""
+        """Averages the gradient of a parameter that every rank holds whole over replicas, times the scale of its
+        unit."""
         raise NotImplementedError
 
     @contextlib.contextmanager
     def left_for_later(self) -> Iterator[None]:
-        """Backwards within, parts of those of a pipeline, hand gradients on as they come, for `reduce`: those of
-        torch.autograd.grad too, which somebody adds to p.grad."""
+        """Context in which backwards pass gradients on unreduced, for `reduce`: parts of a pipeline's backward,
+        including torch.autograd.grad, whose results the pipeline adds to p.grad."""
         yield
 
     def reduce(self) -> None:
-        """Reduces what was left for later, unless `requires_all_reduce` is False or a backward has. Collective."""
+        """Reduces deferred gradients, unless `requires_all_reduce` is False or a backward has reduced. Collective."""
 
     def restart(self) -> None:
-        """Forgets what a backward has left that did not come to its end; at the beginning of a forward."""
+        """Discards the state of a backward that did not finish. Called when a forward begins."""
 
     def bytes_sent(self) -> int:
-        """Bytes of gradients that this rank has sent to other replicas since the start."""
+        """Returns the bytes of gradients that this rank has sent to other replicas since the start."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs of the policy beyond the model and its optimizer."""
+        """Returns the state that a checkpoint needs beyond the model and its optimizer."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave."""
+        """Loads the result of `state_dict`."""
         if state:
             raise ValueError(f"{type(self).__name__}: expected an empty state, got one of {', '.join(map(str, state))}")
 
@@ -380,7 +385,7 @@ _PIECE = 1 << 18  # elements
 
 
 def checksum(values: torch.Tensor) -> int:
-    """A number that differs, but for chance, where any byte of two tensors differs or stands elsewhere."""
+    """Returns a hash of the bytes of a tensor and their positions."""
     flat = values.contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for number, piece in enumerate(flat.split(_PIECE)):
@@ -390,7 +395,7 @@ def checksum(values: torch.Tensor) -> int:
 
 
 def _difference(answers: list[tuple[str, dict[str, int]]]) -> str | None:
-    """What replicas disagree on."""
+    """Describes the first difference between replicas; None if there is none."""
     names, sums = answers[0]
     for replica, (their_names, their_sums) in enumerate(answers):
         if their_names != names:
@@ -405,6 +410,6 @@ def _difference(answers: list[tuple[str, dict[str, int]]]) -> str | None:
                 return (
                     f"expected the same weights in all replicas, got values of {name} in replica {replica} that are "
                     "not those of replica 0: the ranks were built with different seeds or weights, and training would "
-                    "drift apart. Seed every rank alike, or load a checkpoint on every rank"
+                    "diverge. Seed every rank with the same value, or load a checkpoint on every rank"
                 )
     return None

@@ -1,4 +1,4 @@
-"""The ranks that hold the same shards: their process groups, apart from those of their rings."""
+"""Process groups of the ranks that hold the same shards, separate from those of their rings."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rtp_ext.ring.links.failure_report import this_process
 from rtp_ext.ring.links.groups import all_gather_single
 from rtp_ext.ring.links.hosts import find_hosts
 
-# torch 2.14 renamed it
+# torch 2.14 renamed reduce_scatter_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Replicas(Communicator):
-    """Rank r of every ring, in the order of the mesh. A failure here ends the ring too, so that its ranks learn of it.
+    """The group of rank r of every ring, in mesh order. A failure here also ends the ring, which informs its ranks.
 
     Attributes:
-        rank, size: the number of this rank's ring, and K, how many there are.
+        rank, size: index of this rank's ring, and K, the number of rings.
     """
 
     _member, _others = "replica", "a replica"
@@ -49,36 +49,37 @@ class Replicas(Communicator):
             raise RotationError(f"{operation}: the ring was closed")
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every replica's `value`, in order. Collective."""
+        """Gathers `value` from every replica, in order. Collective."""
         self.check_alive("replicas")
         return super().exchange(value)
 
     def begin_sum(self, values: torch.Tensor) -> Any:
-        """Starts to sum `values` over the replicas, in place. Returns what `end_sum` waits for."""
+        """Starts an in-place sum of `values` over the replicas. Returns the work that `end_sum` waits for."""
         self.check_alive("replicas")
         return dist.all_reduce(values, group=self._collective, async_op=True)
 
     def begin_scatter(self, values: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """Starts to sum `values` [K, n], of which this rank gets its own row [n]. Returns what `end_sum` waits for,
-        and that row."""
+        """Starts a reduce-scatter of `values` [K, n]. Returns the work that `end_sum` waits for, and this rank's row
+        [n]."""
         self.check_alive("replicas")
         row = torch.empty_like(values[0])
         return _reduce_scatter_single(row, values.view(-1), group=self._collective, async_op=True), row
 
     def sent_by_scatter(self, row: torch.Tensor) -> int:
-        """Bytes that a rank sends of a `begin_scatter` that gives it `row`: K - 1 rows, twice as many over Gloo: there
-        torch makes a reduce-scatter of an all-reduce."""
+        """Returns the bytes that a rank sends in a `begin_scatter` with result `row`: K - 1 rows; twice as many over
+        Gloo, where torch implements reduce-scatter by all-reduce."""
         passes = 2 if dist.get_backend(self._collective) == "gloo" else 1
         return passes * (self.size - 1) * row.nbytes
 
     def begin_gather(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """Starts to gather `mine` [n] of every replica. Returns what `end_sum` waits for, and what arrives, [K, n]."""
+        """Starts to gather `mine` [n] of every replica. Returns the work that `end_sum` waits for, and the result
+        [K, n]."""
         self.check_alive("replicas")
         rows = mine.new_empty(self.size, mine.numel())
         return all_gather_single(rows.view(-1), mine, group=self._collective, async_op=True), rows
 
     def end_sum(self, work: Any) -> None:
-        """Waits for a sum; on a GPU the current stream does."""
+        """Waits for a sum; on a GPU, makes the current stream wait."""
         start = time.monotonic()
         try:
             work.wait()
@@ -92,7 +93,7 @@ class Replicas(Communicator):
         near: Sequence[int] | None = None,
         ended: float | None = None,
     ) -> None:
-        """Ends the ring, so that its ranks learn of it."""
+        """Ends the ring, so that its ranks stop too."""
         ring = self._ring()
         if ring is not None:
             ring.end(error, suspects, self.members if near is None else near, ended)

@@ -1,20 +1,21 @@
-"""ZeroOuter: gradients are reduce-scattered over replicas, so that optimizer state is cut over all ranks.
+"""ZeroOuter reduce-scatters gradients over replicas, so that all ranks share the optimizer state.
 
-What is registered. A parameter of a model with K replicas of rings of R ranks is a DTensor of which every rank holds
-1/(R K), its piece: cut over the ring as any parameter, and that shard cut over the replicas, along the same dimension
-where DTensors can express it, else along another. So it is from the end of fully_rotate on. Stock optimizers, clipping
-and checkpoints need to know no more. Scalars, and the few vectors of sizes that cannot be cut so, are not.
+Registered parameters. In a model with K replicas of rings of R ranks, every parameter is a DTensor, and each rank holds
+1/(R K) of it, its piece. The parameter is cut over the ring as usual, and the resulting shard over the replicas, along
+the same dimension where DTensors can express it, otherwise along another. This layout applies from the end of
+fully_rotate on; stock optimizers, clipping and checkpoints handle it. Scalars, and the few vectors with unsuitable
+sizes, are not cut over the replicas.
 
-What rotates. The shard, 1/R, is a plain tensor of the policy's, out of the pieces of all replicas. At the start of an
-outermost forward every rank compares its pieces with what its shards hold of them, value by value (writes through
-`.data`, and those of foreach optimizers, change no version counter), replicas tell each other what differs, and gather
-that. So it does not matter who wrote: an optimizer, load_state_dict, or the user on one rank. It costs, for each
-forward, one look at the pieces and one small exchange between the replicas, all of which have to take part.
+Rotated shards. The policy gathers the pieces of all replicas into a plain tensor, the shard (1/R). At the start of an
+outermost forward every rank compares its pieces with its shards value by value, because writes through `.data` and by
+foreach optimizers change no version counter. The replicas exchange which pieces differ and gather those. The result
+therefore does not depend on the writer: an optimizer, load_state_dict, or the user on one rank. Each forward costs one
+read of the pieces and one small exchange between the replicas; all replicas have to take part.
 
-What is reduced when is as in AllReduce, with a reduce-scatter in the place of the all-reduce. Without a reduction
-p.grad is what adds up, as there: it is a DTensor of the whole shard then, the same shape in another layout, and becomes
-one of the piece with the next reduction. A reduced gradient that is there already goes into it times K, in the place of
-the own piece: the mean over replicas gives it back.
+Reduction. The schedule is that of AllReduce, with a reduce-scatter in place of the all-reduce. Without a reduction,
+p.grad accumulates as in AllReduce; it is then a DTensor of the whole shard (same shape, different layout), and the next
+reduction replaces it by the gradient of the piece. A reduced gradient that already exists is multiplied by K and added
+to this rank's piece of the shard; the mean over replicas restores it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from rtp_ext._native import RotationError, shard_sizes, share_version
 from rtp_ext.outer.all_reduce import BUCKET, AllReduce
+from rtp_ext.outer.buckets import InFlightBucket, bucketed
 from rtp_ext.outer.policy import checksum, logger
-from rtp_ext.outer.travel import Flight, bucketed
 from rtp_ext.parameters.pieces import (
     as_pieces,
     cut_local,
@@ -47,16 +48,16 @@ from rtp_ext.ring.mesh import piece_dim, ring_dim
 
 
 @dataclass
-class _Home:
-    """A shard, out of the pieces of all replicas."""
+class _GatheredShard:
+    """A shard that was gathered from the pieces of all replicas."""
 
     tensor: torch.Tensor
-    version: int  # of the parameter when they were compared last
+    version: int  # version counter of the parameter at the last comparison
 
 
 @dataclass(frozen=True)
-class _Changes:
-    """What replicas tell each other before shards are gathered."""
+class _ChangeMessage:
+    """Message that replicas exchange before they gather shards."""
 
     model: str
     wanted: tuple[int, ...]  # numbers of parameters
@@ -64,17 +65,17 @@ class _Changes:
 
 
 class ZeroOuter(AllReduce):
-    """Averages gradients over replicas, of which each keeps 1/K of every shard, with its optimizer state.
+    """Averages gradients over replicas; each replica keeps 1/K of every shard and of its optimizer state.
 
-    The exact gradient of all batches, as with AllReduce, for the memory of optimizer state and p.grad of 1/(R K) and
-    fewer bytes: a reduce-scatter of gradients, and an all-gather of weights, in the dtype of the parameters, after they
-    have changed. Weights that rotate are 1/R of the model, beside the 1/(R K) that is registered.
+    Computes the exact gradient of all batches, as AllReduce does. Optimizer state and p.grad take 1/(R K) of the model.
+    Sends fewer bytes: a reduce-scatter of gradients, and an all-gather of changed weights in the dtype of the
+    parameters. The shards that rotate (1/R of the model) come on top of the registered 1/(R K).
 
-    Every replica has to call forward as often as the others. Modules may be called on their own; that is a small
-    exchange for each of their parameters.
+    Every replica has to call forward the same number of times. A module may be called outside the model; each of its
+    parameters then costs a small exchange.
 
     Args:
-        bucket_bytes: how much travels at once at most, unless one shard is larger.
+        bucket_bytes: upper bound of a bucket in bytes, unless one shard is larger.
     """
 
     allows_in_place = False
@@ -83,10 +84,10 @@ class ZeroOuter(AllReduce):
 
     def __init__(self, bucket_bytes: int = BUCKET) -> None:
         super().__init__(bucket_bytes=bucket_bytes)
-        self._local_shards: dict[int, _Home] = {}  # by number
-        self._dims: dict[int, int | None] = {}  # by number: what pieces are cut along; None: there are none
+        self._local_shards: dict[int, _GatheredShard] = {}  # by parameter number
+        self._dims: dict[int, int | None] = {}  # by parameter number: dimension of the cut; None: not cut
         self._in_forward = False
-        self._sent_bytes = 0  # scattered and gathered
+        self._sent_bytes = 0  # by scatters and gathers
 
     def __deepcopy__(self, memo: dict) -> ZeroOuter:
         twin = super().__deepcopy__(memo)
@@ -95,11 +96,14 @@ class ZeroOuter(AllReduce):
         return twin
 
     def bytes_sent(self) -> int:
-        """(K - 1) / K of what was reduced, twice that over Gloo, which sums whole buckets, and (K - 1) times the pieces
-        that were gathered from this rank, each as long as the longest of its shard; without a few of bookkeeping."""
+        """Bytes of gradients and weights that this rank sent.
+
+        (K - 1) / K of the reduced bytes (twice that over Gloo, which sums whole buckets), plus (K - 1) times this
+        rank's gathered pieces, each padded to the longest piece of its shard. Excludes bookkeeping messages.
+        """
         return super().bytes_sent() + self._sent_bytes
 
-    # -- what is registered --------------------------------------------------------------------------------------------
+    # -- registered parameters -----------------------------------------------------------------------------------------
 
     def placement_over(self, replicas: int, shape: Sequence[int], dim: int | None, ranks: int) -> Placement | None:
         found = None if dim is None or replicas == 1 else piece_placement(shape, dim, replicas, ranks)
@@ -124,7 +128,7 @@ class ZeroOuter(AllReduce):
                     module._parameters[name] = pieces[id(shard)]
 
     def _placements(self, parameter: Any) -> tuple[Placement, Placement] | None:
-        """How a parameter is to be cut over the replicas; None where it is already, or cannot be."""
+        """Returns the placements that cut a parameter over the replicas; None if it is cut already or cannot be."""
         assert self.ring is not None, "set by fully_rotate"
         if not isinstance(parameter, DTensor) or parameter.device_mesh != self.ring.parameter_mesh:
             return None
@@ -137,8 +141,8 @@ class ZeroOuter(AllReduce):
                 if theirs.get(name, value) != value:
                     logger.warning(
                         "fully_rotate: the values of %s in replica %d are not those of replica 0: the ranks were built "
-                        "with different seeds or weights, and the model is now made of pieces of both. Seed every rank "
-                        "alike, or load a checkpoint",
+                        "with different seeds or weights, and the model now mixes pieces of both. Seed every rank "
+                        "with the same value, or load a checkpoint",
                         name,
                         replica,
                     )
@@ -149,14 +153,14 @@ class ZeroOuter(AllReduce):
             if self._placements(parameter) is not None:
                 raise ValueError(
                     f"{name}: expected parameters that were in the model when fully_rotate was called, got a shard "
-                    "that joined it later, of which ZeroOuter can make no piece: optimizers may hold it already. "
+                    "that joined it later. ZeroOuter cannot cut it, because optimizers may hold it already. "
                     "Build the whole model before fully_rotate"
                 )
         super().handle_gradients(root)
         for index, handled in self._handled():
             self._dims[index] = piece_dim(handled._spec)  # type: ignore[attr-defined]
 
-    # -- what rotates --------------------------------------------------------------------------------------------------
+    # -- rotated shards ------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         self._refresh(dict(self._handled()))
@@ -173,20 +177,20 @@ class ZeroOuter(AllReduce):
         local = self._local_shards.get(index)
         if local is None or local.version != parameter._version:
             raise RotationError(
-                f"{self._members[index].name}: expected weights that stay as they are from the start of a forward to "
-                "the end of its backward, got some that were written in between, which the shards that rotate do not "
-                "show: write to them before the forward of the whole model"
+                f"{self._members[index].name}: expected weights that stay unchanged from the start of a forward to "
+                "the end of its backward, got a write in between, which the rotated shards do not contain: "
+                "write to weights before the forward of the whole model"
             )
         return local.tensor
 
     def _refresh(self, parameters: dict[int, torch.Tensor]) -> None:
-        """Has the shards of parameters hold what the pieces of all replicas do. Collective over the replicas."""
+        """Updates the shards of parameters from the pieces of all replicas. Collective over the replicas."""
         if self.replicas is None:
             return
         self.verify()
         wanted = {i: parameter for i, parameter in sorted(parameters.items()) if self._dims[i] is not None}
         changed = self._changed(wanted)
-        answers = self.exchange(_Changes(self.fingerprint(), tuple(wanted), changed))
+        answers = self.exchange(_ChangeMessage(self.fingerprint(), tuple(wanted), changed))
         for replica, theirs in enumerate(answers):
             if (theirs.model, theirs.wanted) != (answers[0].model, answers[0].wanted):
                 names = [", ".join(self._members[i].name for i in each.wanted[:5]) for each in (answers[0], theirs)]
@@ -203,7 +207,7 @@ class ZeroOuter(AllReduce):
             self._local_shards[index].version = parameter._version
 
     def _changed(self, parameters: dict[int, torch.Tensor]) -> tuple[int, ...]:
-        """The parameters of which the shard does not hold what this rank's piece does."""
+        """Returns the numbers of the parameters whose shard differs from this rank's piece."""
         differ: dict[int, Any] = {}
         with torch.inference_mode(False), torch.no_grad():
             for index, parameter in parameters.items():
@@ -213,7 +217,7 @@ class ZeroOuter(AllReduce):
                 else:
                     differ[index] = (own_piece(local.tensor, parameter._spec) != piece).any()  # type: ignore[attr-defined]
         flags = [flag for flag in differ.values() if isinstance(flag, torch.Tensor)]
-        found = iter(torch.stack(flags).tolist() if flags else ())  # the device is waited for once
+        found = iter(torch.stack(flags).tolist() if flags else ())  # one host sync
         return tuple([i for i, flag in differ.items() if (next(found) if isinstance(flag, torch.Tensor) else flag)])
 
     def _gather(self, bucket: Sequence[int], parameters: dict[int, torch.Tensor]) -> None:
@@ -231,15 +235,15 @@ class ZeroOuter(AllReduce):
             known = self._local_shards.get(index)
             if known is None or (known.tensor.dtype, known.tensor.device) != (flat.dtype, flat.device):
                 local = torch.empty(self._members[index].shape, dtype=flat.dtype, device=flat.device)
-                known = self._local_shards[index] = _Home(local, 0)
-            share_version(known.tensor, parameter)  # a backward that needs it notices that it was gathered anew
+                known = self._local_shards[index] = _GatheredShard(local, 0)
+            share_version(known.tensor, parameter)  # autograd then detects a backward that needs the old values
             for place, row in zip(self._pieces(index, known.tensor), columns, strict=True):
                 place.copy_(row[: place.numel()].view(place.shape))
 
-    # -- what is reduced -----------------------------------------------------------------------------------------------
+    # -- reduction -----------------------------------------------------------------------------------------------------
 
     def _pieces(self, index: int, local: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What of a shard, or of its gradient, each replica has."""
+        """Returns the piece of each replica, as views of a shard or of its gradient."""
         dim = self._dims[index]
         return [local] * self.size if dim is None else cut_local(local, dim, self.size)
 
@@ -250,16 +254,16 @@ class ZeroOuter(AllReduce):
         return torch.Size(shape)
 
     def _width(self, index: int) -> int:
-        """Elements of the largest piece of a parameter, the first."""
+        """Returns the number of elements of the first, largest piece of a parameter."""
         return self._piece_shape(index, 0).numel()
 
     def _own_shape(self, index: int) -> torch.Size:
-        """Of this rank's piece."""
+        """Returns the shape of this rank's piece."""
         assert self.replicas is not None, "one replica cuts nothing"
         return self._piece_shape(index, self.replicas.rank)
 
     def _pack(self, bucket: tuple[int, ...], values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """[K, n]: a row for each replica, of the pieces that are its own."""
+        """Returns [K, n]: row k holds the pieces of replica k."""
         assert self.replicas is not None, "one replica sends nothing"
         widths = [self._width(index) for index in bucket]
         wire = self._members[bucket[0]].wire
@@ -269,30 +273,30 @@ class ZeroOuter(AllReduce):
                 row[: piece.numel()].view(piece.shape).copy_(piece)
         return rows
 
-    def _begin(self, flat: torch.Tensor, bucket: tuple[int, ...]) -> Flight:
+    def _begin(self, flat: torch.Tensor, bucket: tuple[int, ...]) -> InFlightBucket:
         assert self.replicas is not None, "one replica sends nothing"
         work, row = self.replicas.begin_scatter(flat)
         self._sent_bytes += self.replicas.sent_by_scatter(row)
-        return Flight(work, flat, row, bucket)
+        return InFlightBucket(work, flat, row, bucket)
 
-    def _land(self, flight: Flight) -> Sequence[torch.Tensor]:
+    def _wait_for_bucket(self, flight: InFlightBucket) -> Sequence[torch.Tensor]:
         assert self.replicas is not None, "one replica sends nothing"
         self.replicas.end_sum(flight.work)
         columns = flight.flat.div_(self.size).split([self._width(index) for index in flight.indices])
         return [column[: self._own_shape(i).numel()] for i, column in zip(flight.indices, columns, strict=True)]
 
     def _reduce_now(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        self._meet(self._current(), f"the gradient of {self._members[index].name}")
+        self._agree(self._current(), f"the gradient of {self._members[index].name}")
         flat = self._pack((index,), [value])
         if not flat.numel():
             return value.new_empty(self._own_shape(index))
-        (part,) = self._land(self._begin(flat, (index,)))
+        (part,) = self._wait_for_bucket(self._begin(flat, (index,)))
         return part.view(self._own_shape(index)).to(value.dtype)
 
-    # -- what is not reduced yet ---------------------------------------------------------------------------------------
+    # -- unreduced gradients -------------------------------------------------------------------------------------------
 
     def _to_add_up(self, index: int, parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        """`value` as a gradient of the shard, and p.grad, where there is one, as another."""
+        """Returns `value` as a gradient of the shard, and converts an existing p.grad to that layout."""
         if self._dims[index] is None:
             return super()._to_add_up(index, parameter, value)
         spec, before = local_spec(parameter._spec), parameter.grad
@@ -307,7 +311,7 @@ class ZeroOuter(AllReduce):
     def _take_unreduced(self, index: int, parameter: Any, keep: bool = False) -> torch.Tensor | None:
         gradient = parameter.grad
         if index not in self._unreduced and gradient is not None and self.has_unreduced(index, parameter):
-            self._unreduced[index] = (parameter, held(gradient))  # of a backward that failed
+            self._unreduced[index] = (parameter, held(gradient))  # left by a backward that failed
         return super()._take_unreduced(index, parameter, keep)
 
     def has_unreduced(self, index: int, parameter: Any) -> bool:
@@ -324,6 +328,6 @@ class ZeroOuter(AllReduce):
         if parameter.grad is not None and self.has_unreduced(parameter.__dict__[GRADIENT_HANDLER].index, parameter):
             raise RotationError(
                 f"a parameter of shape {tuple(parameter.shape)}: expected a gradient that is reduced over replicas, or "
-                "none, got what a backward without a reduction has left that failed: call zero_grad"
+                "none, got one that a failed backward without a reduction has left: call zero_grad"
             )
         return super()._as_gradient(parameter, value)

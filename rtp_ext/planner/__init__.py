@@ -1,6 +1,7 @@
-"""Memory and time of a training run before it starts: specifications, closed forms, estimates and search.
+"""Predicts memory and time of a training run: specifications, closed forms, estimates and search.
 
-Plain arithmetic; what rotations hold and take, and how tiles fill a GPU, comes from the extension (see `engine`).
+The planner is arithmetic in Python. The compiled extension computes the slots of rotations and the tiles of GEMMs (see
+`engine`).
 """
 
 from rtp_ext.planner.constants import TimeConstants

@@ -1,4 +1,4 @@
-"""The command `python -m rtp_ext plan`: its arguments, and what it prints."""
+"""The command `python -m rtp_ext plan`: arguments and output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rtp_ext.planner.time.estimate import estimate_time
 from rtp_ext.planner.time.explain import explain_time
 
 PROGRAM = "rtp_ext plan"
-_FEW = 10  # measurements, to calibrate with
+_MIN_MEASUREMENTS = 10  # minimum number of measurements for a separate test set
 _FLAGS = (
     *("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"),
     *("offload", "compiled", "fused_norm", "cp_balanced"),
@@ -47,7 +47,7 @@ _FLAGS = (
 _BUNDLE = {"yes": True, "no": False, "recompute": "recompute"}
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token")
 _DEGREES = {
-    "dp": "data-parallel replicas; default: what is left of the GPUs",
+    "dp": "data-parallel replicas; default: all remaining GPUs",
     "tp": "tensor-parallel ranks",
     "pp": "pipeline stages",
     "cp": "context-parallel ranks",
@@ -55,9 +55,9 @@ _DEGREES = {
     "rtp": "ranks of a rotation ring",
     "micro_batch": "samples of one forward",
     "interleave": "model chunks of a stage",
-    "period": "steps between two agreements of replicas",
-    "replicate": "groups of zero=3 that hold all shards each",
-    "late_gradients": "passes of a rotation whose gradients may land while the next one runs; 0 on GPUs",
+    "period": "steps between outer steps of replicas",
+    "replicate": "groups of zero=3 that each hold all shards",
+    "late_gradients": "passes of a rotation whose gradients may arrive during the next one; 0 on GPUs",
 }
 
 
@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--gpu", default=None, metavar="NAME", help=f"one of {', '.join(constants()['gpus'])}")
     cluster.add_argument("--cluster", metavar="FILE", help="a JSON file with the fields of rtp_ext.planner.Cluster")
-    cluster.add_argument("--gpus", type=int, metavar="N", help="default: 8, or what the file says")
-    cluster.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8, or what the file says")
+    cluster.add_argument("--gpus", type=int, metavar="N", help="default: 8, or the file's value")
+    cluster.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8, or the file's value")
 
     plan = parser.add_argument_group("plan")
     plan.add_argument(
@@ -90,14 +90,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--param-dtype", choices=tuple(DTYPE_BYTES))
     plan.add_argument("--reduce-dtype", choices=tuple(DTYPE_BYTES))
     plan.add_argument("--optimizer", choices=tuple(OPTIMIZER_MOMENTS))
-    plan.add_argument("--stack", choices=STACKS, help="whose allocations")
+    plan.add_argument("--stack", choices=STACKS, help="software stack whose allocations are predicted")
     plan.add_argument("--loss", choices=LOSSES)
     plan.add_argument("--fp8-scaling", choices=FP8_SCALINGS)
     plan.add_argument("--route", choices=ROUTES, help="of rotation")
     plan.add_argument("--gradient-route", choices=GRADIENT_ROUTES, help="of rotation")
     plan.add_argument("--travel", choices=[travel for travel in TRAVELS if travel], help="of rotating weights")
     plan.add_argument("--gradient-travel", choices=[travel for travel in GRADIENT_TRAVELS if travel])
-    plan.add_argument("--outer", choices=OUTER, help="what replicas of a ring agree by")
+    plan.add_argument("--outer", choices=OUTER, help="outer policy between the replicas of a ring")
     for stages in ("stage-layers", "stage-recompute"):
         plan.add_argument(f"--{stages}", type=_numbers, metavar="N+N+...", help="of every pipeline stage")
     plan.add_argument("--topology", choices=TOPOLOGIES, help="of gossip")
@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def one_line_errors(parser: argparse.ArgumentParser) -> None:
-    """Has a parser report wrong arguments in one line, without its usage."""
+    """Makes a parser report wrong arguments in one line, without its usage."""
 
     def error(message: str) -> NoReturn:
         print(f"{PROGRAM}: error: {message}", file=sys.stderr)
@@ -143,7 +143,7 @@ def one_line_errors(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Estimates and prints. Returns 0, 1 where no plan fits or a file could not be written, or 2 for nonsense."""
+    """Runs the command. Returns 0; 1 if no plan fits or a file could not be written; 2 for invalid arguments."""
     try:
         _check_form(options)
         if options.calibrate is not None:
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_form(options: argparse.Namespace) -> None:
-    """Raises ValueError for a form of output that the answer to a question does not have."""
+    """Raises ValueError for an output format that a question does not support."""
     forms = ("json", "csv", "explain", "plot")
     had = {"calibrate": ("json",), "when": ("plot",), "min_gpus": ("json",)}
     asked = [question for question in had if getattr(options, question)]
@@ -175,7 +175,7 @@ def _check_form(options: argparse.Namespace) -> None:
 
 
 def planned(options: argparse.Namespace) -> bool:
-    """Whether the arguments say how to train, so that there is nothing to search."""
+    """Returns whether the arguments contain a plan, so that no search is needed."""
     fields = [field.name for field in dataclasses.fields(Strategy)]
     return bool(options.plan or options.trace_module) or any(getattr(options, name) is not None for name in fields)
 
@@ -221,8 +221,8 @@ def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
     plans = search(model, cluster, global_batch=batch, top=options.top, uneven=options.uneven)
     if not plans:
         print(
-            f"{PROGRAM}: no plan for {model.name} with a global batch of {batch} fits below the memory line of "
-            f"{cluster.gpus} x {cluster.name}; --min-gpus says how many GPUs it takes",
+            f"{PROGRAM}: no plan for {model.name} with a global batch of {batch} fits below the memory limit of "
+            f"{cluster.gpus} x {cluster.name}; --min-gpus computes the number of GPUs needed",
             file=sys.stderr,
         )
         return 1
@@ -264,10 +264,10 @@ def _when(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    """Fits to every second measurement and shows the errors on the others beside; of few, to all of them, and beside it
-    the errors on each where it was fitted to the others."""
+    """Fits to every second measurement and prints the errors on the others next to them. With few measurements, fits to
+    all of them, and prints the leave-one-out errors."""
     measured = read_measurements(options.calibrate)
-    few = len(measured) < _FEW
+    few = len(measured) < _MIN_MEASUREMENTS
     found = calibrate(measured if few else measured[::2])
     if few:
         apart = [
@@ -283,7 +283,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _json(model: ModelSpec, cluster: Cluster, plans: list[dict[str, Any]], strategies: Sequence[Strategy]) -> str:
-    """`differences`: what the plans differ in beside the way to share the work."""
+    """Formats plans as JSON. `differences`: the settings in which plans differ other than the layout."""
     result = {"model": model.to_dict(), "cluster": cluster.to_dict(), "plans": plans}
     return json.dumps({**result, "differences": differences(strategies)}, indent=2)
 
@@ -303,7 +303,7 @@ def _plot(file: str | None, kind: str, *shown: Any) -> int:
 
 
 def model_of(options: argparse.Namespace) -> ModelSpec:
-    """The model that the arguments name. Raises ValueError where they name none, or more than one."""
+    """Returns the model named by the arguments. Raises ValueError if they name none or several."""
     sizes = {size: getattr(options, size) for size in _SIZES if getattr(options, size) is not None}
     ways = [options.model is not None, options.hf_config is not None, bool(sizes)]
     if sum(ways) != 1:
@@ -321,7 +321,7 @@ def model_of(options: argparse.Namespace) -> ModelSpec:
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
-    """The cluster that the arguments name; H100 of 80 GB if none."""
+    """Returns the cluster named by the arguments; by default H100 with 80 GB."""
     if options.gpu is not None and options.cluster is not None:
         raise ValueError("expected --gpu or --cluster, not both")
     if options.cluster is not None:
@@ -334,7 +334,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
 
 
 def strategies_of(options: argparse.Namespace, cluster: Cluster) -> list[Strategy]:
-    """One plan of the arguments alone, or one for every --plan on top of them."""
+    """Returns the plan of the arguments, or one plan per --plan option."""
     fields = [field.name for field in dataclasses.fields(Strategy)]
     given = {name: getattr(options, name) for name in fields if getattr(options, name) is not None}
     if "bundle" in given:
@@ -354,7 +354,7 @@ def _strategy(given: dict[str, Any], cluster: Cluster) -> Strategy:
 
 
 def _changes(plan: str) -> dict[str, Any]:
-    """The fields of one --plan, each read as the default of its field is."""
+    """Parses one --plan: each field has the type of its default."""
     defaults = {field.name: field.default for field in dataclasses.fields(Strategy)}
     changes: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in plan.split(","))):
@@ -385,7 +385,7 @@ def _value(key: str, value: str, default: Any) -> Any:
 
 
 def _numbers(result: str) -> tuple[int, ...]:
-    """8+9+9+6. Raises ValueError for anything else."""
+    """Parses a list such as 8+9+9+6. Raises ValueError for any other text."""
     try:
         return tuple(int(part) for part in result.split("+"))
     except ValueError:
@@ -393,7 +393,7 @@ def _numbers(result: str) -> tuple[int, ...]:
 
 
 def name_of(strategy: Strategy) -> str:
-    """What differs from the defaults, such as `dp=2 tp=4 zero=1`."""
+    """Formats the fields that differ from the defaults, such as `dp=2 tp=4 zero=1`."""
     shown = []
     for field in dataclasses.fields(strategy):
         value = getattr(strategy, field.name)

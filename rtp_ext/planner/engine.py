@@ -1,4 +1,4 @@
-"""The engine's own rules, for whoever plans with them: slots and pieces, waves of tiles, schedules."""
+"""Access to the engine's rules for the planner: slots and chunks, waves of tiles, schedules."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 @functools.cache
 def engine() -> Any:
-    """The compiled extension, loaded when first asked for: it needs torch, which the planner's other parts do not."""
+    """Imports the compiled extension on first use. It needs torch; other parts of the planner do not."""
     from rtp_ext import _native
 
     return _native
 
 
 def wire_bytes(travel: str | None, element_bytes: int) -> float:
-    """Of a number that is `element_bytes` wide where it does not travel; its part of the scales included."""
+    """Returns the bytes of a number that travels, including its share of the scales; `element_bytes`: its size at
+    rest."""
     return engine().wire_bytes(128, travel, element_bytes) / 128

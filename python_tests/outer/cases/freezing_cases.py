@@ -56,7 +56,7 @@ def apart_cases(rank, ranks, cases):
         with cases.case(what), pytest.raises((ValueError, RuntimeError)) as caught:
             replica.train(4)
         text = str(caught.value)
-        named = "replicas disagree: expected gossip with ticket" in text and "freeze the same at the same step" in text
+        named = "replicas disagree: expected gossip with ticket" in text and "freeze the same parameters" in text
         told = [torch.zeros((), dtype=torch.int64) for _ in range(ranks)]
         dist.all_gather(told, torch.tensor(int(named)))
         with cases.case(f"{what}: named"):
@@ -68,7 +68,7 @@ def apart_cases(rank, ranks, cases):
         with cases.case(f"a step later on one replica, period {period}"):
             replica = Replica(rank, (2, 2), LocalSGD(period))
             replica.train(1)
-            with pytest.raises(ValueError, match=r"replicas disagree.*(freeze the same at|same with its)"):
+            with pytest.raises(ValueError, match=r"replicas disagree.*(freeze the same parameters at|same with its)"):
                 for step in range(4):
                     if step == replica.number:
                         freeze(replica.model, True)
@@ -84,7 +84,7 @@ def unseen_cases(rank, ranks, cases):
             odd = replica.number == 1
             replica.optimizer.register_step_pre_hook(lambda *_, odd=odd, model=replica.model: freeze(model, not odd))
             replica.policy.attach(replica.optimizer)  # after that hook
-            with pytest.raises(ValueError, match=r"replicas disagree.*freeze the same at the same step"):
+            with pytest.raises(ValueError, match=r"replicas disagree.*freeze the same parameters at the same step"):
                 replica.train(1)
 
 

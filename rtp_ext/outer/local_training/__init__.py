@@ -1,1 +1,1 @@
-"""Replicas that train apart and come together after steps of the optimizer."""
+"""Local training: replicas train on their own gradients and combine weights after steps of the optimizer."""

@@ -1,16 +1,16 @@
-"""Policies by which replicas train apart and act together after steps of the optimizer.
+"""Base of the local training policies, which act after steps of the optimizer.
 
-Gradients stay those of a replica: the mean over its ring. So do their norms: clip_grad_norm_ clips every replica by
-the norm of its own gradients, as n workers would. After each step the policy does with the shards what the algorithm
-does with whole models. Mixing over replicas commutes with cutting over a ring: what happens to a shard is what would
-happen to that part of the model.
+Gradients are averaged over the ring of a replica only. The same holds for norms: clip_grad_norm_ clips every replica by
+the norm of its own gradients, as n independent workers would. After each step, the policy applies to the shards the
+operation that the algorithm applies to whole models. Mixing over replicas commutes with cutting over a ring, so the
+result equals the algorithm on whole models.
 
-Replicas differ from then on, so that parameters, and with them gradients and the optimizer's state, are DTensors on the
-mesh of their ring alone. On the mesh of all replicas they would be Replicate(), and torch, which takes what is
-replicated to be the same everywhere, cuts products of them (Muon, Shampoo, a penalty on weights) over the replicas.
+Replicas differ after the first step. Parameters, gradients and the optimizer's state are therefore DTensors on the mesh
+of one ring. On the mesh of all replicas they would be Replicate(); torch assumes that replicated values are equal
+everywhere, and splits products of them (Muon, Shampoo, a penalty on weights) over the replicas.
 
-A plain state dict would be saved as a mixture of replicas, so that state dicts of the model and of the optimizer are
-refused until `average()` has made them one; the policy's own has a layer for each replica.
+A plain state dict would save a mixture of replicas. State dicts of the model and of the optimizer are therefore refused
+until `average()` has made the replicas equal; the policy's own state dict has a leading replica dimension.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ from torch.utils._pytree import tree_map_only
 
 from rtp_ext.dtensor_hooks import before_steps_of
 from rtp_ext.outer.local_training.guards import Guard, mixture, refuse_unattached
-from rtp_ext.outer.local_training.layered import flattened, lay_on_ring, layered, own_layer
-from rtp_ext.outer.local_training.means import Means, written
-from rtp_ext.outer.local_training.optimizers import beside_shards, leaves, refuse_scaler, rehearses
+from rtp_ext.outer.local_training.means import Means, mark_written
+from rtp_ext.outer.local_training.optimizers import leaves, refuse_scaler, rehearses, unsharded_state
+from rtp_ext.outer.local_training.replica_dim import (
+    own_replica_slice,
+    place_on_ring,
+    with_replica_dim,
+    without_replica_dim,
+)
 from rtp_ext.outer.policy import Unit
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
@@ -40,10 +45,10 @@ from rtp_ext.ring.dtensor_parameters import follow
 
 
 class AfterSteps(Means):
-    """Replicas train apart, each on its own gradients, and act together after steps of the optimizer.
+    """Base class: each replica trains on its own gradients, and the policy acts after steps of the optimizer.
 
-    `attach` tells of the optimizer. What a model has beyond its parameters and the optimizer's state (buffers,
-    schedules) stays every rank's own.
+    `attach` registers the optimizer. State beyond parameters and the optimizer's state (buffers, schedules) is not
+    synchronized.
     """
 
     allows_tensor_parallel = False
@@ -52,16 +57,16 @@ class AfterSteps(Means):
         super().__init__()
         self._optimizers: list[Optimizer] = []
         self._handles: list[Any] = []
-        self._stepped: set[int] = set()  # optimizers of which the others have to follow
-        self._rehearsing = False
-        self._arrived = False  # gradients, since the last step
-        self._weights_differ = self._states_differ = False  # between replicas, or they may
+        self._stepped: set[int] = set()  # ids of optimizers that have stepped while others have not
+        self._only_creates_state = False
+        self._arrived = False  # whether there are gradients since the last step
+        self._weights_differ = self._states_differ = False  # whether replicas may differ
         self._stateless: set[int] = set()  # numbers of parameters whose state in a checkpoint was not loaded
         self._own_state_dict = False
         refuse_unattached()
 
     def __deepcopy__(self, memo: dict) -> AfterSteps:
-        """Of a copy of a model: without an optimizer, from step 0."""
+        """Copies the settings, without optimizers and at step 0."""
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, AfterSteps)
         twin._weights_differ, twin._trained = self._weights_differ, set(self._trained)
@@ -74,19 +79,19 @@ class AfterSteps(Means):
 
     @property
     def _ring_mesh(self) -> DeviceMesh:
-        """Of this replica alone, on which its parameters lie."""
+        """Mesh of this replica's ring, on which its parameters lie."""
         assert self.ring is not None and self.ring.mesh is not None, "set by fully_rotate"
         return self.ring.mesh
 
     @property
     def _mesh(self) -> DeviceMesh:
-        """Of the replicas and the ring."""
+        """Mesh of the replicas and the ring."""
         assert self.ring is not None and self.ring.parameter_mesh is not None, "set by fully_rotate"
         return self.ring.parameter_mesh
 
     @property
     def acts(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether the policy has anything to do."""
         return self.size > 1 or self.acts_alone
 
     def placement_over(self, replicas: int, shape: Sequence[int], dim: int | None, ranks: int) -> Placement | None:
@@ -97,9 +102,9 @@ class AfterSteps(Means):
         if self.acts:
             follow(self._ring_mesh, 1, False)
             for _, parameter in self._handled():
-                lay_on_ring(parameter, self._ring_mesh)
+                place_on_ring(parameter, self._ring_mesh)
                 if parameter.grad is not None:
-                    lay_on_ring(parameter.grad, self._ring_mesh)
+                    place_on_ring(parameter.grad, self._ring_mesh)
         for module in root.modules() if self.size > 1 else ():
             own = module._parameters.values()
             known = (getattr(hook, "policy", None) for hook in module._state_dict_pre_hooks.values())
@@ -109,7 +114,7 @@ class AfterSteps(Means):
     def begin_forward(self) -> None:
         if self.acts and self._arrived and not self._optimizers and torch.is_grad_enabled():
             raise ValueError(
-                f"{self!r} acts after steps of the optimizer, of which it has not been told: expected "
+                f"{self!r} acts after steps of the optimizer and has none: expected "
                 "outer_of(model).attach(optimizer) before the second forward that trains"
             )
 
@@ -120,18 +125,18 @@ class AfterSteps(Means):
     def reduce_whole(self, gradient: torch.Tensor, name: str, unit: Unit) -> torch.Tensor:
         if self.acts:
             raise ValueError(
-                f"{name} is held whole by every rank, outside of what {self!r} keeps together: expected a parameter "
-                "that was in the model, or a part that fully_rotate has converted, when it was converted"
+                f"{name} is held whole by every rank, outside of the parameters that {self!r} averages: expected a "
+                "parameter that was in the model, or a part that fully_rotate has converted, when it was converted"
             )
         return gradient.mul_(self.scale(unit))
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def attach(self, *optimizers: Optimizer) -> None:
-        """Has the policy act after every step of the model's optimizer; of several, after each has stepped once.
+        """Registers the optimizers of the model; the policy acts after each of them has stepped once.
 
-        In the place of those that were attached before. Raises TypeError for what is no torch.optim.Optimizer, and
-        ValueError for one that has none of the model's parameters.
+        Replaces optimizers that were attached before. Raises TypeError for an argument that is no
+        torch.optim.Optimizer, and ValueError for an optimizer that has none of the model's parameters.
         """
         if self.ring is None:
             raise ValueError(f"{self!r}: expected fully_rotate(..., outer=this policy) before attach")
@@ -157,8 +162,8 @@ class AfterSteps(Means):
             ]
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        self._rehearsing = not self._arrived and rehearses(optimizer, arguments, keywords)
-        if self._rehearsing:
+        self._only_creates_state = not self._arrived and rehearses(optimizer, arguments, keywords)
+        if self._only_creates_state:
             return
         if id(optimizer) in self._stepped:
             raise ValueError(
@@ -171,8 +176,8 @@ class AfterSteps(Means):
             answers = self.exchange(f"{self!r} before step {self._steps + 1}")
             if any(theirs != answers[0] for theirs in answers):
                 raise ValueError(
-                    f"replicas disagree on the policy: got {', '.join(answers)}: every rank has to take the same, and "
-                    "to freeze the same at the same step"
+                    f"replicas disagree on the policy: got {', '.join(answers)}: every rank has to use the same "
+                    "policy, and to freeze the same parameters at the same step"
                 )
             self.verify()
         if self._steps == 0 and not self._stepped:
@@ -180,7 +185,7 @@ class AfterSteps(Means):
                 self._start()
 
     def _note_trained(self) -> None:
-        """What this step may change: a gradient that is there counts, whether its parameter is frozen since or not."""
+        """Records the parameters that this step may change: a gradient counts even if its parameter is frozen now."""
         for index, parameter in self._handled():
             if parameter.requires_grad and index in self._stateless:
                 raise ValueError(
@@ -191,11 +196,11 @@ class AfterSteps(Means):
                 self._trained.add(index)
 
     def _has_to_verify(self) -> bool:
-        """Whether replicas compare policies, models and weights before this step."""
+        """Returns whether replicas compare policies, models and weights before this step."""
         return self.replicas is not None and self._verified != self.fingerprint()
 
     def _after_step(self, optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
-        if self._rehearsing:
+        if self._only_creates_state:
             return
         self._stepped.add(id(optimizer))
         if len(self._stepped) < len(self._optimizers):
@@ -212,52 +217,52 @@ class AfterSteps(Means):
         if self._states_differ and not self._own_state_dict and any(cut):
             raise ValueError(mixture(f"state_dict of {type(optimizer).__name__}", self))
 
-    # -- what a policy does --------------------------------------------------------------------------------------------
+    # -- hooks for subclasses ------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """The first step is about to be taken, with the same weights on all replicas."""
+        """Called before the first step, when all replicas have the same weights."""
 
     def _act(self) -> None:
-        """A step, number `_steps`, has been taken. Collective over all ranks."""
+        """Called after step number `_steps`. Collective over all ranks."""
         raise NotImplementedError
 
     def _arrive(self) -> None:
-        """Waits for what is on its way, and keeps it for when it is due. Collective."""
+        """Waits for transfers in flight, and stores the results until they are due. Collective."""
 
     def _apply(self) -> None:
-        """Puts what has arrived in its place, before its time."""
+        """Applies the stored results before they are due."""
 
     def _own_state(self) -> dict[str, Any]:
-        """What a checkpoint needs beyond weights, optimizer and number of steps."""
+        """Returns the state that a checkpoint needs beyond weights, optimizer and number of steps."""
         return {}
 
     def _load_own(self, state: dict[str, Any]) -> None:
-        """Takes what `_own_state` gave."""
+        """Loads the result of `_own_state`."""
 
-    # -- all replicas alike --------------------------------------------------------------------------------------------
+    # -- equal replicas ------------------------------------------------------------------------------------------------
 
     def _average_weights(self) -> None:
         if self.size > 1:
             weights = [parameter for _, parameter in self._weights()]
             self._average([held(weight) for weight in weights])
-            written(weights)
-        self._trained.clear()  # so that what is frozen stays as it is
+            mark_written(weights)
+        self._trained.clear()  # frozen parameters are not averaged again
         self._weights_differ = False
 
     def average(self) -> None:
-        """Gives all replicas the mean of their weights, and of what optimizers keep of each: from here on plain state
-        dicts are right, until the next step. Collective.
+        """Replaces weights and sharded optimizer state by their means over replicas. Plain state dicts are correct from
+        here on until the next step. Collective.
 
-        Raises ValueError where optimizers keep state of a parameter on some replicas only, or differ between replicas
-        in what has no mean: counts of steps, and settings of groups.
+        Raises ValueError if only some replicas have optimizer state of a parameter, or if optimizers differ in values
+        that have no mean: step counts, and settings of groups.
         """
         if not self._weights_differ and not self._states_differ:
             return
-        self._whole()  # or raises
+        self._whole()  # raises where there is none
         with torch.inference_mode(False), torch.no_grad():
             self._arrive()
             self._apply()
-            self._meet("average()")
+            self._agree("average()")
             states = self._optimizer_state()
             self._compare_plain("average")
             self._average_weights()
@@ -265,7 +270,7 @@ class AfterSteps(Means):
         self._states_differ = False
 
     def _optimizer_state(self) -> dict[tuple[int, str], DTensor]:
-        """What optimizers keep of the shards of parameters, by number and key. Collective."""
+        """Returns the optimizers' sharded state by parameter number and key. Collective."""
         found: dict[tuple[int, str], DTensor] = {}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
@@ -284,15 +289,15 @@ class AfterSteps(Means):
         return found
 
     def _compare_plain(self, what: str) -> None:
-        """Raises ValueError where optimizers differ between replicas in what they keep beside shards (a parameter that
-        some have used more often has another count of steps), of which a checkpoint has one for all. Collective."""
+        """Raises ValueError if the unsharded state of optimizers differs between replicas (step counts differ where one
+        replica used a parameter more often): a checkpoint holds one value for all. Collective."""
         if self.replicas is None:
             return
 
         def name_of(parameter: Any) -> str | None:
             return self._members[parameter.__dict__[GRADIENT_HANDLER].index].name if self._has(parameter) else None
 
-        mine = beside_shards(self._optimizers, name_of)
+        mine = unsharded_state(self._optimizers, name_of)
         answers = self.exchange(tuple(sorted(mine.items())))
         for replica, theirs in enumerate(answers):
             differing = sorted({key for key, _ in {*theirs} ^ {*answers[0]}})
@@ -306,11 +311,11 @@ class AfterSteps(Means):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What training needs to go on: weights and the optimizer's state, with a layer for each replica, and what the
-        policy keeps. For torch.distributed.checkpoint: shares memory with the model. Collective.
+        """Returns the state of training: weights and the optimizer's state, with a leading replica dimension, and the
+        state of the policy. For torch.distributed.checkpoint: shares memory with the model. Collective.
 
-        Raises ValueError before `attach`, and where optimizers differ between replicas in what has no layer for each:
-        counts of steps, and settings of groups. Empty where there is one replica and nothing to do.
+        Raises ValueError before `attach`, and if optimizers differ between replicas in values without a replica
+        dimension: step counts, and settings of groups. {} where there is one replica and nothing to do.
         """
         if not self.acts:
             return {}
@@ -324,7 +329,7 @@ class AfterSteps(Means):
                 began = [bool(optimizer.state) for optimizer in self._optimizers]
                 optimizer_state = self._optimizer_state_dict()
                 for optimizer, had_any in zip(self._optimizers, began, strict=True):
-                    if not had_any:  # torch has made some up, for a checkpoint to be loaded into
+                    if not had_any:  # torch has created state to load a checkpoint into
                         optimizer.state.clear()
             return {
                 "policy": type(self).__name__,
@@ -333,13 +338,13 @@ class AfterSteps(Means):
                 "stateful": stateful,
                 "differ": [self._weights_differ, self._states_differ],
                 "began": began,
-                "parameters": {name: layered(parameter, self._mesh) for name, (_, parameter) in named.items()},
-                "optimizer": tree_map_only(DTensor, lambda value: layered(value, self._mesh), optimizer_state),
+                "parameters": {name: with_replica_dim(parameter, self._mesh) for name, (_, parameter) in named.items()},
+                "optimizer": tree_map_only(DTensor, lambda value: with_replica_dim(value, self._mesh), optimizer_state),
                 **self._own_state(),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave, of as many replicas. Raises ValueError for anything else. Collective."""
+        """Loads the result of `state_dict` of as many replicas. Raises ValueError for any other value. Collective."""
         if not self.acts:
             return super().load_state_dict(state)
         self._expect_attached("load_state_dict")
@@ -353,12 +358,14 @@ class AfterSteps(Means):
             if given.keys() != named.keys():
                 differences = ", ".join(sorted(given.keys() ^ named.keys())[:5])
                 raise ValueError(f"{self!r}: expected a state of the same parameters, got differences in {differences}")
-            layers = {name: self._own_layer(given[name], p, name) for name, (_, p) in named.items()}
+            layers = {name: self._own_replica_slice(given[name], p, name) for name, (_, p) in named.items()}
             for name, (_, parameter) in named.items():
                 held(parameter).copy_(layers[name])
-            written([parameter for _, parameter in named.values()])
+            mark_written([parameter for _, parameter in named.values()])
             with self._as_its_own():
-                own = tree_map_only(DTensor, lambda value: flattened(value, self._ring_mesh), state["optimizer"])
+                own = tree_map_only(
+                    DTensor, lambda value: without_replica_dim(value, self._ring_mesh), state["optimizer"]
+                )
                 set_optimizer_state_dict(self._whole(), self._optimizers, optim_state_dict=own)
             for optimizer, began in zip(self._optimizers, state["began"], strict=True):
                 if not began:
@@ -373,11 +380,11 @@ class AfterSteps(Means):
             self._load_own(state)
 
     def _stateful(self, named: dict[str, tuple[int, Any]]) -> list[str]:
-        """Names of the parameters that optimizers keep state for."""
+        """Returns the names of the parameters that have optimizer state."""
         return [name for name, (_, p) in named.items() if any(leaves(each.state.get(p)) for each in self._optimizers)]
 
-    def _own_layer(self, value: Any, like: Any, name: str) -> torch.Tensor:
-        return own_layer(value, like, self._mesh, f"load_state_dict of {name}")
+    def _own_replica_slice(self, value: Any, like: Any, name: str) -> torch.Tensor:
+        return own_replica_slice(value, like, self._mesh, f"load_state_dict of {name}")
 
     def _optimizer_state_dict(self) -> dict[str, Any]:
         return get_optimizer_state_dict(self._whole(), self._optimizers)  # type: ignore[return-value]
@@ -396,7 +403,7 @@ class AfterSteps(Means):
 
     @contextlib.contextmanager
     def _as_its_own(self) -> Iterator[None]:
-        """State dicts are the policy's own."""
+        """Context in which state dicts are not refused, because the policy itself requests them."""
         before, self._own_state_dict = self._own_state_dict, True
         try:
             yield

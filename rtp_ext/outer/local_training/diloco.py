@@ -1,4 +1,4 @@
-"""DiLoCo: replicas train apart, and an outer optimizer steps on what they have moved on average."""
+"""DiLoCo: replicas train locally, and an outer optimizer steps on their mean movement."""
 
 from __future__ import annotations
 
@@ -11,51 +11,50 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
+from rtp_ext.outer.buckets import InFlightBucket
 from rtp_ext.outer.local_training.after_steps import AfterSteps
 from rtp_ext.outer.local_training.local_sgd import at_least
-from rtp_ext.outer.local_training.means import wide, written
+from rtp_ext.outer.local_training.means import mark_written, sum_dtype
 from rtp_ext.outer.local_training.optimizers import make_state
 from rtp_ext.outer.policy import OuterPolicy
-from rtp_ext.outer.travel import Flight
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import as_gradient, as_parameter
 
 
 def nesterov(parameters: list[nn.Parameter]) -> Optimizer:
-    """What DiLoCo found best."""
+    """Default outer optimizer: the best one of the DiLoCo paper."""
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 @dataclass
-class _Way:
-    """What replicas have moved since the last outer step of a fragment, on its way to a mean."""
+class _MeanInFlight:
+    """A mean in flight: the movement of a fragment since its last outer step."""
 
     fragment: int
     names: list[str]
     moved: list[torch.Tensor]
-    flights: list[Flight]
-    left_out: set[str] = field(default_factory=set)  # frozen since
+    flights: list[InFlightBucket]
+    left_out: set[str] = field(default_factory=set)  # frozen since it was sent
 
 
 class DiLoCo(AfterSteps):
-    """After every `period` steps an outer optimizer steps on the weights that replicas agreed on last, with the mean of
-    how far they have come from there in the place of a gradient; all go on from the result.
+    """After every `period` steps, an outer optimizer updates the anchors: the weights that all replicas last shared.
 
-    The weights agreed on last, the anchors, are one more copy of the shard in float32 at least, and the outer optimizer
-    keeps state of them. The inner optimizer's state stays every replica's own. With `fragments`, a part of the model at
-    a time, each once a period (Streaming DiLoCo): replicas then never agree as a whole.
+    Its gradient is the mean over replicas of the movement away from the anchors; all replicas continue from the
+    result. The anchors take one more copy of the shard, in float32 at least, plus the outer optimizer's state. The
+    inner optimizer's state is not shared. With `fragments`, one part of the model at a time is updated, each once per
+    period (Streaming DiLoCo); the replicas then never agree on the whole model.
 
-    A parameter that is frozen takes no part in outer steps: at the next one replicas take the mean of what it was when
-    it was frozen, and it stays so. Once it is thawed, that mean is its anchor, and the outer optimizer begins anew with
-    it.
+    Outer steps leave out frozen parameters: at the next outer step, replicas take the mean of the values at freezing,
+    which then stays constant. After thawing, that mean is the anchor, and the outer optimizer starts without state.
 
     Args:
-        period: steps from one outer step to the next.
-        outer_optimizer: a function from parameters, DTensors laid out as the model's, to a torch.optim.Optimizer;
-            default SGD with lr=0.7, Nesterov momentum 0.9. SGD with lr=1 is local SGD.
-        fragments: in how many parts the parameters are taken, neighbours together, of about equal sizes.
-        delay: steps for which a mean may travel before it takes effect; what a replica has learned in them is lost but
-            for `keep`. Less than period / fragments.
+        period: steps between outer steps.
+        outer_optimizer: function from a list of parameters (DTensors laid out as the model's) to a
+            torch.optim.Optimizer; default SGD with lr=0.7, Nesterov momentum 0.9. SGD with lr=1 is local SGD.
+        fragments: number of parts of the parameters, each consecutive, of about equal sizes.
+        delay: steps between sending a mean and applying it, less than period / fragments. The progress of a replica
+            during these steps is lost, except for the share `keep`.
         keep: share of the replica's own weights when the outer step takes effect.
 
     Sources: Douillard et al., DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv 2501.18512).
@@ -87,27 +86,27 @@ class DiLoCo(AfterSteps):
         if not 0 <= self.keep < 1:
             raise ValueError(f"DiLoCo: expected keep in [0, 1), got {keep}")
         self._factory = nesterov if outer_optimizer is None else outer_optimizer
-        self._anchors: nn.Module | None = None  # parameters by name, / for .
+        self._anchors: nn.Module | None = None  # parameters by name, with / instead of .
         self._outer: list[Optimizer] = []  # by fragment
-        self._checked: Any = None  # what was frozen and trained when it was looked at last
-        self._parts: list[list[str]] = []  # names by fragment
-        self._resting: set[str] = set()  # names of those that are frozen: anchor and outer state mean nothing
-        self._on_way: _Way | None = None
+        self._checked: Any = None  # frozen and trained parameters at the last check
+        self._fragment_names: list[list[str]] = []  # names by fragment
+        self._frozen: set[str] = set()  # names of frozen parameters, whose anchor and outer state are invalid
+        self._in_flight: _MeanInFlight | None = None
         self._arrived_means: tuple[int, dict[str, torch.Tensor]] | None = None  # fragment, and means by name
 
     def __repr__(self) -> str:
         more = "".join(f", {key}={getattr(self, key)}" for key in ("fragments", "delay", "keep"))
         return f"DiLoCo(period={self.period}{more if self.fragments > 1 or self.delay or self.keep else ''})"
 
-    def _anew(self) -> OuterPolicy:
+    def _with_same_settings(self) -> OuterPolicy:
         return DiLoCo(self.period, self._factory, fragments=self.fragments, delay=self.delay, keep=self.keep)
 
     def _after_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        self._expect_places()
+        self._expect_same_names()
         super()._after_step(optimizer, arguments, keywords)
 
-    def _expect_places(self) -> None:
-        """Anchors go by the names of parameters: raises ValueError where modules have been exchanged or removed."""
+    def _expect_same_names(self) -> None:
+        """Raises ValueError if modules were exchanged or removed: anchors are identified by parameter names."""
         anchors, known = self._places
         found = {name: index for name, (index, _) in self._named().items() if name in self}
         if anchors is not self._anchors:
@@ -115,74 +114,75 @@ class DiLoCo(AfterSteps):
         elif found != known:
             name = next(name for name in known if found.get(name) != known[name])
             raise ValueError(
-                f"{self!r}: expected the parameters of the first step under their names, since anchors go by these, "
-                f"got {'another one' if name in found else 'none'} for {name}: do not exchange or remove modules after "
-                "the first step, or convert the model anew with a new policy"
+                f"{self!r}: expected the parameters of the first step under their names, since anchors are stored by "
+                f"name, got {'another one' if name in found else 'none'} for {name}: do not exchange or remove "
+                "modules after the first step, or convert the model anew with a new policy"
             )
 
     # -- anchors -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         if self._weights_differ:
-            raise ValueError(f"{self!r}: expected replicas that start with the same weights: call average() before")
+            raise ValueError(f"{self!r}: expected replicas that start with the same weights: call average() first")
         self._make_anchors()
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
         super()._before_step(optimizer, arguments, keywords)
         current = self.fingerprint(), set(self._trained)
-        if self._rehearsing or self._anchors is None or self._checked == current:
+        if self._only_creates_state or self._anchors is None or self._checked == current:
             return
         self._checked, named = current, self._named()
         self._expect_one_model(named)
         late = [name for name, (index, _) in named.items() if index in self._trained and name not in self]
         if late:
             raise ValueError(
-                f"{self!r}: expected the parameters that are trained from the first step on, got {late[0]} too, of "
-                "which there is no anchor: do not freeze it before the first step"
+                f"{self!r}: expected the parameters that are trained from the first step on, got {late[0]} too, "
+                "which has no anchor: do not freeze it before the first step"
             )
         with torch.inference_mode(False), torch.no_grad():
-            self._follow_freezing(named)
+            self._update_frozen(named)
 
     def _expect_one_model(self, named: dict[str, tuple[int, Any]]) -> None:
-        """Raises ValueError where a parameter that is trained has no name in the whole model, by which its anchor would
-        go: of modules that were converted as a list, or one by one, without a model around them."""
+        """Raises ValueError if a trained parameter has no name in the whole model, which its anchor would need: the
+        modules were converted as a list or one by one, without an enclosing module."""
         numbers = {index for index, _ in named.values()}
         others = [(index, p) for index, p in self._handled() if index not in numbers]
         stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         for index, parameter in others:
             if id(parameter) in stepped:
                 raise ValueError(
-                    f"{self!r}: expected one model with all parameters that its optimizers train, since anchors go by "
-                    f"their names in it, got {self._members[index].name}, of a part outside "
+                    f"{self!r}: expected one model with all parameters that its optimizers train, since anchors are "
+                    f"stored by name, got {self._members[index].name}, which is outside "
                     f"of the {type(self._whole()).__name__}: call fully_rotate(model) with the model around the parts"
                 )
 
-    def _follow_freezing(self, named: dict[str, tuple[int, Any]]) -> None:
-        """By what replicas have compared: what was frozen when a forward began. Collective where something thaws."""
-        names = [name for part in self._parts for name in part]
+    def _update_frozen(self, named: dict[str, tuple[int, Any]]) -> None:
+        """Updates the set of frozen parameters, which replicas compared at the start of the forward. Collective if a
+        parameter thaws."""
+        names = [name for part in self._fragment_names for name in part]
         frozen = {name for name in names if not self._members[named[name][0]].requires_grad}
-        thawed = [name for name in names if name in self._resting - frozen]
-        for name in frozen - self._resting:  # what is under way of it is not applied
-            if self._on_way is not None:
-                self._on_way.left_out.add(name)
+        thawed = [name for name in names if name in self._frozen - frozen]
+        for name in frozen - self._frozen:  # their means in flight are not applied
+            if self._in_flight is not None:
+                self._in_flight.left_out.add(name)
             if self._arrived_means is not None:
                 self._arrived_means[1].pop(name, None)
         if thawed:
-            self._meet(f"new anchors, as of {thawed[0]}")
-            self._agree_on([named[name] for name in thawed])
+            self._agree(f"new anchors, as of {thawed[0]}")
+            self._average_parameters([named[name] for name in thawed])
         for name in thawed:
             held(self._anchor(name)).copy_(held(named[name][1]))
-        self._forget(thawed)
-        self._resting = frozen
+        self._reset_outer_state(thawed)
+        self._frozen = frozen
 
-    def _agree_on(self, members: list[tuple[int, Any]]) -> None:
-        """Gives replicas the mean of parameters. Collective."""
+    def _average_parameters(self, members: list[tuple[int, Any]]) -> None:
+        """Replaces parameters by their mean over replicas. Collective."""
         if self.size > 1:
             self._average([held(parameter) for _, parameter in members])
-            written([parameter for _, parameter in members])
+            mark_written([parameter for _, parameter in members])
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is an anchor of a parameter."""
+        """Returns whether a parameter has an anchor."""
         return self._anchors is not None and name.replace(".", "/") in self._anchors._parameters
 
     def _anchor(self, name: str) -> Any:
@@ -193,19 +193,23 @@ class DiLoCo(AfterSteps):
         return {name: p for name, (_, p) in self._named().items() if p.requires_grad and p.is_floating_point()}
 
     def _make_anchors(self, parts: list[list[str]] | None = None) -> None:
-        """Of the weights as they are, with outer optimizers that have seen nothing. `parts`: names by fragment; None:
-        of what is trained."""
+        """Copies the current weights to anchors and makes outer optimizers without state.
+
+        `parts`: parameter names by fragment; None: the trainable parameters, split evenly.
+        """
         if parts is None:
-            parts = _parted({name: p.numel() for name, p in self._trainable().items()}, self.fragments)
+            parts = _split_evenly({name: p.numel() for name, p in self._trainable().items()}, self.fragments)
         named = self._named()
-        self._anchors, self._parts, self._resting = nn.Module(), parts, set()
+        self._anchors, self._fragment_names, self._frozen = nn.Module(), parts, set()
         for name in (name for part in parts for name in part):
             parameter = named[name][1]
-            copied = as_gradient(held(parameter).detach().to(wide(parameter.dtype), copy=True), parameter._spec)
+            copied = as_gradient(held(parameter).detach().to(sum_dtype(parameter.dtype), copy=True), parameter._spec)
             self._anchors.register_parameter(name.replace(".", "/"), as_parameter(copied, True))
-        self._outer = [self._outer_of([self._anchor(name) for name in part]) for part in self._parts]
+        self._outer = [
+            self._make_outer_optimizer([self._anchor(name) for name in part]) for part in self._fragment_names
+        ]
 
-    def _outer_of(self, anchors: list[nn.Parameter]) -> Optimizer:
+    def _make_outer_optimizer(self, anchors: list[nn.Parameter]) -> Optimizer:
         outer = self._factory(anchors)
         if not isinstance(outer, Optimizer):
             raise TypeError(
@@ -219,7 +223,7 @@ class DiLoCo(AfterSteps):
         sent = (self._steps - self.delay) % self.period
         for fragment in range(self.fragments):
             due = (fragment + 1) * self.period // self.fragments % self.period
-            if self.delay and sent == due and self._in_hand(fragment):
+            if self.delay and sent == due and self._is_pending(fragment):
                 self._arrive()
                 self._step(fragment)
             if self._steps % self.period == due:
@@ -229,28 +233,29 @@ class DiLoCo(AfterSteps):
                     self._step(fragment)
                     self._weights_differ = self.size > 1 and (self.fragments > 1 or self.keep > 0)
 
-    def _in_hand(self, fragment: int) -> bool:
-        on_way = None if self._on_way is None else self._on_way.fragment
+    def _is_pending(self, fragment: int) -> bool:
+        in_flight = None if self._in_flight is None else self._in_flight.fragment
         arrived = None if self._arrived_means is None else self._arrived_means[0]
-        return fragment in (on_way, arrived)
+        return fragment in (in_flight, arrived)
 
     def _send(self, fragment: int) -> None:
-        self._meet(f"an outer step of fragment {fragment}")
+        self._agree(f"an outer step of fragment {fragment}")
         weights = self._named()
-        resting = [weights[name] for name in self._parts[fragment] if name in self._resting]
-        self._agree_on([(index, p) for index, p in resting if index in self._trained])  # what they did before
-        self._trained -= {index for index, _ in resting}
-        names, moved = [name for name in self._parts[fragment] if name not in self._resting], []
+        frozen = [weights[name] for name in self._fragment_names[fragment] if name in self._frozen]
+        # parameters that replicas trained before they were frozen
+        self._average_parameters([(index, p) for index, p in frozen if index in self._trained])
+        self._trained -= {index for index, _ in frozen}
+        names, moved = [name for name in self._fragment_names[fragment] if name not in self._frozen], []
         for name in names:
             anchor = held(self._anchor(name)).detach()
             moved.append(anchor - held(weights[name][1]).to(anchor.dtype))
         flights = list(self._begin_means(moved)) if self.size > 1 else []
-        self._on_way = _Way(fragment, names, moved, flights)
+        self._in_flight = _MeanInFlight(fragment, names, moved, flights)
 
     def _arrive(self) -> None:
-        if self._on_way is None:
+        if self._in_flight is None:
             return
-        way, self._on_way = self._on_way, None
+        way, self._in_flight = self._in_flight, None
         means = dict(enumerate(way.moved))
         for flight in way.flights:
             means.update(self._end_mean(flight, way.moved))
@@ -258,7 +263,7 @@ class DiLoCo(AfterSteps):
         self._arrived_means = way.fragment, arrived
 
     def _step(self, fragment: int) -> None:
-        """The outer step, and the weights that come of it."""
+        """Runs the outer step of a fragment and updates the weights."""
         assert self._arrived_means is not None, "it has arrived"
         _, means = self._arrived_means
         self._arrived_means = None
@@ -274,7 +279,7 @@ class DiLoCo(AfterSteps):
             if self.keep:
                 anchor = anchor + (weight.to(anchor.dtype) - anchor) * self.keep
             weight.copy_(anchor)
-        written([weights[name][1] for name in means])
+        mark_written([weights[name][1] for name in means])
         if not self.keep:
             self._trained -= {weights[name][0] for name in means}
 
@@ -292,11 +297,11 @@ class DiLoCo(AfterSteps):
         made = [anchor for outer in self._outer for anchor in make_state(outer)]
         made_up = [name for name in names if any(anchor is self._anchor(name) for anchor in made)]
         state = get_optimizer_state_dict(self._anchors, self._outer)
-        self._forget(made_up)
+        self._reset_outer_state(made_up)
         own: dict[str, Any] = {
             "anchors": {name: self._anchor(name).detach() for name in names},
-            "parts": self._parts,
-            "resting": sorted(self._resting),
+            "parts": self._fragment_names,
+            "resting": sorted(self._frozen),
             "outer": state,
             "made_up": made_up,
         }
@@ -312,14 +317,15 @@ class DiLoCo(AfterSteps):
             }
         return own
 
-    def _forget(self, names: Iterable[str]) -> None:
-        """Has outer optimizers begin anew with anchors."""
+    def _reset_outer_state(self, names: Iterable[str]) -> None:
+        """Deletes the outer optimizers' state of anchors."""
         for name in names:
             for outer in self._outer:
                 outer.state.pop(self._anchor(name), None)
 
     def _load_own(self, state: dict[str, Any]) -> None:
-        parts, given = state["parts"], state["anchors"]  # of what is not frozen here, and that may be less than theirs
+        # the anchors of parameters that are not frozen here; parts may contain more
+        parts, given = state["parts"], state["anchors"]
         known = {name for part in parts for name in part}
         differences = sorted((self._trainable().keys() - known) | (known - self._named().keys()))
         if differences or len(parts) != self.fragments:
@@ -338,16 +344,16 @@ class DiLoCo(AfterSteps):
         set_optimizer_state_dict(self._anchors, self._outer, optim_state_dict=state["outer"])
         for anchor in absent:
             anchor.requires_grad_(True)
-        self._forget(state["made_up"])
-        self._resting, self._checked = {*state["resting"], *(known - given.keys())}, None
-        self._on_way = self._arrived_means = None
+        self._reset_outer_state(state["made_up"])
+        self._frozen, self._checked = {*state["resting"], *(known - given.keys())}, None
+        self._in_flight = self._arrived_means = None
         if self.delay and state["arrived"] >= 0:
             means = {name: held(state["means"][name]).clone() for name in state["moved"] if name in state["means"]}
             self._arrived_means = state["arrived"], means
 
 
-def _parted(sizes: dict[str, int], fragments: int) -> list[list[str]]:
-    """Names in so many parts, neighbours together, of about equal sizes, none empty: by where the middle of each is."""
+def _split_evenly(sizes: dict[str, int], fragments: int) -> list[list[str]]:
+    """Splits names into `fragments` consecutive, non-empty lists of about equal total size."""
     if len(sizes) < fragments:
         raise ValueError(f"DiLoCo: expected at most as many fragments as parameters, {len(sizes)}, got {fragments}")
     parts: list[list[str]] = [[] for _ in range(fragments)]

@@ -1,4 +1,4 @@
-"""Who mixes with whom in gossip: doubly stochastic matrices over the replicas."""
+"""Mixing matrices of gossip: doubly stochastic matrices over the replicas."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ TOPOLOGIES = ("one-peer", "exponential", "ring", "grid", "complete")
 
 
 def mixing_matrix(topology: str, n: int, step: int = 0) -> torch.Tensor:
-    """W [n, n] in float64: replica i takes the sum over j of W[i, j] times what j has. Rows and columns sum to 1.
+    """Returns W [n, n] in float64: replica i computes the sum over j of W[i, j] x_j. Rows and columns sum to 1.
 
     Topologies:
-        ring: one third each of itself and its two neighbours (two replicas: one half).
+        ring: a third each of the replica itself and its two neighbours (two replicas: half each).
         grid: the neighbours above, below, left and right in the most square arrangement of n, without wrapping around;
             Metropolis weights.
-        exponential: the replicas 1, 2, 4, ... further on, in equal parts.
-        one-peer: one of those after the other, at step 0, 1, ..., one half each. log2(n) steps give the exact mean, for
-            which n has to be a power of two.
-        complete: the mean.
+        exponential: equal weights for the replica itself and those at distance 1, 2, 4, ...
+        one-peer: half each of the replica itself and one at distance 1, 2, 4, ... at step 0, 1, 2, ... log2(n) steps
+            give the exact mean, which requires n to be a power of two.
+        complete: the mean of all.
 
-    `step`: of one-peer; the others are the same at every step.
+    `step`: selects the peer of one-peer; other topologies ignore it.
 
     Raises ValueError for an unknown topology, n < 1, and one-peer with an n that is no power of two.
     Source: Ying et al., Exponential graph is provably efficient for decentralized deep training (arXiv 2110.13363).
@@ -40,7 +40,7 @@ def mixing_matrix(topology: str, n: int, step: int = 0) -> torch.Tensor:
 
 
 def check_topology(topology: str, n: int) -> None:
-    """Raises what `mixing_matrix` does."""
+    """Raises ValueError for the arguments that `mixing_matrix` refuses."""
     if topology not in TOPOLOGIES:
         raise ValueError(f"expected a topology of {', '.join(TOPOLOGIES)}, got {topology!r}")
     if n < 1:
@@ -55,7 +55,7 @@ def check_topology(topology: str, n: int) -> None:
 
 
 def _circulant(n: int, hops: list[int]) -> torch.Tensor:
-    """Every replica takes equal parts of those `hops` further on, of which 0 is itself."""
+    """Returns the matrix with equal weights for the replicas at distances `hops`; distance 0 is the replica itself."""
     matrix = torch.zeros(n, n, dtype=torch.float64)
     for replica in range(n):
         for hop in hops:

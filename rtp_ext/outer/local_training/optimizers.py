@@ -1,4 +1,4 @@
-"""What a policy that acts after steps has to know of the optimizers that take them."""
+"""Access to the state of optimizers, for policies that act after steps."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 
 def rehearses(optimizer: Optimizer, arguments: Any, keywords: Any) -> bool:
-    """Whether a step without gradients since the last one is no step: so torch.distributed.checkpoint has optimizers
-    make state that a checkpoint is loaded into."""
-    given = (*arguments[1:], *keywords.values())  # the first is the optimizer
+    """Returns whether a step only initializes state: torch.distributed.checkpoint runs a step without gradients to
+    create the state into which it loads a checkpoint."""
+    given = (*arguments[1:], *keywords.values())  # arguments[0] is the optimizer
     if any(argument is not None for argument in given):
         return False
     return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
 
 
 def make_state(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Has an optimizer make state of the parameters of which it has none yet, as torch.distributed.checkpoint does for
-    all or none: by a step with gradients and a learning rate of 0. Returns these parameters."""
+    """Creates the missing state of an optimizer, and returns the parameters that got some.
+
+    Runs a step with gradients and a learning rate of 0, as torch.distributed.checkpoint does for all parameters.
+    """
     missing = [p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -40,26 +42,26 @@ def make_state(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def refuse_scaler(policy: Any) -> None:
-    """Raises ValueError within a step that a GradScaler takes: where gradients overflow on one replica alone it leaves
-    the step out there, unknown to the others."""
+    """Raises ValueError within a step that a GradScaler runs: after an overflow on one replica it skips the step there
+    only, and the other replicas do not notice."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
             raise ValueError(
-                f"{policy!r}: a GradScaler leaves out steps on one replica alone, and the others would not know: "
+                f"{policy!r}: a GradScaler leaves out steps on one replica alone, which the others would not notice: "
                 "expected bfloat16 without one"
             )
         frame = frame.f_back  # type: ignore[assignment]
 
 
 def leaves(state: Any) -> list[tuple[str, Any]]:
-    """What an optimizer keeps of a parameter, also within dicts, lists and tuples, by key: `exp_avg`, `factors[0]`."""
+    """Flattens an optimizer's state of a parameter (dicts, lists, tuples) to pairs such as `exp_avg`, `factors[0]`."""
     found = tree_flatten_with_path(state)[0]
     return [(str(getattr(path[0], "key", path[0])) + keystr(path[1:]), value) for path, value in found if path]
 
 
-def beside_shards(optimizers: Sequence[Optimizer], name_of: Callable[[Any], str | None]) -> dict[str, str]:
-    """What optimizers keep of parameters with names, other than shards, and the settings of their groups."""
+def unsharded_state(optimizers: Sequence[Optimizer], name_of: Callable[[Any], str | None]) -> dict[str, str]:
+    """Returns the state that is not sharded, by parameter name and key, and the settings of parameter groups."""
     found: dict[str, str] = {}
     for number, optimizer in enumerate(optimizers):
         for parameter, state in optimizer.state.items():

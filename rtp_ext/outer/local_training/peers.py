@@ -1,4 +1,4 @@
-"""Replicas that act together now and then: buffers from one to another, and who it was that did not answer."""
+"""Point-to-point transfers between replicas of local training, and detection of replicas that do not answer."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from rtp_ext.outer.replicas import Replicas
 
 @dataclass
 class Swap:
-    """Buffers on their way between replicas."""
+    """Buffers in flight between replicas."""
 
     what: str
-    sent: list[torch.Tensor] = field(default_factory=list)  # alive until they have arrived
+    sent: list[torch.Tensor] = field(default_factory=list)  # kept alive until the transfer ends
     received: list[dict[int, torch.Tensor]] = field(default_factory=list)  # for each buffer, by replica
-    tickets: dict[int, torch.Tensor] = field(default_factory=dict)  # by replica, of all that send or receive
-    untold: int = 0  # works, the first ones, that bring tickets which have not been compared
-    works: list[tuple[Sequence[int], Any]] = field(default_factory=list)  # with the replicas that they wait for
+    tickets: dict[int, torch.Tensor] = field(default_factory=dict)  # by replica, from all that send or receive
+    unchecked: int = 0  # number of works, the first ones, whose tickets have not been compared
+    works: list[tuple[Sequence[int], Any]] = field(default_factory=list)  # replicas that each work waits for
 
 
 class Peers(Replicas):
-    """Replicas that may be many steps apart when one of them dies: those that a rank did not wait for may not know."""
+    """Replicas of local training, which may be many steps apart when one fails; not all replicas may notice it."""
 
     @property
     def others(self) -> list[int]:
         return [replica for replica in range(self.size) if replica != self.rank]
 
-    # -- from one to another -------------------------------------------------------------------------------------------
+    # -- point to point ------------------------------------------------------------------------------------------------
 
     def begin_swap(
         self,
@@ -43,17 +43,17 @@ class Peers(Replicas):
         targets: list[int],
         unsure: bool,
     ) -> Swap:
-        """Starts to send buffers to `targets`, and to receive those of `sources`; `end_swap` compares the tickets.
+        """Starts to send buffers to `targets` and to receive those of `sources`; `end_swap` compares the tickets.
 
-        `unsure`: some of them may be about to swap something else. Tickets are then compared before a buffer leaves:
-        gloo ends the process that receives a longer one than it waits for.
+        `unsure`: some peers may be about to swap something else. Tickets are then compared before a buffer is sent:
+        gloo ends a process that receives a longer buffer than expected.
         """
         self.check_alive(what)
         swap = Swap(what, [torch.tensor(ticket, dtype=torch.int64, device="cpu")])
         peers = sorted({*sources, *targets})
         swap.tickets = {peer: torch.zeros_like(swap.sent[0]) for peer in peers}
         self._post(swap, self._control, swap.sent[0], swap.tickets, peers)
-        swap.untold = len(swap.works)
+        swap.unchecked = len(swap.works)
         if unsure:
             self._compare(swap)
         for buffer in buffers:
@@ -76,14 +76,15 @@ class Peers(Replicas):
             return
         try:
             works = dist.batch_isend_irecv([*asked, *given])
-        except RuntimeError as error:  # a connection that is known to be broken
+        except RuntimeError as error:  # a broken connection that was detected before
             raise self._lost(swap.what, 0.0, error, peers) from error
         one_for_each = len(works) == len(peers)
         for number, work in enumerate(works):
             swap.works.append(([peers[number]] if one_for_each else peers, work))
 
     def end_swap(self, swap: Swap) -> list[dict[int, torch.Tensor]]:
-        """Waits: for each buffer what the sources sent, by replica. Raises ValueError where a ticket is another."""
+        """Waits for a swap and returns, for each buffer, the received tensors by replica. Raises ValueError if tickets
+        differ."""
         self._compare(swap)
         self._wait_for(swap.what, swap.works)
         return swap.received
@@ -93,28 +94,29 @@ class Peers(Replicas):
             self._wait(what, work.wait, peers)
 
     def _compare(self, swap: Swap) -> None:
-        """Waits for the tickets, once. Raises ValueError where one is another."""
-        self._wait_for(swap.what, swap.works[: swap.untold])
-        del swap.works[: swap.untold]
-        swap.untold = 0
+        """Waits for the tickets and compares them once. Raises ValueError if one differs."""
+        self._wait_for(swap.what, swap.works[: swap.unchecked])
+        del swap.works[: swap.unchecked]
+        swap.unchecked = 0
         mine = swap.sent[0]
         for source, ticket in swap.tickets.items():
             if not torch.equal(ticket, mine):
                 error = ValueError(
                     f"replicas disagree: expected {swap.what} with ticket {mine.tolist()} (step, model, what travels), "
-                    f"got {ticket.tolist()} from replica {source}: every rank has to call its optimizer as often, with "
-                    "the same model and policy, and to freeze the same at the same step"
+                    f"got {ticket.tolist()} from replica {source}: every rank has to step its optimizer the same "
+                    "number of times, with the same model and policy, and to freeze the same parameters at the same "
+                    "step"
                 )
-                swap.works.clear()  # a kept traceback would keep connections, whose end is what tells the others
+                swap.works.clear()  # a stored traceback would keep connections open, and peers wait for their end
                 self.end(error)
                 raise error
 
-    # -- all of them ---------------------------------------------------------------------------------------------------
+    # -- all replicas --------------------------------------------------------------------------------------------------
 
     def end_sum(self, work: Any) -> None:
         self._wait("a mean over replicas", work.wait, self.others)
 
-    # -- who did not answer --------------------------------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------------------------------------
 
     def _wait(self, what: str, wait: Callable[[], Any], peers: Sequence[int]) -> None:
         start = time.monotonic()

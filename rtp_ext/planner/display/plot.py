@@ -1,4 +1,4 @@
-"""Pictures: memory and time of several plans as bars, and where rotation wins as a map."""
+"""Plots: memory and time of several plans as bars, and a map of where rotation wins."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rtp_ext.planner.plans.when import LINKS, Cell
 from rtp_ext.planner.time.report import TimeReport
 
 _GROUP_COLORS = {"compute": "#9ecae1", "exposed communication": "#d95f0e", "bubble": "#bdbdbd"}
-_MOST = 2.0  # ratio at which the colours of the map end
+_MOST = 2.0  # ratio at the ends of the colour scale
 
 
 def plot_plans(file: str, names: Sequence[str], reports: Sequence[MemoryReport], times: Sequence[TimeReport]) -> None:
-    """Draws two bars for each plan: the memory of the stage that allocates most by component, in GB, against the line
-    of what is safe, and the predicted time of a step in seconds: compute, exposed communication, bubble.
+    """Draws two bars per plan: the memory of the largest stage by component, in GB, with the memory limit, and the
+    predicted time of a step in seconds: compute, exposed communication, bubble.
 
     Raises:
         ImportError: matplotlib is missing; OSError or ValueError: `file` cannot be written.
@@ -42,7 +42,7 @@ def plot_plans(file: str, names: Sequence[str], reports: Sequence[MemoryReport],
     axes.set_yticks(range(len(reports)), [f"{name}\n{r.verdict}" for name, r in zip(names, reports, strict=True)])
     axes.set_ylim(len(reports) - 0.4, -0.6)
     axes.set_xlabel(
-        "memory of the fullest GPU, GB (1e9 bytes)\nthe lines are for what the allocator holds: all but the gray part"
+        "memory of the GPU that holds most, GB (1e9 bytes)\nthe limits apply to the allocator: all but the gray part"
     )
     left = [0.0] * len(times)
     for group, color in _GROUP_COLORS.items():
@@ -59,8 +59,8 @@ def plot_plans(file: str, names: Sequence[str], reports: Sequence[MemoryReport],
 
 
 def plot_when(file: str, cells: Sequence[Cell]) -> None:
-    """Draws a map for each link: models over tokens of a GPU, coloured by the time of the best plan without rotation
-    over that of the best with it, and the fastest family in words.
+    """Draws one map per link: models over tokens per GPU, coloured by the time of the best plan without rotation
+    divided by that of the best with it, with the name of the fastest family.
 
     Raises:
         ImportError: matplotlib is missing; OSError or ValueError: `file` cannot be written.
@@ -91,12 +91,12 @@ def plot_when(file: str, cells: Sequence[Cell]) -> None:
         bar = figure.colorbar(image, ax=list(panels), ticks=[-1, 0, 1])
         bar.ax.set_yticklabels([f"{1 / _MOST:g}", "1", f"{_MOST:g}"])
         bar.set_label("time of the others / time of RTP")
-    figure.suptitle("The fastest way to train on H100 of 80 GB, as predicted; blue: rotation wins", fontsize=11)
+    figure.suptitle("Predicted fastest plans on H100 of 80 GB; blue: rotation wins", fontsize=11)
     figure.savefig(file, dpi=130)
 
 
 def _shade(advantage: float) -> float:
-    """-1 to 1, on a logarithmic scale; 0 where nothing fits."""
+    """Maps a ratio to -1 to 1 on a logarithmic scale; 0 where nothing fits."""
     if advantage != advantage:
         return 0.0
     if not 0 < advantage < math.inf:

@@ -1,4 +1,4 @@
-"""Memory reports as tables, CSV and formulas with their numbers filled in; tables of times."""
+"""Text output: memory reports as tables, CSV and formulas with numbers; tables of times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gb(bytes_: float) -> str:
 
 
 def table(names: Sequence[str], reports: Sequence[MemoryReport], parameters: int, times: Sequence[TimeReport]) -> str:
-    """One block for each plan: a line for each stage, the verdict, the time. Sizes in GB of 1e9 bytes."""
+    """Formats one block per plan: a line per stage, the verdict, the time. Sizes in GB of 1e9 bytes."""
     plans = zip(names, reports, times, strict=True)
     return "\n\n".join(f"{_block(name, report, parameters)}\n{time_line(time)}" for name, report, time in plans)
 
@@ -46,7 +46,7 @@ def time_line(time: TimeReport) -> str:
 
 
 def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str:
-    """A line for each plan of a search; times in seconds, sizes in GB of 1e9 bytes."""
+    """Formats a line per plan of a search; times in seconds, sizes in GB of 1e9 bytes."""
     groups = list(plans[0].time.groups)
     rows = [["rank", "step s", "TFLOP/s/GPU", *(f"{group} s" for group in groups), "memory GB", "% of line"]]
     for plan in plans:
@@ -64,7 +64,7 @@ def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str
     lines = _aligned(rows)
     ends = ["plan; what binds it", *(f"{name}; {plan.binding}" for name, plan in zip(names, plans, strict=True))]
     shown = [f"{line}  {end}" for line, end in zip(lines, ends, strict=True)]
-    tie = ["= : too close to tell apart from others of that rank"] if any(plan.tied for plan in plans) else []
+    tie = ["= : within the error of the model from others of that rank"] if any(plan.tied for plan in plans) else []
     unlike = differences_line([plan.strategy for plan in plans])
     return "\n".join([title, *shown, *tie, *([unlike] if unlike else [])])
 
@@ -105,7 +105,7 @@ def verdict_line(report: MemoryReport) -> str:
 
 
 def csv_text(names: Sequence[str], reports: Sequence[MemoryReport], times: Sequence[TimeReport]) -> str:
-    """A line for each stage of each plan; sizes in bytes, times of the whole step in seconds."""
+    """Formats a line per stage of each plan; sizes in bytes, times of the whole step in seconds."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     columns = [f"{component}_bytes" for component in COMPONENTS]
@@ -122,7 +122,7 @@ def csv_text(names: Sequence[str], reports: Sequence[MemoryReport], times: Seque
 
 
 def explain(name: str, report: MemoryReport) -> str:
-    """Every number of the stage that allocates most, as a formula in words, then in numbers, with its source."""
+    """Formats every number of the largest stage as a formula in words, then in numbers, with its source."""
     stage = report.worst
     lines = [
         f"{name}: stage {stage.stage} of {len(report.stages)}, {stage.layers} layers, {stage.in_flight:g} forwards in "

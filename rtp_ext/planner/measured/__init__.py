@@ -1,1 +1,1 @@
-"""Measured runs, and constants fitted to them."""
+"""Measured training steps, and calibration of the time model."""

@@ -1,4 +1,4 @@
-"""Fits the constants of the time model to measured step times."""
+"""Calibration: fits the constants of the time model to measured step times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROUNDS, _FIRST_STEP, _LAST_STEP = 40, 1.5, 1.005
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants, and errors of their predictions: |predicted / measured - 1| of every measurement."""
+    """Constants, and the error |predicted / measured - 1| of every measurement."""
 
     constants: TimeConstants
     errors: tuple[float, ...]
@@ -47,7 +47,7 @@ class Calibration:
 
 
 def errors_of(measurements: Iterable[Measurement], constants: TimeConstants | None = None) -> Calibration:
-    """What the model misses these measurements by."""
+    """Returns the errors of the model on the measurements."""
     constants = TimeConstants.default() if constants is None else constants
     return Calibration(constants, tuple(abs(m.predicted_s(constants) / m.step_seconds - 1) for m in measurements))
 
@@ -55,12 +55,12 @@ def errors_of(measurements: Iterable[Measurement], constants: TimeConstants | No
 def calibrate(
     measurements: Sequence[Measurement], *, start: TimeConstants | None = None, names: Sequence[str] = FITTED
 ) -> Calibration:
-    """Constants that predict the measurements best: least mean |log(predicted / measured)|, found one constant at a
-    time with shrinking steps (a pattern search: Hooke and Jeeves, JACM 8(2), 1961).
+    """Fits constants to measurements: least mean |log(predicted / measured)|, by a pattern search that changes one
+    constant at a time with shrinking steps (Hooke and Jeeves, JACM 8(2), 1961).
 
     Args:
-        start: default: those of constants.json.
-        names: which to fit; the others stay.
+        start: initial constants; default: those of constants.json.
+        names: constants to fit; the others stay fixed.
 
     Raises:
         ValueError: nothing to fit, or unknown names.

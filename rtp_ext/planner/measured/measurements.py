@@ -1,4 +1,4 @@
-"""Steps that were timed, to calibrate the time model with or to hold it against."""
+"""Measured step times, for calibration and validation of the time model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
 from rtp_ext.planner.time.estimate import estimate_time
 
-# Columns of VIA-Research/vTrain@f8dda84, data/ground_truth_*.csv, and what config/validation says of all its runs.
+# Columns of VIA-Research/vTrain@f8dda84, data/ground_truth_*.csv, and the settings of all runs (config/validation).
 _VTRAIN = {
     "# GPUs": "gpus",
     "global batch": "global_batch",
@@ -34,7 +34,7 @@ _VTRAIN = {
 }
 VTRAIN = {
     "family": "gpt",
-    "vocab": 51200,  # Megatron-LM's padded vocabulary; the runs do not say
+    "vocab": 51200,  # Megatron-LM's padded vocabulary; the runs do not state it
     "gpu": "a100-80gb",
     "nic_bytes_per_s": 12.5e9,  # inter_node_bandwidth 800 Gb/s a node of 8
     "recompute": "full",  # use_checkpoint
@@ -45,7 +45,7 @@ VTRAIN = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """A step that was timed."""
+    """A measured step."""
 
     model: ModelSpec
     cluster: Cluster
@@ -61,12 +61,12 @@ class Measurement:
 
 
 def read_measurements(file: str | Path) -> list[Measurement]:
-    """From JSON lines (`*.jsonl`) or a CSV with the same columns.
+    """Reads JSON lines (`*.jsonl`) or a CSV with the same columns.
 
     Columns: `model` (a preset) or `family`, `layers`, `hidden`, `heads` and further sizes; `gpu` (a preset), `gpus`,
     `gpus_per_node`, `nic_bytes_per_s`; any field of Strategy; `global_batch`; `step_ms` or `step_seconds`; `source`.
-    Empty cells are left out. The tables of VIA-Research/vTrain are read as they are. Lines of JSON without a step time
-    or a model (other benchmarks) are passed over.
+    Empty cells are ignored. The tables of VIA-Research/vTrain are read unchanged. JSON lines without a step time or a
+    model (other benchmarks) are skipped.
 
     Raises:
         ValueError: an unreadable file or a wrong line, by number.
@@ -121,7 +121,7 @@ def _measurement(given: Mapping[str, Any]) -> Measurement:
 
 
 def _like(value: Any, default: Any) -> Any:
-    """A cell of a CSV as its field's default is."""
+    """Converts a cell of a CSV to the type of its field's default."""
     if not isinstance(value, str) or default is None:
         return value
     if isinstance(default, bool):

@@ -1,1 +1,1 @@
-"""What every GPU holds."""
+"""Memory of each GPU."""

@@ -1,9 +1,10 @@
-"""What one layer keeps for its backward: a list of saved tensors for every module and stack.
+"""Tensors that one layer saves for its backward, by module and stack.
 
 Sources. Megatron: Korthikanti et al., arXiv 2205.05198, section 4.1, tensor by tensor, with FlashAttention, grouped
 queries and a fused SwiGLU added. Torch: the storages that autograd saves in a Llama block with hand-written RMSNorm
-(52 bytes for each token and feature at k/a = 1/4, f/h = 3.5), counted on the meta device; selective recomputation as in
-torchtitan (every second matrix product and attention are kept). rtp_ext's own operations: what csrc/ops keep.
+(52 bytes per token and feature at k/a = 1/4, f/h = 3.5), counted on the meta device; selective recomputation as in
+torchtitan (every second matrix product and attention are kept). rtp_ext's own operations: the tensors that csrc/ops
+keeps.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from rtp_ext.planner.specs.strategy import Strategy
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor kept from forward to backward.
+    """A tensor saved in forward for backward.
 
     Attributes:
-        features: values for each token.
-        bytes_per_value: of its dtype; fractions where tensors of several dtypes are counted together.
-        split: what divides it: `tp` (always), `sp` (tensor-parallel ranks where sequence parallelism is on), `no`.
+        features: values per token.
+        bytes_per_value: of its dtype; a fraction where tensors of several dtypes are counted together.
+        split: the ranks that divide it: `tp` (always), `sp` (tensor-parallel ranks with sequence parallelism), `no`.
     """
 
     module: str
@@ -40,7 +41,7 @@ class Saved:
 
 
 def layer_tensors(model: ModelSpec, strategy: Strategy, recompute: str | None = None) -> list[Saved]:
-    """What one layer keeps under `recompute` (default: the strategy's)."""
+    """Returns the tensors that one layer saves under `recompute` (default: the strategy's)."""
     recompute = strategy.recompute if recompute is None else recompute
     compute = strategy.param_bytes
     if recompute == "full":
@@ -56,14 +57,14 @@ def layer_tensors(model: ModelSpec, strategy: Strategy, recompute: str | None = 
 
 
 def working_tensors(model: ModelSpec, strategy: Strategy) -> float:
-    """Bytes for each token that one layer makes again in backward, beyond what it has kept."""
+    """Returns the bytes per token that recomputation of one layer creates in addition to its saved tensors."""
     whole = sum(saved.bytes_per_token(strategy) for saved in layer_tensors(model, strategy, "none"))
     kept = sum(saved.bytes_per_token(strategy) for saved in layer_tensors(model, strategy))
     return max(whole - kept, 0.0)
 
 
 def final_tensors(model: ModelSpec, strategy: Strategy) -> list[Saved]:
-    """What the final norm and the vocabulary head keep, logits apart."""
+    """Returns the tensors that the final norm and the vocabulary head save, without logits."""
     norm = _norm(model, strategy, "final norm")
     return [*norm, Saved("vocabulary head", "input", model.hidden, strategy.param_bytes, _input_split(strategy))]
 
@@ -76,13 +77,13 @@ def embedding_tensors(model: ModelSpec) -> list[Saved]:
 
 
 def _input_split(strategy: Strategy) -> str:
-    """DTensor keeps the gathered input of a column-parallel layer; Megatron keeps its part and gathers it again."""
+    """DTensor keeps the gathered input of a column-parallel layer; Megatron keeps its own part and gathers again."""
     return "no" if strategy.effective_stack == "torch" else "sp"
 
 
 def _norm(model: ModelSpec, strategy: Strategy, name: str) -> list[Saved]:
-    """Without its output, which is the input of what follows. A plain RMSNorm works on a float32 copy of its input and
-    keeps what its weight is multiplied with; a fused one keeps its input alone."""
+    """Returns the saved tensors of a norm, without its output, which the next module saves. A plain RMSNorm casts its
+    input to float32 and saves the factor of its weight; a fused one saves only its input."""
     h, compute = model.hidden, strategy.param_bytes
     if strategy.effective_stack == "torch" and model.family == "llama" and not strategy.fused_norm:
         return [Saved(name, "input, float32", h, 4), Saved(name, "normalized", h, compute)]
@@ -91,7 +92,7 @@ def _norm(model: ModelSpec, strategy: Strategy, name: str) -> list[Saved]:
 
 def _attention(model: ModelSpec, strategy: Strategy, recompute: str) -> list[Saved]:
     q, kv, compute = model.query_features, model.kv_features, strategy.param_bytes
-    repeats = strategy.effective_stack == "torch"  # keys and values repeated for every head
+    repeats = strategy.effective_stack == "torch"  # keys and values are repeated for every head
     tensors = [
         Saved("attention", "input", model.hidden, compute, _input_split(strategy)),
         Saved("attention", "queries", q, compute, "tp"),
@@ -130,7 +131,7 @@ def _mlp(model: ModelSpec, strategy: Strategy) -> list[Saved]:
 
 
 def _experts(model: ModelSpec, strategy: Strategy) -> list[Saved]:
-    """Of a mixture with tokens spread evenly over its experts. Every token meets `experts_per_token` of them."""
+    """Returns the saved tensors of a mixture whose tokens are spread evenly; each uses `experts_per_token` experts."""
     k, compute = model.experts_per_token, strategy.param_bytes
     tensors = [
         Saved("router", "input", model.hidden, compute),
@@ -143,7 +144,7 @@ def _experts(model: ModelSpec, strategy: Strategy) -> list[Saved]:
 
 
 def _every_second_product(model: ModelSpec, compute: int) -> list[Saved]:
-    """Products are counted in order of forward; the first, third, ... are kept, and so is what attention returns."""
+    """Returns saved tensors of selective recomputation: attention's output, and the products 1, 3, ... of forward."""
     tensors = [
         Saved("layer", "input", model.hidden, compute),
         Saved("attention", "output", model.query_features, compute, "tp"),
@@ -156,7 +157,7 @@ def _every_second_product(model: ModelSpec, compute: int) -> list[Saved]:
             Saved("MLP", "gate", model.ffn * max(1, model.experts_per_token), compute, "tp"),
             Saved("MLP", "output", model.hidden, compute, "no"),
         ]
-    else:  # queries, keys and values as one, output, up, down
+    else:  # one product for queries, keys and values; output, up, down
         fused = model.query_features + 2 * model.kv_features
         tensors += [
             Saved("attention", "queries, keys, values", fused, compute, "tp"),

@@ -30,12 +30,12 @@ def estimate_memory(
     *,
     layer_activation_bytes: float | None = None,
 ) -> MemoryReport:
-    """Memory of one GPU of every stage of a plan.
+    """Predicts the memory of one GPU of every stage of a plan.
 
     Args:
-        global_batch: samples of a step; default: one micro-batch for every pipeline stage of every replica.
-        layer_activation_bytes: what one layer keeps for one micro-batch on one GPU, to replace the list of saved
-            tensors; `trace.saved_bytes` measures it on a real module.
+        global_batch: samples of a step; default: one micro-batch per pipeline stage of every replica.
+        layer_activation_bytes: bytes that one layer saves for one micro-batch on one GPU; replaces the list of saved
+            tensors. `trace.saved_bytes` measures it on a real module.
 
     Raises:
         ValueError: a plan that this model or cluster cannot run.
@@ -60,10 +60,10 @@ def estimate_memory(
 
 
 def chunks_in_flight(strategy: Strategy, stage: int, micro_batches: int) -> int:
-    """Forwards of a chunk of a stage's layers that wait for their backward at the peak of a stage.
+    """Returns the forwards of a chunk of a stage's layers that wait for their backward at the stage's peak.
 
     GPipe (arXiv 1811.06965): all m micro-batches. 1F1B: min(m, p - i). Interleaved (arXiv 2104.04473; Megatron-LM's
-    warm-up): min(m v, 2 (p - i - 1) + (v - 1) p + 1) chunks, of which a stage has v.
+    warm-up): min(m v, 2 (p - i - 1) + (v - 1) p + 1) chunks, v chunks per stage.
     """
     pp, v = strategy.pp, strategy.interleave
     if pp == 1:
@@ -83,8 +83,8 @@ def stage_memory(
     traced: float | None = None,
     hosts: int = 1,
 ) -> StageMemory:
-    """One GPU of one stage; `traced` as layer_activation_bytes of `estimate_memory`, `hosts` of a ring on two
-    levels."""
+    """Computes one GPU of one stage; `traced` as layer_activation_bytes of `estimate_memory`, `hosts` of a two-level
+    ring."""
     counts = parameter_counts(model, strategy, stage)
     chunks = chunks_in_flight(strategy, stage, micro_batches)
     tokens = strategy.micro_batch * model.seq // strategy.cp
@@ -102,7 +102,7 @@ def stage_memory(
         boundary = Saved("pipeline", "hidden states", model.hidden, strategy.param_bytes)
         over = [("tp", boundary.divisor(strategy))]
         size = {"bytes_per_value": boundary.bytes_per_value, "features": model.hidden, "tokens": tokens}
-        what = "a tensor on its way in and one on its way out"
+        what = "one received and one sent tensor"
         terms.append(term("pipeline_buffers", what, "Megatron-LM, torch pipelining", over, tensors=2, **size))
         inputs = strategy.interleave - (stage == 0)
         if inputs and strategy.effective_stack == "megatron":
@@ -150,7 +150,7 @@ def _activation_terms(
 def _moment_terms(
     model: ModelSpec, strategy: Strategy, stage: int, micro_batches: int, tokens: int, traced: float | None
 ) -> list[Term]:
-    """What exists for a moment only: logits around the loss, or a layer made again in its backward; the larger."""
+    """Returns the larger of two short-lived groups: logits around the loss, or a recomputed layer in its backward."""
     layer = _layer_moment(model, strategy, tokens, traced)
     if stage < strategy.pp - 1:
         return layer
@@ -164,8 +164,8 @@ def _layer_moment(model: ModelSpec, strategy: Strategy, tokens: int, traced: flo
     again = working_tensors(model, strategy)
     if again and traced is None:
         what, source = (
-            "the layer that is made again in backward",
-            "saved tensors without recomputation, less those kept",
+            "the layer that backward recomputes",
+            "saved tensors without recomputation, minus the saved ones",
         )
         terms.append(term("activations", what, source, bytes_per_token=again, tokens=tokens))
     if strategy.rtp > 1 and strategy.param_bytes < 4:
@@ -177,7 +177,7 @@ def _layer_moment(model: ModelSpec, strategy: Strategy, tokens: int, traced: flo
 def _loss_moment(
     model: ModelSpec, strategy: Strategy, micro_batches: int, tokens: int
 ) -> tuple[list[Term], list[Term]]:
-    """Around the loss of one micro-batch, and what GPipe keeps of those of the others."""
+    """Returns tensors around the loss of one micro-batch, and those that GPipe keeps of the others."""
     name, loss = "logits_and_loss", strategy.effective_loss
     if strategy.rtp > 1 and loss == "fused":
         return _rotated_loss_terms(model, strategy, tokens), []
@@ -199,7 +199,7 @@ def _loss_moment(
 
 
 def _rotated_loss_terms(model: ModelSpec, strategy: Strategy, tokens: int) -> list[Term]:
-    """Logits of one shard (or piece of one) for a part of the tokens, and the head's input gradient.
+    """Returns the logits of one shard (or chunk of one) for a part of the tokens, and the head's input gradient.
 
     Source: csrc/ops/bundles/cross_entropy.cpp.
     """
@@ -209,7 +209,7 @@ def _rotated_loss_terms(model: ModelSpec, strategy: Strategy, tokens: int) -> li
     chunk = max(min(_LOGIT_CHUNK_BYTES // (4 * rows), -(-tokens // _LOGIT_LEAST_CHUNKS)), _LOGIT_LEAST_ROWS)
     size = {"bytes_per_value": 4, "tokens_at_once": min(chunk, tokens), "vocabulary_at_once": rows}
     return [
-        term("logits_and_loss", "logits of one piece", source, **size),
+        term("logits_and_loss", "logits of one chunk", source, **size),
         term(
             "logits_and_loss",
             "input gradient, float32",

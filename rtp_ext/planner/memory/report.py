@@ -1,4 +1,4 @@
-"""What an estimate says: terms that can be checked by hand, stages, verdict."""
+"""Results of a memory estimate: terms that can be checked by hand, stages, verdict."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Factor = tuple[str, float]
 
 @dataclass(frozen=True)
 class Term:
-    """A product of named numbers over a product of others; bytes, or parameters where `component` is "count"."""
+    """A product of named numbers divided by others; in bytes, or in parameters where `component` is "count"."""
 
     component: str
     what: str
@@ -65,7 +65,7 @@ class Term:
 
 
 def term(component: str, what: str, source: str, over: Iterable[Factor] = (), /, **times: float) -> Term:
-    """A term whose factors are named by keyword (an underscore stands for a space). Divisors of 1 are left out."""
+    """Returns a term whose factors are named by keyword (with _ for a space). Omits divisors of 1."""
     factors = tuple((name.replace("_", " "), number) for name, number in times.items())
     return Term(component, what, factors, tuple(factor for factor in over if factor[1] != 1), source)
 
@@ -79,8 +79,8 @@ def number_text(number: float) -> str:
 class StageMemory:
     """One GPU of one pipeline stage at its peak.
 
-    `terms` add up to the components; `counts` to the parameters of the GPU, in values; `between` is what else it holds
-    between steps, beyond its states.
+    `terms` add up to the components; `counts` add up to the parameters of the GPU; `between` is memory that it holds
+    between steps in addition to its states.
     """
 
     stage: int
@@ -92,7 +92,7 @@ class StageMemory:
 
     @property
     def parameters(self) -> float:
-        """Of this GPU, unsharded by data parallelism."""
+        """Parameters of this GPU, not sharded by data parallelism."""
         return sum(count.value for count in self.counts)
 
     @property
@@ -105,12 +105,12 @@ class StageMemory:
 
     @property
     def allocated_bytes(self) -> float:
-        """In the allocator: all components but the context and communicators."""
+        """Bytes in the allocator: all components but the context and communicators."""
         return sum(size for component, size in self.components.items() if component != OUTSIDE_THE_ALLOCATOR)
 
     @property
     def between_steps_bytes(self) -> float:
-        """Allocated between two steps: parameters, gradients, optimizer state, workspaces and leftovers."""
+        """Allocated bytes between two steps: parameters, gradients, optimizer state, workspaces and leftovers."""
         kept = ("parameters", "gradients", "optimizer", "workspaces")
         return sum(self.components[component] for component in kept) + sum(term.value for term in self.between)
 
@@ -133,12 +133,12 @@ class MemoryReport:
     Attributes:
         stages: in order; the totals below are those of the stage that allocates most.
         components: bytes by component (`COMPONENTS`); all but `context_and_communicators` are in the allocator.
-        peak_allocated_bytes: what torch.cuda.max_memory_allocated would say.
-        peak_reserved_bytes: what the allocator has taken from the device by then, with fragments.
-        device_bytes: with what lies outside the allocator.
-        verdict: `fits` below 80 % of the device (Fujii et al., arXiv 2411.06465), `tight` up to all of it, then
-            `out of memory`: the allocated bytes against the capacity.
-        margin_bytes: how far below the 80 % line; negative above it.
+        peak_allocated_bytes: predicted torch.cuda.max_memory_allocated.
+        peak_reserved_bytes: memory that the allocator has reserved at the peak, with fragmentation.
+        device_bytes: reserved memory plus memory outside the allocator.
+        verdict: `fits` if the allocated bytes are below 80 % of the capacity (Fujii et al., arXiv 2411.06465), `tight`
+            up to 100 %, then `out of memory`.
+        margin_bytes: distance below the 80 % limit; negative above it.
     """
 
     model: str

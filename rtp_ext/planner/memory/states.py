@@ -1,4 +1,4 @@
-"""Parameters of one pipeline stage, and what training keeps of them: weights, gradients, optimizer state, buffers."""
+"""Parameters of one pipeline stage and their states: weights, gradients, optimizer state, buffers."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _FEW_LAYERS = 3
 
 
 def padded_vocab(model: ModelSpec, strategy: Strategy) -> int:
-    """Rows of embedding and head together on all tensor-parallel ranks. Megatron-LM pads to a multiple of 128 tp."""
+    """Returns the rows of embedding and head over all tensor-parallel ranks. Megatron-LM pads it to n * 128 tp."""
     multiple = strategy.tp * (_VOCAB_MULTIPLE if strategy.effective_stack == "megatron" else 1)
     return -(-model.vocab // multiple) * multiple
 
 
 def stage_layers(model: ModelSpec, strategy: Strategy, stage: int) -> int:
-    """Layers of a stage: equally many, the first stages take what is left over, unless the plan says how many."""
+    """Returns the layers of a stage: stage_layers, or equal numbers, with the remainder on the first stages."""
     if strategy.stage_layers:
         return strategy.stage_layers[stage]
     return model.layers // strategy.pp + (stage < model.layers % strategy.pp)
 
 
 def recomputed_layers(model: ModelSpec, strategy: Strategy, stage: int) -> int:
-    """Of a stage's layers, those that `recompute` is of."""
+    """Returns the number of a stage's layers to which `recompute` applies."""
     layers = stage_layers(model, strategy, stage)
     return min(strategy.stage_recompute[stage], layers) if strategy.stage_recompute else layers
 
 
 def parameter_counts(model: ModelSpec, strategy: Strategy, stage: int) -> list[Term]:
-    """Parameters of one GPU of a stage. Experts come last and are named so."""
+    """Returns the parameters of one GPU of a stage. Experts are last, under the name `experts`."""
     layers, h, tp = stage_layers(model, strategy, stage), model.hidden, ("tp", strategy.tp)
     by_rows = h * (model.projection_bias + (model.mlp_bias and not model.experts))  # biases added after the sum over tp
     dense = model.attention_parameters + (0 if model.experts else model.mlp_parameters) - by_rows
@@ -64,14 +64,15 @@ def parameter_counts(model: ModelSpec, strategy: Strategy, stage: int) -> list[T
 
 
 def layer_count(model: ModelSpec, strategy: Strategy) -> float:
-    """Parameters of one layer on one GPU, unsharded by data parallelism."""
+    """Returns the parameters of one layer on one GPU, not sharded by data parallelism."""
     mlp = model.mlp_parameters / (strategy.ep if model.experts else 1)
     sharded = (model.attention_parameters + mlp) / strategy.tp
     return sharded + model.norm_parameters + model.router_parameters
 
 
 def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int, hosts: int = 1) -> RotationBytes:
-    """Slots and states of rank 0 of the ring of a stage: the rank with the largest shards. hosts: of two levels."""
+    """Returns slots and states of rank 0 of a stage's ring, which has the largest shards. hosts: of a two-level
+    ring."""
     moments = OPTIMIZER_MOMENTS[strategy.optimizer]
     sizes = (strategy.rtp, strategy.tp, strategy.param_bytes, strategy.reduce_bytes, moments)
     layers, ends = stage_layers(model, strategy, stage), (stage == 0, stage == strategy.pp - 1, strategy.pp > 1)
@@ -93,7 +94,7 @@ def _rotation_bytes(
     hosts: int,
     ways: tuple[str | None, str, str | None, int],
 ) -> RotationBytes:
-    """`rtp_bytes` of a few layers; those beyond add their shards and need no further slots."""
+    """Returns `rtp_bytes`, computed from a few layers: further layers add their shards and need no further slots."""
     ranks, tp, param_bytes, reduce_bytes, moments = sizes
 
     def held(count: int) -> RotationBytes:
@@ -133,10 +134,10 @@ def _rotation_bytes(
 
 
 def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term]) -> list[Term]:
-    """Parameters, gradients and optimizer state of one GPU.
+    """Returns parameters, gradients and optimizer state of one GPU.
 
-    Megatron: 2 + 4 + 12 bytes for each parameter (Megatron-LM@d98e8a64), sharded as ZeRO's stages say (arXiv
-    1910.02054). Torch: 4 + 4 + 8 (`fully_shard`). Rotation: `rtp_bytes`.
+    Megatron: 2 + 4 + 12 bytes per parameter (Megatron-LM@d98e8a64), sharded by ZeRO stage (arXiv 1910.02054). Torch:
+    4 + 4 + 8 (`fully_shard`). Rotation: `rtp_bytes`.
     """
     moments = OPTIMIZER_MOMENTS[strategy.optimizer]
     if strategy.rtp > 1:
@@ -169,7 +170,7 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
         "": (sum(count.value for count in counts if count.what != "experts"), degrees),
         "experts: ": (sum(count.value for count in counts if count.what == "experts"), degrees // strategy.ep),
     }
-    # fully_shard without resharding (zero=2) still keeps sharded weights; what is gathered is a buffer
+    # fully_shard without resharding (zero=2) still keeps sharded weights; the gathered ones are a buffer
     first = {"parameters": 2 if torch else 3, "gradients": 2, "optimizer": 1}
     terms = []
     for prefix, (values, degree) in by_kind.items():
@@ -196,7 +197,7 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
 
 
 def _pieces_terms(strategy: Strategy, values: int, own: int) -> list[Term]:
-    """ZeroOuter: shards that rotate and what adds up of their gradients, and 1/K of each with its optimizer state."""
+    """Returns the states of ZeroOuter: rotated shards and their gradients, and 1/K of each with its optimizer state."""
     source, moments, over = (
         "rtp_ext.outer.ZeroOuter",
         OPTIMIZER_MOMENTS[strategy.optimizer],
@@ -215,17 +216,17 @@ def _pieces_terms(strategy: Strategy, values: int, own: int) -> list[Term]:
     return terms
 
 
-def _borrowed_terms(strategy: Strategy, values: float) -> list[Term]:
-    """Shards that stay on the host, while they and their gradients are on the device: those of two layers."""
+def _offload_terms(strategy: Strategy, values: float) -> list[Term]:
+    """Returns buffers of offloading: the shards and gradients of two layers are on the device at a time."""
     name, source = "unsharded_buffers", "torch's CPUOffloadPolicy, rtp_ext.ring.offload"
     return [
-        term(name, "shards borrowed from the host, float32", source, layers=2, bytes_per_value=4, values=values),
-        term(name, "gradients on their way there, float32", source, layers=2, bytes_per_value=4, values=values),
+        term(name, "shards copied from the host, float32", source, layers=2, bytes_per_value=4, values=values),
+        term(name, "gradients copied to the host, float32", source, layers=2, bytes_per_value=4, values=values),
     ]
 
 
 def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term], hosts: int = 1) -> list[Term]:
-    """Slots of rotation, or weights and gradients that exist unsharded for a while.
+    """Returns the slots of rotation, or temporary unsharded weights and gradients.
 
     Sources: csrc/engine; torch's `fully_shard`, DistributedDataParallel and autocast; torchtitan's settings under
     pipelines.
@@ -234,7 +235,7 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
         shard = layer_count(model, strategy) / strategy.rtp
         return [
             *_slot_terms(model, strategy, stage, hosts),
-            *(_borrowed_terms(strategy, shard) if strategy.offload else []),
+            *(_offload_terms(strategy, shard) if strategy.offload else []),
         ]
     name, values = "unsharded_buffers", sum(count.value for count in counts)
     compute, reduce = strategy.param_bytes, strategy.reduce_bytes
@@ -258,9 +259,9 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
         ]
     source = "fully_shard: the layer in use and the prefetched one; the root's group stays gathered"
     root = values - layer * model.layers
-    borrowed = _borrowed_terms(strategy, layer / strategy.shards) if strategy.offload else []
+    offload = _offload_terms(strategy, layer / strategy.shards) if strategy.offload else []
     return [
-        *borrowed,
+        *offload,
         term(name, "gathered layers", source, layers=min(2, model.layers), bytes_per_value=compute, values=layer),
         term(name, "gathered embedding, norm and head", source, bytes_per_value=compute, values=root),
         term(name, "input of a layer's reduce-scatter", source, bytes_per_value=reduce, values=layer),
@@ -274,10 +275,10 @@ def _slot_terms(model: ModelSpec, strategy: Strategy, stage: int, hosts: int) ->
         ("weight", held.weight_slot_sizes, held.weight_slots_bytes, strategy.travel_bytes),
         ("gradient", held.gradient_slot_sizes, held.gradient_slots_bytes, strategy.gradient_travel_bytes),
     )
-    what = "where weights are widened that travel in fewer bits"
+    what = "buffer of dequantized weights"
     terms = [term(name, what, source, bytes=held.scratch_bytes)] if held.scratch_bytes else []
     for kind, sizes, peak, element in kinds:
-        if sum(sizes) != peak:  # slots came and went
+        if sum(sizes) != peak:  # the pool replaced slots
             terms.append(term(name, f"{kind} slots at the peak of the pool", source, bytes=peak))
             continue
         for size, count in sorted(Counter(sizes).items()):

@@ -1,4 +1,4 @@
-"""What a real torch module keeps for its backward, counted on the meta device: nothing is computed or allocated."""
+"""Counts the tensors that a torch module saves for backward, on the meta device: without computing or allocating."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TracedTensor:
-    """A storage that autograd keeps."""
+    """A storage that autograd saves."""
 
-    shape: tuple[int, ...]  # of the first tensor that was seen in it
+    shape: tuple[int, ...]  # of the first tensor seen in it
     dtype: str
     bytes: int
 
 
 def saved_tensors_of(module: Any, inputs: Sequence[Any]) -> list[TracedTensor]:
-    """The storages that the backward of `module(*inputs)` keeps, parameters and buffers left out.
+    """Returns the storages that the backward of `module(*inputs)` needs, without parameters and buffers.
 
     Args:
-        module: a torch module; parameters and inputs on the meta device. An input that needs a gradient, as the input
-            of a layer inside a model does, must say so.
+        module: a torch module; parameters and inputs on the meta device. An input that needs a gradient, such as
+            that of a layer inside a model, must have requires_grad set.
 
     Raises:
-        TypeError: no module; ValueError: something that is not on the meta device.
+        TypeError: no module; ValueError: a tensor on another device.
     """
     import torch
 
@@ -38,7 +38,7 @@ def saved_tensors_of(module: Any, inputs: Sequence[Any]) -> list[TracedTensor]:
         if tensor.device.type != "meta":
             raise ValueError(f"trace: expected all tensors on the meta device, got one on {tensor.device}")
     known = {tensor.untyped_storage()._cdata for tensor in own}
-    kept: dict[int, tuple[torch.UntypedStorage, TracedTensor]] = {}  # holds the storages, so that none is reused
+    kept: dict[int, tuple[torch.UntypedStorage, TracedTensor]] = {}  # keeps storages alive, so that none is reused
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -54,19 +54,19 @@ def saved_tensors_of(module: Any, inputs: Sequence[Any]) -> list[TracedTensor]:
 
 
 def saved_bytes(module: Any, inputs: Sequence[Any]) -> int:
-    """Bytes of `saved_tensors_of`: for `estimate_memory(..., layer_activation_bytes=...)`."""
+    """Returns the bytes of `saved_tensors_of`, for `estimate_memory(..., layer_activation_bytes=...)`."""
     return sum(tensor.bytes for tensor in saved_tensors_of(module, inputs))
 
 
 def load_and_trace(target: str) -> int:
-    """Bytes that one layer keeps.
+    """Returns the bytes that one layer saves.
 
     Args:
-        target: `package.module:function` or `file.py:function`. The function takes nothing and returns a module, one
-            layer for one GPU, and the tuple of its inputs for one micro-batch, all on the meta device.
+        target: `package.module:function` or `file.py:function`. The function takes no arguments and returns a module,
+            one layer for one GPU, and the tuple of its inputs for one micro-batch, all on the meta device.
 
     Raises:
-        ValueError: a target that cannot be loaded, or that returns something else.
+        ValueError: a target that cannot be loaded, or that returns another value.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:

@@ -1,1 +1,1 @@
-"""The fastest plan that fits, and when rotation wins."""
+"""Search for the fastest plan that fits, and comparison of rotation with other plans."""

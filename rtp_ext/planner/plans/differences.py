@@ -1,4 +1,4 @@
-"""Whether plans are compared like with like: what they differ in beside the way to share the work."""
+"""Settings in which plans differ other than the layout, so that their comparison would be unfair."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _field(name: str) -> Callable[[Strategy], str]:
     return lambda strategy: str(getattr(strategy, name))
 
 
-# What any way to share the work can have, and what changes the arithmetic of a step.
+# Settings that are independent of the layout, or that change the arithmetic of a step.
 _ASPECTS: dict[str, Callable[[Strategy], str]] = {
     "loss": _field("effective_loss"),
     "stack": _field("effective_stack"),
@@ -31,17 +31,17 @@ _ASPECTS: dict[str, Callable[[Strategy], str]] = {
 
 
 def differences(strategies: Sequence[Strategy]) -> dict[str, list[str]]:
-    """By aspect, the values that occur, where there are several; empty where plans are compared like with like.
+    """Returns the different values by aspect, for aspects with several values; {} where the comparison is fair.
 
-    Aspects are the loss head, the stack (dtypes of states, kernels), what is recomputed, and the fields of `Strategy`
-    on dtypes, kernels, offloading and policies between rings. Degrees, schedules and micro-batches are the way to share
-    the work.
+    Aspects are the loss head, the stack (dtypes of states, kernels), the recomputed activations, and the fields of
+    `Strategy` on dtypes, kernels, offloading and policies between rings. Degrees, schedules and micro-batches are the
+    layout, and are not compared.
     """
     found = {name: list(dict.fromkeys(map(aspect, strategies))) for name, aspect in _ASPECTS.items()}
     return {name: values for name, values in found.items() if len(values) > 1}
 
 
 def differences_line(strategies: Sequence[Strategy]) -> str:
-    """The same in words; empty where there is nothing to say."""
+    """Formats `differences` as one line; empty where there are none."""
     text = "; ".join(f"{name} ({', '.join(values)})" for name, values in differences(strategies).items())
-    return f"beside the way to share the work, these plans differ in: {text}" if text else ""
+    return f"besides the layout, these plans differ in: {text}" if text else ""

@@ -1,4 +1,4 @@
-"""Looks for the fastest plans that fit."""
+"""Search for the fastest plans that fit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rtp_ext.planner.constants import check_at_least, check_known, constants
+from rtp_ext.planner.constants import check_at_least, check_known, constants, memory_constant
 from rtp_ext.planner.memory.estimate import estimate_memory, stage_memory
 from rtp_ext.planner.memory.report import MemoryReport
 from rtp_ext.planner.memory.states import parameter_counts
-from rtp_ext.planner.plans.limits import limit_bytes
 from rtp_ext.planner.plans.stages import best_stages, stage_costs
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
@@ -23,21 +22,20 @@ from rtp_ext.planner.time.report import TimeReport
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 4)
-_LONG_SEQ = 16384  # tokens: from here on samples are shared among context-parallel ranks
+_LONG_SEQ = 16384  # tokens; from here on, context-parallel ranks share samples
 _LARGEST_RING = 64
-_SPARE = 4  # layouts examined in full beyond those asked for
+_SPARE = 4  # layouts examined in full beyond the requested number
 Layout = tuple[int, int, int, int, int, int]  # tp, pp, cp, rtp, dp, zero
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train, with its memory and time.
+    """A plan with its memory and time.
 
     Attributes:
-        rank: 1 for the fastest and for all that the model cannot tell from it; then the number of faster plans + 1.
+        rank: 1 for the fastest plan and for all within the model's error of it; then the number of faster plans + 1.
         tied: whether other plans of the list have this rank.
-        binding: what keeps it from being faster: memory, or the largest part of the step that is not the model's
-            arithmetic.
+        binding: the limiting factor: memory, or the largest part of the step other than the model's arithmetic.
     """
 
     strategy: Strategy
@@ -67,21 +65,21 @@ def search(
     period: int = 1,
     uneven: bool = False,
 ) -> list[Plan]:
-    """The fastest plans on all GPUs that stay below the memory line (`safe_fraction`), one for each layout.
+    """Returns the fastest plans on all GPUs that stay below the memory limit (`safe_fraction`), one per layout.
 
-    A layout is tp, pp, cp, rtp, dp and zero; of each, the fastest micro-batch, recomputation and interleaving. All have
-    the head and loss as one (`fused_loss`), so that none is ahead by that; stacks are those of `Strategy.stack`. Tensor
-    parallelism stays inside a node; rings may leave it. Plans whose predicted times lie within the model's own error
-    (constants.json, `search`) have the same rank.
+    A layout is tp, pp, cp, rtp, dp and zero. For each, the search takes the fastest micro-batch, recomputation and
+    interleaving. All plans fuse head and loss (`fused_loss`), so that none gains by it; stacks follow `Strategy.stack`.
+    Tensor parallelism stays inside a node; rings may span nodes. Plans whose predicted times lie within the model's
+    error (constants.json, `search`) have the same rank.
 
     Args:
         global_batch: samples of a step.
         seq: tokens of a sample; default: the model's own.
-        top: plans to return; fewer where fewer fit, none where none fits.
-        outer: policies to try between replicas of rings. All but `allreduce` and `zero` train another way than data
-            parallelism does, so that they are tried only if asked for, every `period` steps.
-        uneven: whether pipelines that are not interleaved have the stages, and as many recomputed layers in each, that
-            an integer program finds best; needs scipy.
+        top: number of plans to return at most; none if no plan fits.
+        outer: policies to try between replicas of rings. All but `allreduce` and `zero` train differently from data
+            parallelism, so that they are tried only on request, every `period` steps.
+        uneven: also gives non-interleaved pipelines the stages, and the recomputed layers of each, that an integer
+            program finds best; needs scipy.
 
     Raises:
         ValueError: sizes that are not positive whole numbers, or an unknown policy.
@@ -113,7 +111,7 @@ def search(
 
 
 def layouts(model: ModelSpec, cluster: Cluster, global_batch: int | None) -> Iterator[Layout]:
-    """All that divide the model, the cluster and the batch, and whose states alone stay below the line."""
+    """Yields the layouts that divide the model, the cluster and the batch, and whose states fit."""
     gpus = cluster.gpus
     for tp in _divisors(gpus, min(cluster.gpus_per_node, model.kv_heads)):
         for pp in _divisors(gpus // tp, min(model.layers, LARGEST)):
@@ -139,7 +137,7 @@ def _base(layout: Layout, **changes: Any) -> Strategy:
 
 
 def _states_fit(model: ModelSpec, cluster: Cluster, layout: Layout) -> bool:
-    """A lower bound: two bytes for each weight and what is sharded as far as it goes."""
+    """Returns whether a lower bound fits: two bytes per weight, and the sharded states."""
     try:
         strategy = _base(layout)
         strategy.check(model, cluster)
@@ -152,15 +150,20 @@ def _states_fit(model: ModelSpec, cluster: Cluster, layout: Layout) -> bool:
 
 
 @functools.lru_cache(maxsize=1 << 14)
+def limit_bytes(cluster: Cluster) -> float:
+    """Limit of allocated bytes: below this share of a GPU's memory no published run failed (constants.json)."""
+    return memory_constant("safe_fraction") * cluster.memory_bytes
+
+
 def allocated_bytes(model: ModelSpec, strategy: Strategy, global_batch: int | None, hosts: int = 1) -> float:
-    """Of the first and the last stage; no stage between them holds more. hosts: of a ring on two levels."""
+    """Returns the maximum over the first and the last stage; stages between hold less. hosts: of a two-level ring."""
     micro_batches = strategy.micro_batches(global_batch)
     ends = range(strategy.pp) if strategy.stage_layers or strategy.stage_recompute else {0, strategy.pp - 1}
     return max(stage_memory(model, strategy, stage, micro_batches, hosts=hosts).allocated_bytes for stage in ends)
 
 
 def _variants(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: int | None) -> Iterator[list[Strategy]]:
-    """Strategies of a layout, as lists of which each next member recomputes more and keeps less."""
+    """Yields lists of strategies of a layout, each in the order of more recomputation and less memory."""
     rtp = layout[3]
     modes: list[dict[str, Any]] = [{"recompute": "none"}, {"recompute": "selective"}, {"recompute": "full"}]
     if rtp > 1:
@@ -179,7 +182,7 @@ def _variants(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: 
 def _with_best_stages(
     model: ModelSpec, cluster: Cluster, pair: tuple[float, Strategy], global_batch: int
 ) -> tuple[float, Strategy]:
-    """The same plan with the stages that suit it best, if that is faster and fits."""
+    """Returns the same plan with its best stages, if that is faster and fits."""
     seconds, plan = pair
     if plan.pp == 1 or plan.interleave > 1 or plan.rtp > 1:
         return pair
@@ -211,7 +214,7 @@ def _fastest(
                 seconds = estimate_time(model, cluster, strategy, global_batch).step_seconds
                 if best is None or seconds < best[0]:
                     best = seconds, strategy
-                break  # what recomputes more takes longer
+                break  # more recomputation takes longer
     return best
 
 
@@ -232,8 +235,8 @@ def _ranked(
 
 
 def _binding(model: ModelSpec, cluster: Cluster, global_batch: int, strategy: Strategy, time: TimeReport) -> str:
-    """Memory, if a larger micro-batch or less recomputation would be faster but does not fit; else the costliest of
-    what is not arithmetic."""
+    """Returns the limiting factor: memory, if a larger micro-batch or less recomputation would be faster but does not
+    fit; otherwise the largest component other than arithmetic."""
     changes: list[tuple[str, dict[str, Any]]] = [
         (f"micro_batch={2 * strategy.micro_batch}", {"micro_batch": 2 * strategy.micro_batch})
     ]
@@ -256,7 +259,7 @@ def _binding(model: ModelSpec, cluster: Cluster, global_batch: int, strategy: St
 
 
 def smallest_cluster(model: ModelSpec, cluster: Cluster, *, largest: int = 16384) -> tuple[Cluster, Strategy]:
-    """The fewest GPUs on which some plan stays below the memory line with one sample at a time, and such a plan.
+    """Returns the fewest GPUs on which a plan with one sample at a time stays below the memory limit, and that plan.
 
     Tries 1, 2, 4, ... GPUs of one node, then whole nodes.
 
@@ -273,6 +276,6 @@ def smallest_cluster(model: ModelSpec, cluster: Cluster, *, largest: int = 16384
                 if allocated_bytes(model, strategy, None, hosts) <= limit_bytes(cluster):
                     held = ((allocated_bytes(model, s, None, hosts), s) for s in strategies)
                     return sized, next(s for size, s in held if size <= limit_bytes(cluster))
-                break  # larger micro-batches and more chunks hold more
+                break  # larger micro-batches and more chunks take more memory
         gpus = min(2 * gpus, node) if gpus < node else gpus + node
     raise ValueError(f"model {model.name}: no plan fits into up to {largest} GPUs of {cluster.name}")

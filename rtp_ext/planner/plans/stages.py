@@ -1,8 +1,8 @@
-"""Uneven pipeline stages and recomputation of some layers, each at its optimum.
+"""Uneven pipeline stages and partial recomputation, each at its optimum.
 
-A pipeline of stages that take t_i for a micro-batch takes (m - 1) max t_i + sum t_i. Two of the lecture's ways to
-search (Kun Yuan, part 07): dynamic programming over where to cut, and an integer program that also says how many layers
-of every stage are recomputed, solved by HiGHS (Huangfu and Hall, Math. Prog. Comp. 10, 2018) through scipy.
+A pipeline whose stages take t_i per micro-batch takes (m - 1) max t_i + sum t_i. Two of the lecture's search methods
+(Kun Yuan, part 07) are used: dynamic programming over the cuts, and an integer program that also chooses the number of
+recomputed layers of every stage, solved by HiGHS (Huangfu and Hall, Math. Prog. Comp. 10, 2018) through scipy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Fits = Callable[[int, int], bool]
 
 @dataclass(frozen=True)
 class Cut:
-    """Layers of every stage; `recomputed` of each. `seconds`: of the pipeline; `evaluations`: of a stage's cost."""
+    """Layers of every stage, and how many of each are `recomputed`.
+
+    `seconds`: of the pipeline; `evaluations`: number of evaluations of a stage's cost.
+    """
 
     layers: tuple[int, ...]
     seconds: float
@@ -33,7 +36,7 @@ class Cut:
 
 
 def pipeline_seconds(stages: Sequence[float], micro_batches: int) -> float:
-    """(m - 1) max t + sum t (arXiv 1811.06965)."""
+    """Returns (m - 1) max t + sum t (arXiv 1811.06965)."""
     return (micro_batches - 1) * max(stages) + sum(stages)
 
 
@@ -46,14 +49,14 @@ def cut_layers(
     last_seconds: float = 0.0,
     fits: Fits | None = None,
 ) -> Cut | None:
-    """Where to cut layers, which may differ, into stages of at least one, so that the pipeline is fastest.
+    """Cuts layers, which may differ, into stages of at least one layer, so that the pipeline is fastest.
 
-    The sum of all stages is the same for every cut, so the slowest stage decides: best[i][j], the least it can be where
-    the first i stages have the first j layers, is the least of max(best[i - 1][k], cost of k to j) over k.
+    The sum over all stages is the same for every cut, so the slowest stage decides. best[i][j] is its least time where
+    the first i stages have the first j layers: the minimum over k of max(best[i - 1][k], cost of k to j).
 
     Args:
-        first_seconds, last_seconds: of what the first and the last stage have beside layers.
-        fits: whether stage i may have a number of layers. None is returned where no cut fits.
+        first_seconds, last_seconds: of the parts of the first and the last stage other than layers.
+        fits: whether stage i may have a number of layers. The result is None where no cut fits.
 
     Raises:
         ValueError: fewer layers than stages.
@@ -95,13 +98,13 @@ def cut_layers(
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What a pipeline's stages cost: seconds of a micro-batch and bytes of a GPU, both linear in layers.
+    """Costs of a pipeline's stages: seconds per micro-batch and bytes per GPU, both linear in layers.
 
     Attributes:
-        layer_seconds: of a layer that keeps everything, and of one that is recomputed.
-        end_seconds: of what the first and the last stage have beside layers, added to every stage's own.
-        fixed_bytes: of every stage, whatever its layers.
-        kept_bytes, recomputed_bytes: of every stage for each layer of either kind, with its states.
+        layer_seconds: of a layer without and with recomputation.
+        end_seconds: of the parts of the first and the last stage other than layers, added to the stage's own.
+        fixed_bytes: of every stage, independent of its layers.
+        kept_bytes, recomputed_bytes: of every stage per layer without and with recomputation, including its states.
     """
 
     layer_seconds: tuple[float, float]
@@ -114,7 +117,7 @@ class StageCosts:
 def stage_costs(
     model: ModelSpec, cluster: Cluster, strategy: Strategy, micro_batches: int, constants: TimeConstants | None = None
 ) -> StageCosts:
-    """By two estimates of each: layers add seconds and bytes evenly."""
+    """Derives the costs from two estimates of each: layers add seconds and bytes linearly."""
     constants = TimeConstants.default() if constants is None else constants
     hosts = strategy.hosts(cluster)
     mode = "full" if strategy.recompute == "none" else strategy.recompute
@@ -137,7 +140,7 @@ def stage_costs(
             held.append((sizes[0], sizes[1] - sizes[0], layers[stage] - 1))
         kept.append(held[0][1])
         again.append(held[1][1])
-        # what a recomputed layer makes again is there whatever the number of such layers: the larger of both kinds
+        # buffers for recomputation do not depend on the number of recomputed layers: the larger of both kinds
         fixed.append(max(size - count * each for size, each, count in held))
     return StageCosts((layer[0], layer[1]), tuple(ends), tuple(fixed), tuple(kept), tuple(again))
 
@@ -149,10 +152,10 @@ def _even(layers: int, stages: int, stage: int = 0, extra: int = 0) -> tuple[int
 def best_stages(
     costs: StageCosts, layers: int, micro_batches: int, limit: float, *, recompute: bool = True
 ) -> Cut | None:
-    """Layers of every stage, and how many of them are recomputed, at the least time below a memory line.
+    """Returns layers of every stage, and how many of them are recomputed, at the least time below a memory limit.
 
     The integer program: kept_i and again_i are whole numbers, T >= t_i = kept_i a + again_i b + end_i for every stage;
-    minimise (m - 1) T + sum t_i, where all layers are somewhere, every stage has one at least, and fixed_i + kept_i k_i
+    minimise (m - 1) T + sum t_i, subject to: the layers add up, every stage has at least one, and fixed_i + kept_i k_i
     + again_i r_i <= limit. None where nothing fits.
 
     Raises:

@@ -1,4 +1,4 @@
-"""When rotation wins: predicted step times of RTP, fully_shard, tensor parallelism and hybrids over a grid."""
+"""Predicted step times of RTP, fully_shard, tensor parallelism and hybrids over a grid: where rotation wins."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import RECOMPUTE, Strategy
 from rtp_ext.planner.time.estimate import estimate_time
 
-MODELS = (("gpt-3-xl", 8), ("llama-3-8b", 8), ("llama-3-70b", 64), ("llama-3-405b", 512))  # and their GPUs
-TOKENS = (1024, 2048, 4096, 8192, 16384)  # of each GPU
+MODELS = (("gpt-3-xl", 8), ("llama-3-8b", 8), ("llama-3-70b", 64), ("llama-3-405b", 512))  # and number of GPUs
+TOKENS = (1024, 2048, 4096, 8192, 16384)  # per GPU
 LINKS = ("NVLink", "PCIe", "400 Gb/s")
 FAMILIES = ("rtp", "fsdp", "tp", "rtp hybrid", "other hybrid")
-_PCIE_BYTES_PER_S = 25e9  # 4.0 x16, as rtp_ext.ring.routes.route_planner; all GPUs of a node at once
+_PCIE_BYTES_PER_S = 25e9  # 4.0 x16, as in rtp_ext.ring.routes.route_planner; all GPUs of a node at once
 _RINGS = (4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """The fastest plan of a family that fits."""
+    """The fastest fitting plan of a family."""
 
     strategy: Strategy
     step_seconds: float
@@ -33,7 +33,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of the grid. `plans`: by family; None where no plan of it fits."""
+    """A point of the grid. `plans`: by family; None where no plan of it fits."""
 
     model: str
     gpus: int
@@ -43,9 +43,9 @@ class Cell:
 
     @property
     def advantage(self) -> float:
-        """Step time of the best plan without rotation over that of the best with it: above 1, RTP wins.
+        """Step time of the best plan without rotation divided by that of the best with it: above 1, RTP wins.
 
-        Infinity where only RTP fits, 0 where it does not, nan where nothing fits.
+        Infinity where only RTP fits, 0 where RTP does not fit, nan where nothing fits.
         """
         ours, others = self._best(True), self._best(False)
         if ours is None:
@@ -58,7 +58,7 @@ class Cell:
 
     @property
     def winner(self) -> str:
-        """The fastest family; `tie` where rotation and the rest are too close for the model to tell apart."""
+        """The fastest family; `tie` where rotation and the others are within the model's error."""
         fitting = {name: plan.step_seconds for name, plan in self.plans.items() if plan}
         if not fitting:
             return "nothing fits"
@@ -69,7 +69,7 @@ class Cell:
 
 
 def cluster_of(link: str, gpus: int, base: str = "h100-80gb") -> Cluster:
-    """GPUs behind one kind of link: NVLink inside nodes of 8, PCIe inside nodes of 8, or a network port each."""
+    """Returns GPUs with one kind of link: NVLink or PCIe inside nodes of 8, or one network port per GPU."""
     cluster = Cluster.preset(base, gpus=gpus)
     if link == "PCIe":
         return dataclasses.replace(cluster, name=f"{base}, PCIe", nccl_ring_bytes_per_s=_PCIE_BYTES_PER_S)
@@ -79,8 +79,8 @@ def cluster_of(link: str, gpus: int, base: str = "h100-80gb") -> Cluster:
 
 
 def contenders(gpus: int) -> Iterator[tuple[str, Strategy]]:
-    """Plans by family, all on the torch stack with a fused loss, so that only the way to share work differs, and, of
-    rotation, whether bundles recompute. Rings and groups of fully_shard have the same sizes, replicas beside them."""
+    """Yields plans by family. All use the torch stack with a fused loss: they differ only in the layout and, for
+    rotation, in whether bundles recompute. Rings and groups of fully_shard have the same sizes, with replicas."""
     fused: dict[str, Any] = {"fused_loss": True, "stack": "torch"}
     for tp in (1, 2, 4, 8):
         for pp in (1, 2, 4, 8, 16):
@@ -107,8 +107,8 @@ def contenders(gpus: int) -> Iterator[tuple[str, Strategy]]:
 
 
 def compare(name: str, gpus: int, link: str, tokens: int) -> Cell:
-    """One sample of `tokens` tokens for every GPU; each plan with the recomputation (of all that there are) and the
-    micro-batch that suit it."""
+    """Computes one cell, with one sample of `tokens` tokens per GPU. Each plan has its best recomputation (of all
+    modes) and micro-batch."""
     model, cluster = ModelSpec.preset(name, seq=tokens), cluster_of(link, gpus)
     best: dict[str, Contender | None] = dict.fromkeys(FAMILIES)
     for family, plan in contenders(gpus):
@@ -132,12 +132,12 @@ def compare(name: str, gpus: int, link: str, tokens: int) -> Cell:
 def grid(
     models: Sequence[tuple[str, int]] = MODELS, tokens: Sequence[int] = TOKENS, links: Sequence[str] = LINKS
 ) -> list[Cell]:
-    """All cells, model by model."""
+    """Computes all cells, model by model."""
     return [compare(name, gpus, link, size) for name, gpus in models for link in links for size in tokens]
 
 
 def when_table(cells: Sequence[Cell]) -> str:
-    """A Markdown table: predicted seconds of a step by family, and who wins by how much."""
+    """Formats a Markdown table: predicted seconds of a step by family, and the winner with its advantage."""
     lines = [
         "| model, GPUs | link | tokens per GPU | " + " | ".join(f"{name} s" for name in FAMILIES) + " | RTP GB | "
         "fsdp GB | fastest | others / RTP |",
@@ -152,7 +152,7 @@ def when_table(cells: Sequence[Cell]) -> str:
         lines.append("| " + " | ".join(row) + " |")
     lines.append("")
     lines.append(
-        "Predictions of rtp_ext.planner for H100 of 80 GB; -: no plan of the family fits below the memory line. All "
+        "Predictions of rtp_ext.planner for H100 of 80 GB; -: no plan of the family fits below the memory limit. All "
         "are on the torch stack with the fused loss, each with the recomputation (none, selective, full) that is "
         "fastest; GB are those of the fastest plan, not of the smallest."
     )

@@ -1,1 +1,1 @@
-"""Closed forms as others published them."""
+"""Published closed forms."""

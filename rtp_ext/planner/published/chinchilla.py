@@ -1,9 +1,9 @@
-"""How large a model a budget of operations is best spent on: Hoffmann et al., "Training Compute-Optimal Large Language
-Models" (Chinchilla), arXiv 2203.15556, which the lecture's "Chinchilla law" names.
+"""Compute-optimal model size for a budget of operations: Hoffmann et al., "Training Compute-Optimal Large Language
+Models" (Chinchilla), arXiv 2203.15556, which the lecture calls the "Chinchilla law".
 
-C = 6 N D operations train N parameters on D tokens. Two of the paper's three ways are closed forms: parameters and
-tokens grow alike (approaches 1 and 2; Chinchilla itself has 20 tokens for each parameter), and the fitted loss L(N, D)
-= E + A / N^alpha + B / D^beta (approach 3, equation 10), whose optimum under a budget is equation 4.
+C = 6 N D operations train N parameters on D tokens. Two of the paper's three approaches have closed forms: parameters
+and tokens grow in proportion (approaches 1 and 2; Chinchilla itself has 20 tokens per parameter), and the fitted loss
+L(N, D) = E + A / N^alpha + B / D^beta (approach 3, equation 10), whose optimum under a budget is equation 4.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TOKENS_PER_PARAMETER = 20.0  # 1.4e12 tokens for 70e9 parameters (Table 3: 67e9 
 
 @dataclass(frozen=True)
 class Sizing:
-    """A model and its data. `flops`: 6 N D; `loss`: of equation 10, in nats per token."""
+    """A model size and a number of tokens. `flops`: 6 N D; `loss`: by equation 10, in nats per token."""
 
     parameters: float
     tokens: float
@@ -32,21 +32,23 @@ class Sizing:
 
 
 def loss(parameters: float, tokens: float) -> float:
-    """E + A / N^alpha + B / D^beta (equation 10)."""
+    """Returns E + A / N^alpha + B / D^beta (equation 10), in nats per token."""
     return E + A / parameters**ALPHA + B / tokens**BETA
 
 
 def by_ratio(flops: float, tokens_per_parameter: float = TOKENS_PER_PARAMETER) -> Sizing:
-    """Parameters and tokens in a fixed ratio: N = sqrt(C / (6 ratio)). Raises ValueError for a budget that is none."""
+    """Returns N = sqrt(C / (6 ratio)) parameters and ratio N tokens. Raises ValueError for a non-positive budget."""
     _check(flops)
     parameters = math.sqrt(flops / (6 * tokens_per_parameter))
     return Sizing(parameters, tokens_per_parameter * parameters)
 
 
 def by_loss(flops: float) -> Sizing:
-    """The least loss of equation 10 under the budget: N = G (C/6)^(beta/(alpha+beta)), D = (C/6)^(alpha/(alpha+beta))/G
-    with G = (alpha A / (beta B))^(1/(alpha+beta)) (equation 4). It wants smaller models and more tokens than the ratio
-    of 20. Raises ValueError for a budget that is none."""
+    """Returns the sizing with the least loss of equation 10 under the budget (equation 4).
+
+    N = G (C/6)^(beta/(alpha+beta)), D = (C/6)^(alpha/(alpha+beta))/G, G = (alpha A / (beta B))^(1/(alpha+beta)). Gives
+    smaller models and more tokens than the ratio of 20. Raises ValueError for a non-positive budget.
+    """
     _check(flops)
     balance = (ALPHA * A / (BETA * B)) ** (1 / (ALPHA + BETA))
     return Sizing(balance * (flops / 6) ** (BETA / (ALPHA + BETA)), (flops / 6) ** (ALPHA / (ALPHA + BETA)) / balance)

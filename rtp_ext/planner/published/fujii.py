@@ -1,13 +1,13 @@
 """The memory estimator of Fujii, Watanabe and Yokota, "Accelerating Large Language Model Training with 4D Parallelism
 and Memory Consumption Estimator", arXiv 2411.06465.
 
-The formulas are those of the first author's own tool, which says that it follows the paper
+The formulas are those of the first author's tool, which states that it follows the paper
 (okoge-kaz/okoge-kaz.github.io@72832da, static/js/memory-estimator.js): Llama on Megatron-LM in 16 bits, FlashAttention,
-sequence parallelism, no dropout and no recomputation. Logits and loss are left out, and embedding and head are counted
-on every stage, as there. Only its interleaved branch is not followed: ceil(L / (p v)) p layers would be L / v; what the
-first stage holds is that of Korthikanti et al. (arXiv 2205.05198, section 4.2.3).
+sequence parallelism, no dropout and no recomputation. As in the tool, logits and loss are not counted, and embedding
+and head are counted on every stage. One branch differs, the interleaved one: ceil(L / (p v)) p layers would be L / v;
+the first stage holds the number of Korthikanti et al. (arXiv 2205.05198, section 4.2.3).
 
-The rule of its abstract: where the estimate is below 80 % of a GPU's memory, none of 454 runs ran out of it.
+The rule of the abstract: none of 454 runs with an estimate below 80 % of a GPU's memory ran out of memory.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def memory_bytes(
     interleave: int = 1,
     distributed_optimizer: bool = False,
 ) -> dict[str, float]:
-    """Bytes of one GPU of the first stage, under `parameters`, `gradients`, `optimizer` and `activations`.
+    """Returns bytes of one GPU of the first stage, under `parameters`, `gradients`, `optimizer` and `activations`.
 
-    18 bytes for each parameter of a GPU; with the distributed optimizer 6 + 12/d. Activations of ceil(L/p) layers for
-    each of the p micro-batches that 1F1B keeps in flight.
+    States take 18 bytes per parameter of a GPU; with the distributed optimizer 6 + 12/d. Activations are those of
+    ceil(L/p) layers for each of the p micro-batches that 1F1B keeps in flight.
     """
     check_at_least("fujii", 1, seq=seq, micro_batch=micro_batch, cp=cp, dp=dp, interleave=interleave)
     count = parameters_per_gpu(
@@ -104,7 +104,7 @@ def memory_bytes(
 
 
 def verdict(estimated_bytes: float, memory_bytes: float) -> str:
-    """`fits` up to 80 % of a GPU's memory (decimal bytes: an 80 GB GPU has 80e9), `tight` up to all of it, else `out of
-    memory`."""
+    """Returns `fits` up to 80 % of a GPU's memory (decimal bytes: an 80 GB GPU has 80e9), `tight` up to 100 %,
+    otherwise `out of memory`."""
     share = estimated_bytes / memory_bytes
     return VERDICTS[0 if share <= memory_constant("safe_fraction") else 1 if share <= 1 else 2]

@@ -1,8 +1,8 @@
 """Closed forms of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models".
 
 arXiv 2205.05198. 16-bit GPTs with dropout and without fused attention. Symbols: s sequence, b micro-batch, h hidden,
-a heads, L layers, t tensor-parallel ranks, p stages, v chunks of a stage. They reproduce the memory figures of its
-Fig. 1.
+a heads, L layers, t tensor-parallel ranks, p stages, v chunks of a stage. The formulas reproduce the memory figures of
+its Fig. 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def activation_bytes_per_layer(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> float:
-    """Bytes that one layer keeps for backward (Table 2).
+    """Returns the bytes that one layer saves for backward (Table 2).
 
     s b h times: 34 + 5as/h on one GPU (eq. 1); 10 + 24/t + 5as/(ht) with tensor parallelism (eq. 2); (34 + 5as/h)/t
     with sequence parallelism too (eq. 4); 10 + 24/t and 34/t with selective recomputation (eq. 6); 2 with full.
@@ -37,7 +37,7 @@ def activation_bytes_per_layer(
 
 
 def layers_in_memory(layers: int, pp: int = 1, interleave: int = 1, micro_batches: int | None = None) -> float:
-    """Layers whose activations the first stage holds: L (1F1B), L (1 + (p-1)/(pv)) interleaved (section 4.2.3).
+    """Returns the layers whose activations the first stage holds: L (1F1B), L (1 + (p-1)/(pv)) interleaved (4.2.3).
 
     With fewer micro-batches than stages, 1F1B holds L m / p.
     """
@@ -62,7 +62,7 @@ def activation_bytes(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> float:
-    """Bytes of activations on the first stage, embedding and head left out (eq. 5 and section 4.2.3)."""
+    """Returns bytes of activations on the first stage, without embedding and head (eq. 5 and section 4.2.3)."""
     per_layer = activation_bytes_per_layer(
         seq, micro_batch, hidden, heads, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute
     )
@@ -70,7 +70,7 @@ def activation_bytes(
 
 
 def parameter_and_optimizer_bytes(layers: int, hidden: int, *, tp: int = 1, pp: int = 1) -> float:
-    """18 bytes for each of the 12 L h^2 / (t p) parameters of a GPU.
+    """Returns 18 bytes for each of the 12 L h^2 / (t p) parameters of a GPU.
 
     2 for weights, 4 for gradients, 12 for the master copy and two moments of Adam: Fig. 1's "parameters and optimizer
     state".

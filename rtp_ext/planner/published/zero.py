@@ -1,4 +1,4 @@
-"""Model states by the stages of ZeRO, Rajbhandari et al., arXiv 1910.02054, section 5 and Table 1."""
+"""Memory of model states by ZeRO stage: Rajbhandari et al., arXiv 1910.02054, section 5 and Table 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OPTIMIZER_BYTES = 12  # K of mixed-precision Adam: float32 master weight and two
 def model_state_bytes(
     parameters: float, dp: int = 1, stage: int = 0, optimizer_bytes: float = OPTIMIZER_BYTES
 ) -> float:
-    """Bytes of 16-bit weights and gradients and of optimizer state on each of `dp` GPUs.
+    """Returns the bytes of 16-bit weights and gradients and of optimizer state on each of `dp` GPUs.
 
     (2 + 2 + K) P without ZeRO; 4 P + K P / N with stage 1 (P_os); 2 P + (2 + K) P / N with stage 2 (P_os+g);
     (4 + K) P / N with stage 3 (P_os+g+p).

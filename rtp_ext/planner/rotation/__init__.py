@@ -1,1 +1,1 @@
-"""Rotated operations: what travels, what it takes of memory, and how long it takes."""
+"""Rotated operations: their shards, memory and time."""

@@ -1,6 +1,6 @@
-"""What rotation holds: the slots and sharded states of the engine, byte for byte.
+"""Memory of rotation: the slots and sharded states of the engine, exact to the byte.
 
-Slots, pieces and pool are reckoned by the engine's own rules (csrc/schedule/footprint.cpp); here is what travels.
+The engine computes slots, chunks and pool (csrc/schedule/footprint.cpp); this module lists the tensors that travel.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ KINDS = ("linear", "embedding", "bundle", "head")
 
 @dataclass(frozen=True)
 class Weight:
-    """A whole parameter of shape `shape`, cut along `dim`. A scalar is not cut."""
+    """A full parameter of shape `shape`, cut along `dim`. Scalars are not cut."""
 
     shape: tuple[int, ...]
     dim: int = 0
 
     def shard_shape(self, ranks: int, rank: int = 0) -> tuple[int, ...]:
-        """Of one rank. Rank 0 has most."""
+        """Returns the shape of one rank's shard. Rank 0 has the largest."""
         if not self.shape:
             return ()
         size = engine().shard_size(self.shape[self.dim], ranks, rank)
@@ -44,9 +44,9 @@ class RotatedOperation:
     """One rotated operation: the weights that travel together, in order.
 
     kind: `linear` (one layer, or several such as q, k, v), `embedding`, `bundle` (an MLP or experts, whose weight
-    gradients need what their input gradients compute) or `head` (vocabulary head and loss as one).
-    input_gradient: whether backward makes one; the first layer of a model makes none.
-    shared: the weights are those of an earlier operation too (a tied head), and count once among the states.
+    gradients need intermediate results of their input gradients) or `head` (vocabulary head and loss in one).
+    input_gradient: whether backward computes one; the first layer of a model does not.
+    shared: an earlier operation has the same weights (a tied head); they count once among the states.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class RotatedOperation:
 
     @property
     def backward_weights(self) -> tuple[Weight, ...]:
-        """Those that travel in backward: a bundle's all, else the ones that input gradients are made with."""
+        """Weights that travel in backward: all of a bundle, otherwise those that the input gradient needs."""
         if self.bundle:
             return self.weights
         if self.kind == "embedding" or not self.input_gradient:
@@ -74,15 +74,14 @@ class RotatedOperation:
 
     @property
     def late(self) -> bool:
-        """Whether its gradients may land after its pass: those of linear layers and of MLPs (`late=True` in
-        rtp_ext/functional)."""
+        """Whether its gradients may arrive after its pass: for linear layers and MLPs, which deliver them deferred."""
         return self.kind in ("linear", "bundle") and all(len(weight.shape) < 3 for weight in self.weights)
 
     def size(self, ranks: int) -> Any:
-        """The largest shards in numbers, as csrc/schedule/footprint.h takes them.
+        """Returns the largest shards as numbers, in the form of csrc/schedule/footprint.h.
 
-        Single weights travel in pieces of their rows where they are above the slot cap: not bundles, nor several layers
-        together, nor layers cut along their inputs.
+        Single weights above the slot cap travel in chunks of rows. Bundles, several layers together, and layers that
+        are cut along their inputs do not.
         """
         matrices, travelling = [weight for weight in self.weights if not weight.is_bias], self.backward_weights
         whole = self.kind == "bundle" or len(matrices) != 1 or len(matrices[0].shape) != 2
@@ -91,18 +90,18 @@ class RotatedOperation:
         for weight in self.weights:
             rows, *rest = weight.shard_shape(ranks) or (1,)
             parts.append((rows, math.prod(rest), weight in travelling))
-        dims = 3 if any(len(weight.shape) == 3 for weight in self.weights) else 2  # of the weights of experts: 3
+        dims = 3 if any(len(weight.shape) == 3 for weight in self.weights) else 2  # weights of experts have 3
         biases = [place for place, weight in enumerate(self.weights) if len(weight.shape) < dims]
         return engine().OperationSize(parts, self.bundle, in_chunks, biases, self.late)
 
     def chunks(self, ranks: int, element_bytes: int) -> int:
-        """How many pieces its shards travel in, under the slot cap of a ring that is given none."""
+        """Returns the number of chunks of each shard under the default slot cap of a ring."""
         return self.size(ranks).chunks(element_bytes, engine().SLOT_CAP)[0]
 
 
 @dataclass(frozen=True)
 class RotationBytes:
-    """Bytes of one rank. Slots are those of the pool at its peak; `*_slot_sizes` lists them at the end of a step."""
+    """Bytes of one rank. Slots are those of the pool at its peak; `*_slot_sizes` lists them after a step."""
 
     weight_slots_bytes: int
     gradient_slots_bytes: int
@@ -111,8 +110,8 @@ class RotationBytes:
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    optimizer_steps_bytes: int  # AdamW's step counters, float32 scalars on the host; not part of optimizer_bytes
-    scratch_bytes: int = 0  # of the place where weights are widened that travel in fewer bits
+    optimizer_steps_bytes: int  # AdamW's step counters, float32 scalars on the host; not in optimizer_bytes
+    scratch_bytes: int = 0  # buffer for dequantized weights
 
 
 def rtp_bytes(
@@ -135,29 +134,30 @@ def rtp_bytes(
     hosts: int = 1,
     late_gradients: int = 0,
 ) -> RotationBytes:
-    """Slots and states of one rank that trains with rotation.
+    """Computes slots and states of one rank that trains with rotation.
 
     Args:
         rotations: all rotated operations of the model in the order of its forward; backward runs them in reverse.
         others: parameters that do not rotate, such as those of norms; they are sharded along dimension 0.
-        param_bytes: of a value of the local shards; gradients and optimizer state have as many.
+        param_bytes: of a value of the local shards; gradients and optimizer state have the same.
         compute_bytes: of a value that travels, if shards are cast first (a staging slot holds the cast local shard).
         reduce_bytes: of a value of a travelling gradient.
-        optimizer_moments: tensors of optimizer state for each parameter; 2 for AdamW.
-        slot_cap: of the ring; 0: none; None: that of a ring that is given none.
-        sends_anywhere, receives_anywhere: whether hops start from and land in any memory (nccl, c10d, emulated) or in
-            slots only (shm receives so).
-        travel: what weights travel in, as in `rtp_ext.Ring`; a ring of it moves nothing in place.
-        gradient_route, gradient_travel: what gradients take, `chain` or `direct`, and in what they travel; None: in
-            `reduce_bytes` a number. On `direct` they are summed in float32 (float64 for 8 bytes).
-        hosts: that a ring takes on two levels; 1: none.
+        optimizer_moments: tensors of optimizer state per parameter; 2 for AdamW.
+        slot_cap: of the ring; 0: none; None: the ring's default.
+        sends_anywhere, receives_anywhere: whether hops start from and arrive in any memory (nccl, c10d, emulated) or
+            only in slots (shm receives so).
+        travel: format in which weights travel, as in `rtp_ext.Ring`; excludes in_place.
+        gradient_route, gradient_travel: route of gradients, `chain` or `direct`, and their format; None:
+            `reduce_bytes` per number. `direct` sums in float32 (float64 for 8 bytes).
+        hosts: number of hosts of a two-level ring; 1: a flat ring.
         late_gradients: of the ring: passes whose gradients may still be arriving while the next one runs, each with
-            slots of its own. 0 on GPUs, 1 on CPUs over a network.
+            its own slots. 0 on GPUs, 1 on CPUs over a network.
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
-    parts aligned to 64 bytes; one more weight slot where shards are cast, or can leave from slots only. On gradient
-    route direct three for gradients, and one as wide as their sum where they travel in fewer bits. The pool keeps them;
-    a slot that is too small makes way. Source: csrc/schedule/footprint.cpp, which the engine itself runs.
+    parts aligned to 64 bytes; one more weight slot where shards are cast, or can be sent from slots only. Gradient
+    route direct takes three for gradients, and one in the dtype of their sum where they travel quantized. The pool
+    keeps slots and replaces those that are too small. Source: csrc/schedule/footprint.cpp, which the engine itself
+    runs.
     """
     check_at_least("rtp_bytes", 1, ranks=ranks, param_bytes=param_bytes, reduce_bytes=reduce_bytes)
     if in_place and travel is not None:
@@ -201,7 +201,7 @@ def rtp_bytes(
     if in_place and ranks > 1 and engine().travels_in_place(**reach):
         stored += sum(weight.shard_elements(ranks) - weight.shard_elements(ranks, rank) for weight in resident) * (
             param_bytes
-        )  # local shards have room for the largest
+        )  # the largest shard fits into every local shard
     return RotationBytes(
         held.weight.peak_bytes,
         held.gradient.peak_bytes,
@@ -226,10 +226,10 @@ def rotations_of(
     head: bool = True,
     own_head: bool = False,
 ) -> tuple[list[RotatedOperation], list[Weight]]:
-    """What `fully_rotate` makes of a model: its rotations in the order of forward, and what does not rotate.
+    """Returns the rotations that `fully_rotate` makes of a model, in the order of forward, and the other parameters.
 
     tp: tensor-parallel ranks that share every weight. layers, embedding, head: those of one pipeline stage. own_head:
-    a tied head has a copy of its own, on another stage than the embedding.
+    a tied head has its own copy, on another stage than the embedding.
     """
     h, q, kv, f = model.hidden, model.query_features // tp, model.kv_features // tp, model.ffn // tp
     vocab = -(-model.vocab // tp)
@@ -262,7 +262,7 @@ def rotations_of(
     count = model.layers if layers is None else layers
     rotations: list[RotatedOperation] = []
     if embedding:
-        # a tied table is also the head's weight, cut along its outputs
+        # a tied table is also the weight of the head, cut along its outputs
         rotations.append(RotatedOperation("embedding", (Weight((vocab, h), 0 if model.tied else 1),)))
         if model.positions:
             rotations.append(RotatedOperation("embedding", (Weight((model.positions, h), 1),)))

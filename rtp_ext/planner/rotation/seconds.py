@@ -1,4 +1,4 @@
-"""How long rotated operations take: durations of their computes and hops, and the simulator on the executor's schedule.
+"""Time of rotated operations: durations of their computes and hops, run through the simulator of the schedule.
 
 Source: RTP, arXiv 2311.01635; csrc/schedule/schedule.cpp through rtp_ext.timeline.
 """
@@ -38,8 +38,8 @@ def lockstep(
     route: str = "ring",
     hosts: int = 1,
 ) -> Lockstep:
-    """The simulator of the schedule that the executor runs (rtp_ext.schedule)."""
-    from rtp_ext.observe.schedule import schedule_of  # it loads the extension, and torch with it
+    """Returns the simulator of the executor's schedule (rtp_ext.schedule)."""
+    from rtp_ext.observe.schedule import schedule_of  # loads the extension and torch
     from rtp_ext.observe.timeline import Lockstep
 
     ways: dict[str, Any] = {"in_place": in_place, "two_lanes": two_lanes, "route": route, "hosts": hosts}
@@ -52,19 +52,19 @@ def lockstep(
 
 @dataclass(frozen=True)
 class RotationTime:
-    """One rotated operation, forward and backward. Seconds of one micro-batch on one rank.
+    """Time of one rotated operation, forward and backward. Seconds of one micro-batch on one rank.
 
     Attributes:
-        unsplit_s: of the same products with the whole weight at hand.
+        unsplit_s: of the same products with the full weight.
         computes_s: of the R products with one shard each.
         timeline_s: of the simulator on the executor's schedule.
-        makespan_s: the same, but no less than what two products beside each other or two hops on one link take.
-        durations: of every kind of step, as `Lockstep.makespan` takes them; of one of `pieces`.
+        makespan_s: the same, but at least the time of two concurrent products or of two hops on one link.
+        durations: of every kind of step, as `Lockstep.makespan` takes them; for one chunk.
         halves: whether gradients travel in two halves.
-        two_lanes: whether two products run beside each other, so that waves fill up.
-        hosts: that the ring takes on two levels; 1: none.
-        hops_s: that the links inside a host are busy.
-        host_s: that the host takes to issue the hops, and the computes beyond those with a whole weight.
+        two_lanes: whether two products run concurrently, which fills partial waves.
+        hosts: number of hosts of a two-level ring; 1: a flat ring.
+        hops_s: busy time of the links inside a host.
+        host_s: time in which the host issues the hops, and the computes beyond those of an unsplit weight.
     """
 
     operation: str
@@ -85,7 +85,7 @@ class RotationTime:
 
 
 def hop_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
-    """One hop: the latency of a message, and its bytes over the slowest link of the ring.
+    """Returns the seconds of one hop: the latency of a message, and its bytes over the slowest link of the ring.
 
     Source: nccl-tests, doc/PERFORMANCE.md (send and receive); latency: NVIDIA/nccl@5067397, src/graph/tuning.cc.
     """
@@ -111,20 +111,19 @@ def rotation_seconds(
     route: str = "ring",
     hosts: int = 1,
 ) -> RotationTime:
-    """A rotation of `group.ranks` ranks with `tokens` tokens on each.
+    """Predicts a rotation of `group.ranks` ranks with `tokens` tokens on each.
 
-    travel, gradient_route, gradient_travel: as in `rtp_ext.Ring`. What travels in fewer bits is widened before every
-    product with it, and rounded after, at the rate of memory.
-    compute_bytes, reduce_bytes: of a value of a weight and of a gradient that travels. product_bytes: of what GEMMs
-    read. recompute: of a bundle, its first half is computed again in backward. route: `ring` or `direct`. hosts: of a
-    ring of two levels, where gradients cannot go straight home; 1: none.
+    travel, gradient_route, gradient_travel: as in `rtp_ext.Ring`. Quantized weights are dequantized before every
+    product, and gradients quantized after it, at the rate of memory.
+    compute_bytes, reduce_bytes: of a value of a travelling weight and gradient. product_bytes: of a value that GEMMs
+    read. recompute: backward computes the first half of a bundle again. route: `ring` or `direct`. hosts: number of
+    hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring.
 
-    Durations come from the largest shard. The first launch of a pass takes `kernel_s`, the engine's own less. A linear
-    layer's gradients travel in halves where their hop outlasts a dgrad (rtp_ext/ring/routes/route_planner.py), and its
-    products run on two streams where one leaves multiprocessors idle (csrc/ops/linear.cpp). Operations above the slot
-    cap run chunk by chunk. Both kinds of hop share one link: a backward takes no less than the bytes of both.
-    Source: rtp_ext.timeline,
-    arXiv 2311.01635.
+    Durations are those of the largest shard. The first launch of a pass takes `kernel_s`, the engine's own less. A
+    linear layer's gradients travel in halves where their hop takes longer than a dgrad
+    (rtp_ext/ring/routes/route_planner.py), and its products run on two streams where one leaves multiprocessors idle
+    (csrc/ops/linear.cpp). Operations above the slot cap run chunk by chunk. Both kinds of hop share one link: a
+    backward takes at least the time of the bytes of both. Source: rtp_ext.timeline, arXiv 2311.01635.
     """
     ranks, op = group.ranks, _OPERATIONS[rotation.kind]
     direct = gradient_route == "direct"
@@ -143,13 +142,13 @@ def rotation_seconds(
     )
     sent = {"weight": values * weight_bytes, "gradient": values * gradient_bytes}
     back, local = back_values * weight_bytes, values * local_bytes
-    besides = dict.fromkeys(one, 0.0)  # what widening and rounding take
+    cast_s = dict.fromkeys(one, 0.0)  # seconds of quantizing and dequantizing
     if weight_bytes < compute_bytes:
-        besides["forward"] = besides["dgrad"] = traffic_s(sent["weight"] + values * compute_bytes, cluster, constants)
+        cast_s["forward"] = cast_s["dgrad"] = traffic_s(sent["weight"] + values * compute_bytes, cluster, constants)
     if rounded:
-        rounds = (ranks - 1) / ranks  # a rank's part of its own gradient is not rounded
-        besides["wgrad"] = rounds * traffic_s(local + sent["gradient"], cluster, constants)
-    one = {kind: time + besides[kind] for kind, time in one.items()}
+        rounds = (ranks - 1) / ranks  # a rank's contribution to its own gradient is not quantized
+        cast_s["wgrad"] = rounds * traffic_s(local + sent["gradient"], cluster, constants)
+    one = {kind: time + cast_s[kind] for kind, time in one.items()}
     inside = dataclasses.replace(group, ranks=group.ranks // hosts) if hosts > 1 else group
     hops = {kind: hop_s(inside, size, constants) for kind, size in sent.items()}
     if hosts > 1:
@@ -159,7 +158,7 @@ def rotation_seconds(
     backward_durations = {**durations, "weight": hop_s(inside, back, constants)}
     if hosts > 1:
         backward_durations["outer weight"] = hop_s(group, back, constants)
-    if direct:  # what arrives first is copied home
+    if direct:  # the first contribution is copied to the owner's gradient
         backward_durations["copy"] = traffic_s(local + sent["gradient"], cluster, constants)
     dgrad = rotation.input_gradient and rotation.kind != "embedding"
     halves = op == "linear" and not direct and hosts == 1 and hops["gradient"] > one["dgrad"]
@@ -168,9 +167,9 @@ def rotation_seconds(
     if op == "linear" and ranks > 1 and hosts == 1:
         lanes = _two_lanes(rotation, tokens, ranks * chunks, cluster)
     filled = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, whole_waves=False)
-    filled = {kind: time + besides[kind] for kind, time in filled.items()}
+    filled = {kind: time + cast_s[kind] for kind, time in filled.items()}
     kinds = (("forward",), ("dgrad", "wgrad") if dgrad or rotation.bundle else ("wgrad",))
-    # beside each other, products take turns on the multiprocessors: no less than the work of their tiles
+    # concurrent products share the multiprocessors: at least the time of the work of their tiles
     work = [
         ranks * sum((filled if two else one)[kind] for kind in kind_s) for kind_s, two in zip(kinds, lanes, strict=True)
     ]
@@ -207,8 +206,8 @@ def rotation_seconds(
 def _host_s(
     rotation: RotatedOperation, group: Group, constants: TimeConstants, chunks: int, weights_back: bool, parts: int
 ) -> tuple[float, float]:
-    """Forward and backward: hops and computes as `benchmarks/gpu/driver_calls.py` counts their calls, over `ce` inside
-    a node and `nccl` between nodes. parts: that a gradient travels in."""
+    """Returns host seconds of forward and backward: calls for hops and computes, as counted by
+    `benchmarks/gpu/driver_calls.py`, over `ce` inside a node and `nccl` between nodes. parts: of a gradient."""
     if group.nodes == 1:
         hop = host_constant("ce_hop_calls") * constants.driver_call_s
     else:
@@ -220,7 +219,7 @@ def _host_s(
 
 
 def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:
-    """Forward and backward: whether a product leaves much of its last wave idle (csrc/ops/linear.cpp)."""
+    """Returns, for forward and backward, whether a product leaves much of its last wave idle (csrc/ops/linear.cpp)."""
 
     def wastes(rows: int, columns: int) -> bool:
         return engine().wastes_last_wave(rows, columns, cluster.streaming_multiprocessors)
@@ -247,9 +246,9 @@ def _computes(
     *,
     whole_waves: bool = True,
 ) -> dict[str, float]:
-    """Seconds of one step with one shard (or piece of one) of the largest size."""
+    """Returns the seconds of one step with one shard (or chunk of one) of the largest size."""
     matrices = [weight for weight in rotation.weights if not weight.is_bias]
-    if rotation.kind == "embedding":  # rows are copied out and added in
+    if rotation.kind == "embedding":  # rows are copied, or added
         values = sum(tokens * weight.shape[1] for weight in matrices) / (ranks * chunks)
         moved = traffic_s(4 * values, cluster, constants) + constants.kernel_s
         return {"forward": moved, "dgrad": 0.0, "wgrad": 2 * moved}
@@ -269,6 +268,6 @@ def _computes(
         seconds["dgrad"] += product_s(dgrad, cluster, constants, whole_waves=whole_waves)
         seconds["wgrad"] += product_s(wgrad, cluster, constants, whole_waves=whole_waves)
         again = rotation.kind == "head" or (rotation.kind == "bundle" and recompute and index < len(matrices) - 1)
-        if again:  # logits or hidden slices are made once more before their gradients
+        if again:  # logits or hidden slices are computed again before their gradients
             seconds["dgrad"] += forward
     return seconds

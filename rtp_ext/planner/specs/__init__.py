@@ -1,1 +1,1 @@
-"""What is planned: the model, the cluster it runs on, and the strategy."""
+"""Inputs of the planner: model, cluster and strategy."""

@@ -19,17 +19,17 @@ class Cluster:
     Attributes:
         memory_bytes: nominal capacity of one GPU in decimal bytes: an 80 GB GPU has 80e9.
         bf16_flops_per_s: dense peak.
-        bf16_achievable_flops_per_s: the most that a matrix product reaches in practice.
-        hbm_bytes_per_s: peak bandwidth of the GPU's own memory.
-        nvlink_bytes_per_s: one direction, nominal, per GPU.
-        nccl_ring_bytes_per_s: what NCCL's ring gets out of the links inside a node, per GPU (bus bandwidth).
+        bf16_achievable_flops_per_s: the highest rate that a matrix product reaches in practice.
+        hbm_bytes_per_s: peak bandwidth of the GPU's memory.
+        nvlink_bytes_per_s: nominal, per GPU and direction.
+        nccl_ring_bytes_per_s: bus bandwidth of NCCL's ring inside a node, per GPU.
         nic_bytes_per_s: of the network, per GPU and direction.
-        exponentials_per_s: of the special function units; fused attention takes one for every score. 0: not modelled.
-        pcie_bytes_per_s: between a GPU and its host, one direction. host_bytes_per_s: of the host's memory, a GPU's
-            part of it. 0: not known, so that nothing can be offloaded.
-        all_reduce: the table of constants.json, `all_reduce`, that says how fast collectives inside a node are, by
-            ranks and bytes; empty: latency and bandwidth do.
-        fp8_achievable_flops_per_s: as bf16_achievable_flops_per_s, in eight bits; 0: it has none, or nobody knows.
+        exponentials_per_s: of the special function units; fused attention needs one per score. 0: not modelled.
+        pcie_bytes_per_s: between a GPU and its host, per direction. host_bytes_per_s: one GPU's share of the host's
+            memory bandwidth. 0: unknown; offloading is then refused.
+        all_reduce: name of a table in constants.json, `all_reduce`, with measured seconds of collectives inside a node
+            by ranks and bytes; empty: latency and bandwidth are used.
+        fp8_achievable_flops_per_s: as bf16_achievable_flops_per_s, for eight-bit products; 0: unsupported or unknown.
 
     Raises:
         ValueError: no GPUs, or rates and sizes that are not positive.
@@ -65,9 +65,9 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str, *, gpus: int = 8, gpus_per_node: int | None = None) -> Cluster:
-        """Nodes of `a100-80gb`, `h100-80gb`, `h200-141gb`, `b200-180gb`, `gb200-186gb`, ... (sources: constants.json).
+        """Returns nodes of `a100-80gb`, `h100-80gb`, `h200-141gb`, `b200-180gb`, `gb200-186gb`, ... (constants.json).
 
-        gpus_per_node: what NVLink joins; default: the preset's own, 8 or 72.
+        gpus_per_node: GPUs joined by NVLink; default: the preset's own, 8 or 72.
         """
         known = constants()["gpus"]
         check_known("GPU", name, known)
@@ -78,9 +78,9 @@ class Cluster:
 
     @classmethod
     def from_json(cls, told: str | Path | Mapping[str, Any], *, gpus: int | None = None) -> Cluster:
-        """From a JSON file or a dictionary with the fields of the class.
+        """Reads a JSON file or a dictionary with the fields of the class.
 
-        With `base` it names a preset, and only the fields that differ are needed:
+        `base` names a preset; the other fields then override it:
         `{"base": "h100-80gb", "name": "h100-96gb", "gpus": 128, "memory_bytes": 96e9}`.
 
         Raises:
@@ -98,9 +98,9 @@ class Cluster:
         unknown = sorted(set(given) - set(fields))
         missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given]
         if unknown or missing:
-            what = [f"unknown fields {', '.join(unknown)}"] if unknown else []
-            what += [f"missing fields {', '.join(missing)}"] if missing else []
-            raise ValueError(f"cluster {label}: {'; '.join(what)}")
+            problems = [f"unknown fields {', '.join(unknown)}"] if unknown else []
+            problems += [f"missing fields {', '.join(missing)}"] if missing else []
+            raise ValueError(f"cluster {label}: {'; '.join(problems)}")
         return cls(**given)
 
     @property

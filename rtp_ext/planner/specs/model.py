@@ -1,4 +1,4 @@
-"""Transformers as the planner sees them: sizes, and the parameters that follow from them."""
+"""Sizes of transformers, and the parameter counts that follow from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rtp_ext.planner.constants import check_at_least, check_known, constants
 
 FAMILIES = ("gpt", "llama")
 _GPT_VOCAB, _LLAMA_VOCAB, _SEQ = 50257, 32000, 2048
-# model_type of a Hugging Face configuration -> what its layers have beyond its family's
+# model_type of a Hugging Face configuration -> parts of its layers that its family lacks
 _LLAMA_TYPES: dict[str, dict[str, bool]] = {
     "llama": {},
     "mistral": {},
@@ -25,7 +25,7 @@ _LLAMA_TYPES: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer. Sizes are numbers of elements, `seq` is the number of tokens of one sample.
+    """A decoder-only transformer. Sizes are numbers of elements; `seq` is the number of tokens of one sample.
 
     `gpt`: LayerNorm, GELU, biases, learned positions, dropout, tied embedding and head.
     `llama`: RMSNorm, SwiGLU, rotary positions, no biases, separate head; with experts, a mixture.
@@ -54,7 +54,7 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     dropout: bool = False
-    experts: int = 0  # of each layer; 0: one dense MLP
+    experts: int = 0  # per layer; 0: one dense MLP
     experts_per_token: int = 0
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class ModelSpec:
                 f"{owner}: expected 1 <= experts_per_token <= {self.experts}, got {self.experts_per_token}"
             )
 
-    # -- making one ---------------------------------------------------------------------------------------------------
+    # -- constructors -------------------------------------------------------------------------------------------------
 
     @classmethod
     def gpt(
@@ -86,7 +86,7 @@ class ModelSpec:
         name: str = "gpt",
         **options: Any,
     ) -> ModelSpec:
-        """A GPT: an inner size of 4 hidden, learned positions, biases. `options`: further fields of the class."""
+        """Returns a GPT: inner size 4 hidden, learned positions, biases. `options`: further fields of the class."""
         check_at_least(f"model {name}", 1, hidden=hidden, heads=heads, seq=seq)
         given = {
             "positions": seq,
@@ -115,7 +115,7 @@ class ModelSpec:
         name: str = "llama",
         **options: Any,
     ) -> ModelSpec:
-        """A Llama: SwiGLU with an inner size of 8/3 hidden, rounded up to a multiple of 256 (arXiv 2302.13971).
+        """Returns a Llama: SwiGLU with inner size 8/3 hidden, rounded up to a multiple of 256 (arXiv 2302.13971).
 
         `options`: further fields of the class, such as `experts` and `experts_per_token`.
         """
@@ -161,9 +161,9 @@ class ModelSpec:
 
     @classmethod
     def preset(cls, name: str, *, seq: int | None = None, **changes: Any) -> ModelSpec:
-        """A published model: `gpt-3-175b`, `llama-65b`, `llama-3-8b`, `mixtral-8x7b`, ... (sources: constants.json).
+        """Returns a published model: `gpt-3-175b`, `llama-65b`, `llama-3-8b`, `mixtral-8x7b`, ... (constants.json).
 
-        `seq`: tokens of a sample, if not the published ones. `changes`: other fields to replace.
+        `seq`: tokens of a sample; default: the published number. `changes`: other fields to replace.
         """
         known = constants()["models"]
         check_known("model", name, known)
@@ -175,10 +175,10 @@ class ModelSpec:
 
     @classmethod
     def from_hf_config(cls, config: str | Path | Mapping[str, Any], *, seq: int | None = None) -> ModelSpec:
-        """From a Hugging Face configuration: a dictionary, a config.json, or the directory that holds it.
+        """Reads a Hugging Face configuration: a dictionary, a config.json, or the directory that contains it.
 
-        Understands the model types gpt2, llama, mistral, mixtral, qwen2 and qwen3. `seq`: tokens of a sample; default:
-        the configuration's longest.
+        Supports the model types gpt2, llama, mistral, mixtral, qwen2 and qwen3. `seq`: tokens of a sample; default: the
+        longest that the configuration allows.
 
         Raises:
             ValueError: another model type, a missing size, or a file that is not a configuration.
@@ -234,19 +234,19 @@ class ModelSpec:
 
     @property
     def kv_features(self) -> int:
-        """Of the keys; the values have as many."""
+        """Features of the keys; the values have as many."""
         return self.kv_heads * self.head_dim
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer: query, key, value and output projections; norms apart."""
+        """Parameters of one layer's query, key, value and output projections, without norms."""
         rows = self.query_features + 2 * self.kv_features
         weights = self.hidden * rows + self.query_features * self.hidden
         return weights + rows * self.qkv_bias + self.hidden * self.projection_bias
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one layer: the MLP, or all experts."""
+        """Parameters of one layer's MLP, or of all its experts."""
         inner = (3 if self.gated else 2) * self.hidden * self.ffn
         inner += (self.ffn * (2 if self.gated else 1) + self.hidden) * self.mlp_bias
         return inner * max(1, self.experts)
@@ -257,7 +257,7 @@ class ModelSpec:
 
     @property
     def norm_parameters(self) -> int:
-        """Of one layer: two norms over the hidden size, and those of queries and keys where there are."""
+        """Parameters of one layer's two norms over the hidden size, and of query and key norms if present."""
         return 2 * self.hidden * (2 if self.norm_bias else 1) + 2 * self.head_dim * self.qk_norm
 
     @property
@@ -266,7 +266,7 @@ class ModelSpec:
 
     @property
     def embedding_parameters(self) -> int:
-        """Token and position embeddings."""
+        """Parameters of token and position embeddings."""
         return (self.vocab + self.positions) * self.hidden
 
     @property
@@ -275,12 +275,12 @@ class ModelSpec:
 
     @property
     def head_parameters(self) -> int:
-        """Of the vocabulary head; 0 where it shares the embedding's."""
+        """Parameters of the vocabulary head; 0 if it shares the embedding's."""
         return 0 if self.tied else self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All of them, each once."""
+        """All parameters, each counted once."""
         return (
             self.layers * self.layer_parameters
             + self.embedding_parameters
@@ -290,7 +290,7 @@ class ModelSpec:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token meets: of the experts, as many as it is routed to."""
+        """Parameters that one token uses: of the experts, as many as it is routed to."""
         if not self.experts:
             return self.parameters
         idle = self.mlp_parameters // self.experts * (self.experts - self.experts_per_token)
@@ -311,7 +311,7 @@ def _read_config(config: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, A
 
 
 def read_json(path: str | Path, what: str) -> dict[str, Any]:
-    """A JSON object from a file. Raises ValueError for one that cannot be read or is no object."""
+    """Reads a JSON object from a file. Raises ValueError for an unreadable file or another JSON value."""
     try:
         settings = json.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -1,4 +1,4 @@
-"""How a model is spread over GPUs, and what is kept in which dtype."""
+"""Distribution of a model over GPUs, and dtypes of its states."""
 
 from __future__ import annotations
 
@@ -20,59 +20,60 @@ LOSSES = ("auto", "eager", "loss-parallel", "megatron", "compiled", "fused")
 BUNDLES = (True, False, "recompute")
 ROUTES = ("auto", "ring", "direct", "two-level")
 GRADIENT_ROUTES = ("chain", "direct")
-TRAVELS = (None, "bfloat16", "int8")  # of weights; None: in what they are computed with
+TRAVELS = (None, "bfloat16", "int8")  # of weights; None: the compute dtype
 GRADIENT_TRAVELS = (None, "int8")
 OUTER = ("allreduce", "zero", "local_sgd", "diloco", "gossip")
 TOPOLOGIES = ("one-peer", "exponential", "ring", "grid", "complete")
 FP8_SCALINGS = ("tensorwise", "rowwise")
-LARGEST = 1024  # ring and pipeline
+LARGEST = 1024  # limit of ring and pipeline sizes
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One plan. The GPUs it uses: dp * tp * pp * cp * rtp.
+    """A plan. It uses dp * tp * pp * cp * rtp GPUs.
 
     Attributes:
         dp: data-parallel replicas, over which `zero` shards.
-        tp: tensor-parallel ranks; with `sequence_parallel` they share what lies between their products, too.
+        tp: tensor-parallel ranks; with `sequence_parallel` they also share the activations between their products.
         pp: pipeline stages, run by `schedule`; `interleave` is the number of model chunks of a stage (above 1 needs
             the interleaved schedule). At most 1024 stages.
         cp: context-parallel ranks, which share the tokens of a sample.
         ep: ranks among the data-parallel ones that share the experts of a mixture.
-        rtp: ranks of a rotation ring, at most 1024; every rank keeps a batch of its own.
-        zero: 0 none, 1 optimizer state, 2 and gradients, 3 and parameters (`fully_shard`).
+        rtp: ranks of a rotation ring, at most 1024; every rank has its own batch.
+        zero: sharded states: 0 none, 1 optimizer state, 2 also gradients, 3 also parameters (`fully_shard`).
         micro_batch: samples of one forward of one replica.
         recompute: of activations: `none`, `selective`, `full` (one input per layer is kept).
-        in_place: the local shards of RTP travel themselves, with one weight slot instead of two.
+        in_place: the local shards of RTP themselves travel, with one weight slot instead of two.
         bundle: RTP rotates MLPs and attention as bundles; `"recompute"`: keeps nothing of the hidden slices.
-        fused_loss: vocabulary head and loss as one; no logits.
-        param_dtype: what layers compute in. reduce_dtype: of gradients that are summed over ranks.
+        fused_loss: vocabulary head and loss are one operation without logits.
+        param_dtype: compute dtype of layers. reduce_dtype: of gradients that are summed over ranks.
         optimizer: `adamw`, `sgd-momentum` or `sgd`; its state and master weights are float32.
-        stack: whose allocations are predicted: `megatron` (bf16 weights, float32 main gradients and master copies,
-            fused kernels) or `torch` (float32 parameters cast by a mixed-precision policy, plain kernels). `auto`:
-            torch for zero=3 and rtp, else megatron.
+        stack: the software whose allocations are predicted: `megatron` (bf16 weights, float32 main gradients and master
+            copies, fused kernels) or `torch` (float32 parameters cast by a mixed-precision policy, plain kernels).
+            `auto`: torch for zero=3 and rtp, otherwise megatron.
         loss: `eager`, `loss-parallel` (DTensor), `megatron`, `compiled` or `fused`; `auto` follows from the stack,
             tp and fused_loss.
-        flash_attention: no attention matrix is ever stored.
-        fp8: the matrix products of the layers' weights run in eight bits; what is kept stays in `param_dtype`. Memory
-            does not change. fp8_scaling: one scale for each tensor, or one for each row (`rowwise`).
-        route: of rotation, as of `rtp_ext.Ring`; `auto` takes two levels where the ring spans several nodes with
-            several of its ranks on each and links inside are faster than a port, else the ring (the engine's `auto`
-            does not look at links).
-        gradient_route: of rotation: partial sums travel (`chain`), or contributions go straight home (`direct`).
-        travel: what rotating weights travel in; None: in what they are computed with. gradient_travel: `int8` on the
-            gradient route `direct`; None: in reduce_dtype.
-        late_gradients: of rotation, as of `rtp_ext.Ring`: 0 on GPUs; a ring of CPUs over a network takes 1 by itself.
-            It takes slots, and time is reckoned without it.
-        outer: what replicas of a ring agree by (`rtp_ext.outer`), and the `period` in steps of those that do not agree
-            in every one. topology: of gossip.
-        replicate: of `zero=3`: groups of data-parallel ranks that hold all shards each, gradients summed over the
-            groups (hybrid sharding, HSDP). Rings are replicated by dp.
-        offload: shards, gradients and optimizer state lie on the host, and the optimizer runs there (`zero=3`, rtp).
-        compiled: elementwise kernels of the torch stack are fused (torch.compile). fused_norm: RMSNorm alone is.
-        stage_layers: layers of every pipeline stage; none: equally many. stage_recompute: of how many of them
-            `recompute` is; none: of all.
-        cp_balanced: context-parallel ranks have equally much of the causal mask; else the last has most.
+        flash_attention: attention without a stored score matrix.
+        fp8: the matrix products of the layers' weights run in eight bits; saved tensors stay in `param_dtype`, so that
+            memory does not change. fp8_scaling: one scale per tensor, or one per row (`rowwise`).
+        route: of rotation, as in `rtp_ext.Ring`; `auto` takes two levels where the ring spans several nodes with
+            several of its ranks on each and links inside a node are faster than a port, otherwise the ring (the
+            engine's `auto` does not consider links).
+        gradient_route: of rotation: partial sums travel along the ring (`chain`), or each contribution is sent to its
+            owner (`direct`).
+        travel: dtype in which rotating weights travel; None: the compute dtype. gradient_travel: `int8` on the gradient
+            route `direct`; None: reduce_dtype.
+        late_gradients: of rotation, as in `rtp_ext.Ring`: 0 on GPUs; a ring of CPUs over a network defaults to 1.
+            It takes slots; the predicted time does not include it.
+        outer: policy between replicas of a ring (`rtp_ext.outer`), and the `period` in steps of policies that do not
+            act in every step. topology: of gossip.
+        replicate: of `zero=3`: number of groups of data-parallel ranks that each hold all shards; gradients are summed
+            over the groups (hybrid sharding, HSDP). Rings are replicated by dp.
+        offload: shards, gradients and optimizer state are in host memory, and the optimizer runs there (`zero=3`, rtp).
+        compiled: elementwise kernels of the torch stack are fused (torch.compile). fused_norm: only RMSNorm is fused.
+        stage_layers: layers of every pipeline stage; empty: equal numbers. stage_recompute: for how many of them
+            `recompute` applies; empty: for all.
+        cp_balanced: context-parallel ranks have equal shares of the causal mask; otherwise the last has the largest.
 
     Raises:
         ValueError: a value that no field allows, or fields that contradict each other.
@@ -174,7 +175,7 @@ class Strategy:
             raise ValueError("strategy: compiled and fused_norm are of the torch stack; Megatron's kernels are fused")
 
     def _check_stages(self) -> None:
-        """Raises ValueError for stages of their own that are not those of this pipeline."""
+        """Raises ValueError for stage_layers or stage_recompute that do not match this pipeline."""
         for name in ("stage_layers", "stage_recompute"):
             given, least = getattr(self, name), int(name == "stage_layers")
             if given and (len(given) != self.pp or self.interleave > 1 or min(given) < least):
@@ -186,7 +187,7 @@ class Strategy:
             raise ValueError("strategy: stage_recompute needs recompute selective or full, got none")
 
     def _check_rotation(self) -> None:
-        """Raises ValueError for what only rotation has, and for what of it contradicts each other."""
+        """Raises ValueError for rotation options without a ring, and for contradictory ones."""
         own = {
             "in_place": False,
             "route": "auto",
@@ -224,14 +225,14 @@ class Strategy:
 
     @property
     def replicas(self) -> int:
-        """Ranks groups that each take a batch of their own: data-parallel ones and those of the ring."""
+        """Groups of ranks with different batches: the data-parallel replicas and the ranks of the ring."""
         return self.dp * self.rtp
 
     def hosts(self, cluster: Cluster) -> int:
-        """Nodes that a ring takes on two levels; 1 where it goes another way.
+        """Returns the number of nodes of a two-level ring; 1 on other routes.
 
         Raises:
-            ValueError: two levels are asked for, and ranks of the ring do not lie equally many on several nodes.
+            ValueError: route two-level where the ranks of the ring are not spread evenly over several nodes.
         """
         local = max(1, cluster.gpus_per_node // (self.tp * self.cp))
         spread = self.rtp > local > 1 and self.rtp % local == 0
@@ -240,23 +241,23 @@ class Strategy:
                 "strategy: route two-level needs a ring over several nodes, equally many ranks on each, got "
                 f"{self.rtp} ranks, {local} to a node"
             )
-        faster = cluster.nccl_ring_bytes_per_s > cluster.nic_bytes_per_s  # else nothing is won inside
+        faster = cluster.nccl_ring_bytes_per_s > cluster.nic_bytes_per_s  # otherwise two levels gain nothing
         taken = self.route == "two-level" or (self.route == "auto" and faster and not self.in_place)
         return self.rtp // local if spread and taken and self.gradient_route == "chain" else 1
 
     @property
     def shards(self) -> int:
-        """Ranks that `zero` cuts states over."""
+        """Ranks over which `zero` shards states."""
         return self.dp * self.cp // self.replicate
 
     @property
     def travel_bytes(self) -> float:
-        """Of a value of a weight that rotates; in eight bits with its part of a scale for each 128 values."""
+        """Bytes of a value of a rotating weight; in eight bits including its share of a scale per 128 values."""
         return wire_bytes(self.travel, self.param_bytes)
 
     @property
     def gradient_travel_bytes(self) -> float:
-        """Of a value of a gradient that rotates."""
+        """Bytes of a value of a rotating gradient."""
         return wire_bytes(self.gradient_travel, self.reduce_bytes)
 
     @property
@@ -284,7 +285,7 @@ class Strategy:
         return DTYPE_BYTES[self.reduce_dtype]
 
     def micro_batches(self, global_batch: int | None) -> int:
-        """Micro-batches of one step of one replica. Without a global batch: one for every pipeline stage.
+        """Returns the micro-batches of one step of one replica. Without a global batch: one per pipeline stage.
 
         Raises:
             ValueError: a global batch that the replicas cannot share.
@@ -301,7 +302,7 @@ class Strategy:
         return global_batch // share
 
     def check(self, model: ModelSpec, cluster: Cluster, global_batch: int | None = None) -> None:
-        """Raises ValueError where this plan cannot run this model on this cluster."""
+        """Raises ValueError if this plan cannot run this model on this cluster."""
         if self.gpus > cluster.gpus:
             raise ValueError(
                 f"strategy: dp * tp * pp * cp * rtp = {self.dp} * {self.tp} * {self.pp} * {self.cp} * {self.rtp} = "
@@ -316,7 +317,7 @@ class Strategy:
         ]
         if self.sequence_parallel:
             divisible.append(("seq / cp", model.seq // self.cp, "tp", self.tp))
-        if self.interleave > 1 and (model.layers + 2) % chunks:  # Llama 3: embedding and head count as a layer each
+        if self.interleave > 1 and (model.layers + 2) % chunks:  # Llama 3 counts embedding and head as one layer each
             divisible.append(("layers", model.layers, "pp * interleave", chunks))
         for what, size, by, degree in divisible:
             if size % degree:

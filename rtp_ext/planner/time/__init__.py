@@ -1,1 +1,1 @@
-"""How long a step takes."""
+"""Time of a training step."""

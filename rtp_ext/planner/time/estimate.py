@@ -22,13 +22,13 @@ def estimate_time(
     *,
     constants: TimeConstants | None = None,
 ) -> TimeReport:
-    """Time of one step.
+    """Predicts the time of one step.
 
-    A pipeline of stages that take t_i for a micro-batch takes (m - 1) max t_i + sum t_i, of which (sum t_i - max t_i)
-    is the bubble, divided by the chunks of a stage (arXiv 1811.06965, 2104.04473).
+    A pipeline of stages that take t_i per micro-batch takes (m - 1) max t_i + sum t_i. The bubble is
+    (sum t_i - max t_i) divided by the chunks of a stage (arXiv 1811.06965, 2104.04473).
 
     Args:
-        global_batch: samples of a step; default: one micro-batch for every pipeline stage of every replica.
+        global_batch: samples of a step; default: one micro-batch per pipeline stage of every replica.
         constants: default: those of constants.json.
 
     Raises:
@@ -72,18 +72,18 @@ def estimate_time(
 def _gradients_s(
     clock: StageClock, values: float, forward: float, backward: float, total: float
 ) -> tuple[float, float]:
-    """Sum of the gradients over replicas, once a step: what is seen of it, and what computing loses to it.
+    """Returns the exposed time of summing gradients over replicas in a step, and the slowdown of concurrent computes.
 
     Plain data parallelism of Megatron-LM (zero=0) waits for one all-reduce (arXiv 2104.04473). DistributedDataParallel,
-    the distributed optimizer, `fully_shard` under a pipeline and rings with replicas work beside the last backward;
-    what is gathered, beside the first forward.
+    the distributed optimizer, `fully_shard` under a pipeline and rings with replicas reduce during the last backward,
+    and gather during the first forward.
     """
     strategy, constants, group = clock.strategy, clock.constants, clock.groups.dp
     if strategy.rtp > 1:
         return _outer_s(clock, values / strategy.rtp, forward, backward)
     summed, gathered = values * strategy.reduce_bytes, values * strategy.param_bytes
     seen_apart, lost_apart = 0.0, 0.0
-    if strategy.replicate > 1:  # shards are summed over the groups that hold them
+    if strategy.replicate > 1:  # the groups that hold the same shards sum them
         apart = all_reduce_s(clock.groups.outer, summed / strategy.shards, constants)
         seen_apart, lost_apart = clock.overlapped(clock.groups.outer, apart, backward)
     if group.ranks == 1 or (strategy.zero == 3 and strategy.pp == 1):
@@ -97,8 +97,9 @@ def _gradients_s(
 
 
 def _outer_s(clock: StageClock, shard: float, forward: float, backward: float) -> tuple[float, float]:
-    """What replicas of a ring send each other, by policy (rtp_ext.outer). An all-reduce and a reduce-scatter run beside
-    the last backward, a gather of float32 weights beside the next forward; what acts between steps is in the open."""
+    """Returns exposed time and slowdown of the outer policy between replicas of a ring (rtp_ext.outer). An all-reduce
+    or reduce-scatter runs during the last backward, a gather of float32 weights during the next forward; policies that
+    act between steps are fully exposed."""
     strategy, constants, group = clock.strategy, clock.constants, clock.groups.outer
     if group.ranks == 1:
         return 0.0, 0.0
@@ -115,8 +116,9 @@ def _outer_s(clock: StageClock, shard: float, forward: float, backward: float) -
 
 
 def _optimizer_s(cluster: Cluster, strategy: Strategy, constants: TimeConstants, values: float) -> float:
-    """Reads the gradient, reads and writes master weight and moments, writes the weight: bytes over HBM bandwidth, or
-    over that of the host, where the optimizer then runs. DiLoCo's outer step does as much once a period, with momentum.
+    """Returns the time to read the gradient, to read and write master weight and moments, and to write the weight:
+    bytes over the bandwidth of HBM, or of the host if the optimizer runs there. DiLoCo's outer step does the same once
+    a period, with momentum.
 
     Source: the states of arXiv 1910.02054, section 3.1.
     """
@@ -133,10 +135,10 @@ def _optimizer_s(cluster: Cluster, strategy: Strategy, constants: TimeConstants,
 
 
 def step_flops(model: ModelSpec, strategy: Strategy, samples: int, *, recomputed: bool = False) -> float:
-    """Of all GPUs for `samples` samples, or of their recomputation alone.
+    """Returns the FLOPs of all GPUs for `samples` samples; `recomputed`: those of their recomputation only.
 
-    A forward takes 2 FLOPs for each weight of a product and token, and 4 s features for attention, half of it where
-    attention is fused; a backward twice as many (arXiv 2104.04473, appendix; 2205.05198).
+    A forward takes 2 FLOPs per weight of a product and token, and 4 s features for attention, half of that where
+    attention is fused; a backward takes twice as many (arXiv 2104.04473, appendix; 2205.05198).
     """
     tokens = samples * model.seq
     per_token = model.hidden * (model.query_features + 2 * model.kv_features) + model.query_features * model.hidden

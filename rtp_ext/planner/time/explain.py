@@ -1,4 +1,4 @@
-"""The time of a plan as formulas with their numbers filled in, each of which can be checked by hand."""
+"""Explanation of a predicted time: formulas with their numbers, for checking by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def explain_time(
     report: TimeReport,
     constants: TimeConstants | None = None,
 ) -> str:
-    """Durations of one layer and one micro-batch, then how they make up the step. `report`: of the same plan."""
+    """Formats durations of one layer and one micro-batch, then the sum of the step. `report`: of the same plan."""
     constants = TimeConstants.default() if constants is None else constants
     clock = StageClock(model, cluster, strategy, constants)
     stages = [clock.stage(index) for index in range(strategy.pp)]
@@ -110,7 +110,7 @@ def _product(product: Product, cluster: Cluster, constants: TimeConstants) -> li
 
 
 def _by_tiles(waves: int, sms: int, tile: tuple[int, int], depth: int, rate: str, constants: TimeConstants) -> float:
-    """Seconds of a product that its tiles decide."""
+    """Returns the seconds of a product that is bound by its tiles."""
     busy = waves * sms * 2.0 * tile[0] * tile[1] * (depth + constants.gemm_ramp_depth)
     return busy / (float(rate) * constants.gemm_fraction) + constants.kernel_s
 
@@ -127,7 +127,7 @@ def _wire(name: str, group: Group, size: float, constants: TimeConstants) -> lis
 
 def _rotation(time: RotationTime) -> list[str]:
     kinds = ", ".join(f"{name} {seconds_text(seconds)} s" for name, seconds in time.durations.items())
-    variant = [f"{time.chunks} pieces"] if time.chunks > 1 else []
+    variant = [f"{time.chunks} chunks"] if time.chunks > 1 else []
     variant += ["gradients in halves"] if time.halves else []
     variant += ["in place"] if time.in_place else []
     variant += [f"two levels, {time.hosts} nodes"] if time.hosts > 1 else []

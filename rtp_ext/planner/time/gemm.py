@@ -1,4 +1,4 @@
-"""How long kernels of a transformer run: matrix products by shape, fused attention, elementwise traffic."""
+"""Time of a transformer's kernels: matrix products by shape, fused attention, elementwise traffic."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rtp_ext.planner.specs.cluster import Cluster
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` products [rows, depth] x [depth, columns]. A parameter's (`weight`) backward is two of them too."""
+    """`batch` products [rows, depth] x [depth, columns]. Backward consists of two products."""
 
     what: str
     rows: int
     columns: int
     depth: int
     batch: int = 1
-    element_bytes: int = 2  # of what a GEMM reads; 1: eight-bit products
+    element_bytes: int = 2  # of a value that the GEMM reads; 1: eight-bit products
     weight: bool = True
 
     @property
@@ -27,14 +27,14 @@ class Product:
         return 2.0 * self.batch * self.rows * self.columns * self.depth
 
     def backward(self) -> tuple[Product, Product]:
-        """Gradients of the first factor and of the second."""
+        """Products of the gradients of the first and of the second factor."""
         m, n, k = self.rows, self.columns, self.depth
         own = (self.batch, self.element_bytes, self.weight)
         return Product(f"{self.what}, dgrad", m, k, n, *own), Product(f"{self.what}, wgrad", n, k, m, *own)
 
 
 def flops_per_s(cluster: Cluster, element_bytes: int) -> float:
-    """The most that a GEMM of the element size reaches."""
+    """Returns the highest FLOP/s that a GEMM of the element size reaches."""
     if element_bytes == 1:
         if not cluster.fp8_achievable_flops_per_s:
             raise ValueError(f"cluster {cluster.name}: expected fp8_achievable_flops_per_s for fp8, got none")
@@ -43,11 +43,11 @@ def flops_per_s(cluster: Cluster, element_bytes: int) -> float:
 
 
 def product_s(product: Product, cluster: Cluster, constants: TimeConstants, *, whole_waves: bool = True) -> float:
-    """Waves of output tiles over the multiprocessors, or the bytes over the memory bandwidth if that takes longer.
+    """Returns the time of the waves of output tiles over the multiprocessors, or of the bytes if that is longer.
 
-    waves * SMs * 2 * tile * (depth + ramp) / rate, for the better of two tiles. Without `whole_waves` something else
-    fills the multiprocessors that the last wave leaves idle. Source: NVIDIA, Matrix Multiplication
-    Background User's Guide (tile and wave quantization); roofline: Williams et al., CACM 52(4), 2009.
+    waves * SMs * 2 * tile * (depth + ramp) / rate, for the better of two tiles. Without `whole_waves`, other kernels
+    fill the multiprocessors that the last wave leaves idle. Source: NVIDIA, Matrix Multiplication Background User's
+    Guide (tile and wave quantization); roofline: Williams et al., CACM 52(4), 2009.
     """
     m, n, k, batch = product.rows, product.columns, product.depth, product.batch
     if not (m and n and k):
@@ -65,16 +65,16 @@ def product_s(product: Product, cluster: Cluster, constants: TimeConstants, *, w
 
 
 def traffic_s(size_bytes: float, cluster: Cluster, constants: TimeConstants) -> float:
-    """Bytes read and written over what the GPU's memory delivers (roofline: Williams et al., CACM 52(4), 2009)."""
+    """Returns bytes read and written over memory bandwidth (roofline: Williams et al., CACM 52(4), 2009)."""
     return size_bytes / (cluster.hbm_bytes_per_s * constants.hbm_fraction)
 
 
 def flash_s(flops: float, head_dim: int, cluster: Cluster, constants: TimeConstants, *, torch: bool) -> float:
-    """Fused attention, the masked half left out.
+    """Returns the time of fused attention without the masked half.
 
-    Its products at the rate of GEMMs, and after them an exponential for every 4 head_dim FLOPs (Shah et al., arXiv
-    2407.08608, section 3.1: exponentials are what products wait for; backward works on the scores as much more as it
-    has more products). On torch a fraction of the GEMM rate (section 1 there).
+    Its products run at the rate of GEMMs, followed by one exponential per 4 head_dim FLOPs (Shah et al., arXiv
+    2407.08608, section 3.1: products wait for exponentials; backward's share grows with its number of products). On
+    torch, at a fraction of the GEMM rate (section 1 there).
     """
     rate = cluster.bf16_achievable_flops_per_s
     if torch:

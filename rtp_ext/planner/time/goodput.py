@@ -1,7 +1,7 @@
-"""What failures leave of a run: checkpoints, restarts, and replicas as the unit of failure.
+"""Useful share of a run under failures: checkpoints, restarts, and replicas as the unit of failure.
 
-Failures come at random, each GPU's at a mean distance of `mtbf_gpu_hours`, so those of n GPUs at 1/n of it. Sources:
-Young, CACM 17(9), 1974; Daly, Future Generation Computer Systems 22(3), 2006.
+Failures are random; each GPU fails every `mtbf_gpu_hours` on average, and n GPUs n times as often. Sources: Young, CACM
+17(9), 1974; Daly, Future Generation Computer Systems 22(3), 2006.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Goodput:
-    """What failures leave of a run.
+    """Useful share of a run, and the failures that reduce it.
 
     Attributes:
-        effective: useful time of the GPUs over all of their time.
-        interval_seconds: of work between two checkpoints that loses least; infinity where nothing is ever lost.
-        mtbf_seconds: mean time between two failures of the run that cost work back to a checkpoint.
+        effective: useful time of the GPUs divided by their total time.
+        interval_seconds: best work time between checkpoints; infinity if no failure loses work.
+        mtbf_seconds: mean time between failures of the run that lose the work since a checkpoint.
         failures_per_day: of any GPU.
-        young_seconds, daly_seconds: that interval by Young's first-order formula and by Daly's.
+        young_seconds, daly_seconds: the interval by Young's first-order formula and by Daly's.
     """
 
     effective: float
@@ -35,12 +35,12 @@ class Goodput:
 
 
 def young_seconds(mtbf_seconds: float, checkpoint_seconds: float) -> float:
-    """sqrt(2 C M): the interval by first order."""
+    """Returns sqrt(2 C M): the interval to first order."""
     return math.sqrt(2 * checkpoint_seconds * mtbf_seconds)
 
 
 def daly_seconds(mtbf_seconds: float, checkpoint_seconds: float) -> float:
-    """sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C for C < 2M, else M: Daly's equation 37."""
+    """Returns sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C for C < 2M, else M: Daly's equation 37."""
     if math.isinf(mtbf_seconds):
         return math.inf
     if checkpoint_seconds >= 2 * mtbf_seconds:
@@ -50,16 +50,16 @@ def daly_seconds(mtbf_seconds: float, checkpoint_seconds: float) -> float:
 
 
 def best_interval_seconds(mtbf_seconds: float, checkpoint_seconds: float) -> float:
-    """The minimum of Daly's cost (`effective_share`): the root of exp((tau + C) / M) (1 - tau / M) = 1, by
-    bisection."""
+    """Returns the interval that minimises Daly's cost (`effective_share`): the root of
+    exp((tau + C) / M) (1 - tau / M) = 1, by bisection."""
     if math.isinf(mtbf_seconds) or not checkpoint_seconds:
         return math.inf if checkpoint_seconds else 0.0
     low, high, ratio = 0.0, 1.0, checkpoint_seconds / mtbf_seconds
-    if ratio < 1e-9:  # where first order is exact to more digits than bisection has
+    if ratio < 1e-9:  # the first order is more exact than bisection here
         return young_seconds(mtbf_seconds, checkpoint_seconds)
     for _ in range(200):
         middle = (low + high) / 2
-        # as logarithms: nothing overflows where a checkpoint takes many times the mean distance of failures
+        # logarithms do not overflow where a checkpoint takes many times the mean time between failures
         if middle < 1 and middle + ratio + math.log1p(-middle) > 0:
             low = middle
         else:
@@ -70,14 +70,14 @@ def best_interval_seconds(mtbf_seconds: float, checkpoint_seconds: float) -> flo
 def effective_share(
     interval_seconds: float, mtbf_seconds: float, checkpoint_seconds: float, restart_seconds: float
 ) -> float:
-    """Useful time over all time: tau / (M exp(R / M) (exp((tau + C) / M) - 1)).
+    """Returns useful time over total time: tau / (M exp(R / M) (exp((tau + C) / M) - 1)).
 
-    A stretch of tau seconds of work and its checkpoint is repeated from its start until no failure falls into it;
-    restarts fail too. Exact for failures that come at random (Daly, section 3).
+    tau seconds of work and their checkpoint are repeated from the start until no failure occurs; restarts can fail
+    too. Exact for random failures (Daly, section 3).
     """
     if math.isinf(mtbf_seconds):
         return 1.0
-    if not interval_seconds:  # the limit: checkpoints cost nothing and nothing is lost but restarts
+    if not interval_seconds:  # the limit: free checkpoints, so that only restarts lose time
         return 0.0 if checkpoint_seconds else math.exp(-restart_seconds / mtbf_seconds)
     stretch = (interval_seconds + checkpoint_seconds) / mtbf_seconds
     if stretch + restart_seconds / mtbf_seconds > 700:
@@ -94,24 +94,24 @@ def goodput(
     *,
     stall_seconds: float = 0.0,
 ) -> Goodput:
-    """The share of its time that a run of `gpus` GPUs makes progress in, at the interval of checkpoints that is best.
+    """Returns the useful share of a run of `gpus` GPUs at the best checkpoint interval.
 
     Args:
         mtbf_gpu_hours: mean time between failures of one GPU with its share of the node and the network. Llama 3 on
             16,384 GPUs: a failure every 1.8 hours (Meta's clusters), 29,500 hours.
-        checkpoint_seconds: that training stands still for each checkpoint.
-        restart_seconds: from a failure until training goes on. With replicas: until the one that failed is back, after
+        checkpoint_seconds: pause of training for each checkpoint.
+        restart_seconds: from a failure until training continues. With replicas: until the failed one is back, after
             the stall.
-        replicas: of equal size, each the unit of failure: while one restarts from the state of its like, the others go
-            on (a ring per replica; FT-HSDP, arXiv 2602.00277). Only if all are down at once is work lost back to a
-            checkpoint. None: the whole run stops at every failure.
-        stall_seconds: that all replicas lose at each failure: the step that was interrupted, and grouping anew.
+        replicas: number of equal replicas, each a unit of failure: while one restarts from the state of another, the
+            others continue (a ring per replica; FT-HSDP, arXiv 2602.00277). Work since a checkpoint is lost only if all
+            are down at once. None: the whole run stops at every failure.
+        stall_seconds: loss of all replicas at each failure: the interrupted step, and regrouping.
 
     With replicas, a = M_r / (M_r + R) of them are up on average, where M_r is a replica's mean time between failures;
     all are down at once every 1 / (K a (1 - a)^(K - 1) / M_r) seconds.
 
     Raises:
-        ValueError: numbers that make no sense, or replicas that do not divide the GPUs.
+        ValueError: values out of range, or replicas that do not divide the GPUs.
     """
     check_at_least("goodput", 1, gpus=gpus)
     seconds = {"checkpoint_seconds": checkpoint_seconds, "restart_seconds": restart_seconds}
@@ -133,7 +133,7 @@ def goodput(
     up = own / (own + restart_seconds)
     down = restart_seconds / (own + restart_seconds)
     stalled = 1 / (1 + replicas * up / own * stall_seconds)
-    if replicas == 1:  # nobody is left to go on
+    if replicas == 1:  # no other replica can continue
         return _at_best(1.0, mtbf, per_day, checkpoint_seconds, restart_seconds + stall_seconds)
     log_rate = math.log(replicas * up / own) + (replicas - 1) * math.log(down) if down else -math.inf
     lost = math.exp(-log_rate) if log_rate > -700 else math.inf

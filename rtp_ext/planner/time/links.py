@@ -1,7 +1,7 @@
-"""Collectives and messages over the links of a cluster: latency and bytes over bandwidth.
+"""Collectives and messages over the links of a cluster: latency, and bytes over bandwidth.
 
-Steps and latencies are those of NCCL's own cost model (NVIDIA/nccl@5067397, src/graph/tuning.cc, Simple protocol);
-bytes on the wire those of rings (nccl-tests, doc/PERFORMANCE.md).
+Steps and latencies follow NCCL's cost model (NVIDIA/nccl@5067397, src/graph/tuning.cc, Simple protocol); bytes on the
+wire are those of rings (nccl-tests, doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rtp_ext.planner.specs.cluster import Cluster
 
 @dataclass(frozen=True)
 class Group:
-    """`ranks` GPUs of one collective, `stride` apart in the order of ranks."""
+    """`ranks` GPUs of one collective, `stride` ranks apart."""
 
     cluster: Cluster
     ranks: int
@@ -25,7 +25,7 @@ class Group:
 
     @property
     def local(self) -> int:
-        """Members on one node."""
+        """Number of members on one node."""
         return max(1, min(self.ranks, self.cluster.gpus_per_node // self.stride))
 
     @property
@@ -34,7 +34,7 @@ class Group:
 
 
 def ring_bytes_per_s(group: Group, constants: TimeConstants) -> float:
-    """Bus bandwidth of a ring: its slowest link. Across nodes every member brings its own network port.
+    """Returns the bus bandwidth of a ring: its slowest link. Across nodes every member uses its own network port.
 
     Source: NVIDIA/nccl@5067397, src/graph (a ring for each port; a node's rings add up).
     """
@@ -46,31 +46,32 @@ def ring_bytes_per_s(group: Group, constants: TimeConstants) -> float:
 
 
 def hop_bytes_per_s(group: Group, constants: TimeConstants) -> float:
-    """Bandwidth of a message from a member to the next: between nodes, of one network port."""
+    """Returns the bandwidth of a message from a member to the next: between nodes, of one network port."""
     if group.nodes == 1:
         return group.cluster.nccl_ring_bytes_per_s
     return group.cluster.nic_bytes_per_s * constants.network_fraction
 
 
 def ring_latency_s(group: Group, constants: TimeConstants, rounds: int) -> float:
-    """Of `rounds` trips around a ring (2 for an all-reduce). Source: tuning.cc, lat of NCCL_ALGO_RING."""
+    """Returns the latency of `rounds` trips around a ring (2 for an all-reduce). Source: tuning.cc, NCCL_ALGO_RING."""
     steps = rounds * (group.ranks - 1)
     across = rounds * (group.nodes - 1)
     return constants.nccl_base_s + (steps - across) * constants.nccl_intra_step_s + across * constants.nccl_inter_step_s
 
 
 def tree_latency_s(group: Group, constants: TimeConstants) -> float:
-    """Of a tree all-reduce: chains inside nodes, a binary tree of nodes. Source: tuning.cc, lat of NCCL_ALGO_TREE."""
+    """Returns the latency of a tree all-reduce: chains inside nodes, a binary tree of nodes. Source: tuning.cc,
+    NCCL_ALGO_TREE."""
     inside = (group.local - 1) * constants.nccl_intra_step_s
     across = math.ceil(math.log2(group.nodes)) * constants.nccl_inter_step_s if group.nodes > 1 else 0.0
     return constants.nccl_base_s + 2 * (inside + across)
 
 
 def _measured_s(group: Group, size_bytes: float) -> float | None:
-    """An all-reduce inside a node as it was measured; None where nobody has (constants.json, `all_reduce`).
+    """Returns the measured time of an all-reduce inside a node; None without one (constants.json, `all_reduce`).
 
-    Between two sizes of the table, and beyond its ends, time is linear in bytes; between two numbers of ranks bandwidth
-    is that of the smaller.
+    Time is linear in bytes between two sizes of the table and beyond its ends; between two numbers of ranks, the
+    bandwidth of the smaller applies.
     """
     if not group.cluster.all_reduce or group.nodes > 1:
         return None
@@ -82,7 +83,7 @@ def _measured_s(group: Group, size_bytes: float) -> float | None:
 
 @functools.cache
 def _table(name: str, ranks: int) -> list[tuple[float, float]]:
-    """Bytes and seconds, ascending."""
+    """Returns pairs of bytes and seconds, ascending."""
     known = {int(count): rows for count, rows in constants()["all_reduce"][name]["mib_and_gb_per_s"].items()}
     nearest = max((count for count in known if count <= ranks), default=min(known))
     factor = 2 * (ranks - 1) / ranks
@@ -90,7 +91,8 @@ def _table(name: str, ranks: int) -> list[tuple[float, float]]:
 
 
 def all_reduce_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
-    """2 (n - 1) / n bytes on the wire of each rank; a tree where its latency pays (nccl-tests, PERFORMANCE.md)."""
+    """Returns the time of 2 (n - 1) / n bytes per rank, or of a tree if its latency is better (nccl-tests,
+    PERFORMANCE.md)."""
     if group.ranks == 1 or not size_bytes:
         return 0.0
     measured = _measured_s(group, size_bytes)
@@ -104,8 +106,8 @@ def all_reduce_s(group: Group, size_bytes: float, constants: TimeConstants) -> f
 
 
 def gather_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
-    """An all-gather or reduce-scatter: (n - 1) / n of the whole size (nccl-tests, PERFORMANCE.md), half of the steps
-    and of the bytes of an all-reduce."""
+    """Returns the time of an all-gather or reduce-scatter: (n - 1) / n of the full size, half the steps and bytes of an
+    all-reduce (nccl-tests, PERFORMANCE.md)."""
     if group.ranks == 1 or not size_bytes:
         return 0.0
     measured = _measured_s(group, size_bytes)
@@ -116,7 +118,7 @@ def gather_s(group: Group, size_bytes: float, constants: TimeConstants) -> float
 
 
 def send_s(cluster: Cluster, size_bytes: float, constants: TimeConstants, *, across_nodes: bool) -> float:
-    """One message: latency and bytes over one link (nccl-tests, PERFORMANCE.md)."""
+    """Returns the time of one message: latency, and bytes over one link (nccl-tests, PERFORMANCE.md)."""
     if across_nodes:
         rate, step = cluster.nic_bytes_per_s * constants.network_fraction, constants.nccl_inter_step_s
     else:

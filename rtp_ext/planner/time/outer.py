@@ -1,4 +1,4 @@
-"""What policies between replicas send in a step, and how long that takes where nothing hides it."""
+"""Bytes and exposed seconds per step of the policies between replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POLICIES = ("all-reduce", "zero", "local-sgd", "diloco", "gossip")
 
 @dataclass(frozen=True)
 class OuterCost:
-    """Of one rank. `bytes` and `seconds`: a step, on average over a period; `burst_bytes`: at once, at most."""
+    """Cost of one rank. `bytes` and `seconds`: per step, averaged over a period; `burst_bytes`: most at once."""
 
     bytes: float
     seconds: float
@@ -21,7 +21,8 @@ class OuterCost:
 
 
 def neighbours(topology: str, replicas: int) -> int:
-    """Replicas that one sends to each time, of the one with most. Raises ValueError for an unknown topology."""
+    """Returns the largest number of replicas to which one sends at a time. Raises ValueError for an unknown
+    topology."""
     check_known("topology", topology, TOPOLOGIES)
     if replicas == 1:
         return 0
@@ -47,20 +48,20 @@ def outer_cost(
     topology: str = "one-peer",
     global_period: int | None = None,
 ) -> OuterCost:
-    """Bytes and seconds of a policy of rtp_ext.outer.
+    """Returns bytes and seconds of a policy of rtp_ext.outer.
 
-    A mean over K replicas is 2 (K - 1) / K of a shard and 2 (K - 1) latencies, a neighbour a whole shard and one
-    latency, whatever K is: the lecture's comparison of all-reduce and gossip (Kun Yuan, part 04).
+    A mean over K replicas takes 2 (K - 1) / K of a shard and 2 (K - 1) latencies; a neighbour takes a full shard and
+    one latency for any K: the lecture's comparison of all-reduce and gossip (Kun Yuan, part 04).
 
     Args:
         policy: `all-reduce` and `zero` act in every step, `local-sgd`, `diloco` and `gossip` every `period` steps.
-        shard_bytes: of a rank: of gradients as they are reduced for the first two, of weights in float32 for local SGD
-            and DiLoCo, of weights in their own dtype for gossip.
+        shard_bytes: of a rank: of gradients in their reduce dtype for the first two, of weights in float32 for local
+            SGD and DiLoCo, of weights in their own dtype for gossip.
         group: the ranks that hold the same shards.
-        topology, global_period: of gossip; a mean in the place of mixing every `global_period` steps.
+        topology, global_period: of gossip; a mean replaces a mixing every `global_period` steps.
 
     Raises:
-        ValueError: an unknown policy or topology, a period that is less than 1, of a policy that has none, or a global
+        ValueError: an unknown policy or topology; a period other than 1 for a policy without one, or below 1; a global
             period that is no multiple of it.
     """
     check_known("policy", policy, POLICIES)

@@ -1,4 +1,4 @@
-"""What a time estimate says: seconds of one step by component."""
+"""Results of a time estimate: seconds of one step by component."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class TimeReport:
     """Time of one training step. The components add up to `step_seconds`.
 
     Attributes:
-        components: seconds by component (`TIME_COMPONENTS`). `split`: what shard-sized products cost beyond whole
-            ones; `interference`: what computes lose to communication beside them; communication counts where nothing
-            hides it.
-        flops: of all GPUs, that the step executes, with recomputation; a fused attention leaves the masked half out.
+        components: seconds by component (`TIME_COMPONENTS`). `split`: extra time of shard-sized products over unsplit
+            ones; `interference`: slowdown of computes by concurrent communication; communication counts where it is
+            exposed.
+        flops: of all GPUs in the step, with recomputation; fused attention does not compute the masked half.
         model_flops: the same without recomputation.
         tokens: of a step.
     """
@@ -62,7 +62,7 @@ class TimeReport:
 
     @property
     def groups(self) -> dict[str, float]:
-        """Seconds of computing, of communication that nothing hides, and of waiting in the pipeline."""
+        """Seconds of computing, of exposed communication, and of the pipeline bubble."""
         return {
             "compute": sum(self.components[name] for name in COMPUTE),
             "exposed communication": sum(self.components[name] for name in COMMUNICATION),

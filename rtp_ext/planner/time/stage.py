@@ -1,4 +1,4 @@
-"""One micro-batch on one GPU of a pipeline stage: computes, and the communication that nothing hides."""
+"""Time of one micro-batch on one GPU of a pipeline stage: computes and exposed communication."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rtp_ext.planner.time.work import Seconds, head_seconds, layer_seconds
 
 @dataclass(frozen=True)
 class Groups:
-    """The collectives of a plan. Ranks are numbered tp fastest, then cp, rtp, dp, pp (Megatron-LM's order)."""
+    """Collectives of a plan. Ranks are numbered tp fastest, then cp, rtp, dp, pp (Megatron-LM's order)."""
 
     tp: Group
     cp: Group
     rtp: Group
     dp: Group
-    outer: Group  # those that hold the same shards: replicas of a ring, or of the shards of fully_shard
+    outer: Group  # ranks that hold the same shards: replicas of a ring, or of fully_shard
     pp_across_nodes: bool
 
     @classmethod
@@ -46,7 +46,8 @@ class Groups:
 
 
 def host_rate(cluster: Cluster, name: str) -> float:
-    """Of a GPU's link to its host, or of its part of the host's memory. Raises ValueError where it is not known."""
+    """Returns the bandwidth of a GPU's link to its host, or its share of the host's memory. Raises ValueError if it is
+    unknown."""
     rate = getattr(cluster, name)
     if not rate:
         raise ValueError(f"cluster {cluster.name}: expected {name} for offload, got none")
@@ -55,7 +56,7 @@ def host_rate(cluster: Cluster, name: str) -> float:
 
 @dataclass
 class StageTime:
-    """Seconds of one micro-batch, by component; `forward` and `backward` are the computes among them."""
+    """Seconds of one micro-batch by component; `forward` and `backward` are the computes among them."""
 
     components: dict[str, float]
     forward: float
@@ -67,7 +68,7 @@ class StageTime:
 
 
 class StageClock:
-    """Times of the parts of a plan that all stages share, and of each stage."""
+    """Times of a plan's parts that all stages share, and of each stage."""
 
     def __init__(self, model: ModelSpec, cluster: Cluster, strategy: Strategy, constants: TimeConstants):
         self.model, self.cluster, self.strategy, self.constants = model, cluster, strategy, constants
@@ -81,18 +82,18 @@ class StageClock:
         self.rotated: list[RotationTime] = []
         self.ends: dict[str, list[RotationTime]] = {}
         if strategy.rtp > 1:
-            self._rotate()
+            self._add_rotation()
         elif strategy.zero == 3 and strategy.pp == 1:
-            self._unshard()
+            self._add_unshard()
         if strategy.offload:
-            self._borrow()
+            self._add_offload()
         self.per_layer["launches"] = self._launches()
 
     # -- one layer ----------------------------------------------------------------------------------------------------
 
     def _compute(self) -> dict[str, float]:
-        """Full recomputation is one more forward; selective: of unfused attention (Megatron-LM, arXiv 2205.05198), of
-        half the products and of what is elementwise (torchtitan)."""
+        """Returns compute times of one layer. Full recomputation adds a forward; selective adds unfused attention
+        (Megatron-LM, arXiv 2205.05198), or half the products and the elementwise kernels (torchtitan)."""
         layer, strategy = self.layer, self.strategy
         again = 0.0
         if strategy.recompute == "full":
@@ -110,9 +111,9 @@ class StageClock:
         }
 
     def _launches(self) -> float:
-        """What the host takes to issue a layer's kernels and what travels, beyond what the GPU takes for them: it runs
-        ahead, so that the slower of the two decides (PyTorch's asynchronous execution; measured: the floor below which
-        a layer of vTrain's runs does not get whatever its size)."""
+        """Returns the time by which the host exceeds the GPU in issuing a layer's kernels and transfers. The host runs
+        ahead, so that the slower of the two decides (PyTorch's asynchronous execution; measured: a lower bound of the
+        time of small layers in vTrain's runs)."""
         strategy, (forward, backward) = self.strategy, self.layer.kernels
         passes = 1 + (strategy.recompute == "full")
         if strategy.recompute == "full":
@@ -126,9 +127,12 @@ class StageClock:
         return max(0.0, host - sum(self.per_layer.values()))
 
     def _collectives(self) -> dict[str, float]:
-        """Tensor parallelism: two all-reduces forward, two backward, or as many gathers and scatters with sequence
+        """Returns the time of a layer's collectives.
+
+        Tensor parallelism: two all-reduces in forward, two in backward, or as many gathers and scatters with sequence
         parallelism (arXiv 1909.08053, 2205.05198); recomputation repeats the forward's. Context parallelism gathers
-        keys and values, and scatters their gradients (arXiv 2407.21783). Experts exchange tokens twice each way."""
+        keys and values, and scatters their gradients (arXiv 2407.21783). Experts exchange tokens twice each way.
+        """
         model, strategy, constants = self.model, self.strategy, self.constants
         passes = 2 + (strategy.recompute == "full")
         hidden = self.tokens * model.hidden * strategy.param_bytes
@@ -148,13 +152,13 @@ class StageClock:
         }
 
     def _sequence_parallel(self, passes: int) -> float:
-        """Two gathers and two scatters a pass, of sequences that are cut.
+        """Returns the time of two gathers and two scatters per pass, of sequences that are cut.
 
-        On torch three things more. Samples come before positions there, so that what was gathered is copied in order
-        unless it is one sample, and what is scattered is copied before (torch/distributed/_functional_collectives.py:
-        chunk and cat). Selective recomputation keeps what was scattered and gathers anew (torchtitan, _save_list).
-        Where eight bits have one scale a tensor, gathers carry them (torchao, Float8ColwiseParallel and
-        Float8RowwiseParallel; torchtitan leaves them out with a scale a row).
+        The torch stack adds three costs. Samples are its outer dimension, so that gathered and scattered tensors are
+        copied unless there is one sample (torch/distributed/_functional_collectives.py: chunk and cat). Selective
+        recomputation keeps the scattered tensor and gathers again (torchtitan, _save_list). With one eight-bit scale
+        per tensor, gathers carry eight bits (torchao, Float8ColwiseParallel and Float8RowwiseParallel; torchtitan does
+        not use them with a scale per row).
         """
         model, strategy, constants, group = self.model, self.strategy, self.constants, self.groups.tp
         numbers = self.tokens * model.hidden
@@ -170,17 +174,17 @@ class StageClock:
             + (traffic_s(2 * copied, self.cluster, constants) if group.ranks > 1 else 0.0)
         )
 
-    # -- weights that travel ------------------------------------------------------------------------------------------
+    # -- travelling weights -------------------------------------------------------------------------------------------
 
     def overlapped(self, group: Group, communication: float, window: float) -> tuple[float, float]:
-        """What a window of computing does not hide, and what the computing loses to the multiprocessors that NCCL
-        takes meanwhile (share: Calculon's system files)."""
+        """Returns the communication that a window of computing does not hide, and the slowdown of the computing by the
+        multiprocessors that NCCL takes meanwhile (share: Calculon's system files)."""
         share = self.constants.nvlink_sm_share if group.nodes == 1 else self.constants.network_sm_share
         return max(0.0, communication - window), share / (1 - share) * min(communication, window)
 
-    def _unshard(self) -> None:
-        """fully_shard: the next layer is gathered while one computes; backward gathers again and scatters the
-        gradients of the layer before (arXiv 2304.11277). The root's embedding and head are gathered in the open."""
+    def _add_unshard(self) -> None:
+        """Adds fully_shard: the next layer is gathered while one computes; backward gathers again and scatters the
+        gradients of the previous layer (arXiv 2304.11277). The gather of the root's embedding and head is exposed."""
         strategy, constants, group = self.strategy, self.constants, self.groups.dp
         layer = layer_count(self.model, strategy)
         gather = gather_s(group, layer * strategy.param_bytes, constants)
@@ -200,18 +204,18 @@ class StageClock:
             + scatter
         )
 
-    def _borrow(self) -> None:
-        """Shards come from the host for every pass, and gradients go there, beside computing: what it does not hide.
-        Float32 over PCIe (torch's CPUOffloadPolicy)."""
+    def _add_offload(self) -> None:
+        """Adds offloading: shards come from the host for every pass, and gradients return in float32 over PCIe (torch's
+        CPUOffloadPolicy); only the exposed part counts."""
         strategy, rate = self.strategy, host_rate(self.cluster, "pcie_bytes_per_s")
         shards = strategy.rtp if strategy.rtp > 1 else strategy.shards
         one = 4 * layer_count(self.model, strategy) / shards / rate
         back = self.layer.backward + self.per_layer["recomputation"]
-        shown = max(0.0, one - self.layer.forward) + max(0.0, one - back)  # both directions side by side
+        shown = max(0.0, one - self.layer.forward) + max(0.0, one - back)  # both directions are concurrent
         self.per_layer["rotation" if strategy.rtp > 1 else "unsharding"] += shown
 
-    def _rotate(self) -> None:
-        """Rotated products replace whole ones: the difference is `split`, what hops add is `rotation`."""
+    def _add_rotation(self) -> None:
+        """Replaces products by rotated ones: adds their extra time as `split`, and exposed hops as `rotation`."""
         strategy = self.strategy
         times = [self._rotation(rotation) for rotation in self._rotations(1, False, False)]
         self.rotated += times
@@ -273,7 +277,7 @@ class StageClock:
     # -- stages -------------------------------------------------------------------------------------------------------
 
     def stage(self, index: int) -> StageTime:
-        """One micro-batch: the layers of a stage, and the embedding or the head where it has one."""
+        """Returns one micro-batch of a stage: its layers, and embedding or head where it has one."""
         layers, last = stage_layers(self.model, self.strategy, index), index == self.strategy.pp - 1
         kind = (layers, recomputed_layers(self.model, self.strategy, index), index == 0, last)
         if kind not in self._stages:
@@ -283,7 +287,7 @@ class StageClock:
     def _stage(self, layers: int, again: int, first: bool, last: bool) -> StageTime:
         strategy = self.strategy
         parts = {name: again * seconds for name, seconds in self.per_layer.items()}
-        if again < layers:  # some layers keep everything
+        if again < layers:  # some layers are not recomputed
             if self._plain is None:
                 plain = dataclasses.replace(strategy, recompute="none", stage_recompute=())
                 self._plain = StageClock(self.model, self.cluster, plain, self.constants)
@@ -307,7 +311,7 @@ class StageClock:
 
     def _end(self, name: str) -> tuple[float, float, float]:
         split, shown, lost = self._summed(self.ends[name], 1)
-        if name == "embedding":  # its rows are no part of the whole products' time
+        if name == "embedding":  # its rows are not part of the time of unsplit products
             split += sum(sum(time.unsplit_s) for time in self.ends[name])
         return split, shown, lost
 
@@ -317,9 +321,9 @@ class StageClock:
         parts["elementwise"] += sum(seconds.elementwise)
 
     def _messages(self, computes: float) -> float:
-        """Hidden states to the next stage and their gradients back, for each chunk. Megatron-LM sends each
-        tensor-parallel rank's part and gathers it there (arXiv 2104.04473, section 4.1); the interleaved schedule
-        sends beside the computing of another chunk (overlap-p2p-communication)."""
+        """Returns the time of sending hidden states to the next stage and gradients back, for each chunk. Megatron-LM
+        sends each tensor-parallel rank's part and gathers it there (arXiv 2104.04473, section 4.1); the interleaved
+        schedule sends during the computing of another chunk (overlap-p2p-communication)."""
         strategy = self.strategy
         parted = strategy.sequence_parallel or strategy.effective_stack == "megatron"
         size = self.tokens * self.model.hidden * strategy.param_bytes

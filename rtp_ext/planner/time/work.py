@@ -1,4 +1,4 @@
-"""What one GPU computes for one micro-batch: matrix products, attention and elementwise traffic of a layer and a head.
+"""Work of one GPU for one micro-batch: matrix products, attention and elementwise traffic of a layer and a head.
 
 Shapes: the modules of Megatron-LM (arXiv 1909.08053, 2205.05198) and of Llama (arXiv 2302.13971).
 """
@@ -15,20 +15,19 @@ from rtp_ext.planner.specs.strategy import Strategy
 from rtp_ext.planner.time.gemm import Product, flash_s, product_s, traffic_s
 
 _FLASH_BACKWARD = 2.5  # five products instead of two: arXiv 2307.08691
-_FLASH_BACKWARD_RATE = (
-    63 / 73
-)  # of FlashAttention-2's forward, which torch calls: arXiv 2307.08691, abstract and section 4
+# relative to FlashAttention-2's forward, which torch calls: arXiv 2307.08691, abstract and section 4
+_FLASH_BACKWARD_RATE = 63 / 73
 _PLAIN_SOFTMAX_KERNELS, _PLAIN_SOFTMAX_BYTES = 4, 26  # to float32, scaled, masked, softmax, back: a score's bytes
-# of a feature: float32 sums of the partial results of context parallelism's steps (torch's _SDPAMerger: cast, subtract,
+# bytes per feature: float32 sums of the partial results of context parallelism (torch's _SDPAMerger: cast, subtract,
 # multiply, subtract)
 _MERGE_BYTES = 38
-_EAGER_NORM = 32  # bytes a feature that RMSNorm in float32 moves beyond a fused one's 4 (constants.json, eager_traffic)
+_EAGER_NORM = 32  # bytes per feature of RMSNorm in float32 beyond the 4 of a fused one (constants.json, eager_traffic)
 _UNFUSED_KERNELS, _FUSED_KERNELS = 3, 8  # softmax and dropout of scores; norms, activation, residuals, transposes
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one forward and one backward, by kind. A backward does not contain recomputation."""
+    """Seconds of one forward and one backward, by kind. Backward excludes recomputation."""
 
     gemm: tuple[float, float] = (0.0, 0.0)
     attention: tuple[float, float] = (0.0, 0.0)
@@ -45,7 +44,7 @@ class Seconds:
 
 
 def products(model: ModelSpec, strategy: Strategy, tokens: int) -> list[Product]:
-    """Those of the weights of one layer, in the order of its forward."""
+    """Returns the weight products of one layer, in the order of its forward."""
     h, q, kv, t = model.hidden, model.query_features, model.kv_features, strategy.tp
     size = 1 if strategy.fp8 else strategy.param_bytes
     active = tokens * max(1, model.experts_per_token)
@@ -66,23 +65,24 @@ def head_product(model: ModelSpec, strategy: Strategy, tokens: int) -> Product:
 
 
 def product_seconds(product: Product, cluster: Cluster, constants: TimeConstants) -> tuple[float, float]:
-    """Forward and backward."""
+    """Returns the seconds of forward and backward."""
     forward = product_s(product, cluster, constants)
     return forward, sum(product_s(part, cluster, constants) for part in product.backward())
 
 
 def fused_softmax(model: ModelSpec, strategy: Strategy) -> bool:
-    """Whether Megatron-LM's kernel of scale, mask and softmax takes these scores: batches times heads of a GPU must be
-    divisible by 4 (megatron/model/fused_softmax.py, is_kernel_available). Else each is a kernel of its own in
-    float32."""
+    """Returns whether Megatron-LM's kernel of scale, mask and softmax supports these scores: batches times heads of a
+    GPU must be divisible by 4 (megatron/model/fused_softmax.py, is_kernel_available). Otherwise each runs as a separate
+    kernel in float32."""
     return strategy.micro_batch * (model.heads // strategy.tp) % 4 == 0
 
 
 def attention_seconds(
     model: ModelSpec, strategy: Strategy, cluster: Cluster, constants: TimeConstants
 ) -> tuple[float, float]:
-    """Scores, softmax and weighted sum. Balanced context parallelism shares them evenly; where each rank has
-    neighbouring tokens, the last has 1 - (1 - 1/c)^2 of the causal mask, 2 - 1/c times its share, and all wait for it.
+    """Returns the time of scores, softmax and weighted sum. Balanced context parallelism shares them evenly; where each
+    rank has consecutive tokens, the last has 1 - (1 - 1/c)^2 of the causal mask, 2 - 1/c times its share, and all ranks
+    wait for it.
 
     Fused: 2 * 2 * b a s^2 d_h / 2 FLOPs (arXiv 2307.08691). Unfused: two batched products, and softmax, mask and
     dropout that read and write the scores (arXiv 2205.05198, section 4.1): 4 + 5 bytes a score.
@@ -109,13 +109,13 @@ def attention_seconds(
 
 
 def elementwise_bytes(model: ModelSpec, strategy: Strategy, tokens: int, constants: TimeConstants) -> float:
-    """Read and written by one layer's forward outside of products and attention, with fused kernels (the tensors of
-    arXiv 2205.05198, section 4.1, each read and written once).
+    """Returns the bytes that one layer's forward reads and writes outside of products and attention, with fused kernels
+    (the tensors of arXiv 2205.05198, section 4.1, each read and written once).
 
-    Norms 4h, residual additions 6h (7h with dropout), transposes and rotary positions 4 for each projected feature,
-    activation 4 or (gated) 6 for each inner one; `eager_traffic` times as many on the torch stack. Eight-bit products
-    also read 4 and write 2 bytes for each input (its largest value first; then the value and its transpose), and with a
-    scale for each row twice that: rows and columns have scales of their own (torchao, Float8LinearConfig "rowwise").
+    Norms 4h, residual additions 6h (7h with dropout), transposes and rotary positions 4 per projected feature,
+    activation 4 or (gated) 6 per inner one; `eager_traffic` times as many on the torch stack. Eight-bit products also
+    read 4 and write 2 bytes per input (its largest value first; then the value and its transpose), and twice that with
+    a scale per row: rows and columns have separate scales (torchao, Float8LinearConfig "rowwise").
     """
     h, q, kv, f, t = model.hidden, model.query_features, model.kv_features, model.ffn, strategy.tp
     shared = t if strategy.sequence_parallel else 1
@@ -136,8 +136,8 @@ def elementwise_bytes(model: ModelSpec, strategy: Strategy, tokens: int, constan
 def layer_seconds(
     model: ModelSpec, strategy: Strategy, cluster: Cluster, constants: TimeConstants, tokens: int
 ) -> Seconds:
-    """One layer, its collectives apart. Elementwise backward moves twice the bytes of forward: it reads what was saved
-    and the gradient, and writes a gradient (arXiv 2205.05198, section 4.1)."""
+    """Returns the time of one layer without its collectives. Elementwise backward moves twice the bytes of forward: it
+    reads the saved tensor and the gradient, and writes a gradient (arXiv 2205.05198, section 4.1)."""
     both = [product_seconds(product, cluster, constants) for product in products(model, strategy, tokens)]
     moved = traffic_s(elementwise_bytes(model, strategy, tokens, constants), cluster, constants)
     kernels = _FUSED_KERNELS * constants.kernel_s
@@ -151,8 +151,8 @@ def layer_seconds(
 
 
 def _kernels(strategy: Strategy, products: int, more: int) -> tuple[int, int]:
-    """That the host issues for one layer, forward and backward: products, attention, what is elementwise,
-    collectives."""
+    """Returns the number of kernels that the host issues for one layer, forward and backward: products, attention,
+    elementwise kernels, collectives."""
     collectives = 2 * (strategy.tp > 1) * (1 + strategy.sequence_parallel) + 4 * (strategy.ep > 1) + (strategy.cp > 1)
     attention = (1, 1) if strategy.flash_attention else (2 + _UNFUSED_KERNELS, 4 + _UNFUSED_KERNELS)
     more += _FUSED_KERNELS + collectives
@@ -162,7 +162,8 @@ def _kernels(strategy: Strategy, products: int, more: int) -> tuple[int, int]:
 def head_seconds(
     model: ModelSpec, strategy: Strategy, cluster: Cluster, constants: TimeConstants, tokens: int
 ) -> Seconds:
-    """Vocabulary head and loss: the product, and float32 logits that the loss reads and writes (12 bytes and 6).
+    """Returns the time of vocabulary head and loss: the product, and float32 logits that the loss reads and writes (12
+    and 6 bytes).
 
     Source: Megatron-LM's vocabulary-parallel cross entropy (arXiv 1909.08053, section 3).
     """
