@@ -24,13 +24,13 @@ void bind_footprint(py::module_& m) {
       .def_readonly("peak_slots", &SlotCount::peak_slots)
       .def_readonly("peak_bytes", &SlotCount::peak_bytes)
       .def_readonly("allocations", &SlotCount::allocations);
-  py::class_<Footprint>(m, "Footprint", "The size of a ring's pools once steps repeat.")
+  py::class_<Footprint>(m, "Footprint", "What the pools of a ring hold once a step repeats.")
       .def_readonly("weight", &Footprint::weight)
       .def_readonly("gradient", &Footprint::gradient)
       .def_readonly("scratch", &Footprint::scratch)
       .def_readonly("free_weight", &Footprint::free_weight)
       .def_readonly("free_gradient", &Footprint::free_gradient);
-  py::class_<OperationSize>(m, "OperationSize", "Sizes of one rotated operation: its largest shard.")
+  py::class_<OperationSize>(m, "OperationSize", "One rotated operation in numbers: its largest shard.")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool>>& tensors, bool bundle, bool in_chunks,
                        const std::vector<size_t>& biases, bool deferred) {
              OperationSize operation{{}, bundle, in_chunks, biases, deferred};
@@ -48,7 +48,7 @@ void bind_footprint(py::module_& m) {
             const Chunks chunks = operation.chunks(element_bytes, cap);
             return std::pair(chunks.count, chunks.rows);
           },
-          py::arg("element_bytes"), py::arg("cap"), "Number of chunks, and rows of the largest.");
+          py::arg("element_bytes"), py::arg("cap"), "How many, and the rows of the largest.");
   m.def(
       "footprint",
       [](const std::vector<OperationSize>& operations, int ranks, bool in_place, bool sends_anywhere,
