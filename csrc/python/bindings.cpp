@@ -1,4 +1,4 @@
-// The engine's face in Python. Only the bindings include pybind11.
+// The Python bindings of the engine. No file outside this folder includes pybind11.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -72,8 +72,7 @@ void bind_transports(py::module_& m) {
   m.def("c10d_transport", &make_c10d_transport, py::arg("weight_group"), py::arg("gradient_group"), py::arg("device"),
         py::arg("timeout"));
   m.def("emulated_transport", &make_emulated_transport, py::arg("device"), py::arg("link") = py::none());
-  py::class_<PeerStatus, std::shared_ptr<PeerStatus>>(m, "PeerStatus",
-                                                      "Failures that ranks of one host tell each other.")
+  py::class_<PeerStatus, std::shared_ptr<PeerStatus>>(m, "PeerStatus", "Failure notices between the ranks of one host.")
       .def(py::init<int, int>(), py::arg("rank"), py::arg("ranks"))
       .def("address", &PeerStatus::address)
       .def("connect", &PeerStatus::connect, py::arg("addresses"));
@@ -123,7 +122,7 @@ void bind_transports(py::module_& m) {
 #endif
 }
 
-// The shape of every owner's shard, of every tensor that travels.
+// By tensor that travels: the shapes of all owners' shards.
 using Shapes = std::vector<std::vector<std::vector<int64_t>>>;
 
 ShardBundle make_bundle(const std::vector<at::Tensor>& local, const Shapes& shapes,
@@ -169,13 +168,13 @@ void bind_executor(py::module_& m) {
           "prefetch", [](Executor& e, bool on) { e.prefetcher().enable(on); }, py::arg("on"))
       .def(
           "allow_deferred", [](Executor& e, size_t passes) { e.deferred_reductions().allow(passes); },
-          py::arg("passes"), "How many gradients may land after the pass that they are of.")
+          py::arg("passes"), "Maximum number of gradient reductions that may finish after their pass.")
       .def("land", &Executor::finish_reduction, py::arg("gradient"), py::call_guard<NoGil>())
       .def("landed_late", [](Executor& e) { return e.deferred_reductions().finished(); })
       .def("prefetched", [](Executor& e) { return std::pair(e.prefetcher().sent(), e.prefetcher().used()); })
       .def(
           "set_delay", [](Executor& e, std::chrono::microseconds most) { e.hops().set_delay(most); }, py::arg("most"))
-      .def("schedules", &Executor::schedules, "How many schedules have been made; each is made once.")
+      .def("schedules", &Executor::schedules, "Number of cached schedules.")
       .def("reset_peak", [](Executor& e) { e.pool().reset_peak(); })
       .def(
           "clear_slots",
@@ -332,9 +331,9 @@ void bind_operations(py::module_& m) {
 
 }  // namespace
 
-// Lets writes to either tensor be seen by whoever saved the other one for a backward.
+// Shares the version counter, so that autograd detects writes to either tensor if the other one was saved for backward.
 void share_version(const at::Tensor& tensor, const at::Tensor& with) {
-  if (tensor.is_inference() || with.is_inference()) return;  // they count no writes
+  if (tensor.is_inference() || with.is_inference()) return;  // inference tensors have no version counter
   tensor.unsafeGetTensorImpl()->set_version_counter(with.unsafeGetTensorImpl()->version_counter());
 }
 

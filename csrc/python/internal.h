@@ -1,5 +1,5 @@
-// What the files of this folder have for each other: the parts of the extension, and Python's names for what a schedule
-// is made of.
+// Declarations shared by the files of this folder: the parts of the extension module, and conversions between the enums
+// of a schedule and their Python names.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -20,22 +20,22 @@ using ExecutorClass = py::class_<Executor, std::shared_ptr<Executor>>;
 // Schedules.
 void bind_schedule(py::module_& m);
 
-// The rules that planner and gate share with the engine: what rotation takes of memory, and how tiles fill a device.
+// The rules that the planner and the RoutePlanner share with the engine: memory of rotation, and waves of tiles.
 void bind_footprint(py::module_& m);
 
-// Operations whose weights travel together: MLPs, vocabulary heads with their loss, experts.
+// Operations whose weights travel as a bundle: MLPs, vocabulary heads with their loss, experts.
 void bind_bundles(py::module_& m);
 
-// Makes the submodule `kernels`: what tests and benchmarks call of our kernels and of the ATen paths beside them.
+// Creates the submodule `kernels`: CUDA kernels and the corresponding ATen paths, for tests and benchmarks.
 void bind_kernels(py::module_& m);
 
 // Passes as CUDA graphs.
 void bind_graphs(py::module_& m, ExecutorClass& executor);
 
-// What a ring did last, and checksums of its hops.
+// The record of a ring's most recent events, and checksums of its hops.
 void bind_recorder(py::module_& m, ExecutorClass& executor);
 
-// The recorder of what the lanes of an executor did when.
+// The trace of an executor's streams.
 void bind_trace(ExecutorClass& executor);
 
 // Enums are texts in Python. ValueError for any other text.

@@ -23,7 +23,8 @@ at::Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(a
 }  // namespace
 
 void bind_kernels(py::module_& parent) {
-  py::module_ m = parent.def_submodule("kernels", "Steps of operations: kernels of ours on a GPU, ATen on a CPU.");
+  py::module_ m =
+      parent.def_submodule("kernels", "Steps of operations: CUDA kernels of this package on a GPU, ATen on a CPU.");
   m.def(
       "hidden_forward",
       [](Activation activation, const at::Tensor& pre, const OptionalTensor& gate) {

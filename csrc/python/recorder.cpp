@@ -16,7 +16,7 @@ void bind_recorder(py::module_& m, ExecutorClass& executor) {
           py::arg("ring"), py::arg("transport"), py::arg("host"))
       .def(
           "record", [](Executor& e, const std::string& reason) { return e.trace().recorder().dump(reason); },
-          py::arg("reason"), "Writes what the ring did last to a file, and returns its path.")
+          py::arg("reason"), "Writes the most recent events of the ring to a file, and returns its path.")
       .def(
           "enable_recorder", [](Executor& e, bool on) { e.trace().recorder().enable(on); }, py::arg("on"))
       .def(
@@ -27,7 +27,7 @@ void bind_recorder(py::module_& m, ExecutorClass& executor) {
           "end_collective", [](Executor& e, uint64_t number) { e.trace().recorder().end(number); }, py::arg("number"))
       .def("last_hop", [](Executor& e) { return e.trace().recorder().last_hop(); });
   m.def("record_on_signal", &Recorder::take_signal,
-        "Lets SIGUSR1 write the records of all rings. False where somebody else handles it.");
+        "Makes SIGUSR1 write the records of all rings. Returns false if the signal has another handler.");
   py::class_<CheckedTransport, Transport, std::shared_ptr<CheckedTransport>>(m, "CheckedTransport")
       .def(py::init(&make_checked_transport), py::arg("inner"), py::arg("ranks"), py::arg("verify") = true)
       .def("flip", &CheckedTransport::flip);

@@ -9,7 +9,7 @@
 namespace rtp {
 namespace {
 
-// A buffer as Python sees it: None, "weight home", "gradient slot 1", "weight whole", ...
+// The name of a buffer in Python: None, "weight home", "gradient slot 1", "weight whole", ...
 py::object buffer_name(const Buffer& buffer) {
   if (!buffer.exists()) return py::none();
   if (buffer.is_home()) return py::str(concat(name(buffer.channel), " home"));
@@ -17,7 +17,7 @@ py::object buffer_name(const Buffer& buffer) {
   return py::str(concat(name(buffer.channel), " slot ", buffer.slot));
 }
 
-// With the part where only one is meant: "weight whole 2", "gradient home first".
+// Names with the part, if an access covers only one: "weight whole 2", "gradient home first".
 std::vector<std::string> access_names(const std::vector<Access>& accesses) {
   std::vector<std::string> names;
   for (const Access& access : accesses) {
@@ -135,7 +135,7 @@ void bind_schedule(py::module_& m) {
         return named;
       },
       py::arg("steps"), py::arg("ranks"),
-      "For each step, the positions of earlier steps that it waits for, and which end of them: received, sent, done.");
+      "For each step, the earlier steps that it waits for: position, and end (received, sent or done).");
 }
 
 }  // namespace rtp

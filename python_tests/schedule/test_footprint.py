@@ -80,7 +80,7 @@ def test_the_pool_keeps_slots_and_small_ones_make_way():
 
 
 def test_an_operation_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one part"):
+    with pytest.raises(ValueError, match="at least one tensor"):
         footprint([_native.OperationSize([], False, True)])
 
 
