@@ -179,7 +179,7 @@ class Bench:
         row |= {"spread": max(each.p80 / each.p20 for each in taken.values())}
         ov = taken["ov"]
         row |= {"t_gemm_ov_us": times.t_gemm_ov, "iterations": ov.count, "seconds": self.args.seconds}
-        row |= {"base": "hops" if self._group is None else "all_gather", "pieces": len(layer.pieces())}
+        row |= {"base": "hops" if self._group is None else "all_gather", "pieces": len(layer.chunks())}
         if case.direction == "step":
             row |= {"step_ms": ov.median / 1e3}
         shard = layer.shard.numel()

@@ -86,13 +86,13 @@ def _bench(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from rtp_ext.measure import bench
 
     names = ("ranks", "tokens", "seconds", "device", "travel", "gradient_route", "gradient_travel")
-    wishes = {name: getattr(options, name) for name in names}
+    requested = {name: getattr(options, name) for name in names}
     if options.reduce_dtype is not None:
         import torch
 
-        wishes["reduce_dtype"] = getattr(torch, options.reduce_dtype)
+        requested["reduce_dtype"] = getattr(torch, options.reduce_dtype)
     try:
-        plan = bench.choose(**wishes)
+        plan = bench.choose(**requested)
     except ValueError as error:
         parser.error(str(error))
     try:
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="K",
         help="of the route two-level, each with R / K ranks; default: %(default)s",
     )
-    show.add_argument("--in-place", action="store_true", help="the home shard itself travels")
+    show.add_argument("--in-place", action="store_true", help="the local shard itself travels")
     show.add_argument(
         "--gradient-route",
         choices=("chain", "direct"),
@@ -190,13 +190,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(run=_doctor, parser=check)
 
-    told = commands.add_parser(
+    record = commands.add_parser(
         "record",
         help="say what the records of a ring's ranks tell: who was late, who skipped, which hop nobody posted",
         description="Read what ranks of rings did last, as written where a ring failed, by Ring.record, or on SIGUSR1.",
     )
-    told.add_argument("files", nargs="+", metavar="FILE", help="rtp_record_*.bin of all ranks, or folders of them")
-    told.set_defaults(run=_record, parser=told)
+    record.add_argument("files", nargs="+", metavar="FILE", help="rtp_record_*.bin of all ranks, or folders of them")
+    record.set_defaults(run=_record, parser=record)
 
     bench = commands.add_parser(
         "bench",

@@ -5,8 +5,8 @@
     python benchmarks/gpu/gpu_on_paper.py --check  # whether docs/gpu.md has these tables
 
 Nothing here was measured on a GPU. A forward and a backward take what the GPU takes or what the host takes to enqueue
-them, whichever is longer. The GPU's part is the gate's model (rtp_ext/ring/routes/gate.py); the host's is a number of
-calls for each hop and each compute, or for a pass that is a graph, as `benchmarks/gpu/driver_calls.py` counted them
+them, whichever is longer. The GPU's part is the model of rtp_ext/ring/routes/route_planner.py; the host's is a number
+of calls for each hop and each compute, or for a pass that is a graph, as `benchmarks/gpu/driver_calls.py` counted them
 last (results/cpu-2core/driver_calls.jsonl), times the time of a call, and what torch takes for a product. Rates and
 times are the planner's (rtp_ext/planner/constants.json, which has their sources).
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rtp_ext.planner import Cluster
 from rtp_ext.planner.constants import TimeConstants, host_constant
-from rtp_ext.ring.routes.gate import Device, LayerSize, Link, predict
+from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 

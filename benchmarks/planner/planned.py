@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import rtp_ext
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory
 
-KEPT = ("parameters", "gradients", "optimizer")
+OFFLOADED = ("parameters", "gradients", "optimizer")
 NOT_ON_A_CPU = ("workspaces", "context_and_communicators")
 ROTATED: dict[str, dict[str, Any]] = {  # options of fully_rotate
     "rtp": {},
@@ -123,7 +123,7 @@ class Case:
         """Bytes of a rank at the peak of a step: `kept`, `slots` (part of the rest) and `peak`."""
         report = estimate_memory(self.model, _PROCESSORS, self.plan)
         parts = {name: size for name, size in report.components.items() if name not in NOT_ON_A_CPU}
-        kept = sum(parts[name] for name in KEPT)
+        kept = sum(parts[name] for name in OFFLOADED)
         return {"kept": kept, "slots": parts["rotation_slots"], "peak": sum(parts.values())}
 
     def refusal(self) -> str | None:

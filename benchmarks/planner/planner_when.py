@@ -8,7 +8,7 @@ from planner.planner_more import markdown
 from planner.planner_runs import title
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time
 from rtp_ext.planner.constants import constants
-from rtp_ext.planner.plans.alike import differences
+from rtp_ext.planner.plans.differences import differences
 from rtp_ext.planner.plans.when import Cell, grid, when_table
 
 GB = 1e9

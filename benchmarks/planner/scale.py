@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time, goodput
-from rtp_ext.planner.plans.alike import differences
+from rtp_ext.planner.plans.differences import differences
 from rtp_ext.planner.plans.limits import limit_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/

@@ -1,4 +1,4 @@
-"""Whom errors of the fault matrix name: see rtp_ext/ring/links/roll.py, which words them."""
+"""Whom errors of the fault matrix name: see rtp_ext/ring/links/failure_report.py, which words them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ void Executor::check_alive(const std::string& operation) const {
 
 const std::string& Executor::fail(const std::string& reason) noexcept {
   if (!alive()) return trace_.recorder().note();
-  lanes().leave_aside();  // while something is captured, giving up may not ask how far streams are
+  streams().leave_aside();  // while something is captured, giving up may not ask how far streams are
   end_ = reason.empty() ? "unknown failure" : reason;
   transport_->abort(end_);
   prefetcher_.forget(), deferred_.forget();
@@ -68,8 +68,8 @@ void Executor::set_trace(bool on) {
   on ? trace_.start() : trace_.stop();
 }
 
-Execution::Execution(Executor& executor, const Schedule& schedule, std::optional<Cargo> weight,
-                     std::optional<Cargo> gradient, std::string operation)
+Execution::Execution(Executor& executor, const Schedule& schedule, std::optional<ShardBundle> weight,
+                     std::optional<ShardBundle> gradient, std::string operation)
     : executor_(executor),
       schedule_(schedule),
       weight_(std::move(weight)),
@@ -77,23 +77,23 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
       operation_(std::move(operation)) {
   executor_.check_alive(operation_);
   range_.begin([&] { return operation_; });
-  for (auto* cargo : {&weight_, &gradient_[0]}) {
-    if (!*cargo) continue;
-    const size_t parts = (*cargo)->parts.size(), most = executor_.transport().most_parts();
-    RTP_CHECK_VALUE(parts <= most, operation_, ": expected at most ", most, " tensors that travel together, got ",
-                    parts);
+  for (auto* bundle : {&weight_, &gradient_[0]}) {
+    if (!*bundle) continue;
+    const size_t layouts = (*bundle)->layouts.size(), most = executor_.transport().most_tensors();
+    RTP_CHECK_VALUE(layouts <= most, operation_, ": expected at most ", most, " tensors that travel together, got ",
+                    layouts);
     // Aliases outside autograd: what travels in place is back before anybody looks, so no version changes.
-    for (at::Tensor& home : (*cargo)->home) home = home.variable_data();
+    for (at::Tensor& local : (*bundle)->local) local = local.variable_data();
   }
   if (schedule_.options.halves) {
     for (const Half half : {Half::first, Half::second}) {
-      gradient_[static_cast<size_t>(half)] = cargo(Channel::gradient).rows(half, executor_.rank());
+      gradient_[static_cast<size_t>(half)] = bundle(Channel::gradient).rows(half, executor_.rank());
     }
   }
-  Lanes& lanes = executor_.lanes();
+  Streams& streams = executor_.streams();
   guarded([&] {
-    lanes_pass_.emplace(lanes);
-    lanes.order_compute_after(executor_.last_);
+    streams_pass_.emplace(streams);
+    streams.order_compute_after(executor_.last_);
     Trace& trace = executor_.trace_;
     traced_ = trace.begin_pass(operation_, schedule_, recorded_);
     const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
@@ -102,15 +102,15 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
     try {
       lease_slots();
       trace.end(waiting);
-      stage_home();
+      stage_local();
     } catch (...) {
       return_slots();
       throw;
     }
     // Home tensors were written, and slots last used, by computes enqueued before this point.
-    start_ = lanes.mark_compute();
+    start_ = streams.record_compute();
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
-      if (schedule_.hops(channel) > 0) lanes.order_channel_after(channel, start_);
+      if (schedule_.hops(channel) > 0) streams.order_channel_after(channel, start_);
     }
   });
 }
@@ -119,27 +119,27 @@ void Execution::adopt(Ahead ahead) {
   ahead_ = true;
   slots_[0].push_back(std::move(ahead.landing));  // the first hop lands in slot 0
   staged_ = std::move(ahead.staged);
-  weight_->home = std::move(ahead.home);
+  weight_->local = std::move(ahead.local);
   for (const EventHandle& event : ahead.traced) {
     if (event) event->pass = traced_;
   }
-  usage_[{Channel::weight, Buffer::kHome, Access::kAll}] = std::move(ahead.home_usage);
+  usage_[{Channel::weight, Buffer::kHome, Access::kAll}] = std::move(ahead.local_usage);
 }
 
 void Execution::lease_slots() {
   SlotPool& pool = executor_.pool();
-  if (schedule_.options.narrow) quantizer_.emplace(pool, executor_.lanes(), cargo(Channel::gradient));
+  if (schedule_.options.rounded) quantizer_.emplace(pool, executor_.streams(), bundle(Channel::gradient));
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     auto& slots = slots_[static_cast<size_t>(channel)];
     for (int slot = static_cast<int>(slots.size()); slot < schedule_.slots(channel); ++slot) {
       const bool half = channel == Channel::gradient && schedule_.options.halves;
-      slots.push_back(pool.lease(channel, cargo(channel, half ? Half::first : Half::whole).slot_bytes()));
+      slots.push_back(pool.lease(channel, bundle(channel, half ? Half::first : Half::whole).slot_bytes()));
     }
   }
-  if (schedule_.whole_weight) whole_[0] = pool.lease(Channel::weight, cargo(Channel::weight).whole_bytes());
-  if (schedule_.whole_gradient) whole_[1] = pool.lease(Channel::gradient, cargo(Channel::gradient).whole_bytes());
+  if (schedule_.whole_weight) whole_[0] = pool.lease(Channel::weight, bundle(Channel::weight).whole_bytes());
+  if (schedule_.whole_gradient) whole_[1] = pool.lease(Channel::gradient, bundle(Channel::gradient).whole_bytes());
   for (const auto& whole : whole_) {
-    if (whole) whole->usage.settle(executor_.lanes());
+    if (whole) whole->usage.settle(executor_.streams());
   }
 }
 
@@ -159,16 +159,16 @@ void Execution::return_slots() {
   }
 }
 
-void Execution::stage_home() {
+void Execution::stage_local() {
   // Where all shards are gathered, this rank's is copied into its place among them anyway.
   if (!weight_ || ahead_ || schedule_.whole_weight) return;
   if (!executor_.travel(*weight_).staged(schedule_.hops(Channel::weight) > 0)) return;
   RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
   staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
-  staged_->usage.settle(executor_.lanes());
+  staged_->usage.settle(executor_.streams());
   Trace& trace = executor_.trace_;
   const EventHandle staging = trace.begin(traced_, TraceKind::stage, TraceEvent::kNoStep, Lane::compute, "home");
-  weight_->stage(executor_.lanes(), staged_->memory, executor_.rank());
+  weight_->stage(executor_.streams(), staged_->memory, executor_.rank());
   trace.end(staging);
 }
 
@@ -180,9 +180,9 @@ void Execution::send_ahead() {
   if (!spare) return;
   for (const int slot : spare->slots) give_back(slots_[0][static_cast<size_t>(slot)], Channel::weight);
   if (spare->staged) {
-    const Key home{Channel::weight, Buffer::kHome, Access::kAll};
-    staged_->usage = std::move(usage_[home]);
-    usage_.erase(home);
+    const Key local{Channel::weight, Buffer::kHome, Access::kAll};
+    staged_->usage = std::move(usage_[local]);
+    usage_.erase(local);
     give_back(staged_, Channel::weight);
   }
   Trace& trace = executor_.trace_;
@@ -198,10 +198,10 @@ Execution::~Execution() {
   }
 }
 
-const Cargo& Execution::cargo(Channel channel, Half half) const {
-  const auto& cargo = channel == Channel::weight ? weight_ : gradient_[static_cast<size_t>(half)];
-  RTP_ASSERT(cargo.has_value(), operation_, " moves a ", rtp::name(channel), " that it was not given");
-  return *cargo;
+const ShardBundle& Execution::bundle(Channel channel, Half half) const {
+  const auto& bundle = channel == Channel::weight ? weight_ : gradient_[static_cast<size_t>(half)];
+  RTP_ASSERT(bundle.has_value(), operation_, " moves a ", rtp::name(channel), " that it was not given");
+  return *bundle;
 }
 
 const std::shared_ptr<Slot>& Execution::slot(Buffer buffer) const {
@@ -220,22 +220,22 @@ std::byte* Execution::slot_start(Buffer buffer) const {
   return buffer.channel == Channel::weight && staged_ ? staged_->data() : nullptr;
 }
 
-size_t Execution::offset(Buffer buffer, Half half, int owner, size_t part) const {
-  const Cargo& cargo = this->cargo(buffer.channel, half);
-  return static_cast<size_t>(buffer.is_whole() ? cargo.whole_offset(owner, part) : cargo.offset(owner, part));
+size_t Execution::offset(Buffer buffer, Half half, int owner, size_t index) const {
+  const ShardBundle& bundle = this->bundle(buffer.channel, half);
+  return static_cast<size_t>(buffer.is_whole() ? bundle.whole_offset(owner, index) : bundle.offset(owner, index));
 }
 
 std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half) const {
   std::vector<at::Tensor> views;
   if (!buffer.exists()) return views;
-  const Cargo& cargo = this->cargo(buffer.channel, half);
-  for (size_t part = 0; part < cargo.parts.size(); ++part) {
+  const ShardBundle& bundle = this->bundle(buffer.channel, half);
+  for (size_t index = 0; index < bundle.layouts.size(); ++index) {
     if (buffer.is_home()) {
-      views.push_back(cargo.at_home(owner, executor_.rank(), part));
+      views.push_back(bundle.local_view(owner, executor_.rank(), index));
     } else if (buffer.is_whole()) {
-      views.push_back(cargo.in_whole(slot(buffer)->memory, owner, part));
+      views.push_back(bundle.in_whole(slot(buffer)->memory, owner, index));
     } else {
-      views.push_back(cargo.in_slot(slot(buffer)->memory, owner, part));
+      views.push_back(bundle.in_slot(slot(buffer)->memory, owner, index));
     }
   }
   return views;
@@ -292,9 +292,9 @@ void Execution::finish() {
 }
 
 void Execution::before_compute(const Step& step) {
-  Lanes& lanes = executor_.lanes();
-  lanes.select_compute_lane(step.lane);
-  if (step.lane > 0) lanes.order_compute_after(start_);
+  Streams& streams = executor_.streams();
+  streams.select_compute_stream(step.lane);
+  if (step.lane > 0) streams.order_compute_after(start_);
   Trace& trace = executor_.trace_;
   const Lane lane = step.lane > 0 ? Lane::side : Lane::compute;
   EventHandle waiting;
@@ -303,8 +303,8 @@ void Execution::before_compute(const Step& step) {
     const Range range([&] { return concat(operation_, ": wait: ", label(step)); });
     wait(*transfer, end);
   };
-  const auto after_compute = [&](const Mark& mark) {
-    if (schedule_.options.two_lanes) lanes.order_compute_after(mark);  // computes of one lane are in order
+  const auto after_compute = [&](const StreamEvent& event) {
+    if (schedule_.options.two_streams) streams.order_compute_after(event);  // computes of one lane are in order
   };
   for (const Access& access : accesses().reads) usage(access).before_read(after_hop, after_compute);
   for (const Access& access : accesses().writes) usage(access).before_write(after_hop, after_compute);
@@ -318,12 +318,12 @@ void Execution::after_compute(const Step& step) {
   if (quantizer_ && leaves) quantizer_->round(views(step.gradient_out, step.owner), step.owner);
   compute_range_.end();
   executor_.trace_.end_compute(std::exchange(computing_, nullptr), recorded_);
-  Lanes& lanes = executor_.lanes();
-  const Mark mark = lanes.mark_compute();
-  for (const Access& access : accesses().reads) usage(access).enter_read(mark);
-  for (const Access& access : accesses().writes) usage(access).enter_write(mark);
-  if (step.lane > 0) side_ = mark;
-  lanes.select_compute_lane(0);
+  Streams& streams = executor_.streams();
+  const StreamEvent event = streams.record_compute();
+  for (const Access& access : accesses().reads) usage(access).enter_read(event);
+  for (const Access& access : accesses().writes) usage(access).enter_write(event);
+  if (step.lane > 0) side_ = event;
+  streams.select_compute_stream(0);
 }
 
 void Execution::hop(const Step& step) {
@@ -344,9 +344,9 @@ void Execution::hop(const Step& step) {
           operation_,
           index - 1,
           schedule_.hops(step.channel)};
-  for (size_t part = 0; part < send.size(); ++part) {
-    hop.lands_at.push_back(offset(step.receive, step.half, step.send_owner, part));
-    hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, part));
+  for (size_t index = 0; index < send.size(); ++index) {
+    hop.lands_at.push_back(offset(step.receive, step.half, step.send_owner, index));
+    hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, index));
   }
   const Range range([&] { return concat(operation_, ": ", label(step)); });
   Trace& trace = executor_.trace_;
@@ -360,40 +360,40 @@ void Execution::copy_or_add(const Step& step) {
   before_compute(step);
   auto from = views(step.send, step.send_owner, step.half);
   auto to = views(step.receive, step.receive_owner, step.half);
-  dequantize_into(executor_.lanes(), std::move(to), std::move(from), step.action == Action::add);
+  dequantize_into(executor_.streams(), std::move(to), std::move(from), step.action == Action::add);
   after_compute(step);
 }
 
 // Leaves the last addition, and the slots that its hop uses, for after the pass.
 void Execution::defer_reduction(const Step& step) {
-  auto arriving = views(step.send, step.send_owner), home = views(step.receive, step.receive_owner);
+  auto arriving = views(step.send, step.send_owner), local = views(step.receive, step.receive_owner);
   auto& slots = slots_[static_cast<size_t>(Channel::gradient)];
-  executor_.deferred_.add({std::exchange(slots, {}), std::move(arriving), std::move(home), traced_, position(), step});
+  executor_.deferred_.add({std::exchange(slots, {}), std::move(arriving), std::move(local), traced_, position(), step});
 }
 
-// Orders the compute lane after every hop, so that home tensors, outputs and slots are free for whoever comes next on
+// Orders the compute lane after every hop, so that local tensors, outputs and slots are free for whoever comes next on
 // it, but for what lands late. This is the one place where the lifetime of tensors across lanes is settled.
 void Execution::end() {
   ended_ = true;
-  Lanes& lanes = executor_.lanes();
+  Streams& streams = executor_.streams();
   Trace& trace = executor_.trace_;
   const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "end");
   Range range([&] { return concat(operation_, ": wait: end"); });
-  for (auto& [key, usage] : usage_) usage.settle(lanes);
+  for (auto& [key, usage] : usage_) usage.settle(streams);
   for (const auto& slots : slots_) {
     for (const auto& slot : slots) {
-      if (slot) slot->usage.settle(lanes);
+      if (slot) slot->usage.settle(streams);
     }
   }
   range.end();
   trace.end(waiting);
-  lanes.order_compute_after(side_);
+  streams.order_compute_after(side_);
   trace.end_pass(traced_, recorded_);
-  executor_.last_ = lanes.mark_compute();
+  executor_.last_ = streams.record_compute();
   return_slots();
   executor_.deferred_.end_pass();
   range_.end();
-  lanes_pass_.reset();
+  streams_pass_.reset();
 }
 
 }  // namespace rtp

@@ -38,7 +38,7 @@ class Executor {
   int ranks() const { return ranks_; }
   at::Device device() const { return device_; }
   Transport& transport() { return *transport_; }
-  Lanes& lanes() { return transport_->lanes(); }
+  Streams& streams() { return transport_->streams(); }
   SlotPool& pool() { return pool_; }
   Hops& hops() { return hops_; }
   Prefetcher& prefetcher() { return prefetcher_; }
@@ -58,7 +58,7 @@ class Executor {
   // Passes as graphs. Once fix_slots() was called, hops of a pass use the same slots whether it is enqueued step by
   // step or as a graph; nothing may then travel between passes, ahead or late.
   Results& results() { return results_; }
-  bool takes_graphs() const { return transport_->takes_graphs() && transport_->lanes().has_graphs(); }
+  bool takes_graphs() const { return transport_->takes_graphs() && transport_->streams().has_graphs(); }
   void fix_slots();
   // A pass that is run between these runs beside the caller's stream: see Lanes. Its graph, where it was `captured`; it
   // has not run then.
@@ -74,8 +74,8 @@ class Executor {
   // The schedule of a pass. Each is made once; how many have been.
   const Schedule& schedule(ScheduleOptions options);
   size_t schedules() const { return schedules_.size(); }
-  // Where the home tensors of a cargo may leave from and land.
-  Travel travel(const Cargo& weights) const {
+  // Where the local tensors of a cargo may leave from and land.
+  Travel travel(const ShardBundle& weights) const {
     return {weights.cast(), transport_->sends_anywhere(), transport_->receives_anywhere()};
   }
 
@@ -117,8 +117,8 @@ class Executor {
   Results results_;
   Hops::Counts before_aside_;
   std::map<ScheduleOptions, Schedule> schedules_;
-  std::string end_;  // why the ring is no longer usable; empty while it is
-  Mark last_;        // the end of the newest execution on the compute lane
+  std::string end_;   // why the ring is no longer usable; empty while it is
+  StreamEvent last_;  // the end of the newest execution on the compute lane
 };
 
 // One pass of one operation.
@@ -130,10 +130,10 @@ class Executor {
 // served and weights that travel in place come home.
 class Execution {
  public:
-  // Weights whose home dtype differs from their part's, or that the transport cannot send from where they are, are
+  // Weights whose local dtype differs from their part's, or that the transport cannot send from where they are, are
   // copied once, into one more slot, before they travel. `schedule`: of the executor.
-  Execution(Executor& executor, const Schedule& schedule, std::optional<Cargo> weight, std::optional<Cargo> gradient,
-            std::string operation);
+  Execution(Executor& executor, const Schedule& schedule, std::optional<ShardBundle> weight,
+            std::optional<ShardBundle> gradient, std::string operation);
   Execution(const Execution&) = delete;
   Execution& operator=(const Execution&) = delete;
   ~Execution();
@@ -149,19 +149,19 @@ class Execution {
   std::vector<at::Tensor> gradient_out() const;
 
  private:
-  using Key = std::tuple<Channel, int, int>;  // of a home tensor, or of the slot that holds every shard: see Access
+  using Key = std::tuple<Channel, int, int>;  // of a local tensor, or of the slot that holds every shard: see Access
 
-  const Cargo& cargo(Channel channel, Half half = Half::whole) const;
+  const ShardBundle& bundle(Channel channel, Half half = Half::whole) const;
   Usage& usage(const Access& access);
   void lease_slots();
   void give_back(std::shared_ptr<Slot>& slot, Channel channel);
   void return_slots();
-  void stage_home();
+  void stage_local();
   void adopt(Ahead ahead);
   void send_ahead();
 
   const std::shared_ptr<Slot>& slot(Buffer buffer) const;
-  std::byte* slot_start(Buffer buffer) const;  // null for a home tensor that stayed where it is
+  std::byte* slot_start(Buffer buffer) const;  // null for a local tensor that stayed where it is
   size_t offset(Buffer buffer, Half half, int owner, size_t part) const;
   std::vector<at::Tensor> views(Buffer buffer, int owner, Half half = Half::whole) const;
 
@@ -178,18 +178,18 @@ class Execution {
 
   Executor& executor_;
   const Schedule& schedule_;
-  std::optional<Cargo> weight_;
-  std::array<std::optional<Cargo>, 3> gradient_;  // all rows, and its halves where it travels so
+  std::optional<ShardBundle> weight_;
+  std::array<std::optional<ShardBundle>, 3> gradient_;  // all rows, and its halves where it travels so
   std::string operation_;
-  std::optional<LanesPass> lanes_pass_;
+  std::optional<StreamsPass> streams_pass_;
   std::array<std::vector<std::shared_ptr<Slot>>, 2> slots_;
   std::array<std::shared_ptr<Slot>, 2> whole_;  // of each channel, the slot that holds every shard
-  std::shared_ptr<Slot> staged_;                // holds a copy of the home tensors, where one travels
+  std::shared_ptr<Slot> staged_;                // holds a copy of the local tensors, where one travels
   std::optional<GradientQuantizer> quantizer_;  // where contributions travel in fewer bits
   DequantizedWeights dequantized_;              // and weights
   std::map<Key, Usage> usage_;
-  Mark start_;          // of this pass on the caller's lane
-  Mark side_;           // the newest compute on lane 1
+  StreamEvent start_;   // of this pass on the caller's lane
+  StreamEvent side_;    // the newest compute on lane 1
   bool ahead_ = false;  // the first hop was sent before this pass began
   size_t position_ = 0;
   const Step* current_ = nullptr;  // the compute that the caller is at
@@ -205,16 +205,16 @@ class Execution {
 // caller.
 template <typename Action>
 auto Execution::guarded(Action&& action) {
-  const LanesScope scope(executor_.lanes());
+  const StreamsScope scope(executor_.streams());
   try {
     return action();
   } catch (RotationError& error) {
-    executor_.lanes().select_compute_lane(0);
+    executor_.streams().select_compute_stream(0);
     error.add(executor_.fail(error.what()));
     ended_ = true;
     throw;
   } catch (c10::Error& error) {  // memory ran out, perhaps on this rank alone
-    executor_.lanes().select_compute_lane(0);
+    executor_.streams().select_compute_stream(0);
     if (!executor_.transport().alone()) {  // what its neighbours have posted would wait for it
       error.add_context(executor_.fail(concat(operation_, ": ", error.what_without_backtrace())));
       ended_ = true;

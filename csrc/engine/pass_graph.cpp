@@ -13,13 +13,13 @@ void Executor::fix_slots() {
 
 void Executor::begin_aside(bool captured) {
   before_aside_ = hops_.counts();
-  lanes().begin_aside(captured);
+  streams().begin_aside(captured);
 }
 
 std::shared_ptr<PassGraph> Executor::end_aside(const std::string& operation) {
   std::shared_ptr<PassGraph> made;
   or_fail([&] {
-    const std::shared_ptr<Graph> graph = lanes().end_aside();
+    const std::shared_ptr<Graph> graph = streams().end_aside();
     if (graph == nullptr) return;
     Hops::Counts pass = hops_.counts();
     for (size_t kind = 0; kind < pass.hops.size(); ++kind) {
@@ -32,17 +32,17 @@ std::shared_ptr<PassGraph> Executor::end_aside(const std::string& operation) {
   return made;
 }
 
-void Executor::leave_aside() noexcept { lanes().leave_aside(); }
+void Executor::leave_aside() noexcept { streams().leave_aside(); }
 
 void Executor::replay(const PassGraph& pass) {
   check_alive(pass.operation);
   RTP_ASSERT(pass.generation == pool_.generation(), "a graph of slots that are gone");
   or_fail([&] {
-    const LanesScope scope(lanes());
+    const StreamsScope scope(streams());
     transport_->before_graph();
     const uint64_t recorded = trace_.recorder().begin_pass(pass.operation + ", as a graph");
-    lanes().launch(*pass.graph);
-    transport_->after_graph(pass.operation, lanes().mark_compute());
+    streams().launch(*pass.graph);
+    transport_->after_graph(pass.operation, streams().record_compute());
     trace_.recorder().end(recorded);
     hops_.add(pass.hops, 1);
   });

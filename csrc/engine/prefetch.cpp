@@ -45,7 +45,7 @@ void Prefetcher::enter(Context context) {
   history.matches = true;
 }
 
-Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::optional<Cargo>& weight,
+Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::optional<ShardBundle>& weight,
                                          const std::string& name) {
   Record record{context_.serial, index_++, schedule.options, name, Step{}, 0, schedule.hops(Channel::weight), {}, {},
                 context_.watched};
@@ -55,14 +55,14 @@ Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::op
   if (!weight || first == schedule.steps.end() || schedule.options.in_place || first->receive.is_whole()) return record;
   record.first_hop = *first;
   record.position = static_cast<int>(first - schedule.steps.begin());
-  record.parts = weight->parts;
-  for (const at::Tensor& home : weight->home) record.home.emplace_back(home);
+  record.layouts = weight->layouts;
+  for (const at::Tensor& local : weight->local) record.local.emplace_back(local);
   return record;
 }
 
-std::optional<Ahead> Prefetcher::begin(const Schedule& schedule, const std::optional<Cargo>& weight,
+std::optional<Ahead> Prefetcher::begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
                                        const std::string& name) {
-  captured_ = captured_ || transport_->lanes().capture() != 0;
+  captured_ = captured_ || transport_->streams().capture() != 0;
   if (!enabled_ && !pending_) return std::nullopt;
   const bool known = enabled_ && context_.phase != 0 && context_.serial != 0;
   Record record = record_of(schedule, weight, name);
@@ -99,42 +99,42 @@ bool Prefetcher::expects() const { return upcoming() != nullptr; }
 void Prefetcher::send_ahead() {
   Record record = *upcoming();
   Transport& transport = *transport_;
-  Cargo cargo{record.parts, {}};
+  ShardBundle bundle{record.layouts, {}};
   bool cast = false, alive = true;
-  for (size_t part = 0; part < record.home.size(); ++part) {
-    cargo.home.push_back(record.home[part].lock());
-    alive = alive && cargo.home.back().defined();
-    cast = cast || record.home[part].dtype != record.parts[part].dtype || record.parts[part].quantized();
+  for (size_t index = 0; index < record.local.size(); ++index) {
+    bundle.local.push_back(record.local[index].lock());
+    alive = alive && bundle.local.back().defined();
+    cast = cast || record.local[index].dtype != record.layouts[index].dtype || record.layouts[index].quantized();
   }
   // Memory that is gone is never asked for again, but its hop is due on every rank: any bytes will do.
   const bool stage = !alive || Travel{cast, transport.sends_anywhere()}.staged(true);
 
-  Pending pending{{}, record, context_.phase, versions(record), transport.lanes().capture()};
+  Pending pending{{}, record, context_.phase, versions(record), transport.streams().capture()};
   Ahead& ahead = pending.ahead;
-  ahead.landing = pool_.lease(Channel::weight, cargo.slot_bytes());
+  ahead.landing = pool_.lease(Channel::weight, bundle.slot_bytes());
   if (stage) {
-    ahead.staged = pool_.lease(Channel::weight, cargo.slot_bytes());
-    ahead.staged->usage.settle(transport.lanes());
+    ahead.staged = pool_.lease(Channel::weight, bundle.slot_bytes());
+    ahead.staged->usage.settle(transport.streams());
     ahead.traced.push_back(trace_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
-    cargo.stage(transport.lanes(), ahead.staged->memory, rank_);
+    bundle.stage(transport.streams(), ahead.staged->memory, rank_);
     trace_.end(ahead.traced.back());
   }
-  ahead.home = cargo.home;
-  transport.lanes().order_channel_after(Channel::weight, transport.lanes().mark_compute());
+  ahead.local = bundle.local;
+  transport.streams().order_channel_after(Channel::weight, transport.streams().record_compute());
   const Step& step = record.first_hop;
-  Hop hop{Channel::weight, false, step.to,    step.from, spans_of(cargo.home), {}, nullptr, nullptr, {}, {},
+  Hop hop{Channel::weight, false, step.to,    step.from, spans_of(bundle.local), {}, nullptr, nullptr, {}, {},
           record.name,     0,     record.hops};
   std::vector<at::Tensor> landing;
-  for (size_t part = 0; part < cargo.parts.size(); ++part) {
-    landing.push_back(cargo.in_slot(ahead.landing->memory, step.receive_owner, part));
-    hop.lands_at.push_back(static_cast<size_t>(cargo.offset(step.send_owner, part)));
-    hop.leaves_from.push_back(static_cast<size_t>(cargo.offset(step.receive_owner, part)));
+  for (size_t index = 0; index < bundle.layouts.size(); ++index) {
+    landing.push_back(bundle.in_slot(ahead.landing->memory, step.receive_owner, index));
+    hop.lands_at.push_back(static_cast<size_t>(bundle.offset(step.send_owner, index)));
+    hop.leaves_from.push_back(static_cast<size_t>(bundle.offset(step.receive_owner, index)));
   }
   hop.receive = spans_of(landing);
   hop.send_slot = ahead.staged ? ahead.staged->data() : nullptr;
   hop.receive_slot = ahead.landing->data();
   ahead.traced.push_back(trace_.announce(record.name, TraceKind::step, record.position, step));
-  hops_.post(hop, ahead.home_usage, ahead.landing->usage, ahead.traced.back());
+  hops_.post(hop, ahead.local_usage, ahead.landing->usage, ahead.traced.back());
   pending_ = std::move(pending);
   ++sent_;
 }
@@ -146,12 +146,12 @@ std::vector<int64_t> Prefetcher::versions(const Record& record) {
 }
 
 bool Prefetcher::valid(const Pending& pending, const Record& record) const {
-  if (pending.phase != context_.phase || pending.capture != transport_->lanes().capture()) return false;
+  if (pending.phase != context_.phase || pending.capture != transport_->streams().capture()) return false;
   if (!pending.record.same(record)) return false;
-  if (pending.record.home.size() != record.home.size()) return false;
-  for (size_t part = 0; part < record.home.size(); ++part) {
-    const at::Tensor home = record.home[part].lock();
-    if (!home.defined() || !pending.record.home[part].is(home)) return false;
+  if (pending.record.local.size() != record.local.size()) return false;
+  for (size_t index = 0; index < record.local.size(); ++index) {
+    const at::Tensor local = record.local[index].lock();
+    if (!local.defined() || !pending.record.local[index].is(local)) return false;
   }
   return versions(record) == pending.versions;
 }
@@ -161,10 +161,10 @@ bool Prefetcher::valid(const Pending& pending, const Record& record) const {
 void Prefetcher::drain() {
   if (!pending_) return;
   Ahead& ahead = pending_->ahead;
-  ahead.home_usage.settle(transport_->lanes());
+  ahead.local_usage.settle(transport_->streams());
   for (const auto& slot : {ahead.landing, ahead.staged}) {
     if (!slot) continue;
-    slot->usage.settle(transport_->lanes());
+    slot->usage.settle(transport_->streams());
     pool_.give_back(Channel::weight, slot);
   }
   pending_.reset();

@@ -29,9 +29,9 @@ struct Context {
 // A first hop that was sent ahead.
 struct Ahead {
   std::shared_ptr<Slot> landing;
-  std::shared_ptr<Slot> staged;  // null: it left from the home tensors
-  std::vector<at::Tensor> home;  // that it left from, staged or not
-  Usage home_usage;
+  std::shared_ptr<Slot> staged;   // null: it left from the local tensors
+  std::vector<at::Tensor> local;  // that it left from, staged or not
+  Usage local_usage;
   std::vector<EventHandle> traced;  // what a trace holds of it
 };
 
@@ -44,7 +44,8 @@ class Prefetcher {
 
   // Registers the pass that starts now, and returns what was sent ahead for it, if anything. What was sent ahead for
   // another pass, or from parameters that have been written since, is drained.
-  std::optional<Ahead> begin(const Schedule& schedule, const std::optional<Cargo>& weight, const std::string& name);
+  std::optional<Ahead> begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
+                             const std::string& name);
 
   // Whether a hop would be sent ahead now, and sending it.
   bool expects() const;
@@ -78,8 +79,8 @@ class Prefetcher {
     Step first_hop;  // kNoBuffer: this pass has none that could be sent ahead
     int position;    // of it in the schedule
     int hops;
-    std::vector<Part> parts;
-    std::vector<Place> home;
+    std::vector<TensorLayout> layouts;
+    std::vector<Place> local;
     std::vector<c10::VariableVersion> watched;
 
     bool same(const Record& other) const;
@@ -97,7 +98,7 @@ class Prefetcher {
     uint64_t capture;
   };
 
-  Record record_of(const Schedule& schedule, const std::optional<Cargo>& weight, const std::string& name);
+  Record record_of(const Schedule& schedule, const std::optional<ShardBundle>& weight, const std::string& name);
   History& history() { return histories_[context_.backward ? 1 : 0]; }
   const Record* upcoming() const;
   static std::vector<int64_t> versions(const Record& record);

@@ -29,11 +29,11 @@ struct EmbeddingCut {
     return by_rows ? tensor : tensor.narrow(1, starts[owner], sizes[owner]);
   }
   // The first row of a piece of the shard of `owner`, in the whole table.
-  int64_t first_row(const Piece& piece, int owner) const {
-    return (by_rows ? starts[owner] : 0) + piece.offsets[owner];
+  int64_t first_row(const Chunk& chunk, int owner) const {
+    return (by_rows ? starts[owner] : 0) + chunk.offsets[owner];
   }
-  std::vector<Piece> pieces(const EmbeddingShape& shape, const RotationOptions& options) const {
-    return pieces_of(options, rows, by_rows ? shape.embedding_dim : sizes[0]);
+  std::vector<Chunk> chunks(const EmbeddingShape& shape, const RotationOptions& options) const {
+    return chunks_of(options, rows, by_rows ? shape.embedding_dim : sizes[0]);
   }
 
   bool by_rows;
@@ -41,14 +41,15 @@ struct EmbeddingCut {
   std::vector<int64_t> rows;  // of every owner's shard
 };
 
-Part table_part(const EmbeddingShape& shape, const EmbeddingCut& cut, at::ScalarType dtype) {
-  return cut_part(dtype, {shape.num_embeddings, shape.embedding_dim}, shape.shard_dim, cut.sizes);
+TensorLayout table_layout(const EmbeddingShape& shape, const EmbeddingCut& cut, at::ScalarType dtype) {
+  return cut_layout(dtype, {shape.num_embeddings, shape.embedding_dim}, shape.shard_dim, cut.sizes);
 }
 
 // One piece of it.
-Part table_part(const EmbeddingShape& shape, const EmbeddingCut& cut, const Piece& piece, at::ScalarType dtype) {
-  Part part = table_part(shape, cut, dtype);
-  for (size_t owner = 0; owner < part.shapes.size(); ++owner) part.shapes[owner][0] = piece.sizes[owner];
+TensorLayout table_layout(const EmbeddingShape& shape, const EmbeddingCut& cut, const Chunk& chunk,
+                          at::ScalarType dtype) {
+  TensorLayout part = table_layout(shape, cut, dtype);
+  for (size_t owner = 0; owner < part.shapes.size(); ++owner) part.shapes[owner][0] = chunk.sizes[owner];
   return part;
 }
 
@@ -132,17 +133,17 @@ at::Tensor embedding_forward(Executor& executor, const at::Tensor& ids, const at
                              const EmbeddingShape& shape, const RotationOptions& options) {
   check_ids(executor, shape, options, ids);
   const EmbeddingCut cut(shape, executor.ranks());
-  check_home(executor, options, "weight", weight, table_part(shape, cut, options.compute_dtype));
+  check_local(executor, options, "weight", weight, table_layout(shape, cut, options.compute_dtype));
 
   const at::Tensor y = at::empty({ids.numel(), shape.embedding_dim}, weight.options().dtype(options.compute_dtype));
-  for (const Piece& piece : cut.pieces(shape, options)) {
-    Cargo cargo = travelling_weights(executor, options, {table_part(shape, cut, piece, options.compute_dtype)},
-                                     {piece.of(weight, executor.rank())});
-    const Schedule& schedule = forward_schedule(executor, piecewise(options, piece), cargo);
-    Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+  for (const Chunk& chunk : cut.chunks(shape, options)) {
+    ShardBundle bundle = travelling_weights(executor, options, {table_layout(shape, cut, chunk, options.compute_dtype)},
+                                            {chunk.of(weight, executor.rank())});
+    const Schedule& schedule = forward_schedule(executor, chunked(options, chunk), bundle);
+    Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
-      if (cut.sizes[step->owner] == 0 || piece.sizes[step->owner] == 0) continue;
-      gather_rows(ids, pass.weight()[0], cut.first_row(piece, step->owner), cut.columns(y, step->owner));
+      if (cut.sizes[step->owner] == 0 || chunk.sizes[step->owner] == 0) continue;
+      gather_rows(ids, pass.weight()[0], cut.first_row(chunk, step->owner), cut.columns(y, step->owner));
     }
   }
   return y;
@@ -154,21 +155,21 @@ at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at
                   ": expected an output gradient of shape [", ids.numel(), ", ", shape.embedding_dim, "], got ",
                   dy.sizes());
   const EmbeddingCut cut(shape, executor.ranks());
-  const Gradients gradients(executor, options, {table_part(shape, cut, options.reduce_dtype)}, {true});
+  const Gradients gradients(executor, options, {table_layout(shape, cut, options.reduce_dtype)}, {true});
   constexpr int kTable = 0;
 
-  for (const Piece& piece : cut.pieces(shape, options)) {
-    std::optional<Cargo> cargo =
-        gradients.cargo({table_part(shape, cut, piece, options.reduce_dtype)},
-                        [&](const at::Tensor& home) { return piece.of(home, executor.rank()); });
+  for (const Chunk& chunk : cut.chunks(shape, options)) {
+    std::optional<ShardBundle> bundle =
+        gradients.bundle({table_layout(shape, cut, chunk, options.reduce_dtype)},
+                         [&](const at::Tensor& local) { return chunk.of(local, executor.rank()); });
     Execution pass(executor, backward_schedule(executor, options, std::nullopt, {.dgrad = false}), std::nullopt,
-                   std::move(cargo), options.name + " backward");
+                   std::move(bundle), options.name + " backward");
     while (const Step* step = pass.next()) {
       const Gradients::Sums sums(gradients, pass);
       const at::Tensor out = sums.out(kTable);
       pass_on(out, sums.arrived(kTable));
-      if (cut.sizes[step->owner] == 0 || piece.sizes[step->owner] == 0) continue;
-      add_rows(out, ids, cut.columns(dy, step->owner), cut.first_row(piece, step->owner), shape.padding_idx,
+      if (cut.sizes[step->owner] == 0 || chunk.sizes[step->owner] == 0) continue;
+      add_rows(out, ids, cut.columns(dy, step->owner), cut.first_row(chunk, step->owner), shape.padding_idx,
                sums.scale());
     }
   }

@@ -13,7 +13,7 @@ struct EmbeddingShape {
   int64_t padding_idx = -1;  // its row gets no gradient; -1: none
 };
 
-// ids int64 [T], contiguous, each in [0, num_embeddings); weight is this rank's home shard.
+// ids int64 [T], contiguous, each in [0, num_embeddings); weight is this rank's local shard.
 // Returns y [T, embedding_dim] in options.compute_dtype.
 at::Tensor embedding_forward(Executor& executor, const at::Tensor& ids, const at::Tensor& weight,
                              const EmbeddingShape& shape, const RotationOptions& options);

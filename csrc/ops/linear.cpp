@@ -16,8 +16,8 @@ struct BundleCut {
       starts.push_back(shard_starts(sizes.back()));
     }
   }
-  BundleCut(const BundleCut& whole, const Piece& piece) : sizes{piece.sizes}, starts(whole.starts) {
-    for (size_t owner = 0; owner < piece.offsets.size(); ++owner) starts[0][owner] += piece.offsets[owner];
+  BundleCut(const BundleCut& whole, const Chunk& chunk) : sizes{chunk.sizes}, starts(whole.starts) {
+    for (size_t owner = 0; owner < chunk.offsets.size(); ++owner) starts[0][owner] += chunk.offsets[owner];
   }
   BundleCut(const BundleCut& all, Half half) : BundleCut(all) {
     for (size_t layer = 0; layer < sizes.size(); ++layer) {
@@ -40,11 +40,11 @@ struct BundleCut {
 };
 
 // The passes that a bundle takes: one, but for a single layer above the slot cap, such as a vocabulary head.
-std::vector<Piece> bundle_pieces(const LinearBundle& bundle, const BundleCut& cut, const RotationOptions& options) {
+std::vector<Chunk> bundle_chunks(const LinearBundle& bundle, const BundleCut& cut, const RotationOptions& options) {
   const LinearShape& shape = bundle.shapes[0];
   RotationOptions uncapped = options;
   if (bundle.shapes.size() > 1 || shape.transposed) uncapped.slot_cap = 0;
-  return pieces_of(uncapped, cut.sizes[0], shape.in_features + (bundle.biased[0] ? 1 : 0));
+  return chunks_of(uncapped, cut.sizes[0], shape.in_features + (bundle.biased[0] ? 1 : 0));
 }
 
 // What a projection has in common with the shard of one owner, or of all.
@@ -78,13 +78,13 @@ struct Places {
   int count = 0;
 };
 
-std::vector<Part> parts_of(const LinearBundle& bundle, const BundleCut& cut, at::ScalarType dtype) {
-  std::vector<Part> parts;
+std::vector<TensorLayout> layouts_of(const LinearBundle& bundle, const BundleCut& cut, at::ScalarType dtype) {
+  std::vector<TensorLayout> layouts;
   for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
-    parts.push_back(weight_part(bundle.shapes[layer], cut.sizes[layer], dtype));
-    if (bundle.biased[layer]) parts.push_back(bias_part(bundle.shapes[layer], cut.sizes[layer], dtype));
+    layouts.push_back(weight_layout(bundle.shapes[layer], cut.sizes[layer], dtype));
+    if (bundle.biased[layer]) layouts.push_back(bias_layout(bundle.shapes[layer], cut.sizes[layer], dtype));
   }
-  return parts;
+  return layouts;
 }
 
 // A whole weight can be gathered where its rows are cut.
@@ -110,7 +110,7 @@ class BundleBackward {
         options_(options),
         whole_(bundle, executor.ranks()),
         places_(bundle),
-        gradients_(executor, options, parts_of(bundle, whole_, options.reduce_dtype), needs_parameter),
+        gradients_(executor, options, layouts_of(bundle, whole_, options.reduce_dtype), needs_parameter),
         weight_place_(bundle.shapes.size(), -1),
         sums_(inputs.size()) {
     // Only the weights that some dgrad multiplies with travel, and only the gradients that are wanted.
@@ -132,7 +132,7 @@ class BundleBackward {
   }
 
   std::vector<at::Tensor> run() {
-    for (const Piece& piece : bundle_pieces(bundle_, whole_, options_)) run(piece);
+    for (const Chunk& chunk : bundle_chunks(bundle_, whole_, options_)) run(chunk);
     std::vector<at::Tensor> result;
     for (auto& sum : sums_) {
       result.push_back(sum ? executor_.results().of(sum->result(), options_.compute_dtype) : at::Tensor());
@@ -142,25 +142,25 @@ class BundleBackward {
   }
 
  private:
-  void run(const Piece& piece) {
-    const BundleCut cut = piece.alone ? whole_ : BundleCut(whole_, piece);
-    const auto mine = [&](const at::Tensor& shard) { return piece.of(shard, executor_.rank()); };
-    const std::vector<Part> parts = parts_of(bundle_, cut, options_.compute_dtype);
-    std::optional<Cargo> gradients = gradients_.cargo(parts_of(bundle_, cut, options_.reduce_dtype), mine);
-    std::vector<Part> weights;
-    std::vector<at::Tensor> home;
+  void run(const Chunk& chunk) {
+    const BundleCut cut = chunk.alone ? whole_ : BundleCut(whole_, chunk);
+    const auto mine = [&](const at::Tensor& shard) { return chunk.of(shard, executor_.rank()); };
+    const std::vector<TensorLayout> layouts = layouts_of(bundle_, cut, options_.compute_dtype);
+    std::optional<ShardBundle> gradients = gradients_.bundle(layouts_of(bundle_, cut, options_.reduce_dtype), mine);
+    std::vector<TensorLayout> weights;
+    std::vector<at::Tensor> local;
     for (size_t layer = 0; layer < weight_place_.size(); ++layer) {
       if (weight_place_[layer] < 0) continue;
-      weights.push_back(parts[places_.weight[layer]]);
-      home.push_back(mine(parameters_[places_.weight[layer]]));
+      weights.push_back(layouts[places_.weight[layer]]);
+      local.push_back(mine(parameters_[places_.weight[layer]]));
     }
     const BackwardNeeds needs{.dgrad = !weights.empty(),
                               .wgrad = gradients.has_value(),
                               .halves = options_.halves && !bundle_.shapes[0].transposed,
-                              .two_lanes = two_lanes(cut)};
-    std::optional<Cargo> weight;
-    if (needs.dgrad) weight = travelling_weights(executor_, options_, std::move(weights), std::move(home));
-    const Schedule& schedule = backward_schedule(executor_, piecewise(options_, piece), weight, needs);
+                              .two_streams = two_streams(cut)};
+    std::optional<ShardBundle> weight;
+    if (needs.dgrad) weight = travelling_weights(executor_, options_, std::move(weights), std::move(local));
+    const Schedule& schedule = backward_schedule(executor_, chunked(options_, chunk), weight, needs);
     Execution pass(executor_, schedule, std::move(weight), std::move(gradients), options_.name + " backward");
     const BundleCut halves[] = {cut, BundleCut(cut, Half::first), BundleCut(cut, Half::second)};
     while (const Step* step = pass.next()) {
@@ -176,8 +176,8 @@ class BundleBackward {
     }
   }
 
-  bool two_lanes(const BundleCut& cut) const {
-    const int multiprocessors = executor_.lanes().multiprocessors();
+  bool two_streams(const BundleCut& cut) const {
+    const int multiprocessors = executor_.streams().multiprocessors();
     const int64_t tokens = inputs_[0].size(0);
     const int64_t features = bundle_.shapes[0].in_features;
     return wastes_last_wave(tokens, features, multiprocessors) ||
@@ -235,15 +235,15 @@ class BundleBackward {
 
 }  // namespace
 
-Part weight_part(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+TensorLayout weight_layout(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   const int64_t outputs = shape.out_features;
   const int64_t inputs = shape.in_features;
-  if (shape.transposed) return cut_part(dtype, {inputs, outputs}, shape.by_outputs ? 1 : 0, sizes);
-  return cut_part(dtype, {outputs, inputs}, shape.by_outputs ? 0 : 1, sizes);
+  if (shape.transposed) return cut_layout(dtype, {inputs, outputs}, shape.by_outputs ? 1 : 0, sizes);
+  return cut_layout(dtype, {outputs, inputs}, shape.by_outputs ? 0 : 1, sizes);
 }
 
-Part bias_part(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype) {
-  return cut_part(dtype, {shape.out_features}, 0, sizes);
+TensorLayout bias_layout(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+  return cut_layout(dtype, {shape.out_features}, 0, sizes);
 }
 
 void add_weight_gradient(const Gradients::Sums& sums, int parameter, const LinearShape& shape, const at::Tensor& left,
@@ -272,9 +272,10 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
                                        const std::vector<Projection>& projections, const RotationOptions& options) {
   const BundleCut whole(bundle, executor.ranks());
   const Places places(bundle);
-  const std::vector<Part> parts = parts_of(bundle, whole, options.compute_dtype);
-  for (size_t part = 0; part < parts.size(); ++part) {
-    check_home(executor, options, parts[part].shapes[0].size() == 1 ? "bias" : "weight", parameters[part], parts[part]);
+  const std::vector<TensorLayout> layouts = layouts_of(bundle, whole, options.compute_dtype);
+  for (size_t index = 0; index < layouts.size(); ++index) {
+    check_local(executor, options, layouts[index].shapes[0].size() == 1 ? "bias" : "weight", parameters[index],
+                layouts[index]);
   }
   check_route(bundle, options);
   std::vector<at::Tensor> outputs;
@@ -284,13 +285,13 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
     outputs.push_back(executor.results().empty({x.size(0), projection.end - projection.begin}, x.options()));
   }
 
-  for (const Piece& piece : bundle_pieces(bundle, whole, options)) {
-    const BundleCut cut = piece.alone ? whole : BundleCut(whole, piece);
-    Cargo cargo = travelling_weights(executor, options, parts_of(bundle, cut, options.compute_dtype),
-                                     piece.of(parameters, executor.rank()));
-    const bool two_lanes = wastes_last_wave(inputs[0].size(0), cut.most(0), executor.lanes().multiprocessors());
-    const Schedule& schedule = forward_schedule(executor, piecewise(options, piece), cargo, two_lanes);
-    Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+  for (const Chunk& chunk : bundle_chunks(bundle, whole, options)) {
+    const BundleCut cut = chunk.alone ? whole : BundleCut(whole, chunk);
+    ShardBundle weights = travelling_weights(executor, options, layouts_of(bundle, cut, options.compute_dtype),
+                                             chunk.of(parameters, executor.rank()));
+    const bool two_streams = wastes_last_wave(inputs[0].size(0), cut.most(0), executor.streams().multiprocessors());
+    const Schedule& schedule = forward_schedule(executor, chunked(options, chunk), weights, two_streams);
+    Execution pass(executor, schedule, std::move(weights), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
       const std::vector<at::Tensor> shards = pass.weight();
       for (size_t k = 0; k < projections.size(); ++k) {

@@ -21,8 +21,8 @@ struct LinearShape {
 };
 
 // The parts that a linear layer takes in a cargo.
-Part weight_part(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);
-Part bias_part(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);
+TensorLayout weight_layout(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);
+TensorLayout bias_layout(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);
 
 // A stored weight, or shard of it, as [out_features, in_features]. Undefined stays undefined.
 inline at::Tensor outputs_first(const at::Tensor& stored, const LinearShape& shape) {
@@ -40,7 +40,7 @@ void check_operand(const Executor& executor, const RotationOptions& options, con
                    int64_t features);
 
 // A layer cut along its input features: partial outputs are summed, and backward fills dx slice by slice.
-// x [M, in_features] in options.compute_dtype; weight and bias are home shards of any floating dtype.
+// x [M, in_features] in options.compute_dtype; weight and bias are local shards of any floating dtype.
 // Returns y [M, out_features] in options.compute_dtype.
 at::Tensor partial_linear_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weight,
                                   const std::optional<at::Tensor>& bias, const LinearShape& shape,
@@ -76,7 +76,7 @@ struct Projection {
   int64_t end = 0;
 };
 
-// inputs [M_i, in_features] in options.compute_dtype; parameters are the home shards of the weights, each followed by
+// inputs [M_i, in_features] in options.compute_dtype; parameters are the local shards of the weights, each followed by
 // its bias if it has one. Returns one y [M_i, end - begin] for each projection, in options.compute_dtype.
 std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at::Tensor>& inputs,
                                        const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,

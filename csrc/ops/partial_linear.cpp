@@ -32,23 +32,23 @@ at::Tensor partial_linear_forward(Executor& executor, const at::Tensor& x, const
                                   const RotationOptions& options) {
   check_operand(executor, options, "an input", x, shape.in_features);
   const PartialCut cut(shape, executor.ranks());
-  std::vector<Part> parts{weight_part(shape, cut.sizes, options.compute_dtype)};
-  std::vector<at::Tensor> home;
-  home.reserve(2);
-  home.push_back(weight);
+  std::vector<TensorLayout> layouts{weight_layout(shape, cut.sizes, options.compute_dtype)};
+  std::vector<at::Tensor> local;
+  local.reserve(2);
+  local.push_back(weight);
   if (bias) {
-    parts.push_back(bias_part(shape, cut.bias_sizes, options.compute_dtype));
-    home.push_back(*bias);
+    layouts.push_back(bias_layout(shape, cut.bias_sizes, options.compute_dtype));
+    local.push_back(*bias);
   }
-  Cargo cargo = travelling_weights(executor, options, std::move(parts), std::move(home));
-  for (size_t part = 0; part < cargo.parts.size(); ++part) {
-    check_home(executor, options, part == 0 ? "weight" : "bias", cargo.home[part], cargo.parts[part]);
+  ShardBundle bundle = travelling_weights(executor, options, std::move(layouts), std::move(local));
+  for (size_t index = 0; index < bundle.layouts.size(); ++index) {
+    check_local(executor, options, index == 0 ? "weight" : "bias", bundle.local[index], bundle.layouts[index]);
   }
 
   ProductSum sum(x.size(0), shape.out_features, x.options());
   const at::Tensor whole_bias = bias ? at::empty({shape.out_features}, x.options()) : at::Tensor();
-  const Schedule& schedule = forward_schedule(executor, options, cargo);
-  Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+  const Schedule& schedule = forward_schedule(executor, options, bundle);
+  Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
   while (const Step* step = pass.next()) {
     const auto shard = pass.weight();
     if (cut.sizes[step->owner] > 0) sum.add(cut.columns(x, step->owner), outputs_first(shard[0], shape).t());
@@ -69,21 +69,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor&
   const PartialCut cut(shape, executor.ranks());
   const Gradients gradients(
       executor, options,
-      {weight_part(shape, cut.sizes, options.reduce_dtype), bias_part(shape, cut.bias_sizes, options.reduce_dtype)},
+      {weight_layout(shape, cut.sizes, options.reduce_dtype), bias_layout(shape, cut.bias_sizes, options.reduce_dtype)},
       {needs.weight, needs.bias});
   constexpr int kWeight = 0, kBias = 1;
 
-  std::optional<Cargo> weights;
+  std::optional<ShardBundle> weights;
   at::Tensor dx;
   if (needs.x) {
-    weights = travelling_weights(executor, options, {weight_part(shape, cut.sizes, options.compute_dtype)}, {weight});
-    check_home(executor, options, "weight", weight, weights->parts[0]);
+    weights = travelling_weights(executor, options, {weight_layout(shape, cut.sizes, options.compute_dtype)}, {weight});
+    check_local(executor, options, "weight", weight, weights->layouts[0]);
     dx = executor.results().empty({dy.size(0), shape.in_features}, dy.options());
   }
 
   const Schedule& schedule =
       backward_schedule(executor, options, weights, {.dgrad = needs.x, .wgrad = gradients.any()});
-  Execution pass(executor, schedule, std::move(weights), gradients.cargo(), options.name + " backward");
+  Execution pass(executor, schedule, std::move(weights), gradients.bundle(), options.name + " backward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;
     if (step->compute == Compute::dgrad) {

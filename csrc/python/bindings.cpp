@@ -7,7 +7,7 @@
 #include "engine/executor.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
-#include "python/parts.h"
+#include "python/internal.h"
 #include "schedule/schedule.h"
 #include "transport/c10d.h"
 #include "transport/ce/ce.h"
@@ -126,22 +126,22 @@ void bind_transports(py::module_& m) {
 // The shape of every owner's shard, of every tensor that travels.
 using Shapes = std::vector<std::vector<std::vector<int64_t>>>;
 
-Cargo make_cargo(const std::vector<at::Tensor>& home, const Shapes& shapes,
-                 std::optional<at::ScalarType> dtype = std::nullopt) {
-  RTP_CHECK_VALUE(!home.empty() && home.size() == shapes.size(), "expected shapes for ", home.size(), " tensors, got ",
-                  shapes.size());
-  Cargo cargo;
-  for (size_t part = 0; part < home.size(); ++part) {
-    cargo.parts.push_back({dtype.value_or(home[part].scalar_type()), shapes[part]});
-    cargo.home.push_back(home[part]);
+ShardBundle make_bundle(const std::vector<at::Tensor>& local, const Shapes& shapes,
+                        std::optional<at::ScalarType> dtype = std::nullopt) {
+  RTP_CHECK_VALUE(!local.empty() && local.size() == shapes.size(), "expected shapes for ", local.size(),
+                  " tensors, got ", shapes.size());
+  ShardBundle bundle;
+  for (size_t index = 0; index < local.size(); ++index) {
+    bundle.layouts.push_back({dtype.value_or(local[index].scalar_type()), shapes[index]});
+    bundle.local.push_back(local[index]);
   }
-  return cargo;
+  return bundle;
 }
 
-Cargo weight_cargo(const Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes,
-                   const RotationOptions& options) {
-  Cargo cargo = make_cargo(home, shapes, options.compute_dtype);
-  return travelling_weights(executor, options, std::move(cargo.parts), std::move(cargo.home));
+ShardBundle weight_bundle(const Executor& executor, const std::vector<at::Tensor>& local, const Shapes& shapes,
+                          const RotationOptions& options) {
+  ShardBundle bundle = make_bundle(local, shapes, options.compute_dtype);
+  return travelling_weights(executor, options, std::move(bundle.layouts), std::move(bundle.local));
 }
 
 void bind_executor(py::module_& m) {
@@ -168,8 +168,8 @@ void bind_executor(py::module_& m) {
       .def(
           "prefetch", [](Executor& e, bool on) { e.prefetcher().enable(on); }, py::arg("on"))
       .def(
-          "allow_late", [](Executor& e, size_t passes) { e.deferred_reductions().allow(passes); }, py::arg("passes"),
-          "How many gradients may land after the pass that they are of.")
+          "allow_deferred", [](Executor& e, size_t passes) { e.deferred_reductions().allow(passes); },
+          py::arg("passes"), "How many gradients may land after the pass that they are of.")
       .def("land", &Executor::finish_reduction, py::arg("gradient"), py::call_guard<NoGil>())
       .def("landed_late", [](Executor& e) { return e.deferred_reductions().finished(); })
       .def("prefetched", [](Executor& e) { return std::pair(e.prefetcher().sent(), e.prefetcher().used()); })
@@ -191,37 +191,37 @@ void bind_executor(py::module_& m) {
   py::class_<Execution>(m, "Execution", "One pass driven from Python: rotate and collect.")
       .def_static(
           "rotate",
-          [](Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes, const std::string& route,
+          [](Executor& executor, const std::vector<at::Tensor>& local, const Shapes& shapes, const std::string& route,
              bool reverse) {
             ScheduleOptions options;
             options.pass = reverse ? Pass::backward : Pass::forward;
             options.wgrad = false;
             options.route = parse_route(route);
-            return std::make_unique<Execution>(executor, executor.schedule(options), make_cargo(home, shapes),
+            return std::make_unique<Execution>(executor, executor.schedule(options), make_bundle(local, shapes),
                                                std::nullopt, "rotate");
           },
-          py::arg("executor"), py::arg("home"), py::arg("shapes"), py::arg("route"), py::arg("reverse"),
+          py::arg("executor"), py::arg("local"), py::arg("shapes"), py::arg("route"), py::arg("reverse"),
           py::keep_alive<0, 1>(), py::call_guard<NoGil>())
       .def_static(
           "collect",
-          [](Executor& executor, const std::vector<at::Tensor>& home, const Shapes& shapes, const std::string& route) {
+          [](Executor& executor, const std::vector<at::Tensor>& local, const Shapes& shapes, const std::string& route) {
             ScheduleOptions options;
             options.pass = Pass::backward;
             options.dgrad = false;
             options.route = parse_route(route);
             options.receive_in_slots = !executor.transport().receives_anywhere();
             return std::make_unique<Execution>(executor, executor.schedule(options), std::nullopt,
-                                               make_cargo(home, shapes), "collect");
+                                               make_bundle(local, shapes), "collect");
           },
-          py::arg("executor"), py::arg("home"), py::arg("shapes"), py::arg("route") = "ring", py::keep_alive<0, 1>(),
+          py::arg("executor"), py::arg("local"), py::arg("shapes"), py::arg("route") = "ring", py::keep_alive<0, 1>(),
           py::call_guard<NoGil>())
       .def_static(
           "forward",
           [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
              const RotationOptions& options) {
-            Cargo cargo = weight_cargo(executor, weights, shapes, options);
-            const Schedule& schedule = forward_schedule(executor, options, cargo);
-            return std::make_unique<Execution>(executor, schedule, std::move(cargo), std::nullopt,
+            ShardBundle bundle = weight_bundle(executor, weights, shapes, options);
+            const Schedule& schedule = forward_schedule(executor, options, bundle);
+            return std::make_unique<Execution>(executor, schedule, std::move(bundle), std::nullopt,
                                                options.name + " forward");
           },
           py::arg("executor"), py::arg("weights"), py::arg("shapes"), py::arg("options"), py::keep_alive<0, 1>(),
@@ -231,9 +231,9 @@ void bind_executor(py::module_& m) {
           [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
              const std::vector<at::Tensor>& gradients, const Shapes& gradient_shapes, const RotationOptions& options,
              bool dgrad, bool bundle) {
-            std::optional<Cargo> weight, gradient;
-            if (!weights.empty()) weight = weight_cargo(executor, weights, shapes, options);
-            if (!gradients.empty()) gradient = travelling_gradients(make_cargo(gradients, gradient_shapes), options);
+            std::optional<ShardBundle> weight, gradient;
+            if (!weights.empty()) weight = weight_bundle(executor, weights, shapes, options);
+            if (!gradients.empty()) gradient = travelling_gradients(make_bundle(gradients, gradient_shapes), options);
             const Schedule& schedule = backward_schedule(
                 executor, options, weight, {dgrad, gradient.has_value(), bundle, options.halves && !bundle});
             return std::make_unique<Execution>(executor, schedule, std::move(weight), std::move(gradient),
@@ -257,25 +257,25 @@ void bind_executor(py::module_& m) {
 void bind_operations(py::module_& m) {
   py::class_<RotationOptions>(m, "RotationOptions")
       .def(py::init([](const std::string& route, bool in_place, at::ScalarType compute, at::ScalarType reduce,
-                       int64_t slot_cap, bool halves, const std::string& name, bool late,
+                       int64_t slot_cap, bool halves, const std::string& name, bool deferred,
                        const std::optional<std::string>& travel, const std::string& gradient_route,
-                       bool gradients_quantised) {
+                       bool gradients_quantized) {
              return RotationOptions{parse_route(route),
                                     in_place,
                                     compute,
                                     reduce,
                                     slot_cap,
                                     halves,
-                                    late,
+                                    deferred,
                                     name,
                                     parse_wire(travel),
                                     parse_gradient_route(gradient_route),
-                                    gradients_quantised};
+                                    gradients_quantized};
            }),
            py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
            py::arg("slot_cap"), py::arg("halves"), py::arg("name"), py::arg("late") = false,
-           py::arg("travel") = py::none(), py::arg("gradient_route") = "chain", py::arg("gradients_quantised") = false)
-      .def_property_readonly("home_dtype", &RotationOptions::home_dtype);
+           py::arg("travel") = py::none(), py::arg("gradient_route") = "chain", py::arg("gradients_quantized") = false)
+      .def_property_readonly("local_dtype", &RotationOptions::local_dtype);
   py::class_<LinearShape>(m, "LinearShape")
       .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed) {
              return LinearShape{out_features, in_features, by_outputs, transposed};

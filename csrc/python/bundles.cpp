@@ -1,7 +1,7 @@
 #include "ops/bundles/cross_entropy.h"
 #include "ops/bundles/experts.h"
 #include "ops/bundles/mlp.h"
-#include "python/parts.h"
+#include "python/internal.h"
 
 namespace rtp {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/checks.h"
-#include "python/parts.h"
+#include "python/internal.h"
 #include "schedule/waves.h"
 
 namespace rtp {
@@ -31,38 +31,39 @@ void bind_footprint(py::module_& m) {
       .def_readonly("free_weight", &Footprint::free_weight)
       .def_readonly("free_gradient", &Footprint::free_gradient);
   py::class_<OperationSize>(m, "OperationSize", "One rotated operation in numbers: its largest shard.")
-      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool>>& parts, bool bundle, bool in_pieces,
-                       const std::vector<size_t>& biases, bool late) {
-             OperationSize operation{{}, bundle, in_pieces, biases, late};
-             for (const auto& [rows, elements, backward] : parts) operation.parts.push_back({rows, elements, backward});
+      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool>>& tensors, bool bundle, bool in_chunks,
+                       const std::vector<size_t>& biases, bool deferred) {
+             OperationSize operation{{}, bundle, in_chunks, biases, deferred};
+             for (const auto& [rows, elements, backward] : tensors)
+               operation.tensors.push_back({rows, elements, backward});
              return operation;
            }),
-           py::arg("parts"), py::arg("bundle"), py::arg("in_pieces"), py::arg("biases") = std::vector<size_t>{},
+           py::arg("tensors"), py::arg("bundle"), py::arg("in_chunks"), py::arg("biases") = std::vector<size_t>{},
            py::arg("late") = true,
            "parts: rows, numbers in each, and whether it travels in backward too. biases: the places of those that "
            "never travel in fewer bits. late: whether its gradients may land after its pass.")
       .def(
-          "pieces",
+          "chunks",
           [](const OperationSize& operation, int64_t element_bytes, int64_t cap) {
-            const Pieces pieces = operation.pieces(element_bytes, cap);
-            return std::pair(pieces.count, pieces.rows);
+            const Chunks chunks = operation.chunks(element_bytes, cap);
+            return std::pair(chunks.count, chunks.rows);
           },
           py::arg("element_bytes"), py::arg("cap"), "How many, and the rows of the largest.");
   m.def(
       "footprint",
       [](const std::vector<OperationSize>& operations, int ranks, bool in_place, bool sends_anywhere,
-         bool receives_anywhere, bool cast, int64_t compute_bytes, int64_t reduce_bytes, int64_t slot_cap, int late,
+         bool receives_anywhere, bool cast, int64_t compute_bytes, int64_t reduce_bytes, int64_t slot_cap, int deferred,
          const std::string& route, int hosts, const std::string& gradient_route, int64_t sum_bytes,
-         bool gradients_quantised, const std::optional<std::string>& travel) {
+         bool gradients_quantized, const std::optional<std::string>& travel) {
         const Travel reach{cast, sends_anywhere, receives_anywhere};
-        return footprint(
-            operations, {ranks, reach, in_place, compute_bytes, reduce_bytes, slot_cap, late, parse_route(route), hosts,
-                         parse_gradient_route(gradient_route), sum_bytes, gradients_quantised, parse_wire(travel)});
+        return footprint(operations, {ranks, reach, in_place, compute_bytes, reduce_bytes, slot_cap, deferred,
+                                      parse_route(route), hosts, parse_gradient_route(gradient_route), sum_bytes,
+                                      gradients_quantized, parse_wire(travel)});
       },
       py::arg("operations"), py::kw_only(), py::arg("ranks"), py::arg("in_place"), py::arg("sends_anywhere"),
       py::arg("receives_anywhere"), py::arg("cast"), py::arg("compute_bytes"), py::arg("reduce_bytes"),
       py::arg("slot_cap"), py::arg("late") = 0, py::arg("route") = "ring", py::arg("hosts") = 1,
-      py::arg("gradient_route") = "chain", py::arg("sum_bytes") = 4, py::arg("gradients_quantised") = false,
+      py::arg("gradient_route") = "chain", py::arg("sum_bytes") = 4, py::arg("gradients_quantized") = false,
       py::arg("travel") = py::none());
   m.def(
       "wire_bytes",

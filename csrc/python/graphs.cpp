@@ -1,5 +1,5 @@
 #include "engine/pass_graph.h"
-#include "python/parts.h"
+#include "python/internal.h"
 
 namespace rtp {
 
@@ -14,7 +14,7 @@ void bind_graphs(py::module_& m, ExecutorClass& executor) {
       .def(
           "generation", [](Executor& e) { return e.pool().generation(); }, "Of the slots that graphs know.")
       .def(
-          "captured", [](Executor& e) { return e.lanes().capture() != 0; }, "Whether the caller captures a graph.")
+          "captured", [](Executor& e) { return e.streams().capture() != 0; }, "Whether the caller captures a graph.")
       .def("traced", [](Executor& e) { return e.trace().on(); })
       .def(
           "note_results", [](Executor& e) { e.results().note(); },

@@ -8,10 +8,10 @@
 #include "compute/gemm/grouped.h"
 #include "compute/logits.h"
 #include "compute/pack.h"
-#include "compute/quantise.h"
+#include "compute/quantize.h"
 #include "compute/vectorised.h"
 #include "ops/embedding.h"
-#include "python/parts.h"
+#include "python/internal.h"
 
 namespace rtp {
 namespace {
@@ -74,11 +74,11 @@ void bind_kernels(py::module_& parent) {
   m.def("instruction_sets", &instruction_sets);
   m.def("instruction_set", &instruction_set_name);
   m.def("set_instruction_set", &set_instruction_set, py::arg("name"));
-  m.def("quantised_bytes", &quantised_bytes, py::arg("numbers"));
-  m.def("quantise", &quantise, py::arg("bytes"), py::arg("values"));
-  m.def("dequantise", &dequantise, py::arg("out"), py::arg("bytes"));
-  m.def("dequantise_add", &dequantise_add, py::arg("sum"), py::arg("bytes"));
-  m.def("add_widened", &add_widened, py::arg("sum"), py::arg("values"));
+  m.def("quantized_bytes", &quantized_bytes, py::arg("numbers"));
+  m.def("quantize", &quantize, py::arg("bytes"), py::arg("values"));
+  m.def("dequantize", &dequantize, py::arg("out"), py::arg("bytes"));
+  m.def("dequantize_add", &dequantize_add, py::arg("sum"), py::arg("bytes"));
+  m.def("add_converted", &add_converted, py::arg("sum"), py::arg("values"));
   m.def(
       "gemm",
       [](const at::Tensor& out, const OptionalTensor& in, const at::Tensor& a, const at::Tensor& b, double alpha) {

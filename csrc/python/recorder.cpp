@@ -1,7 +1,7 @@
 #include <string_view>
 
 #include "base/crc32c.h"
-#include "python/parts.h"
+#include "python/internal.h"
 #include "transport/checked.h"
 
 namespace rtp {

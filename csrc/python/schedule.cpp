@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "base/checks.h"
-#include "python/parts.h"
+#include "python/internal.h"
 #include "schedule/hazards.h"
 
 namespace rtp {
@@ -92,23 +92,23 @@ void bind_schedule(py::module_& m) {
       .def_property_readonly("route", [](const Schedule& schedule) { return name(schedule.options.route); })
       .def_property_readonly("in_place", [](const Schedule& schedule) { return schedule.options.in_place; })
       .def_property_readonly("halves", [](const Schedule& schedule) { return schedule.options.halves; })
-      .def_property_readonly("late", [](const Schedule& schedule) { return schedule.options.late; })
-      .def_property_readonly("two_lanes", [](const Schedule& schedule) { return schedule.options.two_lanes; })
+      .def_property_readonly("late", [](const Schedule& schedule) { return schedule.options.deferred; })
+      .def_property_readonly("two_lanes", [](const Schedule& schedule) { return schedule.options.two_streams; })
       .def_property_readonly("hosts", [](const Schedule& schedule) { return schedule.options.hosts; })
       .def_property_readonly("gradient_route",
                              [](const Schedule& schedule) { return name(schedule.options.gradient_route); })
-      .def_property_readonly("narrow", [](const Schedule& schedule) { return schedule.options.narrow; })
+      .def_property_readonly("narrow", [](const Schedule& schedule) { return schedule.options.rounded; })
       .def_readonly("steps", &Schedule::steps)
       .def_readonly("weight_slots", &Schedule::weight_slots)
       .def_readonly("gradient_slots", &Schedule::gradient_slots);
   m.def(
       "make_schedule",
       [](int ranks, int rank, const std::string& pass, const std::string& route, bool in_place, bool dgrad, bool wgrad,
-         bool receive_in_slots, bool bundle, bool halves, bool two_lanes, bool late, int hosts,
-         const std::string& gradient_route, bool narrow) {
+         bool receive_in_slots, bool bundle, bool halves, bool two_streams, bool deferred, int hosts,
+         const std::string& gradient_route, bool rounded) {
         return make_schedule(ranks, rank,
                              {parse_pass(pass), parse_route(route), in_place, dgrad, wgrad, receive_in_slots, bundle,
-                              halves, two_lanes, late, hosts, parse_gradient_route(gradient_route), narrow});
+                              halves, two_streams, deferred, hosts, parse_gradient_route(gradient_route), rounded});
       },
       py::arg("ranks"), py::arg("rank"), py::kw_only(), py::arg("pass_"), py::arg("route") = "ring",
       py::arg("in_place") = false, py::arg("dgrad") = true, py::arg("wgrad") = true,

@@ -1,6 +1,6 @@
 #include <torch/csrc/utils/pybind.h>
 
-#include "python/parts.h"
+#include "python/internal.h"
 
 namespace rtp {
 namespace {
@@ -16,11 +16,11 @@ py::dict keywords(const ScheduleOptions& options) {
   made["receive_in_slots"] = options.receive_in_slots;
   made["bundle"] = options.bundle;
   made["halves"] = options.halves;
-  made["two_lanes"] = options.two_lanes;
-  made["late"] = options.late;
+  made["two_lanes"] = options.two_streams;
+  made["late"] = options.deferred;
   made["hosts"] = options.hosts;
   made["gradient_route"] = name(options.gradient_route);
-  made["narrow"] = options.narrow;
+  made["narrow"] = options.rounded;
   return made;
 }
 

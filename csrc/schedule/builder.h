@@ -25,14 +25,14 @@ class Builder {
     if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;  // a bundle works shard by shard
     const bool direct = chosen.gradient_route == GradientRoute::direct && chosen.pass == Pass::backward &&
                         chosen.wgrad && chosen.route != Route::gather && chosen.route != Route::two_level;
-    chosen.narrow = chosen.narrow && direct && ranks > 1;
+    chosen.rounded = chosen.rounded && direct && ranks > 1;
     // Of two ranks each sends the other one contribution either way, and the chain takes no addition.
-    chosen.gradient_route = direct && (ranks > 2 || chosen.narrow) ? GradientRoute::direct : GradientRoute::chain;
+    chosen.gradient_route = direct && (ranks > 2 || chosen.rounded) ? GradientRoute::direct : GradientRoute::chain;
     chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
                     chosen.route != Route::two_level && chosen.wgrad && chosen.gradient_route == GradientRoute::chain;
-    chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.route != Route::gather;
-    chosen.late = chosen.late && chosen.pass == Pass::backward && chosen.route != Route::gather &&
-                  chosen.route != Route::two_level && chosen.wgrad && !chosen.halves;
+    chosen.two_streams = chosen.two_streams && !chosen.bundle && chosen.route != Route::gather;
+    chosen.deferred = chosen.deferred && chosen.pass == Pass::backward && chosen.route != Route::gather &&
+                      chosen.route != Route::two_level && chosen.wgrad && !chosen.halves;
   }
 
   int ranks() const { return schedule_.ranks; }
@@ -94,7 +94,7 @@ class Builder {
     step.gradient_in = gradient_in;
     step.gradient_out = gradient_out;
     step.half = half;
-    if (options().two_lanes) {
+    if (options().two_streams) {
       step.lane = kind == Compute::forward ? forwards_++ % 2 : (kind == Compute::wgrad ? 1 : 0);
     }
     schedule_.steps.push_back(step);

@@ -28,7 +28,7 @@ class DirectGradients {
   Buffer arriving() { return builder_.slot(Channel::gradient, builder_.ranks() > 2 ? 2 : 1); }
 
   Builder& builder_;
-  bool started_ = false;  // whether the home tensor holds a sum yet
+  bool started_ = false;  // whether the local tensor holds a sum yet
 };
 
 }  // namespace rtp

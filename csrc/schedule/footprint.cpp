@@ -6,7 +6,7 @@
 #include <map>
 
 #include "base/checks.h"
-#include "base/quantised.h"
+#include "base/quantized.h"
 
 namespace rtp {
 namespace {
@@ -42,11 +42,11 @@ class Walk {
  public:
   Walk(const std::vector<OperationSize>& operations, const StepSize& step) : step_(step) {
     for (const OperationSize& operation : operations) {
-      const Pieces pieces = operation.pieces(step.widest(), step.slot_cap);
+      const Chunks chunks = operation.chunks(step.widest(), step.slot_cap);
       std::vector<PassSize> forward, backward;
-      for (int64_t piece = 0; piece < pieces.count; ++piece) {
-        forward.push_back(pass(operation, pieces, piece, Pass::forward));
-        backward.push_back(pass(operation, pieces, piece, Pass::backward));
+      for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
+        forward.push_back(pass(operation, chunks, chunk, Pass::forward));
+        backward.push_back(pass(operation, chunks, chunk, Pass::backward));
       }
       passes_[0].insert(passes_[0].end(), forward.begin(), forward.end());
       passes_[1].insert(passes_[1].begin(), backward.begin(), backward.end());
@@ -87,35 +87,35 @@ class Walk {
   // Bytes of a slot for the parts that travel, each as large as `bytes_of` its place and its numbers; none where there
   // are none.
   template <typename Bytes>
-  static std::optional<int64_t> slot_bytes(const OperationSize& operation, const Pieces& pieces, int64_t piece,
+  static std::optional<int64_t> slot_bytes(const OperationSize& operation, const Chunks& chunks, int64_t chunk,
                                            bool all, Bytes&& bytes_of) {
     std::vector<int64_t> sizes;
-    for (size_t place = 0; place < operation.parts.size(); ++place) {
-      const OperationSize::Part& part = operation.parts[place];
-      if (!all && !part.in_backward) continue;
-      const int64_t rows = pieces.count == 1 ? part.rows : pieces.of(piece, part.rows).count;
-      sizes.push_back(bytes_of(place, rows * part.row_elements));
+    for (size_t place = 0; place < operation.tensors.size(); ++place) {
+      const OperationSize::TensorSize& tensor = operation.tensors[place];
+      if (!all && !tensor.in_backward) continue;
+      const int64_t rows = chunks.count == 1 ? tensor.rows : chunks.of(chunk, tensor.rows).count;
+      sizes.push_back(bytes_of(place, rows * tensor.row_elements));
     }
     if (sizes.empty()) return std::nullopt;
-    return packed_bytes(sizes.size(), [&](size_t part) { return sizes[part]; });
+    return packed_bytes(sizes.size(), [&](size_t tensor) { return sizes[tensor]; });
   }
 
-  PassSize pass(const OperationSize& operation, const Pieces& pieces, int64_t piece, Pass kind) {
+  PassSize pass(const OperationSize& operation, const Chunks& chunks, int64_t chunk, Pass kind) {
     const bool forward = kind == Pass::forward;
     PassSize pass{};
-    const auto narrowed = [&](size_t part) {
-      return step_.ranks > 1 && !operation.is_bias(part) && narrows(step_.wire, step_.compute_bytes);
+    const auto quantized = [&](size_t tensor) {
+      return step_.ranks > 1 && !operation.is_bias(tensor) && quantizes(step_.wire, step_.compute_bytes);
     };
     const bool all = forward || operation.bundle;
-    pass.weight = slot_bytes(operation, pieces, piece, all, [&](size_t part, int64_t numbers) {
-      return wire_bytes(numbers, narrowed(part) ? step_.wire : Wire::plain, step_.compute_bytes);
+    pass.weight = slot_bytes(operation, chunks, chunk, all, [&](size_t tensor, int64_t numbers) {
+      return wire_bytes(numbers, quantized(tensor) ? step_.wire : Wire::plain, step_.compute_bytes);
     });
-    pass.scratch = slot_bytes(operation, pieces, piece, all, [&](size_t part, int64_t numbers) {
-                     return narrowed(part) ? numbers * step_.compute_bytes : 0;
+    pass.scratch = slot_bytes(operation, chunks, chunk, all, [&](size_t tensor, int64_t numbers) {
+                     return quantized(tensor) ? numbers * step_.compute_bytes : 0;
                    }).value_or(0);
-    const Wire gradient = step_.direct_gradients() && step_.gradients_quantised ? Wire::int8 : Wire::plain;
+    const Wire gradient = step_.direct_gradients() && step_.gradients_quantized ? Wire::int8 : Wire::plain;
     if (!forward) {
-      pass.gradient = slot_bytes(operation, pieces, piece, true, [&](size_t, int64_t numbers) {
+      pass.gradient = slot_bytes(operation, chunks, chunk, true, [&](size_t, int64_t numbers) {
         return wire_bytes(numbers, gradient, step_.reduce_bytes);
       });
     }
@@ -125,18 +125,18 @@ class Walk {
     options.pass = kind;
     options.route = step_.route;
     options.hosts = step_.hosts;
-    options.in_place = step_.in_place && pieces.count == 1 && pass.weight && travel.in_place();
+    options.in_place = step_.in_place && chunks.count == 1 && pass.weight && travel.in_place();
     options.dgrad = pass.weight.has_value();
     options.bundle = operation.bundle && !forward;
     options.receive_in_slots = !forward && !step_.travel.receives_anywhere;
-    options.late = step_.late > 0 && operation.late && !forward && pieces.count == 1;
+    options.deferred = step_.deferred > 0 && operation.deferred && !forward && chunks.count == 1;
     options.gradient_route = step_.gradient_route;
-    options.narrow = step_.narrow();
+    options.rounded = step_.rounded();
     auto& known = schedules_[options];
     if (known.steps.empty()) known = make_schedule(step_.ranks, 0, options);
     pass.schedule = &known;
-    if (known.options.narrow) {
-      pass.sum = slot_bytes(operation, pieces, piece, true,
+    if (known.options.rounded) {
+      pass.sum = slot_bytes(operation, chunks, chunk, true,
                             [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; });
     }
     pass.staged = pass.weight && travel.staged(known.hops(Channel::weight) > 0);
@@ -188,7 +188,7 @@ class Walk {
     } else {
       for (const int64_t slot : gradients) gradients_.give_back(slot);
     }
-    finish_all_but(step_.late);
+    finish_all_but(step_.deferred);
     return ahead;
   }
 
@@ -220,24 +220,24 @@ Rows half_rows(Half half, int64_t rows) {
   return half == Half::first ? Rows{0, first} : Rows{first, rows - first};
 }
 
-Rows Pieces::of(int64_t piece, int64_t shard_rows) const {
-  const int64_t first = std::min(piece * rows, shard_rows);
+Rows Chunks::of(int64_t chunk, int64_t shard_rows) const {
+  const int64_t first = std::min(chunk * rows, shard_rows);
   return {first, std::min(shard_rows - first, rows)};
 }
 
-Pieces cut_in_pieces(int64_t most, int64_t row_bytes, int64_t cap) {
+Chunks cut_in_chunks(int64_t most, int64_t row_bytes, int64_t cap) {
   int64_t rows = std::max<int64_t>(most, 1);
   if (cap > 0) rows = std::clamp<int64_t>(cap / std::max<int64_t>(row_bytes, 1), 1, rows);
   return {rows, std::max<int64_t>((most + rows - 1) / rows, 1)};
 }
 
-bool narrows(Wire wire, int64_t compute_bytes) {
+bool quantizes(Wire wire, int64_t compute_bytes) {
   return wire == Wire::int8 || (wire == Wire::bfloat16 && compute_bytes > 2);
 }
 
 int64_t wire_bytes(int64_t numbers, Wire wire, int64_t compute_bytes) {
-  if (!narrows(wire, compute_bytes)) return numbers * compute_bytes;
-  return wire == Wire::int8 ? quantised_bytes(numbers) : numbers * 2;
+  if (!quantizes(wire, compute_bytes)) return numbers * compute_bytes;
+  return wire == Wire::int8 ? quantized_bytes(numbers) : numbers * 2;
 }
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -266,11 +266,11 @@ std::optional<Spare> spare_before(const Schedule& schedule, size_t position, boo
   return spare;
 }
 
-Pieces OperationSize::pieces(int64_t element_bytes, int64_t cap) const {
-  RTP_CHECK_VALUE(!parts.empty(), "footprint: expected at least one part of every operation, got none");
+Chunks OperationSize::chunks(int64_t element_bytes, int64_t cap) const {
+  RTP_CHECK_VALUE(!tensors.empty(), "footprint: expected at least one part of every operation, got none");
   int64_t row_bytes = 0;
-  for (const Part& part : parts) row_bytes += part.row_elements * element_bytes;
-  return cut_in_pieces(parts[0].rows, row_bytes, in_pieces ? cap : 0);
+  for (const TensorSize& tensor : tensors) row_bytes += tensor.row_elements * element_bytes;
+  return cut_in_chunks(tensors[0].rows, row_bytes, in_chunks ? cap : 0);
 }
 
 Footprint footprint(const std::vector<OperationSize>& operations, const StepSize& step) {

@@ -27,13 +27,13 @@ Rows half_rows(Half half, int64_t rows);
 
 // How the shards of one operation are cut where the largest is above the slot cap: `rows` rows in each piece, the last
 // fewer. At least one piece.
-struct Pieces {
+struct Chunks {
   int64_t rows, count;
 
-  Rows of(int64_t piece, int64_t shard_rows) const;
+  Rows of(int64_t chunk, int64_t shard_rows) const;
 };
 // `most`: rows of the largest shard. `row_bytes`: of one of them, while it travels. `cap`: bytes; 0: none.
-Pieces cut_in_pieces(int64_t most, int64_t row_bytes, int64_t cap);
+Chunks cut_in_chunks(int64_t most, int64_t row_bytes, int64_t cap);
 
 // Parts of a slot begin at multiples of 64 bytes: a cache line, and any vector load.
 int64_t aligned(int64_t bytes);
@@ -41,9 +41,9 @@ int64_t aligned(int64_t bytes);
 // Bytes that `parts` parts take in a slot, one after the other; that is where the next one begins. `bytes_of(part)`:
 // its own.
 template <typename Bytes>
-int64_t packed_bytes(size_t parts, Bytes&& bytes_of) {
+int64_t packed_bytes(size_t tensors, Bytes&& bytes_of) {
   int64_t total = 0;
-  for (size_t part = 0; part < parts; ++part) total += aligned(bytes_of(part));
+  for (size_t tensor = 0; tensor < tensors; ++tensor) total += aligned(bytes_of(tensor));
   return total;
 }
 
@@ -51,11 +51,11 @@ int64_t packed_bytes(size_t parts, Bytes&& bytes_of) {
 enum class Wire : uint8_t { plain, bfloat16, int8 };
 
 // Whether that has fewer bits than a number of `compute_bytes`, and the bytes of so many numbers. In 8 bits they have
-// scales of their own, as base/quantised.h says.
-bool narrows(Wire wire, int64_t compute_bytes);
+// scales of their own, as base/quantized.h says.
+bool quantizes(Wire wire, int64_t compute_bytes);
 int64_t wire_bytes(int64_t numbers, Wire wire, int64_t compute_bytes);
 
-// Where home shards may leave from and land.
+// Where local shards may leave from and land.
 struct Travel {
   bool cast = false;  // they travel in another dtype
   bool sends_anywhere = true;
@@ -69,7 +69,7 @@ struct Travel {
 };
 
 // What a pass can return before its compute at `position`: the weight slots that nothing names any more, and whether
-// the staged copy of the home shard is among them. Nothing while weight hops are due or more than one slot is in use:
+// the staged copy of the local shard is among them. Nothing while weight hops are due or more than one slot is in use:
 // the next pass's first shard then leaves too early.
 struct Spare {
   std::vector<int> slots;
@@ -156,19 +156,19 @@ class SlotLedger {
 
 // One rotated operation in numbers: the largest shard of everything that travels together.
 struct OperationSize {
-  struct Part {
+  struct TensorSize {
     int64_t rows;
     int64_t row_elements;
     bool in_backward;  // it travels in backward too
   };
-  std::vector<Part> parts;
+  std::vector<TensorSize> tensors;
   bool bundle = false;         // its weight gradients need what its input gradients compute
-  bool in_pieces = false;      // it travels in pieces where it is above the slot cap
+  bool in_chunks = false;      // it travels in pieces where it is above the slot cap
   std::vector<size_t> biases;  // the places of parts that never travel in fewer bits than they are computed with
-  bool late = true;            // its gradients may land late, where the step lets them
+  bool deferred = true;        // its gradients may land late, where the step lets them
 
-  bool is_bias(size_t part) const { return std::find(biases.begin(), biases.end(), part) != biases.end(); }
-  Pieces pieces(int64_t element_bytes, int64_t cap) const;
+  bool is_bias(size_t tensor) const { return std::find(biases.begin(), biases.end(), tensor) != biases.end(); }
+  Chunks chunks(int64_t element_bytes, int64_t cap) const;
 };
 
 struct StepSize {
@@ -178,16 +178,16 @@ struct StepSize {
   int64_t compute_bytes = 4;  // of a number of a weight that travels
   int64_t reduce_bytes = 4;   // and of a gradient
   int64_t slot_cap = kSlotCap;
-  int late = 0;  // gradients that may land after the pass that they are of
+  int deferred = 0;  // gradients that may land after the pass that they are of
   Route route = Route::ring;
   int hosts = 1;  // of route two_level
   GradientRoute gradient_route = GradientRoute::chain;
   int64_t sum_bytes = 4;  // of gradient route direct: of a number of a gradient at home
-  bool gradients_quantised = false;
+  bool gradients_quantized = false;
   Wire wire = Wire::plain;  // of weights
 
   bool direct_gradients() const { return gradient_route == GradientRoute::direct; }
-  bool narrow() const { return direct_gradients() && (gradients_quantised || reduce_bytes < sum_bytes); }
+  bool rounded() const { return direct_gradients() && (gradients_quantized || reduce_bytes < sum_bytes); }
   int64_t widest() const { return std::max({compute_bytes, reduce_bytes, direct_gradients() ? sum_bytes : 0}); }
 };
 

@@ -39,7 +39,7 @@ class WeightJourney {
     }
   }
 
-  // After an odd number of hops in place the home shard has come back into the slot.
+  // After an odd number of hops in place the local shard has come back into the slot.
   void settle() {
     const int ranks = builder_.ranks();
     if (builder_.options().in_place && ranks > 1 && ranks % 2 == 1) {
@@ -72,7 +72,7 @@ class GradientJourney {
   // Adds this rank's part to the gradient of shard r + s, 1 <= s <= R.
   void compute(int s) {
     const bool last = s == builder_.ranks();
-    const bool from_zero = last && builder_.options().late;
+    const bool from_zero = last && builder_.options().deferred;
     out_ = last ? home() : (partial_.exists() ? partial_ : slot(0));
     builder_.compute(Compute::wgrad, builder_.at(s), kNoBuffer, from_zero ? kNoBuffer : partial_, out_, half_);
   }
@@ -80,7 +80,7 @@ class GradientJourney {
     const int ranks = builder_.ranks();
     if (s == ranks) return;
     const ScheduleOptions& options = builder_.options();
-    const bool lands_home = s == ranks - 1 && !options.receive_in_slots && !options.late;
+    const bool lands_home = s == ranks - 1 && !options.receive_in_slots && !options.deferred;
     partial_ = lands_home ? home() : slot(s % 2);
     builder_.hop(Channel::gradient, builder_.at(-1), builder_.at(1), builder_.at(s), builder_.at(s + 1), out_, partial_,
                  half_);
@@ -88,7 +88,7 @@ class GradientJourney {
 
   // Adds what has arrived last, where the last product did not.
   void land() {
-    const bool due = builder_.options().late && partial_.exists();
+    const bool due = builder_.options().deferred && partial_.exists();
     if (due) builder_.local(Action::add, Channel::gradient, builder_.at(0), partial_, home());
   }
 

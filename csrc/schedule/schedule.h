@@ -36,7 +36,7 @@ enum class Compute : uint8_t { forward, dgrad, wgrad };
 
 enum class Action : uint8_t { hop, compute, copy, add };
 
-// A named piece of memory: the home tensor of a channel, one of its slots, or the slot that holds every owner's shard.
+// A named piece of memory: the local tensor of a channel, one of its slots, or the slot that holds every owner's shard.
 struct Buffer {
   Channel channel = Channel::weight;
   int slot = kHome;  // kHome, kWhole, or the index of a slot of this channel
@@ -88,8 +88,8 @@ struct Step {
   bool operator==(const Step&) const = default;
 };
 
-// One use of a buffer, by part: of the slot that holds every shard, the owner; of a home tensor that travels in halves,
-// the half.
+// One use of a buffer, by part: of the slot that holds every shard, the owner; of a local tensor that travels in
+// halves, the half.
 struct Access {
   Buffer buffer;
   int part = kAll;
@@ -109,22 +109,22 @@ struct ScheduleOptions {
 
   Pass pass = Pass::forward;
   Route route = Route::ring;
-  bool in_place = false;          // the home shard itself travels, and comes home in the last weight hop
+  bool in_place = false;          // the local shard itself travels, and comes home in the last weight hop
   bool dgrad = true;              // backward only: is the input gradient wanted (weights travel)
   bool wgrad = true;              // backward only: is the weight gradient wanted (gradients travel)
-  bool receive_in_slots = false;  // the transport can receive gradients in slots only, not in the home tensor
+  bool receive_in_slots = false;  // the transport can receive gradients in slots only, not in the local tensor
   bool bundle = false;            // backward only: wgrad(j) needs what dgrad(j) computed, so that weights always travel
   bool halves = false;            // backward only, not of bundles nor two levels: gradients travel in two halves
-  bool two_lanes = false;         // not of bundles: forwards alternate between lanes, dgrads and wgrads have one each
-  bool late = false;              // backward only: the pass may end before the last gradient hop has arrived, see below
+  bool two_streams = false;       // not of bundles: forwards alternate between lanes, dgrads and wgrads have one each
+  bool deferred = false;          // backward only: the pass may end before the last gradient hop has arrived, see below
   int hosts = 1;                  // of route two_level: how many, neighbours in the ring, each with as many ranks
   GradientRoute gradient_route = GradientRoute::chain;  // backward only: direct neither gathers nor has two levels
-  bool narrow = false;  // of gradient route direct: contributions travel in fewer bits than their sum has
+  bool rounded = false;  // of gradient route direct: contributions travel in fewer bits than their sum has
 
   // Whether both make the same hops. Lanes are each rank's own affair: they follow from its own tokens and device.
   bool same_hops(const ScheduleOptions& other) const {
     ScheduleOptions mine = *this;
-    mine.two_lanes = other.two_lanes;
+    mine.two_streams = other.two_streams;
     return mine == other;
   }
 };
@@ -147,9 +147,9 @@ struct Schedule {
   bool whole_weight = false;  // whether the steps name the slot that holds every shard
   bool whole_gradient = false;
 
-  // The gradient that arrives last is added to the home tensor by the last step, which nothing in the pass waits for:
+  // The gradient that arrives last is added to the local tensor by the last step, which nothing in the pass waits for:
   // it may run after the pass.
-  bool defers_reduction() const { return options.late && gradient_hops > 0; }
+  bool defers_reduction() const { return options.deferred && gradient_hops > 0; }
 
   int slots(Channel channel) const { return channel == Channel::weight ? weight_slots : gradient_slots; }
   int hops(Channel channel) const { return channel == Channel::weight ? weight_hops : gradient_hops; }

@@ -16,7 +16,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-constexpr size_t kMaxParts = 8;  // of a hop
+constexpr size_t kMaxTensors = 8;  // of a hop
 
 // The works of one hop. `outstanding` is shared with the transport so that an abort reaches them.
 class C10dTransfer : public Transfer {
@@ -75,22 +75,22 @@ class TransferHandle : public Transfer {
 };
 
 // Between GPUs hops run on streams of the process group.
-class UntimedLanes : public Lanes {
+class UntimedStreams : public Streams {
  public:
   Moment compute_moment() override {
     throw RotationError("transport c10d: hops between GPUs run on streams of the process group, which nobody can time");
   }
 };
 
-std::unique_ptr<Lanes> lanes_of(at::Device device) {
-  if (device.is_cuda()) return std::make_unique<UntimedLanes>();
-  return std::make_unique<Lanes>();
+std::unique_ptr<Streams> streams_of(at::Device device) {
+  if (device.is_cuda()) return std::make_unique<UntimedStreams>();
+  return std::make_unique<Streams>();
 }
 
 class C10dTransport : public Transport {
  public:
   C10dTransport(Group weight, Group gradient, at::Device device, std::chrono::milliseconds timeout)
-      : Transport(lanes_of(device)),
+      : Transport(streams_of(device)),
         groups_{std::move(weight), std::move(gradient)},
         device_(device),
         timeout_(timeout) {
@@ -100,29 +100,30 @@ class C10dTransport : public Transport {
   }
 
   const char* name() const override { return "c10d"; }
-  size_t most_parts() const override { return kMaxParts; }
+  size_t most_tensors() const override { return kMaxTensors; }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     auto transfer = std::make_shared<C10dTransfer>(hop, timeout_, device_.is_cpu());
     const Group group = this->group(hop.channel);
     // Ranks that are out of step must not take each other's messages: they time out instead.
-    const int tag = static_cast<int>(hop.identity() & 0x1ffffff) * static_cast<int>(kMaxParts);
-    RTP_ASSERT(hop.send.size() <= kMaxParts && hop.receive.size() <= kMaxParts, hop.describe(), " has too many parts");
+    const int tag = static_cast<int>(hop.identity() & 0x1ffffff) * static_cast<int>(kMaxTensors);
+    RTP_ASSERT(hop.send.size() <= kMaxTensors && hop.receive.size() <= kMaxTensors, hop.describe(),
+               " has too many parts");
     const auto filled = [](const std::vector<Span>& spans) {
       return std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.bytes > 0; });
     };
     const bool coalesced = device_.is_cuda() && (filled(hop.send) || filled(hop.receive));
     try {
       if (coalesced) group->startCoalescing(device_.type());
-      for (size_t part = 0; part < hop.receive.size(); ++part) {
-        if (hop.receive[part].bytes == 0) continue;
-        std::vector<at::Tensor> tensors{as_tensor(hop.receive[part])};
-        transfer->add_receive(group->recv(tensors, hop.from, tag + static_cast<int>(part)));
+      for (size_t index = 0; index < hop.receive.size(); ++index) {
+        if (hop.receive[index].bytes == 0) continue;
+        std::vector<at::Tensor> tensors{as_tensor(hop.receive[index])};
+        transfer->add_receive(group->recv(tensors, hop.from, tag + static_cast<int>(index)));
       }
-      for (size_t part = 0; part < hop.send.size(); ++part) {
-        if (hop.send[part].bytes == 0) continue;
-        std::vector<at::Tensor> tensors{as_tensor(hop.send[part])};
-        transfer->add_send(group->send(tensors, hop.to, tag + static_cast<int>(part)));
+      for (size_t index = 0; index < hop.send.size(); ++index) {
+        if (hop.send[index].bytes == 0) continue;
+        std::vector<at::Tensor> tensors{as_tensor(hop.send[index])};
+        transfer->add_send(group->send(tensors, hop.to, tag + static_cast<int>(index)));
       }
       if (coalesced) {
         transfer = std::make_shared<C10dTransfer>(hop, timeout_, device_.is_cpu());

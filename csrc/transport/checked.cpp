@@ -18,12 +18,12 @@ constexpr size_t kInFlight = 4096;  // hops of a channel whose own checksums are
 
 Word checksum(const std::vector<Span>& parts) {
   uint32_t sum = 0;
-  for (const Span& part : parts) sum = crc32c(part.data, part.bytes, sum);
+  for (const Span& index : parts) sum = crc32c(index.data, index.bytes, sum);
   return sum;
 }
 
 bool moves(const std::vector<Span>& parts) {
-  return std::any_of(parts.begin(), parts.end(), [](const Span& part) { return part.bytes > 0; });
+  return std::any_of(parts.begin(), parts.end(), [](const Span& index) { return index.bytes > 0; });
 }
 
 class CheckedTransfer : public Transfer {
@@ -49,10 +49,10 @@ class CheckedTransfer : public Transfer {
  private:
   void flip() {
     flipped_ = false;
-    for (const Span& part : hop_.receive) {
-      if (part.bytes == 0) continue;
-      const size_t inside = std::min((part.bytes / 2) | 6, part.bytes - 1);  // no least bit of a number
-      part.data[inside] ^= std::byte{0x10};
+    for (const Span& index : hop_.receive) {
+      if (index.bytes == 0) continue;
+      const size_t inside = std::min((index.bytes / 2) | 6, index.bytes - 1);  // no least bit of a number
+      index.data[inside] ^= std::byte{0x10};
       return;
     }
   }
@@ -74,7 +74,7 @@ class Checked : public CheckedTransport {
   bool alone() const override { return inner_->alone(); }
   bool sends_anywhere() const override { return inner_->sends_anywhere(); }
   bool receives_anywhere() const override { return inner_->receives_anywhere(); }
-  size_t most_parts() const override { return inner_->most_parts() - 1; }
+  size_t most_tensors() const override { return inner_->most_tensors() - 1; }
 
   void flip(Channel channel, int64_t number) override { flipped_[static_cast<size_t>(channel)] = number; }
 

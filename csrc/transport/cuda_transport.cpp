@@ -9,30 +9,30 @@ namespace {
 
 class StreamTransfer : public Transfer {
  public:
-  StreamTransfer(const CudaTransport& transport, CudaLanes& lanes, Mark sent, Mark received)
-      : transport_(transport), lanes_(lanes), sent_(std::move(sent)), received_(std::move(received)) {}
+  StreamTransfer(const CudaTransport& transport, CudaStreams& streams, StreamEvent sent, StreamEvent received)
+      : transport_(transport), lanes_(streams), sent_(std::move(sent)), received_(std::move(received)) {}
   void wait_received() override { wait(received_); }
   void wait_sent() override { wait(sent_); }
 
  private:
-  void wait(const Mark& end) {
+  void wait(const StreamEvent& end) {
     lanes_.order_compute_after(end);
     transport_.check();
   }
 
   const CudaTransport& transport_;
-  CudaLanes& lanes_;
-  Mark sent_, received_;
+  CudaStreams& lanes_;
+  StreamEvent sent_, received_;
 };
 
 }  // namespace
 
-CudaTransport::CudaTransport(at::Device device) : CudaTransport(device, std::make_unique<CudaLanes>(device)) {}
+CudaTransport::CudaTransport(at::Device device) : CudaTransport(device, std::make_unique<CudaStreams>(device)) {}
 
-CudaTransport::CudaTransport(at::Device device, std::unique_ptr<CudaLanes> lanes)
-    : Transport(std::move(lanes)), device_(device), lanes_(static_cast<CudaLanes&>(this->lanes())) {}
+CudaTransport::CudaTransport(at::Device device, std::unique_ptr<CudaStreams> streams)
+    : Transport(std::move(streams)), device_(device), lanes_(static_cast<CudaStreams&>(this->streams())) {}
 
-std::unique_ptr<Transfer> CudaTransport::transfer(Mark sent, Mark received) {
+std::unique_ptr<Transfer> CudaTransport::transfer(StreamEvent sent, StreamEvent received) {
   return std::make_unique<StreamTransfer>(*this, lanes_, std::move(sent), std::move(received));
 }
 

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "device/cuda_lanes.h"
+#include "device/cuda_streams.h"
 #include "transport/transport.h"
 
 namespace rtp {
@@ -26,13 +26,13 @@ class CudaTransport : public Transport {
 
  protected:
   // The hop whose ends `sent` and `received` mark in its channel.
-  std::unique_ptr<Transfer> transfer(Mark sent, Mark received);
+  std::unique_ptr<Transfer> transfer(StreamEvent sent, StreamEvent received);
 
   at::Device device_;
-  CudaLanes& lanes_;
+  CudaStreams& lanes_;
 
  private:
-  CudaTransport(at::Device device, std::unique_ptr<CudaLanes> lanes);
+  CudaTransport(at::Device device, std::unique_ptr<CudaStreams> streams);
 };
 
 }  // namespace rtp

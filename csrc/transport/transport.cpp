@@ -18,19 +18,19 @@ uint64_t Hop::identity() const {
 std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool among_others) {
   const size_t padding = among_others ? 1 : 64;  // less than this lies between the parts of a slot
   std::vector<Block> blocks;
-  for (size_t part = 0; part < parts.size(); ++part) {
-    const Span& span = parts[part];
+  for (size_t index = 0; index < parts.size(); ++index) {
+    const Span& span = parts[index];
     if (span.bytes == 0) continue;
     if (!blocks.empty()) {
       Block& last = blocks.back();
       const auto ahead = static_cast<size_t>(span.data - last.data);
-      const bool alike = span.data > last.data && there[part] > last.there && there[part] - last.there == ahead;
+      const bool alike = span.data > last.data && there[index] > last.there && there[index] - last.there == ahead;
       if (alike && ahead >= last.bytes && ahead - last.bytes < padding) {
         last.bytes = ahead + span.bytes;
         continue;
       }
     }
-    blocks.push_back({span.data, span.bytes, there[part]});
+    blocks.push_back({span.data, span.bytes, there[index]});
   }
   return blocks;
 }

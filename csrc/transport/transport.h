@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "device/lanes.h"
+#include "device/streams.h"
 #include "schedule/schedule.h"
 #include "transport/recorder.h"
 
@@ -32,7 +32,7 @@ struct Hop {
   int from = 0;
   std::vector<Span> send;
   std::vector<Span> receive;
-  std::byte* send_slot = nullptr;     // the slot that `send` lies in, at its start; null: it lies in a home tensor
+  std::byte* send_slot = nullptr;     // the slot that `send` lies in, at its start; null: it lies in a local tensor
   std::byte* receive_slot = nullptr;  // the same of `receive`
   // In bytes, part by part: where `send` lands in the receiving slot of `to`, and where `receive` lies in the sending
   // slot of `from`. The ranks of a ring use their slots alike.
@@ -93,10 +93,10 @@ class Transport {
   virtual bool takes_graphs() const { return false; }
   // Before a graph of a pass is enqueued, and after, where `end` is the mark behind it.
   virtual void before_graph() {}
-  virtual void after_graph(const std::string&, const Mark&) {}
+  virtual void after_graph(const std::string&, const StreamEvent&) {}
 
   // Where its hops run beside computes.
-  Lanes& lanes() const { return *lanes_; }
+  Streams& streams() const { return *lanes_; }
   // Orders a channel's next hop after one end of an earlier hop. By default the host waits.
   virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait(End::received); }
   virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait(End::sent); }
@@ -111,7 +111,7 @@ class Transport {
   virtual bool sends_anywhere() const { return true; }
   virtual bool receives_anywhere() const { return true; }
   // The most tensors that may travel together.
-  virtual size_t most_parts() const { return std::numeric_limits<size_t>::max(); }
+  virtual size_t most_tensors() const { return std::numeric_limits<size_t>::max(); }
 
   // Gives up: wakes whoever waits here or at a neighbour, and drops the connections. Idempotent.
   virtual void abort(const std::string& reason) noexcept = 0;
@@ -127,10 +127,10 @@ class Transport {
   }
 
  protected:
-  explicit Transport(std::unique_ptr<Lanes> lanes = std::make_unique<Lanes>()) : lanes_(std::move(lanes)) {}
+  explicit Transport(std::unique_ptr<Streams> streams = std::make_unique<Streams>()) : lanes_(std::move(streams)) {}
 
  private:
-  const std::unique_ptr<Lanes> lanes_;
+  const std::unique_ptr<Streams> lanes_;
 };
 
 // A transport that only the process that made it takes down. Its copy in a forked process is left as it is: the threads

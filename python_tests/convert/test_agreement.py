@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 import rtp_ext
 from rtp_ext.functional import Prepared, rotated_linear
 from rtp_ext.parameters.sharding import as_sharded
-from rtp_ext.ring.routes import gate
-from rtp_ext.ring.routes.gate import Device, LayerSize, Link
+from rtp_ext.ring.routes import route_planner
+from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link
 
 EXACT = 1e-10
 DOUBLE = torch.float64
@@ -317,11 +317,11 @@ FORWARDS = 9
 def _plans(rank, ranks):
     """A short evaluation, and then training with many tokens on one rank and few on the others."""
     slow = Device(flops=1e9, multiprocessors=0, seconds_per_launch=20e-6, source="assumed")
-    gate.device_of = lambda device, dtype: slow
+    route_planner.device_of = lambda device, dtype: slow
     size = LayerSize(24, 24, 8, 8)
 
     def route(tokens):
-        return gate.decide(ranks, tokens, size, hop_route="ring", link=LINK, device=slow).route
+        return route_planner.decide(ranks, tokens, size, hop_route="ring", link=LINK, device=slow).route
 
     many = next(2**k for k in range(24) if route(2**k) != "gather")
     few = many // 8

@@ -242,7 +242,7 @@ def clipping(rank, ranks, variant):
 
 
 def penalty(rank, ranks, variant):
-    """A term of the loss that reads a parameter between forward and backward sees the home shard."""
+    """A term of the loss that reads a parameter between forward and backward sees the local shard."""
     plain = make_model()
     model = rotated(copy.deepcopy(plain), variant)
     value = batch_loss(model, rank, 0)
@@ -365,15 +365,15 @@ def test_ring_along_a_mesh_dimension():
 
 
 def _nothing_saved(rank, ranks):
-    """Autograd keeps no received weight, cast or not: what it saves are inputs and home shards."""
+    """Autograd keeps no received weight, cast or not: what it saves are inputs and local shards."""
     for autocast in (False, True):
         model = rotated(make_model(torch.float32), (False, "shm"))
-        homes = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
+        local_shards = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
         shapes = []
 
-        def pack(tensor, homes=homes, shapes=shapes):
+        def pack(tensor, local_shards=local_shards, shapes=shapes):
             plain = local(tensor.detach())
-            if plain.untyped_storage().data_ptr() not in homes:
+            if plain.untyped_storage().data_ptr() not in local_shards:
                 shapes.append(tuple(plain.shape))
             return tensor
 

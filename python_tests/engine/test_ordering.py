@@ -86,7 +86,7 @@ def mlp(ring, **options):
 def late(ring, layers=4):
     """Gradients that land after the passes of two more layers, without autograd, which has nothing to wait for."""
     executor, outputs = ring._executor, 4 * ring.size
-    executor.allow_late(2)
+    executor.allow_deferred(2)
     dtypes = {"compute_dtype": torch.float32, "reduce_dtype": torch.float32}
     options = _native.RotationOptions(
         route=ring.hop_route,

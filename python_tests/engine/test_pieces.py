@@ -23,17 +23,17 @@ def _compare(ring, operation, plain, inputs, parameters, dims):
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     outputs = [plain(x, rank, *wholes) for rank, x in enumerate(leaves)]
     (sum(y.square().sum() for y in outputs) / ring.size).backward()
-    homes = [_home(parameter, ring, dim) for parameter, dim in zip(parameters, dims, strict=True)]
+    local_shards = [_home(parameter, ring, dim) for parameter, dim in zip(parameters, dims, strict=True)]
     x = inputs[ring.rank].clone().requires_grad_(inputs[0].is_floating_point())
-    y = operation(x, *homes)
+    y = operation(x, *local_shards)
     y.square().sum().backward()
     assert_same(y, outputs[ring.rank], TOLERANCE, "output")
     if x.grad is not None:
         assert_same(x.grad, leaves[ring.rank].grad * ring.size, TOLERANCE, "input gradient")
-    for home, whole, dim in zip(homes, wholes, dims, strict=True):
+    for local, whole, dim in zip(local_shards, wholes, dims, strict=True):
         expected = chunk(whole.grad, ring.size, ring.rank, dim)
         scale = whole.grad.abs().max() / max(expected.abs().max(), 1e-30) if expected.numel() else 1.0
-        assert_same(home.grad, expected, TOLERANCE * float(scale), "gradient")
+        assert_same(local.grad, expected, TOLERANCE * float(scale), "gradient")
 
 
 def _run(rank, ranks):

@@ -156,8 +156,8 @@ def test_every_rank_computes_with_the_same_weights(ranks):
 @pytest.mark.parametrize("compute", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_nearest_of_255_values_in_every_block(compute):
     """Products with the identity show the weights that are computed with."""
-    home = torch.float64 if compute == torch.float64 else torch.float32
-    shard = random(29, 31, dtype=home, seed=3)
+    local = torch.float64 if compute == torch.float64 else torch.float32
+    shard = random(29, 31, dtype=local, seed=3)
     shard[3] *= 1e-6
     shard[7] = 0
     shard.view(-1)[2 * 128 : 3 * 128] = 0
@@ -229,12 +229,12 @@ def _rest(rank, ranks):
         with _ring(travel, slot_cap=4 * row) as ring, cases.case(f"{travel}, pieces"):
             _check(make_linear((INPUTS, OUTPUTS)), ring, rows=4)
         with _ring(travel) as ring:
-            home = random(33, 40, dtype=torch.float32, seed=1, scale=0.2)
+            local = random(33, 40, dtype=torch.float32, seed=1, scale=0.2)
             x = random(5, 40, dtype=torch.bfloat16, seed=2 + rank)
             with cases.case(f"{travel}, computed in bfloat16"):
-                mine = chunk(home, ranks, rank).clone()
+                mine = chunk(local, ranks, rank).clone()
                 y = rotated_linear(x, mine, ring=ring, compute_dtype=torch.bfloat16)
-                shards = [arrived(chunk(home, ranks, j), travel, dtype=torch.bfloat16) for j in range(ranks)]
+                shards = [arrived(chunk(local, ranks, j), travel, dtype=torch.bfloat16) for j in range(ranks)]
                 expected = F.linear(x.double(), torch.cat(shards).double())
                 assert_same(y, expected, 2.0**-8, "output")
             torch.manual_seed(0)
@@ -247,7 +247,7 @@ def _rest(rank, ranks):
                 assert_same(cut(few), expected, EXACT, "output")
                 assert differs(expected, exact, 1e-4), "control: exact weights"
             with pytest.raises(ValueError, match=f"in_place=False on a ring of travel='{travel}'"):
-                rotated_linear(x, home, ring=ring, compute_dtype=torch.bfloat16, in_place=True)
+                rotated_linear(x, local, ring=ring, compute_dtype=torch.bfloat16, in_place=True)
             model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
             rtp_ext.fully_rotate(model[0], mesh=ring, travel=travel)
             other = "int8" if travel == "bfloat16" else "bfloat16"

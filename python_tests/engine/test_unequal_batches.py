@@ -93,7 +93,7 @@ def _train(rank, sim, ids, ranks, registered):
     executor = _native.Executor(transport, rank, ranks, CPU)
     executor.prefetch(True)
     whole = [random(WIDTH, WIDTH, dtype=DTYPE, seed=layer) for layer in range(LAYERS)]
-    homes = [chunk(weight, ranks, rank).clone() for weight in whole]
+    local_shards = [chunk(weight, ranks, rank).clone() for weight in whole]
     shape = _native.LinearBundle([_native.LinearShape(WIDTH, WIDTH, by_outputs=True, transposed=False)], [False])
     projections = [_native.Projection(0, 0, 0, WIDTH)]
     dtypes = {"compute_dtype": DTYPE, "reduce_dtype": DTYPE}
@@ -106,14 +106,14 @@ def _train(rank, sim, ids, ranks, registered):
                 )
                 for layer in range(LAYERS)
             ]
-            for layer, home in enumerate(homes):
-                executor.enter(2 * step + 1, False, layer + 1, [home])
-                (y,) = _native.linear_forward(executor, [xs[rank]], [home], shape, projections, options[layer])
+            for layer, local in enumerate(local_shards):
+                executor.enter(2 * step + 1, False, layer + 1, [local])
+                (y,) = _native.linear_forward(executor, [xs[rank]], [local], shape, projections, options[layer])
                 assert_same(y, xs[rank] @ whole[layer].t(), TOLERANCE[DTYPE], f"step {step}, layer {layer}: y")
-            for layer, home in reversed(list(enumerate(homes))):
-                executor.enter(2 * step + 2, True, layer + 1, [home])
+            for layer, local in reversed(list(enumerate(local_shards))):
+                executor.enter(2 * step + 2, True, layer + 1, [local])
                 dx, dw = _native.linear_backward(
-                    executor, [xs[rank]], [xs[rank]], [home], shape, projections, [True], [True], options[layer]
+                    executor, [xs[rank]], [xs[rank]], [local], shape, projections, [True], [True], options[layer]
                 )
                 expected = chunk(sum(x.t() @ x for x in xs) / ranks, ranks, rank)
                 assert_same(dx, xs[rank] @ whole[layer], TOLERANCE[DTYPE], f"step {step}, layer {layer}: dx")

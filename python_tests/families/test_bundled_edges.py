@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import rtp_ext
-from rtp_ext.convert.parts.bundled import BundledMLP
+from rtp_ext.convert.modules.bundled import BundledMLP
 
 TOLERANCE = 1e-9
 

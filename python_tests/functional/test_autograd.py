@@ -22,7 +22,7 @@ from rtp_ext.nn import RotatedLinear
 
 TOLERANCE = 1e-10
 TIMEOUT = 30.0
-VARIANTS = [(False, "shm"), (True, "c10d")]  # in place over c10d: the home shards travel
+VARIANTS = [(False, "shm"), (True, "c10d")]  # in place over c10d: the local shards travel
 WRITTEN = r"modified by an inplace operation"
 TWICE = r"double backward is not supported"
 

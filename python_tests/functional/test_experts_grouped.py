@@ -39,10 +39,12 @@ def results(ring, experts, features, hidden, *, transposed, biased, capability, 
     up, down = integers(experts, hidden, features, seed=1), integers(experts, features, hidden, seed=2)
     if transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    homes = {"up": up, "down": down}
+    local_shards = {"up": up, "down": down}
     if biased:
-        homes |= {"up_bias": integers(experts, hidden, seed=3), "down_bias": integers(experts, features, seed=4)}
-    homes = {name: chunk(home, ranks, rank).contiguous().to(dtype).requires_grad_() for name, home in homes.items()}
+        local_shards |= {"up_bias": integers(experts, hidden, seed=3), "down_bias": integers(experts, features, seed=4)}
+    local_shards = {
+        name: chunk(local, ranks, rank).contiguous().to(dtype).requires_grad_() for name, local in local_shards.items()
+    }
     x = integers(TOKENS, features, seed=10 + rank).to(dtype).requires_grad_()
     generator = torch.Generator().manual_seed(20 + rank)
     index = torch.randint(experts, (TOKENS, CHOICES), generator=generator)
@@ -51,10 +53,12 @@ def results(ring, experts, features, hidden, *, transposed, biased, capability, 
     try:
         with Calls() as calls:
             y = rotated_experts(
-                x, index, weights, homes["up"], homes["down"], up_bias=homes.get("up_bias"),
-                down_bias=homes.get("down_bias"), activation="relu", transposed=transposed, ring=ring,
+                x, index, weights, local_shards["up"], local_shards["down"], up_bias=local_shards.get("up_bias"),
+                down_bias=local_shards.get("down_bias"), activation="relu", transposed=transposed, ring=ring,
             )  # fmt: skip
-            gradients = torch.autograd.grad(y, [x, weights, *homes.values()], integers(*y.shape, seed=5).to(dtype))
+            gradients = torch.autograd.grad(
+                y, [x, weights, *local_shards.values()], integers(*y.shape, seed=5).to(dtype)
+            )
     finally:
         kernels.choose_grouped_as_on(0)
     return [y, *gradients], calls.counted["aten::_grouped_mm"]

@@ -221,8 +221,8 @@ def _recompute(rank, ranks):
                 results.append(rotated_result(operation, ring, "2d", 10, shards, recompute=recompute))
                 hops.append(ring.hops("weight") + ring.hops("gradient") - before)
                 saved = saved_tensors(lambda: operation.rotated(shards, inputs, ring=ring, recompute=recompute))  # noqa: B023
-                homes = {shard.data_ptr() for shard in shards.values()}
-                kept.append(sum(t.numel() for t in saved if t.is_floating_point() and t.data_ptr() not in homes))
+                local_shards = {shard.data_ptr() for shard in shards.values()}
+                kept.append(sum(t.numel() for t in saved if t.is_floating_point() and t.data_ptr() not in local_shards))
             first, second = results
             tolerance = 1e-14 if dtype == FLOAT64 else 0.0
             assert_same(second.output, first.output, tolerance, "output")

@@ -25,7 +25,7 @@ from rtp_ext.nn import Flyweight, RotatedMoE
 
 TOLERANCE = 1e-10
 TIMEOUT = 30.0
-VARIANTS = [(False, "shm"), (True, "c10d")]  # in place over c10d: the home shards travel
+VARIANTS = [(False, "shm"), (True, "c10d")]  # in place over c10d: the local shards travel
 
 
 class OtherInputs(nn.Module):

@@ -24,7 +24,7 @@ def nccl_dtype(array: Any) -> int:
 
 
 def operands(rank: int, ranks: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, the home shard, and dy."""
+    """x, the local shard, and dy."""
     shard = random(ROWS, FEATURES, dtype=dtype, seed=rank, scale=FEATURES**-0.5).cuda().requires_grad_()
     x = random(TOKENS, FEATURES, dtype=dtype, seed=100 + rank).cuda().requires_grad_()
     return x, shard, random(TOKENS, ROWS * ranks, dtype=dtype, seed=200 + rank).cuda()

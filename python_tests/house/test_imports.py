@@ -27,7 +27,7 @@ PYTHON_FLOORS = [
     {"functional/torch_compile"},
     {"families"},
     {"nn"},
-    {"convert/parts"},
+    {"convert/modules"},
     {"convert"},
     {"integrations", "measure", "planner"},
     {"__init__", "schedule", "timeline", "trace", "bench"},  # public names
@@ -64,8 +64,9 @@ def floor_of(unit: str, floors: list[set[str]]) -> int:
 
 
 def python_unit(name: str, modules: set[str]) -> str:
-    """rtp_ext.nn.linear -> nn, rtp_ext.ring.links.roll -> ring/links, rtp_ext.Ring -> __init__. `modules`: what
-    lies in rtp_ext."""
+    """rtp_ext.nn.linear -> nn, rtp_ext.ring.links.hosts -> ring/links, rtp_ext.Ring -> __init__.
+
+    `modules`: names of the modules of rtp_ext."""
     parts = name.split(".")[1:]
     if not parts or parts[0] not in modules:
         return "__init__"
@@ -176,12 +177,12 @@ def test_includes_run_downward():
         ("rtp_ext.nn.linear", "from ..convert import fully_rotate", "convert"),
         ("rtp_ext.ring", "import rtp_ext", "__init__"),
         ("rtp_ext.ring", "from rtp_ext import _C", "only _native"),
-        ("rtp_ext.ring.routes.gate", "from rtp_ext.observe import trace", "observe"),
-        ("rtp_ext.ring.routes.gate", "from rtp_ext.ring import Ring", "imports ring,"),
-        ("rtp_ext.ring.routes.gate", "import rtp_ext.ring.ring", "imports ring,"),
+        ("rtp_ext.ring.routes.route_planner", "from rtp_ext.observe import trace", "observe"),
+        ("rtp_ext.ring.routes.route_planner", "from rtp_ext.ring import Ring", "imports ring,"),
+        ("rtp_ext.ring.routes.route_planner", "import rtp_ext.ring.ring", "imports ring,"),
         ("rtp_ext.ring.links.hosts", "from rtp_ext.ring.routes.hops import choose_route", "ring/routes"),
         ("rtp_ext.functional.linear", "from rtp_ext.functional import torch_compile", "functional/torch_compile"),
-        ("rtp_ext.convert.parts.head", "from rtp_ext.convert.scopes import install", "imports convert,"),
+        ("rtp_ext.convert.modules.head", "from rtp_ext.convert.scopes import install", "imports convert,"),
     ],
 )
 def test_python_violations_are_found(module, text, found):

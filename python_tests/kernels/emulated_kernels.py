@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from kernel_arrays import BYTES, CANARY, ELEMENTS, POISON, Array, decode, encode
-from quantise_checks import bytes_array, layout
+from quantize_checks import bytes_array, layout
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # in the order of the kernels' enumeration
 
@@ -73,13 +73,13 @@ class PackEntry(Structure):
     ]  # fmt: skip
 
 
-class Quantise(Structure):
+class Quantize(Structure):
     _fields_ = [
         ("type", c_int32), ("numbers", c_int64), ("values", c_void_p), ("rounded", c_void_p), ("scales", c_void_p),
     ]  # fmt: skip
 
 
-class Dequantise(Structure):
+class Dequantize(Structure):
     _fields_ = [
         ("type", c_int32), ("numbers", c_int64), ("rounded", c_void_p), ("scales", c_void_p), ("out", c_void_p),
         ("add", c_uint8),
@@ -92,7 +92,7 @@ class AddWidened(Structure):
 
 STRUCTURES = (
     *(HiddenForward, HiddenBackward, LogitSums, LogitGradient, EmbeddingGather, EmbeddingScatter, PackEntry),
-    *(Quantise, Dequantise, AddWidened),
+    *(Quantize, Dequantize, AddWidened),
 )
 
 
@@ -273,26 +273,26 @@ class Emulated:
                 raise KernelError(f"pack: {self.library.message().decode()}")
         return [b.read() for _, b in pairs]
 
-    def quantise(self, values: Array) -> np.ndarray:
+    def quantize(self, values: Array) -> np.ndarray:
         numbers = values.shape[1]
         source, room = self.memory(values), self.memory(bytes_array(self.rng, numbers))
         places = room.address, room.address + layout(numbers)[0]
-        self.launch("quantise", Quantise(ELEMENTS.index(values.element), numbers, source.address, *places))
+        self.launch("quantize", Quantize(ELEMENTS.index(values.element), numbers, source.address, *places))
         room.read()
         return np.ascontiguousarray(room.cells).reshape(-1).view(np.uint8).copy()
 
-    def dequantise(self, packed: np.ndarray, out: Array, add: bool) -> np.ndarray:
+    def dequantize(self, packed: np.ndarray, out: Array, add: bool) -> np.ndarray:
         numbers = out.shape[1]
         source, target = self.memory(bytes_array(self.rng, numbers)), self.memory(out)
         source.cells[:] = packed.view(np.uint32)
         places = source.address, source.address + layout(numbers)[0]
-        self.launch("dequantise", Dequantise(ELEMENTS.index(out.element), numbers, *places, target.address, add))
+        self.launch("dequantize", Dequantize(ELEMENTS.index(out.element), numbers, *places, target.address, add))
         return target.read()
 
-    def add_widened(self, total: Array, values: Array) -> np.ndarray:
+    def add_converted(self, total: Array, values: Array) -> np.ndarray:
         target, source = self.memory(total), self.memory(values)
         kind = ELEMENTS.index(values.element)
-        self.launch("add_widened", AddWidened(kind, values.shape[1], source.address, target.address))
+        self.launch("add_converted", AddWidened(kind, values.shape[1], source.address, target.address))
         return target.read()
 
 

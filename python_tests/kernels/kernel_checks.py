@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 from kernel_arrays import BYTES, ELEMENTS, ROUNDING, Array, assert_close, assert_refused, decode, encode, place, rounded
-from quantise_checks import QUANTISE_CHECKS
+from quantize_checks import QUANTISE_CHECKS
 
 STEPS = 32 * ROUNDING["float32"]
 SUM_STEPS = 64 * ROUNDING["float32"]  # of sums over a row, made by many threads

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rtp_ext
 from rtp_ext.functional import rotated_linear_cross_entropy
 from rtp_ext.ring.links import transports
-from rtp_ext.ring.routes import gate
+from rtp_ext.ring.routes import route_planner
 
 CANARY = 77.0
 
@@ -155,12 +155,12 @@ def test_direct_access_is_not_taken_for_nvlink(monkeypatch):
 
     for up in (18, 0):
         monkeypatch.setitem(sys.modules, "pynvml", nvml(up))
-        assert gate.nvlinks_of(device) == up
+        assert route_planner.nvlinks_of(device) == up
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gate.nvlinks_of(device) is None
+    assert route_planner.nvlinks_of(device) is None
     rates = {}
     for told in ((18, 18), (18, 0), (18, None)):
-        deciding = gate.Gate(2, device, "direct", "auto", None)
+        deciding = route_planner.RoutePlanner(2, device, "direct", "auto", None)
         known = deciding.take_nvlinks(list(told))
         rates[told] = deciding.link.bytes_per_second
         assert known == (None not in told)
@@ -168,15 +168,15 @@ def test_direct_access_is_not_taken_for_nvlink(monkeypatch):
 
 
 def test_weights_and_gradients_share_a_link_and_sums_cost_memory_traffic():
-    link = gate.Link(100e9, 0.0, "assumed")
-    fast = gate.Device(1e15, 0, 0.0, "assumed")
-    layer = gate.LayerSize(8192, 4096, 2, 4)
-    forward_only = 8 * gate.gemm_seconds(fast, 64, 1024, 4096)
+    link = route_planner.Link(100e9, 0.0, "assumed")
+    fast = route_planner.Device(1e15, 0, 0.0, "assumed")
+    layer = route_planner.LayerSize(8192, 4096, 2, 4)
+    forward_only = 8 * route_planner.gemm_seconds(fast, 64, 1024, 4096)
     hop = 1024 * 4096 * (2 + 4) / 100e9  # both, one after the other
-    assert gate.predict(8, 64, layer, link, fast)["rotate"] > forward_only + 7 * hop
-    slow = gate.Device(1e15, 0, 0.0, "assumed", memory_bytes_per_second=1e12)
-    assert gate.gemm_seconds(slow, 1000, 1000, 1, 8) == pytest.approx(8e-6)
-    assert gate.gemm_seconds(fast, 1000, 1000, 1, 8) == pytest.approx(2e-9)
+    assert route_planner.predict(8, 64, layer, link, fast)["rotate"] > forward_only + 7 * hop
+    slow = route_planner.Device(1e15, 0, 0.0, "assumed", memory_bytes_per_second=1e12)
+    assert route_planner.gemm_seconds(slow, 1000, 1000, 1, 8) == pytest.approx(8e-6)
+    assert route_planner.gemm_seconds(fast, 1000, 1000, 1, 8) == pytest.approx(2e-9)
 
 
 def test_launches_of_communicators_are_put_in_order(monkeypatch, caplog):

@@ -15,7 +15,7 @@ from compiled import compiler
 from emulated_kernels import Emulated
 from kernel_arrays import ELEMENTS, place
 from kernel_emulation import build
-from quantise_checks import decoded, layout, random_bytes, values_of
+from quantize_checks import decoded, layout, random_bytes, values_of
 from torch_kernels import Torch
 
 from rtp_ext import _C
@@ -69,7 +69,7 @@ def test_loops_are_compiled_for_what_their_names_say():
 
 
 def test_every_instruction_set_and_every_kernel_gives_the_same_bytes(chosen):
-    """Also of what is not finite. Sums in float32 of what is dequantised tell one rounding from two."""
+    """Also of what is not finite. Sums in float32 of what is dequantized tell one rounding from two."""
     emulated = [("emulated kernels", Emulated(build()))] if compiler() else []
     for element in ELEMENTS:
         for numbers in SIZES:
@@ -82,15 +82,15 @@ def test_every_instruction_set_and_every_kernel_gives_the_same_bytes(chosen):
             for name, runner in [*((name, Torch("cpu")) for name in kernels.instruction_sets()), *emulated]:
                 if name in ALL:
                     kernels.set_instruction_set(name)
-                sent = runner.quantise(values)
+                sent = runner.quantize(values)
                 start, _ = layout(numbers)
                 results[name] = {
-                    "quantised": np.concatenate([sent[:numbers], sent[start:]]),  # without the padding
-                    "dequantised": runner.dequantise(packed, before.same_place(None), False),
-                    "sum": runner.dequantise(packed, total, True),
+                    "quantized": np.concatenate([sent[:numbers], sent[start:]]),  # without the padding
+                    "dequantized": runner.dequantize(packed, before.same_place(None), False),
+                    "sum": runner.dequantize(packed, total, True),
                 }
                 if element != "float32":
-                    results[name]["widened"] = runner.add_widened(total, before)
+                    results[name]["widened"] = runner.add_converted(total, before)
             for name, result in results.items():
                 for what, given in result.items():
                     wanted = results["baseline"][what]
@@ -106,11 +106,11 @@ def test_float64_is_the_same_with_every_instruction_set(chosen):
     results = []
     for name in kernels.instruction_sets():
         kernels.set_instruction_set(name)
-        sent = torch.zeros(kernels.quantised_bytes(values.numel()), dtype=torch.uint8)
-        kernels.quantise(sent, values)
+        sent = torch.zeros(kernels.quantized_bytes(values.numel()), dtype=torch.uint8)
+        kernels.quantize(sent, values)
         back, total = torch.empty_like(values), values.clone()
-        kernels.dequantise(back, sent)
-        kernels.dequantise_add(total, sent)
+        kernels.dequantize(back, sent)
+        kernels.dequantize_add(total, sent)
         results.append((sent, back, total))
     for result in results:
         assert all(map(torch.equal, result, results[0]))

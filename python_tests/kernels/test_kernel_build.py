@@ -68,15 +68,15 @@ def test_no_kernel_is_compiled_otherwise(commands):
         assert architectures(command) == chosen, name
 
 
-def test_what_is_quantised_is_rounded_as_on_a_cpu(commands, tmp_path):
+def test_what_is_quantized_is_rounded_as_on_a_cpu(commands, tmp_path):
     """No product and sum of floats in one rounding, in what is compiled for GPUs: neither by nvcc (`fma`), nor left to
     ptxas, which joins products and sums that do not say how they round."""
-    compiler, *flags = commands["quantise.cu"]
+    compiler, *flags = commands["quantize.cu"]
     kept = [flag for flag in flags if flag.startswith(("-O", "-D", "-I", "-std", "-fmad"))]
-    source = next(flag for flag in flags if flag.endswith("quantise.cu"))
+    source = next(flag for flag in flags if flag.endswith("quantize.cu"))
 
     def arithmetic(*given):
-        file = tmp_path / "quantise.ptx"
+        file = tmp_path / "quantize.ptx"
         command = [compiler, *given, "-arch=compute_90", "--ptx", source, "-o", str(file)]
         subprocess.run(command, capture_output=True, check=True, timeout=120)
         return set(re.findall(r"\b(?:fma|mul|add|sub)\S*\.f32\b", file.read_text()))

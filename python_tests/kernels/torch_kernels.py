@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from kernel_arrays import BYTES, CANARY, Array
-from quantise_checks import bytes_array
+from quantize_checks import bytes_array
 from torch import Tensor
 
 from rtp_ext._native import kernels
@@ -97,20 +97,20 @@ class Torch:
         kernels.pack([self.tensor(source) for source in sources], to)
         return [self.read(tensor) for tensor in to]
 
-    def quantise(self, values: Array) -> np.ndarray:
+    def quantize(self, values: Array) -> np.ndarray:
         room = self.tensor(bytes_array(np.random.default_rng(values.offset), values.shape[1]))
-        kernels.quantise(room.view(torch.uint8).reshape(-1), self.tensor(values))
+        kernels.quantize(room.view(torch.uint8).reshape(-1), self.tensor(values))
         packed = room.view(torch.uint8).reshape(-1).cpu().numpy().copy()
         self.read(room)
         return packed
 
-    def dequantise(self, packed: np.ndarray, out: Array, add: bool) -> np.ndarray:
+    def dequantize(self, packed: np.ndarray, out: Array, add: bool) -> np.ndarray:
         target = self.tensor(out)
         given = torch.from_numpy(packed).to(self.device)
-        (kernels.dequantise_add if add else kernels.dequantise)(target, given)
+        (kernels.dequantize_add if add else kernels.dequantize)(target, given)
         return self.read(target)
 
-    def add_widened(self, total: Array, values: Array) -> np.ndarray:
+    def add_converted(self, total: Array, values: Array) -> np.ndarray:
         target = self.tensor(total)
-        kernels.add_widened(target, self.tensor(values))
+        kernels.add_converted(target, self.tensor(values))
         return self.read(target)

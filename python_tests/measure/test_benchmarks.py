@@ -218,10 +218,10 @@ def test_hops_alone_travel_as_the_layer_does(ranks):
 
 def test_hops_alone_in_fewer_bits():
     """What is timed alone, and what results are compared with, is what travels; exact weights would not pass."""
-    straight = {"travel": "int8", "gradient_route": "direct"}
+    direct = {"travel": "int8", "gradient_route": "direct"}
     for options, reduce in (
-        (straight, torch.bfloat16),
-        (straight | {"gradient_travel": "int8"}, None),
+        (direct, torch.bfloat16),
+        (direct | {"gradient_travel": "int8"}, None),
         ({"travel": "bfloat16"}, torch.bfloat16),
     ):
         ring = rtp_ext.Ring.emulated(3, prefetch=0, **options)
@@ -229,7 +229,7 @@ def test_hops_alone_in_fewer_bits():
         layer = measured_layer.TimedLayer(ring, 24, 40, 12, torch.float32, reduce_dtype=reduce)
         layer.check("step")
         layer.check_hops(measured_layer.PASSES)
-        assert layer.straight == ("gradient_route" in options) and len(layer.pieces()) == 2
+        assert layer.direct == ("gradient_route" in options) and len(layer.chunks()) == 2
         assert set(layer.timed_pass("backward")) == {"dgrad", "wgrad"}
         layer.whole = layer.shard.detach().repeat(3, 1)
         with pytest.raises(measured_layer.WrongResult, match="output"):

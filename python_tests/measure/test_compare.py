@@ -346,7 +346,7 @@ def test_bench_chooses_and_refuses(capsys, monkeypatch):
     assert bench.choose(gpus=6).ranks == 4, "what divides the rows"
     assert bench.choose(gpus=1, gradient_travel="int8").ways == {"gradient_route": "direct", "gradient_travel": "int8"}
     assert bench.choose(gpus=0).device == "cpu" and "TAKE TURNS" in bench.choose(gpus=0, ranks=4).describe()
-    for wishes, message in (
+    for requested, message in (
         ({"ranks": 8, "gpus": 2}, "8 ranks need as many GPUs, this machine has 2"),
         ({"ranks": 1, "gpus": 0}, "at least 2 ranks"),
         ({"ranks": 5, "gpus": 0}, "which divide"),
@@ -357,7 +357,7 @@ def test_bench_chooses_and_refuses(capsys, monkeypatch):
         ({"gradient_route": "chain", "gradient_travel": "int8", "gpus": 0}, "gradient_route direct where"),
     ):
         with pytest.raises(ValueError, match=message):
-            bench.choose(**wishes)
+            bench.choose(**requested)
     with pytest.raises(SystemExit) as ended:
         main(["bench", "--device", "cpu", "--ranks", "1"])
     assert ended.value.code == 2 and "at least 2 ranks" in capsys.readouterr().err

@@ -48,8 +48,8 @@ def test_the_numbers_of_a_page_are_those_of_the_results(page, tmp_path, capsys):
 
 
 def test_every_result_of_this_machine_is_on_a_page():
-    wishes = [found[2] for page in report.PAGES for found in report.BLOCK.finditer(page.read_text())]
-    kinds = {tuple(wish.split()[:2]) for wish in wishes}
+    requested = [found[2] for page in report.PAGES for found in report.BLOCK.finditer(page.read_text())]
+    kinds = {tuple(wish.split()[:2]) for wish in requested}
     files = {(file.parent.name, file.stem) for file in RESULTS.glob("*/*.jsonl")}
     left = files - {(machine, report.FILES[kind].removesuffix(".jsonl")) for machine, kind in kinds}
     assert {stem for _, stem in left} <= set(PAGES_OF_THEIR_OWN)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import rtp_ext
 from rtp_ext import RotationDims
-from rtp_ext.outer.apart.after_steps import AfterSteps
+from rtp_ext.outer.local_training.after_steps import AfterSteps
 
 TOLERANCE = 1e-9
 VOCABULARY, WIDTH, TOKENS = 19, 9, 5  # not divisible by 2

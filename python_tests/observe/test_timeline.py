@@ -160,8 +160,8 @@ def test_timeline_waits_for_a_slow_rank():
     last = {event.rank: event.end for event in timeline.timeline(schedule.schedules(2), **slow)}
     assert last == {0: 6.0, 1: 2.0}  # the only hop is over before either rank has computed once
     in_place = timeline.timeline(schedule.schedules(2, in_place=True), **slow)
-    home = [(event.start, event.end) for event in in_place if event.lane == "weight"][2:]
-    assert home == [(3.0, 3.5)] * 2  # home of rank 0 is free when rank 0 has computed with it
+    local = [(event.start, event.end) for event in in_place if event.lane == "weight"][2:]
+    assert local == [(3.0, 3.5)] * 2  # home of rank 0 is free when rank 0 has computed with it
 
 
 def test_timeline_takes_durations_of_the_receiver():

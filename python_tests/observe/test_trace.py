@@ -349,7 +349,7 @@ def _simulated(rank, sim, ids, ranks):
         sim.nccl(ids, rank, ranks, timedelta(seconds=20), None), rank, ranks, torch.device("cpu")
     )
     shapes = [[[4, 4]] * ranks]
-    home, total = torch.full((4, 4), float(rank), dtype=torch.float64), torch.zeros(4, 4, dtype=torch.float64)
+    local, total = torch.full((4, 4), float(rank), dtype=torch.float64), torch.zeros(4, 4, dtype=torch.float64)
     sim.set_compute(True)
     try:
         for recorded in (False, True):
@@ -357,7 +357,7 @@ def _simulated(rank, sim, ids, ranks):
                 executor.set_delay(timedelta(milliseconds=300))
                 executor.trace(True)
             for reverse in (False, True):
-                execution = _native.Execution.rotate(executor, [home], shapes, "ring", reverse)
+                execution = _native.Execution.rotate(executor, [local], shapes, "ring", reverse)
                 while execution.next() is not None:
                     sim.launch_add(total, execution.weight()[0])
                 execution.finish()

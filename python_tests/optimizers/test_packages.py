@@ -67,7 +67,7 @@ def test_classes_of_torchao_step_on_shards(shape):
 
 
 class _Wide(nn.Module):
-    """Shards of 4096 numbers and more, whose state is quantised, beside the small ones."""
+    """Shards of 4096 numbers and more, whose state is quantized, beside the small ones."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def _torchao(rank, ranks, names):
             train(plain, [torch.optim.AdamW(plain.parameters(), **OPTIONS)], range(ranks))
             optimizer = getattr(torchao.optim, name)(model.parameters(), **OPTIONS)
             train(model, [optimizer], [rank])
-            quantised = 0
+            quantized = 0
             for (label, found), known, before in zip(
                 model.named_parameters(), plain.parameters(), start.parameters(), strict=True
             ):
@@ -100,8 +100,8 @@ def _torchao(rank, ranks, names):
                 assert error < OFF[name], f"{label}: {error} of what it has moved"
                 state = optimizer.state[found]["exp_avg"]
                 assert isinstance(state, DTensor) and state.placements == found.placements
-                quantised += type(state._local_tensor) is not torch.Tensor
-            assert quantised == (0 if name == "_AdamW" else 2), quantised
+                quantized += type(state._local_tensor) is not torch.Tensor
+            assert quantized == (0 if name == "_AdamW" else 2), quantized
     cases.finish()
 
 

@@ -220,7 +220,7 @@ def _travels_early(rank, ranks, cases):
     sent, ends = [], []
     begin, rest = Replicas.begin_sum, AllReduce._reduce_rest
     model = replicated((2, 2), outer=AllReduce(bucket_bytes=300))
-    homes = sum(local(p).numel() for p in model.parameters())
+    local_shards = sum(local(p).numel() for p in model.parameters())
 
     def begin_sum(self, values):
         sent.append((values.numel(), bool(ends)))
@@ -238,7 +238,7 @@ def _travels_early(rank, ranks, cases):
             ends.clear()
             model.zero_grad()
             batch_loss(model, rank, step).backward()
-            assert sum(size for size, _ in sent) == homes, (sent, homes)
+            assert sum(size for size, _ in sent) == local_shards, (sent, local_shards)
             assert len(sent) > 3 and len(sent) < len(list(model.parameters())), "small ones share a bucket"
             assert all(late == (step == 0) for _, late in sent), (step, sent)
 
@@ -275,7 +275,7 @@ def _others(rank, ranks, cases):
             inner = model.block
             model.block = functools.partial(checkpoint, inner, use_reentrant=reentrant)
             policy = rtp_ext.outer_of(model)
-            home = sum(local(p).nbytes for p in model.parameters())
+            own = sum(local(p).nbytes for p in model.parameters())
             for step in range(2):
                 for each in (model, plain):
                     each.zero_grad()
@@ -284,7 +284,7 @@ def _others(rank, ranks, cases):
                 all_losses(plain, ranks, step).backward()
                 assert_same_gradients(whole_gradients(model), plain, f"step {step}", 1 / ranks)
                 # once, though a backward within the backward ends between the two uses of the tied table
-                assert policy.bytes_sent() - before == home
+                assert policy.bytes_sent() - before == own
     with cases.case("a penalty on the weights counts once"):
         model, plain = replicated((2, 2)), Tiny()
         rtp_ext.set_gradient_divide_factor(model, 1)

@@ -24,7 +24,7 @@ from workers import EXACT, STEPS, Replica, Workers, adamw, momentum
 
 import rtp_ext
 from rtp_ext.outer import DiLoCo, Gossip, LocalSGD
-from rtp_ext.outer.apart.diloco import nesterov
+from rtp_ext.outer.local_training.diloco import nesterov
 
 
 def outer_adam(parameters):

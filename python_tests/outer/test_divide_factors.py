@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import rtp_ext
 from rtp_ext import RotationDims
 from rtp_ext.outer import AllReduce, LocalSGD, TopK, ZeroOuter
-from rtp_ext.ring.autograd import CLAIM
+from rtp_ext.ring.autograd import GRADIENT_HANDLER
 
 
 def joined(shape, outer=None, together=True, model=None):
@@ -177,7 +177,7 @@ def _replicas(rank, ranks):
         members = rtp_ext.outer_of(model)._members
         for name, parameter in model.named_parameters():
             expected = torch.bfloat16 if part_of(name) == "mix" else torch.float32
-            assert members[parameter.__dict__[CLAIM].index].wire == expected, name
+            assert members[parameter.__dict__[GRADIENT_HANDLER].index].wire == expected, name
     cases.finish()
 
 

@@ -14,7 +14,7 @@ from reference import assert_same, differs, full, local
 from workers import EXACT, Replica, Workers, adamw, assert_trained_alike, momentum
 
 from rtp_ext.outer import EF21, AllReduce, DiLoCo, Gossip, LocalSGD, TopK, ZeroOuter
-from rtp_ext.outer.apart.diloco import nesterov
+from rtp_ext.outer.local_training.diloco import nesterov
 
 
 def outer_adam(parameters):
@@ -94,7 +94,7 @@ def still_cases(rank, cases):
         replica.policy.average()
         freeze(replica.model, True)
         before = mixed(replica)
-        replica.policy._trained |= {index for index, _ in replica.policy._claimed()}  # as if it might differ
+        replica.policy._trained |= {index for index, _ in replica.policy._handled()}  # as if it might differ
         replica.train(3)
         assert torch.equal(mixed(replica), before)
         third = before * (1 / 3) + before * (1 / 3) + before * (1 / 3)

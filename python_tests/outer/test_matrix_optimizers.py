@@ -19,7 +19,7 @@ from workers import Replica, Workers, assert_trained_alike
 
 import rtp_ext
 from rtp_ext.outer import DiLoCo, Gossip, LocalSGD, mixing_matrix
-from rtp_ext.outer.apart.diloco import nesterov
+from rtp_ext.outer.local_training.diloco import nesterov
 
 CLOSE = 1e-9  # products of many factors
 

@@ -17,7 +17,7 @@ from workers import Workers
 
 import rtp_ext
 from rtp_ext.outer import DiLoCo, Gossip, LocalSGD
-from rtp_ext.outer.apart.diloco import nesterov
+from rtp_ext.outer.local_training.diloco import nesterov
 
 PARTS, STEPS, EXACT = 4, 3, 1e-9
 POLICIES = [

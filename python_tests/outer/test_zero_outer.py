@@ -48,11 +48,11 @@ def widths(shape, rank):
     cut = whole = 0
     for name, parameter in Tiny().named_parameters():
         over_ring, over_replicas = layout(name, parameter.shape, shape)
-        home = parameter if over_ring is None else chunk(parameter, over_ring, shape[1], rank % shape[1])
+        own = parameter if over_ring is None else chunk(parameter, over_ring, shape[1], rank % shape[1])
         if over_replicas is None:
-            whole += home.numel()
+            whole += own.numel()
         else:
-            cut += chunk(home, over_replicas, shape[0], 0).numel()
+            cut += chunk(own, over_replicas, shape[0], 0).numel()
     return cut, whole
 
 
@@ -108,7 +108,7 @@ def _counts(rank, cases, shape):
             gathered = (shape[0] - 1) * widths(shape, rank)[0] * 8
             assert policy.bytes_sent() - sent == scattered(shape, rank) + gathered, (policy.bytes_sent() - sent, step)
         assert before == {name: id(p) for name, p in model.named_parameters()}, "the same parameters throughout"
-        mesh, homes = model.mix.weight.device_mesh, 0
+        mesh, local_shards = model.mix.weight.device_mesh, 0
         for name, parameter in model.named_parameters():
             over_ring, over_replicas = layout(name, parameter.shape, shape)
             if over_replicas is None:
@@ -117,14 +117,14 @@ def _counts(rank, cases, shape):
             strided = over_ring == over_replicas
             expected = _StridedShard(over_ring, split_factor=shape[1]) if strided else Shard(over_replicas)
             assert parameter.placements == (expected, Shard(over_ring)), (name, parameter.placements)
-            home = chunk(torch.empty(parameter.shape), over_ring, shape[1], mesh.get_local_rank(1))
-            homes += home.numel()
-            piece = chunk(home, over_replicas, shape[0], mesh.get_local_rank(0))
+            own = chunk(torch.empty(parameter.shape), over_ring, shape[1], mesh.get_local_rank(1))
+            local_shards += own.numel()
+            piece = chunk(own, over_replicas, shape[0], mesh.get_local_rank(0))
             state = optimizer.state[parameter]
             for what in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]):
                 assert local(what).shape == piece.shape, (name, local(what).shape, piece.shape)
-        assert sum(home.tensor.numel() for home in policy._homes.values()) == homes
-        assert all(home.tensor.untyped_storage().nbytes() == home.tensor.nbytes for home in policy._homes.values())
+        assert sum(own.tensor.numel() for own in policy._local_shards.values()) == local_shards
+        assert all(own.tensor.untyped_storage().nbytes() == own.tensor.nbytes for own in policy._local_shards.values())
 
 
 def _clears(rank, ranks, cases):
@@ -164,7 +164,7 @@ def _keeps_sums_wide(rank, ranks, cases):
             assert_same(full(model.get_parameter(name).grad), expected * 3 / ranks, 0.05, name)
         adamw(model).step()
         batch_loss(model, rank, 1)
-        assert all(home.tensor.dtype == torch.bfloat16 for home in rtp_ext.outer_of(model)._homes.values())
+        assert all(own.tensor.dtype == torch.bfloat16 for own in rtp_ext.outer_of(model)._local_shards.values())
 
 
 def _gradients_asked_for(rank, ranks, cases):

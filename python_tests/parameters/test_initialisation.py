@@ -102,10 +102,10 @@ def check_all(ring: rtp_ext.Ring, dtype: torch.dtype, cases: Cases) -> None:
                     assert torch.equal(full(parameter), whole), name
                 owner, _, key = name.rpartition(".")
                 shard = chunk(whole, ring.size, ring.rank, module.get_submodule(owner).shard_dims[key])
-                home = local(parameter)
+                own = local(parameter)
                 # on an emulated ring there is nobody to gather the biases of attention from
-                assert torch.equal(home, shard if home.shape == shard.shape else whole), name
-                assert home.untyped_storage().nbytes() == home.nbytes and home.device.type == "cpu"
+                assert torch.equal(own, shard if own.shape == shard.shape else whole), name
+                assert own.untyped_storage().nbytes() == own.nbytes and own.device.type == "cpu"
             assert torch.equal(torch.get_rng_state(), state), "the next module would have other values"
 
 

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 import rtp_ext
 from rtp_ext.parameters import sharding
 
-# The home shards themselves travel over c10d only, and then have storage for the largest shard.
+# The local shards themselves travel over c10d only, and then have storage for the largest shard.
 COPIES, IN_PLACE = (False, "shm"), (True, "c10d")
 EXACT = 1e-10
 

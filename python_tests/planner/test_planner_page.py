@@ -11,7 +11,7 @@ from planner import capacity, planner_hosts, planner_more, planner_page, planner
 from planner.planned import Case, last_of_each
 
 from rtp_ext.planner import Cluster, cli, estimate_memory
-from rtp_ext.planner.plans.alike import differences
+from rtp_ext.planner.plans.differences import differences
 
 TEXT = planner_page.PAGE.read_text()
 ROOMY = Cluster.preset("h100-80gb")

@@ -23,7 +23,7 @@ from rtp_ext.planner import (
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.memory import states
 from rtp_ext.planner.plans import when
-from rtp_ext.planner.plans.alike import differences, differences_line
+from rtp_ext.planner.plans.differences import differences, differences_line
 from rtp_ext.planner.plans.search import allocated_bytes, limit_bytes
 from rtp_ext.planner.plans.when import FAMILIES, LINKS, compare, contenders, when_table
 

@@ -240,7 +240,7 @@ def test_the_host_issues_what_travels(nodes):
     hop = hop * CONSTANTS.driver_call_s + group
     expected, calls = 0.0, 3.75 * CONSTANTS.driver_call_s
     for time, (matrices, operation) in zip(clock.rotated, ((1, "linear"), (1, "linear"), (2, "mlp")), strict=True):
-        assert time.operation == operation and time.pieces == 1
+        assert time.operation == operation and time.chunks == 1
         compute = calls + matrices * CONSTANTS.engine_product_s
         gradients = 2 if time.halves else 1
         expected += 7 * ((2 + gradients) * hop + 3 * compute)
@@ -280,7 +280,7 @@ def test_all_reduces_inside_a_node_as_measured():
         ({"route": "ring"}, "route needs rtp"),
         ({"outer": "diloco"}, "outer needs rtp"),
         ({"rtp": 4, "travel": "fp4"}, "expected travel of"),
-        ({"rtp": 4, "travel": "int8", "in_place": True}, "in_place moves the home shard"),
+        ({"rtp": 4, "travel": "int8", "in_place": True}, "in_place moves the local shard"),
         ({"rtp": 4, "travel": "float32"}, r"expected travel of \(None, 'bfloat16', 'int8'\), got 'float32'"),
         ({"rtp": 4, "gradient_travel": "int8"}, "needs gradient_route direct"),
         ({"rtp": 4, "gradient_route": "direct", "route": "two-level"}, "gradient route of their own"),

@@ -182,7 +182,7 @@ def test_rotations_take_what_the_simulator_says_of_the_executors_schedule(ranks)
                 form = {"in_place": time.in_place, "two_lanes": time.two_lanes[1], "pass_": "backward"}
                 form |= {"halves": time.halves, "dgrad": time.dgrad}
                 one = _seconds(ranks, time.operation, form, time.durations)
-                assert time.timeline_s[1] == pytest.approx(time.pieces * one, rel=1e-9)
+                assert time.timeline_s[1] == pytest.approx(time.chunks * one, rel=1e-9)
                 assert time.makespan_s[1] >= time.timeline_s[1]
                 checked.add((time.operation, time.halves, time.two_lanes[1], time.in_place))
                 spoiled = {**time.durations, "wgrad": 2 * time.durations["wgrad"]}

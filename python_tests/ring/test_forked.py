@@ -122,7 +122,7 @@ def _fork(rank, ranks, transport):
         with pytest.raises(rtp_ext.RotationError, match="was forked from it and is no rank of the ring"):
             next(iter(DataLoader(Embedded(model, True), **options)))
     with cases.case("the ring afterwards"):
-        assert not ring.roll._store.check([str(each) for each in range(ranks)]), "a child called the roll"
+        assert not ring.failure_report._store.check([str(each) for each in range(ranks)]), "a child called the roll"
         again = batch_loss(model, rank, 0)
         again.backward()
         assert ring.alive and torch.equal(again, batch_loss(model, rank, 0))

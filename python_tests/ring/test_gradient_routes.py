@@ -339,7 +339,7 @@ def test_what_no_ring_takes():
     for options, message in (
         ({"gradient_route": "scenic"}, "gradient_route one of auto, chain, direct, got 'scenic'"),
         ({"gradient_travel": "int4"}, "gradient_travel None or 'int8', got 'int4'"),
-        ({"gradient_route": "chain", "gradient_travel": "int8"}, "quantised again at every rank.*got gradient_travel"),
+        ({"gradient_route": "chain", "gradient_travel": "int8"}, "quantized again at every rank.*got gradient_travel"),
         ({"gradient_route": "direct", "route": "two-level"}, "gradient_route auto or chain with route two-level"),
         ({"gradient_route": "direct", "gradient_halves": True}, "gradient_halves None or False with gradient_route"),
     ):
@@ -355,7 +355,7 @@ def test_gathered_layers_keep_the_reduce_dtype():
     weight = torch.ones(4, 128, requires_grad=True)
     rotated_linear(torch.ones(2, 128), weight, ring=ring, reduce_dtype=HALF).sum().backward()
     assert ring.bytes_sent("gradient") == 2 * 4 * 128 * 2
-    with pytest.raises(ValueError, match="expected gradient route chain on route gather, and direct to quantise"):
+    with pytest.raises(ValueError, match="expected gradient route chain on route gather, and direct to quantize"):
         native = rtp_ext._native
         dtypes = {"compute_dtype": torch.float32, "reduce_dtype": torch.float32}
         options = native.RotationOptions(

@@ -19,7 +19,7 @@ from workers import EXACT, Replica, Workers, adamw, momentum
 import rtp_ext
 from rtp_ext.nn import RotatedLinear
 from rtp_ext.outer import AllReduce, DiLoCo, Gossip, LocalSGD, ZeroOuter
-from rtp_ext.outer.apart.diloco import nesterov
+from rtp_ext.outer.local_training.diloco import nesterov
 from rtp_ext.ring import graphs
 
 

@@ -71,7 +71,7 @@ def test_this_process_knows_where_it_is():
     assert _native.processes_id().startswith("pid:[")
     found = find_hosts(Alone())
     assert found.of == (0, 1, 1)
-    assert found.apart.startswith("rank 0 on another, ranks 1, 2 on ")
+    assert found.spread.startswith("rank 0 on another, ranks 1, 2 on ")
 
 
 def test_an_emulated_ring_of_hosts():

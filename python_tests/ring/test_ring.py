@@ -41,7 +41,7 @@ def _rotate(rank, ranks, transport):
                     seen.append(owner)
                 step = 1 if reverse else -1
                 assert seen == [(rank + step * s) % ranks for s in range(ranks)]
-                assert torch.equal(own, before), "the home shard changed"
+                assert torch.equal(own, before), "the local shard changed"
             # Several tensors travel together; one that is not contiguous is taken too.
             pair = [shard_of(rank), torch.full((2, 3), float(rank)).t()]
             for owner, (first, second) in ring.rotate(pair):

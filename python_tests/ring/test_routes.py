@@ -50,8 +50,8 @@ def _run(rank, ranks):
             assert all(plan.route == "gather" for plan in ring.gate.plans.values()) == (way == "gather")
             with cases.case(f"{way} {transport} cast"):
                 x, weight = random(4, 6, dtype=torch.bfloat16, seed=5), random(9, 6, dtype=torch.float32, seed=6)
-                home = chunk(weight, ranks, rank).clone()
-                y = rotated_linear(x, home, ring=ring, compute_dtype=torch.bfloat16)
+                local = chunk(weight, ranks, rank).clone()
+                y = rotated_linear(x, local, ring=ring, compute_dtype=torch.bfloat16)
                 assert_same(y, F.linear(x.double(), weight.bfloat16().double()), TOLERANCE[torch.bfloat16], "output")
             if transport == "c10d":
                 model = rtp_ext.fully_rotate(make_model(), mesh=ring, in_place=True)

@@ -52,11 +52,11 @@ class Case:
     @property
     def parts(self) -> tuple[int, ...]:
         """The halves that gradients travel in; 0: as a whole."""
-        whole = self.bundle or self.straight or self.taken not in ("ring", "direct")
+        whole = self.bundle or self.direct or self.taken not in ("ring", "direct")
         return (1, 2) if self.halves and not whole else (0,)
 
     @property
-    def straight(self) -> bool:
+    def direct(self) -> bool:
         """Whether contributions to gradients go straight to their owners."""
         applies = self.gradient_route == "direct" and "wgrad" in self.products and self.taken in ("ring", "direct")
         return applies and self.ranks > (1 if self.narrow else 2)
@@ -106,7 +106,7 @@ class Case:
             owner = (rank + direction * s) % ranks
             for half in self.parts if "wgrad" in self.products and s > 0 else ():
                 order.append(f"wgrad {owner} {HALVES[half]}".strip())
-                if self.straight:
+                if self.direct:
                     order += self._leave(rank, s)
                 elif s < ranks:
                     order.append(f"gradient hop {owner} {(owner + 1) % ranks} {HALVES[half]}".strip())
@@ -117,7 +117,7 @@ class Case:
                     order.append(f"{'forward' if self.pass_ == 'forward' else 'dgrad'} {owner}")
         if hops["weight"] % 2 == 1 and self.in_place:
             order.append(f"copy weight {rank}")
-        if self.straight:
+        if self.direct:
             order.append(f"add gradient {rank}")
         elif self.late and not self.halves:
             order += [f"add gradient {rank}"] * (hops["gradient"] > 0)
@@ -151,9 +151,9 @@ class Case:
             if step % steps:
                 order.append(f"gradient hop {mine} {owner(phase, step + 1)}")
                 return
-            home = phase % phases == 0
+            local = phase % phases == 0
             order.extend([f"add gradient {mine}"] * (self.bundle or phase > 1))
-            order.extend([f"outer gradient hop {mine} {owner(phase + 1, 0)}"] * (not home))
+            order.extend([f"outer gradient hop {mine} {owner(phase + 1, 0)}"] * (not local))
 
         if self.bundle and self.pass_ == "backward":
             for phase in range(phases):
@@ -191,7 +191,7 @@ class Case:
             owner, above = (rank + s) % self.ranks, (rank + s + 1) % self.ranks
             order += [f"weight hop {above}"] * (s < hops["weight"])
             order += [f"dgrad {owner}"]
-            leave = self._leave(rank, s) if self.straight else [f"gradient hop {owner} {above}"]
+            leave = self._leave(rank, s) if self.direct else [f"gradient hop {owner} {above}"]
             order += [f"wgrad {owner}", *leave] * (s > 0 and self.wgrad)
         order += [f"copy weight {rank}"] * (hops["weight"] % 2 == 1 and self.in_place)
         order += [f"wgrad {rank}"] * self.wgrad

@@ -100,7 +100,7 @@ def lanes(case: Case, ring: Ring) -> Iterator[str]:
             expected = 0
             if two and step.action == "compute":
                 expected = forwards % 2 if step.compute == "forward" else int(step.compute == "wgrad")
-            elif two and case.straight and step.action != "hop" and step.channel == "gradient":
+            elif two and case.direct and step.action != "hop" and step.channel == "gradient":
                 expected = 1
             forwards += step.compute == "forward"
             if step.lane != expected:
@@ -139,7 +139,7 @@ def hop_count(case: Case, ring: Ring) -> Iterator[str]:
 def slots(case: Case, ring: Ring) -> Iterator[str]:
     most = {"weight slot": 1 if case.in_place else 2, "gradient slot": 2 * len(case.parts)}
     most |= {"weight whole": 0, "gradient whole": 0}
-    if case.straight:
+    if case.direct:
         most["gradient slot"] = min(case.ranks, 3)
     if case.taken == "two-level":
         most["weight slot"] = min(2, case.places - 1) + min(2, case.hosts - 1)
@@ -188,7 +188,7 @@ def route(case: Case, ring: Ring) -> Iterator[str]:
                 if (step.to, step.from_) != (to, from_):
                     where = f"rank {rank}, step {position}, outer {step.outer}"
                     yield f"{where}: expected a hop to {to} and from {from_}, got {step.to} and {step.from_}"
-            elif case.straight and step.channel == "gradient":
+            elif case.direct and step.channel == "gradient":
                 ways = (step.to, step.from_, step.receive_owner)
                 expected = (step.send_owner, (2 * rank - step.send_owner) % case.ranks, rank)
                 if ways != expected:
@@ -329,9 +329,9 @@ def simulate(case: Case, ring: Ring) -> list[Violation]:
         if position < len(ring[rank]):
             found.append(Violation("pairing", f"rank {rank}, step {position}: nothing arrives"))
     for rank, own in enumerate(memory):
-        home = own.now.get("weight home")
-        if home != Value("weight", rank):
-            found.append(Violation("homecoming", f"rank {rank}: expected its own weight at home, got {home}"))
+        local = own.now.get("weight home")
+        if local != Value("weight", rank):
+            found.append(Violation("homecoming", f"rank {rank}: expected its own weight at home, got {local}"))
         for half in case.parts if "wgrad" in case.products else ():
             gradient = own.now.get(f"gradient home {HALVES[half]}".strip())
             expected = Value("gradient", rank, half, tuple(range(ranks)))

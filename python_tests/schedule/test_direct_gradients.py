@@ -37,9 +37,9 @@ def test_every_schedule_is_right(form, narrow):
         ring = this.ring()
         assert violations(this, ring) == [], this
         for made in this.schedules():
-            assert made.gradient_route == ("direct" if this.straight else "chain")
-            assert made.narrow == (this.straight and bool(narrow))
-            assert made.gradient_slots == (min(ranks, 3) if this.straight else len(_gradient_slots(made, ranks)))
+            assert made.gradient_route == ("direct" if this.direct else "chain")
+            assert made.narrow == (this.direct and bool(narrow))
+            assert made.gradient_slots == (min(ranks, 3) if this.direct else len(_gradient_slots(made, ranks)))
             if this.late and ranks > 1:
                 last = made.steps[-1]
                 assert (last.action, last.channel, last.receive) == ("add", "gradient", "gradient home")
@@ -202,7 +202,7 @@ def test_footprint():
     assert gradients(ranks=2) == footprint(layer, ranks=2)[1::2], "the chain"
     assert gradients(reduce_bytes=2) == ([192] * 3 + [256], 832)
     assert gradients(ranks=2, reduce_bytes=2) == ([192] * 2 + [256], 640)
-    assert gradients(gradients_quantised=True) == ([128] * 3 + [256], 640)
+    assert gradients(gradients_quantized=True) == ([128] * 3 + [256], 640)
     assert gradients(reduce_bytes=8, sum_bytes=8) == gradients(reduce_bytes=8, sum_bytes=4), "nothing is narrowed"
     assert gradients(ranks=1, reduce_bytes=2) == ([], 0)
     assert gradients(route="gather", reduce_bytes=2) == footprint(layer, route="gather", reduce_bytes=2)[1::2]

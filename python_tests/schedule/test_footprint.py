@@ -23,7 +23,7 @@ def test_pieces_are_the_largest_that_fit():
     for rows in (0, 1, 7, 64):
         for cap in (0, 1, 39, 40, 41, 80, 300, 10**6):
             operation = _native.OperationSize([(rows, 9, True), (rows, 1, False)], False, True)
-            count, each = operation.pieces(4, cap)
+            count, each = operation.chunks(4, cap)
             assert count >= 1 and count * each >= rows and (count - 1) * each < max(rows, 1)
             if cap == 0:
                 assert count == 1
@@ -31,7 +31,7 @@ def test_pieces_are_the_largest_that_fit():
                 assert each == 1 or each * 40 <= cap
                 assert each == max(rows, 1) or (each + 1) * 40 > cap
             whole = _native.OperationSize([(rows, 9, True)], False, False)
-            assert whole.pieces(4, cap) == (1, max(rows, 1)), "control: what may not travel in pieces"
+            assert whole.chunks(4, cap) == (1, max(rows, 1)), "control: what may not travel in pieces"
 
 
 def footprint(operations, ranks=3, **changed):

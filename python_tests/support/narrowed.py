@@ -29,10 +29,10 @@ def arrived(shard: Tensor, travel: str | None, rows: int | None = None, dtype: t
         return torch.cat([arrived(piece, travel, dtype=dtype) for piece in shard.split(rows)])
     if travel == "bfloat16":
         return shard.bfloat16().to(dtype)
-    sent = torch.empty(_native.kernels.quantised_bytes(shard.numel()), dtype=torch.uint8)
-    _native.kernels.quantise(sent, shard)
+    sent = torch.empty(_native.kernels.quantized_bytes(shard.numel()), dtype=torch.uint8)
+    _native.kernels.quantize(sent, shard)
     received = torch.empty(shard.shape, dtype=dtype)
-    _native.kernels.dequantise(received, sent)
+    _native.kernels.dequantize(received, sent)
     return received
 
 

@@ -41,7 +41,7 @@ class Operation:
     parameters: dict[str, Tensor]  # whole
     cuts: dict[str, int]  # the dimension that each is cut along
     plain: Callable[[dict[str, Tensor], Sequence[Tensor]], Tensor]  # of whole parameters
-    rotated: Callable[..., Tensor]  # of home shards: rotated(shards, inputs, ring=..., **options)
+    rotated: Callable[..., Tensor]  # of local shards: rotated(shards, inputs, ring=..., **options)
     inputs: Callable[[str, int, int], list[Tensor]]  # (form, rank, seed) -> the local batch of a rank
     # Whether weights travel in a backward, where gradients of inputs are wanted or not. Those of bundles always do.
     weights_return: Callable[[bool], bool] = lambda needs_inputs: True
@@ -55,7 +55,7 @@ class Operation:
         return torch.promote_types(dtype, torch.float32) if self.float32_output else dtype
 
     def shards(self, rank: int, ranks: int, trained: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The home shards of a rank. Those `trained` (by default all) get gradients."""
+        """The local shards of a rank. Those `trained` (by default all) get gradients."""
         names = self.parameters if trained is None else set(trained)
         return {
             name: chunk(whole, ranks, rank, self.cuts[name]).detach().clone().requires_grad_(name in names)
@@ -298,8 +298,8 @@ def check_sharded(operation: Operation, ring: rtp_ext.Ring, **options: Any) -> N
         for name, gradient in actual.gradients.items():
             assert type(gradient) is type(given[name].data), f"gradient of {name}: {type(gradient)}"
             whole = operation.parameters[name]
-            home = chunk(whole, ring.size, ring.rank, operation.cuts[name])
-            assert torch.equal(local(given[name]), home), f"{name} is not at home"
+            local_shard = chunk(whole, ring.size, ring.rank, operation.cuts[name])
+            assert torch.equal(local(given[name]), local_shard), f"{name} is not at home"
             assert isinstance(given[name], DTensor) == (ring.mesh is not None)
         actual.gradients = {name: local(gradient) for name, gradient in actual.gradients.items()}
         assert_result(actual, expected, ring, operation.cuts, EXACT, EXACT)

@@ -76,4 +76,4 @@ def test_a_flipped_bit_of_few_is_found(ranks, transports):
 
 
 def test_where_the_middle_of_a_single_number_is():
-    assert _native.kernels.quantised_bytes(1) == 8, "the byte that is flipped, (8 / 2) | 6, is one of its scale"
+    assert _native.kernels.quantized_bytes(1) == 8, "the byte that is flipped, (8 / 2) | 6, is one of its scale"

@@ -157,8 +157,8 @@ def test_what_has_arrived_counts_before_ones_own_shard_is_fetched(sim):
             rotate(end.executor, "ring")
             return
         sim.set_compute(True)
-        home, seen = torch.full((6,), float(rank)), torch.full((6,), -1.0)
-        execution = _native.Execution.rotate(end.executor, [home], SHAPES, "ring", False)
+        local, seen = torch.full((6,), float(rank)), torch.full((6,), -1.0)
+        execution = _native.Execution.rotate(end.executor, [local], SHAPES, "ring", False)
         assert execution.next().owner == rank
         step = execution.next()
         sim.launch_copy(seen, execution.weight()[0])

@@ -48,7 +48,7 @@ def linear(executor, layer, route, rank, ranks, features=(OUT, IN)):
     weight = random(out, inputs, dtype=DTYPE, seed=layer)
     xs = [random(3, inputs, dtype=DTYPE, seed=100 * layer + r) for r in range(ranks)]
     dys = [random(3, out, dtype=DTYPE, seed=1000 * layer + r) for r in range(ranks)]
-    home = chunk(weight, ranks, rank).clone()
+    local = chunk(weight, ranks, rank).clone()
     options = _native.RotationOptions(
         route=route,
         in_place=False,
@@ -61,9 +61,9 @@ def linear(executor, layer, route, rank, ranks, features=(OUT, IN)):
     shape = _native.LinearShape(out, inputs, by_outputs=True, transposed=False)
     bundle = _native.LinearBundle([shape], [False])
     projections = [_native.Projection(0, 0, 0, out)]
-    (y,) = _native.linear_forward(executor, [xs[rank]], [home], bundle, projections, options)
+    (y,) = _native.linear_forward(executor, [xs[rank]], [local], bundle, projections, options)
     dx, dw = _native.linear_backward(
-        executor, [dys[rank]], [xs[rank]], [home], bundle, projections, [True], [True], options
+        executor, [dys[rank]], [xs[rank]], [local], bundle, projections, [True], [True], options
     )
     gradient = sum(dy.t() @ x for dy, x in zip(dys, xs, strict=True)) / ranks
     where = f"layer {layer}, {route}, rank {rank} of {ranks}"
@@ -76,26 +76,26 @@ def primitives(sim, executor, route, rank, ranks, asynchronous):
     """rotate and collect, checked against one process. `asynchronous`: computes run later than the host, on a stream
     of their own, as on a GPU."""
     shapes = [[[2 + owner, 4] for owner in range(ranks)]]
-    homes = [random(2 + owner, 4, dtype=DTYPE, seed=owner) for owner in range(ranks)]
+    local_shards = [random(2 + owner, 4, dtype=DTYPE, seed=owner) for owner in range(ranks)]
     where = f"{route}, rank {rank} of {ranks}"
     sim.set_compute(asynchronous)
     try:
         for reverse in (False, True):
-            seen, home = {}, homes[rank].clone()
-            execution = _native.Execution.rotate(executor, [home], shapes, route, reverse)
+            seen, local = {}, local_shards[rank].clone()
+            execution = _native.Execution.rotate(executor, [local], shapes, route, reverse)
             while (step := execution.next()) is not None:
                 seen[step.owner] = torch.empty(2 + step.owner, 4, dtype=DTYPE)
                 sim.launch_copy(seen[step.owner], execution.weight()[0])
             execution.finish()
-            sim.launch_copy(home, torch.zeros_like(home))  # as an optimizer would: every hop has left by then
+            sim.launch_copy(local, torch.zeros_like(local))  # as an optimizer would: every hop has left by then
             sim.synchronize()
             for owner in range(ranks):
-                assert_same(seen[owner], homes[owner], 0.0, f"{where}: rotate, owner {owner}")
-        home = torch.empty_like(homes[rank])
-        execution = _native.Execution.collect(executor, [home], shapes)
+                assert_same(seen[owner], local_shards[owner], 0.0, f"{where}: rotate, owner {owner}")
+        local = torch.empty_like(local_shards[rank])
+        execution = _native.Execution.collect(executor, [local], shapes)
         contributions = []
         while (step := execution.next()) is not None:
-            contributions.append(homes[step.owner] * (rank + 1))
+            contributions.append(local_shards[step.owner] * (rank + 1))
             arrived, (partial,) = execution.gradient_in(), execution.gradient_out()
             if not arrived:
                 sim.launch_copy(partial, contributions[-1])
@@ -106,7 +106,7 @@ def primitives(sim, executor, route, rank, ranks, asynchronous):
         execution.finish()
         sim.synchronize()
         total = ranks * (ranks + 1) / 2
-        assert_same(home, homes[rank] * total, TOLERANCE[DTYPE], f"{where}: collect")
+        assert_same(local, local_shards[rank] * total, TOLERANCE[DTYPE], f"{where}: collect")
     finally:
         sim.synchronize()
         sim.set_compute(False)
@@ -180,10 +180,10 @@ def until_failure(rank, sim, kind, ids, ranks, timeout, fault, barrier, news=Non
             return None
         sim.inject_error(rank, 0, 6)
     sim.set_compute(True)
-    home, shapes = torch.ones(4), [[[4]] * ranks]
+    local, shapes = torch.ones(4), [[[4]] * ranks]
     with pytest.raises(RotationError) as raised:
         while True:
-            execution = _native.Execution.rotate(executor, [home], shapes, "direct", False)
+            execution = _native.Execution.rotate(executor, [local], shapes, "direct", False)
             while execution.next() is not None:
                 time.sleep(0.002)
     waited = time.monotonic() - start

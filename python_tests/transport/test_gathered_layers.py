@@ -56,12 +56,12 @@ def work(rank, sim, kind, ids, ranks):
                 [random(TOKENS, out, dtype=DTYPE, seed=2000 + 100 * step + 10 * layer + r) for r in range(ranks)]
                 for layer, out in enumerate(OUTS)
             ]
-            home = [chunk(whole, ranks, rank).clone() for whole in wholes]
+            local = [chunk(whole, ranks, rank).clone() for whole in wholes]
             x, dy = xs[rank], [each[rank] for each in dys]
             with late(sim) as operators:
-                ys = _native.linear_forward(executor, [x], home, bundle, projections, told)
+                ys = _native.linear_forward(executor, [x], local, bundle, projections, told)
                 dx, *gradients = _native.linear_backward(
-                    executor, dy, [x], home, bundle, projections, [True], [True] * len(home), told
+                    executor, dy, [x], local, bundle, projections, [True], [True] * len(local), told
                 )
             assert operators.enqueued > 0, "control: nothing was late"
             sim.synchronize()

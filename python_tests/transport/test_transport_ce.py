@@ -30,7 +30,7 @@ class Rank:
     def __init__(
         self, sim, rank, ranks, id_, barrier, mode, timeout=TIMEOUT, mutant=None, news=None, late=False, hosts=1
     ):
-        """`late`: copies of home shards run when the compute stream gets there, too."""
+        """`late`: copies of local shards run when the compute stream gets there, too."""
         number = -1 if mutant is None else list(CE_MUTANTS).index(mutant)
         self.sim, self.rank, self.ranks, self.barrier = sim, rank, ranks, barrier
         self.transport = sim.ce(id_, rank, ranks, timeout, news, number)

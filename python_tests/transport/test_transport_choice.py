@@ -150,7 +150,7 @@ def test_routes(gpus):
 def test_ranks_tell_each_other_the_kinds_of_their_gpus(gpus, other):
     class Starting(TwoRanks):
         exchange_others = TwoRanks.exchange
-        gradient_route, gradient_travel, roll = "chain", None, None
+        gradient_route, gradient_travel, failure_report = "chain", None, None
 
         def exchange(self, value):
             return [value, other] if isinstance(value, tuple) else self.exchange_others(value)

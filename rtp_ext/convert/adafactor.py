@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import as_gradient
-from rtp_ext.ring.enrolled import collectively_on
 from rtp_ext.ring.mesh import own_part
+from rtp_ext.ring.registry import collectively_on
 
 
 def shard_of(value: Any, parameter: Any) -> Any:

@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rtp_ext.convert.agreement import ConversionError
+from rtp_ext.convert.modules.gathered import ForwardScope
 from rtp_ext.convert.optimizers import REPLACED
-from rtp_ext.convert.parts.gathered import ForwardScope
 from rtp_ext.convert.scopes import RotationState, is_inside, mark_inside, state_of
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh
 from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
-from rtp_ext.ring.routes.gradient_routes import check_wishes
+from rtp_ext.ring.routes.gradient_routes import check_requested
 
 logger = logging.getLogger("rtp_ext")
 
@@ -182,7 +182,7 @@ def refuse_whole_tables(root: nn.Module, ignored: Collection[int], replicas: int
 
 
 def offload_of(given: OffloadPolicy | None, place: Ring | RingMesh) -> OffloadPolicy:
-    """Whether home shards stay on the host: what was asked for, or what the models of the ring have. Raises TypeError
+    """Whether local shards stay on the host: what was asked for, or what the models of the ring have. Raises TypeError
     for what is no policy, ValueError where the ring has another."""
     if given is not None and type(given) not in (OffloadPolicy, CPUOffloadPolicy):
         raise TypeError(
@@ -201,7 +201,7 @@ def offload_of(given: OffloadPolicy | None, place: Ring | RingMesh) -> OffloadPo
 def refuse_offload(
     root: nn.Module, place: Ring | RingMesh, outer: OuterPolicy, in_place: bool, ignored: Collection[int]
 ) -> None:
-    """Raises ValueError where home shards cannot stay on the host. `ignored`: as in `refuse_foreign`."""
+    """Raises ValueError where local shards cannot stay on the host. `ignored`: as in `refuse_foreign`."""
     label = "fully_rotate: offload_policy=CPUOffloadPolicy() cannot be combined with"
     if in_place:
         raise ValueError(
@@ -335,7 +335,7 @@ def check_options(ring: Ring, transport: str, route: str, timeout: float | datet
 def check_travels(ring: Ring, travel: str | None, gradient_route: str, gradient_travel: str | None) -> None:
     """The same of what weights and gradients travel in, on a ring that was made before; None and `auto`: as they do
     there."""
-    check_wishes(gradient_route, gradient_travel, ring.hop_route, ring.gate.gradient_halves)
+    check_requested(gradient_route, gradient_travel, ring.hop_route, ring.gate.gradient_halves)
     wished = {"travel": travel, "gradient_route": gradient_route, "gradient_travel": gradient_travel}
     for what, asked in wished.items():
         actual = getattr(ring, what)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from rtp_ext._native import RotationError
-from rtp_ext.convert.parts.bundled import BundledMLP
+from rtp_ext.convert.modules.bundled import BundledMLP
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Prepared, Ring
@@ -79,8 +79,8 @@ def agree_on_model(root: nn.Module, ring: Ring, mode: Mode) -> None:
     """
     settings = [("torch.autocast", str(mode.autocast)), ("offload_policy", repr(ring.offload_policy))]
     mine = (_parameters(root.named_parameters()), [*settings, *_modules(root)])
-    told = ring.exchange(hashlib.sha256(repr(mine).encode()).digest())
-    differ = any(theirs != told[0] for theirs in told)
+    answers = ring.exchange(hashlib.sha256(repr(mine).encode()).digest())
+    differ = any(theirs != answers[0] for theirs in answers)
     every = ring.exchange(mine) if differ else [mine]
     for rank, (parameters, _) in enumerate(every):
         _refuse_meta(root, [entry[0] for entry in parameters if entry[4]], f" on rank {rank}" if differ else "")
@@ -115,16 +115,16 @@ def plan_anew(root: nn.Module, ring: Ring) -> None:
         planned = [ready for ready in prepared.found.values() if ready.size is not None]
         if planned:
             layers.append((prepared, planned))
-    told = ring.exchange([(planned[0].name, prepared.seen) for prepared, planned in layers])
-    names = [name for name, _ in told[0]]
-    for rank, theirs in enumerate(told):
+    answers = ring.exchange([(planned[0].name, prepared.seen) for prepared, planned in layers])
+    names = [name for name, _ in answers[0]]
+    for rank, theirs in enumerate(answers):
         if [name for name, _ in theirs] != names:
             raise ValueError(
                 f"{type(root).__name__}: the ranks have called different layers: expected {', '.join(names)} (rank 0), "
                 f"got {', '.join(name for name, _ in theirs)} on rank {rank}"
             )
     for place, (prepared, planned) in enumerate(layers):
-        prepared.most = max(theirs[place][1] for theirs in told)
+        prepared.most = max(theirs[place][1] for theirs in answers)
         for ready in planned:
             ready.plan(ring, prepared.most)
 
@@ -200,7 +200,7 @@ def _modules(root: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _rotation(module: LiveModule) -> tuple[MixedPrecisionPolicy | None, bool]:
-    """The policy that a module travels by, and whether its home shards do."""
+    """The policy that a module travels by, and whether its local shards do."""
     scope = module.__dict__.get("_rtp_scope", module)  # of a gathered one
     return scope.__dict__.get("mp_policy"), module.__dict__.get("in_place", False)
 
@@ -296,9 +296,9 @@ def compare_weights(mine: dict[str, int], ring: Ring) -> None:
     """Warns where the ranks converted different weights; `mine`: checksums of what this rank had. Collective."""
     if ring.size == 1 or ring.mesh is None:
         return
-    told = ring.exchange(mine)
-    for rank, theirs in enumerate(told):
-        for name, value in told[0].items():
+    answers = ring.exchange(mine)
+    for rank, theirs in enumerate(answers):
+        for name, value in answers[0].items():
             if theirs.get(name, value) != value:
                 logger.warning(
                     "fully_rotate: the values of %s on rank %d are not those on rank 0: the ranks were built with "

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from rtp_ext.convert.model import outer_of
-from rtp_ext.convert.parts.whole_embedding import WholeEmbedding
+from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
 from rtp_ext.convert.scopes import RotationState, state_of
 from rtp_ext.outer import OuterPolicy
 

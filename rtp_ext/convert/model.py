@@ -33,8 +33,8 @@ from rtp_ext.convert.agreement import checksums, compare_weights
 from rtp_ext.convert.methods.fully_shard import answer_for_fully_shard
 from rtp_ext.convert.methods.generate import let_it_generate
 from rtp_ext.convert.methods.save_pretrained import let_it_save
+from rtp_ext.convert.modules.gathered import GatheredRNN
 from rtp_ext.convert.optimizers import mark_replaced, watch_optimizers, weak_parameters
-from rtp_ext.convert.parts.gathered import GatheredRNN
 from rtp_ext.convert.rewrite import Rewriter
 from rtp_ext.convert.scopes import RotationState, install, is_inside, state_of
 from rtp_ext.convert.tensor_parallel import tensor_dimension
@@ -108,7 +108,7 @@ def fully_rotate(
         ignored_params: left as they are, with the modules that own them: the same objects, plain and not averaged, so
             that they may differ between ranks. clip_grad_norm_ takes them in a call of their own, and foreach and fused
             optimizers in a parameter group of their own.
-        in_place: the home shards themselves travel, with one slot instead of two.
+        in_place: the local shards themselves travel, with one slot instead of two.
         bundle: rotate MLP blocks (torch's transformer layers, nn.Sequential of linear, activation, linear, and the
             blocks of transformers' GPT-2, Llama, Mistral, Mixtral, Qwen, BERT and ViT) as bundles, and the q, k and v
             projections of attention together; "recompute": bundled MLPs and experts keep no hidden value for backward.
@@ -158,9 +158,9 @@ def fully_rotate(
         check_travels(place, travel, gradient_route, gradient_travel)
     if isinstance(place, Ring) and not isinstance(mesh, Ring):
         check_options(place, transport, route, None if timeout == _TIMEOUT else timeout)
-    wishes: dict[str, Any] = {"transport": transport, "route": route, "travel": travel, "timeout": timeout}
-    wishes |= {"gradient_route": gradient_route, "gradient_travel": gradient_travel}
-    ring = place if isinstance(place, Ring) else Ring(place, **wishes)
+    requested: dict[str, Any] = {"transport": transport, "route": route, "travel": travel, "timeout": timeout}
+    requested |= {"gradient_route": gradient_route, "gradient_travel": gradient_travel}
+    ring = place if isinstance(place, Ring) else Ring(place, **requested)
     if in_place:
         ring.expect_in_place("fully_rotate")
     if ring.offload_policy is None:
@@ -185,7 +185,7 @@ def fully_rotate(
         if isinstance(part, GatheredRNN):
             part.list_registered()
     for state, member in zip(states, members, strict=True):
-        state.claim(member)
+        state.handle_gradients(member)
         if ring.mesh is not None:
             refuse_ddp(member)
     mark_replaced(whole, before)

@@ -21,7 +21,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rtp_ext.convert.adafactor import shard_of, step_on_shards
-from rtp_ext.outer.apart.optimizers import CLOSURE
+from rtp_ext.outer.local_training.optimizers import CLOSURE
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import as_gradient
 from rtp_ext.ring.patches.dtensor import rotates
@@ -40,7 +40,7 @@ _REFUSED = {
         "statistics are summed over the ring"
     ),
     ("bitsandbytes", "Optimizer8bit"): (
-        "its kernels take no shards, and its quantised state could not be saved as parts of the whole. Use "
+        "its kernels take no shards, and its quantized state could not be saved as parts of the whole. Use "
         "torchao.optim.AdamW8bit, AdamW4bit or AdamWFp8, or torch.optim.AdamW, whose state is cut over the ring"
     ),
 }

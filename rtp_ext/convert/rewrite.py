@@ -12,12 +12,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from rtp_ext.convert.fast_path import keep_from_fast_path
-from rtp_ext.convert.parts.bundled import MIXINS
-from rtp_ext.convert.parts.gathered import ForwardScope, make_gathered
-from rtp_ext.convert.parts.head import FusedHead, FusedLossModel
-from rtp_ext.convert.parts.refused import find_extended, guard_parametrizations
-from rtp_ext.convert.parts.together import join
-from rtp_ext.convert.parts.whole_embedding import WholeEmbedding
+from rtp_ext.convert.modules.bundled import MIXINS
+from rtp_ext.convert.modules.gathered import ForwardScope, make_gathered
+from rtp_ext.convert.modules.head import FusedHead, FusedLossModel
+from rtp_ext.convert.modules.refused import find_extended, guard_parametrizations
+from rtp_ext.convert.modules.shared_input import join
+from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
 from rtp_ext.convert.scopes import is_inside
 from rtp_ext.convert.tensor_parallel import GATHERED, parallel_class, style_of
 from rtp_ext.families import blocks

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map
 
 from rtp_ext.convert.adapters import let_adapters_merge
 from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew, want_gradients
-from rtp_ext.convert.parts.bundled import OWN_HOOKS
-from rtp_ext.convert.parts.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
-from rtp_ext.convert.parts.refused import refuse_additions
-from rtp_ext.convert.parts.whole_embedding import WholeEmbedding
+from rtp_ext.convert.modules.bundled import OWN_HOOKS
+from rtp_ext.convert.modules.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
+from rtp_ext.convert.modules.refused import refuse_additions
+from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.outer.pipelines import follow_pipelines
 from rtp_ext.outer.policy import UNIT, OuterPolicy, Unit, Units
@@ -102,7 +102,7 @@ class RotationState(ForwardScope):
         self.begin()
         self.check(mode)
         super().enter()
-        self.bring_home()
+        self.return_local_shards()
         self.plan(root)
         self.ring.check_alive(f"{type(root).__name__} forward")
         self.foresee(root, split)
@@ -140,7 +140,7 @@ class RotationState(ForwardScope):
             self.forwards += 1
             self.failing = sys.exc_info()[1]
 
-    def bring_home(self) -> None:
+    def return_local_shards(self) -> None:
         """The outer policy sees to it that the shards are up to date."""
         if self.began and self.root_depth == 1 and self.outer_policy is not None:
             self.outer_policy.begin_forward()
@@ -180,10 +180,10 @@ class RotationState(ForwardScope):
             self.splits[self.split] = f"{type(root).__name__} with inputs that want gradients: {self.split}"
             self.ring.compare_later(self.splits, self.split, self.splits[self.split])
 
-    def claim(self, root: nn.Module) -> None:
+    def handle_gradients(self, root: nn.Module) -> None:
         """Makes the sharded parameters of a model the outer policy's, and keeps on the host those that stay there."""
         if self.outer_policy is not None:
-            self.outer_policy.claim(root)
+            self.outer_policy.handle_gradients(root)
         if self.ring.host_memory is not None:
             keep_on_host(root, self.ring.host_memory)
 
@@ -197,7 +197,7 @@ class RotationState(ForwardScope):
         agree_on_model(root, self.ring, mode)
         refuse_additions(root, self.ring, self.ignored)
         if facts != self.agreed:
-            self.claim(root)
+            self.handle_gradients(root)
             self._average_newcomers(root, named)
             let_adapters_merge(root)
             self.agreed, self.modes = self._facts(root, named), set()

@@ -1,4 +1,4 @@
-"""Autograd functions over the rotation engine. Arguments are home shards: plain local tensors or DTensors.
+"""Autograd functions over the rotation engine. Arguments are local shards: plain local tensors or DTensors.
 
 What a function derives from its parameters and options, together with the other ranks, is kept by a `Prepared`.
 """

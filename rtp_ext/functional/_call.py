@@ -16,8 +16,8 @@ from rtp_ext.parameters.sharding import held, local_shard, reserve
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import expect_memory, holds_memory, rounded, unseen
 from rtp_ext.ring.mesh import ring_dim, ring_shape
-from rtp_ext.ring.offload import lent
-from rtp_ext.ring.routes.gate import LayerSize
+from rtp_ext.ring.offload import on_device
+from rtp_ext.ring.routes.route_planner import LayerSize
 
 # What indices and targets may be of.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -39,7 +39,7 @@ class Ready:
     options: Any = None  # of the rotation, native
     made: Any = None  # by the operation
     late: bool = False  # gradients may land after the pass
-    rooms: list[tuple[int, int]] | None = None  # address and bytes of home shards that have room for the largest
+    rooms: list[tuple[int, int]] | None = None  # address and bytes of local shards that have room for the largest
 
     def plan(self, ring: Ring, tokens: int | None) -> None:
         """Settles how weights and gradients travel, for the largest number of tokens on any rank; None: not known."""
@@ -47,19 +47,19 @@ class Ready:
         if self.size is not None:
             plan = ring.gate.plan(self.name, tokens, self.size, self.compute_dtype)
             route, halves = plan.route, plan.halves
-        straight = ring.gradients.straight(route, self.reduce_dtype)
+        direct = ring.gradients.direct(route, self.reduce_dtype)
         self.options = _native.RotationOptions(
             route=route,
             in_place=self.in_place,
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
             slot_cap=ring.slot_cap,
-            halves=halves and not straight,
+            halves=halves and not direct,
             late=self.late,
             travel=ring.travel,
             name=self.name,
-            gradient_route="direct" if straight else "chain",
-            gradients_quantised=straight and ring.gradient_travel == "int8",
+            gradient_route="direct" if direct else "chain",
+            gradients_quantized=direct and ring.gradient_travel == "int8",
         )
 
 
@@ -105,7 +105,7 @@ class Call:
 
     def run(self, function: Any, *arguments: Any) -> Any:
         arguments = tuple(expect_memory(self.name, arguments))
-        with self.lent():
+        with self.on_device():
             return self.ring.run(
                 self.name, function, *arguments, serial=self.serial, watched=self.watched, checked=True
             )
@@ -122,9 +122,9 @@ class Call:
             return compute()
         return as_operator(self, name, inputs, shards, compute)
 
-    def lent(self) -> AbstractContextManager[None]:
+    def on_device(self) -> AbstractContextManager[None]:
         """While native code reads parameters: the device has those that stay on the host."""
-        return _ALWAYS_THERE if self.ring.host_memory is None else lent(self.watched)
+        return _ALWAYS_THERE if self.ring.host_memory is None else on_device(self.watched)
 
     def operand(self, x: torch.Tensor, what: str = "an input") -> torch.Tensor:
         """`x` [..., features] in the compute dtype (cast under autocast), checked."""
@@ -149,8 +149,8 @@ class Call:
 
 
 @dataclass(slots=True)
-class Home:
-    """A home shard: this rank's part of a parameter of `dims` dimensions that is cut along `dim`."""
+class ShardedParameter:
+    """A local shard: this rank's part of a parameter of `dims` dimensions that is cut along `dim`."""
 
     what: str
     tensor: torch.Tensor
@@ -201,7 +201,7 @@ def in_dtypes_of(
 
 
 def watched_where_read(parameters: Sequence[torch.Tensor], read: Sequence[bool]) -> list[torch.Tensor]:
-    """What to save of home shards for a backward: those that it reads as they are, so that autograd notices a write in
+    """What to save of local shards for a backward: those that it reads as they are, so that autograd notices a write in
     between; of all others, which tell it their shapes only, aliases that anybody may write to."""
     return [parameter if is_read else parameter.data for parameter, is_read in zip(parameters, read, strict=True)]
 
@@ -223,7 +223,7 @@ def prepare(
     call: Call,
     prepared: Prepared | None,
     operation: str,
-    homes: Sequence[Home],
+    params: Sequence[ShardedParameter],
     inputs: Sequence[torch.Tensor],
     facts: tuple[tuple[str, Any], ...],
     derive: Callable[[list[tuple[int, ...]]], Any],
@@ -250,17 +250,17 @@ def prepare(
     """
     ring, plain = call.ring, False
     looks: list[tuple] = []
-    for home in homes:
-        tensor = home.tensor
+    for param in params:
+        tensor = param.tensor
         if isinstance(tensor, DTensor):
             memory = holds_memory(type(tensor._local_tensor))
-            looks.append((home.what, home.dim, tensor.shape, tensor.dtype, memory, tensor.placements))
+            looks.append((param.what, param.dim, tensor.shape, tensor.dtype, memory, tensor.placements))
         elif isinstance(tensor, torch.Tensor):
             plain = True
-            looks.append((home.what, home.dim, tensor.shape, tensor.dtype, holds_memory(type(tensor))))
+            looks.append((param.what, param.dim, tensor.shape, tensor.dtype, holds_memory(type(tensor))))
         else:
-            home.check(call)  # raises
-    call.watched = tuple([home.tensor for home in homes])
+            param.check(call)  # raises
+    call.watched = tuple([param.tensor for param in params])
     call.needs = call.needs or wants(*inputs, *call.watched)
     identified = prepared is not None or not plain or ring.alone  # else one rank's shapes do not tell the layer
     table = (ring.common if prepared is None else prepared) if identified else Prepared()
@@ -268,22 +268,22 @@ def prepare(
     key = (operation, ring.serial, call.name, dtypes, call.in_place, facts, call.needs, *looks)
     ready = table.found.get(key)
     if ready is None:
-        for home in homes:
-            home.check(call)
+        for param in params:
+            param.check(call)
             if prepared is not None and prepared.sharded and ring.mesh is not None:
-                home.expect_sharded(call)
+                param.expect_sharded(call)
         serial = 0 if prepared is None else ring.new_agreement()
-        ready = _agree(call, table, key, homes, facts, serial, tokens or 0, size, late)
+        ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late)
         ready.made = derive(ready.shapes)
         table.found[key] = ready
     if tokens is not None and prepared is not None and tokens > prepared.seen:
         prepared.seen = tokens
     if call.in_place and not ring.transport.startswith("shm"):  # over which copies travel
-        _make_room(call, ready, homes)
+        _make_room(call, ready, params)
     if ready.late:
-        lands = ring, ring.landing_after()
-        for home in homes:
-            home.lands = lands
+        lands = ring, ring.deferred_after()
+        for param in params:
+            param.lands = lands
     call.options, call.serial = ready.options, ready.serial
     return ready.made
 
@@ -292,7 +292,7 @@ def _agree(
     call: Call,
     table: Prepared,
     key: Any,
-    homes: Sequence[Home],
+    params: Sequence[ShardedParameter],
     facts: tuple[tuple[str, Any], ...],
     serial: int,
     tokens: int,
@@ -300,63 +300,63 @@ def _agree(
     late: bool,
 ) -> Ready:
     ring = call.ring
-    wholes = [ring_shape(home.tensor) if isinstance(home.tensor, DTensor) else None for home in homes]
-    shards = [(home.what, tuple(held(home.tensor).shape), str(home.tensor.dtype), home.dim) for home in homes]
+    wholes = [ring_shape(param.tensor) if isinstance(param.tensor, DTensor) else None for param in params]
+    shards = [(param.what, tuple(held(param.tensor).shape), str(param.tensor.dtype), param.dim) for param in params]
     words = [
         f"dtype {call.compute_dtype}",
         f"reduce_dtype {call.reduce_dtype}",
         f"in_place {call.in_place}",
-        f"gradients of inputs {call.needs[: -len(homes)]}",
-        f"gradients of {', '.join(home.what for home in homes)} {call.needs[-len(homes) :]}",
+        f"gradients of inputs {call.needs[: -len(params)]}",
+        f"gradients of {', '.join(param.what for param in params)} {call.needs[-len(params) :]}",
         *(f"{name} {value}" for name, value in facts),
     ]
     mine = (call.name, wholes, shards, words, tokens if size is not None and ring.gate.decides else 0)
     most: int | None
     if None not in wholes and ring.postpone(table, key, _describe(mine)):
-        told, most = [mine] * ring.size, table.most
+        answers, most = [mine] * ring.size, table.most
     else:
-        told = ring.exchange(mine)
-        most = max(theirs[4] for theirs in told)
-    for rank, theirs in enumerate(told):
-        if _comparable(theirs) != _comparable(told[0]):
+        answers = ring.exchange(mine)
+        most = max(theirs[4] for theirs in answers)
+    for rank, theirs in enumerate(answers):
+        if _comparable(theirs) != _comparable(answers[0]):
             raise ValueError(
-                f"{call.name}: the ranks of the ring disagree: expected {_describe(told[0])} (rank 0), got "
+                f"{call.name}: the ranks of the ring disagree: expected {_describe(answers[0])} (rank 0), got "
                 f"{_describe(theirs)} on rank {rank}"
             )
     shapes = []
-    for index, (home, whole) in enumerate(zip(homes, wholes, strict=True)):
-        locals_ = [theirs[2][index][1] for theirs in told]
-        shapes.append(whole or _assemble(f"{call.name}: {home.what}", locals_, home.dim))
+    for index, (param, whole) in enumerate(zip(params, wholes, strict=True)):
+        locals_ = [theirs[2][index][1] for theirs in answers]
+        shapes.append(whole or _assemble(f"{call.name}: {param.what}", locals_, param.dim))
     layer = None if size is None else size(shapes)
     ready = Ready(call.name, call.in_place, call.compute_dtype, call.reduce_dtype, shapes, serial, layer)
     # Only what autograd hands on to the node of a shard, and nobody reads before.
-    arrives = ring.gradients.home_dtype(ring.hop_route, call.reduce_dtype)
-    unread = all(isinstance(home.tensor, DTensor) and home.tensor.dtype == arrives for home in homes)
+    arrives = ring.gradients.local_dtype(ring.hop_route, call.reduce_dtype)
+    unread = all(isinstance(param.tensor, DTensor) and param.tensor.dtype == arrives for param in params)
     ready.late = late and unread and ring.late_gradients > 0
     ready.plan(ring, most)
     return ready
 
 
-def _make_room(call: Call, ready: Ready, homes: Sequence[Home]) -> None:
-    """Gives the home shards room for the largest shard, since they travel themselves."""
-    if ready.rooms != _rooms(homes):
-        for home, shape in zip(homes, ready.shapes, strict=True):
-            reserve(home.tensor, shape, home.dim, call.ring, call.name)
-        ready.rooms = _rooms(homes)
+def _make_room(call: Call, ready: Ready, params: Sequence[ShardedParameter]) -> None:
+    """Gives the local shards room for the largest shard, since they travel themselves."""
+    if ready.rooms != _rooms(params):
+        for param, shape in zip(params, ready.shapes, strict=True):
+            reserve(param.tensor, shape, param.dim, call.ring, call.name)
+        ready.rooms = _rooms(params)
 
 
-def _rooms(homes: Sequence[Home]) -> list[tuple[int, int]]:
-    local = [held(home.tensor) for home in homes]
+def _rooms(params: Sequence[ShardedParameter]) -> list[tuple[int, int]]:
+    local = [held(param.tensor) for param in params]
     return [(tensor.data_ptr(), tensor.untyped_storage().nbytes()) for tensor in local]
 
 
-def _comparable(told: tuple) -> tuple:
-    name, wholes, shards, facts, _ = told
+def _comparable(answers: tuple) -> tuple:
+    name, wholes, shards, facts, _ = answers
     return name, wholes, [(what, len(shape), dtype, dim) for what, shape, dtype, dim in shards], facts
 
 
-def _describe(told: tuple) -> str:
-    name, wholes, shards, facts, _ = told
+def _describe(answers: tuple) -> str:
+    name, wholes, shards, facts, _ = answers
     parameters = ", ".join(
         f"{what} {whole or f'shard {shape}'} {dtype} cut along {dim}"
         for whole, (what, shape, dtype, dim) in zip(wholes, shards, strict=True)
@@ -381,14 +381,14 @@ def _assemble(name: str, shapes: list[tuple[int, ...]], dim: int) -> tuple[int, 
     return tuple(whole)
 
 
-def expect_shape(call: Call, home: Home, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Raises ValueError where the whole parameter behind a home shard has another shape than expected."""
+def expect_shape(call: Call, param: ShardedParameter, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raises ValueError where the whole parameter behind a local shard has another shape than expected."""
     if actual == expected:
         return
     shard = [*expected]
-    if home.dim < len(shard):
-        shard[home.dim] = _native.shard_sizes(expected[home.dim], call.ring.size)[call.ring.rank]
+    if param.dim < len(shard):
+        shard[param.dim] = _native.shard_sizes(expected[param.dim], call.ring.size)[call.ring.rank]
     raise ValueError(
-        f"{call.name}: expected a whole {home.what} of shape {expected}, got {actual}; on rank {call.ring.rank} a "
-        f"shard of shape {tuple(shard)}, got {tuple(home.local.shape)}"
+        f"{call.name}: expected a whole {param.what} of shape {expected}, got {actual}; on rank {call.ring.rank} a "
+        f"shard of shape {tuple(shard)}, got {tuple(param.local.shape)}"
     )

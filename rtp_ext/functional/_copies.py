@@ -127,8 +127,8 @@ class Copies:
         parameters = dict(zip(self.replicated, replicated, strict=True))
         for cut, shard in zip(self.cuts, shards, strict=True):
             parameters[cut.name] = cut.presented(shard, owner)
-        lent = {f"module.{name}": parameter for name, parameter in parameters.items()}
-        return functional_call(Scope(self.module), lent, (action,))
+        on_device = {f"module.{name}": parameter for name, parameter in parameters.items()}
+        return functional_call(Scope(self.module), on_device, (action,))
 
     def output(self, inputs: Sequence[Tensor]) -> Tensor:
         leaves = list(self.leaves)

@@ -27,7 +27,7 @@ def drive(call: Call, begin: Any, arguments: Sequence[Any], compute: Callable[[A
     Whatever `compute` raises, the remaining hops run, so that neighbours are served. A failure of the ring reaches
     them. The device has parameters that stay on the host until the pass has ended.
     """
-    with call.lent():
+    with call.on_device():
         execution = call.run(begin, *arguments)
         try:
             try:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from rtp_ext import _native
 from rtp_ext.functional._call import (
     Call,
-    Home,
+    ShardedParameter,
     expect_shape,
     prepare,
     saved,
@@ -138,13 +138,13 @@ class _RotatedConvolution(torch.autograd.Function):
         if needs_x:
             dtype = accumulation_dtype(dy.dtype)
             dx = torch.zeros(ctx.x_shape, dtype=dtype, device=dy.device).contiguous(memory_format=_memory_format(dy))
-        homes = []
+        params = []
         if needs_weight:
-            homes.append(weight.new_empty(weight.shape, dtype=call.options.home_dtype))
+            params.append(weight.new_empty(weight.shape, dtype=call.options.local_dtype))
         if needs_bias:
-            homes.append(weight.new_empty(weight.shape[:1], dtype=call.options.home_dtype))
+            params.append(weight.new_empty(weight.shape[:1], dtype=call.options.local_dtype))
         weights = [weight] if needs_x else []
-        shapes = _shapes(call, convolution, weights), _shapes(call, convolution, homes)
+        shapes = _shapes(call, convolution, weights), _shapes(call, convolution, params)
 
         def dgrad(execution: Any, owner: int) -> None:
             shard = execution.weight()[0]
@@ -170,9 +170,9 @@ class _RotatedConvolution(torch.autograd.Function):
         def compute(execution: Any, step: Any) -> None:
             (dgrad if step.compute == "dgrad" else wgrad)(execution, step.owner)
 
-        travelling = weights, shapes[0], homes, shapes[1]
+        travelling = weights, shapes[0], params, shapes[1]
         drive(call, _native.Execution.backward, (*travelling, call.options, needs_x, False), compute)
-        gradients = iter(homes)
+        gradients = iter(params)
         return (
             None,
             None,
@@ -216,8 +216,8 @@ def rotated_convolution(
     Symbols: R = ring.size, r = ring.rank, I and O = in and out channels, W_j and b_j = shards of rank j, cut along O.
 
         x        [N, I, *extents] or [I, *extents]   this rank's own batch, in the compute dtype
-        weight   [O_r, I / groups, *kernel]          home shard; one, two or three kernel dimensions
-        bias     [O_r]                               home shard
+        weight   [O_r, I / groups, *kernel]          local shard; one, two or three kernel dimensions
+        bias     [O_r]                               local shard
         returns  [N, O, *extents] or [O, *extents]   in the compute dtype
 
         forward  y[:, j] = conv(x, W_j) + b_j
@@ -243,23 +243,23 @@ def rotated_convolution(
     )
     if weight.dim() not in (3, 4, 5):
         raise ValueError(f"{name}: expected a weight of 3, 4 or 5 dimensions, got shape {tuple(weight.shape)}")
-    homes = [Home("weight", weight, 0, weight.dim())]
+    params = [ShardedParameter("weight", weight, 0, weight.dim())]
     if bias is not None:
-        homes.append(Home("bias", bias, 0, 1))
+        params.append(ShardedParameter("bias", bias, 0, 1))
 
     def derive(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         shape = shapes[0]
         if bias is not None:
             if bias.dtype != weight.dtype:
                 raise TypeError(f"{name}: expected a bias of dtype {weight.dtype}, the weight's, got {bias.dtype}")
-            expect_shape(call, homes[1], shapes[1], shape[:1])
+            expect_shape(call, params[1], shapes[1], shape[:1])
         if groups < 1 or shape[0] % groups:
             raise ValueError(f"{name}: expected groups that divide {shape[0]} output channels, got {groups}")
         if 0 in shape:  # where torch computes at all, the output has no channels
             raise ValueError(f"{name}: expected a weight with no empty dimension, got shape {shape}")
         return shape
 
-    shape = prepare(call, prepared, "convolution", homes, [x], (("groups", groups),), derive)
+    shape = prepare(call, prepared, "convolution", params, [x], (("groups", groups),), derive)
     kernel = shape[2:]
     _check_input(name, x, shape[1] * groups, len(kernel))
     unbatched = x.dim() == len(kernel) + 1
@@ -275,7 +275,7 @@ def rotated_convolution(
             f"{paddings}, got shape {tuple(x.shape)}"
         )
     lay_out(weight)
-    local = [home.local.contiguous() for home in homes]
+    local = [param.local.contiguous() for param in params]
     y = _RotatedConvolution.apply(call, convolution, x, local[0], None if bias is None else local[1])
     return y.squeeze(0) if unbatched else y
 

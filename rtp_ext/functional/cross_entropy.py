@@ -10,7 +10,7 @@ from rtp_ext import _native
 from rtp_ext.functional._call import (
     INTEGERS,
     Call,
-    Home,
+    ShardedParameter,
     expect_shape,
     in_dtypes_of,
     prepare,
@@ -74,19 +74,19 @@ def prepare_cross_entropy(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     transposed: bool,
-) -> tuple[list[Home], tuple[int, int]]:
-    """The home shards; vocabulary and features."""
-    homes = [Home("weight", weight, 1 if transposed else 0, 2)]
+) -> tuple[list[ShardedParameter], tuple[int, int]]:
+    """The local shards; vocabulary and features."""
+    params = [ShardedParameter("weight", weight, 1 if transposed else 0, 2)]
     if bias is not None:
-        homes.append(Home("bias", bias, 0, 1))
+        params.append(ShardedParameter("bias", bias, 0, 1))
 
     def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
         vocabulary, features = reversed(shapes[0]) if transposed else shapes[0]
         if bias is not None:
-            expect_shape(call, homes[1], shapes[1], (vocabulary,))
+            expect_shape(call, params[1], shapes[1], (vocabulary,))
         return vocabulary, features
 
-    return homes, prepare(call, prepared, "linear cross-entropy", homes, [x], (("transposed", transposed),), derive)
+    return params, prepare(call, prepared, "linear cross-entropy", params, [x], (("transposed", transposed),), derive)
 
 
 def native_shape(
@@ -137,8 +137,8 @@ def rotated_linear_cross_entropy(
     again in backward. The sums of the softmax are kept in float32 or wider.
 
         x         [..., D]   this rank's own batch, in the compute dtype
-        weight    [V_r, D]   home shard, cut along the vocabulary; [D, V_r] where transposed
-        bias      [V_r]      home shard
+        weight    [V_r, D]   local shard, cut along the vocabulary; [D, V_r] where transposed
+        bias      [V_r]      local shard
         targets   [...]      integers in [0, V), or ignore_index
         returns   scalar, or [...] where reduction is "none"; float32, float64 for float64
 
@@ -159,14 +159,14 @@ def rotated_linear_cross_entropy(
         raise TypeError(f"{name}: expected integer targets, got {getattr(targets, 'dtype', type(targets).__name__)}")
     if targets.shape != x.shape[:-1]:
         raise ValueError(f"{name}: expected targets of shape {tuple(x.shape[:-1])}, got {tuple(targets.shape)}")
-    homes, (vocabulary, features) = prepare_cross_entropy(call, prepared, x, weight, bias, transposed)
+    params, (vocabulary, features) = prepare_cross_entropy(call, prepared, x, weight, bias, transposed)
     if x.shape[-1] != features:
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
     shape = native_shape(
         vocabulary, features, bias is not None, transposed, ignore_index, label_smoothing, soft_cap, z_loss
     )
     flat = targets.reshape(-1).to(torch.int64).contiguous()
-    loss = LinearCrossEntropy.apply(call, shape, flat, call.rows(x).contiguous(), *(home.local for home in homes))
+    loss = LinearCrossEntropy.apply(call, shape, flat, call.rows(x).contiguous(), *(param.local for param in params))
     if reduction == "none":
         return loss.view(targets.shape)
     if reduction == "sum":

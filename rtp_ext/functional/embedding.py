@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, prepare, saved
+from rtp_ext.functional._call import Call, ShardedParameter, prepare, saved
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded
 
@@ -42,15 +42,15 @@ class Embedding(torch.autograd.Function):
 
 def prepare_embedding(
     call: Call, prepared: Prepared | None, weight: torch.Tensor, shard_dim: int, padding_idx: int | None
-) -> tuple[Home, tuple[tuple[int, int], int]]:
-    """The home shard; the shape of the whole table, and which of its rows gets no gradient (-1: none)."""
-    home = Home("weight", weight, shard_dim, 2)
-    shape = prepare(call, prepared, "embedding", [home], [], (), lambda shapes: shapes[0])
+) -> tuple[ShardedParameter, tuple[tuple[int, int], int]]:
+    """The local shard; the shape of the whole table, and which of its rows gets no gradient (-1: none)."""
+    param = ShardedParameter("weight", weight, shard_dim, 2)
+    shape = prepare(call, prepared, "embedding", [param], [], (), lambda shapes: shapes[0])
     if padding_idx is None:
-        return home, (shape, -1)
+        return param, (shape, -1)
     if not -shape[0] <= padding_idx < shape[0]:
         raise ValueError(f"{call.name}: expected padding_idx within {shape[0]} embeddings, got {padding_idx}")
-    return home, (shape, padding_idx % shape[0])
+    return param, (shape, padding_idx % shape[0])
 
 
 def rotated_embedding(
@@ -69,7 +69,7 @@ def rotated_embedding(
     """Rows of a table that is spread over the ring.
 
         ids      [...]      int32 or int64, each in [0, V)
-        weight   [V_r, E]   home shard; [V, E_r] where shard_dim = 1
+        weight   [V_r, E]   local shard; [V, E_r] where shard_dim = 1
         returns  [..., E]   in the compute dtype (the weight's own by default)
 
     The gradient is averaged over the ring; the row `padding_idx` gets none. Backward sends no weights.
@@ -93,7 +93,7 @@ def rotated_embedding(
         raise TypeError(f"{name}: expected int32 or int64 ids, got {getattr(ids, 'dtype', kind)} in a {kind}")
     if ids.device != ring.device:
         raise TypeError(f"{name}: expected ids on {ring.device}, the device of the ring, got {ids.device}")
-    home, (shape, padding) = prepare_embedding(call, prepared, weight, shard_dim, padding_idx)
+    param, (shape, padding) = prepare_embedding(call, prepared, weight, shard_dim, padding_idx)
     flat = ids.reshape(-1).to(torch.int64).contiguous()
-    y = Embedding.apply(call, shape, shard_dim, padding, flat, home.local)
+    y = Embedding.apply(call, shape, shard_dim, padding, flat, param.local)
     return y.view(*ids.shape, shape[1])

@@ -11,7 +11,7 @@ from rtp_ext import _native
 from rtp_ext.functional._call import (
     INTEGERS,
     Call,
-    Home,
+    ShardedParameter,
     expect_shape,
     in_dtypes_of,
     prepare,
@@ -61,17 +61,17 @@ class _RotatedExperts(torch.autograd.Function):
         return None, None, None, None, None, dx, dweights, *in_dtypes_of(parameters, gradients)
 
 
-def _read(homes: Sequence[Home], needs_x: bool, needs_weights: bool, keep: bool) -> list[bool]:
+def _read(params: Sequence[ShardedParameter], needs_x: bool, needs_weights: bool, keep: bool) -> list[bool]:
     """Which parameters a backward reads: up for dx, and with its bias where it recomputes; down for the gradients of
     hidden values and, with its bias, of the router's weights."""
-    needs_up = any(wants(*(home.tensor for home in homes if home.what.startswith("up"))))
+    needs_up = any(wants(*(param.tensor for param in params if param.what.startswith("up"))))
     read = {
         "up weight": needs_x or not keep,
         "up bias": not keep,
         "down weight": needs_x or needs_weights or needs_up,
         "down bias": needs_weights,
     }
-    return [read[home.what] for home in homes]
+    return [read[param.what] for param in params]
 
 
 def rotated_experts(
@@ -106,10 +106,10 @@ def rotated_experts(
         x         [..., D]       this rank's own tokens, in the compute dtype
         index     [..., K]       integers in [0, E]; E is nobody's expert
         weights   [..., K]       of the router, any floating dtype
-        up        [E_r, H, D]    home shard, cut along the experts; [E_r, 2 H, D] with the gate's rows first where gated
-        down      [E_r, D, H]    home shard
-        up_bias   [E_r, H]       home shard; [E_r, 2 H] where gated
-        down_bias [E_r, D]       home shard
+        up        [E_r, H, D]    cut along the experts; [E_r, 2 H, D] with the gate's rows first where gated
+        down      [E_r, D, H]    local shard
+        up_bias   [E_r, H]       local shard; [E_r, 2 H] where gated
+        down_bias [E_r, D]       local shard
         returns   [..., D]       in the compute dtype
 
     Args:
@@ -149,7 +149,7 @@ def rotated_experts(
         ("down weight", down, 3),
         ("down bias", down_bias, 2),
     ]
-    homes = [Home(what, tensor, 0, dims) for what, tensor, dims in candidates if tensor is not None]
+    params = [ShardedParameter(what, tensor, 0, dims) for what, tensor, dims in candidates if tensor is not None]
 
     def derive(shapes: list[tuple[int, ...]]) -> Any:
         experts, *matrix = shapes[0]
@@ -163,8 +163,8 @@ def rotated_experts(
             "down weight": (experts, hidden, features) if transposed else (experts, features, hidden),
             "down bias": (experts, features),
         }
-        for home, whole in zip(homes, shapes, strict=True):
-            expect_shape(call, home, whole, expected[home.what])
+        for param, whole in zip(params, shapes, strict=True):
+            expect_shape(call, param, whole, expected[param.what])
         shape = _native.ExpertsShape(
             experts=experts,
             features=features,
@@ -186,7 +186,7 @@ def rotated_experts(
         ("interleaved", interleaved),
         ("clamped", clamped),
     )
-    experts, features, shape = prepare(call, prepared, "experts", homes, [x, weights], facts, derive)
+    experts, features, shape = prepare(call, prepared, "experts", params, [x, weights], facts, derive)
     if x.shape[-1] != features:
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
     flat = call.rows(index).to(torch.int64).contiguous()
@@ -197,10 +197,10 @@ def rotated_experts(
         call,
         shape,
         keep,
-        _read(homes, call.needs[0], call.needs[1], keep),
+        _read(params, call.needs[0], call.needs[1], keep),
         flat,
         call.rows(x),
         call.rows(weights),
-        *(home.local for home in homes),
+        *(param.local for param in params),
     )
     return y.view(x.shape)

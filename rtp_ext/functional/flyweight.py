@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, Home, prepare, saved, wants
+from rtp_ext.functional._call import Call, ShardedParameter, prepare, saved, wants
 from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, set_random_state
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
 from rtp_ext.parameters.sharding import lay_out, local_shard
@@ -34,7 +34,7 @@ class _Flyweight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, copies: Copies, *tensors: Tensor) -> Tensor:
         ring, device = call.ring, call.ring.device
-        inputs, replicated, homes = copies.split(tensors)
+        inputs, replicated, params = copies.split(tensors)
         ctx.call, ctx.copies = call, copies
         ctx.states = {}
         outputs: dict[int, Tensor] = {}
@@ -63,7 +63,7 @@ class _Flyweight(torch.autograd.Function):
             ctx.dtype = y.dtype
 
         def run() -> list[Tensor]:
-            drive(call, _native.Execution.forward, (list(homes), shapes, call.options), compute)
+            drive(call, _native.Execution.forward, (list(params), shapes, call.options), compute)
             states = random_state(device) if stored else ()
             if total.value is not None:
                 return [total.value.to(ctx.dtype), *states]
@@ -72,7 +72,7 @@ class _Flyweight(torch.autograd.Function):
             return [torch.cat(parts, copies.dim), *states]
 
         ctx.save_for_backward(*tensors)
-        y, *states = call.once("flyweight", [*inputs, *replicated], homes, run)
+        y, *states = call.once("flyweight", [*inputs, *replicated], params, run)
         if stored:  # a recomputation may not have drawn the numbers, and those behind are to be the same
             set_random_state(tuple(states), device)
         return y
@@ -83,10 +83,10 @@ class _Flyweight(torch.autograd.Function):
         call, copies = ctx.call, ctx.copies
         ring, device = call.ring, call.ring.device
         needs = wanted(ctx)[2:]
-        inputs, replicated, homes = copies.split(saved(ctx))
+        inputs, replicated, params = copies.split(saved(ctx))
         _, needs_replicated, needs_shard = copies.split(needs)
         travelling = [index for index, needed in enumerate(needs_shard) if needed]
-        gradients = [homes[i].new_empty(homes[i].shape, dtype=call.options.home_dtype) for i in travelling]
+        gradients = [params[i].new_empty(params[i].shape, dtype=call.options.local_dtype) for i in travelling]
         shapes = [copies.shapes(cuts, ring) for cuts in (copies.cuts, [copies.cuts[i] for i in travelling])]
         sums = [_Sum() for _ in (*inputs, *replicated)]
         pending: dict[int, list[Tensor | None]] = {}
@@ -124,7 +124,7 @@ class _Flyweight(torch.autograd.Function):
 
         outer = random_state(device)
         try:
-            arguments = (list(homes), shapes[0], gradients, shapes[1], call.options, True, True)
+            arguments = (list(params), shapes[0], gradients, shapes[1], call.options, True, True)
             drive(call, _native.Execution.backward, arguments, compute)
         finally:
             set_random_state(outer, device)
@@ -134,10 +134,10 @@ class _Flyweight(torch.autograd.Function):
             for total, tensor in zip(sums, (*inputs, *replicated), strict=True)
         ]
         of_inputs, of_replicated = totals[: len(inputs)], totals[len(inputs) :]
-        of_homes: list[Tensor | None] = [None] * len(homes)
+        of_local_shards: list[Tensor | None] = [None] * len(params)
         for index, gradient in zip(travelling, gradients, strict=True):
-            of_homes[index] = rounded(gradient, homes[index].dtype)
-        return None, None, *of_inputs, *_average(call, replicated, of_replicated, needs_replicated), *of_homes
+            of_local_shards[index] = rounded(gradient, params[index].dtype)
+        return None, None, *of_inputs, *_average(call, replicated, of_replicated, needs_replicated), *of_local_shards
 
 
 def _average(
@@ -192,7 +192,7 @@ def rotated_flyweight(
     Args:
         module: its forward takes its sizes from its parameters, not from attributes such as num_heads; returns one
             tensor; and changes neither its arguments nor its buffers. Its own parameters are not looked at.
-        parameters: for every parameter of the module, by name, this rank's home shard, or the whole where
+        parameters: for every parameter of the module, by name, this rank's local shard, or the whole where
             it is not cut.
         args, kwargs: any structure; tensors in it may require gradients.
         shard_dims: the dimension that each parameter is cut along by the chunk rule; None: whole on every rank, its
@@ -228,10 +228,10 @@ def rotated_flyweight(
         reduce_dtype=reduce_dtype,
         autocasts=False,
     )
-    homes = []
+    params = []
     for key in names:
         dim_cut = _dimension(call, key, parameters[key], shard_dims[key])
-        homes.append(Home(key, parameters[key], dim_cut, parameters[key].dim()))
+        params.append(ShardedParameter(key, parameters[key], dim_cut, parameters[key].dim()))
         if parameters[key].dtype != parameters[names[0]].dtype:
             raise TypeError(
                 f"{name}: expected parameters of one dtype, got {parameters[names[0]].dtype} of {names[0]} and "
@@ -252,11 +252,13 @@ def rotated_flyweight(
 
     def derive(shapes: list[tuple[int, ...]]) -> list[Cut]:
         return [
-            Cut(home.what, whole, home.dim, _native.shard_sizes(whole[home.dim], ring.size), home.what in added_once)
-            for home, whole in zip(homes, shapes, strict=True)
+            Cut(
+                param.what, whole, param.dim, _native.shard_sizes(whole[param.dim], ring.size), param.what in added_once
+            )
+            for param, whole in zip(params, shapes, strict=True)
         ]
 
-    cuts = prepare(call, prepared, "flyweight", homes, [], facts, derive)
+    cuts = prepare(call, prepared, "flyweight", params, [], facts, derive)
     copies = Copies(
         name,
         module,
@@ -271,9 +273,9 @@ def rotated_flyweight(
         Surroundings.now(module, ring.device),
     )
     whole_parameters = [local_shard(parameters[key]).to(call.compute_dtype) for key in replicated]
-    for home in homes:
-        lay_out(home.tensor)
-    return _Flyweight.apply(call, copies, *inputs, *whole_parameters, *(home.local.contiguous() for home in homes))
+    for param in params:
+        lay_out(param.tensor)
+    return _Flyweight.apply(call, copies, *inputs, *whole_parameters, *(param.local.contiguous() for param in params))
 
 
 def check_copies(

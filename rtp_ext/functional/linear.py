@@ -12,7 +12,7 @@ import torch
 from rtp_ext import _native
 from rtp_ext.functional._call import (
     Call,
-    Home,
+    ShardedParameter,
     expect_shape,
     in_dtypes_of,
     prepare,
@@ -22,7 +22,7 @@ from rtp_ext.functional._call import (
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 from rtp_ext.ring.links.options import wire_itemsize
-from rtp_ext.ring.routes.gate import LayerSize
+from rtp_ext.ring.routes.route_planner import LayerSize
 
 
 class PartialLinear(torch.autograd.Function):
@@ -122,8 +122,8 @@ def rotated_linear(
     Symbols: R = ring.size, r = ring.rank, I and O = in and out features, W_j and b_j = shards of rank j.
 
         x        [..., I]   this rank's own batch, in the compute dtype
-        weight   [O_r, I]   home shard; [O, I_r] where shard_dim = 1; [I, O_r] or [I_r, O] where transposed
-        bias     [O_r]      home shard, cut along its only dimension in both cases
+        weight   [O_r, I]   local shard; [O, I_r] where shard_dim = 1; [I, O_r] or [I_r, O] where transposed
+        bias     [O_r]      local shard, cut along its only dimension in both cases
         returns  [..., O]   in the compute dtype
 
         forward  y[:, j] = x @ W_j.T + b_j              shard_dim 1: y = sum_j x[:, j] @ W_j.T
@@ -133,12 +133,12 @@ def rotated_linear(
     Gradients are averaged over the ring. Sums of several products are kept in float32 where the compute dtype has 16
     bits. Cost: R - 1 weight hops forward; R - 1 weight and R - 1 gradient hops backward, none of a kind that is not
     needed. Memory: at most two weight slots forward, two of each kind backward, each of the largest shard, shared by
-    all layers of the ring; one weight slot more where the home shard is cast.
+    all layers of the ring; one weight slot more where the local shard is cast.
 
     Args:
         shard_dim: the dimension of W [O, I] that is cut, however W is stored.
         transposed: the weight is stored as [I, O].
-        in_place: the home shard itself travels and comes home, with one slot instead of two. Where a cast copy
+        in_place: the local shard itself travels and comes home, with one slot instead of two. Where a cast copy
             travels anyway, or over shm, whose hops land in slots only, nothing is saved and copies travel.
         prepared: keeps what is derived for this layer, so that the next calls are cheap; see Prepared.
         compute_dtype: weights are cast to it before they travel; default: torch.autocast's where enabled, else the
@@ -161,9 +161,9 @@ def rotated_linear(
         return rotated_linears([x], [weight], [bias], ring=ring, transposed=transposed, prepared=prepared, **options)[0]
     call = Call.of(weight, ring=ring, **options)
     x = call.operand(x)
-    homes, (outputs, inputs, native) = prepare_partial(call, prepared, [x], weight, bias, transposed)
+    params, (outputs, inputs, native) = prepare_partial(call, prepared, [x], weight, bias, transposed)
     _expect_features(call, x, inputs)
-    y = PartialLinear.apply(call, native, call.rows(x), homes[0].local, None if bias is None else homes[1].local)
+    y = PartialLinear.apply(call, native, call.rows(x), params[0].local, None if bias is None else params[1].local)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
 
 
@@ -187,8 +187,8 @@ def rotated_linears(
     split into a sum of several tensors.
 
         inputs   each [..., I_i], in the compute dtype
-        weights  home shards, each [O_k,r, I]; [I, O_k,r] where transposed
-        biases   home shards, each [O_k,r] or None
+        weights  local shards, each [O_k,r, I]; [I, O_k,r] where transposed
+        biases   local shards, each [O_k,r] or None
         returns  one [..., end - begin] for each projection, in the compute dtype
 
     Args:
@@ -211,12 +211,12 @@ def rotated_linears(
         name=name,
     )
     inputs = [call.operand(x) for x in inputs]
-    homes, bundle = prepare_linears(call, prepared, inputs, weights, biases, projections, transposed)
+    params, bundle = prepare_linears(call, prepared, inputs, weights, biases, projections, transposed)
     for x, features in zip(inputs, bundle.features, strict=True):
         for expected in features:
             _expect_features(call, x, expected)
     rows = [call.rows(x) for x in inputs]
-    ys = Linears.apply(call, bundle, *rows, *[home.local for home in homes])
+    ys = Linears.apply(call, bundle, *rows, *[param.local for param in params])
     return tuple(
         [
             y if inputs[which].dim() == 2 else y.view(*inputs[which].shape[:-1], features)
@@ -232,17 +232,17 @@ def prepare_partial(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     transposed: bool,
-) -> tuple[list[Home], tuple[int, int, Any]]:
-    """The home shards of a layer that is cut along its input features; out and in features, native shape."""
-    homes = _homes([weight], [bias], 0 if transposed else 1)
+) -> tuple[list[ShardedParameter], tuple[int, int, Any]]:
+    """The local shards of a layer that is cut along its input features; out and in features, native shape."""
+    params = _local_shards([weight], [bias], 0 if transposed else 1)
 
     def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int, Any]:
         outputs, features = reversed(shapes[0]) if transposed else shapes[0]
-        _check_biases(call, homes, shapes, transposed)
+        _check_biases(call, params, shapes, transposed)
         return outputs, features, _native.LinearShape(outputs, features, by_outputs=False, transposed=transposed)
 
     facts = (("transposed", transposed),)
-    return homes, prepare(call, prepared, "partial linear", homes, inputs, facts, derive, late=True)
+    return params, prepare(call, prepared, "partial linear", params, inputs, facts, derive, late=True)
 
 
 def prepare_linears(
@@ -253,19 +253,19 @@ def prepare_linears(
     biases: Sequence[torch.Tensor | None],
     projections: Sequence[tuple[int, int, int, int]] | None,
     transposed: bool,
-) -> tuple[list[Home], _Bundle]:
-    """The home shards of layers that are cut along their output features, and how they travel together."""
-    homes = _homes(weights, biases, 1 if transposed else 0)
+) -> tuple[list[ShardedParameter], _Bundle]:
+    """The local shards of layers that are cut along their output features, and how they travel together."""
+    params = _local_shards(weights, biases, 1 if transposed else 0)
     if projections is not None:
         projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
 
     def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
-        return _bundle(call, homes, shapes, biases, len(inputs), projections, transposed)
+        return _bundle(call, params, shapes, biases, len(inputs), projections, transposed)
 
     facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed))
     tokens = max([x.shape[:-1].numel() for x in inputs])
     planned: dict[str, Any] = {} if transposed else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
-    return homes, prepare(call, prepared, "linears", homes, inputs, facts, derive, late=True, **planned)
+    return params, prepare(call, prepared, "linears", params, inputs, facts, derive, late=True, **planned)
 
 
 def _size(call: Call, shapes: Sequence[tuple[int, ...]]) -> LayerSize:
@@ -278,40 +278,44 @@ def _size(call: Call, shapes: Sequence[tuple[int, ...]]) -> LayerSize:
     )
 
 
-def _homes(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], dim: int) -> list[Home]:
-    """The home shards of layers, every weight followed by its bias if it has one."""
-    homes = []
+def _local_shards(
+    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], dim: int
+) -> list[ShardedParameter]:
+    """The local shards of layers, every weight followed by its bias if it has one."""
+    params = []
     for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         suffix = "" if len(weights) == 1 else f" {number}"
-        homes.append(Home(f"weight{suffix}", weight, dim, 2))
+        params.append(ShardedParameter(f"weight{suffix}", weight, dim, 2))
         if bias is not None:
-            homes.append(Home(f"bias{suffix}", bias, 0, 1))
-    return homes
+            params.append(ShardedParameter(f"bias{suffix}", bias, 0, 1))
+    return params
 
 
-def _check_biases(call: Call, homes: Sequence[Home], shapes: Sequence[tuple[int, ...]], transposed: bool) -> None:
+def _check_biases(
+    call: Call, params: Sequence[ShardedParameter], shapes: Sequence[tuple[int, ...]], transposed: bool
+) -> None:
     """Raises where a bias is not of the dtype of its weight, which is before it, or not of the shape of its output."""
-    for place in range(1, len(homes)):
-        home, weight = homes[place], homes[place - 1]
-        if home.dims == 1:
-            if home.tensor.dtype != weight.tensor.dtype:
+    for place in range(1, len(params)):
+        param, weight = params[place], params[place - 1]
+        if param.dims == 1:
+            if param.tensor.dtype != weight.tensor.dtype:
                 raise TypeError(
                     f"{call.name}: expected a bias of dtype {weight.tensor.dtype}, the weight's, got "
-                    f"{home.tensor.dtype}"
+                    f"{param.tensor.dtype}"
                 )
-            expect_shape(call, home, shapes[place], (shapes[place - 1][1 if transposed else 0],))
+            expect_shape(call, param, shapes[place], (shapes[place - 1][1 if transposed else 0],))
 
 
 def _bundle(
     call: Call,
-    homes: Sequence[Home],
+    params: Sequence[ShardedParameter],
     shapes: Sequence[tuple[int, ...]],
     biases: Sequence[torch.Tensor | None],
     inputs: int,
     projections: Sequence[tuple[int, int, int, int]] | None,
     transposed: bool,
 ) -> _Bundle:
-    _check_biases(call, homes, shapes, transposed)
+    _check_biases(call, params, shapes, transposed)
     weights = [shape for shape in shapes if len(shape) == 2]
     outputs = [(shape[1], shape[0]) if transposed else (shape[0], shape[1]) for shape in weights]
     biased = [bias is not None for bias in biases]

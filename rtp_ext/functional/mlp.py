@@ -10,7 +10,7 @@ import torch
 from rtp_ext import _native
 from rtp_ext.functional._call import (
     Call,
-    Home,
+    ShardedParameter,
     expect_shape,
     in_dtypes_of,
     prepare,
@@ -68,16 +68,16 @@ class MLP(torch.autograd.Function):
         return None, None, None, None, dx, *in_dtypes_of(parameters, gradients)
 
 
-def read_by_backward(homes: Sequence[Home], needs_x: bool, keep: bool) -> list[bool]:
+def read_by_backward(params: Sequence[ShardedParameter], needs_x: bool, keep: bool) -> list[bool]:
     """Which parameters a backward reads: gate and up for dx, and with their biases where it recomputes; down for the
     gradients of hidden values."""
-    hidden = needs_x or any(wants(*(home.tensor for home in homes if not home.what.startswith("down"))))
+    hidden = needs_x or any(wants(*(param.tensor for param in params if not param.what.startswith("down"))))
     found = {"down weight": hidden, "down bias": False}
-    return [found.get(home.what, not keep or (needs_x and home.what.endswith("weight"))) for home in homes]
+    return [found.get(param.what, not keep or (needs_x and param.what.endswith("weight"))) for param in params]
 
 
 class MLPParameters(NamedTuple):
-    """Home shards of an MLP."""
+    """Local shards of an MLP."""
 
     up: torch.Tensor
     down: torch.Tensor
@@ -96,8 +96,8 @@ def prepare_mlp(
     activation: str,
     recompute: bool,
     transposed: bool,
-) -> tuple[list[Home], tuple[int, int, Any]]:
-    """The home shards, in the order of the engine; in and out features, native shape."""
+) -> tuple[list[ShardedParameter], tuple[int, int, Any]]:
+    """The local shards, in the order of the engine; in and out features, native shape."""
     function, gated = ACTIVATIONS[activation]
     outputs, inputs = (1, 0) if transposed else (0, 1)
     candidates = [
@@ -108,10 +108,10 @@ def prepare_mlp(
         ("down weight", parameters.down, inputs, 2),
         ("down bias", parameters.down_bias, 0, 1),
     ]
-    homes = [Home(what, tensor, dim, dims) for what, tensor, dim, dims in candidates if tensor is not None]
+    params = [ShardedParameter(what, tensor, dim, dims) for what, tensor, dim, dims in candidates if tensor is not None]
 
     def derive(shapes: list[tuple[int, ...]]) -> Any:
-        whole = {home.what: shape for home, shape in zip(homes, shapes, strict=True)}
+        whole = {param.what: shape for param, shape in zip(params, shapes, strict=True)}
         hidden, features = whole["up weight"][outputs], whole["up weight"][inputs]
         out_features = whole["down weight"][outputs]
         down_shape = (hidden, out_features) if transposed else (out_features, hidden)
@@ -122,8 +122,8 @@ def prepare_mlp(
             "down weight": down_shape,
             "down bias": (out_features,),
         }
-        for home in homes:
-            expect_shape(call, home, whole[home.what], expected.get(home.what, whole[home.what]))
+        for param in params:
+            expect_shape(call, param, whole[param.what], expected.get(param.what, whole[param.what]))
         shape = _native.MlpShape(
             in_features=features,
             hidden_features=hidden,
@@ -137,7 +137,7 @@ def prepare_mlp(
         return features, out_features, shape
 
     facts = (("activation", activation), ("recompute", recompute))
-    return homes, prepare(call, prepared, "mlp", homes, [x], facts, derive, late=True)
+    return params, prepare(call, prepared, "mlp", params, [x], facts, derive, late=True)
 
 
 def rotated_mlp(
@@ -164,9 +164,9 @@ def rotated_mlp(
     Shard j of all three weights meets hidden slice j, which lives during step j only.
 
         x          [..., I]  this rank's own batch, in the compute dtype
-        up, gate   [H_r, I]  home shards, cut along the hidden features; [I, H_r] where transposed
-        down       [O, H_r]  home shard, cut along the hidden features; [H_r, O] where transposed
-        up_bias, gate_bias [H_r], down_bias [O_r]  home shards
+        up, gate   [H_r, I]  local shards, cut along the hidden features; [I, H_r] where transposed
+        down       [O, H_r]  local shard, cut along the hidden features; [H_r, O] where transposed
+        up_bias, gate_bias [H_r], down_bias [O_r]  local shards
         returns    [..., O]  in the compute dtype
 
         forward    y = sum_j h_j @ D_j.T,  h_j = act(x @ G_j.T) * (x @ U_j.T)
@@ -190,12 +190,12 @@ def rotated_mlp(
     call = Call.of(up, ring=ring, name=name, in_place=in_place, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     x = call.operand(x)
     parameters = MLPParameters(up, down, gate, up_bias, down_bias, gate_bias)
-    homes, (features, out_features, shape) = prepare_mlp(
+    params, (features, out_features, shape) = prepare_mlp(
         call, prepared, x, parameters, activation=activation, recompute=recompute, transposed=transposed
     )
     if x.shape[-1] != features:
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
     keep = not recompute and any(call.needs)
-    read = read_by_backward(homes, call.needs[0], keep)
-    y = MLP.apply(call, shape, keep, read, call.rows(x), *(home.local for home in homes))
+    read = read_by_backward(params, call.needs[0], keep)
+    y = MLP.apply(call, shape, keep, read, call.rows(x), *(param.local for param in params))
     return y.view(*x.shape[:-1], out_features)

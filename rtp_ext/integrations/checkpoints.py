@@ -32,14 +32,14 @@ def is_converted(model: Any) -> bool:
 
 def has_shards(folder: str | os.PathLike[str]) -> bool:
     """Whether `save_shards` wrote into a folder. Raises ValueError where only some ranks see it. Collective."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (Path(folder) / FOLDER / ".metadata").is_file())
-    if len(set(told)) > 1:
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (Path(folder) / FOLDER / ".metadata").is_file())
+    if len(set(answers)) > 1:
         raise ValueError(
             f"expected {folder}/{FOLDER} on a file system that all ranks see, got it on ranks "
-            f"{[rank for rank, found in enumerate(told) if found]} only"
+            f"{[rank for rank, found in enumerate(answers) if found]} only"
         )
-    return told[0]
+    return answers[0]
 
 
 def save_shards(
@@ -118,18 +118,18 @@ def same_values(model: nn.Module) -> None:
     """Gives every rank the values of rank 0, where they differ, as DistributedDataParallel does. Collective over the
     default process group; of a model that has not been converted."""
     tensors = {name: tensor for name, tensor in _plain_tensors(model) if not tensor.is_meta}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, {name: _sample(tensor) for name, tensor in tensors.items()})
-    for rank, theirs in enumerate(told):
-        if list(theirs) != list(told[0]):
-            difference = sorted(theirs.keys() ^ told[0].keys())
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, {name: _sample(tensor) for name, tensor in tensors.items()})
+    for rank, theirs in enumerate(answers):
+        if list(theirs) != list(answers[0]):
+            difference = sorted(theirs.keys() ^ answers[0].keys())
             raise ValueError(
                 f"{type(model).__name__}: the model differs between ranks: expected the names of rank 0 in their order,"
                 f" got others on rank {rank}: {', '.join(difference[:5]) or 'another order'}"
             )
     with torch.no_grad():
-        for name in told[0]:
-            if any(theirs[name] != told[0][name] for theirs in told):
+        for name in answers[0]:
+            if any(theirs[name] != answers[0][name] for theirs in answers):
                 dist.broadcast(tensors[name].data, src=0)
 
 

@@ -36,7 +36,7 @@ from rtp_ext.measure.metrics import Times, metrics
 from rtp_ext.measure.timing import settle_memory, timed
 from rtp_ext.ring import Ring
 from rtp_ext.ring.links.options import check_travel
-from rtp_ext.ring.routes.gradient_routes import check_wishes
+from rtp_ext.ring.routes.gradient_routes import check_requested
 
 __all__ = ["Plan", "choose", "run", "verdict"]
 
@@ -73,8 +73,8 @@ class Plan:
     @property
     def ways(self) -> dict[str, Any]:
         """What a ring is asked for beside its ranks."""
-        wishes = {name: getattr(self, name) for name in ("travel", "gradient_route", "gradient_travel")}
-        return {name: wish for name, wish in wishes.items() if wish is not None}
+        requested = {name: getattr(self, name) for name in ("travel", "gradient_route", "gradient_travel")}
+        return {name: wish for name, wish in requested.items() if wish is not None}
 
     @property
     def tolerance(self) -> float:
@@ -134,7 +134,7 @@ def choose(
     if kind == "cpu" and size > MOST_RANKS_PER_CORE * cores():
         raise ValueError(f"bench: expected at most {MOST_RANKS_PER_CORE} ranks for each of {cores()} cores, got {size}")
     check_travel(travel, "auto")
-    check_wishes(gradient_route or "auto", gradient_travel, "auto", None)
+    check_requested(gradient_route or "auto", gradient_travel, "auto", None)
     if gradient_travel is not None or (emulated and gradient_route == "auto"):
         gradient_route = "direct" if gradient_travel is not None else None
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
@@ -215,8 +215,8 @@ def check_losses(losses: dict[str, list[float]], tolerance: float = LOSS_TOLERAN
     """Raises RotationError where those of two strategies differ at any step."""
     for step, values in enumerate(zip(*losses.values(), strict=True)):
         if not all(abs(value - values[0]) <= tolerance * abs(values[0]) for value in values):  # NaN is not
-            told = ", ".join(f"{name} {value:.6f}" for name, value in zip(losses, values, strict=True))
-            raise RotationError(f"bench: expected equal losses at step {step}, got {told}")
+            found_text = ", ".join(f"{name} {value:.6f}" for name, value in zip(losses, values, strict=True))
+            raise RotationError(f"bench: expected equal losses at step {step}, got {found_text}")
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -313,8 +313,10 @@ def table(plan: Plan, found: dict[str, Any]) -> str:
             f"training 2 blocks of {plan.width} -> {plan.inner} -> {plan.width}, {plan.batch} tokens per rank, "
             f"float32; rtp over {found['transport']}, the others over {found['backend']}",
         ]
-        for name, told in found["training"].items():
-            lines.append(f"{name:>13}{told['step_ms']:>10.1f} ms a step{told['kept_bytes'] / 2**20:>10.1f} MiB kept")
+        for name, found_text in found["training"].items():
+            lines.append(
+                f"{name:>13}{found_text['step_ms']:>10.1f} ms a step{found_text['kept_bytes'] / 2**20:>10.1f} MiB kept"
+            )
     return "\n".join(lines)
 
 
@@ -326,7 +328,7 @@ def _cost(times: Times) -> float:
     return times.t_ov / times.t_g1
 
 
-def _told(times: Times, noise: float) -> bool:
+def _distinguishable(times: Times, noise: float) -> bool:
     """Whether times that varied by `noise` microseconds tell that rotation is free, or that it is not."""
     return noise <= abs(times.t_ov - FREE * times.t_g1)
 
@@ -335,7 +337,7 @@ def free_from(layers: dict[int, Times], noise: dict[int, float]) -> int | None:
     """The least number of tokens from which on every one that was measured is free; None if the largest is not."""
     first = None
     for tokens in sorted(layers, reverse=True):
-        if _cost(layers[tokens]) > FREE or not _told(layers[tokens], noise[tokens]):
+        if _cost(layers[tokens]) > FREE or not _distinguishable(layers[tokens], noise[tokens]):
             break
         first = tokens
     return first
@@ -356,7 +358,7 @@ def verdict(plan: Plan, found: dict[str, Any]) -> str:
         exposed = max(0.0, _exposed(times))
         text += f"{hidden} communication is hidden; {exposed:.2f} ms of {rotated:.2f} ms are exposed. "
     first = free_from(found["layers"], found["noise"])
-    if not _told(times, found["noise"][most]):
+    if not _distinguishable(times, found["noise"][most]):
         text += f"Whether rotation is free (within {FREE - 1:.0%} of one whole GEMM) cannot be told: it took "
         text += f"{_cost(times):.2f} times one, and times varied by {noise:.2f} ms."
     elif first is None:
@@ -367,7 +369,7 @@ def verdict(plan: Plan, found: dict[str, Any]) -> str:
         text += f"Rotation is free here (within {FREE - 1:.0%} of one whole GEMM) from {first} tokens on."
     if found["training"] is None:
         return f"{text} One {plan.device} stood for the ring: nothing crossed a link, and nothing was trained."
-    steps = {name: told["step_ms"] for name, told in found["training"].items()}
+    steps = {name: found_text["step_ms"] for name, found_text in found["training"].items()}
     ratios = " and ".join(f"{steps['rtp'] / steps[name]:.2f} of {name}'s" for name in ("fully_shard", "DDP"))
     others = "" if found["backend"] == found["transport"] else f", which go over {found['backend']}"
     return f"{text} A training step over {found['transport']} takes {ratios}{others}."

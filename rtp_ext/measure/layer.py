@@ -116,8 +116,8 @@ class TimedLayer:
         plan = ring.gate.plans["rotated_linear"]
         if plan.route == "gather":
             raise ValueError(f"expected a layer that rotates, got one that is gathered: {plan.reason}")
-        self.straight = ring.gradients.straight(plan.route, self.gradient_dtype)
-        self.halves = plan.halves and not self.straight
+        self.direct = ring.gradients.direct(plan.route, self.gradient_dtype)
+        self.halves = plan.halves and not self.direct
         self._options = _native.RotationOptions(
             route=plan.route,
             in_place=False,
@@ -126,8 +126,8 @@ class TimedLayer:
             slot_cap=ring.slot_cap,
             halves=self.halves,
             travel=ring.travel,
-            gradient_route="direct" if self.straight else "chain",
-            gradients_quantised=ring.gradient_travel is not None,
+            gradient_route="direct" if self.direct else "chain",
+            gradients_quantized=ring.gradient_travel is not None,
             name="hops alone",
         )
 
@@ -137,11 +137,11 @@ class TimedLayer:
 
     # -- shards and their pieces -------------------------------------------------------------------------------------
 
-    def pieces(self) -> list[slice]:
+    def chunks(self) -> list[slice]:
         """Rows of a shard that travel in one pass: shards above the ring's slot cap take several."""
-        size = _native.OperationSize([(self.rows, self.shard.shape[1], True)], bundle=False, in_pieces=True)
-        home = self.ring.gradients.home_dtype(self.ring.hop_route, self.gradient_dtype)
-        _, most = size.pieces(max(self.dtype.itemsize, home.itemsize), self.ring.slot_cap)
+        size = _native.OperationSize([(self.rows, self.shard.shape[1], True)], bundle=False, in_chunks=True)
+        local = self.ring.gradients.local_dtype(self.ring.hop_route, self.gradient_dtype)
+        _, most = size.chunks(max(self.dtype.itemsize, local.itemsize), self.ring.slot_cap)
         return [slice(first, min(first + most, self.rows)) for first in range(0, self.rows, most)]
 
     def _arrived(self, shard: torch.Tensor) -> torch.Tensor:
@@ -151,14 +151,14 @@ class TimedLayer:
         if self.ring.travel == "bfloat16":
             return shard.bfloat16().to(shard.dtype)
         whole = torch.empty_like(shard)
-        for piece in self.pieces():
-            sent = torch.empty(_kernels.quantised_bytes(shard[piece].numel()), dtype=torch.uint8, device=shard.device)
-            _kernels.quantise(sent, shard[piece])
-            _kernels.dequantise(whole[piece], sent)
+        for chunk in self.chunks():
+            sent = torch.empty(_kernels.quantized_bytes(shard[chunk].numel()), dtype=torch.uint8, device=shard.device)
+            _kernels.quantize(sent, shard[chunk])
+            _kernels.dequantize(whole[chunk], sent)
         return whole
 
-    def _columns(self, owner: int, piece: slice) -> slice:
-        return slice(owner * self.rows + piece.start, owner * self.rows + piece.stop)
+    def _columns(self, owner: int, chunk: slice) -> slice:
+        return slice(owner * self.rows + chunk.start, owner * self.rows + chunk.stop)
 
     def two_lanes(self, pass_: str) -> bool:
         """Whether the operation computes on two streams, as it does where GEMMs leave much of a GPU idle."""
@@ -166,26 +166,26 @@ class TimedLayer:
             return False
         processors = torch.cuda.get_device_properties(self.ring.device).multi_processor_count
         tokens, k = self.x.shape
-        rows = max(piece.stop - piece.start for piece in self.pieces())
+        rows = max(chunk.stop - chunk.start for chunk in self.chunks())
         products = [(tokens, rows)] if pass_ == "forward" else [(tokens, k), (rows, k)]
         return any(_native.wastes_last_wave(*product, processors) for product in products)
 
-    def _partial(self, name: str, piece: slice) -> torch.Tensor:
+    def _partial(self, name: str, chunk: slice) -> torch.Tensor:
         if name not in self._partials:
-            self._partials[name] = torch.zeros_like(self.shard, dtype=self._options.home_dtype, requires_grad=False)
-        return self._partials[name][piece]
+            self._partials[name] = torch.zeros_like(self.shard, dtype=self._options.local_dtype, requires_grad=False)
+        return self._partials[name][chunk]
 
     def _executions(self, pass_: str) -> list[Callable[[], Any]]:
         """The passes of the engine, one for every piece; each call starts one."""
         make: list[Callable[[], Any]] = []
-        for piece in self.pieces():
-            shard = self.shard.detach()[piece]
+        for chunk in self.chunks():
+            shard = self.shard.detach()[chunk]
             shapes = [[list(shard.shape)] * self.ring.size]
             if pass_ == "forward":
                 arguments: tuple[Any, ...] = (_native.Execution.forward, [shard], shapes, self._options)
             else:
-                home = self._partial("gradient home", piece)
-                arguments = (_native.Execution.backward, [shard], shapes, [home], shapes, self._options, True, False)
+                local = self._partial("gradient home", chunk)
+                arguments = (_native.Execution.backward, [shard], shapes, [local], shapes, self._options, True, False)
             make.append(functools.partial(self.ring.run, "hops alone", *arguments))
         return make
 
@@ -229,33 +229,33 @@ class TimedLayer:
         if pass_ not in self._known_products:
             variants = {"halves": self.halves, "two_lanes": self.two_lanes(pass_)}
             wanted: dict[str, Any] = {name: True for name, on in variants.items() if on}
-            if self.straight:
+            if self.direct:
                 wanted["gradient_route"] = "direct"
             schedule = _native.make_schedule(self.ring.size, self.ring.rank, pass_=pass_, **wanted)
             computes = [step for step in schedule.steps if step.action == "compute"]
             products = []
-            for piece in self.pieces():
+            for chunk in self.chunks():
                 for number, step in enumerate(computes):
-                    weight = self.whole[self._columns(step.owner, piece)]
+                    weight = self.whole[self._columns(step.owner, chunk)]
                     partials = None
                     if step.compute == "wgrad":
-                        rows = _half(step, piece)
+                        rows = _half(step, chunk)
                         arrived = None if step.gradient_in is None else self._partial(step.gradient_in, rows)
                         partials = arrived, self._partial(step.gradient_out, rows)
-                    starts = number == 0 and piece.start == 0
-                    operands = self._operands(step, piece, weight, partials, starts)
+                    starts = number == 0 and chunk.start == 0
+                    operands = self._operands(step, chunk, weight, partials, starts)
                     products.append((step.compute, step.lane, operands))
             self._known_products[pass_] = products
         return self._known_products[pass_]
 
-    def _operands(self, step: Any, piece: slice, weight: Any, partials: Any, starts: bool) -> tuple[Any, ...]:
+    def _operands(self, step: Any, chunk: slice, weight: Any, partials: Any, starts: bool) -> tuple[Any, ...]:
         """What `gemm` is called with: out, in, a, b, alpha. `starts`: the first product that adds to dx."""
-        columns = self._columns(step.owner, piece)
+        columns = self._columns(step.owner, chunk)
         if step.compute == "forward":
             return self._y[:, columns], None, self._inputs, weight.t(), 1.0
         if step.compute == "dgrad":
             return self._sum, None if starts else self._sum, self.dy[:, columns], weight, 1.0
-        columns = self._columns(step.owner, _half(step, piece))
+        columns = self._columns(step.owner, _half(step, chunk))
         return partials[1], partials[0], self.dy[:, columns].t(), self._inputs, 1 / self.ring.size
 
     def c(self, pass_: str) -> None:
@@ -265,7 +265,7 @@ class TimedLayer:
                 pass
 
     def ov(self, pass_: str) -> tuple[torch.Tensor, ...]:
-        """Forward: y, and keeps nothing. Backward: dx and the gradient of the home shard."""
+        """Forward: y, and keeps nothing. Backward: dx and the gradient of the local shard."""
         if pass_ == "forward":
             with torch.no_grad():
                 return (self._linear(),)
@@ -299,9 +299,9 @@ class TimedLayer:
         watch = Stopwatch(self.ring.device)
         if self.ring.device.type == "cuda":
             torch.cuda._sleep(10_000_000)  # some 5 ms: the host is ahead, and no GEMM waits for its launch
-        for piece, start in zip(self.pieces(), self._executions(pass_), strict=True):
+        for chunk, start in zip(self.chunks(), self._executions(pass_), strict=True):
             execution = start()
-            starts = piece.start == 0
+            starts = chunk.start == 0
             while (step := execution.next()) is not None:
                 weight, partials = None, None
                 if step.compute == "wgrad":
@@ -309,7 +309,7 @@ class TimedLayer:
                     partials = arrived[0] if arrived else None, execution.gradient_out()[0]
                 else:
                     weight = execution.weight()[0]
-                operands = self._operands(step, piece, weight, partials, starts)
+                operands = self._operands(step, chunk, weight, partials, starts)
                 watch.start(step.compute)
                 _gemm(*operands)
                 watch.stop()
@@ -339,7 +339,7 @@ class TimedLayer:
         expect_same(gradient[rows], self._expected_gradient(rows), "weight gradient", rounded)
 
     def _expected_gradient(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of the averaged gradient of the home shard, float64."""
+        """Rows of the averaged gradient of the local shard, float64."""
         owners = torch.arange(self.ring.size, device=rows.device) * self.rows
         columns = (owners.unsqueeze(1) + rows).flatten()
         parts = (self.dy[:, columns].double().t() @ self._inputs.double()).view(self.ring.size, len(rows), -1)

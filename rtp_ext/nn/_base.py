@@ -12,7 +12,7 @@ from rtp_ext.families.layers import computes_like
 from rtp_ext.parameters.live import LiveModule, mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_parameter
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.enrolled import enrol
+from rtp_ext.ring.registry import register
 
 
 class RotatedModule(LiveModule):
@@ -20,7 +20,7 @@ class RotatedModule(LiveModule):
 
     Attributes:
         ring: the Ring that the parameters are sharded over.
-        in_place: whether the home shards themselves travel.
+        in_place: whether the local shards themselves travel.
         qualified_name: the module's name within its model, for messages.
     """
 
@@ -52,7 +52,7 @@ class RotatedModule(LiveModule):
         self.mp_policy = mp_policy or MixedPrecisionPolicy()
         self.shard_dims = shard_dims
         self._prepared = Prepared(sharded=True)
-        self._rtp_number = enrol(self)
+        self._rtp_number = register(self)
         memo = {} if memo is None else memo
         for key, parameter in self._parameters.items():
             if parameter is None:

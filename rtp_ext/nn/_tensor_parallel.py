@@ -86,10 +86,10 @@ class TensorParallelLinear(TensorParallel):
         if bias is None or self.tensor_mesh.get_local_rank() == 0:
             return bias
         self._prepared.sharded = False  # the zeros are a plain tensor
-        home, zeros = held(bias), self.__dict__.get(_ZEROS)
-        if zeros is None or (zeros.shape, zeros.dtype, zeros.device) != (home.shape, home.dtype, home.device):
+        local, zeros = held(bias), self.__dict__.get(_ZEROS)
+        if zeros is None or (zeros.shape, zeros.dtype, zeros.device) != (local.shape, local.dtype, local.device):
             with torch.inference_mode(False):  # they outlive a first forward in inference mode
-                zeros = self.__dict__[_ZEROS] = torch.zeros(home.shape, dtype=home.dtype, device=home.device)
+                zeros = self.__dict__[_ZEROS] = torch.zeros(local.shape, dtype=local.dtype, device=local.device)
         return _InPlaceOf.apply(local_shard(bias), zeros)
 
 

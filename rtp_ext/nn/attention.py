@@ -51,7 +51,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
 
     Args: those of nn.MultiheadAttention, and
         ring: the ranks to spread the parameters over. Collective: seed every rank alike.
-        in_place: let the home shards themselves travel.
+        in_place: let the local shards themselves travel.
 
     Inputs, masks and results are those of nn.MultiheadAttention, of this rank's own batch; see `forward`.
     """
@@ -280,7 +280,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         return gather(rows, self.ring, self.mp_policy)
 
     def _bias_parts(self) -> list[torch.Tensor | None]:
-        """in_proj_bias [3 E] as home shards of three biases [E], each cut like the weight that it goes with."""
+        """in_proj_bias [3 E] as local shards of three biases [E], each cut like the weight that it goes with."""
         whole: Any = self.in_proj_bias
         if whole is None:
             return [None, None, None]

@@ -74,7 +74,7 @@ class RotatedConv1d(_RotatedConvolution, nn.Conv1d):
 
     Args: those of nn.Conv1d, and
         ring: the ranks to spread the parameters over. Collective: seed every rank alike.
-        in_place: let the home shards themselves travel.
+        in_place: let the local shards themselves travel.
 
     Input [N, C, L] or [C, L], this rank's own batch; output [N, O, L'] or [O, L']. See functional.rotated_convolution.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rtp_ext.functional import rotated_linear_cross_entropy
-from rtp_ext.functional._call import Call, Home
+from rtp_ext.functional._call import Call, ShardedParameter
 from rtp_ext.functional.cross_entropy import check_settings, native_shape, prepare_cross_entropy
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.functional.torch_compile.operators import Bound
@@ -25,7 +25,7 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
             rank alike.
         ignore_index, label_smoothing, reduction: as in nn.CrossEntropyLoss.
         soft_cap, z_loss: see functional.rotated_linear_cross_entropy.
-        in_place: let the home shards themselves travel.
+        in_place: let the local shards themselves travel.
 
     forward(input [..., D], target [...]) -> loss, a scalar, or [...] where reduction is "none"; this rank's own batch.
     See functional.rotated_linear_cross_entropy.
@@ -129,12 +129,12 @@ def bound_cross_entropy(
 ) -> Bound:
     """See functional.torch_compile.operators; `head` is a layer [vocabulary, features]."""
 
-    def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
+    def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
         weight, bias = head.weight, head.bias
-        homes, sizes = prepare_cross_entropy(call, head._prepared, inputs[0], weight, bias, False)
+        local_shards, sizes = prepare_cross_entropy(call, head._prepared, inputs[0], weight, bias, False)
         biased = bias is not None
         shape = native_shape(*sizes, biased, False, ignore_index, label_smoothing, soft_cap, z_loss)
-        return homes, (shape,)
+        return local_shards, (shape,)
 
     return Bound(head.ring, head.qualified_name, head.in_place, head.mp_policy.reduce_dtype, prepare)
 

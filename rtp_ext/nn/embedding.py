@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rtp_ext.functional import rotated_embedding
-from rtp_ext.functional._call import Call, Home
+from rtp_ext.functional._call import Call, ShardedParameter
 from rtp_ext.functional.embedding import prepare_embedding
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.functional.torch_compile.operators import Bound
@@ -23,7 +23,7 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
     Args: those of nn.Embedding (max_norm, scale_grad_by_freq and sparse must be off), and
         ring: the ranks to spread the table over. Collective: seed every rank alike.
         shard_dim: cut the table [num_embeddings, embedding_dim] along the vocabulary (0) or the features (1).
-        in_place: let the home shard itself travel.
+        in_place: let the local shard itself travel.
 
     Input [...] of ids, this rank's own batch; output [..., embedding_dim]. See functional.rotated_embedding.
     """
@@ -102,10 +102,10 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
         )
 
     def _bound(self, _operation: str) -> Bound:
-        def prepare(call: Call, _inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
+        def prepare(call: Call, _inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
             shard_dim = self.shard_dims["weight"]
-            home, (shape, padding) = prepare_embedding(call, self._prepared, self.weight, shard_dim, self.padding_idx)
-            return [home], (shape, shard_dim, padding)
+            local, (shape, padding) = prepare_embedding(call, self._prepared, self.weight, shard_dim, self.padding_idx)
+            return [local], (shape, shard_dim, padding)
 
         return Bound(self.ring, self.qualified_name, self.in_place, self.mp_policy.reduce_dtype, prepare)
 

@@ -28,7 +28,7 @@ class RotatedExperts(RotatedModule, nn.Module):
         bias: whether both layers of every expert have one.
         recompute: keep no hidden value for backward, but compute it again from the shard that is passing by.
         ring: the ranks to spread the experts over. Collective: seed every rank alike.
-        in_place: let the home shards themselves travel.
+        in_place: let the local shards themselves travel.
 
     Parameters, named as in `MixtralExperts` of transformers:
         gate_up_proj  [E, 2 H, D], the gate's rows first; without a gate up_proj [E, H, D]

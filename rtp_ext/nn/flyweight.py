@@ -42,7 +42,7 @@ class Flyweight(LiveModule, nn.Module):
         combine: "cat" along `dim` of the outputs, or "sum".
         added_once: parameters of a sum on which the output depends as on a bias, which would else be added R times,
             such as "down.bias" above with 0 in shard_dims: copy j sees zeros outside shard j.
-        in_place: let the home shards themselves travel.
+        in_place: let the local shards themselves travel.
         mp_policy: param_dtype is what shards travel and compute in, reduce_dtype what gradients travel in.
 
     The parameters keep the names of the module: `state_dict` has "module.up.weight", and so on. Random numbers in

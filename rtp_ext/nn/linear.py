@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rtp_ext.functional import rotated_linear
-from rtp_ext.functional._call import Call, Home
+from rtp_ext.functional._call import Call, ShardedParameter
 from rtp_ext.functional.linear import prepare_linears, prepare_partial
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.functional.torch_compile.operators import Bound
@@ -23,7 +23,7 @@ class RotatedLinear(RotatedModule, nn.Linear):
     Args: those of nn.Linear, and
         ring: the ranks to spread the parameters over. Collective: seed every rank alike.
         shard_dim: cut the weight [out_features, in_features] along its output (0) or input (1) features.
-        in_place: let the home shards themselves travel.
+        in_place: let the local shards themselves travel.
 
     Input [..., in_features], this rank's own batch; output [..., out_features]. See functional.rotated_linear.
     """
@@ -107,12 +107,12 @@ class RotatedTransposedLinear(RotatedModule):
 def _bound(layer: Any, operation: str, transposed: bool) -> Bound:
     """See functional.torch_compile.operators."""
 
-    def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
+    def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
         weight, bias, prepared = layer.weight, layer.bias, layer._prepared
         if operation == "linears":
-            homes, bundle = prepare_linears(call, prepared, inputs, [weight], [bias], None, transposed)
-            return homes, (bundle,)
-        homes, (_, _, native) = prepare_partial(call, prepared, inputs, weight, bias, transposed)
-        return homes, (native,)
+            local_shards, bundle = prepare_linears(call, prepared, inputs, [weight], [bias], None, transposed)
+            return local_shards, (bundle,)
+        local_shards, (_, _, native) = prepare_partial(call, prepared, inputs, weight, bias, transposed)
+        return local_shards, (native,)
 
     return Bound(layer.ring, layer.qualified_name, layer.in_place, layer.mp_policy.reduce_dtype, prepare)

@@ -9,14 +9,14 @@ from torch import nn
 
 from rtp_ext.families.blocks import MLPSpec, mlp_block
 from rtp_ext.functional import rotated_mlp
-from rtp_ext.functional._call import Call, Home
+from rtp_ext.functional._call import Call, ShardedParameter
 from rtp_ext.functional.mlp import ACTIVATIONS, MLPParameters, prepare_mlp
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.enrolled import enrol
+from rtp_ext.ring.registry import register
 
 
 def bundled_mlp(
@@ -51,14 +51,14 @@ def bound_mlp(block: nn.Module, spec: MLPSpec, *, recompute: bool, name: str, pr
     up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
     gate = None if spec.gate is None else block.get_submodule(spec.gate)
 
-    def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
+    def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
         of_gate = (None, None) if gate is None else (gate.weight, gate.bias)
         shards: Any = (up.weight, down.weight, of_gate[0], up.bias, down.bias, of_gate[1])
         transposed = isinstance(up, RotatedTransposedLinear)
         settings: dict[str, Any] = {"activation": spec.activation, "recompute": recompute, "transposed": transposed}
-        homes, (_, _, shape) = prepare_mlp(call, prepared, inputs[0], MLPParameters(*shards), **settings)
+        local_shards, (_, _, shape) = prepare_mlp(call, prepared, inputs[0], MLPParameters(*shards), **settings)
         # An operator's parameters are watched by whoever made the graph.
-        return homes, (shape, not recompute and any(call.needs), [True] * len(homes))
+        return local_shards, (shape, not recompute and any(call.needs), [True] * len(local_shards))
 
     return Bound(up.ring, name, up.in_place, up.mp_policy.reduce_dtype, prepare)  # type: ignore
 
@@ -74,7 +74,7 @@ class RotatedMLP(LiveModule, nn.Module):
         bias: of all layers.
         recompute: keep no hidden value for backward, but compute it again from the shard that is passing by.
         ring: the ranks to spread the parameters over. Collective: seed every rank alike.
-        in_place: let the home shards themselves travel.
+        in_place: let the local shards themselves travel.
 
     The layers are RotatedLinear modules named `gate_proj` (with a gate), `up_proj` and `down_proj`; `down_proj` is cut
     along its input features. Input [..., I], this rank's own batch; output [..., O]. See functional.rotated_mlp.
@@ -107,7 +107,7 @@ class RotatedMLP(LiveModule, nn.Module):
         self.spec = MLPSpec("up_proj", "down_proj", activation, "gate_proj" if gated else None)
         self.recompute = recompute
         self._prepared = Prepared(sharded=True)
-        self._rtp_number = enrol(self)
+        self._rtp_number = register(self)
 
     @classmethod
     def from_module(
@@ -135,7 +135,7 @@ class RotatedMLP(LiveModule, nn.Module):
         twin.spec = MLPSpec("up_proj", "down_proj", spec.activation, spec.gate and "gate_proj")
         twin.recompute = recompute
         twin._prepared = Prepared(sharded=True)
-        twin._rtp_number = enrol(twin)
+        twin._rtp_number = register(twin)
         return twin
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ class RotatedMoE(LiveModule, nn.Module):
             the T local tokens; see below.
         activation, bias, recompute: of the experts, as for RotatedExperts. The router has no bias.
         ring: the ranks to spread the parameters over. Collective: seed every rank alike.
-        in_place: let the home shards themselves travel.
+        in_place: let the local shards themselves travel.
 
     Modules: `gate`, a RotatedLinear(D, E), and `experts`, a RotatedExperts. Input [..., D], this rank's own batch;
     output [..., D]. With p = softmax(gate(x)) over the experts, in float32 or wider:
@@ -87,12 +87,12 @@ class RotatedMoE(LiveModule, nn.Module):
 
     def _agree(self, ring: Ring) -> None:
         """Ranks that route otherwise would train different layers without noticing: no shape depends on it."""
-        told = ring.exchange((self.top_k, self.capacity_factor))
-        for rank, theirs in enumerate(told):
-            if theirs != told[0]:
+        answers = ring.exchange((self.top_k, self.capacity_factor))
+        for rank, theirs in enumerate(answers):
+            if theirs != answers[0]:
                 raise ValueError(
-                    f"RotatedMoE: expected the same top_k and capacity_factor on every rank, got {told[0]} on rank 0 "
-                    f"and {theirs} on rank {rank}"
+                    f"RotatedMoE: expected the same top_k and capacity_factor on every rank, got {answers[0]} on "
+                    f"rank 0 and {theirs} on rank {rank}"
                 )
 
     def __deepcopy__(self, memo: dict) -> Any:

@@ -239,7 +239,7 @@ def ring_of_ranks() -> list[str]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         with ring.Ring(init_device_mesh(device.type, (dist.get_world_size(),)), timeout=_PROBE_SECONDS) as made:
-            lines = [made.placed.apart or f"all {made.size} on {socket.gethostname()}"]
+            lines = [made.placed.spread or f"all {made.size} on {socket.gethostname()}"]
             shards = sum(shard.item() for _, shard in made.rotate(torch.ones(1, device=device)))
             if shards != made.size:
                 raise _native.RotationError(f"expected {made.size} shards of 1.0, got a sum of {shards}")

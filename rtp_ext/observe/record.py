@@ -107,10 +107,10 @@ def read(path: str | Path) -> Record:
         number, begin, end, sent, size_, count, operation, to, from_, index, hops, kind, channel, what = raw
         if number == 0 or kind >= len(_KINDS):
             continue
-        told = ("received", "sent")[what & 1] if _KINDS[kind] == "wait" else _COMPUTES[what & 3]
+        answers = ("received", "sent")[what & 1] if _KINDS[kind] == "wait" else _COMPUTES[what & 3]
         events.append(
             Event(number, begin, end, sent, size_, count, known[operation], to, from_, index, hops, _KINDS[kind],
-                  _CHANNELS[channel & 1], told)
+                  _CHANNELS[channel & 1], answers)
         )  # fmt: skip
     events.sort(key=lambda event: event.number)
     awaited = next((event for event in events if event.number == waiting_for), None)
@@ -142,8 +142,8 @@ def report(paths: Iterable[str | Path]) -> str:
 def _lines(records: dict[int, Record]) -> list[str]:
     first = next(iter(records.values()))
     absent = [rank for rank in range(first.ranks) if rank not in records]
-    told = f"ring {first.ring}: {first.ranks} ranks, transport {first.transport}, records of {_ranks(records)}"
-    lines = [told + (f", none of {_ranks(absent)}" if absent else "")]
+    answers = f"ring {first.ring}: {first.ranks} ranks, transport {first.transport}, records of {_ranks(records)}"
+    lines = [answers + (f", none of {_ranks(absent)}" if absent else "")]
     for rank, record in records.items():
         lines += [f"  rank {rank} (process {record.pid}): {_state(record)}", f"    written: {record.reason}"]
     if not first.on_host:
@@ -182,8 +182,8 @@ def out_of_step(records: dict[int, Record]) -> list[str]:
         counts = sorted({count for hops in every.values() for kind, count in hops if kind == channel})
         for count in counts:
             here = {rank: hops[channel, count] for rank, hops in every.items() if (channel, count) in hops}
-            told = {rank: (event.operation, event.index, event.hops) for rank, event in here.items()}
-            if len(set(told.values())) > 1:
+            answers = {rank: (event.operation, event.index, event.hops) for rank, event in here.items()}
+            if len(set(answers.values())) > 1:
                 return [_skipped(records, here, channel, count)]
     return []
 

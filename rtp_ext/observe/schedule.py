@@ -77,7 +77,7 @@ def schedule_of(
         route: ``"ring"`` (every hop goes to the neighbour), ``"direct"`` (weights come straight from their owner),
             ``"gather"`` (all shards first, then one product with the whole; bundles go the direct route instead), or
             ``"two-level"`` (shards turn inside each host while every rank hands one on to the next host).
-        in_place: the home shard itself travels; one weight slot less, one hop more.
+        in_place: the local shard itself travels; one weight slot less, one hop more.
         dgrad: whether the backward computes the input's gradient; by default where the operation has one. The
             backward of a bundle has its dgrad steps either way, because wgrad needs what they compute.
         wgrad: whether the backward computes the weight's gradient.
@@ -134,16 +134,16 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes: bool, straight: bool) -> str:
+def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes: bool, direct: bool) -> str:
     """Which of the wanted ways a pass does not go, and why not."""
-    if straight and schedule.gradient_route == "chain":
+    if direct and schedule.gradient_route == "chain":
         few = "to two ranks" if schedule.ranks == 2 else "to one rank"
         why = "to a forward" if pass_ == "forward" else "without a weight gradient"
         if pass_ == "backward" and schedule.ranks <= 2:
             why = few
         elif schedule.route in ("gather", "two-level"):
             why = "where shards are gathered" if schedule.route == "gather" else "on two levels"
-        others = _ignored(schedule, op=op, pass_=pass_, halves=halves, two_lanes=two_lanes, straight=False)
+        others = _ignored(schedule, op=op, pass_=pass_, halves=halves, two_lanes=two_lanes, direct=False)
         return f" (gradient route direct does not apply {why}){others}"
     wanted = {"halves": halves and not schedule.halves, "two lanes": two_lanes and not schedule.two_lanes}
     if pass_ == "forward" and wanted["halves"]:
@@ -186,21 +186,21 @@ def describe(
             computes[step.compute] = computes.get(step.compute, 0) + 1
         elif step.action == "hop":
             hops[step.channel] += 1
-    taken = first.route
-    if taken != route:
+    selected = first.route
+    if selected != route:
         one = "to one host" if hosts == 1 else "to hosts of one rank"
         why = one if route == "two-level" else "in place" if in_place else "to a bundle"
-        taken += f" ({route} does not apply {why})"
-    elif taken == "two-level":
-        taken += f" ({hosts} hosts of {first.ranks // hosts} ranks)"
+        selected += f" ({route} does not apply {why})"
+    elif selected == "two-level":
+        selected += f" ({hosts} hosts of {first.ranks // hosts} ranks)"
     variant = "in place" if in_place else "out of place"
     if in_place and first.ranks > 1 and hops["weight"] == 0:
-        variant, taken = "out of place (no weights travel)", taken if route == "gather" else route
-    straight = first.gradient_route == "direct"
+        variant, selected = "out of place (no weights travel)", selected if route == "gather" else route
+    direct = first.gradient_route == "direct"
     variant += ", gradients in halves" * first.halves + ", two lanes" * first.two_lanes
-    variant += ", gradients straight home" * straight
-    wishes = {"halves": halves, "two_lanes": two_lanes, "straight": gradient_route == "direct"}
-    variant += _ignored(first, op=op, pass_=pass_, **wishes)
+    variant += ", gradients straight home" * direct
+    requested = {"halves": halves, "two_lanes": two_lanes, "direct": gradient_route == "direct"}
+    variant += _ignored(first, op=op, pass_=pass_, **requested)
     what = [f"{number} {kind}" for kind, number in computes.items()]
     what += [_count(hops[channel], f"{channel} hop") for channel in hops]
     outer = sum(step.outer for step in first.steps)
@@ -209,7 +209,7 @@ def describe(
     wholes = [channel for channel in hops if any(f"{channel} whole" in _named(step) for step in first.steps)]
     slots += [f"1 whole {channel}" for channel in wholes]
     return (
-        f"{op} {pass_}, {_count(first.ranks, 'rank')}, route {taken}, {variant}\n"
+        f"{op} {pass_}, {_count(first.ranks, 'rank')}, route {selected}, {variant}\n"
         f"each rank: {', '.join(what)}; {', '.join(slots)}"
     )
 

@@ -1,7 +1,7 @@
 """AllReduce: gradients are averaged over replicas, under the rest of backward.
 
 Where it takes hold. Every gradient of a sharded parameter passes the autograd node between the parameter and its local
-shard (`come_home`), once for each use of the parameter, when its last ring hop has landed. The policy takes it there,
+shard (`deliver_gradient`), once for each use of the parameter, after its last ring hop. The policy takes it there,
 and autograd gets nothing: a gradient that were handed on while it is being reduced would be read at once, by a sum of
 two uses of a tied weight or by `p.grad += g`. At the end of the backward, in the engine's final callback, what was
 reduced is given to the parameter by a backward of its own, so that p.grad is what stock code makes of it, and is right
@@ -95,12 +95,12 @@ class AllReduce(MicroBatches):
 
     def verify(self) -> None:
         if self._compression is not None and self._verified != self.fingerprint():
-            told = self.exchange((repr(self._compression.compressor), self._compression.digest()))
-            if any(theirs[0] != told[0][0] for theirs in told):
-                raise ValueError(f"replicas disagree on the compressor: got {', '.join(one[0] for one in told)}")
-            if any(theirs != told[0] for theirs in told):
+            answers = self.exchange((repr(self._compression.compressor), self._compression.digest()))
+            if any(theirs[0] != answers[0][0] for theirs in answers):
+                raise ValueError(f"replicas disagree on the compressor: got {', '.join(one[0] for one in answers)}")
+            if any(theirs != answers[0] for theirs in answers):
                 raise ValueError(
-                    f"replicas disagree on what {told[0][0]} keeps for all of them: expected every rank to load the "
+                    f"replicas disagree on what {answers[0][0]} keeps for all of them: expected every rank to load the "
                     "same checkpoint, or none"
                 )
         super().verify()
@@ -119,7 +119,7 @@ class AllReduce(MicroBatches):
 
     # -- in backward ---------------------------------------------------------------------------------------------------
 
-    def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def reduce_gradient(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if self.size == 1:
             return None if gradient is None else self.scaled(index, gradient)
         current = None if self._later else self._current()
@@ -142,7 +142,7 @@ class AllReduce(MicroBatches):
         if read_within(ctx, parameter):
             before = self._take_unreduced(index, parameter)
             if before is not None:
-                (reduced,) = self._at_home([parameter], [self._reduce_now(index, before)])
+                (reduced,) = self._at_owner([parameter], [self._reduce_now(index, before)])
                 parameter.grad = self._as_gradient(parameter, reduced)
             return self._reduce_now(index, value).to(dtype)
         self._add(current, index, parameter, value)
@@ -287,17 +287,17 @@ class AllReduce(MicroBatches):
             tuple(current.values),
             order,
         )
-        told = self.exchange(mine)
-        for replica, theirs in enumerate(told):
-            if theirs.comparable() != told[0].comparable():
-                model = "" if theirs.model == told[0].model else ", of a model with other parameters or settings"
+        answers = self.exchange(mine)
+        for replica, theirs in enumerate(answers):
+            if theirs.comparable() != answers[0].comparable():
+                model = "" if theirs.model == answers[0].model else ", of a model with other parameters or settings"
                 raise ValueError(
-                    f"replicas disagree: expected {told[0]} (replica 0), got {theirs} in replica {replica}{model}: "
+                    f"replicas disagree: expected {answers[0]} (replica 0), got {theirs} in replica {replica}{model}: "
                     "every rank has to call backward as often, with the same settings"
                 )
-        while current.launched < max(theirs.launched for theirs in told):
+        while current.launched < max(theirs.launched for theirs in answers):
             self._launch_next(current)
-        return told
+        return answers
 
     # -- the end of a backward -----------------------------------------------------------------------------------------
 
@@ -319,18 +319,20 @@ class AllReduce(MicroBatches):
             if value is not None:
                 current.values[index], current.parameters[index] = value, parameter
                 current.counts.setdefault(index, 0)
-        told = self._meet(current, "the end")
-        rest = {index for theirs in told for index in theirs.pending if not self._left(index, theirs.launched, told)}
+        answers = self._meet(current, "the end")
+        rest = {
+            index for theirs in answers for index in theirs.pending if not self._left(index, theirs.launched, answers)
+        }
         for bucket in self._buckets(sorted(rest)):
             self._launch(current, bucket)
-        self._deliver(current, {index for theirs in told for index, _ in theirs.order})
-        self._learn(told[0].order)
+        self._deliver(current, {index for theirs in answers for index, _ in theirs.order})
+        self._learn(answers[0].order)
         self._left_over = False
 
-    def _left(self, index: int, launched: int, told: Sequence[Told]) -> bool:
+    def _left(self, index: int, launched: int, answers: Sequence[Told]) -> bool:
         """Whether what a replica had not sent has left with a bucket that others had sent."""
         place = self._places.get(index)
-        return place is not None and launched <= place[0] < max(theirs.launched for theirs in told)
+        return place is not None and launched <= place[0] < max(theirs.launched for theirs in answers)
 
     def _deliver(self, current: Pass, used: set[int]) -> None:
         """Waits for all that travels, and adds it to p.grad of the parameters that any replica has used."""
@@ -350,7 +352,7 @@ class AllReduce(MicroBatches):
                 value = part.new_zeros(part.shape, device=self.replicas.device)
             parameters.append(parameter)
             values.append(value.view(part.shape))
-        values = self._at_home(parameters, values)
+        values = self._at_owner(parameters, values)
         added = []
         for parameter, value in zip(parameters, values, strict=True):
             if parameter.grad is not None:

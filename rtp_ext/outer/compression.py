@@ -135,9 +135,9 @@ class Compression:
         for work, rows, _, places in trip.gathered:
             replicas.end_sum(work)
             payloads = [trip.ways[place][1].payload for place in places]
-            told = [_read(row, payloads) for row in rows]
+            answers = [_read(row, payloads) for row in rows]
             for number, place in enumerate(places):
-                yield place, [theirs[number] for theirs in told]
+                yield place, [theirs[number] for theirs in answers]
         trip.sums, trip.gathered = [], []
 
     def digest(self) -> tuple[tuple[int, str, int], ...]:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import CLAIM, as_gradient, kept_of
+from rtp_ext.ring.autograd import GRADIENT_HANDLER, as_gradient, offloaded_shard_of
 
 
 class MicroBatches(OuterPolicy):
@@ -31,7 +31,7 @@ class MicroBatches(OuterPolicy):
         return super().__deepcopy__(memo)
 
     def _note_unreduced(self) -> None:
-        for index, parameter in self._claimed():
+        for index, parameter in self._handled():
             gradient = parameter.grad
             if gradient is not None and self._counts_as_unreduced(index, parameter):
                 self._unreduced[index] = (parameter, held(gradient))
@@ -57,7 +57,7 @@ class MicroBatches(OuterPolicy):
         if keep:
             return known[1]
         parameter.grad = None
-        kept = kept_of(parameter)
+        kept = offloaded_shard_of(parameter)
         return known[1] if kept is None else kept.memory.load(known[1])
 
     def _to_add_up(self, index: int, parameter: Any, value: torch.Tensor) -> torch.Tensor:
@@ -81,10 +81,10 @@ class MicroBatches(OuterPolicy):
         return as_gradient(value.to(parameter.dtype), parameter._spec)
 
     @staticmethod
-    def _at_home(parameters: Sequence[Any], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _at_owner(parameters: Sequence[Any], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What replicas have reduced, in the dtypes of the parameters and where these are."""
         values = [value.to(parameter.dtype) for parameter, value in zip(parameters, values, strict=True)]
-        kept = kept_of(parameters[0]) if parameters else None  # all of them are, or none
+        kept = offloaded_shard_of(parameters[0]) if parameters else None  # all of them are, or none
         return list(values) if kept is None else kept.memory.store(values)
 
 
@@ -100,13 +100,13 @@ def _refuse_unreduced() -> None:
 def _check_reduced(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            claim = parameter.__dict__.get(CLAIM) if parameter.grad is not None else None
-            if claim is None or not isinstance(claim.policy, MicroBatches):
+            handler = parameter.__dict__.get(GRADIENT_HANDLER) if parameter.grad is not None else None
+            if handler is None or not isinstance(handler.policy, MicroBatches):
                 continue
-            if claim.policy.has_unreduced(claim.index, parameter):
+            if handler.policy.has_unreduced(handler.index, parameter):
                 raise ValueError(
                     f"{type(optimizer).__name__}: expected gradients that are reduced over replicas, got those of "
-                    f"{claim.policy._members[claim.index].name} as micro-batches have left them: call "
+                    f"{handler.policy._members[handler.index].name} as micro-batches have left them: call "
                     "set_requires_all_reduce(model, True) before the last backward of a step (of a pipeline: before "
                     "its schedule's step, which has to call PipelineStage.perform_reduce_grad at its end)"
                 )

@@ -18,7 +18,7 @@ from torch import nn
 
 from rtp_ext._native import RotationError
 from rtp_ext.outer.policy import OuterPolicy
-from rtp_ext.ring.autograd import CLAIM
+from rtp_ext.ring.autograd import GRADIENT_HANDLER
 
 _OURS = "_rtp_reduces"  # attribute of methods that have been replaced
 
@@ -44,8 +44,8 @@ def follow_pipelines() -> None:
 
 def _policies(model: nn.Module) -> list[OuterPolicy]:
     """Those of a stage, which may consist of several converted models."""
-    claims = (parameter.__dict__.get(CLAIM) for parameter in model.parameters())
-    return list({id(claim.policy): claim.policy for claim in claims if claim is not None}.values())
+    handlers = (parameter.__dict__.get(GRADIENT_HANDLER) for parameter in model.parameters())
+    return list({id(handler.policy): handler.policy for handler in handlers if handler is not None}.values())
 
 
 def _leaving(stock: Callable[..., Any]) -> Callable[..., Any]:

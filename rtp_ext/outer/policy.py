@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rtp_ext.outer.replicas import Replicas
-from rtp_ext.parameters.pieces import home_shape, is_piece
+from rtp_ext.parameters.pieces import is_piece, local_shape
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import CLAIM, unrounded
+from rtp_ext.ring.autograd import GRADIENT_HANDLER, unrounded
 
 logger = logging.getLogger("rtp_ext")
 
@@ -95,24 +95,24 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """See rtp_ext.ring.autograd.Claim."""
+class GradientHandler:
+    """See rtp_ext.ring.autograd.GradientHandler."""
 
     policy: OuterPolicy
     index: int
 
-    def take(self, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return self.policy.take(self.index, ctx, gradient)
+    def reduce(self, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return self.policy.reduce_gradient(self.index, ctx, gradient)
 
-    def home(self, parameter: DTensor) -> torch.Tensor:
-        return self.policy.home(self.index, parameter)
+    def local(self, parameter: DTensor) -> torch.Tensor:
+        return self.policy.local(self.index, parameter)
 
     @property
     def alone(self) -> bool:
         return self.policy.size == 1
 
-    def __deepcopy__(self, memo: dict) -> Claim:
-        return Claim(copy.deepcopy(self.policy, memo), self.index)
+    def __deepcopy__(self, memo: dict) -> GradientHandler:
+        return GradientHandler(copy.deepcopy(self.policy, memo), self.index)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a parameter that was pickled is nobody's
@@ -154,48 +154,48 @@ class OuterPolicy:
         if ring.replicas > 1:
             self.replicas = self.replicas_type(ring)
 
-    def claim(self, root: nn.Module) -> None:
+    def handle_gradients(self, root: nn.Module) -> None:
         """Makes the sharded parameters of a model the policy's. Those that it has keep their unit."""
         self._fingerprint = None
         units = Units(root)
-        claimed = False
+        handled = False
         for name, parameter in root.named_parameters():
             if not isinstance(parameter, DTensor):
                 continue
-            unit, known = units.of(name, parameter), parameter.__dict__.get(CLAIM)
+            unit, known = units.of(name, parameter), parameter.__dict__.get(GRADIENT_HANDLER)
             if known is None and self.size == 1 and unit.divide_factor is None and not self.acts_alone:
                 continue  # its gradient is right as it comes home
-            claimed = True
+            handled = True
             if known is not None and known.policy is self:
                 member = self._members[known.index]
                 member.dtype, member.requires_grad = parameter.dtype, parameter.requires_grad
             else:
-                parameter.__dict__[CLAIM] = Claim(self, len(self._members))
-                shape = home_shape(parameter)
+                parameter.__dict__[GRADIENT_HANDLER] = GradientHandler(self, len(self._members))
+                shape = local_shape(parameter)
                 self._members.append(Member(name, shape, parameter.dtype, unit, parameter.requires_grad))
             if parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # type: ignore[attr-defined]  # micro-batches add up in float32
-        if claimed and self.ring is not None:
+        if handled and self.ring is not None:
             self.ring.traceable = False
-        if claimed and not any(reference() is root for reference in self._roots):
+        if handled and not any(reference() is root for reference in self._roots):
             self._roots.append(weakref.ref(root))
 
     def parameter(self, index: int) -> torch.Tensor | None:
         """A parameter by its number; None where the model has it no longer."""
-        return next((parameter for number, parameter in self._claimed() if number == index), None)
+        return next((parameter for number, parameter in self._handled() if number == index), None)
 
-    def _claimed(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _handled(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The parameters that the model has, and their numbers."""
         for reference in self._roots:
             root = reference()
             for parameter in () if root is None else root.parameters():
-                known = parameter.__dict__.get(CLAIM)
+                known = parameter.__dict__.get(GRADIENT_HANDLER)
                 if known is not None and known.policy is self:
                     yield known.index, parameter
 
     def _has(self, parameter: torch.Tensor) -> bool:
-        claim = parameter.__dict__.get(CLAIM)
-        return claim is not None and claim.policy is self
+        handler = parameter.__dict__.get(GRADIENT_HANDLER)
+        return handler is not None and handler.policy is self
 
     def _whole(self) -> nn.Module:
         """The model with all parameters of the policy."""
@@ -207,7 +207,7 @@ class OuterPolicy:
     def _named(self) -> dict[str, tuple[int, Any]]:
         """Number and parameter, by name in the whole model."""
         named = self._whole().named_parameters()
-        return {name: (p.__dict__[CLAIM].index, p) for name, p in named if self._has(p)}
+        return {name: (p.__dict__[GRADIENT_HANDLER].index, p) for name, p in named if self._has(p)}
 
     def __deepcopy__(self, memo: dict) -> OuterPolicy:
         memo[id(self)] = twin = self._anew()  # a copy of a model has the same replicas
@@ -231,16 +231,16 @@ class OuterPolicy:
         """Sets what the gradients of a unit are divided by. `roots`: all models that hold its parameters, the outermost
         first. Raises ValueError, and changes nothing, where another unit with another factor shares one. Collective."""
         assert self.ring is not None, "set by fully_rotate"
-        told = self._everywhere(factor)
-        if any(theirs != told[0] for theirs in told):
+        answers = self._everywhere(factor)
+        if any(theirs != answers[0] for theirs in answers):
             raise ValueError(
                 f"set_gradient_divide_factor: expected the same factor on every rank, got {factor} here and "
-                f"{sorted(set(told), key=str)} altogether"
+                f"{sorted(set(answers), key=str)} altogether"
             )
         before, unit.divide_factor = unit.divide_factor, factor
         try:
             for root in roots:
-                self.claim(root)
+                self.handle_gradients(root)
         except ValueError:
             unit.divide_factor = before
             raise
@@ -249,7 +249,7 @@ class OuterPolicy:
         """Every rank's `value`, of all replicas, ring positions and parts of tensor parallelism. Collective."""
         assert self.ring is not None, "set by fully_rotate"
         column = [[value]] if self.replicas is None else self.exchange([value])
-        every = [theirs[0] for told in self.ring.exchange(column) for theirs in told]
+        every = [theirs[0] for answers in self.ring.exchange(column) for theirs in answers]
         if self.ring.tensor_mesh is None:
             return every
         parts: list[Any] = [None] * self.ring.tensor_mesh.size()
@@ -278,15 +278,15 @@ class OuterPolicy:
     def exchange(self, value: Any) -> list[Any]:
         """Every replica's `value`. Raises ValueError where they are not of one kind. Collective."""
         assert self.replicas is not None, "one replica tells nobody"
-        told = self.replicas.exchange(value)
-        for replica, theirs in enumerate(told):
-            if type(theirs) is not type(told[0]):
+        answers = self.replicas.exchange(value)
+        for replica, theirs in enumerate(answers):
+            if type(theirs) is not type(answers[0]):
                 raise ValueError(
-                    f"replicas disagree on what comes next: replica 0 is at {told[0]}, replica {replica} at {theirs}: "
-                    "every rank has to do the same with its model, at the same step: optimizer steps, freezing and "
-                    "thawing, loading of checkpoints"
+                    f"replicas disagree on what comes next: replica 0 is at {answers[0]}, replica {replica} at "
+                    f"{theirs}: every rank has to do the same with its model, at the same step: "
+                    "optimizer steps, freezing and thawing, loading of checkpoints"
                 )
-        return told
+        return answers
 
     def verify(self) -> None:
         """Raises ValueError on every rank where replicas hold different models or weights; once for a set of
@@ -295,8 +295,8 @@ class OuterPolicy:
         if self._verified == current or self.replicas is None:
             return
         mine = (current, self._checksums())
-        told = self.exchange(mine)
-        problem = _difference(told)
+        answers = self.exchange(mine)
+        problem = _difference(answers)
         for theirs in self._everywhere(problem):
             if theirs is not None:
                 raise ValueError(theirs)
@@ -304,7 +304,7 @@ class OuterPolicy:
 
     def _checksums(self) -> dict[str, int]:
         sums: dict[str, int] = {}
-        for index, parameter in self._claimed():
+        for index, parameter in self._handled():
             if index >= self._compared and not is_piece(parameter):
                 sums[self._members[index].name] = checksum(held(parameter).detach())
         return sums
@@ -324,12 +324,12 @@ class OuterPolicy:
     def end_forward(self) -> None:
         """It is over, or has failed."""
 
-    def home(self, index: int, parameter: DTensor) -> torch.Tensor:
-        """See rtp_ext.ring.autograd.Claim."""
+    def local(self, index: int, parameter: DTensor) -> torch.Tensor:
+        """See rtp_ext.ring.autograd.GradientHandler."""
         return held(parameter)
 
-    def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See rtp_ext.ring.autograd.Claim."""
+    def reduce_gradient(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """See rtp_ext.ring.autograd.GradientHandler."""
         raise NotImplementedError
 
     def reduce_whole(self, gradient: torch.Tensor, name: str, unit: Unit) -> torch.Tensor:
@@ -376,10 +376,10 @@ def checksum(values: torch.Tensor) -> int:
     return int(total)
 
 
-def _difference(told: list[tuple[str, dict[str, int]]]) -> str | None:
+def _difference(answers: list[tuple[str, dict[str, int]]]) -> str | None:
     """What replicas disagree on."""
-    names, sums = told[0]
-    for replica, (their_names, their_sums) in enumerate(told):
+    names, sums = answers[0]
+    for replica, (their_names, their_sums) in enumerate(answers):
         if their_names != names:
             missing = ", ".join(sorted(set(sums).symmetric_difference(their_sums))[:5])
             return (

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from rtp_ext._native import RotationError
 from rtp_ext.ring import Ring
+from rtp_ext.ring.links.failure_report import this_process
 from rtp_ext.ring.links.groups import Groups, _all_gather_single
 from rtp_ext.ring.links.hosts import find_hosts
-from rtp_ext.ring.links.roll import this_process
 
 # torch 2.14 renamed it
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -39,8 +39,8 @@ class Replicas(Groups):
         self.transport_options = ring.transport_options
         self._open_groups(dist.get_process_group_ranks(group))
         ring.companions = (*ring.companions, self)
-        if ring.roll is not None:
-            ring.roll.know(self._members, self.exchange(this_process()), find_hosts(self).of)
+        if ring.failure_report is not None:
+            ring.failure_report.know(self._members, self.exchange(this_process()), find_hosts(self).of)
 
     def check_alive(self, operation: str) -> None:
         ring = self._ring()

@@ -33,15 +33,15 @@ from rtp_ext.outer.policy import checksum, logger
 from rtp_ext.outer.travel import Flight, bucketed
 from rtp_ext.parameters.pieces import (
     as_pieces,
-    cut_home,
-    home_spec,
+    cut_local,
     is_piece,
     let_state_dicts_fit,
+    local_spec,
     own_piece,
     piece_placements,
 )
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import CLAIM, as_gradient
+from rtp_ext.ring.autograd import GRADIENT_HANDLER, as_gradient
 from rtp_ext.ring.mesh import piece_dim, ring_dim
 
 
@@ -82,7 +82,7 @@ class ZeroOuter(AllReduce):
 
     def __init__(self, bucket_bytes: int = BUCKET) -> None:
         super().__init__(bucket_bytes=bucket_bytes)
-        self._homes: dict[int, _Home] = {}  # by number
+        self._local_shards: dict[int, _Home] = {}  # by number
         self._dims: dict[int, int | None] = {}  # by number: what pieces are cut along; None: there are none
         self._in_forward = False
         self._sent_bytes = 0  # scattered and gathered
@@ -126,9 +126,9 @@ class ZeroOuter(AllReduce):
         return None if ring_dim(parameter) is None or is_piece(parameter) else piece_placements(parameter)
 
     def _warn_of_other_values(self, shards: dict[str, torch.Tensor]) -> None:
-        told = self.exchange({name: checksum(held(p).detach()) for name, p in shards.items() if not p.is_meta})
-        for replica, theirs in enumerate(told):
-            for name, value in told[0].items():
+        answers = self.exchange({name: checksum(held(p).detach()) for name, p in shards.items() if not p.is_meta})
+        for replica, theirs in enumerate(answers):
+            for name, value in answers[0].items():
                 if theirs.get(name, value) != value:
                     logger.warning(
                         "fully_rotate: the values of %s in replica %d are not those of replica 0: the ranks were built "
@@ -139,7 +139,7 @@ class ZeroOuter(AllReduce):
                     )
                     return
 
-    def claim(self, root: nn.Module) -> None:
+    def handle_gradients(self, root: nn.Module) -> None:
         for name, parameter in root.named_parameters() if self.size > 1 else ():
             if self._placements(parameter) is not None:
                 raise ValueError(
@@ -147,32 +147,32 @@ class ZeroOuter(AllReduce):
                     "that joined it later, of which ZeroOuter can make no piece: optimizers may hold it already. "
                     "Build the whole model before fully_rotate"
                 )
-        super().claim(root)
-        for index, claimed in self._claimed():
-            self._dims[index] = piece_dim(claimed._spec)  # type: ignore[attr-defined]
+        super().handle_gradients(root)
+        for index, handled in self._handled():
+            self._dims[index] = piece_dim(handled._spec)  # type: ignore[attr-defined]
 
     # -- what rotates --------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        self._refresh(dict(self._claimed()))
+        self._refresh(dict(self._handled()))
         self._in_forward = True
 
     def end_forward(self) -> None:
         self._in_forward = False
 
-    def home(self, index: int, parameter: DTensor) -> torch.Tensor:
+    def local(self, index: int, parameter: DTensor) -> torch.Tensor:
         if self.size == 1 or self._dims[index] is None:
             return held(parameter)
         if not self._in_forward and torch._C._current_graph_task_id() == -1:
             self._refresh({index: parameter})
-        home = self._homes.get(index)
-        if home is None or home.version != parameter._version:
+        local = self._local_shards.get(index)
+        if local is None or local.version != parameter._version:
             raise RotationError(
                 f"{self._members[index].name}: expected weights that stay as they are from the start of a forward to "
                 "the end of its backward, got some that were written in between, which the shards that rotate do not "
                 "show: write to them before the forward of the whole model"
             )
-        return home.tensor
+        return local.tensor
 
     def _refresh(self, parameters: dict[int, torch.Tensor]) -> None:
         """Has the shards of parameters hold what the pieces of all replicas do. Collective over the replicas."""
@@ -181,32 +181,32 @@ class ZeroOuter(AllReduce):
         self.verify()
         wanted = {i: parameter for i, parameter in sorted(parameters.items()) if self._dims[i] is not None}
         changed = self._changed(wanted)
-        told = self.exchange(_Changes(self.fingerprint(), tuple(wanted), changed))
-        for replica, theirs in enumerate(told):
-            if (theirs.model, theirs.wanted) != (told[0].model, told[0].wanted):
-                names = [", ".join(self._members[i].name for i in each.wanted[:5]) for each in (told[0], theirs)]
+        answers = self.exchange(_Changes(self.fingerprint(), tuple(wanted), changed))
+        for replica, theirs in enumerate(answers):
+            if (theirs.model, theirs.wanted) != (answers[0].model, answers[0].wanted):
+                names = [", ".join(self._members[i].name for i in each.wanted[:5]) for each in (answers[0], theirs)]
                 raise ValueError(
                     f"replicas disagree on which weights they need: expected those of {names[0]}, ... (replica 0), got "
                     f"those of {names[1]}, ... in replica {replica}: every rank has to call the same modules"
                 )
-        gathered = sorted({index for theirs in told for index in theirs.changed})
+        gathered = sorted({index for theirs in answers for index in theirs.changed})
         with torch.inference_mode(False), torch.no_grad():
             sizes = ((index, wanted[index].dtype, self._members[index].numel) for index in gathered)
             for bucket in bucketed(sizes, self.bucket_bytes):
                 self._gather(bucket, wanted)
         for index, parameter in wanted.items():
-            self._homes[index].version = parameter._version
+            self._local_shards[index].version = parameter._version
 
     def _changed(self, parameters: dict[int, torch.Tensor]) -> tuple[int, ...]:
         """The parameters of which the shard does not hold what this rank's piece does."""
         differ: dict[int, Any] = {}
         with torch.inference_mode(False), torch.no_grad():
             for index, parameter in parameters.items():
-                home, piece = self._homes.get(index), held(parameter)
-                if home is None or (home.tensor.dtype, home.tensor.device) != (piece.dtype, piece.device):
+                local, piece = self._local_shards.get(index), held(parameter)
+                if local is None or (local.tensor.dtype, local.tensor.device) != (piece.dtype, piece.device):
                     differ[index] = True
                 else:
-                    differ[index] = (own_piece(home.tensor, parameter._spec) != piece).any()  # type: ignore[attr-defined]
+                    differ[index] = (own_piece(local.tensor, parameter._spec) != piece).any()  # type: ignore[attr-defined]
         flags = [flag for flag in differ.values() if isinstance(flag, torch.Tensor)]
         found = iter(torch.stack(flags).tolist() if flags else ())  # the device is waited for once
         return tuple([i for i, flag in differ.items() if (next(found) if isinstance(flag, torch.Tensor) else flag)])
@@ -223,20 +223,20 @@ class ZeroOuter(AllReduce):
         rows = self.replicas.all_gather(flat) if flat.numel() else flat.expand(self.size, -1)
         for index, columns in zip(bucket, rows.split(widths, dim=1), strict=True):
             parameter = parameters[index]
-            known = self._homes.get(index)
+            known = self._local_shards.get(index)
             if known is None or (known.tensor.dtype, known.tensor.device) != (flat.dtype, flat.device):
-                home = torch.empty(self._members[index].shape, dtype=flat.dtype, device=flat.device)
-                known = self._homes[index] = _Home(home, 0)
+                local = torch.empty(self._members[index].shape, dtype=flat.dtype, device=flat.device)
+                known = self._local_shards[index] = _Home(local, 0)
             share_version(known.tensor, parameter)  # a backward that needs it notices that it was gathered anew
             for place, row in zip(self._pieces(index, known.tensor), columns, strict=True):
                 place.copy_(row[: place.numel()].view(place.shape))
 
     # -- what is reduced -----------------------------------------------------------------------------------------------
 
-    def _pieces(self, index: int, home: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _pieces(self, index: int, local: torch.Tensor) -> Sequence[torch.Tensor]:
         """What of a shard, or of its gradient, each replica has."""
         dim = self._dims[index]
-        return [home] * self.size if dim is None else cut_home(home, dim, self.size)
+        return [local] * self.size if dim is None else cut_local(local, dim, self.size)
 
     def _piece_shape(self, index: int, replica: int) -> torch.Size:
         dim, shape = self._dims[index], list(self._members[index].shape)
@@ -290,7 +290,7 @@ class ZeroOuter(AllReduce):
         """`value` as a gradient of the shard, and p.grad, where there is one, as another."""
         if self._dims[index] is None:
             return super()._to_add_up(index, parameter, value)
-        spec, before = home_spec(parameter._spec), parameter.grad
+        spec, before = local_spec(parameter._spec), parameter.grad
         if before is not None and is_piece(before):
             wide = value.new_zeros(value.shape)
             own_piece(wide, parameter._spec).copy_(held(before)).mul_(self.size)
@@ -316,7 +316,7 @@ class ZeroOuter(AllReduce):
         return self.has_unreduced(index, parameter)
 
     def _as_gradient(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        if parameter.grad is not None and self.has_unreduced(parameter.__dict__[CLAIM].index, parameter):
+        if parameter.grad is not None and self.has_unreduced(parameter.__dict__[GRADIENT_HANDLER].index, parameter):
             raise RotationError(
                 f"a parameter of shape {tuple(parameter.shape)}: expected a gradient that is reduced over replicas, or "
                 "none, got what a backward without a reduction has left that failed: call zero_grad"

@@ -1,6 +1,6 @@
 """Parameters that are tensor subclasses: which can be sharded, and how their shards become whole again.
 
-A subclass that computes by rules of its own (quantised weights, weights that are cast to float8 before they travel) is
+A subclass that computes by rules of its own (quantized weights, weights that are cast to float8 before they travel) is
 sharded and gathered through the extensions that `fully_shard` calls, too: `fsdp_pre_all_gather` of a shard says what
 travels, and `fsdp_post_all_gather` makes the whole parameter of what has arrived.
 """
@@ -23,7 +23,7 @@ from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import as_gradient, as_parameter, computes_plainly, expect_memory
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-_TOLD = "_rtp_told"  # attribute of a module: what the ranks have told each other of its parameters
+_AGREED = "_rtp_agreed"  # attribute of a module: what the ranks have told each other of its parameters
 
 
 def is_extended(parameter: Any) -> bool:
@@ -64,12 +64,12 @@ def _cannot_be_cut(value: torch.Tensor) -> str | None:
 def shard_extended(parameter: Any, ring: Ring) -> nn.Parameter:
     """A sharded parameter in place of a whole one whose class has the extensions, cut along its first dimension."""
     assert ring.parameter_mesh is not None, "on an emulated ring it stays whole"
-    home = take_shard(parameter, ring, 0)
+    local = take_shard(parameter, ring, 0)
     meta = TensorMeta(parameter.shape, torch.empty(parameter.shape, device="meta").stride(), parameter.dtype)
     spec = DTensorSpec(ring.parameter_mesh, tuple(ring.placements(0)), tensor_meta=meta)
-    converted = as_parameter(as_gradient(home, spec), parameter.requires_grad)
+    converted = as_parameter(as_gradient(local, spec), parameter.requires_grad)
     converted.__dict__.update(
-        {key: value for key, value in parameter.__dict__.items() if key not in home.__dict__}
+        {key: value for key, value in parameter.__dict__.items() if key not in local.__dict__}
     )  # marks of the parameter, no inner tensors
     return converted
 
@@ -128,7 +128,7 @@ class Extended:
         self.key = (ring.serial, name, type_name(shard), tuple(self.shape), shard.dtype, mp_policy.param_dtype)
         casts = mp_policy.param_dtype is not None and shard.dtype.is_floating_point
         self.dtype = mp_policy.param_dtype if casts else shard.dtype
-        self.known: dict[Any, Any] = module.__dict__.setdefault(_TOLD, {})
+        self.known: dict[Any, Any] = module.__dict__.setdefault(_AGREED, {})
         self.shapes: list[list[tuple[int, ...]]] = []
         pre = getattr(shard, _PRE)
         arguments = (ring.mesh, self.shape, parameter.stride(), module, mp_policy)
@@ -137,7 +137,7 @@ class Extended:
         inputs = expect_memory(f"{name}: {_PRE} of {type_name(shard)}", inputs)
         self.inputs = [tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous() for tensor in inputs]
 
-    def told(self) -> list[tuple[tuple[int, ...], str]]:
+    def answers(self) -> list[tuple[tuple[int, ...], str]]:
         return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in self.inputs]
 
     def sent(self) -> list[tuple[list[tuple[int, ...]], int]]:
@@ -169,22 +169,22 @@ def agree(extended: Sequence[Extended]) -> None:
     ring = extended[0].ring
     new = [each for each in extended if each.key not in each.known]
     if new:
-        told = ring.exchange([each.told() for each in new])
+        answers = ring.exchange([each.answers() for each in new])
         for place, each in enumerate(new):
-            kinds = [[(len(shape), shape[1:], dtype) for shape, dtype in theirs[place]] for theirs in told]
+            kinds = [[(len(shape), shape[1:], dtype) for shape, dtype in theirs[place]] for theirs in answers]
             other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
             if other is not None:
                 raise ValueError(
                     f"{each.name}: expected {_PRE} to give the same tensors but for their rows on every rank, got "
-                    f"{told[0][place]} on rank 0 and {told[other][place]} on rank {other}"
+                    f"{answers[0][place]} on rank 0 and {answers[other][place]} on rank {other}"
                 )
-            each.known[each.key] = [theirs[place] for theirs in told]
+            each.known[each.key] = [theirs[place] for theirs in answers]
     for each in extended:
         every = each.known[each.key]
-        if every[ring.rank] != each.told():
+        if every[ring.rank] != each.answers():
             error = RuntimeError(
                 f"{each.name}: expected {_PRE} to give the same tensors every time, {every[ring.rank]}, got "
-                f"{each.told()}"
+                f"{each.answers()}"
             )
             ring.end(error)
             raise error

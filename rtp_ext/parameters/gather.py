@@ -18,9 +18,9 @@ from rtp_ext.parameters.extensions import Extended, agree, is_extended, parts_of
 from rtp_ext.parameters.sharding import held, local_shard
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import claim_of, first_order_only, rounded, unseen, wanted
+from rtp_ext.ring.autograd import first_order_only, gradient_handler_of, rounded, unseen, wanted
 from rtp_ext.ring.mesh import ring_dim
-from rtp_ext.ring.offload import lent
+from rtp_ext.ring.offload import on_device
 
 _ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
 
@@ -38,7 +38,7 @@ def gather(
     One flat all-gather; in backward one flat reduction, which averages over the ring; or several, of as many parameters
     each as `reduced_together` says. `owners`: name and module of each parameter, where some are tensor subclasses.
     """
-    with lent(parameters):
+    with on_device(parameters):
         shards = [local_shard(parameter) for parameter in parameters]
         with torch.no_grad():  # what travels; the gradients of the shards are in their own dtype
             extended = _extended(parameters, shards, ring, mp_policy, owners)
@@ -105,8 +105,8 @@ def _expect_plain_gradients(
 ) -> None:
     """Raises TypeError, on every rank alike, where gradients are wrappers and replicas would have to average them."""
     for place, (parameter, like) in enumerate(zip(parameters, likes, strict=True)):
-        claim = claim_of(parameter) if isinstance(parameter, DTensor) and parameter.requires_grad else None
-        if like is None or claim is None or claim.alone:
+        handler = gradient_handler_of(parameter) if isinstance(parameter, DTensor) and parameter.requires_grad else None
+        if like is None or handler is None or handler.alone:
             continue
         assert owners is not None, "it is extended"
         name, owner = owners[place]

@@ -83,18 +83,18 @@ class InitialValues:
 
     def fill(self, ring: Ring) -> None:
         """Gives this rank's shards their memory and their values, in place of the shards on the meta device."""
-        homes: dict[int, torch.Tensor] = {}
+        local_shards: dict[int, torch.Tensor] = {}
         for storage, place in self.places.items():
             empty = held(place.owner._parameters[place.key])
-            homes[storage] = torch.empty(empty.shape, dtype=empty.dtype, device=place.device)
+            local_shards[storage] = torch.empty(empty.shape, dtype=empty.dtype, device=place.device)
         with torch.no_grad():
             for write in self.writes:
                 storage = _storage(write.target)
                 place = self.places[storage]
                 dim = place.owner.shard_dims[place.key]
-                _draw(write, homes[storage], place.shape, dim, ring)
+                _draw(write, local_shards[storage], place.shape, dim, ring)
         for storage, place in self.places.items():
-            data = as_sharded(homes[storage], place.shape, ring, place.owner.shard_dims[place.key])
+            data = as_sharded(local_shards[storage], place.shape, ring, place.owner.shard_dims[place.key])
             requires_grad = place.owner._parameters[place.key].requires_grad
             place.owner._parameters[place.key] = as_parameter(data, requires_grad)
 
@@ -154,32 +154,32 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _draw(write: _Write, home: torch.Tensor, whole: torch.Size, dim: int, ring: Ring) -> None:
+def _draw(write: _Write, local: torch.Tensor, whole: torch.Size, dim: int, ring: Ring) -> None:
     """Draws all that one call wrote to a parameter of shape `whole`, and keeps what lies in the shard."""
     begin, elements = int(write.target.storage_offset()), write.target.numel()
-    if home.shape == whole:
-        write.function(home.view(-1)[begin : begin + elements], *write.arguments, **write.keywords)
+    if local.shape == whole:
+        write.function(local.view(-1)[begin : begin + elements], *write.arguments, **write.keywords)
         return
     step = elements
-    if home.device.type == "cpu":  # a piece for the next time begins where normal_ would begin a block
-        step = max(_BLOCK, _PIECE // home.element_size() // _BLOCK * _BLOCK)
-    scratch = torch.empty(min(elements, step + _BLOCK - 1), dtype=home.dtype, device=home.device)
+    if local.device.type == "cpu":  # a piece for the next time begins where normal_ would begin a block
+        step = max(_BLOCK, _PIECE // local.element_size() // _BLOCK * _BLOCK)
+    scratch = torch.empty(min(elements, step + _BLOCK - 1), dtype=local.dtype, device=local.device)
     at = 0
     while at < elements:
         # normal_ draws the last block once more where it is not a full one: the last piece has more than that rest
         end = at + step if elements - at - step >= _BLOCK else elements
         piece = scratch[: end - at]
         write.function(piece, *write.arguments, **write.keywords)
-        _keep(piece, begin + at, home, whole, dim, ring)
+        _keep(piece, begin + at, local, whole, dim, ring)
         at = end
 
 
-def _keep(piece: torch.Tensor, begin: int, home: torch.Tensor, whole: torch.Size, dim: int, ring: Ring) -> None:
+def _keep(piece: torch.Tensor, begin: int, local: torch.Tensor, whole: torch.Size, dim: int, ring: Ring) -> None:
     """Copies to the shard what it has of the elements from `begin` on of the whole parameter."""
     inner = math.prod(whole[dim + 1 :])
     first, width = (inner * number for number in shard_bounds(whole[dim], ring))
     row = inner * whole[dim]  # the parameter as rows, of which the shard has the columns from `first` on
-    shard = home.view(math.prod(whole[:dim]), width)
+    shard = local.view(math.prod(whole[:dim]), width)
     at, end = begin, begin + piece.numel()
     while at < end:
         number, column = divmod(at, row)

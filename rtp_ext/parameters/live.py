@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from rtp_ext.parameters.sharding import placed_as
-from rtp_ext.ring.autograd import CLAIM, KEPT
-from rtp_ext.ring.enrolled import enrol
+from rtp_ext.ring.autograd import GRADIENT_HANDLER, OFFLOADED
+from rtp_ext.ring.registry import register
 
 
 class Tie:
@@ -99,7 +99,7 @@ class LiveModule:
         for name, tie in twin._rtp_ties.items():
             tie.owners.append((weakref.ref(twin), name))
         if "_rtp_number" in twin.__dict__:  # of its own
-            twin.__dict__["_rtp_number"] = enrol(twin)
+            twin.__dict__["_rtp_number"] = register(twin)
         return twin
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
@@ -112,7 +112,7 @@ class LiveModule:
 def _marks(parameter: Any) -> dict[str, Any]:
     """What a sharded parameter is known by to an outer policy, and to the memory of the host."""
     known = parameter.__dict__ if isinstance(parameter, DTensor) else {}
-    return {mark: known[mark] for mark in (CLAIM, KEPT) if mark in known}
+    return {mark: known[mark] for mark in (GRADIENT_HANDLER, OFFLOADED) if mark in known}
 
 
 def _is_whole(given: Any) -> bool:

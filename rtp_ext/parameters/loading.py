@@ -188,11 +188,11 @@ def _check(file: Any, path: Path, name: str, target: torch.Tensor) -> None:
 
 
 def _copy(file: Any, name: str, target: torch.Tensor) -> None:
-    home = target.to_local() if isinstance(target, DTensor) else target
+    local = target.to_local() if isinstance(target, DTensor) else target
     if target.dim() == 0:
-        home.copy_(file.get_tensor(name))
-    elif home.numel() > 0:
-        home.copy_(file.get_slice(name)[_part(name, target)])
+        local.copy_(file.get_tensor(name))
+    elif local.numel() > 0:
+        local.copy_(file.get_slice(name)[_part(name, target)])
 
 
 def _part(name: str, target: torch.Tensor) -> tuple[slice, ...]:

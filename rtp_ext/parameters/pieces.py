@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.ring.autograd import as_parameter
-from rtp_ext.ring.mesh import home_placements, own_part, piece_dim, ring_dim, ring_shape
+from rtp_ext.ring.mesh import local_placements, own_part, piece_dim, ring_dim, ring_shape
 
 
 def is_piece(tensor: Any) -> bool:
@@ -35,19 +35,19 @@ def piece_placements(parameter: DTensor) -> tuple[Placement, Placement] | None:
     assert isinstance(over_ring, Shard), "a shard"
     replicas, ring = mesh.shape
     shape = parameter.shape
-    pieces = [shard_sizes(home, replicas) for home in shard_sizes(shape[over_ring.dim], ring)]
+    pieces = [shard_sizes(shard, replicas) for shard in shard_sizes(shape[over_ring.dim], ring)]
     if all(list(of_one) == list(shard_sizes(sum(of_one), ring)) for of_one in zip(*pieces, strict=True)):
         return _StridedShard(over_ring.dim, split_factor=ring), over_ring
     others = [dim for dim in range(len(shape)) if dim != over_ring.dim]
     return (Shard(max(others, key=lambda dim: shape[dim])), over_ring) if others else None
 
 
-def home_spec(spec: DTensorSpec) -> DTensorSpec:
+def local_spec(spec: DTensorSpec) -> DTensorSpec:
     """How the shards lie that pieces laid out as `spec` belong to: the same ones on every replica."""
-    return DTensorSpec(spec.mesh, home_placements(spec), tensor_meta=spec.tensor_meta)
+    return DTensorSpec(spec.mesh, local_placements(spec), tensor_meta=spec.tensor_meta)
 
 
-def home_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+def local_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """The shape of this rank's shard of a parameter, whole or cut over the replicas."""
     if not isinstance(parameter, DTensor):
         return tuple(parameter.shape)
@@ -57,15 +57,15 @@ def home_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def cut_home(home: torch.Tensor, dim: int, replicas: int) -> tuple[torch.Tensor, ...]:
+def cut_local(shard: torch.Tensor, dim: int, replicas: int) -> tuple[torch.Tensor, ...]:
     """The pieces of a shard, views of it, by the chunk rule of DTensor's Shard."""
-    return home.split(shard_sizes(home.shape[dim], replicas), dim)
+    return shard.split(shard_sizes(shard.shape[dim], replicas), dim)
 
 
-def own_piece(home: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+def own_piece(shard: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's piece, a view, of a shard that is to be laid out as `spec` says."""
     dim = piece_dim(spec)
-    return home if dim is None else cut_home(home, dim, spec.mesh.size(0))[spec.mesh.get_local_rank(0)]
+    return shard if dim is None else cut_local(shard, dim, spec.mesh.size(0))[spec.mesh.get_local_rank(0)]
 
 
 def as_pieces(parameter: DTensor, placements: tuple[Placement, Placement]) -> nn.Parameter:
@@ -106,15 +106,15 @@ def let_state_dicts_fit(mesh: DeviceMesh) -> None:
     _state_dict_utils.distribute_tensor = distribute_tensor  # type: ignore[attr-defined]
 
 
-def gather_home(parameter: DTensor) -> torch.Tensor:
+def gather_local(parameter: DTensor) -> torch.Tensor:
     """This rank's shard out of the pieces of all replicas, outside autograd. Collective over the replicas."""
     spec, dim = parameter._spec, piece_dim(parameter._spec)
     assert dim is not None, "pieces"
     local = parameter._local_tensor.detach().contiguous()
-    home = local.new_empty(home_shape(parameter))
-    for replica, place in enumerate(cut_home(home, dim, spec.mesh.size(0))):
+    shard = local.new_empty(local_shape(parameter))
+    for replica, place in enumerate(cut_local(shard, dim, spec.mesh.size(0))):
         if place.numel():
             piece = local if replica == spec.mesh.get_local_rank(0) else local.new_empty(place.shape)
             dist.broadcast(piece.view(-1).view(torch.uint8), group=spec.mesh.get_group(0), group_src=replica)
             place.copy_(piece)
-    return home
+    return shard

@@ -1,4 +1,4 @@
-"""Parameters sharded over a ring: DTensors of which every rank holds its home shard."""
+"""Parameters sharded over a ring: DTensors of which every rank holds its local shard."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from torch.utils._pytree import tree_map_only
 
 from rtp_ext._native import RotationError, shard_sizes, share_version
 from rtp_ext.parameters.assigned import let_data_be_assigned
-from rtp_ext.parameters.pieces import gather_home, is_piece
+from rtp_ext.parameters.pieces import gather_local, is_piece
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import (
     as_gradient,
     as_parameter,
-    claim_of,
-    come_home,
     computes_plainly,
+    deliver_gradient,
     first_order_only,
-    keep_way_home,
-    kept_of,
+    gradient_handler_of,
+    offloaded_shard_of,
+    save_delivery,
     unseen,
 )
-from rtp_ext.ring.mesh import home_placements, own_part, ring_shape
+from rtp_ext.ring.mesh import local_placements, own_part, ring_shape
 
 logger = logging.getLogger("rtp_ext")
 
@@ -56,41 +56,41 @@ def held(shard: torch.Tensor) -> torch.Tensor:
 
 @unseen
 def lay_out(shard: torch.Tensor) -> None:
-    """Gives a home shard in another memory format (channels_last) contiguous memory, in place, keeping its values.
+    """Gives a local shard in another memory format (channels_last) contiguous memory, in place, keeping its values.
 
     A copy for each call would not be what was sent ahead; of an empty or tiny shard there is none, and ranks would no
     longer do the same.
     """
-    home = held(shard)
-    if home.is_leaf and not home.is_contiguous():
+    local = held(shard)
+    if local.is_leaf and not local.is_contiguous():
         with torch.inference_mode(False), torch.no_grad():
-            home.data = home.contiguous()
+            local.data = local.contiguous()
 
 
-_ROOM = "_rtp_room"  # attribute of a home shard: the memory that `reserve` gave it
+_ROOM = "_rtp_room"  # attribute of a local shard: the memory that `reserve` gave it
 
 
 def reserve(shard: torch.Tensor, full_shape: torch.Size | tuple[int, ...], dim: int, ring: Ring, name: str) -> None:
-    """Gives a home shard storage for the largest shard of its parameter, in place, keeping its values.
+    """Gives a local shard storage for the largest shard of its parameter, in place, keeping its values.
 
     Raises ValueError for a plain shard that is a view of a larger tensor, whose other elements would be overwritten.
     """
-    home = held(shard)  # an alias would be given the storage alone
-    if home.device.type == "meta" or getattr(home, _ROOM, None) == (home.data_ptr(), home.dtype):
+    local = held(shard)  # an alias would be given the storage alone
+    if local.device.type == "meta" or getattr(local, _ROOM, None) == (local.data_ptr(), local.dtype):
         return
-    if not isinstance(shard, DTensor) and home.untyped_storage().nbytes() != home.nbytes:
+    if not isinstance(shard, DTensor) and local.untyped_storage().nbytes() != local.nbytes:
         raise ValueError(
-            f"{name}: in_place moves the home shard itself: expected one with storage of its own ({home.nbytes} "
-            f"bytes), got a view of {home.untyped_storage().nbytes()} bytes"
+            f"{name}: in_place moves the local shard itself: expected one with storage of its own ({local.nbytes} "
+            f"bytes), got a view of {local.untyped_storage().nbytes()} bytes"
         )
     largest = _slice_elements(full_shape, dim) * shard_sizes(full_shape[dim], ring.size)[0]
     # A first forward may run in inference mode; the shard's memory outlives it.
     with torch.inference_mode(False), torch.no_grad():
-        storage = torch.empty(largest, dtype=home.dtype, device=home.device)
-        roomy = storage[: home.numel()].view(home.shape)
-        roomy.copy_(home)
-        home.data = roomy
-    setattr(home, _ROOM, (home.data_ptr(), home.dtype))
+        storage = torch.empty(largest, dtype=local.dtype, device=local.device)
+        roomy = storage[: local.numel()].view(local.shape)
+        roomy.copy_(local)
+        local.data = roomy
+    setattr(local, _ROOM, (local.data_ptr(), local.dtype))
 
 
 def _slice_elements(shape: torch.Size | tuple[int, ...], dim: int) -> int:
@@ -101,24 +101,24 @@ def _slice_elements(shape: torch.Size | tuple[int, ...], dim: int) -> int:
 
 
 def as_sharded(
-    home: torch.Tensor, full_shape: torch.Size, ring: Ring, dim: int | None, tensor: Placement | None = None
+    local: torch.Tensor, full_shape: torch.Size, ring: Ring, dim: int | None, tensor: Placement | None = None
 ) -> torch.Tensor:
     """The DTensor whose shard on this rank is `home`; `home` itself on an emulated ring.
 
     `dim`: what the ring cuts; None: nothing. `tensor`: how the parameter lies over the dimension of tensor parallelism.
     """
     if ring.parameter_mesh is None:
-        return home
+        return local
     let_data_be_assigned()
     if ring.tensor_mesh is not None:
         _let_grad_scaler_see_shards()
     stride = torch.empty(full_shape, device="meta").stride()
     placements = ring.placements(dim, tensor)
     if ring.host_memory is not None:  # from_local would take it to the device of the mesh
-        meta = TensorMeta(full_shape, stride, home.dtype)
+        meta = TensorMeta(full_shape, stride, local.dtype)
         spec = DTensorSpec(ring.parameter_mesh, tuple(placements), tensor_meta=meta)
-        return as_gradient(ring.host_memory.keep(home), spec)
-    return DTensor.from_local(home, ring.parameter_mesh, placements, run_check=False, shape=full_shape, stride=stride)
+        return as_gradient(ring.host_memory.keep(local), spec)
+    return DTensor.from_local(local, ring.parameter_mesh, placements, run_check=False, shape=full_shape, stride=stride)
 
 
 def _let_grad_scaler_see_shards() -> None:
@@ -156,8 +156,8 @@ def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Paramet
     """
     if parameter.dim() == 0:
         return replicate_parameter(parameter, ring)
-    home, tensor = take_shard(_values(parameter), ring, dim), _over_tensor(parameter, ring)
-    return _in_place_of(parameter, as_sharded(home, parameter.shape, ring, dim, tensor))
+    local, tensor = take_shard(_values(parameter), ring, dim), _over_tensor(parameter, ring)
+    return _in_place_of(parameter, as_sharded(local, parameter.shape, ring, dim, tensor))
 
 
 def replicate_parameter(parameter: nn.Parameter, ring: Ring) -> nn.Parameter:
@@ -208,44 +208,44 @@ def local_shard(parameter: torch.Tensor, lands: tuple[Ring, int] | None = None) 
     """
     if not isinstance(parameter, DTensor):
         return parameter
-    claim = claim_of(parameter)
-    if claim is None and parameter._spec.mesh.ndim > 1 and is_piece(parameter):
+    handler = gradient_handler_of(parameter)
+    if handler is None and parameter._spec.mesh.ndim > 1 and is_piece(parameter):
         raise RotationError(
             f"a parameter of shape {tuple(parameter.shape)} is cut over the replicas, but belongs to no outer policy: "
             "expected a parameter of a model that fully_rotate has converted, and a forward of that model before"
         )
-    home = held(parameter) if claim is None else claim.home(parameter)
-    share_version(home, parameter)  # whoever writes to one of them writes to both
-    kept = kept_of(parameter)
+    local = held(parameter) if handler is None else handler.local(parameter)
+    share_version(local, parameter)  # whoever writes to one of them writes to both
+    kept = offloaded_shard_of(parameter)
     if kept is not None:
-        home = kept.stand_in(home)
-        share_version(home, parameter)
+        local = kept.stand_in(local)
+        share_version(local, parameter)
     if torch.is_grad_enabled() and parameter.requires_grad:
         if lands is None:
-            return _LocalShard.apply(parameter, home, None)
+            return _LocalShard.apply(parameter, local, None)
         ring, after = lands
-        shard = _LocalShard.apply(parameter, home, ring)
+        shard = _LocalShard.apply(parameter, local, ring)
         shard.grad_fn._set_sequence_nr(after)
         return shard
-    return home
+    return local
 
 
 class _LocalShard(torch.autograd.Function):
     """`to_local`, whose backward takes 0.1 ms per parameter to find out what the parameter's own spec says."""
 
     @staticmethod
-    def forward(ctx, parameter: DTensor, home: torch.Tensor, ring: Ring | None) -> torch.Tensor:
-        keep_way_home(ctx, parameter)
+    def forward(ctx, parameter: DTensor, local: torch.Tensor, ring: Ring | None) -> torch.Tensor:
+        save_delivery(ctx, parameter)
         ctx.ring = ring
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
-        return home.detach()  # not a view, which autograd would refuse to unpack after a write
+        return local.detach()  # not a view, which autograd would refuse to unpack after a write
 
     @staticmethod
     @first_order_only
     def backward(ctx, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         if ctx.ring is not None and gradient is not None:
             ctx.ring.land(gradient)
-        return come_home(ctx, gradient), None, None
+        return deliver_gradient(ctx, gradient), None, None
 
 
 _BLOCK = 1 << 20  # bytes that `gather_full` sends at once
@@ -257,7 +257,7 @@ def gather_full(parameter: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         if not isinstance(parameter, DTensor):
             return parameter.detach().to("cpu", copy=True)
-        part = gather_home(parameter) if is_piece(parameter) else held(parameter).detach()
+        part = gather_local(parameter) if is_piece(parameter) else held(parameter).detach()
         if not computes_plainly(type(part)):
             inner = inner_tensors(part)
             if inner is None:
@@ -268,7 +268,7 @@ def gather_full(parameter: torch.Tensor) -> torch.Tensor:
                 )
             return with_inner(part, [gather_full(as_gradient(each, parameter._spec)) for each in inner])
         mesh, shape = parameter.device_mesh, ring_shape(parameter)
-        placements = home_placements(parameter._spec)
+        placements = local_placements(parameter._spec)
         cut = [(index, p.dim) for index, p in enumerate(placements) if isinstance(p, Shard)]
         for index, dim in reversed(cut):  # the ring's cut is the last one
             if index != mesh.ndim - 1:
@@ -304,7 +304,7 @@ class _WholeCopies(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies: dict[int, tuple[DTensor, torch.Tensor]] = {}  # by storage of the home shard
+        self.copies: dict[int, tuple[DTensor, torch.Tensor]] = {}  # by storage of the local shard
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(DTensor, self._copy_of, (args, kwargs or {}))
@@ -357,8 +357,8 @@ def _keep_shard(parameter: DTensor, full: torch.Tensor) -> None:
 
 def placed_as(full: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:
     """A whole tensor, which is the same on every rank, as a parameter laid out as `spec` says."""
-    home = own_part(full.detach(), spec.mesh, spec.placements).clone(memory_format=torch.contiguous_format)
-    data = DTensor.from_local(home, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+    local = own_part(full.detach(), spec.mesh, spec.placements).clone(memory_format=torch.contiguous_format)
+    data = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
     return as_parameter(data, full.requires_grad)
 
 

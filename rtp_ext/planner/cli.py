@@ -15,7 +15,7 @@ from rtp_ext.planner.measured.calibrate import calibrate, errors_of
 from rtp_ext.planner.measured.measurements import read_measurements
 from rtp_ext.planner.memory.estimate import estimate_memory
 from rtp_ext.planner.plans import when
-from rtp_ext.planner.plans.alike import differences, differences_line
+from rtp_ext.planner.plans.differences import differences, differences_line
 from rtp_ext.planner.plans.search import search, smallest_cluster
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import FAMILIES, ModelSpec
@@ -200,11 +200,11 @@ def _estimate(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -
     elif options.csv:
         print(text.csv_text(names, reports, times).rstrip("\n"))
     elif options.explain:
-        told = zip(names, reports, strategies, times, strict=True)
+        result = zip(names, reports, strategies, times, strict=True)
         print(
             "\n\n".join(
                 f"{text.explain(name, report)}\n\n{explain_time(model, cluster, plan, time)}"
-                for name, report, plan, time in told
+                for name, report, plan, time in result
             )
         )
     else:
@@ -241,8 +241,8 @@ def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
         print(text.search_table(names, plans, title))
         if options.explain:
             first = plans[0]
-            told = explain_time(model, cluster, first.strategy, first.time)
-            print(f"\n{text.explain(names[0], first.memory)}\n\n{told}")
+            result = explain_time(model, cluster, first.strategy, first.time)
+            print(f"\n{text.explain(names[0], first.memory)}\n\n{result}")
     return _plot(options.plot, "plot_plans", names, memory, times)
 
 
@@ -277,15 +277,15 @@ def _calibrate(options: argparse.Namespace) -> int:
         kept = {"mean_error": sum(off) / len(off), "largest_error": max(off), "measurements": len(off)} if off else None
     else:
         kept = errors_of(measured[1::2], found.constants).to_dict()
-    told = {"fitted": found.to_dict(), "kept_back": kept, "before": errors_of(measured).to_dict()}
-    print(json.dumps(told, indent=2))
+    result = {"fitted": found.to_dict(), "kept_back": kept, "before": errors_of(measured).to_dict()}
+    print(json.dumps(result, indent=2))
     return 0
 
 
 def _json(model: ModelSpec, cluster: Cluster, plans: list[dict[str, Any]], strategies: Sequence[Strategy]) -> str:
     """`differences`: what the plans differ in beside the way to share the work."""
-    told = {"model": model.to_dict(), "cluster": cluster.to_dict(), "plans": plans}
-    return json.dumps({**told, "differences": differences(strategies)}, indent=2)
+    result = {"model": model.to_dict(), "cluster": cluster.to_dict(), "plans": plans}
+    return json.dumps({**result, "differences": differences(strategies)}, indent=2)
 
 
 def _plot(file: str | None, kind: str, *shown: Any) -> int:
@@ -384,12 +384,12 @@ def _value(key: str, value: str, default: Any) -> Any:
     return value
 
 
-def _numbers(told: str) -> tuple[int, ...]:
+def _numbers(result: str) -> tuple[int, ...]:
     """8+9+9+6. Raises ValueError for anything else."""
     try:
-        return tuple(int(part) for part in told.split("+"))
+        return tuple(int(part) for part in result.split("+"))
     except ValueError:
-        raise ValueError(f"expected whole numbers such as 8+9+9+6, got {told!r}") from None
+        raise ValueError(f"expected whole numbers such as 8+9+9+6, got {result!r}") from None
 
 
 def name_of(strategy: Strategy) -> str:

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from rtp_ext._native import RotationError
-from rtp_ext.ring.alike import expect_alike
 from rtp_ext.ring.mesh import followed
+from rtp_ext.ring.replicated_gradients import check_replicated_gradient
 
 if TYPE_CHECKING:
-    from rtp_ext.ring.offload import Kept
+    from rtp_ext.ring.offload import OffloadedShard
 
 
 _P = ParamSpec("_P")
@@ -108,7 +108,7 @@ _OWN_RULES: Any = torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-de
 
 def holds_memory(kind: type[torch.Tensor]) -> bool:
     """Whether tensors of a class are memory that native code can read. A class with a `__torch_dispatch__` of its own
-    is a wrapper around other tensors (quantised weights, DTensor, fake tensors), whose address is 0."""
+    is a wrapper around other tensors (quantized weights, DTensor, fake tensors), whose address is 0."""
     return kind.__torch_dispatch__ is _OWN_RULES
 
 
@@ -226,20 +226,22 @@ def _will_be_executed(node: Any) -> bool:
 
 # -- from the ring to the parameter ------------------------------------------------------------------------------------
 
-CLAIM = "_rtp_claim"  # attribute of a parameter whose gradients are an outer policy's matter: a Claim
-KEPT = "_rtp_kept"  # attribute of a parameter whose shard stays on the host: a Kept
+GRADIENT_HANDLER = (
+    "_rtp_gradient_handler"  # attribute of a parameter whose gradients are an outer policy's matter: a Claim
+)
+OFFLOADED = "_rtp_offloaded"  # attribute of a parameter whose shard stays on the host: a Kept
 
 
-class Claim(Protocol):
+class GradientHandler(Protocol):
     """What an outer policy knows of one parameter."""
 
-    def take(self, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def reduce(self, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Called in backward with this rank's gradient of the parameter, averaged over the ring, which is the policy's
         to write to; None where nobody on the ring used it. Returns what goes on to the parameter now, if anything: laid
         out as the parameter is, or a DTensor."""
         ...
 
-    def home(self, parameter: DTensor) -> torch.Tensor:
+    def local(self, parameter: DTensor) -> torch.Tensor:
         """This rank's shard, which rotates. Outside forwards and backwards of its model it may be collective over the
         replicas."""
         ...
@@ -250,31 +252,31 @@ class Claim(Protocol):
         ...
 
 
-def claim_of(parameter: DTensor) -> Claim | None:
+def gradient_handler_of(parameter: DTensor) -> GradientHandler | None:
     """What an outer policy knows of a parameter; None where it is no policy's."""
-    return parameter.__dict__.get(CLAIM)
+    return parameter.__dict__.get(GRADIENT_HANDLER)
 
 
-def kept_of(parameter: torch.Tensor) -> Kept | None:
+def offloaded_shard_of(parameter: torch.Tensor) -> OffloadedShard | None:
     """How the shard of a parameter stays on the host; None where it does not."""
-    return parameter.__dict__.get(KEPT)
+    return parameter.__dict__.get(OFFLOADED)
 
 
-def keep_way_home(ctx: Any, parameter: DTensor) -> None:
-    """In the forward of a function whose backward calls `come_home`."""
-    ctx.spec, ctx.claim, ctx.kept = parameter._spec, claim_of(parameter), kept_of(parameter)
+def save_delivery(ctx: Any, parameter: DTensor) -> None:
+    """In the forward of a function whose backward calls `deliver_gradient`."""
+    ctx.spec, ctx.handler, ctx.kept = parameter._spec, gradient_handler_of(parameter), offloaded_shard_of(parameter)
 
 
-def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def deliver_gradient(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient of a parameter as a DTensor, of this rank's part of it: in the backward of a function that called
-    `keep_way_home`. None where it is delivered at the end of the backward, by a policy or from the host.
+    `save_delivery`. None where it is delivered at the end of the backward, by a policy or from the host.
 
     Raises RotationError where replicas hold the parameter and nobody would bring its gradients together; ValueError
     where ranks of tensor parallelism, which each have a copy of it, have different gradients.
     """
     mesh = ctx.spec.mesh
     replicas, tensor = followed.get(mesh, (1, False))
-    if ctx.claim is None and replicas > 1:
+    if ctx.handler is None and replicas > 1:
         raise RotationError(
             f"a parameter of shape {tuple(ctx.spec.shape)} lies on {replicas} replicas, but belongs to no outer "
             "policy, so that its gradient would stay that of one: expected a parameter of a model that fully_rotate "
@@ -282,15 +284,15 @@ def come_home(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         )
     parameter = getattr(ctx.next_functions[0][0], "variable", None)
     if tensor and parameter is not None and isinstance(ctx.spec.placements[-2], Replicate):
-        expect_alike(parameter, gradient, mesh)
-    if ctx.claim is not None:
-        gradient = ctx.claim.take(ctx, gradient)
+        check_replicated_gradient(parameter, gradient, mesh)
+    if ctx.handler is not None:
+        gradient = ctx.handler.reduce(ctx, gradient)
     if gradient is None or isinstance(gradient, DTensor):
         return gradient
     gradient = gradient.detach().contiguous()
     if ctx.kept is not None:
         # Waited for where somebody reads it before the backward ends, or as soon as it does.
-        if parameter is not None and (ctx.claim is None or ctx.claim.alone) and not read_within(ctx, parameter):
+        if parameter is not None and (ctx.handler is None or ctx.handler.alone) and not read_within(ctx, parameter):
             ctx.kept.deliver(parameter, gradient, functools.partial(as_gradient, spec=ctx.spec))
             return None
         (gradient,) = ctx.kept.memory.store([gradient])

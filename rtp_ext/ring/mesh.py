@@ -87,7 +87,7 @@ def piece_dim(spec: DTensorSpec) -> int | None:
     return over_replicas.dim
 
 
-def home_placements(spec: DTensorSpec) -> tuple[Placement, ...]:
+def local_placements(spec: DTensorSpec) -> tuple[Placement, ...]:
     """How the shards lie that pieces laid out as `spec` belong to, the same ones on every replica."""
     return spec.placements if piece_dim(spec) is None else (Replicate(), *spec.placements[1:])
 
@@ -114,7 +114,7 @@ def ring_dim(parameter: torch.Tensor) -> int | None:
 def ring_shape(parameter: DTensor) -> tuple[int, ...]:
     """The shape of what the ring cuts: the whole parameter, or what tensor parallelism leaves of it on this rank."""
     shape, mesh = [*parameter.shape], parameter.device_mesh
-    for index, placement in enumerate(home_placements(parameter._spec)[:-1]):
+    for index, placement in enumerate(local_placements(parameter._spec)[:-1]):
         if isinstance(placement, Shard):
             shape[placement.dim] = shard_sizes(shape[placement.dim], mesh.size(index))[mesh.get_local_rank(index)]
     return tuple(shape)

@@ -1,12 +1,12 @@
-"""Home shards that stay on the host: the device borrows a copy while an operation needs it, gradients come back.
+"""Local shards that stay on the host: the device borrows a copy while an operation needs it, gradients come back.
 
 What operations and autograd see of such a shard is its *stand-in*: a tensor on the device that has its memory only
-while it is `lent`. The shard is copied into it when that begins, on the stream of the computes that read it, so that
-nobody waits for the copy. Autograd may therefore save a stand-in for backward: that keeps no memory, and the backward
+while it is `on_device`. The copy is enqueued on the stream of the computes that read it, so that no thread waits for
+it. Autograd may therefore save a stand-in for backward: that keeps no memory, and the backward
 borrows anew. Nothing is sent ahead on such a ring, since the memory that would be sent is not there yet.
 
 A gradient leaves for the host when it has come home. Until the copy has ended nobody may read it, so that autograd gets
-nothing then; `Kept.deliver` gives p.grad what has arrived when the backward ends, in the engine's final callback.
+nothing then; `OffloadedShard.deliver` sets p.grad when the backward ends, in the engine's final callback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from rtp_ext.ring.autograd import KEPT, kept_of
+from rtp_ext.ring.autograd import OFFLOADED, offloaded_shard_of
 
 Wait = Callable[[], object]
 
@@ -38,13 +38,13 @@ class HostMemory:
         """A shard, wherever it is, on the host. One on the meta device stays there."""
         return shard if shard.is_meta else self.pinned(shard.detach().to("cpu"))
 
-    def pinned(self, home: torch.Tensor) -> torch.Tensor:
+    def pinned(self, local: torch.Tensor) -> torch.Tensor:
         """A shard on the host in pinned memory, where that was asked for; itself where it is."""
-        return home.pin_memory() if self.pin and not home.is_meta and not home.is_pinned() else home
+        return local.pin_memory() if self.pin and not local.is_meta and not local.is_pinned() else local
 
-    def fill(self, place: torch.Tensor, home: torch.Tensor) -> None:
+    def fill(self, place: torch.Tensor, local: torch.Tensor) -> None:
         """Copies a shard to the device, on the current stream. The host does not wait where the shard is pinned."""
-        place.copy_(home, non_blocking=True)
+        place.copy_(local, non_blocking=True)
 
     def fetch(self, value: torch.Tensor) -> tuple[torch.Tensor, Wait]:
         """Starts to copy a value of the current stream to the host, beside what that computes next. What arrives may be
@@ -74,11 +74,11 @@ class HostMemory:
 
 
 def host_memory(policy: CPUOffloadPolicy, device: torch.device) -> HostMemory | None:
-    """Where the home shards of a ring on `device` stay; None where that is the memory of the device."""
+    """Where the local shards of a ring on `device` stay; None where that is the memory of the device."""
     return None if device.type == "cpu" else HostMemory(device, policy.pin_memory)
 
 
-class Kept:
+class OffloadedShard:
     """What the device has of one shard that stays on the host."""
 
     def __init__(self, memory: HostMemory) -> None:
@@ -86,31 +86,31 @@ class Kept:
         self._stand_in: torch.Tensor | None = None
         self._borrowers = 0
 
-    def __deepcopy__(self, memo: dict) -> Kept:
-        return Kept(self.memory)
+    def __deepcopy__(self, memo: dict) -> OffloadedShard:
+        return OffloadedShard(self.memory)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a parameter that was pickled is kept by nobody
 
-    def stand_in(self, home: torch.Tensor) -> torch.Tensor:
+    def stand_in(self, local: torch.Tensor) -> torch.Tensor:
         """What stands for `home` on the device: of its shape and dtype, without memory unless it is lent."""
         known = self._stand_in
-        if known is None or (known.shape, known.dtype) != (home.shape, home.dtype):
+        if known is None or (known.shape, known.dtype) != (local.shape, local.dtype):
             with torch.inference_mode(False), torch.no_grad():
-                known = self._stand_in = torch.empty(home.shape, dtype=home.dtype, device=self.memory.device)
+                known = self._stand_in = torch.empty(local.shape, dtype=local.dtype, device=self.memory.device)
             known.untyped_storage().resize_(0)
         return known
 
-    def borrow(self, home: torch.Tensor) -> None:
-        if home.device.type != "cpu":
+    def borrow(self, local: torch.Tensor) -> None:
+        if local.device.type != "cpu":
             raise ValueError(
-                f"a parameter whose shard is of shape {tuple(home.shape)}: expected it on the host, where "
-                f"offload_policy keeps it, got it on {home.device}: move the model back, model.to('cpu')"
+                f"a parameter whose shard is of shape {tuple(local.shape)}: expected it on the host, where "
+                f"offload_policy keeps it, got it on {local.device}: move the model back, model.to('cpu')"
             )
         if self._borrowers == 0:
-            place = self.stand_in(home)
+            place = self.stand_in(local)
             place.untyped_storage().resize_(place.nbytes)
-            self.memory.fill(place.data, home)  # no write that a backward should notice
+            self.memory.fill(place.data, local)  # no write that a backward should notice
         self._borrowers += 1
 
     def give_back(self) -> None:
@@ -162,20 +162,20 @@ def keep_on_host(root: nn.Module, memory: HostMemory) -> None:
     for parameter in root.parameters():
         if not isinstance(parameter, DTensor):
             continue
-        home = parameter._local_tensor
-        if home.device.type == "cpu" and (pinned := memory.pinned(home)) is not home:
-            home.data = pinned
-        if kept_of(parameter) is None:
-            parameter.__dict__[KEPT] = Kept(memory)
+        local = parameter._local_tensor
+        if local.device.type == "cpu" and (pinned := memory.pinned(local)) is not local:
+            local.data = pinned
+        if offloaded_shard_of(parameter) is None:
+            parameter.__dict__[OFFLOADED] = OffloadedShard(memory)
 
 
 @contextlib.contextmanager
-def lent(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+def on_device(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """The stand-ins of all parameters that stay on the host hold their shards."""
-    borrowed: list[Kept] = []
+    borrowed: list[OffloadedShard] = []
     try:
         for parameter in parameters:
-            kept = kept_of(parameter)
+            kept = offloaded_shard_of(parameter)
             if kept is not None:
                 kept.borrow(parameter._local_tensor)  # type: ignore[attr-defined]
                 borrowed.append(kept)

@@ -74,8 +74,8 @@ class Ledger:
             return
         entries, self.open = self.open, []
         mine = [text for _, _, text in entries]
-        told = exchange(hashlib.sha256(repr(mine).encode()).digest())
-        if all(theirs == told[0] for theirs in told):
+        answers = exchange(hashlib.sha256(repr(mine).encode()).digest())
+        if all(theirs == answers[0] for theirs in answers):
             return
         for table, key, _ in entries:
             table.pop(key, None)

@@ -15,7 +15,7 @@ from rtp_ext.ring.autograd import expect_memory, unseen
 from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.mesh import piece_dim, ring_dim, ring_shape
 from rtp_ext.ring.prepared import Prepared
-from rtp_ext.ring.routes.gate import Gate, Link
+from rtp_ext.ring.routes.route_planner import Link, RoutePlanner
 
 
 def as_tensor(value: Any) -> torch.Tensor:
@@ -42,12 +42,12 @@ class Primitives(Groups):
     serial: int
     hop_route: str
     travel: str | None
-    gate: Gate
+    gate: RoutePlanner
     run: Callable[..., Any]
     _native: Any = None  # the transport, but for an emulated one
 
     def expect_in_place(self, name: str) -> None:
-        """Raises ValueError where home shards cannot be asked to travel themselves."""
+        """Raises ValueError where local shards cannot be asked to travel themselves."""
         if self.travel is not None:
             raise ValueError(
                 f"{name}: expected in_place=False on a ring of travel={self.travel!r}, where copies travel, got True; "
@@ -80,14 +80,14 @@ class Primitives(Groups):
         return known[key]
 
     def _agree_on_shapes(self, mine: list[tuple[tuple[int, ...], str]]) -> list[list[list[int]]]:
-        told = self.exchange(mine)
-        for rank, theirs in enumerate(told):
-            if [(len(s), d) for s, d in theirs] != [(len(s), d) for s, d in told[0]]:
+        answers = self.exchange(mine)
+        for rank, theirs in enumerate(answers):
+            if [(len(s), d) for s, d in theirs] != [(len(s), d) for s, d in answers[0]]:
                 raise ValueError(
-                    f"Ring: expected shards of as many dimensions and the same dtype on every rank, got {told[0]} on "
-                    f"rank 0 and {theirs} on rank {rank}"
+                    f"Ring: expected shards of as many dimensions and the same dtype on every rank, got {answers[0]} "
+                    f"on rank 0 and {theirs} on rank {rank}"
                 )
-        return [[list(theirs[part][0]) for theirs in told] for part in range(len(mine))]
+        return [[list(theirs[part][0]) for theirs in answers] for part in range(len(mine))]
 
     @unseen
     def _shards(
@@ -160,8 +160,8 @@ class Primitives(Groups):
         remaining hops have run. Collective.
         """
         tensors, shapes, single = self._shards("collect", like, prepared)
-        home = [torch.empty_like(tensor) for tensor in tensors]
-        execution = self.run("collect", _native.Execution.collect, home, shapes, self.hop_route, checked=True)
+        local = [torch.empty_like(tensor) for tensor in tensors]
+        execution = self.run("collect", _native.Execution.collect, local, shapes, self.hop_route, checked=True)
         try:
             while (step := self._next(execution)) is not None:
                 arrived, partial = execution.gradient_in(), execution.gradient_out()
@@ -173,7 +173,7 @@ class Primitives(Groups):
                 add(step.owner, partial[0] if single else partial)
         finally:
             execution.finish()
-        return home[0] if single else home
+        return local[0] if single else local
 
     def bytes_between_hosts(self, channel: str) -> int:
         """Bytes of `weight` or `gradient` that this rank has sent to other hosts. Raises RotationError where the

@@ -17,11 +17,10 @@ from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
 from rtp_ext.ring.autograd import refuse_transforms, unseen
 from rtp_ext.ring.counters import Counters
-from rtp_ext.ring.enrolled import name_ring
 from rtp_ext.ring.graphs import CAPTURED, check_graphs, refuse_graphs
+from rtp_ext.ring.links.failure_report import FailureReport
 from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.options import TransportOptions
-from rtp_ext.ring.links.roll import Roll
 from rtp_ext.ring.links.transports import ce_refusal, nccl_put_refusal, nccl_refusal, order_launches
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
@@ -29,7 +28,8 @@ from rtp_ext.ring.patches.dtensor import follow
 from rtp_ext.ring.prepared import Agreements
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.recording import Recorded
-from rtp_ext.ring.routes.gradient_routes import ComingHome, GradientRoutes, check_wishes
+from rtp_ext.ring.registry import name_ring
+from rtp_ext.ring.routes.gradient_routes import ComingHome, GradientRoutes, check_requested
 from rtp_ext.ring.start import Start, check_choice
 
 __all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
@@ -73,7 +73,7 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
         travel: what weights travel in: None (as they are computed with), `bfloat16`, or `int8` (rounded to the nearest
             of 255 values in blocks of 128 of a shard's part, each with a float32 scale: 1.03 bytes a number). Rounded
             once, at home; whoever computes widens them, their owner too, so that every rank computes with the same
-            weights. Backward computes with these too. The home shard, and what the optimizer sees, stay exact; so do
+            weights. Backward computes with these too. The local shard, and what the optimizer sees, stay exact; so do
             biases, everything on a single rank, and `rotate` and `collect`. Not on route gather, and not in place.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
@@ -111,7 +111,7 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
         gate: decides how each linear layer travels, and remembers it: `gate.plans`.
         common: what functional forms without `prepared=` keep of operations on DTensors.
         offload_policy: what the models on the ring were converted with; None: none was yet.
-        host_memory: where their home shards stay, if that is not the memory of the device.
+        host_memory: where their local shards stay, if that is not the memory of the device.
     """
 
     link: str | None = None
@@ -141,7 +141,7 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
         check_choice("route", route, ROUTES)
         if route == "two-level" and gradient_halves:
             raise ValueError("Ring: expected gradient_halves None or False with route two-level, got True")
-        check_wishes(gradient_route, gradient_travel, route, gradient_halves)
+        check_requested(gradient_route, gradient_travel, route, gradient_halves)
         self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
@@ -165,7 +165,7 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
             self.device = torch.device("cuda", torch.cuda.current_device())
             order_launches()
         self._open_groups(dist.get_process_group_ranks(group))
-        self.roll = Roll(meshes.parameters.mesh.flatten().tolist())
+        self.failure_report = FailureReport(meshes.parameters.mesh.flatten().tolist())
         name_ring(self)
         with self._whole_or_closed():
             self._agree_on_options(
@@ -208,7 +208,7 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
         ring = cls.__new__(cls)
         ring.timeout = datetime.timedelta(seconds=600)
         check_choice("route", route, ROUTES[1:])
-        check_wishes(gradient_route, gradient_travel, route, gradient_halves)
+        check_requested(gradient_route, gradient_travel, route, gradient_halves)
         check_choice("gradient_route", gradient_route, ("chain", "direct"))
         ring.gradients = GradientRoutes(gradient_route, gradient_travel, "it was asked for")
         check_graphs(graphs)
@@ -320,7 +320,7 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
         return placements
 
     def offload(self, policy: OffloadPolicy) -> None:
-        """Settles whether home shards stay on the host, for all models of the ring."""
+        """Settles whether local shards stay on the host, for all models of the ring."""
         if isinstance(policy, CPUOffloadPolicy):
             refuse_graphs(self, "offload_policy=CPUOffloadPolicy")
             self.host_memory = host_memory(policy, self.device)

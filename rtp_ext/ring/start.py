@@ -13,16 +13,16 @@ from typing import Any
 
 from rtp_ext import _native
 from rtp_ext.ring.graphs import PassGraphs, begin_graphs
+from rtp_ext.ring.links.failure_report import Process, this_process
 from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.links.hosts import find_hosts
 from rtp_ext.ring.links.options import check_travel
-from rtp_ext.ring.links.roll import Process, this_process
 from rtp_ext.ring.links.transports import NETWORKED, connect
 from rtp_ext.ring.patches.dynamo import keep_compilers_out
 from rtp_ext.ring.prepared import Ledger, Prepared
-from rtp_ext.ring.routes.gate import Gate, kind_of, nvlinks_of
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes, choose_gradient_route
 from rtp_ext.ring.routes.hops import choose_ce_modes, choose_hops
+from rtp_ext.ring.routes.route_planner import RoutePlanner, kind_of, nvlinks_of
 
 logger = logging.getLogger("rtp_ext")
 
@@ -44,7 +44,7 @@ class Start(Groups):
     gradients: GradientRoutes
     gradient_route: Any
     gradient_travel: Any
-    gate: Gate
+    gate: RoutePlanner
     graphs: PassGraphs
     measure_link: Callable[..., Any]
     _begin_record: Callable[[], None]
@@ -88,10 +88,12 @@ class Start(Groups):
 
     def _build(self, native: Any, route: str, gradient_halves: bool | None) -> None:
         """The executor and the gate, once transport and routes are known."""
-        self.gate = Gate(self.size, self.device, self.hop_route, route, gradient_halves, gathers=self.travel is None)
+        self.gate = RoutePlanner(
+            self.size, self.device, self.hop_route, route, gradient_halves, gathers=self.travel is None
+        )
         self._executor = _native.Executor(native, self.rank, self.size, self.device, self.placed.count)
         self._executor.prefetch(self.prefetch > 0)
-        self._executor.allow_late(self.late_gradients)
+        self._executor.allow_deferred(self.late_gradients)
         # Numbers in autograd's order: when each of the newest operations whose gradients may land late was called.
         self._called: collections.deque[int] = collections.deque(maxlen=self.late_gradients)
         self._executor.set_delay(datetime.timedelta(microseconds=self.transport_options.delay_us))
@@ -99,10 +101,12 @@ class Start(Groups):
         self._begin_record()
 
     def _agree_on_options(self, mine: str) -> None:
-        told, tokens, self._processes = zip(*self.exchange((mine, secrets.token_hex(4), this_process())), strict=True)
-        for rank, theirs in enumerate(told):
-            if theirs != told[0]:
-                raise ValueError(f"Ring: ranks disagree: expected {told[0]} (rank 0), got {theirs} on rank {rank}")
+        answers, tokens, self._processes = zip(
+            *self.exchange((mine, secrets.token_hex(4), this_process())), strict=True
+        )
+        for rank, theirs in enumerate(answers):
+            if theirs != answers[0]:
+                raise ValueError(f"Ring: ranks disagree: expected {answers[0]} (rank 0), got {theirs} on rank {rank}")
         self.token = tokens[0]
 
     def _start(
@@ -115,8 +119,8 @@ class Start(Groups):
         *gradients: Any,
     ) -> None:
         self.placed = find_hosts(self)
-        if self.roll is not None:
-            self.roll.know(self._members, self._processes, self.placed.of)
+        if self.failure_report is not None:
+            self.failure_report.know(self._members, self._processes, self.placed.of)
         connection = connect(self, transport)
         self._native, self.transport = connection.native, connection.name
         self.transport_reason = connection.reason

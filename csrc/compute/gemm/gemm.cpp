@@ -43,7 +43,7 @@ void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, cons
   const bool into_float = widens && out.scalar_type() == at::kFloat;
 #ifdef RTP_WITH_CUDA
   if (a.is_cuda() && into_float) {
-    gemm_widening(out, in, a, b, alpha);
+    gemm_to_wider(out, in, a, b, alpha);
     return;
   }
 #endif

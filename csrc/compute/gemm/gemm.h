@@ -18,7 +18,7 @@ void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, cons
 // The same on a GPU, with a and b of one 16-bit dtype and out in float32: one call of cuBLAS or, where `in` is another
 // matrix than `out`, of cuBLASLt, which adds to one and writes the other. A bias, or an `in` of other strides or dtype,
 // is copied first.
-void gemm_widening(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha);
+void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha);
 
 // out = a @ b + bias, or its GELU in the tanh form, in one call of cuBLASLt, on a GPU and with all in one 16-bit dtype;
 // `before`, where it is defined, gets what the GELU is applied to. Rounded once. `bias` may be undefined for a GELU.

@@ -173,12 +173,12 @@ bool multiply_and_add(const Product& product, int device) {
 
 }  // namespace
 
-void gemm_widening(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b,
+void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b,
                    double alpha) {
   if (out.numel() == 0) return;
   if (!is_blas_matrix(layout_of(out))) {
     const at::Tensor room = at::empty(out.sizes(), out.options());
-    gemm_widening(room, in, a, b, alpha);
+    gemm_to_wider(room, in, a, b, alpha);
     out.copy_(room);
     return;
   }

@@ -10,8 +10,8 @@ namespace rtp {
 
 void DeferredReductions::finish(const at::Tensor& gradient) {
   const auto found = std::find_if(deferred_.begin(), deferred_.end(), [&](const DeferredReduction& reduction) {
-    return std::any_of(reduction.home.begin(), reduction.home.end(),
-                       [&](const at::Tensor& home) { return home.is_alias_of(gradient); });
+    return std::any_of(reduction.local.begin(), reduction.local.end(),
+                       [&](const at::Tensor& local) { return local.is_alias_of(gradient); });
   });
   if (found != deferred_.end()) finish_all_but(static_cast<size_t>(deferred_.end() - found) - 1);
 }
@@ -24,18 +24,18 @@ void DeferredReductions::finish_all_but(size_t most) {
 // the transport's giving up.
 void DeferredReductions::finish_next() {
   const DeferredReduction& reduction = deferred_.front();
-  Lanes& lanes = transport_->lanes();
+  Streams& streams = transport_->streams();
   const EventHandle waiting = trace_.begin(reduction.traced, TraceKind::wait, reduction.position, Lane::compute,
                                            "wait: " + label(reduction.step));
   Range range([&] { return concat("wait: ", label(reduction.step)); });
-  for (const auto& slot : reduction.slots) slot->usage.settle(lanes);
+  for (const auto& slot : reduction.slots) slot->usage.settle(streams);
   range.end();
   trace_.end(waiting);
   const EventHandle adding = trace_.begin(reduction.traced, reduction.position, reduction.step);
-  dequantize_into(lanes, reduction.home, reduction.arriving, true);
+  dequantize_into(streams, reduction.local, reduction.arriving, true);
   trace_.end(adding);
   for (const auto& slot : reduction.slots) {
-    slot->usage.enter_read(lanes.mark_compute());
+    slot->usage.enter_read(streams.record_compute());
     pool_.give_back(Channel::gradient, slot);
   }
   deferred_.pop_front();

@@ -1,7 +1,7 @@
 // Gradients whose last part is still under way when the pass that they are of has ended.
 //
 // The last hop of a gradient hides under one product of its own layer only. Where that is too short, the hop may go on
-// under the next layers' products: the pass leaves its last step, the addition to the home tensors, to this list.
+// under the next layers' products: the pass leaves its last step, the addition to the local tensors, to this list.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@ namespace rtp {
 
 struct DeferredReduction {
   std::vector<std::shared_ptr<Slot>> slots;  // of the pass: one that it arrives in, and one that it may be leaving
-  std::vector<at::Tensor> arriving, home;
+  std::vector<at::Tensor> arriving, local;
   PassHandle traced;
   int position;  // of the step that adds, in the schedule
   Step step;

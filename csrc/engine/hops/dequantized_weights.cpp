@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "compute/quantise.h"
+#include "compute/quantize.h"
 
 namespace rtp {
 
@@ -10,7 +10,7 @@ namespace {
 
 void dequantize_weight(const at::Tensor& to, const at::Tensor& from, Wire wire) {
   if (wire == Wire::int8) {
-    dequantise(to, from);
+    dequantize(to, from);
   } else {
     to.copy_(from);
   }
@@ -18,18 +18,18 @@ void dequantize_weight(const at::Tensor& to, const at::Tensor& from, Wire wire) 
 
 }  // namespace
 
-std::vector<at::Tensor> DequantizedWeights::of(SlotPool& pool, const std::optional<Cargo>& cargo,
+std::vector<at::Tensor> DequantizedWeights::of(SlotPool& pool, const std::optional<ShardBundle>& bundle,
                                                std::vector<at::Tensor> arrived, const Step& step) {
-  const int64_t bytes = arrived.empty() ? 0 : cargo->dequantized_bytes();
+  const int64_t bytes = arrived.empty() ? 0 : bundle->dequantized_bytes();
   if (bytes == 0) return arrived;
   Place& place = places_[static_cast<size_t>(step.lane)];
   if (!place.slot) place.slot = pool.lease_scratch(bytes);
   const bool known = std::exchange(place.owner, step.owner) == step.owner;
-  for (size_t part = 0; part < arrived.size(); ++part) {
-    if (!cargo->parts[part].quantized()) continue;
-    const at::Tensor wide = cargo->dequantized(place.slot->memory, step.owner, part);
-    if (!known) dequantize_weight(wide, arrived[part], cargo->parts[part].wire);
-    arrived[part] = wide;
+  for (size_t index = 0; index < arrived.size(); ++index) {
+    if (!bundle->layouts[index].quantized()) continue;
+    const at::Tensor wide = bundle->dequantized(place.slot->memory, step.owner, index);
+    if (!known) dequantize_weight(wide, arrived[index], bundle->layouts[index].wire);
+    arrived[index] = wide;
   }
   return arrived;
 }

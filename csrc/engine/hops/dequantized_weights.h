@@ -17,7 +17,7 @@ class DequantizedWeights {
  public:
   // The shard that `step` computes with, of what arrived: the same tensors where they travel as they are computed with.
   // Widens on the current lane, the step's; what it returned there for another owner is overwritten.
-  std::vector<at::Tensor> of(SlotPool& pool, const std::optional<Cargo>& cargo, std::vector<at::Tensor> arrived,
+  std::vector<at::Tensor> of(SlotPool& pool, const std::optional<ShardBundle>& bundle, std::vector<at::Tensor> arrived,
                              const Step& step);
   void give_back(SlotPool& pool);
 

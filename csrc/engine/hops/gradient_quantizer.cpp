@@ -2,20 +2,20 @@
 
 #include "base/checks.h"
 #include "compute/pack.h"
-#include "compute/quantise.h"
+#include "compute/quantize.h"
 
 namespace rtp {
 namespace {
 
-bool quantised(const at::Tensor& travelling, const at::Tensor& wide) {
+bool quantized(const at::Tensor& travelling, const at::Tensor& wide) {
   return travelling.scalar_type() == at::kByte && wide.scalar_type() != at::kByte;
 }
 
 void dequantize_into(const at::Tensor& to, const at::Tensor& from, bool add) {
-  if (quantised(from, to)) {
-    add ? dequantise_add(to, from) : dequantise(to, from);
+  if (quantized(from, to)) {
+    add ? dequantize_add(to, from) : dequantize(to, from);
   } else if (add) {
-    add_widened(to, from);
+    add_converted(to, from);
   } else {
     to.copy_(from);
   }
@@ -23,40 +23,41 @@ void dequantize_into(const at::Tensor& to, const at::Tensor& from, bool add) {
 
 }  // namespace
 
-void dequantize_into(Lanes& lanes, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add) {
-  lanes.on_compute([to = std::move(to), from = std::move(from), add] {
-    for (size_t part = 0; part < from.size(); ++part) dequantize_into(to[part], from[part], add);
+void dequantize_into(Streams& streams, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add) {
+  streams.on_compute([to = std::move(to), from = std::move(from), add] {
+    for (size_t index = 0; index < from.size(); ++index) dequantize_into(to[index], from[index], add);
   });
 }
 
-GradientQuantizer::GradientQuantizer(SlotPool& pool, Lanes& lanes, const Cargo& gradient)
+GradientQuantizer::GradientQuantizer(SlotPool& pool, Streams& streams, const ShardBundle& gradient)
     : pool_(pool), wide_(gradient) {
-  for (size_t part = 0; part < wide_.parts.size(); ++part) {
-    Part& each = wide_.parts[part];
-    const at::ScalarType home = wide_.home[part].scalar_type();
-    RTP_ASSERT(each.wire == Wire::int8 || c10::elementSize(each.dtype) < c10::elementSize(home),
+  for (size_t index = 0; index < wide_.layouts.size(); ++index) {
+    TensorLayout& each = wide_.layouts[index];
+    const at::ScalarType local = wide_.local[index].scalar_type();
+    RTP_ASSERT(each.wire == Wire::int8 || c10::elementSize(each.dtype) < c10::elementSize(local),
                "a contribution travels in fewer bits than its sum has");
-    each.dtype = home;
+    each.dtype = local;
     each.wire = Wire::plain;
   }
   slot_ = pool_.lease(Channel::gradient, wide_.slot_bytes());
-  slot_->usage.settle(lanes);
+  slot_->usage.settle(streams);
 }
 
 std::vector<at::Tensor> GradientQuantizer::views(int owner) const {
   std::vector<at::Tensor> views;
-  for (size_t part = 0; part < wide_.parts.size(); ++part) views.push_back(wide_.in_slot(slot_->memory, owner, part));
+  for (size_t index = 0; index < wide_.layouts.size(); ++index)
+    views.push_back(wide_.in_slot(slot_->memory, owner, index));
   return views;
 }
 
 void GradientQuantizer::round(const std::vector<at::Tensor>& travelling, int owner) const {
   const std::vector<at::Tensor> sums = views(owner);
   std::vector<PackItem> items;
-  for (size_t part = 0; part < sums.size(); ++part) {
-    if (quantised(travelling[part], sums[part])) {
-      quantise(travelling[part], sums[part]);
+  for (size_t index = 0; index < sums.size(); ++index) {
+    if (quantized(travelling[index], sums[index])) {
+      quantize(travelling[index], sums[index]);
     } else {
-      items.push_back({sums[part], travelling[part]});
+      items.push_back({sums[index], travelling[index]});
     }
   }
   pack(items);

@@ -11,14 +11,14 @@
 namespace rtp {
 
 // Brings what has arrived to tensors, in whatever bits it came: overwrites them, or adds to them.
-void dequantize_into(Lanes& lanes, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add);
+void dequantize_into(Streams& streams, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add);
 
 // What a pass computes its contributions in: one slot, as wide as the gradient at home. Every wgrad sums in it, and
 // what it has summed is rounded once, on its way to the slot that it leaves from. Only computes of one lane touch it.
 class GradientQuantizer {
  public:
-  // `gradient`: its home tensors have more bits than its parts.
-  GradientQuantizer(SlotPool& pool, Lanes& lanes, const Cargo& gradient);
+  // `gradient`: its local tensors have more bits than its parts.
+  GradientQuantizer(SlotPool& pool, Streams& streams, const ShardBundle& gradient);
   GradientQuantizer(const GradientQuantizer&) = delete;
   GradientQuantizer& operator=(const GradientQuantizer&) = delete;
   ~GradientQuantizer() { pool_.give_back(Channel::gradient, std::move(slot_)); }
@@ -29,7 +29,7 @@ class GradientQuantizer {
 
  private:
   SlotPool& pool_;
-  Cargo wide_;
+  ShardBundle wide_;
   std::shared_ptr<Slot> slot_;
 };
 

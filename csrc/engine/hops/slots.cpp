@@ -9,7 +9,7 @@
 
 #include "base/checks.h"
 #include "compute/pack.h"
-#include "compute/quantise.h"
+#include "compute/quantize.h"
 
 namespace rtp {
 namespace {
@@ -43,7 +43,7 @@ struct TransportMemory {
     return fixed && a->number < b->number;
   }
   void release(const std::shared_ptr<Slot>& slot) const {
-    slot->usage.settle(transport.lanes());
+    slot->usage.settle(transport.streams());
     transport.release(channel, slot->memory);
   }
   int64_t bytes(const std::shared_ptr<Slot>& slot) const { return slot->memory.numel(); }
@@ -71,80 +71,80 @@ struct OwnMemory {
 
 }  // namespace
 
-int64_t Part::elements(int owner) const { return product(shapes[owner]); }
+int64_t TensorLayout::elements(int owner) const { return product(shapes[owner]); }
 
-bool Part::quantized() const { return narrows(wire, static_cast<int64_t>(c10::elementSize(dtype))); }
+bool TensorLayout::quantized() const { return quantizes(wire, static_cast<int64_t>(c10::elementSize(dtype))); }
 
-at::ScalarType Part::wire_dtype() const {
+at::ScalarType TensorLayout::wire_dtype() const {
   if (!quantized()) return dtype;
   return wire == Wire::int8 ? at::kByte : at::kBFloat16;
 }
 
-std::vector<int64_t> Part::wire_shape(int owner) const {
+std::vector<int64_t> TensorLayout::wire_shape(int owner) const {
   return wire == Wire::int8 ? std::vector<int64_t>{bytes(owner)} : shapes[owner];
 }
 
-int64_t Part::bytes(int owner) const {
+int64_t TensorLayout::bytes(int owner) const {
   return wire_bytes(elements(owner), wire, static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
-int64_t Part::dequantized_bytes(int owner) const {
+int64_t TensorLayout::dequantized_bytes(int owner) const {
   return quantized() ? elements(owner) * static_cast<int64_t>(c10::elementSize(dtype)) : 0;
 }
 
-int64_t Part::whole_bytes() const {
+int64_t TensorLayout::whole_bytes() const {
   int64_t total = 0;
   for (size_t owner = 0; owner < shapes.size(); ++owner) total += bytes(static_cast<int>(owner));
   return total;
 }
 
-int64_t Cargo::offset(int owner, size_t part) const {
-  return packed_bytes(part, [&](size_t before) { return parts[before].bytes(owner); });
+int64_t ShardBundle::offset(int owner, size_t index) const {
+  return packed_bytes(index, [&](size_t before) { return layouts[before].bytes(owner); });
 }
 
-int64_t Cargo::slot_bytes() const {
+int64_t ShardBundle::slot_bytes() const {
   int64_t most = 0;
-  for (size_t owner = 0; owner < parts.front().shapes.size(); ++owner) {
-    most = std::max(most, offset(static_cast<int>(owner), parts.size()));
+  for (size_t owner = 0; owner < layouts.front().shapes.size(); ++owner) {
+    most = std::max(most, offset(static_cast<int>(owner), layouts.size()));
   }
   return most;
 }
 
-int64_t Cargo::whole_offset(int owner, size_t part) const {
-  int64_t offset = packed_bytes(part, [&](size_t before) { return parts[before].whole_bytes(); });
-  for (int before = 0; before < owner; ++before) offset += parts[part].bytes(before);
+int64_t ShardBundle::whole_offset(int owner, size_t index) const {
+  int64_t offset = packed_bytes(index, [&](size_t before) { return layouts[before].whole_bytes(); });
+  for (int before = 0; before < owner; ++before) offset += layouts[index].bytes(before);
   return offset;
 }
 
-int64_t Cargo::whole_bytes() const { return whole_offset(0, parts.size()); }
+int64_t ShardBundle::whole_bytes() const { return whole_offset(0, layouts.size()); }
 
-int64_t Cargo::dequantized_offset(int owner, size_t part) const {
-  return packed_bytes(part, [&](size_t before) { return parts[before].dequantized_bytes(owner); });
+int64_t ShardBundle::dequantized_offset(int owner, size_t index) const {
+  return packed_bytes(index, [&](size_t before) { return layouts[before].dequantized_bytes(owner); });
 }
 
-int64_t Cargo::dequantized_bytes() const {
+int64_t ShardBundle::dequantized_bytes() const {
   int64_t most = 0;
-  for (size_t owner = 0; owner < parts.front().shapes.size(); ++owner) {
-    most = std::max(most, dequantized_offset(static_cast<int>(owner), parts.size()));
+  for (size_t owner = 0; owner < layouts.front().shapes.size(); ++owner) {
+    most = std::max(most, dequantized_offset(static_cast<int>(owner), layouts.size()));
   }
   return most;
 }
 
-at::Tensor Cargo::in_slot(const at::Tensor& memory, int owner, size_t part) const {
-  const Part& layout = parts[part];
-  return view_of(memory, offset(owner, part), layout.bytes(owner), layout.wire_dtype(), layout.wire_shape(owner));
+at::Tensor ShardBundle::in_slot(const at::Tensor& memory, int owner, size_t index) const {
+  const TensorLayout& layout = layouts[index];
+  return view_of(memory, offset(owner, index), layout.bytes(owner), layout.wire_dtype(), layout.wire_shape(owner));
 }
 
-at::Tensor Cargo::dequantized(const at::Tensor& place, int owner, size_t part) const {
-  const Part& layout = parts[part];
-  return view_of(place, dequantized_offset(owner, part), layout.dequantized_bytes(owner), layout.dtype,
+at::Tensor ShardBundle::dequantized(const at::Tensor& place, int owner, size_t index) const {
+  const TensorLayout& layout = layouts[index];
+  return view_of(place, dequantized_offset(owner, index), layout.dequantized_bytes(owner), layout.dtype,
                  layout.shapes[owner]);
 }
 
-at::Tensor Cargo::in_whole(const at::Tensor& memory, int owner, size_t part) const {
-  const Part& layout = parts[part];
+at::Tensor ShardBundle::in_whole(const at::Tensor& memory, int owner, size_t index) const {
+  const TensorLayout& layout = layouts[index];
   if (owner != kAllOwners) {
-    return view_of(memory, whole_offset(owner, part), layout.bytes(owner), layout.dtype, layout.shapes[owner]);
+    return view_of(memory, whole_offset(owner, index), layout.bytes(owner), layout.dtype, layout.shapes[owner]);
   }
   std::vector<int64_t> shape = layout.shapes.front();
   shape[0] = 0;
@@ -153,43 +153,43 @@ at::Tensor Cargo::in_whole(const at::Tensor& memory, int owner, size_t part) con
                "shards of one whole differ in rows only");
     shape[0] += of_owner[0];
   }
-  return view_of(memory, whole_offset(0, part), layout.whole_bytes(), layout.dtype, shape);
+  return view_of(memory, whole_offset(0, index), layout.whole_bytes(), layout.dtype, shape);
 }
 
-at::Tensor Cargo::at_home(int owner, int rank, size_t part) const {
-  const at::Tensor& tensor = home[part];
+at::Tensor ShardBundle::local_view(int owner, int rank, size_t index) const {
+  const at::Tensor& tensor = local[index];
   if (owner == rank) return tensor;
-  const auto& shape = parts[part].shapes[owner];
+  const auto& shape = layouts[index].shapes[owner];
   return tensor.as_strided(shape, contiguous_strides(shape), tensor.storage_offset());
 }
 
-void Cargo::stage(Lanes& lanes, const at::Tensor& memory, int rank) {
+void ShardBundle::stage(Streams& streams, const at::Tensor& memory, int rank) {
   std::vector<PackItem> items;
-  for (size_t part = 0; part < parts.size(); ++part) {
-    const at::Tensor copy = in_slot(memory, rank, part);
-    if (home[part].defined() && parts[part].wire == Wire::int8) {
-      quantise(copy, home[part]);
-    } else if (home[part].defined()) {
-      items.push_back({home[part], copy});
+  for (size_t index = 0; index < layouts.size(); ++index) {
+    const at::Tensor copy = in_slot(memory, rank, index);
+    if (local[index].defined() && layouts[index].wire == Wire::int8) {
+      quantize(copy, local[index]);
+    } else if (local[index].defined()) {
+      items.push_back({local[index], copy});
     }
-    home[part] = copy;
+    local[index] = copy;
   }
-  lanes.on_compute([items = std::move(items)] { pack(items); });
+  streams.on_compute([items = std::move(items)] { pack(items); });
 }
 
-bool Cargo::cast() const {
-  for (size_t part = 0; part < parts.size(); ++part) {
-    if (home[part].scalar_type() != parts[part].dtype || parts[part].quantized()) return true;
+bool ShardBundle::cast() const {
+  for (size_t index = 0; index < layouts.size(); ++index) {
+    if (local[index].scalar_type() != layouts[index].dtype || layouts[index].quantized()) return true;
   }
   return false;
 }
 
-Cargo Cargo::rows(Half half, int rank) const {
-  Cargo cut = *this;
-  for (size_t part = 0; part < parts.size(); ++part) {
-    for (auto& shape : cut.parts[part].shapes) shape[0] = half_rows(half, shape[0]).count;
-    const Rows own = half_rows(half, parts[part].shapes[rank][0]);
-    cut.home[part] = home[part].narrow(0, own.first, own.count);
+ShardBundle ShardBundle::rows(Half half, int rank) const {
+  ShardBundle cut = *this;
+  for (size_t index = 0; index < layouts.size(); ++index) {
+    for (auto& shape : cut.layouts[index].shapes) shape[0] = half_rows(half, shape[0]).count;
+    const Rows own = half_rows(half, layouts[index].shapes[rank][0]);
+    cut.local[index] = local[index].narrow(0, own.first, own.count);
   }
   return cut;
 }
@@ -204,9 +204,9 @@ std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors) {
 
 void wait(Transfer& transfer, End end) { transfer.wait(end); }
 
-void Usage::settle(Lanes& lanes) {
+void Usage::settle(Streams& streams) {
   before_write([](const auto& transfer, End end) { wait(*transfer, end); },
-               [&](const Mark& mark) { lanes.order_compute_after(mark); });
+               [&](const StreamEvent& event) { streams.order_compute_after(event); });
   *this = Usage{};
 }
 
@@ -225,8 +225,8 @@ std::shared_ptr<Slot> SlotPool::lease_scratch(int64_t bytes) {
 }
 
 bool SlotPool::captured_by_user() const {
-  const Lanes& lanes = transport_->lanes();
-  return lanes.capture() != 0 && !lanes.capturing();
+  const Streams& streams = transport_->streams();
+  return streams.capture() != 0 && !streams.capturing();
 }
 
 void SlotPool::clear() {
@@ -258,12 +258,13 @@ std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& targe
       transport.order_channel_after_sent(channel, *earlier);
     }
   };
-  const auto after_compute = [&](const Mark& mark) { transport.lanes().order_channel_after(channel, mark); };
+  const auto after_compute = [&](const StreamEvent& event) { transport.streams().order_channel_after(channel, event); };
   source.before_read(after_hop, after_compute);
   target.before_write(after_hop, after_compute);
   trace_.depart(traced);
   if (delay_.count() > 0) {
-    transport.lanes().delay(channel, std::chrono::microseconds(random_() % static_cast<uint64_t>(delay_.count() + 1)));
+    transport.streams().delay(channel,
+                              std::chrono::microseconds(random_() % static_cast<uint64_t>(delay_.count() + 1)));
   }
   const size_t kind = static_cast<size_t>(channel);
   const uint64_t recorded = trace_.recorder().post(hop, counts_[kind]);

@@ -18,7 +18,7 @@
 namespace rtp {
 
 // One tensor of a bundle: the dtype that it is computed with, its shape for every owner, and what it travels in.
-struct Part {
+struct TensorLayout {
   at::ScalarType dtype;
   std::vector<std::vector<int64_t>> shapes;
   Wire wire = Wire::plain;
@@ -36,40 +36,40 @@ struct Part {
 
 // Tensors that travel together, and this rank's own ones. In a slot the parts of one shard lie one after the other; in
 // a slot of all shards, the rows of all owners of each part do.
-struct Cargo {
-  std::vector<Part> parts;
-  std::vector<at::Tensor> home;
+struct ShardBundle {
+  std::vector<TensorLayout> layouts;
+  std::vector<at::Tensor> local;
 
-  int64_t offset(int owner, size_t part) const;  // in bytes, in a slot
-  int64_t slot_bytes() const;                    // of a slot that any owner's shard fits into
-  int64_t whole_offset(int owner, size_t part) const;
+  int64_t offset(int owner, size_t index) const;  // in bytes, in a slot
+  int64_t slot_bytes() const;                     // of a slot that any owner's shard fits into
+  int64_t whole_offset(int owner, size_t index) const;
   int64_t whole_bytes() const;
-  int64_t dequantized_offset(int owner, size_t part) const;  // in a place where what travels narrow is widened
+  int64_t dequantized_offset(int owner, size_t index) const;  // in a place where what travels narrow is widened
   int64_t dequantized_bytes() const;
 
   // As they travel.
-  at::Tensor in_slot(const at::Tensor& memory, int owner, size_t part) const;
-  at::Tensor in_whole(const at::Tensor& memory, int owner, size_t part) const;  // owner may be kAllOwners
-  // A home tensor, seen as the shard of `owner` while that passes through it.
-  at::Tensor at_home(int owner, int rank, size_t part) const;
+  at::Tensor in_slot(const at::Tensor& memory, int owner, size_t index) const;
+  at::Tensor in_whole(const at::Tensor& memory, int owner, size_t index) const;  // owner may be kAllOwners
+  // A local tensor, seen as the shard of `owner` while that passes through it.
+  at::Tensor local_view(int owner, int rank, size_t index) const;
   // As it is computed with, in a place for what is widened.
-  at::Tensor dequantized(const at::Tensor& place, int owner, size_t part) const;
+  at::Tensor dequantized(const at::Tensor& place, int owner, size_t index) const;
 
-  // Copies the home tensors into `memory`, laid out as in a slot, cast or quantised, and lets the copies take their
+  // Copies the local tensors into `memory`, laid out as in a slot, cast or quantized, and lets the copies take their
   // place. What is undefined is not copied.
-  void stage(Lanes& lanes, const at::Tensor& memory, int rank);
-  bool cast() const;  // whether a home tensor is another than what travels of it
+  void stage(Streams& streams, const at::Tensor& memory, int rank);
+  bool cast() const;  // whether a local tensor is another than what travels of it
 
   // The same for one half of the rows of every shard.
-  Cargo rows(Half half, int rank) const;
+  ShardBundle rows(Half half, int rank) const;
 };
 
 std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors);
 
 // Who has touched a piece of memory since it was last overwritten.
-struct Usage : Uses<std::shared_ptr<Transfer>, Mark> {
+struct Usage : Uses<std::shared_ptr<Transfer>, StreamEvent> {
   // Orders the compute lane after everything.
-  void settle(Lanes& lanes);
+  void settle(Streams& streams);
 };
 
 // Orders the compute lane after one end of a hop.

@@ -60,9 +60,9 @@ const char* name(TraceKind kind) {
 
 void Trace::start() {
   RTP_CHECK_VALUE(!on_, "trace: expected a ring that is not being recorded, got one that is");
-  zero_ = transport_->lanes().compute_moment();
+  zero_ = transport_->streams().compute_moment();
   host_zero_ = HostClock::now();
-  on_host_ = transport_->lanes().channel_moment(Channel::weight) == nullptr;
+  on_host_ = transport_->streams().channel_moment(Channel::weight) == nullptr;
   ++recording_;
   captured_ = 0;
   passes_.clear();
@@ -72,25 +72,25 @@ void Trace::start() {
 
 PassHandle Trace::begin_pass(const std::string& operation, const Schedule& schedule) {
   if (!on_) return nullptr;
-  if (transport_->lanes().capture() != 0) {
+  if (transport_->streams().capture() != 0) {
     ++captured_;
     return nullptr;
   }
   passes_.push_back(
       std::make_shared<TracePass>(TracePass{recording_, static_cast<int>(passes_.size()), operation, schedule.options,
-                                            transport_->lanes().compute_moment(), nullptr}));
+                                            transport_->streams().compute_moment(), nullptr}));
   return passes_.back();
 }
 
 void Trace::end_pass(const PassHandle& pass) {
-  if (pass) pass->end = transport_->lanes().compute_moment();
+  if (pass) pass->end = transport_->streams().compute_moment();
 }
 
 EventHandle Trace::add(const PassHandle& pass, const std::string& operation, TraceKind kind, int step, Lane lane,
                        const std::string& label) {
   events_.push_back(std::make_shared<TraceEvent>(TraceEvent{pass, operation, step, kind, lane, label, {}, {}}));
   // A hop departs later.
-  if (computes(lane)) events_.back()->start = transport_->lanes().compute_moment();
+  if (computes(lane)) events_.back()->start = transport_->streams().compute_moment();
   return events_.back();
 }
 
@@ -105,7 +105,7 @@ EventHandle Trace::begin(const PassHandle& pass, int position, const Step& step)
 }
 
 EventHandle Trace::announce(const std::string& operation, TraceKind kind, int position, const Step& hop) {
-  if (!on_ || transport_->lanes().capture() != 0) return nullptr;
+  if (!on_ || transport_->streams().capture() != 0) return nullptr;
   return add(nullptr, operation, kind, position, kind == TraceKind::step ? lane_of(hop) : Lane::compute, label(hop));
 }
 
@@ -115,25 +115,27 @@ EventHandle Trace::begin_posting(const PassHandle& pass, int position, const Ste
 }
 
 void Trace::end(const EventHandle& event) {
-  if (event) event->end = transport_->lanes().compute_moment();
+  if (event) event->end = transport_->streams().compute_moment();
 }
 
 void Trace::depart(const EventHandle& event) {
   if (!event) return;
-  const Moment moment = transport_->lanes().channel_moment(channel_of(event->lane));
+  const Moment moment = transport_->streams().channel_moment(channel_of(event->lane));
   event->start = moment ? moment : host_moment();
 }
 
 std::shared_ptr<Transfer> Trace::follow(const EventHandle& event, std::unique_ptr<Transfer> transfer) {
   if (!event) return transfer;
-  event->end = transport_->lanes().channel_moment(channel_of(event->lane));
+  event->end = transport_->streams().channel_moment(channel_of(event->lane));
   if (event->end) return transfer;
   return std::make_shared<FollowedTransfer>(std::move(transfer), event);
 }
 
 Trace::Result Trace::read() {
   Result result{std::chrono::duration<double>(host_zero_.time_since_epoch()).count(), captured_, {}, {}};
-  const auto at = [this](const Moment& moment) { return moment ? transport_->lanes().seconds(zero_, moment) : kNever; };
+  const auto at = [this](const Moment& moment) {
+    return moment ? transport_->streams().seconds(zero_, moment) : kNever;
+  };
   for (const PassHandle& pass : passes_) {
     result.passes.push_back({pass->operation, pass->options, at(pass->start), at(pass->end)});
   }

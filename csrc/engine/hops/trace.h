@@ -14,7 +14,7 @@ namespace rtp {
 enum class Lane : uint8_t { compute, side, weight, gradient, outer_weight, outer_gradient };
 
 // What an event is: a step of a schedule; the compute lane waiting for a hop (its arrival, its departure, or on CPU
-// also its posting, which the caller does itself); a copy of home tensors that is made before they travel.
+// also its posting, which the caller does itself); a copy of local tensors that is made before they travel.
 enum class TraceKind : uint8_t { step, wait, stage };
 
 const char* name(Lane lane);

@@ -62,20 +62,20 @@ struct VocabularyCut {
       : linear{shape.vocabulary, shape.features, true, shape.transposed},
         sizes(shard_sizes(shape.vocabulary, ranks)),
         starts(shard_starts(sizes)) {}
-  VocabularyCut(const VocabularyCut& whole, const Piece& piece)
-      : linear(whole.linear), sizes(piece.sizes), starts(whole.starts) {
-    for (size_t owner = 0; owner < starts.size(); ++owner) starts[owner] += piece.offsets[owner];
+  VocabularyCut(const VocabularyCut& whole, const Chunk& chunk)
+      : linear(whole.linear), sizes(chunk.sizes), starts(whole.starts) {
+    for (size_t owner = 0; owner < starts.size(); ++owner) starts[owner] += chunk.offsets[owner];
   }
 
-  std::vector<Part> parts(const CrossEntropyShape& shape, at::ScalarType dtype) const {
-    std::vector<Part> parts{weight_part(linear, sizes, dtype)};
-    if (shape.bias) parts.push_back(bias_part(linear, sizes, dtype));
-    return parts;
+  std::vector<TensorLayout> layouts(const CrossEntropyShape& shape, at::ScalarType dtype) const {
+    std::vector<TensorLayout> layouts{weight_layout(linear, sizes, dtype)};
+    if (shape.bias) layouts.push_back(bias_layout(linear, sizes, dtype));
+    return layouts;
   }
-  std::vector<Piece> pieces(const CrossEntropyShape& shape, const RotationOptions& options) const {
+  std::vector<Chunk> chunks(const CrossEntropyShape& shape, const RotationOptions& options) const {
     RotationOptions capped = options;
     if (shape.transposed) capped.slot_cap = 0;  // a piece of it would not be contiguous
-    return pieces_of(capped, sizes, shape.features + (shape.bias ? 1 : 0));
+    return chunks_of(capped, sizes, shape.features + (shape.bias ? 1 : 0));
   }
   int64_t most() const { return *std::max_element(sizes.begin(), sizes.end()); }
   int64_t buffer_columns(at::ScalarType sums) const {
@@ -90,11 +90,11 @@ struct VocabularyCut {
   std::vector<int64_t> sizes, starts;
 };
 
-void check_homes(const Executor& executor, const VocabularyCut& cut, const CrossEntropyShape& shape,
-                 const std::vector<at::Tensor>& parameters, const RotationOptions& options) {
-  const std::vector<Part> parts = cut.parts(shape, options.compute_dtype);
-  check_home(executor, options, "weight", parameters[0], parts[0]);
-  if (shape.bias) check_home(executor, options, "bias", parameters[1], parts[1]);
+void check_local_all(const Executor& executor, const VocabularyCut& cut, const CrossEntropyShape& shape,
+                     const std::vector<at::Tensor>& parameters, const RotationOptions& options) {
+  const std::vector<TensorLayout> layouts = cut.layouts(shape, options.compute_dtype);
+  check_local(executor, options, "weight", parameters[0], layouts[0]);
+  if (shape.bias) check_local(executor, options, "bias", parameters[1], layouts[1]);
 }
 
 void check_targets(const at::Tensor& x, const at::Tensor& targets, const CrossEntropyShape& shape,
@@ -141,7 +141,7 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
   const int64_t tokens = x.size(0);
   const auto sums = x.options().dtype(accumulation_dtype(options.compute_dtype));
   const VocabularyCut whole(shape, executor.ranks());
-  check_homes(executor, whole, shape, parameters, options);
+  check_local_all(executor, whole, shape, parameters, options);
 
   // Running maximum, sum of exp(z - maximum), z of the target, sum of z. The maximum starts finite: a shard whose
   // logits are all -inf (a masked part of the vocabulary) is then no -inf - -inf.
@@ -151,20 +151,20 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
   const at::Tensor hit = at::zeros({tokens}, sums);
   const at::Tensor total = shape.label_smoothing > 0 ? at::zeros({tokens}, sums) : at::Tensor();
 
-  for (const Piece& piece : whole.pieces(shape, options)) {
-    const VocabularyCut cut(whole, piece);
+  for (const Chunk& chunk : whole.chunks(shape, options)) {
+    const VocabularyCut cut(whole, chunk);
     const at::ScalarType sum_dtype = accumulation_dtype(options.compute_dtype);
-    const int64_t chunk = cut.chunk_rows(tokens, sum_dtype);
-    const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.buffer_columns(sum_dtype)}, sums);
-    Cargo cargo = travelling_weights(executor, options, cut.parts(shape, options.compute_dtype),
-                                     piece.of(parameters, executor.rank()));
-    const Schedule& schedule = forward_schedule(executor, piecewise(options, piece), cargo);
-    Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+    const int64_t tokens_at_once = cut.chunk_rows(tokens, sum_dtype);
+    const at::Tensor buffer = at::empty({std::min(tokens_at_once, tokens) * cut.buffer_columns(sum_dtype)}, sums);
+    ShardBundle bundle = travelling_weights(executor, options, cut.layouts(shape, options.compute_dtype),
+                                            chunk.of(parameters, executor.rank()));
+    const Schedule& schedule = forward_schedule(executor, chunked(options, chunk), bundle);
+    Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
       if (cut.sizes[step->owner] == 0) continue;
       const VocabularyShard shard(pass.weight(), shape, cut.starts[step->owner], buffer);
-      for (int64_t first = 0; first < tokens; first += chunk) {
-        const int64_t rows = std::min(chunk, tokens - first);
+      for (int64_t first = 0; first < tokens; first += tokens_at_once) {
+        const int64_t rows = std::min(tokens_at_once, tokens - first);
         const auto of = [&](const at::Tensor& per_token) { return per_token.narrow(0, first, rows); };
         add_logits(shard.logits(of(x), of(targets)),
                    {of(most), of(scaled), of(hit), total.defined() ? of(total) : total});
@@ -193,8 +193,8 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
   const int64_t tokens = x.size(0);
   const at::ScalarType sum_dtype = accumulation_dtype(options.compute_dtype);
   const VocabularyCut whole(shape, executor.ranks());
-  check_homes(executor, whole, shape, parameters, options);
-  const Gradients gradients(executor, options, whole.parts(shape, options.reduce_dtype), needs_parameter);
+  check_local_all(executor, whole, shape, parameters, options);
+  const Gradients gradients(executor, options, whole.layouts(shape, options.reduce_dtype), needs_parameter);
   constexpr int kWeight = 0, kBias = 1;
 
   // d loss / d z = coefficient p - hit [z is the target's] - everywhere, and coefficient p = exp(z - most) factor
@@ -206,9 +206,9 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
   const auto sums = x.options().dtype(sum_dtype);
   const at::Tensor dx = needs_x ? at::zeros({tokens, shape.features}, sums) : at::Tensor();
 
-  int64_t chunk = 0;
+  int64_t tokens_at_once = 0;
   const auto of = [&](const at::Tensor& per_token, int64_t first) {
-    return per_token.narrow(0, first, std::min(chunk, tokens - first));
+    return per_token.narrow(0, first, std::min(tokens_at_once, tokens - first));
   };
   // The gradient of the logits of one chunk, [rows, size].
   const auto gradient_of_logits = [&](const VocabularyShard& shard, int64_t first) {
@@ -220,17 +220,17 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
     if (dx.defined()) gemm(of(dx, first), of(dx, first), dz, shard.weight());
   };
 
-  for (const Piece& piece : whole.pieces(shape, options)) {
-    const VocabularyCut cut(whole, piece);
-    chunk = cut.chunk_rows(tokens, sum_dtype);
-    const at::Tensor buffer = at::empty({std::min(chunk, tokens) * cut.buffer_columns(sum_dtype)}, sums);
-    std::optional<Cargo> weights = travelling_weights(executor, options, cut.parts(shape, options.compute_dtype),
-                                                      piece.of(parameters, executor.rank()));
-    std::optional<Cargo> travelling =
-        gradients.cargo(cut.parts(shape, options.reduce_dtype),
-                        [&](const at::Tensor& home) { return piece.of(home, executor.rank()); });
+  for (const Chunk& chunk : whole.chunks(shape, options)) {
+    const VocabularyCut cut(whole, chunk);
+    tokens_at_once = cut.chunk_rows(tokens, sum_dtype);
+    const at::Tensor buffer = at::empty({std::min(tokens_at_once, tokens) * cut.buffer_columns(sum_dtype)}, sums);
+    std::optional<ShardBundle> weights = travelling_weights(
+        executor, options, cut.layouts(shape, options.compute_dtype), chunk.of(parameters, executor.rank()));
+    std::optional<ShardBundle> travelling =
+        gradients.bundle(cut.layouts(shape, options.reduce_dtype),
+                         [&](const at::Tensor& local) { return chunk.of(local, executor.rank()); });
     const Schedule& schedule =
-        backward_schedule(executor, piecewise(options, piece), weights, {.wgrad = gradients.any(), .bundle = true});
+        backward_schedule(executor, chunked(options, chunk), weights, {.wgrad = gradients.any(), .bundle = true});
     Execution pass(executor, schedule, std::move(weights), std::move(travelling), options.name + " backward");
     const std::vector<bool> apart_of = wgrads_apart(schedule);
     at::Tensor first_chunk;  // of a shard: made in its dgrad, for its wgrad
@@ -242,7 +242,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
       if (step->compute == Compute::dgrad) {
         // The first chunk hides the hop that brings the partial gradient; the others follow in wgrad.
         const bool alone = apart || !gradients.any();
-        for (int64_t first = 0; first < (alone ? tokens : std::min(chunk, tokens)); first += chunk) {
+        for (int64_t first = 0; first < (alone ? tokens : std::min(tokens_at_once, tokens)); first += tokens_at_once) {
           if (alone && !dx.defined()) break;
           first_chunk = gradient_of_logits(shard, first);
           add_dx(shard, first_chunk, first);
@@ -250,15 +250,17 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
         continue;
       }
       const Gradients::Sums of_shard(gradients, pass);
-      for (const int part : {kWeight, shape.bias ? kBias : -1}) {
-        if (tokens == 0 && of_shard.wants(part)) pass_on(of_shard.out(part), of_shard.arrived(part));
+      for (const int parameter : {kWeight, shape.bias ? kBias : -1}) {
+        if (tokens == 0 && of_shard.wants(parameter)) pass_on(of_shard.out(parameter), of_shard.arrived(parameter));
       }
-      for (int64_t first = 0; first < tokens; first += chunk) {
+      for (int64_t first = 0; first < tokens; first += tokens_at_once) {
         const bool made = first == 0 && !apart;
         const at::Tensor dz = made ? first_chunk : gradient_of_logits(shard, first);
         if (!made && !apart) add_dx(shard, dz, first);
         // the partial that arrived, then what this pass has added to it
-        const auto before = [&](int part) { return first > 0 ? of_shard.out(part) : of_shard.arrived(part); };
+        const auto before = [&](int parameter) {
+          return first > 0 ? of_shard.out(parameter) : of_shard.arrived(parameter);
+        };
         if (of_shard.wants(kWeight)) {
           gemm(outputs_first(of_shard.out(kWeight), cut.linear), outputs_first(before(kWeight), cut.linear), dz.t(),
                shard.widened(of(x, first)), of_shard.scale());

@@ -26,7 +26,7 @@ struct CrossEntropyResult {
   at::Tensor lse;   // [2, M]: the largest logit, and the log-sum-exp beyond it. All that backward needs of the logits
 };
 
-// x [M, features] in options.compute_dtype, targets int64 [M], contiguous; parameters: home shards of the weight
+// x [M, features] in options.compute_dtype, targets int64 [M], contiguous; parameters: local shards of the weight
 // [vocabulary, features], cut along the vocabulary, and of the bias if there is one.
 CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x, const at::Tensor& targets,
                                          const std::vector<at::Tensor>& parameters, const CrossEntropyShape& shape,

@@ -28,7 +28,9 @@ struct ExpertsCut {
     if (shape.down_bias) add(down_bias, {shape.experts, shape.features});
   }
 
-  Part part(size_t place, at::ScalarType dtype) const { return cut_part(dtype, shapes[place], 0, sizes); }
+  TensorLayout parameter(size_t place, at::ScalarType dtype) const {
+    return cut_layout(dtype, shapes[place], 0, sizes);
+  }
 
   int64_t up_rows;
   std::vector<int64_t> sizes, starts;
@@ -160,15 +162,16 @@ void route(const at::Tensor& index, const ExpertsShape& shape, const RotationOpt
   result.starts.assign(first, first + shape.experts + 1);
 }
 
-Cargo weight_cargo(const Executor& executor, const ExpertsCut& cut, const std::vector<at::Tensor>& parameters,
-                   const RotationOptions& options) {
+ShardBundle weight_bundle(const Executor& executor, const ExpertsCut& cut, const std::vector<at::Tensor>& parameters,
+                          const RotationOptions& options) {
   RTP_ASSERT(parameters.size() == cut.shapes.size(), "parameters of experts");
-  std::vector<Part> parts;
+  std::vector<TensorLayout> layouts;
   for (size_t place = 0; place < parameters.size(); ++place) {
-    parts.push_back(cut.part(place, options.compute_dtype));
-    check_home(executor, options, cut.shapes[place].size() == 2 ? "bias" : "weight", parameters[place], parts[place]);
+    layouts.push_back(cut.parameter(place, options.compute_dtype));
+    check_local(executor, options, cut.shapes[place].size() == 2 ? "bias" : "weight", parameters[place],
+                layouts[place]);
   }
-  return travelling_weights(executor, options, std::move(parts), parameters, 3);
+  return travelling_weights(executor, options, std::move(layouts), parameters, 3);
 }
 
 // The biases of a shard's experts; undefined where there are none.
@@ -183,7 +186,7 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
                               const ExpertsShape& shape, bool keep, const RotationOptions& options) {
   check_operands(executor, shape, options, x, weights, index);
   const ExpertsCut cut(shape, executor.ranks());
-  Cargo cargo = weight_cargo(executor, cut, parameters, options);
+  ShardBundle bundle = weight_bundle(executor, cut, parameters, options);
   ExpertsResult result;
   route(index, shape, options, result);
   const at::ScalarType sums = accumulation_dtype(options.compute_dtype);
@@ -191,8 +194,8 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
   const at::Tensor factors = weights.reshape(-1).to(sums);
   if (keep) result.kept = at::empty({result.starts.back(), cut.up_rows}, x.options());
 
-  const Schedule& schedule = forward_schedule(executor, options, cargo);
-  Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+  const Schedule& schedule = forward_schedule(executor, options, bundle);
+  Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
   while (const Step* step = pass.next()) {
     const Group group(result, cut, step->owner, index.size(1));
     if (group.rows == 0) continue;
@@ -218,10 +221,11 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
   const ExpertsCut cut(shape, executor.ranks());
   const at::ScalarType sums = accumulation_dtype(options.compute_dtype);
   const auto sum_options = x.options().dtype(sums);
-  std::optional<Cargo> cargo = weight_cargo(executor, cut, parameters, options);
-  std::vector<Part> parts;
-  for (size_t part = 0; part < parameters.size(); ++part) parts.push_back(cut.part(part, options.reduce_dtype));
-  const Gradients gradients(executor, options, std::move(parts), {needs.begin() + 2, needs.end()});
+  std::optional<ShardBundle> bundle = weight_bundle(executor, cut, parameters, options);
+  std::vector<TensorLayout> layouts;
+  for (size_t parameter = 0; parameter < parameters.size(); ++parameter)
+    layouts.push_back(cut.parameter(parameter, options.reduce_dtype));
+  const Gradients gradients(executor, options, std::move(layouts), {needs.begin() + 2, needs.end()});
 
   const int64_t choices = weights.size(1);
   const at::Tensor factors = weights.reshape(-1).to(sums);
@@ -232,8 +236,8 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
     at::Tensor x, hidden, d_out, d_values;
   };
   std::map<int, Slice> slices;
-  const Schedule& schedule = backward_schedule(executor, options, cargo, {.wgrad = gradients.any(), .bundle = true});
-  Execution pass(executor, schedule, std::move(cargo), gradients.cargo(), options.name + " backward");
+  const Schedule& schedule = backward_schedule(executor, options, bundle, {.wgrad = gradients.any(), .bundle = true});
+  Execution pass(executor, schedule, std::move(bundle), gradients.bundle(), options.name + " backward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;
     const Group group(routed, cut, owner, choices);
@@ -272,9 +276,9 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
     }
     const Gradients::Sums of_shard(gradients, pass);
     // calls make(expert's gradient, what arrived of it, rows of that expert), or passes on where it has no tokens
-    const auto add = [&](int part, const auto& make) {
-      if (!of_shard.wants(part)) return;
-      const at::Tensor arrived = of_shard.arrived(part), out = of_shard.out(part);
+    const auto add = [&](int parameter, const auto& make) {
+      if (!of_shard.wants(parameter)) return;
+      const at::Tensor arrived = of_shard.arrived(parameter), out = of_shard.out(parameter);
       group.each([&](int64_t e, const auto& of, int64_t count) {
         const at::Tensor before = arrived.defined() ? arrived.select(0, e) : arrived;
         const at::Tensor after = out.select(0, e);
@@ -285,15 +289,15 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
         }
       });
     };
-    const auto add_weight = [&](int part, const at::Tensor& outputs, const at::Tensor& inputs) {
-      add(part, [&](const at::Tensor& after, const at::Tensor& before, const auto& of) {
+    const auto add_weight = [&](int parameter, const at::Tensor& outputs, const at::Tensor& inputs) {
+      add(parameter, [&](const at::Tensor& after, const at::Tensor& before, const auto& of) {
         const at::Tensor& left = shape.transposed ? inputs : outputs;
         const at::Tensor& right = shape.transposed ? outputs : inputs;
         gemm(after, before, of(left).t(), of(right), of_shard.scale());
       });
     };
-    const auto add_bias = [&](int part, const at::Tensor& outputs) {
-      add(part, [&](const at::Tensor& after, const at::Tensor& before, const auto& of) {
+    const auto add_bias = [&](int parameter, const at::Tensor& outputs) {
+      add(parameter, [&](const at::Tensor& after, const at::Tensor& before, const auto& of) {
         column_sum(after, before, of(outputs), of_shard.scale());
       });
     };

@@ -43,7 +43,7 @@ struct ExpertsResult {
 
 // x [T, features] in options.compute_dtype, weights [T, K] of any floating dtype, index int64 [T, K], contiguous; an
 // index equal to `experts` is nobody's. Experts may have no token, or all of them. On CUDA the numbers of tokens per
-// expert are read once by the host. parameters: home shards of up, its bias, down, its bias, of those that there are.
+// expert are read once by the host. parameters: local shards of up, its bias, down, its bias, of those that there are.
 ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weights,
                               const at::Tensor& index, const std::vector<at::Tensor>& parameters,
                               const ExpertsShape& shape, bool keep, const RotationOptions& options);

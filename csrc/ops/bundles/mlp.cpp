@@ -29,15 +29,15 @@ struct MlpLayout {
     if (shape.down_bias) down_bias = count++;
   }
 
-  std::vector<Part> parts(at::ScalarType dtype) const {
-    std::vector<Part> parts;
-    if (gate_weight >= 0) parts.push_back(weight_part(up, sizes, dtype));
-    if (gate_bias >= 0) parts.push_back(bias_part(up, sizes, dtype));
-    parts.push_back(weight_part(up, sizes, dtype));
-    if (up_bias >= 0) parts.push_back(bias_part(up, sizes, dtype));
-    parts.push_back(weight_part(down, sizes, dtype));
-    if (down_bias >= 0) parts.push_back(bias_part(down, bias_sizes, dtype));
-    return parts;
+  std::vector<TensorLayout> layouts(at::ScalarType dtype) const {
+    std::vector<TensorLayout> layouts;
+    if (gate_weight >= 0) layouts.push_back(weight_layout(up, sizes, dtype));
+    if (gate_bias >= 0) layouts.push_back(bias_layout(up, sizes, dtype));
+    layouts.push_back(weight_layout(up, sizes, dtype));
+    if (up_bias >= 0) layouts.push_back(bias_layout(up, sizes, dtype));
+    layouts.push_back(weight_layout(down, sizes, dtype));
+    if (down_bias >= 0) layouts.push_back(bias_layout(down, bias_sizes, dtype));
+    return layouts;
   }
 
   // What the shard of `owner` takes of the hidden features, and of the outputs.
@@ -53,14 +53,14 @@ struct MlpLayout {
   int count = 0;
 };
 
-Cargo weight_cargo(const Executor& executor, const MlpLayout& layout, const std::vector<at::Tensor>& parameters,
-                   const RotationOptions& options) {
-  Cargo cargo = travelling_weights(executor, options, layout.parts(options.compute_dtype), parameters);
-  for (size_t part = 0; part < cargo.parts.size(); ++part) {
-    check_home(executor, options, cargo.parts[part].shapes[0].size() == 1 ? "bias" : "weight", cargo.home[part],
-               cargo.parts[part]);
+ShardBundle weight_bundle(const Executor& executor, const MlpLayout& layout, const std::vector<at::Tensor>& parameters,
+                          const RotationOptions& options) {
+  ShardBundle bundle = travelling_weights(executor, options, layout.layouts(options.compute_dtype), parameters);
+  for (size_t index = 0; index < bundle.layouts.size(); ++index) {
+    check_local(executor, options, bundle.layouts[index].shapes[0].size() == 1 ? "bias" : "weight", bundle.local[index],
+                bundle.layouts[index]);
   }
-  return cargo;
+  return bundle;
 }
 
 // What one shard makes of x, into `out` where it is defined.
@@ -96,7 +96,7 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
                       const MlpShape& shape, bool keep, const RotationOptions& options) {
   check_operand(executor, options, "an input", x, shape.in_features);
   const MlpLayout layout(shape, executor.ranks());
-  Cargo cargo = weight_cargo(executor, layout, parameters, options);
+  ShardBundle bundle = weight_bundle(executor, layout, parameters, options);
   const int64_t rows = x.size(0);
 
   MlpResult result;
@@ -111,8 +111,8 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
   ProductSum sum(rows, shape.out_features, x.options());
   const at::Tensor bias = shape.down_bias ? at::empty({shape.out_features}, x.options()) : at::Tensor();
 
-  const Schedule& schedule = forward_schedule(executor, options, cargo);
-  Execution pass(executor, schedule, std::move(cargo), std::nullopt, options.name + " forward");
+  const Schedule& schedule = forward_schedule(executor, options, bundle);
+  Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;
     const auto shard = pass.weight();
@@ -140,15 +140,15 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
                                      const RotationOptions& options) {
   check_operand(executor, options, "an output gradient", dy, shape.out_features);
   const MlpLayout layout(shape, executor.ranks());
-  std::optional<Cargo> weights = weight_cargo(executor, layout, parameters, options);
+  std::optional<ShardBundle> weights = weight_bundle(executor, layout, parameters, options);
 
-  const Gradients gradients(executor, options, layout.parts(options.reduce_dtype), needs_parameter);
+  const Gradients gradients(executor, options, layout.layouts(options.reduce_dtype), needs_parameter);
   std::optional<ProductSum> dx;
   if (needs_x) dx.emplace(dy.size(0), shape.in_features, dy.options());
 
   std::map<int, Hidden> hidden;  // between the dgrad and the wgrad of an owner
   const Schedule& schedule = backward_schedule(executor, options, weights, {.wgrad = gradients.any(), .bundle = true});
-  Execution pass(executor, schedule, std::move(weights), gradients.cargo(), options.name + " backward");
+  Execution pass(executor, schedule, std::move(weights), gradients.bundle(), options.name + " backward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;
     const bool empty = layout.sizes[owner] == 0;

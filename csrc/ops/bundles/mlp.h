@@ -26,7 +26,7 @@ struct MlpResult {
   std::vector<at::Tensor> kept;  // hidden values before the activation, [M, hidden_features]: up, gate; or nothing
 };
 
-// x [M, in_features] in options.compute_dtype; parameters: home shards of gate weight and bias, up weight and bias,
+// x [M, in_features] in options.compute_dtype; parameters: local shards of gate weight and bias, up weight and bias,
 // down weight and bias, those that exist. `keep`: what backward would otherwise recompute is kept.
 MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector<at::Tensor>& parameters,
                       const MlpShape& shape, bool keep, const RotationOptions& options);

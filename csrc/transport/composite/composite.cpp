@@ -49,7 +49,7 @@ class Composite : public CompositeTransport {
   void release(Channel channel, const at::Tensor& memory) override { inner_->release(channel, memory); }
   bool sends_anywhere() const override { return inner_->sends_anywhere() && outer_->sends_anywhere(); }
   bool receives_anywhere() const override { return inner_->receives_anywhere() && outer_->receives_anywhere(); }
-  size_t most_parts() const override { return std::min(inner_->most_parts(), outer_->most_parts()); }
+  size_t most_tensors() const override { return std::min(inner_->most_tensors(), outer_->most_tensors()); }
 
   void abort(const std::string& reason) noexcept override {
     inner_->abort(reason);

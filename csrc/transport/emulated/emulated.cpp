@@ -18,10 +18,10 @@ namespace {
 // padded with zeros.
 template <typename Copy, typename Clear>
 void loop_back(const Hop& hop, Copy copy, Clear clear) {
-  for (size_t part = 0; part < hop.receive.size(); ++part) {
-    const Span& to = hop.receive[part];
-    const size_t bytes = std::min(to.bytes, hop.send[part].bytes);
-    if (bytes > 0) copy(to.data, hop.send[part].data, bytes);
+  for (size_t index = 0; index < hop.receive.size(); ++index) {
+    const Span& to = hop.receive[index];
+    const size_t bytes = std::min(to.bytes, hop.send[index].bytes);
+    if (bytes > 0) copy(to.data, hop.send[index].data, bytes);
     if (to.bytes > bytes) clear(to.data + bytes, to.bytes - bytes);
   }
 }
@@ -71,7 +71,7 @@ class EmulatedDevice : public CudaTransport {
         hop, [&](std::byte* to, const std::byte* from, size_t bytes) { copies.push_back({to, from, bytes}); },
         [&](std::byte* to, size_t bytes) { RTP_CUDA_CHECK(cudaMemsetAsync(to, 0, bytes, stream)); });
     link_->copy(hop.channel, copies, stream);
-    const Mark done = lanes_.mark(stream);
+    const StreamEvent done = lanes_.event(stream);
     return transfer(done, done);
   }
 

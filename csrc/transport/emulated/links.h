@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "device/copy_engine.h"
-#include "device/cuda_lanes.h"
+#include "device/cuda_streams.h"
 
 namespace rtp {
 

@@ -40,7 +40,7 @@ void SupervisedTransport::try_out() {
     hop.operation = "the first hop of the ring";
     hop.count = 1;
     cudaStream_t stream = lanes_.channel(channel);
-    lanes_.order_channel_after(channel, lanes_.mark_compute());
+    lanes_.order_channel_after(channel, lanes_.record_compute());
     enqueue(hop, stream);
     Event end;
     end.record(stream);
@@ -85,7 +85,7 @@ std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
     throw;
   }
   if (!ends.received) {
-    ends.received = lanes_.mark(stream);
+    ends.received = lanes_.event(stream);
     watch(hop, ends.received);
   }
   if (!ends.sent) ends.sent = ends.received;
@@ -94,7 +94,7 @@ std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
 
 // Hops of a stream that is being captured are not supervised: their events cannot be queried, and they run when the
 // graph does. Graphs of our own are, as a whole: after_graph().
-void SupervisedTransport::watch(const Hop& hop, const Mark& done) {
+void SupervisedTransport::watch(const Hop& hop, const StreamEvent& done) {
   if (lanes_.capturing()) return;
   if (lanes_.capture() != 0) {
     captured_ = true;
@@ -106,12 +106,12 @@ void SupervisedTransport::watch(const Hop& hop, const Mark& done) {
 // What was enqueued of a hop before it failed is given up like any other.
 void SupervisedTransport::watch_rest(const Hop& hop, cudaStream_t stream) noexcept {
   try {
-    watch(hop, lanes_.mark(stream));
+    watch(hop, lanes_.event(stream));
   } catch (...) {  // the error that led here is already on its way
   }
 }
 
-void SupervisedTransport::after_graph(const std::string& operation, const Mark& end) {
+void SupervisedTransport::after_graph(const std::string& operation, const StreamEvent& end) {
   Hop all;
   all.operation = operation;
   all.to = all.from = Watchdog::kAnyRank;
@@ -182,12 +182,12 @@ void SupervisedTransport::finish_uses(Channel channel) const {
   RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.compute()));
 }
 
-Mark SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_t stream) {
-  const Mark reached = lanes_.mark(stream);
+StreamEvent SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_t stream) {
+  const StreamEvent reached = lanes_.event(stream);
   if (watchdog_) {  // else the first hop, which try_out() waits for
-    Hop part = hop;
-    part.from = peer;
-    watch(part, reached);
+    Hop index = hop;
+    index.from = peer;
+    watch(index, reached);
   }
   return reached;
 }

@@ -34,7 +34,7 @@ class SupervisedTransport : public CudaTransport {
 
   std::unique_ptr<Transfer> post(const Hop& hop) final;
   void before_graph() final { check(); }
-  void after_graph(const std::string& operation, const Mark& end) final;
+  void after_graph(const std::string& operation, const StreamEvent& end) final;
   void check() const final;
   void abort(const std::string& reason) noexcept final;
   void close() final;
@@ -49,14 +49,14 @@ class SupervisedTransport : public CudaTransport {
 
   // Where in its channel a hop has ended; null: at the end of what it enqueues.
   struct Ends {
-    Mark sent;      // what it sends from may be overwritten
-    Mark received;  // what it receives has arrived
+    StreamEvent sent;      // what it sends from may be overwritten
+    StreamEvent received;  // what it receives has arrived
   };
   // Enqueues a hop on the stream of its channel.
   virtual Ends enqueue(const Hop& hop, cudaStream_t stream) = 0;
   // For enqueue(): what is enqueued so far waits for `peer`; the whole hop counts as waiting for its sender. Returns
   // the mark of this point.
-  Mark supervise(const Hop& hop, int peer, cudaStream_t stream);
+  StreamEvent supervise(const Hop& hop, int peer, cudaStream_t stream);
   // Slots whose memory must outlive what is enqueued, even if the ring fails.
   void remember(const at::Tensor& slot) { slots_[slot.data_ptr()] = slot; }
   void forget(const at::Tensor& slot) { slots_.erase(slot.data_ptr()); }
@@ -80,7 +80,7 @@ class SupervisedTransport : public CudaTransport {
  private:
   std::optional<Failure> look(const std::vector<int>& oldest);
 
-  void watch(const Hop& hop, const Mark& done);
+  void watch(const Hop& hop, const StreamEvent& done);
   void watch_rest(const Hop& hop, cudaStream_t stream) noexcept;
 
   bool captured_ = false;  // there are graphs of the user, whose hops nobody watches

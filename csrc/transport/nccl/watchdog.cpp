@@ -7,14 +7,14 @@ constexpr auto kPollInterval = std::chrono::milliseconds(20);
 // What has been given up ends one wait at a time, of which dozens of layers may be enqueued.
 constexpr auto kGivingUpInterval = std::chrono::microseconds(100);
 
-bool ended(const Mark& mark) { return std::static_pointer_cast<Event>(mark)->reached(); }
+bool ended(const StreamEvent& event) { return std::static_pointer_cast<Event>(event)->reached(); }
 
 }  // namespace
 
 Watchdog::Watchdog(at::Device device, std::chrono::milliseconds timeout, Duties duties)
     : device_(device), timeout_(timeout), duties_(std::move(duties)), thread_([this] { run(); }) {}
 
-void Watchdog::watch(const Hop& hop, const Mark& done) {
+void Watchdog::watch(const Hop& hop, const StreamEvent& done) {
   Pending pending{hop, Clock::now(), done};
   pending.hop.send.clear();
   pending.hop.receive.clear();

@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "device/cuda_lanes.h"
+#include "device/cuda_streams.h"
 #include "transport/transport.h"
 
 namespace rtp {
@@ -46,7 +46,7 @@ class Watchdog {
   ~Watchdog() { stop(); }
 
   // Supervises the hop just enqueued, which ends at `done`: a mark outside captures.
-  void watch(const Hop& hop, const Mark& done);
+  void watch(const Hop& hop, const StreamEvent& done);
 
   // Throws once something has failed.
   void check() const;
@@ -67,7 +67,7 @@ class Watchdog {
   struct Pending {
     Hop hop;  // without its spans
     Clock::time_point since;
-    Mark done;
+    StreamEvent done;
   };
 
   void run() noexcept;

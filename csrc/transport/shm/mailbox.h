@@ -6,14 +6,14 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "device/lanes.h"
+#include "device/streams.h"
 #include "transport/shm/shared_memory.h"
 
 namespace rtp {
 
 using Clock = HostClock;
 
-inline constexpr size_t kMaxParts = 8;
+inline constexpr size_t kMaxTensors = 8;
 inline constexpr uint32_t kDepth = 8;  // receives that may be posted to one peer and channel at once
 
 enum class Life : uint32_t { starting, alive, closed, failed };
@@ -25,8 +25,8 @@ struct Landing {
   uint64_t segment;
   uint64_t segment_bytes;
   uint64_t identity;  // of the hop, so that ranks that are out of step notice
-  std::array<uint64_t, kMaxParts> offset;
-  std::array<uint64_t, kMaxParts> bytes;
+  std::array<uint64_t, kMaxTensors> offset;
+  std::array<uint64_t, kMaxTensors> bytes;
 };
 
 // Receives of this rank from one peer on one channel. `posted` is raised by the owner, `done` by the peer, which says

@@ -49,7 +49,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
 
   const char* name() const override { return "shm"; }
   bool receives_anywhere() const override { return false; }
-  size_t most_parts() const override { return kMaxParts; }
+  size_t most_tensors() const override { return kMaxTensors; }
 
   std::string address() const override {
     return MemoryAddress(own_, reinterpret_cast<Control*>(own_.data())->nonce).text();
@@ -236,7 +236,8 @@ size_t total(const std::vector<Span>& spans) {
 
 std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
   const size_t channel = static_cast<size_t>(hop.channel);
-  RTP_ASSERT(hop.receive.size() <= kMaxParts && hop.send.size() <= kMaxParts, hop.describe(), " has too many parts");
+  RTP_ASSERT(hop.receive.size() <= kMaxTensors && hop.send.size() <= kMaxTensors, hop.describe(),
+             " has too many parts");
   auto transfer = std::make_unique<HostTransfer>(shared_from_this(), hop);
   if (const size_t bytes = total(hop.receive); bytes > 0) {
     Mailbox& inbox = this->inbox(hop.channel, hop.from);
@@ -244,7 +245,7 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
     RTP_ASSERT(sequence - inbox.done.load() <= kDepth, hop.describe(), " outruns its mailbox");
     Landing& landing = inbox.landing[sequence % kDepth];
     const auto filled =
-        std::find_if(hop.receive.begin(), hop.receive.end(), [](const Span& part) { return part.bytes > 0; });
+        std::find_if(hop.receive.begin(), hop.receive.end(), [](const Span& index) { return index.bytes > 0; });
     const auto segment = find_segment(filled->data);
     RTP_ASSERT(segment != nullptr, hop.describe(), " must land in a slot");
     landing.fd = segment->memory.fd();
@@ -252,10 +253,10 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
     landing.identity = hop.identity();
     landing.segment_bytes = segment->memory.bytes();
     landing.parts = static_cast<uint32_t>(hop.receive.size());
-    for (size_t part = 0; part < hop.receive.size(); ++part) {
-      const Span& span = hop.receive[part];
-      landing.offset[part] = span.bytes == 0 ? 0 : static_cast<uint64_t>(span.data - segment->memory.data());
-      landing.bytes[part] = span.bytes;
+    for (size_t index = 0; index < hop.receive.size(); ++index) {
+      const Span& span = hop.receive[index];
+      landing.offset[index] = span.bytes == 0 ? 0 : static_cast<uint64_t>(span.data - segment->memory.data());
+      landing.bytes[index] = span.bytes;
     }
     inbox.posted.store(sequence, std::memory_order_release);
     control(hop.from).of_sender(hop.channel).ring();
@@ -332,23 +333,23 @@ void HostTransport::deliver(const Job& job) {
     throw RotationError(concat(hop.describe(), ": rank ", first_ + hop.to, " of the ring expects ", landing.parts,
                                " tensors, got ", hop.send.size()));
   }
-  for (size_t part = 0; part < hop.send.size(); ++part) {
-    if (landing.bytes[part] != hop.send[part].bytes) {
+  for (size_t index = 0; index < hop.send.size(); ++index) {
+    if (landing.bytes[index] != hop.send[index].bytes) {
       throw RotationError(concat(hop.describe(), ": rank ", first_ + hop.to, " of the ring expects ",
-                                 landing.bytes[part], " bytes, got ", hop.send[part].bytes));
+                                 landing.bytes[index], " bytes, got ", hop.send[index].bytes));
     }
   }
   const SharedMemory& target = map_landing(hop, landing);
-  for (size_t part = 0; part < hop.send.size(); ++part) {
-    const uint64_t offset = landing.offset[part], bytes = hop.send[part].bytes;
+  for (size_t index = 0; index < hop.send.size(); ++index) {
+    const uint64_t offset = landing.offset[index], bytes = hop.send[index].bytes;
     if (bytes > target.bytes() || offset > target.bytes() - bytes) {
       throw RotationError(concat(hop.describe(), ": rank ", first_ + hop.to, " of the ring expects ", bytes,
                                  " bytes at offset ", offset, " of a segment that holds ", target.bytes(), " bytes"));
     }
   }
-  for (size_t part = 0; part < hop.send.size(); ++part) {
-    if (hop.send[part].bytes == 0) continue;
-    std::memcpy(target.data() + landing.offset[part], hop.send[part].data, hop.send[part].bytes);
+  for (size_t index = 0; index < hop.send.size(); ++index) {
+    if (hop.send[index].bytes == 0) continue;
+    std::memcpy(target.data() + landing.offset[index], hop.send[index].data, hop.send[index].bytes);
   }
   // Ours first: once the peer knows, it may finish and close before this thread runs on.
   ++delivered_[static_cast<size_t>(hop.channel)];

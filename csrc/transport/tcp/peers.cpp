@@ -50,7 +50,7 @@ Peers::Peers(int rank, int ranks, const std::string& host, std::function<void(co
       listener_(listen_at(host, 3 * ranks + 16)),
       peers_(static_cast<size_t>(ranks)) {
   std::random_device random;
-  for (uint64_t& part : key_.token) part = (static_cast<uint64_t>(random()) << 32) | random();
+  for (uint64_t& index : key_.token) index = (static_cast<uint64_t>(random()) << 32) | random();
 }
 
 Peers::~Peers() { leave(); }

@@ -82,11 +82,11 @@ void set_option(const Socket& socket, int level, int option, int value) {
 }
 
 // Leaves out the first `bytes` of the pieces from `first` on, and returns the first one that is left.
-size_t advance(std::vector<iovec>& pieces, size_t first, size_t bytes) {
-  while (first < pieces.size() && bytes >= pieces[first].iov_len) bytes -= pieces[first++].iov_len;
+size_t advance(std::vector<iovec>& buffers, size_t first, size_t bytes) {
+  while (first < buffers.size() && bytes >= buffers[first].iov_len) bytes -= buffers[first++].iov_len;
   if (bytes > 0) {
-    pieces[first].iov_base = static_cast<std::byte*>(pieces[first].iov_base) + bytes;
-    pieces[first].iov_len -= bytes;
+    buffers[first].iov_base = static_cast<std::byte*>(buffers[first].iov_base) + bytes;
+    buffers[first].iov_len -= bytes;
   }
   return first;
 }
@@ -204,15 +204,15 @@ Socket connect_to(const std::string& host, int port, const Socket& stop, std::ch
   return socket;
 }
 
-void send_all(const Socket& socket, std::vector<iovec> pieces, const Socket& stop) {
+void send_all(const Socket& socket, std::vector<iovec> buffers, const Socket& stop) {
   size_t first = 0;
-  while (first < pieces.size()) {
+  while (first < buffers.size()) {
     msghdr message{};
-    message.msg_iov = &pieces[first];
-    message.msg_iovlen = pieces.size() - first;
+    message.msg_iov = &buffers[first];
+    message.msg_iovlen = buffers.size() - first;
     const ssize_t sent = sendmsg(socket.fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent >= 0) {
-      first = advance(pieces, first, static_cast<size_t>(sent));
+      first = advance(buffers, first, static_cast<size_t>(sent));
     } else if (errno == EAGAIN) {
       wait_ready(socket, POLLOUT, stop, std::chrono::hours(1));
     } else if (errno != EINTR) {
@@ -227,20 +227,21 @@ void Incoming::set_low_water(size_t bytes) {
   low_water_ = bytes;
 }
 
-void Incoming::receive_all(std::vector<iovec> pieces, const Socket& stop, const std::function<void(size_t)>& progress) {
+void Incoming::receive_all(std::vector<iovec> buffers, const Socket& stop,
+                           const std::function<void(size_t)>& progress) {
   size_t total = 0, received = 0, first = 0;
-  for (const iovec& piece : pieces) total += piece.iov_len;
+  for (const iovec& buffer : buffers) total += buffer.iov_len;
   while (received < total) {
     set_low_water(std::min(kLowWater, total - received));
     // Less than that is read too where no more comes: it may be all of a message that is shorter than it should be.
     wait_ready(socket_, POLLIN, stop, kGlance);
     msghdr message{};
-    message.msg_iov = &pieces[first];
-    message.msg_iovlen = pieces.size() - first;
+    message.msg_iov = &buffers[first];
+    message.msg_iovlen = buffers.size() - first;
     const ssize_t found = recvmsg(socket_.fd(), &message, MSG_DONTWAIT);
     if (found > 0) {
       received += static_cast<size_t>(found);
-      first = advance(pieces, first, static_cast<size_t>(found));
+      first = advance(buffers, first, static_cast<size_t>(found));
       progress(received);
     } else if (found == 0) {
       throw ConnectionError("it ended the connection");

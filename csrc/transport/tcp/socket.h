@@ -60,7 +60,7 @@ bool wait_ready(const Socket& socket, short events, const Socket& stop, std::chr
 Socket connect_to(const std::string& host, int port, const Socket& stop, std::chrono::milliseconds timeout);
 
 // Sends all of it, however long that takes.
-void send_all(const Socket& socket, std::vector<iovec> pieces, const Socket& stop);
+void send_all(const Socket& socket, std::vector<iovec> buffers, const Socket& stop);
 
 // One end of a connection that messages arrive on. Wakes rarely: not before kLowWater of a message has arrived, or all
 // of it, or it stalls.
@@ -73,7 +73,7 @@ class Incoming {
   explicit operator bool() const { return static_cast<bool>(socket_); }
 
   // Fills `pieces`. `progress` is told how many bytes have arrived, and may throw.
-  void receive_all(std::vector<iovec> pieces, const Socket& stop, const std::function<void(size_t)>& progress);
+  void receive_all(std::vector<iovec> buffers, const Socket& stop, const std::function<void(size_t)>& progress);
 
  private:
   void set_low_water(size_t bytes);

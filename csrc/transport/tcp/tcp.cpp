@@ -23,7 +23,7 @@ namespace {
 using Clock = HostClock;
 using Life = Peers::Life;
 
-constexpr size_t kMaxParts = 8;  // of a hop
+constexpr size_t kMaxTensors = 8;  // of a hop
 constexpr uint64_t kMagic = 0x706f6820'70747230;
 constexpr auto kJoining = std::chrono::seconds(20);      // that connecting to all ranks may take at most
 constexpr auto kLongest = std::chrono::hours(24 * 365);  // of a timeout
@@ -32,7 +32,7 @@ constexpr auto kLongest = std::chrono::hours(24 * 365);  // of a timeout
 struct Header {
   uint64_t magic = kMagic;
   uint64_t identity = 0;
-  std::array<uint64_t, kMaxParts> bytes{};
+  std::array<uint64_t, kMaxTensors> bytes{};
   uint64_t parts = 0;
   char hop[168] = {};  // in words
 };
@@ -46,12 +46,12 @@ size_t total(const std::vector<Span>& spans) {
   return bytes;
 }
 
-std::vector<iovec> pieces_of(Header& header, const std::vector<Span>& spans) {
-  std::vector<iovec> pieces{{&header, sizeof header}};
+std::vector<iovec> chunks_of(Header& header, const std::vector<Span>& spans) {
+  std::vector<iovec> chunks{{&header, sizeof header}};
   for (const Span& span : spans) {
-    if (span.bytes > 0) pieces.push_back({span.data, span.bytes});
+    if (span.bytes > 0) chunks.push_back({span.data, span.bytes});
   }
-  return pieces;
+  return chunks;
 }
 
 // One hop, while it is under way.
@@ -71,7 +71,7 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
   ~SocketTransport() override { abort("dropped"); }
 
   const char* name() const override { return "tcp"; }
-  size_t most_parts() const override { return kMaxParts; }
+  size_t most_tensors() const override { return kMaxTensors; }
 
   std::string address() const override { return peers_.address(); }
 
@@ -148,7 +148,8 @@ class SocketTransfer : public Transfer {
 };
 
 std::unique_ptr<Transfer> SocketTransport::post(const Hop& hop) {
-  RTP_ASSERT(hop.receive.size() <= kMaxParts && hop.send.size() <= kMaxParts, hop.describe(), " has too many parts");
+  RTP_ASSERT(hop.receive.size() <= kMaxTensors && hop.send.size() <= kMaxTensors, hop.describe(),
+             " has too many parts");
   auto flight = std::make_shared<Flight>();
   flight->hop = hop;
   flight->arrived = Clock::now();
@@ -238,9 +239,9 @@ void SocketTransport::send(Line& line, const Hop& hop) {
   Header header;
   header.identity = hop.identity();
   header.parts = hop.send.size();
-  for (size_t part = 0; part < hop.send.size(); ++part) header.bytes[part] = hop.send[part].bytes;
+  for (size_t index = 0; index < hop.send.size(); ++index) header.bytes[index] = hop.send[index].bytes;
   std::strncpy(header.hop, hop.describe().c_str(), sizeof header.hop - 1);
-  send_all(socket, pieces_of(header, hop.send), peers_.stop());
+  send_all(socket, chunks_of(header, hop.send), peers_.stop());
 }
 
 void SocketTransport::receive(Line& line, Flight& flight) {
@@ -259,12 +260,12 @@ void SocketTransport::receive(Line& line, Flight& flight) {
     header.hop[sizeof header.hop - 1] = '\0';
     if (header.identity != hop.identity()) wrong(header.hop, ": the ranks of the ring are out of step");
     if (header.parts != hop.receive.size()) wrong(header.parts, " tensors, expected ", hop.receive.size());
-    for (size_t part = 0; part < hop.receive.size(); ++part) {
-      const uint64_t expected = hop.receive[part].bytes, found = header.bytes[part];
+    for (size_t index = 0; index < hop.receive.size(); ++index) {
+      const uint64_t expected = hop.receive[index].bytes, found = header.bytes[index];
       if (found != expected) wrong(found, " bytes, expected ", expected);
     }
   };
-  incoming.receive_all(pieces_of(header, hop.receive), peers_.stop(), check);
+  incoming.receive_all(chunks_of(header, hop.receive), peers_.stop(), check);
   flight.arrived = Clock::now();
 }
 

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import rtp_ext
-from rtp_ext.convert.parts.together import join
+from rtp_ext.convert.modules.shared_input import join
 
 TIMEOUT = 60.0
 BF16 = torch.bfloat16

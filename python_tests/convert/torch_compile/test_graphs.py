@@ -12,7 +12,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 
 import rtp_ext
-from rtp_ext.convert.parts.together import join
+from rtp_ext.convert.modules.shared_input import join
 from rtp_ext.nn import RotatedLinear
 
 TIMEOUT = 60.0

@@ -86,14 +86,14 @@ class Calls:
         bundle = _native.LinearBundle(shapes, [True] * len(outs))
         projections = [_native.Projection(0, layer, 0, out) for layer, out in enumerate(outs)]
         told = _native.RotationOptions(name="linears", **options)
-        home = [part for out in outs for part in (self.tensor(out, INPUTS, dim=0), self.tensor(out, dim=0))]
+        local = [part for out in outs for part in (self.tensor(out, INPUTS, dim=0), self.tensor(out, dim=0))]
         x, dys = self.tensor(TOKENS, INPUTS), [self.tensor(TOKENS, out) for out in outs]
-        yield lambda kept: (_native.linear_forward, [[x], home, bundle, projections, told])
+        yield lambda kept: (_native.linear_forward, [[x], local, bundle, projections, told])
         # together, and in the two parts of a zero-bubble pipeline
         for of_x, of_parameters in ((True, True), (True, False), (False, True)):
             yield lambda kept, of_x=of_x, of=of_parameters: (
                 _native.linear_backward,
-                [dys, [x], home, bundle, projections, [of_x], [of] * len(home), told],
+                [dys, [x], local, bundle, projections, [of_x], [of] * len(local), told],
             )
 
     def _partial(self, options):
@@ -112,15 +112,15 @@ class Calls:
             )  # fmt: skip
             told = _native.RotationOptions(name=f"mlp {activation}", **options)
             ups = [part for _ in range(1 + gated) for part in (self.tensor(8, INPUTS, dim=0), self.tensor(8, dim=0))]
-            home = [*ups, self.tensor(5, 8, dim=1), self.tensor(5, dim=0)]
+            local = [*ups, self.tensor(5, 8, dim=1), self.tensor(5, dim=0)]
             x, dy = self.tensor(TOKENS, INPUTS), self.tensor(TOKENS, 5)
-            yield lambda kept, x=x, home=home, shape=shape, keeps=keeps, told=told: (
+            yield lambda kept, x=x, local=local, shape=shape, keeps=keeps, told=told: (
                 _native.mlp_forward,
-                [x, home, shape, keeps, told],
+                [x, local, shape, keeps, told],
             )
-            yield lambda kept, dy=dy, x=x, home=home, shape=shape, told=told: (
+            yield lambda kept, dy=dy, x=x, local=local, shape=shape, told=told: (
                 _native.mlp_backward,
-                [dy, x, kept, home, shape, True, [True] * len(home), told],
+                [dy, x, kept, local, shape, True, [True] * len(local), told],
             )
 
 

@@ -42,7 +42,7 @@ class Layer:
     def __init__(self, sim, rank, ranks, number, rows, route):
         self.sim, self.rank, self.ranks, self.number, self.rows = sim, rank, ranks, number, rows
         self.shapes, self.route = [[[rows]] * ranks], route
-        self.home = torch.zeros(rows, dtype=DTYPE)
+        self.local = torch.zeros(rows, dtype=DTYPE)
         self.inputs = [[torch.zeros(ranks * rows, dtype=DTYPE) for _ in range(2)] for _ in range(3)]  # x, dy; by place
         self.options = _native.RotationOptions(
             route=route, in_place=False, compute_dtype=DTYPE, reduce_dtype=DTYPE, slot_cap=0, halves=False,
@@ -58,7 +58,7 @@ class Layer:
         return torch.cat([self.of(step + self.rank, owner, what) for owner in range(self.ranks)])
 
     def feed(self, step, place):
-        self.home.copy_(self.of(step, self.rank))
+        self.local.copy_(self.of(step, self.rank))
         for what, tensor in enumerate(self.inputs[place], start=1):
             tensor.copy_(self.whole(step, what))
         return self.inputs[place]
@@ -66,19 +66,19 @@ class Layer:
     def part(self, tensor, owner):
         return tensor.narrow(0, owner * self.rows, self.rows)
 
-    def forward(self, executor, home, x):
+    def forward(self, executor, local, x):
         y = executor.result([self.ranks * self.rows], DTYPE)
-        execution = _native.Execution.rotate(executor, [home], self.shapes, self.route, False)
+        execution = _native.Execution.rotate(executor, [local], self.shapes, self.route, False)
         while (step := execution.next()) is not None:
             self.sim.launch_copy(self.part(y, step.owner), execution.weight()[0])
             self.sim.launch_add(self.part(y, step.owner), self.part(x, step.owner))
         return [y]
 
-    def backward(self, executor, home, dy):
+    def backward(self, executor, local, dy):
         dx = executor.result([self.ranks * self.rows], DTYPE)
         gradient = executor.result([self.rows], DTYPE)
         execution = _native.Execution.backward(
-            executor, [home], self.shapes, [gradient], self.shapes, self.options, True, False
+            executor, [local], self.shapes, [gradient], self.shapes, self.options, True, False
         )
         while (step := execution.next()) is not None:
             if step.compute == "dgrad":
@@ -96,13 +96,13 @@ class Layer:
         x, dy = self.feed(step, place)
         graphs.other = place if results is None else results
         where = f"layer {self.number}, {self.route}, step {step}, rank {self.rank} of {self.ranks}: {graphs!r}"
-        (y,) = graphs.run(f"layer {self.number} forward", self.forward, [self.home, x])
+        (y,) = graphs.run(f"layer {self.number} forward", self.forward, [self.local, x])
         self.sim.synchronize()
         weights = torch.cat([self.of(step, owner) for owner in range(self.ranks)])
         assert torch.equal(y, weights + self.whole(step, 1)), where
         if evaluates:
             return
-        dx, gradient, nothing = graphs.run(f"layer {self.number} backward", self.backward, [self.home, dy])
+        dx, gradient, nothing = graphs.run(f"layer {self.number} backward", self.backward, [self.local, dy])
         self.sim.synchronize()
         total = sum(self.of(step + rank, self.rank, 2) for rank in range(self.ranks))
         assert torch.equal(dx, weights) and torch.equal(gradient, total) and nothing is None, where
@@ -205,7 +205,7 @@ def until_failure(rank, sim, id_, barrier, fault, timeout, news):
     x, _ = layer.feed(6, 0)
     with pytest.raises(RotationError) as raised:
         while time.monotonic() < start + 20:
-            graphs.run("layer 0 forward", layer.forward, [layer.home, x])
+            graphs.run("layer 0 forward", layer.forward, [layer.local, x])
             time.sleep(0.01)
     waited = time.monotonic() - start
     assert graphs.stepped == stepped, "control: it was in graphs that they waited"
@@ -245,19 +245,19 @@ def test_an_error_in_a_capture_ends_the_capture(sim):
         barrier.wait(20)
         x, _ = layer.feed(2, 0)
 
-        def broken(executor, home, x):
-            del executor, home, x
+        def broken(executor, local, x):
+            del executor, local, x
             raise RotationError("what an operation says")
 
         if rank == 0:
             with pytest.raises(RotationError, match="what an operation says"):
-                graphs._aside("layer 0 forward", broken, [layer.home, x], None, captured=True)
+                graphs._aside("layer 0 forward", broken, [layer.local, x], None, captured=True)
             assert not end.executor.captured()
             end.executor.fail("what an operation says")
         else:
             with pytest.raises(RingTimeout, match="rank 0 of the ring has failed"):
                 while True:
-                    graphs.run("layer 0 forward", layer.forward, [layer.home, x])
+                    graphs.run("layer 0 forward", layer.forward, [layer.local, x])
                     time.sleep(0.01)
         sim.synchronize()
         sim.set_compute(False)

@@ -98,7 +98,7 @@ def test_memory_outlives_a_graph_that_runs_and_a_capture_without_any_ends(sim):
         assert graphs.replayed >= 4
         kept = graphs.made  # no allocator keeps it for the stream that writes to it
         sim.launch_endless()
-        graphs.run("layer 0 forward", layer.forward, [layer.home, layer.inputs[0][0]])
+        graphs.run("layer 0 forward", layer.forward, [layer.local, layer.inputs[0][0]])
         end.executor.fail("given up")
         del end.executor, end.transport, graphs
         gc.collect()
@@ -114,12 +114,12 @@ def test_memory_outlives_a_graph_that_runs_and_a_capture_without_any_ends(sim):
 class Careless(Layer):
     """Leaves garbage, and then makes Python look for it: what ends then waits for the device, as a ring's slots do."""
 
-    def forward(self, executor, home, x):
+    def forward(self, executor, local, x):
         if executor.captured():
             self.garbage = self.leave(self.sim)
             gc.set_threshold(1, 1, 1)  # only now: what has survived a look is not looked at soon again
             self.others = [[] for _ in range(1000)]  # more than Python has ready
-        return super().forward(executor, home, x)
+        return super().forward(executor, local, x)
 
     def leave(self, sim):
         event = sim.Event()
@@ -175,7 +175,7 @@ def test_what_is_enqueued_while_a_ring_gives_up_ends_too(sim):
             end.executor.fail("an error")
         elif rank == 0:
             threading.Timer(1.0, setattr, (sim.controls, "full_queue", False)).start()
-            graphs.run("layer 0 forward", layer.forward, [layer.home, x])  # returns when the ring has failed
+            graphs.run("layer 0 forward", layer.forward, [layer.local, x])  # returns when the ring has failed
             with pytest.raises(RingTimeout, match="rank 1 of the ring has failed: an error"):
                 sim.ce_check(end.transport)
             sim.synchronize()
@@ -241,9 +241,9 @@ def test_in_a_capture_of_the_caller_a_pass_is_refused(sim):
         barrier.wait(20)
         x = layer.feed(3, 0)[0]
         with pytest.raises(RotationError, match="expected no CUDA graph of the caller's"):
-            graphs.run("layer 0 forward", layer.forward, [layer.home, x])
+            graphs.run("layer 0 forward", layer.forward, [layer.local, x])
         before = graphs.captured, graphs.replayed
-        returned = graphs._step(layer.forward, [layer.home, x])
+        returned = graphs._step(layer.forward, [layer.local, x])
         assert (graphs.captured, graphs.replayed) == before
         barrier.wait(20)
         sim.controls.capturing = False

@@ -79,9 +79,9 @@ def counting_cases(rank, ranks, cases):
         policies = (LocalSGD(2), DiLoCo(2), Gossip(), Gossip(overlap=True), AllReduce())
         for policy in policies:
             replica = Replica(rank, SHAPE, policy, attach=not isinstance(policy, AllReduce))
-            home = sum(local(p).nbytes for p in replica.model.parameters())
+            own = sum(local(p).nbytes for p in replica.model.parameters())
             replica.train(2)
-            expected = {LocalSGD: home, DiLoCo: home, Gossip: 2 * home, AllReduce: 2 * home}[type(policy)]
+            expected = {LocalSGD: own, DiLoCo: own, Gossip: 2 * own, AllReduce: 2 * own}[type(policy)]
             assert policy.bytes_sent() == expected, (policy, policy.bytes_sent(), expected)
         assert 40 * policies[1].bytes_sent() <= 50 / 2 * policies[-1].bytes_sent(), "one outer step for 50 steps"
     with cases.case("complete, and what is frozen"):

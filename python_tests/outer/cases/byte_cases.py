@@ -49,10 +49,10 @@ def byte_cases(rank, ranks, cases, shape):
     replicas, size = shape
     parameters = LAYERS * WIDTH * WIDTH
     once = parameters * (replicas - 1) // (replicas * size)  # M q / G
-    home, piece = 4 * parameters // size, 2 * parameters // (size * replicas)
+    local, piece = 4 * parameters // size, 2 * parameters // (size * replicas)
     forms = {
-        AllReduce: (8 * once, {"begin_sum": home, "begin_scatter": 0, "all_gather": 0}),
-        ZeroOuter: (10 * once, {"begin_sum": 0, "begin_scatter": home, "all_gather": piece}),
+        AllReduce: (8 * once, {"begin_sum": local, "begin_scatter": 0, "all_gather": 0}),
+        ZeroOuter: (10 * once, {"begin_sum": 0, "begin_scatter": local, "all_gather": piece}),
     }
     for kind, (form, handed_form) in forms.items():
         with cases.case(f"bytes of {kind.__name__} on {shape}"), pytest.MonkeyPatch.context() as patch:

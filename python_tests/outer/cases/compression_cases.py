@@ -163,7 +163,7 @@ def compressed_state_cases(rank, ranks, cases, folder):
         batch_loss(model, rank, 1).backward()
         rows = everyone(full(model.mix.weight.grad).reshape(-1))
         assert torch.equal(rows[0], rows[3]) and (rows[0] == 0).any(), "the same everywhere, and sparse"
-        index = model.mix.weight.__dict__["_rtp_claim"].index
+        index = model.mix.weight.__dict__["_rtp_gradient_handler"].index
         assert policy._compression.memory[index]["error"].abs().sum() > 0
         (gradient,) = torch.autograd.grad(batch_loss(model, rank, 2), [model.mix.weight])
         assert torch.equal(*everyone(full(gradient).reshape(-1))[::3]) and (local(gradient) == 0).any()

@@ -16,7 +16,7 @@ import rtp_ext
 from rtp_ext.functional import rotated_flyweight
 from rtp_ext.outer import ZeroOuter
 from rtp_ext.ring import offload, ring
-from rtp_ext.ring.autograd import kept_of
+from rtp_ext.ring.autograd import offloaded_shard_of
 
 
 class Negated(offload.HostMemory):
@@ -28,12 +28,12 @@ class Negated(offload.HostMemory):
     def keep(self, shard):
         return -shard.detach()
 
-    def pinned(self, home):
-        return home
+    def pinned(self, local):
+        return local
 
-    def fill(self, place, home):
+    def fill(self, place, local):
         self.filled += 1
-        place.copy_(-home)
+        place.copy_(-local)
 
     def fetch(self, value):
         self.fetched += 1
@@ -61,7 +61,7 @@ def negated(values):
 def assert_given_back(model):
     """No shard has memory on the device between operations."""
     for name, parameter in model.named_parameters():
-        stand_in = kept_of(parameter)._stand_in
+        stand_in = offloaded_shard_of(parameter)._stand_in
         assert stand_in is None or stand_in.untyped_storage().nbytes() == 0, name
 
 
@@ -116,7 +116,7 @@ def refused_cases(rank, ranks, cases):
     with cases.case("the policy of its part"):
         whole = rtp_ext.fully_rotate(part)
         assert rtp_ext.ring_of(whole).offload_policy == cpu
-    elsewhere = offload.Kept(offload.HostMemory(torch.device("cpu"), False))
+    elsewhere = offload.OffloadedShard(offload.HostMemory(torch.device("cpu"), False))
     refused("moved", "on the host.*got it on meta", lambda: elsewhere.borrow(torch.empty(2, device="meta")))
     model = replicated((2, 2), offload_policy=cpu if rank == 3 else OffloadPolicy())
     if rank > 1:  # of the other ring

@@ -45,8 +45,8 @@ def accumulates(rank, ranks, cases, shape, factor, ways, outer=None, sent_by=Non
     rtp_ext.set_gradient_divide_factor(model, factor)
     share = 1.0 if factor else 1 / ranks
     policy = rtp_ext.outer_of(model)
-    home = sum(local(p).nbytes for p in model.parameters())
-    sent_by = 2 * home * (shape[0] - 1) // shape[0] if sent_by is None else sent_by
+    own = sum(local(p).nbytes for p in model.parameters())
+    sent_by = 2 * own * (shape[0] - 1) // shape[0] if sent_by is None else sent_by
     with torch.no_grad():
         batch_loss(model, rank, 0)  # gathers what has to be
     for way in ways:

@@ -145,16 +145,16 @@ inline void require_all_lanes(unsigned mask) {
 inline void __syncthreads() { emulation::barrier(); }
 
 template <typename T>
-T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+T __shfl_xor_sync(unsigned mask, T value, int streams) {
   emulation::require_all_lanes(mask);
-  return emulation::shuffle(value, emulation::thread_index() % 32 ^ lanes);
+  return emulation::shuffle(value, emulation::thread_index() % 32 ^ streams);
 }
 
 template <typename T>
-T __shfl_down_sync(unsigned mask, T value, int lanes) {
+T __shfl_down_sync(unsigned mask, T value, int streams) {
   emulation::require_all_lanes(mask);
   const int lane = emulation::thread_index() % 32;
-  return emulation::shuffle(value, lane + lanes < 32 ? lane + lanes : lane);
+  return emulation::shuffle(value, lane + streams < 32 ? lane + streams : lane);
 }
 
 struct alignas(16) uint4 {

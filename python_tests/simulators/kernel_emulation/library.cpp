@@ -7,7 +7,7 @@
 #include "kernels/embedding.h"
 #include "kernels/logits.h"
 #include "kernels/pack.h"
-#include "kernels/quantise.h"
+#include "kernels/quantize.h"
 
 extern "C" {
 
@@ -33,17 +33,22 @@ int pack(const rtp::PackEntry* entries, int count) {
   return rtp::launch_pack(batch, nullptr);
 }
 
-int quantise(const rtp::QuantiseParameters* given) { return rtp::launch_quantise(*given, nullptr); }
-int dequantise(const rtp::DequantiseParameters* given) { return rtp::launch_dequantise(*given, nullptr); }
-int add_widened(const rtp::AddWidenedParameters* given) { return rtp::launch_add_widened(*given, nullptr); }
+int quantize(const rtp::QuantizeParameters* given) { return rtp::launch_quantize(*given, nullptr); }
+int dequantize(const rtp::DequantizeParameters* given) { return rtp::launch_dequantize(*given, nullptr); }
+int add_converted(const rtp::AddConvertedParameters* given) { return rtp::launch_add_converted(*given, nullptr); }
 
 // Sizes of the structures above, in their order, for Python's mirrors of them.
 int structure_bytes(int which) {
-  const size_t bytes[] = {
-      sizeof(rtp::HiddenForward),       sizeof(rtp::HiddenBackward),     sizeof(rtp::LogitSums),
-      sizeof(rtp::LogitGradient),       sizeof(rtp::EmbeddingGather),    sizeof(rtp::EmbeddingScatter),
-      sizeof(rtp::PackEntry),           sizeof(rtp::QuantiseParameters), sizeof(rtp::DequantiseParameters),
-      sizeof(rtp::AddWidenedParameters)};
+  const size_t bytes[] = {sizeof(rtp::HiddenForward),
+                          sizeof(rtp::HiddenBackward),
+                          sizeof(rtp::LogitSums),
+                          sizeof(rtp::LogitGradient),
+                          sizeof(rtp::EmbeddingGather),
+                          sizeof(rtp::EmbeddingScatter),
+                          sizeof(rtp::PackEntry),
+                          sizeof(rtp::QuantizeParameters),
+                          sizeof(rtp::DequantizeParameters),
+                          sizeof(rtp::AddConvertedParameters)};
   return static_cast<int>(bytes[which]);
 }
 

@@ -12,7 +12,7 @@
 #include <set>
 
 // What it is made of, in one unit because torch's headers take most of the time.
-#include "../../../csrc/device/lanes.cpp"
+#include "../../../csrc/device/streams.cpp"
 #include "../../../csrc/schedule/direct_gradients.cpp"
 #include "../../../csrc/schedule/schedule.cpp"
 #include "../../../csrc/schedule/two_level.cpp"
@@ -146,23 +146,23 @@ class RecordedTransfer : public Transfer {
   const int64_t id;
 };
 
-class RecordingLanes : public Lanes {
+class RecordingStreams : public Streams {
  public:
-  explicit RecordingLanes(int multiprocessors) : multiprocessors_(multiprocessors) {}
+  explicit RecordingStreams(int multiprocessors) : multiprocessors_(multiprocessors) {}
 
-  Mark mark_compute() override {
-    auto mark = std::make_shared<int64_t>(recorder->next++);
-    recorder->add({"marked", recorder->lane, *mark, "", {}, {}});
-    return mark;
+  StreamEvent record_compute() override {
+    auto event = std::make_shared<int64_t>(recorder->next++);
+    recorder->add({"marked", recorder->lane, *event, "", {}, {}});
+    return event;
   }
-  void order_compute_after(const Mark& mark) override { wait(recorder->lane, mark); }
-  void order_channel_after(Channel channel, const Mark& mark) override { wait(lane_of(channel), mark); }
-  void select_compute_lane(int lane) override { recorder->lane = lane; }
+  void order_compute_after(const StreamEvent& event) override { wait(recorder->lane, event); }
+  void order_channel_after(Channel channel, const StreamEvent& event) override { wait(lane_of(channel), event); }
+  void select_compute_stream(int lane) override { recorder->lane = lane; }
   int multiprocessors() const override { return multiprocessors_; }
 
  private:
-  static void wait(int lane, const Mark& mark) {
-    if (mark) recorder->add({"mark", lane, *std::static_pointer_cast<int64_t>(mark), "", {}, {}});
+  static void wait(int lane, const StreamEvent& event) {
+    if (event) recorder->add({"mark", lane, *std::static_pointer_cast<int64_t>(event), "", {}, {}});
   }
 
   int multiprocessors_;
@@ -171,7 +171,7 @@ class RecordingLanes : public Lanes {
 class RecordingTransport : public Transport {
  public:
   RecordingTransport(int multiprocessors, bool sends_anywhere, bool receives_anywhere)
-      : Transport(std::make_unique<RecordingLanes>(multiprocessors)),
+      : Transport(std::make_unique<RecordingStreams>(multiprocessors)),
         sends_anywhere_(sends_anywhere),
         receives_anywhere_(receives_anywhere) {}
 

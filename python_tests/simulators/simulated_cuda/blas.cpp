@@ -252,7 +252,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t operation, 
 void bind_blas(pybind11::module_& m) {
   m.def("gemm_widening",
         [](const at::Tensor& out, const std::optional<at::Tensor>& in, const at::Tensor& a, const at::Tensor& b,
-           double alpha) { rtp::gemm_widening(out, in.value_or(at::Tensor()), a, b, alpha); });
+           double alpha) { rtp::gemm_to_wider(out, in.value_or(at::Tensor()), a, b, alpha); });
   m.def("gemm_epilogue",
         [](const at::Tensor& out, const std::optional<at::Tensor>& before, const std::optional<at::Tensor>& bias,
            const at::Tensor& a, const at::Tensor& b, bool gelu_tanh) {

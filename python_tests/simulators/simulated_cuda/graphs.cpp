@@ -31,8 +31,8 @@ std::set<size_t> reached(const Capture& capture, const std::set<size_t>& last) {
 
 // Runs all nodes, each when what it comes after has ended; nodes of different streams side by side.
 void run(const std::vector<Node>& nodes) {
-  std::map<cudaStream_t, std::vector<size_t>> lanes;
-  for (size_t node = 0; node < nodes.size(); ++node) lanes[nodes[node].stream].push_back(node);
+  std::map<cudaStream_t, std::vector<size_t>> streams;
+  for (size_t node = 0; node < nodes.size(); ++node) streams[nodes[node].stream].push_back(node);
   std::vector<bool> done(nodes.size(), false);
   const auto run_lane = [&](const std::vector<size_t>& lane) {
     for (const size_t node : lane) {
@@ -51,7 +51,7 @@ void run(const std::vector<Node>& nodes) {
     }
   };
   std::vector<std::thread> threads;
-  for (const auto& [stream, lane] : lanes) threads.emplace_back(run_lane, lane);
+  for (const auto& [stream, lane] : streams) threads.emplace_back(run_lane, lane);
   for (std::thread& thread : threads) thread.join();
 }
 

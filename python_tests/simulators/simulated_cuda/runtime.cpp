@@ -35,9 +35,9 @@ std::set<std::shared_ptr<CUstream_st>>& live() {
 
 bool overlap(const Memory& memory, const void* data, size_t bytes) {
   const auto* begin = static_cast<const std::byte*>(data);
-  return std::any_of(memory.begin(), memory.end(), [=](const auto& piece) {
-    const auto* at = static_cast<const std::byte*>(piece.first);
-    return at < begin + bytes && begin < at + piece.second;
+  return std::any_of(memory.begin(), memory.end(), [=](const auto& chunk) {
+    const auto* at = static_cast<const std::byte*>(chunk.first);
+    return at < begin + bytes && begin < at + chunk.second;
   });
 }
 

@@ -1,10 +1,10 @@
 // The sources under test, in one unit because their headers take most of the time. A transport more is a line more.
 #include "../../../csrc/base/host.cpp"
-#include "../../../csrc/device/cuda_lanes.cpp"
-#include "../../../csrc/device/lanes.cpp"
+#include "../../../csrc/device/cuda_streams.cpp"
+#include "../../../csrc/device/streams.cpp"
 #include "../../../csrc/device/nccl/communicators.cpp"
-#include "../../../csrc/schedule/schedule.cpp"
 #include "../../../csrc/schedule/direct_gradients.cpp"
+#include "../../../csrc/schedule/schedule.cpp"
 #include "../../../csrc/schedule/two_level.cpp"
 #include "../../../csrc/transport/cuda_transport.cpp"
 #include "../../../csrc/transport/nccl/nccl.cpp"

@@ -12,15 +12,15 @@ namespace simulated {
 
 using namespace rtp;
 
-class FewerWaits : public Lanes {
+class FewerWaits : public Streams {
  public:
   FewerWaits(std::shared_ptr<Transport> inner, const std::string& missing)
       : inner_(std::move(inner)), channel_(missing != "channel") {}
 
-  Mark mark_compute() override { return inner_->lanes().mark_compute(); }
-  void order_compute_after(const Mark& mark) override { inner_->lanes().order_compute_after(mark); }
-  void order_channel_after(Channel channel, const Mark& mark) override {
-    if (channel_) inner_->lanes().order_channel_after(channel, mark);
+  StreamEvent record_compute() override { return inner_->streams().record_compute(); }
+  void order_compute_after(const StreamEvent& event) override { inner_->streams().order_compute_after(event); }
+  void order_channel_after(Channel channel, const StreamEvent& event) override {
+    if (channel_) inner_->streams().order_channel_after(channel, event);
   }
 
  private:
@@ -100,17 +100,17 @@ struct Tally {
   }
 };
 
-class CountedLanes : public Lanes {
+class CountedStreams : public Streams {
  public:
-  CountedLanes(std::shared_ptr<Transport> inner, std::shared_ptr<Tally> tally)
-      : transport_(std::move(inner)), inner_(transport_->lanes()), tally_(std::move(tally)) {}
+  CountedStreams(std::shared_ptr<Transport> inner, std::shared_ptr<Tally> tally)
+      : transport_(std::move(inner)), inner_(transport_->streams()), tally_(std::move(tally)) {}
 
-  Mark mark_compute() override { return inner_.mark_compute(); }
-  void order_compute_after(const Mark& mark) override { inner_.order_compute_after(mark); }
-  void order_channel_after(Channel channel, const Mark& mark) override {
-    (*tally_)([&] { inner_.order_channel_after(channel, mark); });
+  StreamEvent record_compute() override { return inner_.record_compute(); }
+  void order_compute_after(const StreamEvent& event) override { inner_.order_compute_after(event); }
+  void order_channel_after(Channel channel, const StreamEvent& event) override {
+    (*tally_)([&] { inner_.order_channel_after(channel, event); });
   }
-  void select_compute_lane(int lane) override { inner_.select_compute_lane(lane); }
+  void select_compute_stream(int lane) override { inner_.select_compute_stream(lane); }
   int multiprocessors() const override { return inner_.multiprocessors(); }
   uint64_t capture() const override { return inner_.capture(); }
   void begin_pass() override { inner_.begin_pass(); }
@@ -127,14 +127,14 @@ class CountedLanes : public Lanes {
 
  private:
   std::shared_ptr<Transport> transport_;
-  Lanes& inner_;
+  Streams& inner_;
   std::shared_ptr<Tally> tally_;
 };
 
 class CountedTransport : public Transport {
  public:
   CountedTransport(std::shared_ptr<Transport> inner, const std::shared_ptr<Tally>& tally)
-      : Transport(std::make_unique<CountedLanes>(inner, tally)), inner_(std::move(inner)), tally_(tally) {}
+      : Transport(std::make_unique<CountedStreams>(inner, tally)), inner_(std::move(inner)), tally_(tally) {}
 
   const char* name() const override { return inner_->name(); }
   std::unique_ptr<Transfer> post(const Hop& hop) override {
@@ -154,7 +154,9 @@ class CountedTransport : public Transport {
   bool takes_graphs() const override { return inner_->takes_graphs(); }
   bool alone() const override { return inner_->alone(); }
   void before_graph() override { inner_->before_graph(); }
-  void after_graph(const std::string& operation, const Mark& end) override { inner_->after_graph(operation, end); }
+  void after_graph(const std::string& operation, const StreamEvent& end) override {
+    inner_->after_graph(operation, end);
+  }
   void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
   void close() override { inner_->close(); }
 

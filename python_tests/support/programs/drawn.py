@@ -21,7 +21,7 @@ from rtp_ext.outer import (
     TopK,
     ZeroOuter,
 )
-from rtp_ext.outer.apart.diloco import nesterov
+from rtp_ext.outer.local_training.diloco import nesterov
 
 CHECKPOINTED = (None, None, True, False)
 ACTIONS = ("step", "step", "step", "accumulate", "clip", "evaluate", "forward", "freeze", "reload", "nap")

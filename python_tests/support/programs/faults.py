@@ -20,7 +20,7 @@ PLACES = ("forward", "backward", "backward left out", "between steps", "optimize
 AFTERWARDS = ("stays", "ends", "goes on", "closes")
 GOES_ON = ("goes on", "closes")  # what the rank does that had the fault
 TIMEOUT, COMPILED = 2.0, 20.0  # seconds, of rings; where others wait for a rank that compiles
-SLACK = 10.0  # seconds beyond it, where replicas are many steps apart; see rtp_ext/ring/links/roll.py
+SLACK = 10.0  # seconds beyond it, where replicas are many steps apart; see rtp_ext/ring/links/failure_report.py
 STEPS = 6  # that the others take at most until they have heard of it
 
 _WHO = re.compile(r"(?:who failed: global ranks?|the first error was that of global rank) (\d+(?:, \d+)*)")

@@ -25,11 +25,11 @@ from torch.utils.hooks import RemovableHandle
 
 from rtp_ext._native import RingTimeout
 from rtp_ext.convert.admission import ring_of_module
-from rtp_ext.convert.parts.bundled import OWN_HOOKS
+from rtp_ext.convert.modules.bundled import OWN_HOOKS
 from rtp_ext.convert.scopes import is_inside
 from rtp_ext.outer import ZeroOuter
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import CLAIM
+from rtp_ext.ring.autograd import GRADIENT_HANDLER
 from rtp_ext.ring.patches.dynamo import eager
 
 _PATCHED = "_rtp_generates"  # attribute of the methods that stand in the place of transformers'
@@ -122,8 +122,8 @@ def _ring_of(model: Any) -> Ring | None:
 
 def _replicas_of(model: nn.Module) -> ZeroOuter | None:
     """The outer policy of a model, if forwards of replicas wait for each other."""
-    claims = (parameter.__dict__.get(CLAIM) for parameter in model.parameters())
-    policy = next((claim.policy for claim in claims if claim is not None), None)
+    handlers = (parameter.__dict__.get(GRADIENT_HANDLER) for parameter in model.parameters())
+    policy = next((handler.policy for handler in handlers if handler is not None), None)
     return policy if isinstance(policy, ZeroOuter) and policy.replicas is not None else None
 
 
@@ -257,37 +257,37 @@ class _Generation:
     def _exchange(self, turn: _Turn) -> list[_Turn]:
         """The turns of all ranks that a forward waits for."""
         try:
-            told = self.ring.exchange(turn)
+            answers = self.ring.exchange(turn)
             if self.replicas is not None:
-                rows = self.replicas.exchange(told)
-                told = [theirs for row in rows for theirs in (row if isinstance(row, list) else [row])]
+                rows = self.replicas.exchange(answers)
+                answers = [theirs for row in rows for theirs in (row if isinstance(row, list) else [row])]
         except RingTimeout as error:
             error.args = (f"generate of {turn.model}, which every rank of the ring has to call: {error}",)
             raise
-        if not all(isinstance(theirs, _Turn) for theirs in told):
+        if not all(isinstance(theirs, _Turn) for theirs in answers):
             self._others_failed = True
             raise ValueError(
                 f"generate of {turn.model}: expected every rank of the ring to call generate, got one that "
                 "calls something else, such as the model itself"
             )
-        return told if self.ring.tensor_mesh is None else self._compared(told)
+        return answers if self.ring.tensor_mesh is None else self._compared(answers)
 
-    def _compared(self, told: list[_Turn]) -> list[_Turn]:
+    def _compared(self, answers: list[_Turn]) -> list[_Turn]:
         """Ranks of tensor parallelism have the same batch, and decide alike."""
         assert self.ring.tensor_mesh is not None
         group = self.ring.tensor_mesh.get_group()
         rows: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(rows, told, group=group)
+        dist.all_gather_object(rows, answers, group=group)
         failed = next((row for row in rows if any(turn.problem is not None for turn in row)), None)
         if failed is not None:
             return failed
-        if any(row != told for row in rows):
+        if any(row != answers for row in rows):
             self._others_failed = True
             raise ValueError(
-                f"generate of {told[0].model}: expected ranks of tensor parallelism to generate the same tokens, got "
-                "calls that differ: give them the same batch and, for sampling, the same seed"
+                f"generate of {answers[0].model}: expected ranks of tensor parallelism to generate the same tokens, "
+                "got calls that differ: give them the same batch and, for sampling, the same seed"
             )
-        return told
+        return answers
 
     def _named(self, place: int) -> str:
         replica, rank = divmod(place, self.ring.size)

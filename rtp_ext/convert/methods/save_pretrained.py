@@ -71,10 +71,10 @@ def _gather_and_write(method: Any, model: Any, given: dict[str, Any]) -> None:
             _write(method, model, given)
     except Exception as error:
         failure = error
-    told = ring.exchange(None if failure is None else f"{type(failure).__name__}: {failure}")
+    answers = ring.exchange(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
-    for rank, problem in enumerate(told):
+    for rank, problem in enumerate(answers):
         if problem is not None:
             raise RuntimeError(f"save_pretrained of {type(model).__name__} failed on rank {rank}: {problem}")
 

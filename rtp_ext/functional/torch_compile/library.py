@@ -24,7 +24,7 @@ from rtp_ext.functional.torch_compile.operators import (
     operator,
 )
 from rtp_ext.parameters.gather import GatherPlan
-from rtp_ext.ring.enrolled import owner_of
+from rtp_ext.ring.registry import owner_of
 
 # -- whole parameters of modules that do not rotate --------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rtp_ext._native import RotationError
-from rtp_ext.functional._call import Call, Home
+from rtp_ext.functional._call import Call, ShardedParameter
 from rtp_ext.functional._passes import accumulation_dtype
 from rtp_ext.functional.cross_entropy import LinearCrossEntropy
 from rtp_ext.functional.embedding import Embedding
@@ -28,7 +28,7 @@ from rtp_ext.functional.linear import Linears, PartialLinear
 from rtp_ext.functional.mlp import MLP
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
-from rtp_ext.ring.enrolled import owner_of, ring_named
+from rtp_ext.ring.registry import owner_of, ring_named
 
 # Caches of compilers know an operator by its name and its schema, not by its effects: what changes of those, or of what
 # an operator means, takes another number here.
@@ -48,8 +48,8 @@ class Bound:
     name: str
     in_place: bool
     reduce_dtype: torch.dtype | None
-    # makes a call ready to run for these inputs: the home shards, and what the function takes before tensors
-    prepare: Callable[[Call, list[Tensor]], tuple[Sequence[Home], tuple[Any, ...]]]
+    # makes a call ready to run for these inputs: the local shards, and what the function takes before tensors
+    prepare: Callable[[Call, list[Tensor]], tuple[Sequence[ShardedParameter], tuple[Any, ...]]]
 
 
 class Layer(Protocol):
@@ -80,7 +80,7 @@ class _Operation:
     outputs: how many of the results are the caller's; the rest is kept for the backward.
     results: shape and dtype of every result.
     keep: picks what to keep out of what the function has saved.
-    saved: what the function saved, out of inputs, home shards and what was kept.
+    saved: what the function saved, out of inputs, local shards and what was kept.
     """
 
     function: Any
@@ -88,7 +88,10 @@ class _Operation:
     results: Callable[[list[Tensor], Sequence[Any], torch.dtype], list[tuple[tuple[Any, ...], torch.dtype]]]
     keep: Callable[[tuple[Tensor, ...], int], Sequence[Tensor]]
     saved: Callable[[list[Tensor], list[Tensor], list[Tensor]], Sequence[Tensor]]
-    arguments: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor | None]] = lambda inputs, homes: [*inputs, *homes]
+    arguments: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor | None]] = lambda inputs, params: [
+        *inputs,
+        *params,
+    ]
 
 
 def _rows(inputs: list[Tensor]) -> Any:
@@ -114,7 +117,7 @@ _OPERATIONS = {
         lambda sizes: len(sizes) - 1,
         lambda inputs, sizes, dtype: [((_rows(inputs), size), dtype) for size in sizes[1:]],
         _nothing,
-        lambda inputs, homes, kept: [*inputs, *homes],
+        lambda inputs, params, kept: [*inputs, *params],
     ),
     # sizes: in and out features
     "partial linear": _Operation(
@@ -122,8 +125,8 @@ _OPERATIONS = {
         _one,
         lambda inputs, sizes, dtype: [((_rows(inputs), sizes[1]), dtype)],
         _nothing,
-        lambda inputs, homes, kept: [*inputs, homes[0]],
-        lambda inputs, homes: [*inputs, homes[0], homes[1] if len(homes) > 1 else None],
+        lambda inputs, params, kept: [*inputs, params[0]],
+        lambda inputs, params: [*inputs, params[0], params[1] if len(params) > 1 else None],
     ),
     # sizes: in and out features, and the features of every hidden value that is kept
     "mlp": _Operation(
@@ -131,7 +134,7 @@ _OPERATIONS = {
         _one,
         lambda inputs, sizes, dtype: [((_rows(inputs), size), dtype) for size in sizes[1:]],
         _behind,
-        lambda inputs, homes, kept: [*inputs, *homes, *kept],
+        lambda inputs, params, kept: [*inputs, *params, *kept],
     ),
     # sizes: features
     "embedding": _Operation(
@@ -139,7 +142,7 @@ _OPERATIONS = {
         _one,
         lambda inputs, sizes, dtype: [((_rows(inputs), sizes[0]), dtype)],
         _nothing,
-        lambda inputs, homes, kept: inputs,
+        lambda inputs, params, kept: inputs,
     ),
     # sizes: features
     "linear cross-entropy": _Operation(
@@ -150,7 +153,7 @@ _OPERATIONS = {
             ((2, _rows(inputs)), accumulation_dtype(dtype)),
         ],
         lambda saved, tensors: saved[2:3],
-        lambda inputs, homes, kept: [inputs[1], inputs[0], *kept, *homes],
+        lambda inputs, params, kept: [inputs[1], inputs[0], *kept, *params],
     ),
 }
 
@@ -165,7 +168,7 @@ class Forward(NamedTuple):
     ring: str
     operation: str
     inputs: list[Tensor]
-    homes: list[Tensor]
+    params: list[Tensor]
     sizes: Sequence[int]
     needs: Sequence[bool]  # which of inputs, and then of homes, will get gradients
     dtype: torch.dtype
@@ -179,7 +182,7 @@ class Backward(NamedTuple):
     operation: str
     gradients: list[Tensor]
     inputs: list[Tensor]
-    homes: list[Tensor]
+    params: list[Tensor]
     kept: list[Tensor]
     sizes: Sequence[int]
     needs: Sequence[bool]
@@ -194,7 +197,7 @@ _left: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionar
 def forward(given: Forward) -> list[Tensor]:
     kind = _OPERATIONS[given.operation]
     layer: Layer = owner_of(given.number)
-    inputs, homes, needs, dtype = given.inputs, given.homes, given.needs, given.dtype
+    inputs, params, needs, dtype = given.inputs, given.params, given.needs, given.dtype
     bound = layer._bound(given.operation)
     if bound.ring is not ring_named(given.ring):
         raise RotationError(f"{bound.name}: expected a graph of {bound.ring.name}, got one of {given.ring}")
@@ -205,45 +208,47 @@ def forward(given: Forward) -> list[Tensor]:
     call = Call(bound.ring, bound.name, bound.in_place, dtype, reduce, needs=wanted)
     with torch.no_grad():
         registered, constants = bound.prepare(call, [inputs[each] for each in differentiable])
-        _expect_registered(call, registered, homes)
-        arguments = kind.arguments(inputs, homes)
+        _expect_registered(call, registered, params)
+        arguments = kind.arguments(inputs, params)
         unwanted = (False,) * (1 + len(constants))
         context: Any = _Context((*unwanted, *needs, *(False,) * (len(arguments) - len(needs))))
         result = kind.function.forward(context, call, *constants, *arguments)
     kept = [*kind.keep(context.saved_tensors, len(arguments))]
     if any(needs):
-        kept.append(_stamp(registered, homes, [any(home is each for each in context.saved_tensors) for home in homes]))
+        kept.append(
+            _stamp(registered, params, [any(param is each for each in context.saved_tensors) for param in params])
+        )
     context.save_for_backward()
     _left.setdefault(layer, {})[given.operation, tuple(needs), dtype] = context, unwanted
     return [*result, *kept] if isinstance(result, tuple) else [result, *kept]
 
 
-def _stamp(registered: Sequence[Home], homes: list[Tensor], read: Sequence[bool]) -> Tensor:
+def _stamp(registered: Sequence[ShardedParameter], params: list[Tensor], read: Sequence[bool]) -> Tensor:
     """[2, homes]: versions of the parameters that the backward reads, and addresses of their shards; -1 of the others.
 
     Autograd cannot tell of a shard who writes to the parameter. A write after the graph, or between two, changes the
     version; after a write within the graph the backward is given another tensor.
     """
-    versions = [home.tensor._version if each else -1 for home, each in zip(registered, read, strict=True)]
-    addresses = [given.data_ptr() if each else -1 for given, each in zip(homes, read, strict=True)]
+    versions = [param.tensor._version if each else -1 for param, each in zip(registered, read, strict=True)]
+    addresses = [given.data_ptr() if each else -1 for given, each in zip(params, read, strict=True)]
     return torch.tensor([versions, addresses], dtype=torch.int64, device="cpu")
 
 
-def _expect_unwritten(call: Call, homes: list[Tensor], stamp: Tensor) -> None:
-    for parameter, home, version, address in zip(call.watched, homes, *stamp.tolist(), strict=True):
-        if version >= 0 and (parameter._version, home.data_ptr()) != (version, address):
+def _expect_unwritten(call: Call, params: list[Tensor], stamp: Tensor) -> None:
+    for parameter, param, version, address in zip(call.watched, params, *stamp.tolist(), strict=True):
+        if version >= 0 and (parameter._version, param.data_ptr()) != (version, address):
             raise RuntimeError(
                 f"{call.name}: one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: a parameter of shape {tuple(parameter.shape)}, now at version {parameter._version}"
             )
 
 
-def _expect_registered(call: Call, registered: Sequence[Home], homes: list[Tensor]) -> None:
-    for home, given in zip(registered, homes, strict=True):
-        mine = held(home.tensor)
+def _expect_registered(call: Call, registered: Sequence[ShardedParameter], params: list[Tensor]) -> None:
+    for param, given in zip(registered, params, strict=True):
+        mine = held(param.tensor)
         if mine.data_ptr() != given.data_ptr() or mine.shape != given.shape or mine.dtype != given.dtype:
             raise RotationError(
-                f"{call.name}: a compiled graph was given a {home.what} of shape {tuple(given.shape)} that is not the "
+                f"{call.name}: a compiled graph was given a {param.what} of shape {tuple(given.shape)} that is not the "
                 "parameter of the layer that it was made for: expected parameters as they are registered (not those "
                 "that torch.func.functional_call puts in their place, nor written to earlier in the same graph: write "
                 "to parameters outside of compiled functions)"
@@ -252,23 +257,23 @@ def _expect_registered(call: Call, registered: Sequence[Home], homes: list[Tenso
 
 def forward_fake(given: Forward) -> list[Tensor]:
     results = _OPERATIONS[given.operation].results(given.inputs, given.sizes, given.dtype)
-    stamp = [given.number.new_empty((2, len(given.homes)))] if any(given.needs) else []
-    return [*(given.homes[0].new_empty(shape, dtype=each) for shape, each in results), *stamp]
+    stamp = [given.number.new_empty((2, len(given.params)))] if any(given.needs) else []
+    return [*(given.params[0].new_empty(shape, dtype=each) for shape, each in results), *stamp]
 
 
 def backward(given: Backward) -> list[Tensor]:
     kind = _OPERATIONS[given.operation]
     layer: Layer = owner_of(given.number)
-    gradients, inputs, homes, wanted = given.gradients, given.inputs, given.homes, given.wanted
+    gradients, inputs, params, wanted = given.gradients, given.inputs, given.params, given.wanted
     then, unwanted = _left[layer][given.operation, tuple(given.needs), given.dtype]
     *kept, stamp = given.kept
-    _expect_unwritten(then.call, homes, stamp)
+    _expect_unwritten(then.call, params, stamp)
     if not inputs:  # of which the backward needs nothing but the rows
         inputs = [gradients[0].new_empty(gradients[0].shape[0], 0)]
-    padding = (False,) * (len(kind.arguments(inputs, homes)) - len(wanted))
+    padding = (False,) * (len(kind.arguments(inputs, params)) - len(wanted))
     context: Any = _Context((*unwanted, *wanted, *padding))
     context.__dict__.update(
-        {**then.__dict__, "saved_tensors": tuple(kind.saved(inputs, homes, kept))},
+        {**then.__dict__, "saved_tensors": tuple(kind.saved(inputs, params, kept))},
         needs_input_grad=context.needs_input_grad,
     )
     results = kind.function.backward(context, *gradients)[len(unwanted) :]
@@ -280,11 +285,13 @@ def backward(given: Backward) -> list[Tensor]:
 
 
 def backward_fake(given: Backward) -> list[Tensor]:
-    like, homes = given.gradients[0], given.homes
-    shape, count = (_rows(given.gradients), given.sizes[0]), len(given.wanted) - len(homes)
+    like, params = given.gradients[0], given.params
+    shape, count = (_rows(given.gradients), given.sizes[0]), len(given.wanted) - len(params)
     of_inputs = [like.new_empty(shape, dtype=given.dtype) for want in given.wanted[:count] if want]
-    of_homes = [home.new_empty(home.shape) for home, want in zip(homes, given.wanted[count:], strict=True) if want]
-    return [*of_inputs, *of_homes]
+    of_local_shards = [
+        param.new_empty(param.shape) for param, want in zip(params, given.wanted[count:], strict=True) if want
+    ]
+    return [*of_inputs, *of_local_shards]
 
 
 def keep_for_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
@@ -293,14 +300,14 @@ def keep_for_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     # A linear layer whose parameters want no gradient reads nothing of its input.
     read = given.operation not in ("linears", "partial linear") or any(given.needs[len(tensors) :])
     kept = output[count:]
-    ctx.counts = len(tensors), len(tensors) if read else 0, len(given.homes), count
+    ctx.counts = len(tensors), len(tensors) if read else 0, len(given.params), count
     ctx.constants = given.ring, given.operation, given.sizes, list(given.needs), given.dtype
-    ctx.save_for_backward(given.number, *(tensors if read else ()), *given.homes, *kept)
+    ctx.save_for_backward(given.number, *(tensors if read else ()), *given.params, *kept)
 
 
 def differentiate(ctx: Any, gradients: list[Tensor]) -> tuple:
     ring, operation, sizes, needs, dtype = ctx.constants
-    tensors, read, homes, count = ctx.counts
+    tensors, read, params, count = ctx.counts
     number, *saved = ctx.saved_tensors
     wanted = [*ctx.needs_input_grad[3], *ctx.needs_input_grad[4]]
     given = Backward(
@@ -309,8 +316,8 @@ def differentiate(ctx: Any, gradients: list[Tensor]) -> tuple:
         operation,
         gradients[:count],
         inputs=saved[:read],
-        homes=saved[read : read + homes],
-        kept=saved[read + homes :],
+        params=saved[read : read + params],
+        kept=saved[read + params :],
         sizes=sizes,
         needs=needs,
         wanted=wanted,

@@ -106,8 +106,8 @@ def rotate(
 ) -> list[Tensor]:
     grad = torch.is_grad_enabled()
     needs = [grad and tensor.requires_grad for tensor in [*inputs, *parameters]]
-    homes = [local(parameter) for parameter in parameters]
-    found = torch.ops.rtp_ext.forward_2(owner._rtp_number, ring.name, operation, inputs, homes, sizes, needs, dtype)
+    params = [local(parameter) for parameter in parameters]
+    found = torch.ops.rtp_ext.forward_2(owner._rtp_number, ring.name, operation, inputs, params, sizes, needs, dtype)
     return found[:-1] if any(needs) else found  # the last one is the backward's
 
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 
 from rtp_ext.planner.memory.report import COMPONENTS, MemoryReport, StageMemory, number_text
-from rtp_ext.planner.plans.alike import differences_line
+from rtp_ext.planner.plans.differences import differences_line
 from rtp_ext.planner.plans.search import Plan
 from rtp_ext.planner.time.report import TIME_COMPONENTS, TimeReport
 
@@ -63,10 +63,10 @@ def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str
         )
     lines = _aligned(rows)
     ends = ["plan; what binds it", *(f"{name}; {plan.binding}" for name, plan in zip(names, plans, strict=True))]
-    told = [f"{line}  {end}" for line, end in zip(lines, ends, strict=True)]
+    shown = [f"{line}  {end}" for line, end in zip(lines, ends, strict=True)]
     tie = ["= : too close to tell apart from others of that rank"] if any(plan.tied for plan in plans) else []
     unlike = differences_line([plan.strategy for plan in plans])
-    return "\n".join([title, *told, *tie, *([unlike] if unlike else [])])
+    return "\n".join([title, *shown, *tie, *([unlike] if unlike else [])])
 
 
 def _block(name: str, report: MemoryReport, parameters: int) -> str:

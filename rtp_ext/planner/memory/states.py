@@ -148,7 +148,7 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
         if strategy.outer == "zero":
             return _pieces_terms(strategy, held.parameters_bytes // 4, own)
         shards = [
-            term("parameters", "home shards, float32", source, bytes_per_value=4, values=held.parameters_bytes // 4),
+            term("parameters", "local shards, float32", source, bytes_per_value=4, values=held.parameters_bytes // 4),
             term("gradients", "gradient shards, float32", source, bytes_per_value=4, values=own),
         ]
         if moments:

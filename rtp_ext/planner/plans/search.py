@@ -52,8 +52,8 @@ class Plan:
         return self.time.step_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        told = {"rank": self.rank, "tied": self.tied, "binding": self.binding}
-        return {**told, **self.memory.to_dict(), "time": self.time.to_dict()}
+        fields = {"rank": self.rank, "tied": self.tied, "binding": self.binding}
+        return {**fields, **self.memory.to_dict(), "time": self.time.to_dict()}
 
 
 def search(

@@ -18,7 +18,7 @@ MODELS = (("gpt-3-xl", 8), ("llama-3-8b", 8), ("llama-3-70b", 64), ("llama-3-405
 TOKENS = (1024, 2048, 4096, 8192, 16384)  # of each GPU
 LINKS = ("NVLink", "PCIe", "400 Gb/s")
 FAMILIES = ("rtp", "fsdp", "tp", "rtp hybrid", "other hybrid")
-_PCIE_BYTES_PER_S = 25e9  # 4.0 x16, as rtp_ext.ring.routes.gate; all GPUs of a node at once
+_PCIE_BYTES_PER_S = 25e9  # 4.0 x16, as rtp_ext.ring.routes.route_planner; all GPUs of a node at once
 _RINGS = (4, 8, 16, 32, 64)
 
 

@@ -86,18 +86,18 @@ class RotatedOperation:
         """
         matrices, travelling = [weight for weight in self.weights if not weight.is_bias], self.backward_weights
         whole = self.kind == "bundle" or len(matrices) != 1 or len(matrices[0].shape) != 2
-        in_pieces = not whole and (self.kind != "linear" or matrices[0].dim == 0)
+        in_chunks = not whole and (self.kind != "linear" or matrices[0].dim == 0)
         parts = []
         for weight in self.weights:
             rows, *rest = weight.shard_shape(ranks) or (1,)
             parts.append((rows, math.prod(rest), weight in travelling))
         dims = 3 if any(len(weight.shape) == 3 for weight in self.weights) else 2  # of the weights of experts: 3
         biases = [place for place, weight in enumerate(self.weights) if len(weight.shape) < dims]
-        return engine().OperationSize(parts, self.bundle, in_pieces, biases, self.late)
+        return engine().OperationSize(parts, self.bundle, in_chunks, biases, self.late)
 
-    def pieces(self, ranks: int, element_bytes: int) -> int:
+    def chunks(self, ranks: int, element_bytes: int) -> int:
         """How many pieces its shards travel in, under the slot cap of a ring that is given none."""
-        return self.size(ranks).pieces(element_bytes, engine().SLOT_CAP)[0]
+        return self.size(ranks).chunks(element_bytes, engine().SLOT_CAP)[0]
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def rtp_bytes(
     Args:
         rotations: all rotated operations of the model in the order of its forward; backward runs them in reverse.
         others: parameters that do not rotate, such as those of norms; they are sharded along dimension 0.
-        param_bytes: of a value of the home shards; gradients and optimizer state have as many.
-        compute_bytes: of a value that travels, if shards are cast first (a staging slot holds the cast home shard).
+        param_bytes: of a value of the local shards; gradients and optimizer state have as many.
+        compute_bytes: of a value that travels, if shards are cast first (a staging slot holds the cast local shard).
         reduce_bytes: of a value of a travelling gradient.
         optimizer_moments: tensors of optimizer state for each parameter; 2 for AdamW.
         slot_cap: of the ring; 0: none; None: that of a ring that is given none.
@@ -187,7 +187,7 @@ def rtp_bytes(
         travel=travel,
         gradient_route=gradient_route,
         sum_bytes=max(4, reduce_bytes),
-        gradients_quantised=gradient_travel is not None,
+        gradients_quantized=gradient_travel is not None,
         route="two-level" if hosts > 1 else "ring",
         hosts=hosts,
         late=late_gradients,
@@ -201,7 +201,7 @@ def rtp_bytes(
     if in_place and ranks > 1 and engine().travels_in_place(**reach):
         stored += sum(weight.shard_elements(ranks) - weight.shard_elements(ranks, rank) for weight in resident) * (
             param_bytes
-        )  # home shards have room for the largest
+        )  # local shards have room for the largest
     return RotationBytes(
         held.weight.peak_bytes,
         held.gradient.peak_bytes,

@@ -33,8 +33,8 @@ def lockstep(
     halves: bool,
     dgrad: bool,
     two_lanes: bool,
-    straight: bool = False,
-    narrow: bool = False,
+    direct: bool = False,
+    rounded: bool = False,
     route: str = "ring",
     hosts: int = 1,
 ) -> Lockstep:
@@ -45,8 +45,8 @@ def lockstep(
     ways: dict[str, Any] = {"in_place": in_place, "two_lanes": two_lanes, "route": route, "hosts": hosts}
     if pass_ == "backward":
         ways |= {"dgrad": dgrad, "halves": halves}
-        if straight:
-            ways |= {"gradient_route": "direct", "narrow": narrow}
+        if direct:
+            ways |= {"gradient_route": "direct", "narrow": rounded}
     return Lockstep(schedule_of(ranks, 0, op=op, pass_=pass_, **ways))
 
 
@@ -69,7 +69,7 @@ class RotationTime:
 
     operation: str
     ranks: int
-    pieces: int
+    chunks: int
     in_place: bool
     halves: bool
     dgrad: bool
@@ -120,53 +120,54 @@ def rotation_seconds(
     ring of two levels, where gradients cannot go straight home; 1: none.
 
     Durations come from the largest shard. The first launch of a pass takes `kernel_s`, the engine's own less. A linear
-    layer's gradients travel in halves where their hop outlasts a dgrad (rtp_ext.ring.routes.gate), and its products run
-    in two lanes where one leaves multiprocessors idle (csrc/ops/linear.cpp). Operations above the slot cap run piece by
-    piece. Both kinds of hop share one link: a backward takes no less than the bytes of both. Source: rtp_ext.timeline,
+    layer's gradients travel in halves where their hop outlasts a dgrad (rtp_ext/ring/routes/route_planner.py), and its
+    products run on two streams where one leaves multiprocessors idle (csrc/ops/linear.cpp). Operations above the slot
+    cap run chunk by chunk. Both kinds of hop share one link: a backward takes no less than the bytes of both.
+    Source: rtp_ext.timeline,
     arXiv 2311.01635.
     """
     ranks, op = group.ranks, _OPERATIONS[rotation.kind]
-    straight = gradient_route == "direct"
-    home_bytes = max(4, reduce_bytes) if straight else reduce_bytes
-    pieces = rotation.pieces(ranks, max(compute_bytes, home_bytes))
+    direct = gradient_route == "direct"
+    local_bytes = max(4, reduce_bytes) if direct else reduce_bytes
+    chunks = rotation.chunks(ranks, max(compute_bytes, local_bytes))
     weight_bytes = wire_bytes(travel, compute_bytes)
     gradient_bytes = wire_bytes(gradient_travel, reduce_bytes)
-    narrow = straight and gradient_bytes < home_bytes
+    rounded = direct and gradient_bytes < local_bytes
     cluster = group.cluster
     width = (product_bytes, experts_per_token)
     whole = _computes(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
     engine = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
-    one = _computes(rotation, tokens, ranks, pieces, cluster, engine, recompute, *width)
+    one = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width)
     values, back_values = (
-        _shard_values(weights, ranks) / pieces for weights in (rotation.weights, rotation.backward_weights)
+        _shard_values(weights, ranks) / chunks for weights in (rotation.weights, rotation.backward_weights)
     )
     sent = {"weight": values * weight_bytes, "gradient": values * gradient_bytes}
-    back, home = back_values * weight_bytes, values * home_bytes
+    back, local = back_values * weight_bytes, values * local_bytes
     besides = dict.fromkeys(one, 0.0)  # what widening and rounding take
     if weight_bytes < compute_bytes:
         besides["forward"] = besides["dgrad"] = traffic_s(sent["weight"] + values * compute_bytes, cluster, constants)
-    if narrow:
+    if rounded:
         rounds = (ranks - 1) / ranks  # a rank's part of its own gradient is not rounded
-        besides["wgrad"] = rounds * traffic_s(home + sent["gradient"], cluster, constants)
+        besides["wgrad"] = rounds * traffic_s(local + sent["gradient"], cluster, constants)
     one = {kind: time + besides[kind] for kind, time in one.items()}
     inside = dataclasses.replace(group, ranks=group.ranks // hosts) if hosts > 1 else group
     hops = {kind: hop_s(inside, size, constants) for kind, size in sent.items()}
     if hosts > 1:
         hops |= {f"outer {kind}": hop_s(group, size, constants) for kind, size in sent.items()}
-    copy = traffic_s(2 * home + sent["gradient"], cluster, constants)
+    copy = traffic_s(2 * local + sent["gradient"], cluster, constants)
     durations = {**one, **hops, "add": copy, "copy": traffic_s(2 * sent["weight"], cluster, constants)}
     backward_durations = {**durations, "weight": hop_s(inside, back, constants)}
     if hosts > 1:
         backward_durations["outer weight"] = hop_s(group, back, constants)
-    if straight:  # what arrives first is copied home
-        backward_durations["copy"] = traffic_s(home + sent["gradient"], cluster, constants)
+    if direct:  # what arrives first is copied home
+        backward_durations["copy"] = traffic_s(local + sent["gradient"], cluster, constants)
     dgrad = rotation.input_gradient and rotation.kind != "embedding"
-    halves = op == "linear" and not straight and hosts == 1 and hops["gradient"] > one["dgrad"]
-    moves = in_place and pieces == 1 and ranks > 1
+    halves = op == "linear" and not direct and hosts == 1 and hops["gradient"] > one["dgrad"]
+    moves = in_place and chunks == 1 and ranks > 1
     lanes = (False, False)
     if op == "linear" and ranks > 1 and hosts == 1:
-        lanes = _two_lanes(rotation, tokens, ranks * pieces, cluster)
-    filled = _computes(rotation, tokens, ranks, pieces, cluster, engine, recompute, *width, whole_waves=False)
+        lanes = _two_lanes(rotation, tokens, ranks * chunks, cluster)
+    filled = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, whole_waves=False)
     filled = {kind: time + besides[kind] for kind, time in filled.items()}
     kinds = (("forward",), ("dgrad", "wgrad") if dgrad or rotation.bundle else ("wgrad",))
     # beside each other, products take turns on the multiprocessors: no less than the work of their tiles
@@ -175,36 +176,36 @@ def rotation_seconds(
     ]
     way = ("two-level", hosts) if hosts > 1 else (route, 1)
     forward = lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0], False, False, *way).makespan(durations)
-    ways = (moves, halves, dgrad, lanes[1], straight, narrow, *way)
+    ways = (moves, halves, dgrad, lanes[1], direct, rounded, *way)
     backward = lockstep(ranks, op, "backward", *ways).makespan(backward_durations)
     both = (ranks - hosts) * (back + sent["gradient"]) / hop_bytes_per_s(inside, constants) if ranks > 1 else 0.0
     if hosts > 1:
         both = max(both, (hosts - 1) * (back + sent["gradient"]) / hop_bytes_per_s(group, constants))
     spans = (max(forward, work[0]), max(backward, work[1], both))
-    inner = pieces * (ranks - hosts)
+    inner = chunks * (ranks - hosts)
     busy = (inner * hops["weight"], inner * (backward_durations["weight"] * bool(back) + hops["gradient"]))
     first = max(0.0, constants.kernel_s - constants.engine_launch_s)
     return RotationTime(
         op,
         ranks,
-        pieces,
+        chunks,
         moves,
         halves,
         dgrad,
         lanes,
         backward_durations,
         (sum(whole[kind] for kind in kinds[0]), sum(whole[kind] for kind in kinds[1])),
-        (first + pieces * work[0], first + pieces * work[1]),
-        (pieces * forward, pieces * backward),
-        (first + pieces * spans[0], first + pieces * spans[1]),
+        (first + chunks * work[0], first + chunks * work[1]),
+        (chunks * forward, chunks * backward),
+        (first + chunks * spans[0], first + chunks * spans[1]),
         hosts,
         busy,
-        _host_s(rotation, group, constants, pieces, back > 0, 2 if halves else 1),
+        _host_s(rotation, group, constants, chunks, back > 0, 2 if halves else 1),
     )
 
 
 def _host_s(
-    rotation: RotatedOperation, group: Group, constants: TimeConstants, pieces: int, weights_back: bool, parts: int
+    rotation: RotatedOperation, group: Group, constants: TimeConstants, chunks: int, weights_back: bool, parts: int
 ) -> tuple[float, float]:
     """Forward and backward: hops and computes as `benchmarks/gpu/driver_calls.py` counts their calls, over `ce` inside
     a node and `nccl` between nodes. parts: that a gradient travels in."""
@@ -214,7 +215,7 @@ def _host_s(
         hop = host_constant("nccl_hop_calls") * constants.driver_call_s + constants.nccl_group_s
     products = sum(not weight.is_bias for weight in rotation.weights)
     compute = host_constant("compute_calls") * constants.driver_call_s + products * constants.engine_product_s
-    hops, computes = pieces * (group.ranks - 1), pieces * group.ranks - 1
+    hops, computes = chunks * (group.ranks - 1), chunks * group.ranks - 1
     return hops * hop + computes * compute, (weights_back + parts) * hops * hop + 2 * computes * compute
 
 
@@ -237,7 +238,7 @@ def _computes(
     rotation: RotatedOperation,
     tokens: int,
     ranks: int,
-    pieces: int,
+    chunks: int,
     cluster: Cluster,
     constants: TimeConstants,
     recompute: bool,
@@ -249,7 +250,7 @@ def _computes(
     """Seconds of one step with one shard (or piece of one) of the largest size."""
     matrices = [weight for weight in rotation.weights if not weight.is_bias]
     if rotation.kind == "embedding":  # rows are copied out and added in
-        values = sum(tokens * weight.shape[1] for weight in matrices) / (ranks * pieces)
+        values = sum(tokens * weight.shape[1] for weight in matrices) / (ranks * chunks)
         moved = traffic_s(4 * values, cluster, constants) + constants.kernel_s
         return {"forward": moved, "dgrad": 0.0, "wgrad": 2 * moved}
     seconds = {"forward": 0.0, "dgrad": 0.0, "wgrad": 0.0}
@@ -259,7 +260,7 @@ def _computes(
             experts, shape = -(-shape[0] // ranks), shape[1:]
             rows, cut = -(-tokens * experts_per_token // (ranks * experts)), 1
         else:
-            rows, cut = tokens, ranks * pieces
+            rows, cut = tokens, ranks * chunks
         outputs, inputs = (shape[0], -(-shape[1] // cut)) if weight.dim == 1 else (-(-shape[0] // cut), shape[1])
         product = Product("shard", rows, outputs, inputs, experts, element_bytes)
         dgrad, wgrad = product.backward()

@@ -183,14 +183,14 @@ class ModelSpec:
         Raises:
             ValueError: another model type, a missing size, or a file that is not a configuration.
         """
-        told, name = _read_config(config)
-        kind = told.get("model_type", "gpt2" if "n_embd" in told else "llama")
+        settings, name = _read_config(config)
+        kind = settings.get("model_type", "gpt2" if "n_embd" in settings else "llama")
         owner = f"configuration {name}"
 
         def need(key: str) -> Any:
-            if told.get(key) is None:
+            if settings.get(key) is None:
                 raise ValueError(f"{owner}: expected {key}, which a configuration of type {kind} has; it is missing")
-            return told[key]
+            return settings[key]
 
         if kind == "gpt2":
             return cls.gpt(
@@ -201,14 +201,14 @@ class ModelSpec:
                 vocab=need("vocab_size"),
                 seq=seq or need("n_positions"),
                 positions=need("n_positions"),
-                ffn=told.get("n_inner"),
-                tied=told.get("tie_word_embeddings", True),
+                ffn=settings.get("n_inner"),
+                tied=settings.get("tie_word_embeddings", True),
             )
         check_known(f"model_type of {owner}", kind, ("gpt2", *_LLAMA_TYPES))
         options: dict[str, Any] = dict(_LLAMA_TYPES[kind])
-        if told.get("attention_bias"):
+        if settings.get("attention_bias"):
             options |= {"qkv_bias": True, "projection_bias": True}
-        if told.get("mlp_bias"):
+        if settings.get("mlp_bias"):
             options["mlp_bias"] = True
         if kind == "mixtral":
             options |= {"experts": need("num_local_experts"), "experts_per_token": need("num_experts_per_tok")}
@@ -217,12 +217,12 @@ class ModelSpec:
             layers=need("num_hidden_layers"),
             hidden=need("hidden_size"),
             heads=need("num_attention_heads"),
-            kv_heads=told.get("num_key_value_heads"),
-            head_dim=told.get("head_dim"),
+            kv_heads=settings.get("num_key_value_heads"),
+            head_dim=settings.get("head_dim"),
             ffn=need("intermediate_size"),
             vocab=need("vocab_size"),
             seq=seq or need("max_position_embeddings"),
-            tied=told.get("tie_word_embeddings", False),
+            tied=settings.get("tie_word_embeddings", False),
             **options,
         )
 
@@ -306,16 +306,16 @@ def _read_config(config: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, A
     path = Path(config)
     if path.is_dir():
         path = path / "config.json"
-    told = read_json(path, "configuration")
-    return told, path.parent.name or path.name
+    settings = read_json(path, "configuration")
+    return settings, path.parent.name or path.name
 
 
 def read_json(path: str | Path, what: str) -> dict[str, Any]:
     """A JSON object from a file. Raises ValueError for one that cannot be read or is no object."""
     try:
-        told = json.loads(Path(path).read_text())
+        settings = json.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{what} {path}: {error}") from error
-    if not isinstance(told, dict):
-        raise ValueError(f"{what} {path}: expected a JSON object, got {type(told).__name__}")
-    return told
+    if not isinstance(settings, dict):
+        raise ValueError(f"{what} {path}: expected a JSON object, got {type(settings).__name__}")
+    return settings

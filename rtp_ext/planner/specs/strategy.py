@@ -43,7 +43,7 @@ class Strategy:
         zero: 0 none, 1 optimizer state, 2 and gradients, 3 and parameters (`fully_shard`).
         micro_batch: samples of one forward of one replica.
         recompute: of activations: `none`, `selective`, `full` (one input per layer is kept).
-        in_place: the home shards of RTP travel themselves, with one weight slot instead of two.
+        in_place: the local shards of RTP travel themselves, with one weight slot instead of two.
         bundle: RTP rotates MLPs and attention as bundles; `"recompute"`: keeps nothing of the hidden slices.
         fused_loss: vocabulary head and loss as one; no logits.
         param_dtype: what layers compute in. reduce_dtype: of gradients that are summed over ranks.
@@ -204,12 +204,12 @@ class Strategy:
                 )
         if self.in_place and (self.route == "two-level" or self.travel in ("bfloat16", "int8")):
             raise ValueError(
-                f"strategy: in_place moves the home shard itself: expected another route than two-level and no travel, "
-                f"got route {self.route!r} and travel {self.travel!r}"
+                f"strategy: in_place moves the local shard itself: expected another route than two-level and no "
+                f"travel, got route {self.route!r} and travel {self.travel!r}"
             )
         if self.gradient_travel is not None and self.gradient_route != "direct":
             raise ValueError(
-                "strategy: gradient_travel int8 needs gradient_route direct: a travelling sum is never requantised"
+                "strategy: gradient_travel int8 needs gradient_route direct: a travelling sum is never requantized"
             )
         if self.gradient_route == "direct" and self.route == "two-level":
             raise ValueError("strategy: two levels have a gradient route of their own: expected chain, got direct")

@@ -127,7 +127,7 @@ def _wire(name: str, group: Group, size: float, constants: TimeConstants) -> lis
 
 def _rotation(time: RotationTime) -> list[str]:
     kinds = ", ".join(f"{name} {seconds_text(seconds)} s" for name, seconds in time.durations.items())
-    variant = [f"{time.pieces} pieces"] if time.pieces > 1 else []
+    variant = [f"{time.chunks} pieces"] if time.chunks > 1 else []
     variant += ["gradients in halves"] if time.halves else []
     variant += ["in place"] if time.in_place else []
     variant += [f"two levels, {time.hosts} nodes"] if time.hosts > 1 else []

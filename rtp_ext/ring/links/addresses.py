@@ -29,7 +29,7 @@ def own_address(exchange: Callable[[Any], list[Any]]) -> str:
         address = _native.interface_address(interface) if interface else _toward(_rendezvous())
     except RotationError as error:
         problem = error
-    others = [told for told in exchange(address) if not ipaddress.ip_address(told.split("%")[0]).is_loopback]
+    others = [answers for answers in exchange(address) if not ipaddress.ip_address(answers.split("%")[0]).is_loopback]
     if problem is not None:
         raise problem
     return _toward(others[0]) if others and address not in others and not interface else address

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from rtp_ext._native import RingTimeout
+from rtp_ext.ring.links.failure_report import FailureReport, broken_links, cut
 from rtp_ext.ring.links.options import TransportOptions
-from rtp_ext.ring.links.roll import Roll, broken_links, cut
 
 if TYPE_CHECKING:
     from rtp_ext.ring.links.hosts import Hosts
@@ -47,7 +47,7 @@ class Groups:
     _collective: dist.ProcessGroup | None = None  # for tensors on the device
     _groups: list[dist.ProcessGroup]
     companions: tuple[Groups, ...] = ()  # end with this one
-    roll: Roll | None = None
+    failure_report: FailureReport | None = None
     _member, _others = "rank", "a rank of the ring"  # in errors
 
     def _open_groups(self, members: list[int]) -> None:
@@ -93,11 +93,13 @@ class Groups:
         cut(groups)
         self.drop_groups()
         # A forked process is no rank, and its connection to the store is another's.
-        if self.roll is None or self._world is not dist.group.WORLD or os.getpid() != self._owner:
+        if self.failure_report is None or self._world is not dist.group.WORLD or os.getpid() != self._owner:
             return
         note: str = "" if self._executor is None else self._executor.fail("")
         text = str(error).removesuffix(note)
-        verdict = self.roll.call(text, own, broken, seen, suspects, self._members if near is None else near, ended)
+        verdict = self.failure_report.call(
+            text, own, broken, seen, suspects, self._members if near is None else near, ended
+        )
         if verdict:
             error.args = (text + verdict + note,)
 
@@ -182,9 +184,9 @@ class Groups:
     def _gather_bytes(self, mine: bytes, width: int) -> list[bytes]:
         """The first `width` bytes of every rank's, filled up with zeros. Collective."""
         padded = torch.frombuffer(bytearray(mine[:width].ljust(width, b"\0")), dtype=torch.uint8)
-        told = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")  # whatever the default device is
-        self._collectively("exchange", _all_gather_single, told, padded, group=self._control)
-        return [text.numpy().tobytes() for text in told.view(self.size, width)]
+        answers = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")  # whatever the default device is
+        self._collectively("exchange", _all_gather_single, answers, padded, group=self._control)
+        return [text.numpy().tobytes() for text in answers.view(self.size, width)]
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
         """Shards [n] of equal size to [R, n]. For what is too small to rotate. Collective."""

@@ -26,7 +26,7 @@ class Hosts:
 
     of: tuple[int, ...]
     unlevel: str | None
-    apart: str | None = None
+    spread: str | None = None
 
     @property
     def count(self) -> int:
@@ -42,11 +42,11 @@ class Hosts:
         return [self.of.count(host) for host in range(self.count)]
 
     @classmethod
-    def among(cls, places: list[Any], apart: str | None = None) -> Hosts:
+    def among(cls, places: list[Any], spread: str | None = None) -> Hosts:
         """Of ranks that say where they are: in any values that are equal on those that reach each other's memory."""
         numbers: dict[Any, int] = {}
         hosts = cls(tuple([numbers.setdefault(place, len(numbers)) for place in places]), None)
-        return cls(hosts.of, hosts._unlevel(), apart)
+        return cls(hosts.of, hosts._unlevel(), spread)
 
     @classmethod
     def even(cls, ranks: int, hosts: int, route: str) -> Hosts:

@@ -53,7 +53,7 @@ def candidates(ring: Groups) -> list[Candidate]:
     """The transports for the device of `ring`, the preferred one first."""
     c10d = Candidate("c10d", "any backend of torch.distributed", lambda: None, _make_c10d)
     if ring.device.type == "cpu":
-        shm = Candidate("shm", "memory shared by CPU processes of one host", lambda: ring.placed.apart, _make_shm)
+        shm = Candidate("shm", "memory shared by CPU processes of one host", lambda: ring.placed.spread, _make_shm)
         tcp = Candidate("tcp", "sockets between CPUs of any hosts", lambda: None, _make_tcp)
         levels = [
             Candidate(f"shm+{outer.name}", f"shared memory inside hosts, {outer.virtue} between them", refusal, make)

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rtp_ext._native import share_version
-from rtp_ext.ring.autograd import come_home, first_order_only, keep_way_home
-from rtp_ext.ring.enrolled import collectively_on
-from rtp_ext.ring.mesh import followed, home_placements, own_part
+from rtp_ext.ring.autograd import deliver_gradient, first_order_only, save_delivery
+from rtp_ext.ring.mesh import followed, local_placements, own_part
+from rtp_ext.ring.registry import collectively_on
 
 
 def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
@@ -119,7 +119,7 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, parameter: DTensor, stock: Callable[..., torch.Tensor]):
-        keep_way_home(ctx, parameter)
+        save_delivery(ctx, parameter)
         whole = stock(parameter.detach()).clone()
         share_version(whole, parameter)
         return whole
@@ -133,7 +133,7 @@ class _FullTensor(torch.autograd.Function):
         mean = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         collectively_on(mesh, "full_tensor backward", dist.all_reduce, mean, group=ring)
         mean.div_(ranks)
-        mean = own_part(mean, mesh, home_placements(ctx.spec))
+        mean = own_part(mean, mesh, local_placements(ctx.spec))
         mean = mean if ctx.kept is None else ctx.kept.memory.load(mean)
         # a copy: the gradient must not keep the whole one alive
-        return come_home(ctx, mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)), None
+        return deliver_gradient(ctx, mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)), None

@@ -33,15 +33,15 @@ class GradientRoutes:
     travel: str | None = None
     reason: str = ""
 
-    def straight(self, route: str, reduce_dtype: torch.dtype) -> bool:
+    def direct(self, route: str, reduce_dtype: torch.dtype) -> bool:
         """Whether gradients of a layer on this route go straight home."""
         if route in ("gather", "two-level"):  # whose gradients have a way of their own
             return False
         return self.route == "direct" or (self.route == BY_DTYPE and reduce_dtype.itemsize == 2)
 
-    def home_dtype(self, route: str, reduce_dtype: torch.dtype) -> torch.dtype:
+    def local_dtype(self, route: str, reduce_dtype: torch.dtype) -> torch.dtype:
         """Of a gradient that has come home."""
-        narrow = self.straight(route, reduce_dtype) and reduce_dtype.itemsize == 2
+        narrow = self.direct(route, reduce_dtype) and reduce_dtype.itemsize == 2
         return torch.float32 if narrow else reduce_dtype
 
 
@@ -64,7 +64,7 @@ class ComingHome:
         """What gradients travel in; None: their reduce dtype."""
         return self.gradients.travel
 
-    def landing_after(self) -> int:
+    def deferred_after(self) -> int:
         """The operation that is called now may let its gradients land late: where in the order of a backward, which is
         that of autograd's sequence numbers, they have to. Once the `late_gradients` operations called before this one,
         which are the next in a backward, have posted their hops."""
@@ -81,7 +81,7 @@ class ComingHome:
             raise
 
 
-def check_wishes(route: str, travel: str | None, hop_route: str, halves: bool | None) -> None:
+def check_requested(route: str, travel: str | None, hop_route: str, halves: bool | None) -> None:
     """Raises ValueError for what is unknown, or cannot be together on any ring."""
     if route not in GRADIENT_ROUTES:
         raise ValueError(f"Ring: expected gradient_route one of {', '.join(GRADIENT_ROUTES)}, got {route!r}")
@@ -97,7 +97,7 @@ def check_wishes(route: str, travel: str | None, hop_route: str, halves: bool | 
 
 _SUMS = (
     "Ring: expected gradient_route direct where gradients travel in int8: a partial sum that is "
-    "quantised again at every rank loses more with each"
+    "quantized again at every rank loses more with each"
 )
 
 
@@ -117,19 +117,19 @@ def choose_gradient_route(
             "ranks), whose gradients are summed inside hosts first, got 'direct'; with route='ring' they take it"
         )
     if hop_route == "two-level":
-        taken = GradientRoutes("chain", None, "gradients of two levels are summed inside hosts first")
+        selected = GradientRoutes("chain", None, "gradients of two levels are summed inside hosts first")
     elif wish != "auto":
         return GradientRoutes(wish, travel, "it was asked for")
     elif not _equal_cost(ring, transport):
         shared = "the ranks of a host share its link to others"
-        taken = GradientRoutes("chain", None, shared if hosts.count > 1 else "devices do not all reach each other")
+        selected = GradientRoutes("chain", None, shared if hosts.count > 1 else "devices do not all reach each other")
     elif travel is not None:
         return GradientRoutes("direct", travel, f"gradients travel in {travel}")
     else:
         return GradientRoutes(BY_DTYPE, None, "every rank reaches every other at the cost of a neighbour")
     if travel is not None:
-        raise ValueError(f"{_SUMS}; here they take the chain, because {taken.reason}")
-    return taken
+        raise ValueError(f"{_SUMS}; here they take the chain, because {selected.reason}")
+    return selected
 
 
 def _equal_cost(ring: Groups, transport: str) -> bool:

@@ -27,9 +27,9 @@ from rtp_ext.parameters.gather import GatherPlan, gather
 from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import held, shard_parameter
 from rtp_ext.ring import Ring
-from rtp_ext.ring.alike import expect_alike
 from rtp_ext.ring.autograd import first_order_only, unseen
-from rtp_ext.ring.enrolled import enrol
+from rtp_ext.ring.registry import register
+from rtp_ext.ring.replicated_gradients import check_replicated_gradient
 
 # Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
 # once in a forward. Autograd keeps them for backward in any case; larger ones are gathered when they are used.
@@ -48,7 +48,7 @@ class ForwardScope:
         self.small: list[GatheredModule] = []  # gathered all at once in a forward of the whole model
         self.gathered: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}  # by id of the owner
         # For what a compiler traces:
-        self._rtp_number = enrol(self)
+        self._rtp_number = register(self)
         self.handed = False  # whether the small ones have been gathered for the forward that runs
         self.in_graph: list[torch.Tensor] | None = None  # the same, where the whole forward is one graph that is made
 
@@ -250,7 +250,7 @@ def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict
     if isinstance(module, GatheredRNN):
         module.list_registered()
     module.__dict__["_rtp_wholes"] = None
-    module.__dict__["_rtp_number"] = enrol(module)
+    module.__dict__["_rtp_number"] = register(module)
     module.__dict__["_rtp_first"] = sum(len(each._rtp_gathered) for each in scope.small) if size <= _SMALL else -1
     if size <= _SMALL:
         scope.small.append(module)  # type: ignore[arg-type]
@@ -287,7 +287,7 @@ def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: Oute
         if outer is not None:
             dense = outer.reduce_whole(dense, name, unit)
         if ring.tensor_mesh is not None and ring.parameter_mesh is not None:
-            expect_alike(compared, dense, ring.parameter_mesh)
+            check_replicated_gradient(compared, dense, ring.parameter_mesh)
         return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
     # Not when the gradient has accumulated: torch.autograd.grad, which zero-bubble pipelines use, accumulates nothing.

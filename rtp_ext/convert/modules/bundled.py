@@ -15,7 +15,7 @@ from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.nn.mlp import bound_mlp, bundled_mlp
 from rtp_ext.parameters.live import LiveModule, mixin_of
 from rtp_ext.ring import Prepared
-from rtp_ext.ring.enrolled import enrol
+from rtp_ext.ring.registry import register
 
 logger = logging.getLogger("rtp_ext")
 
@@ -51,7 +51,7 @@ class BundledMLP(LiveModule):
         self.__dict__["mlp_seen"] = self._parts(spec)  # not by setattr, which would register modules
         self.__dict__["mlp_intact"] = True
         self.__dict__["_prepared"] = Prepared(sharded=True)
-        self.__dict__["_rtp_number"] = enrol(self)
+        self.__dict__["_rtp_number"] = register(self)
 
     def _parts(self, spec: MLPSpec) -> list[Any]:
         """What stands between the layers, and the names of the block's modules."""

@@ -1,4 +1,4 @@
-#include "device/lanes.h"
+#include "device/streams.h"
 
 #include <thread>
 
@@ -8,13 +8,13 @@ namespace rtp {
 
 Moment host_moment(HostClock::time_point time) { return std::make_shared<HostClock::time_point>(time); }
 
-double Lanes::seconds(const Moment& from, const Moment& to) {
+double Streams::seconds(const Moment& from, const Moment& to) {
   const auto time = [](const Moment& moment) { return *std::static_pointer_cast<HostClock::time_point>(moment); };
   return std::chrono::duration<double>(time(to) - time(from)).count();
 }
 
-void Lanes::begin_aside(bool) { RTP_ASSERT(false, "these lanes have no graphs"); }
+void Streams::begin_aside(bool) { RTP_ASSERT(false, "these lanes have no graphs"); }
 
-void Lanes::delay(Channel, std::chrono::microseconds time) { std::this_thread::sleep_for(time); }
+void Streams::delay(Channel, std::chrono::microseconds time) { std::this_thread::sleep_for(time); }
 
 }  // namespace rtp

@@ -12,7 +12,7 @@
 namespace rtp {
 
 // A point of the compute lane that another lane can wait for. Null on the host.
-using Mark = std::shared_ptr<void>;
+using StreamEvent = std::shared_ptr<void>;
 
 // A point of a lane in time: a time of the host's steady clock, or a timing event of the lane's CUDA stream.
 using Moment = std::shared_ptr<void>;
@@ -28,16 +28,16 @@ class Graph {
 using HostClock = std::chrono::steady_clock;  // shared by all processes of a host
 Moment host_moment(HostClock::time_point time = HostClock::now());
 
-class Lanes {
+class Streams {
  public:
-  virtual ~Lanes() = default;
+  virtual ~Streams() = default;
 
-  virtual Mark mark_compute() { return nullptr; }
-  virtual void order_compute_after(const Mark&) {}
-  virtual void order_channel_after(Channel, const Mark&) {}
+  virtual StreamEvent record_compute() { return nullptr; }
+  virtual void order_compute_after(const StreamEvent&) {}
+  virtual void order_channel_after(Channel, const StreamEvent&) {}
 
   // What is enqueued next goes to this compute lane: 0 is the caller's, 1 runs beside it.
-  virtual void select_compute_lane(int) {}
+  virtual void select_compute_stream(int) {}
   // Of the device that computes; 0 for a CPU.
   virtual int multiprocessors() const { return 0; }
   // Tells captures of a CUDA graph apart; 0 outside. Marks of one mean nothing in another.
@@ -75,27 +75,27 @@ class Lanes {
 };
 
 // A pass, for as long as it lives.
-class LanesPass {
+class StreamsPass {
  public:
-  explicit LanesPass(Lanes& lanes) : lanes_(lanes) { lanes.begin_pass(); }
-  LanesPass(const LanesPass&) = delete;
-  LanesPass& operator=(const LanesPass&) = delete;
-  ~LanesPass() { lanes_.end_pass(); }
+  explicit StreamsPass(Streams& streams) : lanes_(streams) { streams.begin_pass(); }
+  StreamsPass(const StreamsPass&) = delete;
+  StreamsPass& operator=(const StreamsPass&) = delete;
+  ~StreamsPass() { lanes_.end_pass(); }
 
  private:
-  Lanes& lanes_;
+  Streams& lanes_;
 };
 
 // The calling thread enqueues work for as long as it lives: what its calls have in common is done once.
-class LanesScope {
+class StreamsScope {
  public:
-  explicit LanesScope(Lanes& lanes) : lanes_(lanes) { lanes.enter(); }
-  LanesScope(const LanesScope&) = delete;
-  LanesScope& operator=(const LanesScope&) = delete;
-  ~LanesScope() { lanes_.leave(); }
+  explicit StreamsScope(Streams& streams) : lanes_(streams) { streams.enter(); }
+  StreamsScope(const StreamsScope&) = delete;
+  StreamsScope& operator=(const StreamsScope&) = delete;
+  ~StreamsScope() { lanes_.leave(); }
 
  private:
-  Lanes& lanes_;
+  Streams& lanes_;
 };
 
 }  // namespace rtp

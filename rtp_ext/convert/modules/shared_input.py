@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from rtp_ext.functional import rotated_linears
-from rtp_ext.functional._call import Call, Home
+from rtp_ext.functional._call import Call, ShardedParameter
 from rtp_ext.functional.linear import prepare_linears
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.ring import Prepared
-from rtp_ext.ring.enrolled import enrol
+from rtp_ext.ring.registry import register
 
 logger = logging.getLogger("rtp_ext")
 
@@ -35,7 +35,7 @@ class SharedInput:
         self.name = name
         self.shared = True
         self.prepared = Prepared(sharded=True)
-        self._rtp_number = enrol(self)
+        self._rtp_number = register(self)
         self.in_graph: Any = None  # an input, modes, and outputs that nobody has asked for yet, while a graph is made
         self._source: Any = None  # weak, so that an input lives no longer than it would
         self._key: Any = None
@@ -70,7 +70,7 @@ class SharedInput:
         """The same while a compiler makes a graph."""
         if not self.shared or not isinstance(x, torch.Tensor):
             return None
-        place: int = layer.together_place  # type: ignore[assignment]
+        place: int = layer.shared_input_place  # type: ignore[assignment]
         mode = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
         weights = [p for each in self.layers for p in (each.weight, each.bias) if p is not None]
         if self.in_graph is not None:
@@ -93,10 +93,10 @@ class SharedInput:
     def _bound(self, _operation: str) -> Bound:
         first = self.layers[0]
 
-        def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[Home], tuple[Any, ...]]:
+        def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
             weights, biases = [each.weight for each in self.layers], [each.bias for each in self.layers]
-            homes, bundle = prepare_linears(call, self.prepared, inputs, weights, biases, None, False)
-            return homes, (bundle,)
+            params, bundle = prepare_linears(call, self.prepared, inputs, weights, biases, None, False)
+            return params, (bundle,)
 
         return Bound(first.ring, self.name, first.in_place, first.mp_policy.reduce_dtype, prepare)
 

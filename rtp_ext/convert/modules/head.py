@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.convert.parts.bundled import unhooked
+from rtp_ext.convert.modules.bundled import unhooked
 from rtp_ext.families.blocks import has_usual_loss
 from rtp_ext.functional import rotated_linear_cross_entropy
 from rtp_ext.functional.torch_compile import traced

@@ -1,7 +1,7 @@
 // Tests run these kernels on emulated threads. None of them has run on a GPU yet.
-#include "base/quantised.h"
+#include "base/quantized.h"
 #include "kernels/common/windows.cuh"
-#include "kernels/quantise.h"
+#include "kernels/quantize.h"
 
 namespace rtp {
 namespace {
@@ -37,9 +37,9 @@ __device__ void for_windows_of_warps(int64_t numbers, Body&& body) {
 
 // The lanes that share a block of numbers find its largest magnitude together.
 template <typename T>
-__global__ void quantise(QuantiseParameters parameters) {
+__global__ void quantize(QuantizeParameters parameters) {
   constexpr int kWidth = kWindow<T>;
-  constexpr int kLanes = kQuantiseBlock / kWidth;
+  constexpr int kLanes = kQuantizeBlock / kWidth;
   const T* const from = static_cast<const T*>(parameters.values);
   for_windows_of_warps<kWidth>(parameters.numbers, [&](int64_t first) {
     float values[kWidth];
@@ -47,13 +47,14 @@ __global__ void quantise(QuantiseParameters parameters) {
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) most = larger(most, bits_of(values[i]) & kMagnitude);
-    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) most = larger(most, __shfl_xor_sync(kAllLanes, most, lanes));
+    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
+      most = larger(most, __shfl_xor_sync(kAllLanes, most, lanes));
     if (first >= parameters.numbers) return;
     const float largest = float_of(most);
-    const bool zero = largest < kQuantiseLeast;
+    const bool zero = largest < kQuantizeLeast;
     const bool finite = most < kInfinity;
-    if (first % kQuantiseBlock == 0) {
-      parameters.scales[first / kQuantiseBlock] =
+    if (first % kQuantizeBlock == 0) {
+      parameters.scales[first / kQuantizeBlock] =
           finite ? (zero ? 0.0f : largest / 127.0f) : float_of(kInfinity | 0x400000);
     }
     const float inverse = finite && !zero ? 127.0f / largest : 0.0f;
@@ -75,7 +76,7 @@ __global__ void quantise(QuantiseParameters parameters) {
 }
 
 template <typename T>
-__global__ void dequantise(DequantiseParameters parameters) {
+__global__ void dequantize(DequantizeParameters parameters) {
   constexpr int kWidth = kWindow<T>;
   const int8_t* const from = parameters.rounded;
   T* const out = static_cast<T*>(parameters.out);
@@ -88,7 +89,7 @@ __global__ void dequantise(DequantiseParameters parameters) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) rounded[i] = first + i < parameters.numbers ? from[first + i] : int8_t{0};
     }
-    const float scale = parameters.scales[first / kQuantiseBlock];
+    const float scale = parameters.scales[first / kQuantizeBlock];
     float values[kWidth];
     if (parameters.add) {
       load_floats<kWidth>(values, out, first, parameters.numbers);
@@ -103,7 +104,7 @@ __global__ void dequantise(DequantiseParameters parameters) {
 }
 
 template <typename T>
-__global__ void add_widened(AddWidenedParameters parameters) {
+__global__ void add_converted(AddConvertedParameters parameters) {
   constexpr int kWidth = kWindow<T>;
   const T* const from = static_cast<const T*>(parameters.values);
   for_windows_of_warps<kWidth>(parameters.numbers, [&](int64_t first) {
@@ -124,41 +125,41 @@ LaunchShape shape_of(int64_t numbers) {
 
 }  // namespace
 
-int launch_quantise(const QuantiseParameters& parameters, void* stream) {
+int launch_quantize(const QuantizeParameters& parameters, void* stream) {
   const int64_t numbers = parameters.numbers;
   if (numbers == 0) return 0;
   switch (parameters.type) {
     case Element::float32:
-      return launch(quantise<float>, shape_of<float>(numbers), stream, parameters);
+      return launch(quantize<float>, shape_of<float>(numbers), stream, parameters);
     case Element::bfloat16:
-      return launch(quantise<__nv_bfloat16>, shape_of<__nv_bfloat16>(numbers), stream, parameters);
+      return launch(quantize<__nv_bfloat16>, shape_of<__nv_bfloat16>(numbers), stream, parameters);
     case Element::float16:
-      return launch(quantise<__half>, shape_of<__half>(numbers), stream, parameters);
+      return launch(quantize<__half>, shape_of<__half>(numbers), stream, parameters);
   }
   return 0;
 }
 
-int launch_dequantise(const DequantiseParameters& parameters, void* stream) {
+int launch_dequantize(const DequantizeParameters& parameters, void* stream) {
   const int64_t numbers = parameters.numbers;
   if (numbers == 0) return 0;
   switch (parameters.type) {
     case Element::float32:
-      return launch(dequantise<float>, shape_of<float>(numbers), stream, parameters);
+      return launch(dequantize<float>, shape_of<float>(numbers), stream, parameters);
     case Element::bfloat16:
-      return launch(dequantise<__nv_bfloat16>, shape_of<__nv_bfloat16>(numbers), stream, parameters);
+      return launch(dequantize<__nv_bfloat16>, shape_of<__nv_bfloat16>(numbers), stream, parameters);
     case Element::float16:
-      return launch(dequantise<__half>, shape_of<__half>(numbers), stream, parameters);
+      return launch(dequantize<__half>, shape_of<__half>(numbers), stream, parameters);
   }
   return 0;
 }
 
-int launch_add_widened(const AddWidenedParameters& parameters, void* stream) {
+int launch_add_converted(const AddConvertedParameters& parameters, void* stream) {
   const int64_t numbers = parameters.numbers;
   if (numbers == 0) return 0;
   if (parameters.type == Element::bfloat16) {
-    return launch(add_widened<__nv_bfloat16>, shape_of<__nv_bfloat16>(numbers), stream, parameters);
+    return launch(add_converted<__nv_bfloat16>, shape_of<__nv_bfloat16>(numbers), stream, parameters);
   }
-  return launch(add_widened<__half>, shape_of<__half>(numbers), stream, parameters);
+  return launch(add_converted<__half>, shape_of<__half>(numbers), stream, parameters);
 }
 
 }  // namespace rtp

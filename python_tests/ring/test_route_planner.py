@@ -8,8 +8,8 @@ from reference import assert_same, chunk, random
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear
-from rtp_ext.ring.routes import gate
-from rtp_ext.ring.routes.gate import Device, LayerSize, Link, decide, gemm_seconds, predict
+from rtp_ext.ring.routes import route_planner
+from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link, decide, gemm_seconds, predict
 
 LINK = Link(bytes_per_second=400e9, seconds_per_hop=6e-6, source="assumed")
 DEVICE = Device(flops=650e12, multiprocessors=132, seconds_per_launch=4e-6, source="assumed")
@@ -41,7 +41,7 @@ def test_a_large_layer_is_never_gathered():
     layer = LayerSize(14336, 4096, 2, 4)
     fast = Link(4e12, 6e-6, "assumed")
     seconds = predict(RANKS, 16, layer, fast, DEVICE)
-    assert seconds["gather"] < gate.MARGIN * seconds["rotate"], "control: by time alone it would be"
+    assert seconds["gather"] < route_planner.MARGIN * seconds["rotate"], "control: by time alone it would be"
     assert _plan(16, layer, link=fast).route == "direct"
 
 
@@ -60,15 +60,15 @@ def test_nothing_to_decide(change):
 
 def test_a_cpu_and_an_emulated_ring_decide_nothing():
     ring = rtp_ext.Ring.emulated(4)
-    assert ring.gate.link is None and gate.device_of(torch.device("cpu"), torch.float32) is None
+    assert ring.gate.link is None and route_planner.device_of(torch.device("cpu"), torch.float32) is None
     with pytest.raises(ValueError, match="at least 2 ranks, got 1"):
         rtp_ext.Ring.emulated(1).measure_link()
 
 
 def test_devices_of_different_kinds_decide_nothing(monkeypatch):
     slow = Device(flops=1e9, multiprocessors=0, seconds_per_launch=20e-6, source="assumed")
-    monkeypatch.setattr(gate, "device_of", lambda device, dtype: slow)
-    deciding = gate.Gate(4, torch.device("cpu"), "direct", "auto", None)
+    monkeypatch.setattr(route_planner, "device_of", lambda device, dtype: slow)
+    deciding = route_planner.RoutePlanner(4, torch.device("cpu"), "direct", "auto", None)
     deciding.link = LINK
     layer = LayerSize(24, 16, 8, 8)
     assert deciding.plan("alike", 1, layer, torch.float64).route == "gather", "control"
@@ -80,7 +80,7 @@ def test_devices_of_different_kinds_decide_nothing(monkeypatch):
 def _decides(rank, ranks):
     """The ranks have different numbers of tokens, on both sides of the border: the largest number decides for all."""
     slow = Device(flops=1e9, multiprocessors=0, seconds_per_launch=20e-6, source="assumed")
-    gate.device_of = lambda device, dtype: slow
+    route_planner.device_of = lambda device, dtype: slow
     cases, weight = Cases(), random(24, 16, dtype=torch.float64, seed=1)
     layer = LayerSize(24, 16, 8, 8)
     border = next(2**k for k in range(24) if _plan(2**k, layer, device=slow, ranks=ranks).route != "gather")
@@ -88,9 +88,9 @@ def _decides(rank, ranks):
     for name, tokens in {"few": border // 4, "many on one rank": 2 * border if rank == 0 else border // 4}.items():
         ring = rtp_ext.Ring(transport="shm", timeout=60.0)
         ring.gate.link = LINK
-        home = chunk(weight, ranks, rank).clone()
+        local = chunk(weight, ranks, rank).clone()
         x = random(tokens, 16, dtype=torch.float64, seed=2 + rank)
-        y = rotated_linear(x, home, ring=ring, name=name)
+        y = rotated_linear(x, local, ring=ring, name=name)
         with cases.case(name):
             assert_same(y, F.linear(x, weight), 1e-10, "output")
         routes.append(ring.gate.plans[name].route)

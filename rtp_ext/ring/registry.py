@@ -33,7 +33,7 @@ def name_ring(ring: Ring) -> None:
     _rings[ring.name] = ring
 
 
-def enrol(owner: Any) -> torch.Tensor:
+def register(owner: Any) -> torch.Tensor:
     """A number by which graphs find a layer, a bundle or a model. A copy of it needs another."""
     number = next(_numbers)
     _owners[number] = owner

@@ -1,5 +1,5 @@
 // Numbers in eight bits with a scale for each block, and sums in float32 of what has fewer bits. Plain pointers. The
-// bytes are those of compute/quantise.cpp on a CPU, for which the build keeps products and sums apart (CMakeLists.txt).
+// bytes are those of compute/quantize.cpp on a CPU, for which the build keeps products and sums apart (CMakeLists.txt).
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,15 @@
 
 namespace rtp {
 
-struct QuantiseParameters {
+struct QuantizeParameters {
   Element type;  // of the values
   int64_t numbers;
   const void* values;
   int8_t* rounded;  // at a multiple of 4
-  float* scales;    // of every kQuantiseBlock of them
+  float* scales;    // of every kQuantizeBlock of them
 };
 
-struct DequantiseParameters {
+struct DequantizeParameters {
   Element type;  // of `out`
   int64_t numbers;
   const int8_t* rounded;
@@ -25,7 +25,7 @@ struct DequantiseParameters {
   bool add;  // to what is there, instead of overwriting it
 };
 
-struct AddWidenedParameters {
+struct AddConvertedParameters {
   Element type;  // of the values: 16 bits
   int64_t numbers;
   const void* values;
@@ -33,8 +33,8 @@ struct AddWidenedParameters {
 };
 
 // Enqueue on `stream` (a cudaStream_t). Return the cudaError_t of the launch.
-int launch_quantise(const QuantiseParameters& parameters, void* stream);
-int launch_dequantise(const DequantiseParameters& parameters, void* stream);
-int launch_add_widened(const AddWidenedParameters& parameters, void* stream);
+int launch_quantize(const QuantizeParameters& parameters, void* stream);
+int launch_dequantize(const DequantizeParameters& parameters, void* stream);
+int launch_add_converted(const AddConvertedParameters& parameters, void* stream);
 
 }  // namespace rtp

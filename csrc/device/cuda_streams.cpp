@@ -1,4 +1,4 @@
-#include "device/cuda_lanes.h"
+#include "device/cuda_streams.h"
 
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
@@ -62,7 +62,7 @@ DeviceScope::~DeviceScope() {
   if (before_ != device_) static_cast<void>(c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(before_)));
 }
 
-CudaLanes::CudaLanes(at::Device device) : device_(device) {
+CudaStreams::CudaStreams(at::Device device) : device_(device) {
   const DeviceScope scope(device);
   for (Stream& stream : streams_) stream = Stream::highest_priority();
   side_ = Stream::with_priority(0);
@@ -71,52 +71,52 @@ CudaLanes::CudaLanes(at::Device device) : device_(device) {
   RTP_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, current));
 }
 
-Mark CudaLanes::mark(cudaStream_t stream) const {
+StreamEvent CudaStreams::event(cudaStream_t stream) const {
   const DeviceScope scope(device_);
   auto event = events_.take();
   event->record(stream, capture());
   return event;
 }
 
-uint64_t CudaLanes::capture() const {
+uint64_t CudaStreams::capture() const {
   if (capture_) return *capture_;
   const DeviceScope scope(device_);  // the default stream is that of the current device
   return capture_of(restore_ ? main_ : compute());
 }
 
-void CudaLanes::begin_pass() {
+void CudaStreams::begin_pass() {
   capture_.reset();
   capture_ = capture();
   ++passes_;
 }
 
-void CudaLanes::end_pass() {
+void CudaStreams::end_pass() {
   if (--passes_ == 0) capture_.reset();
 }
 
-void CudaLanes::enter() {
+void CudaStreams::enter() {
   if (entered_++ == 0) scope_.emplace(device_);
 }
 
-void CudaLanes::leave() {
+void CudaStreams::leave() {
   if (--entered_ == 0) scope_.reset();
 }
 
-Moment CudaLanes::moment(cudaStream_t stream) const {
+Moment CudaStreams::moment(cudaStream_t stream) const {
   const DeviceScope scope(device_);
   auto event = std::make_shared<Event>(Event::timing());
   event->record(stream);
   return event;
 }
 
-void CudaLanes::block(cudaStream_t stream, const Mark& mark, uint64_t within) const {
-  if (!mark) return;
+void CudaStreams::block(cudaStream_t stream, const StreamEvent& after, uint64_t within) const {
+  if (!after) return;
   const DeviceScope scope(device_);  // the default stream is that of the current device
-  const auto event = std::static_pointer_cast<Event>(mark);
+  const auto event = std::static_pointer_cast<Event>(after);
   if (event->capture() == within) event->block(stream);
 }
 
-void CudaLanes::select_compute_lane(int lane) {
+void CudaStreams::select_compute_stream(int lane) {
   if ((lane == 1) == (restore_ != nullptr)) return;
   if (lane == 1) {
     const auto before = c10::cuda::getCurrentCUDAStream(device_.index());
@@ -132,12 +132,12 @@ void CudaLanes::select_compute_lane(int lane) {
 // On a stream of our own: the caller's may be the default stream, which cannot be captured. What is allocated there
 // before it is captured, as a workspace of cuBLAS, is not a graph's. In this thread only: what other threads call of
 // CUDA meanwhile, the watchdog and those of torch, is none of this capture's business.
-void CudaLanes::begin_aside(bool captured) {
+void CudaStreams::begin_aside(bool captured) {
   RTP_ASSERT(from_ == nullptr && restore_ == nullptr, "work goes aside already");
   const DeviceScope scope(device_);
   if (aside_.get() == nullptr) aside_ = Stream::with_priority(0);
   const auto before = c10::cuda::getCurrentCUDAStream(device_.index());
-  std::static_pointer_cast<Event>(mark(before.stream()))->block(aside_.get());
+  std::static_pointer_cast<Event>(event(before.stream()))->block(aside_.get());
   from_ = std::make_shared<c10::cuda::CUDAStream>(before);
   c10::cuda::setCurrentCUDAStream(c10::cuda::getStreamFromExternal(aside_.get(), device_.index()));
   if (!captured) return;
@@ -153,7 +153,7 @@ void CudaLanes::begin_aside(bool captured) {
   }
 }
 
-std::shared_ptr<Graph> CudaLanes::end_aside() {
+std::shared_ptr<Graph> CudaStreams::end_aside() {
   RTP_ASSERT(from_ != nullptr, "nothing went aside");
   const DeviceScope scope(device_);
   std::shared_ptr<Graph> graph;
@@ -167,7 +167,7 @@ std::shared_ptr<Graph> CudaLanes::end_aside() {
       const std::shared_ptr<void> discard(captured, [](cudaGraph_t made) { cudaGraphDestroy(made); });
       graph = std::make_shared<CudaGraph>(captured, graph_memory_);
     }
-    const Mark here = mark(aside_.get());
+    const StreamEvent here = event(aside_.get());
     const auto caller = std::static_pointer_cast<c10::cuda::CUDAStream>(std::exchange(from_, nullptr));
     c10::cuda::setCurrentCUDAStream(*caller);
     std::static_pointer_cast<Event>(here)->block(caller->stream());
@@ -178,7 +178,7 @@ std::shared_ptr<Graph> CudaLanes::end_aside() {
   return graph;
 }
 
-void CudaLanes::leave_aside() noexcept {
+void CudaStreams::leave_aside() noexcept {
   if (from_ == nullptr) return;
   const DeviceScope scope(device_);
   if (std::exchange(capturing_, false)) {
@@ -191,22 +191,22 @@ void CudaLanes::leave_aside() noexcept {
   const auto caller = std::static_pointer_cast<c10::cuda::CUDAStream>(std::exchange(from_, nullptr));
   c10::cuda::setCurrentCUDAStream(*caller);
   try {
-    std::static_pointer_cast<Event>(mark(aside_.get()))->block(caller->stream());
+    std::static_pointer_cast<Event>(event(aside_.get()))->block(caller->stream());
   } catch (...) {  // the error that led here is already on its way
   }
 }
 
-void CudaLanes::launch(Graph& graph) {
+void CudaStreams::launch(Graph& graph) {
   const DeviceScope scope(device_);
   static_cast<CudaGraph&>(graph).launch(compute());
 }
 
-double CudaLanes::seconds(const Moment& from, const Moment& to) {
+double CudaStreams::seconds(const Moment& from, const Moment& to) {
   const DeviceScope scope(device_);
   return std::static_pointer_cast<Event>(to)->since(*std::static_pointer_cast<Event>(from));
 }
 
-void CudaLanes::delay(Channel channel, std::chrono::microseconds time) {
+void CudaStreams::delay(Channel channel, std::chrono::microseconds time) {
   const DeviceScope scope(device_);
   RTP_CUDA_CHECK(static_cast<cudaError_t>(launch_delay(time.count(), this->channel(channel))));
 }

@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from rtp_ext.outer.apart.after_steps import AfterSteps
-from rtp_ext.outer.apart.local_sgd import at_least
-from rtp_ext.outer.apart.means import wide, written
-from rtp_ext.outer.apart.optimizers import make_state
+from rtp_ext.outer.local_training.after_steps import AfterSteps
+from rtp_ext.outer.local_training.local_sgd import at_least
+from rtp_ext.outer.local_training.means import wide, written
+from rtp_ext.outer.local_training.optimizers import make_state
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import CLAIM, as_gradient, as_parameter
+from rtp_ext.ring.autograd import as_gradient, as_parameter
 
 
 def nesterov(parameters: list[nn.Parameter]) -> Optimizer:
@@ -147,13 +147,13 @@ class DiLoCo(AfterSteps):
         """Raises ValueError where a parameter that is trained has no name in the whole model, by which its anchor would
         go: of modules that were converted as a list, or one by one, without a model around them."""
         numbers = {index for index, _ in named.values()}
-        others = [p for index, p in self._claimed() if index not in numbers]
+        others = [(index, p) for index, p in self._handled() if index not in numbers]
         stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
-        for parameter in others:
+        for index, parameter in others:
             if id(parameter) in stepped:
                 raise ValueError(
                     f"{self!r}: expected one model with all parameters that its optimizers train, since anchors go by "
-                    f"their names in it, got {self._members[parameter.__dict__[CLAIM].index].name}, of a part outside "
+                    f"their names in it, got {self._members[index].name}, of a part outside "
                     f"of the {type(self._whole()).__name__}: call fully_rotate(model) with the model around the parts"
                 )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rtp_ext.outer.apart.peers import Peers
+from rtp_ext.outer.local_training.peers import Peers
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import Flight, bucketed
 from rtp_ext.parameters.sharding import held
@@ -41,7 +41,7 @@ class Means(OuterPolicy):
 
     def _weights(self) -> list[tuple[int, Any]]:
         """Parameters that replicas may differ in, and their numbers, the same on all replicas."""
-        return [(index, p) for index, p in sorted(dict(self._claimed()).items()) if index in self._trained]
+        return [(index, p) for index, p in sorted(dict(self._handled()).items()) if index in self._trained]
 
     def _common(self) -> tuple[int, int]:
         """Numbers that differ, but for chance, where replicas have different models, or others of it frozen, and where
@@ -53,13 +53,13 @@ class Means(OuterPolicy):
         """Raises ValueError where replicas are about to do something else. Collective."""
         if self.replicas is None:
             return
-        told = self.exchange((what, self._steps, *self._common()))
-        for replica, theirs in enumerate(told):
-            if theirs != told[0]:
+        answers = self.exchange((what, self._steps, *self._common()))
+        for replica, theirs in enumerate(answers):
+            if theirs != answers[0]:
                 raise ValueError(
-                    f"replicas disagree: expected {told[0][0]} after step {told[0][1]} (replica 0), got {theirs[0]} "
-                    f"after step {theirs[1]} in replica {replica}: every rank has to call its optimizer as often, with "
-                    "the same model and policy, and to freeze the same at the same step"
+                    f"replicas disagree: expected {answers[0][0]} after step {answers[0][1]} (replica 0), got "
+                    f"{theirs[0]} after step {theirs[1]} in replica {replica}: every rank has to call its "
+                    "optimizer as often, with the same model and policy, and to freeze the same at the same step"
                 )
 
     def _begin_means(self, values: Sequence[torch.Tensor], most: int = BUCKET) -> Iterator[Flight]:

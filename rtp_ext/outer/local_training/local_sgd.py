@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rtp_ext.outer.apart.after_steps import AfterSteps
+from rtp_ext.outer.local_training.after_steps import AfterSteps
 from rtp_ext.outer.policy import OuterPolicy
 
 

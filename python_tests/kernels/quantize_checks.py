@@ -56,10 +56,10 @@ def values_of(rng: np.random.Generator, numbers: int, element: str) -> Array:
     return place(rng, values, element, dense=True)
 
 
-def check_quantise(runner, rng: np.random.Generator) -> None:
+def check_quantize(runner, rng: np.random.Generator) -> None:
     element, numbers = str(rng.choice(ELEMENTS)), numbers_of(rng)
     array = values_of(rng, numbers, element)
-    packed, what = runner.quantise(array), f"quantise {element} {numbers}"
+    packed, what = runner.quantize(array), f"quantize {element} {numbers}"
     assert packed.size == layout(numbers)[1], what
     if numbers == 0:
         return
@@ -88,7 +88,7 @@ def random_bytes(rng: np.random.Generator, numbers: int) -> np.ndarray:
     return packed
 
 
-def check_dequantise(runner, rng: np.random.Generator) -> None:
+def check_dequantize(runner, rng: np.random.Generator) -> None:
     element, numbers, add = str(rng.choice(ELEMENTS)), numbers_of(rng), rng.random() < 0.6
     if add:
         element = "float32"
@@ -96,20 +96,20 @@ def check_dequantise(runner, rng: np.random.Generator) -> None:
     before = place(rng, rng.standard_normal((1, numbers)), element, dense=True)
     expected = decoded(packed, numbers)[None, :] + (before.values if add else 0.0)
     error = 4 * ROUNDING["float32"] * (np.abs(expected) + np.abs(before.values))
-    actual = runner.dequantise(packed, before if add else before.same_place(None), add)
-    what = f"dequantise to {element} {numbers} add={add}"
+    actual = runner.dequantize(packed, before if add else before.same_place(None), add)
+    what = f"dequantize to {element} {numbers} add={add}"
     assert_close(actual, expected, element, error, what)
     if numbers > 1:
         assert_refused(actual, expected, element, error, what)
 
 
-def check_add_widened(runner, rng: np.random.Generator) -> None:
+def check_add_converted(runner, rng: np.random.Generator) -> None:
     element, numbers = str(rng.choice(ELEMENTS[1:])), numbers_of(rng)
     values = place(rng, rng.standard_normal((1, numbers)), element, dense=True)
     total = place(rng, rng.standard_normal((1, numbers)), "float32", dense=True)
     expected = values.values + total.values
     error = ROUNDING["float32"] * np.abs(expected)
-    actual, what = runner.add_widened(total, values), f"add_widened {element} {numbers}"
+    actual, what = runner.add_converted(total, values), f"add_converted {element} {numbers}"
     assert_close(actual, expected, "float32", error, what)
     if numbers > 1:
         assert_refused(actual, expected, "float32", error, what)
@@ -122,7 +122,7 @@ def bytes_array(rng: np.random.Generator, numbers: int) -> Array:
 
 
 QUANTISE_CHECKS = {
-    "quantise": check_quantise,
-    "dequantise": check_dequantise,
-    "add_widened": check_add_widened,
+    "quantize": check_quantize,
+    "dequantize": check_dequantize,
+    "add_converted": check_add_converted,
 }

@@ -28,13 +28,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from rtp_ext.outer.apart.guards import Guard, mixture, refuse_unattached
-from rtp_ext.outer.apart.layered import flattened, lay_on_ring, layered, own_layer
-from rtp_ext.outer.apart.means import Means, written
-from rtp_ext.outer.apart.optimizers import beside_shards, leaves, refuse_scaler, rehearses
+from rtp_ext.outer.local_training.guards import Guard, mixture, refuse_unattached
+from rtp_ext.outer.local_training.layered import flattened, lay_on_ring, layered, own_layer
+from rtp_ext.outer.local_training.means import Means, written
+from rtp_ext.outer.local_training.optimizers import beside_shards, leaves, refuse_scaler, rehearses
 from rtp_ext.outer.policy import Unit
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import CLAIM
+from rtp_ext.ring.autograd import GRADIENT_HANDLER
 from rtp_ext.ring.patches.dtensor import follow
 
 
@@ -88,11 +88,11 @@ class AfterSteps(Means):
         """Whether there is anything to do."""
         return self.size > 1 or self.acts_alone
 
-    def claim(self, root: nn.Module) -> None:
-        super().claim(root)
+    def handle_gradients(self, root: nn.Module) -> None:
+        super().handle_gradients(root)
         if self.acts:
             follow(self._ring_mesh, 1, False)
-            for _, parameter in self._claimed():
+            for _, parameter in self._handled():
                 lay_on_ring(parameter, self._ring_mesh)
                 if parameter.grad is not None:
                     lay_on_ring(parameter.grad, self._ring_mesh)
@@ -109,7 +109,7 @@ class AfterSteps(Means):
                 "outer_of(model).attach(optimizer) before the second forward that trains"
             )
 
-    def take(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def reduce_gradient(self, index: int, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self._arrived = True
         return None if gradient is None else self.scaled(index, gradient)
 
@@ -164,11 +164,11 @@ class AfterSteps(Means):
         refuse_scaler(self)
         self._note_trained()
         if self._has_to_verify():
-            told = self.exchange(f"{self!r} before step {self._steps + 1}")
-            if any(theirs != told[0] for theirs in told):
+            answers = self.exchange(f"{self!r} before step {self._steps + 1}")
+            if any(theirs != answers[0] for theirs in answers):
                 raise ValueError(
-                    f"replicas disagree on the policy: got {', '.join(told)}: every rank has to take the same, and to "
-                    "freeze the same at the same step"
+                    f"replicas disagree on the policy: got {', '.join(answers)}: every rank has to take the same, and "
+                    "to freeze the same at the same step"
                 )
             self.verify()
         if self._steps == 0 and not self._stepped:
@@ -177,7 +177,7 @@ class AfterSteps(Means):
 
     def _note_trained(self) -> None:
         """What this step may change: a gradient that is there counts, whether its parameter is frozen since or not."""
-        for index, parameter in self._claimed():
+        for index, parameter in self._handled():
             if parameter.requires_grad and index in self._stateless:
                 raise ValueError(
                     f"{self._members[index].name} was frozen when a checkpoint was loaded, so that the optimizer has "
@@ -267,11 +267,11 @@ class AfterSteps(Means):
             for parameter, state in optimizer.state.items():
                 for key, value in leaves(state) if self._has(parameter) else ():
                     if isinstance(value, DTensor) and value.is_floating_point():
-                        found[parameter.__dict__[CLAIM].index, key] = value
+                        found[parameter.__dict__[GRADIENT_HANDLER].index, key] = value
         found = dict(sorted(found.items()))
-        told = self.exchange(tuple(found))
-        for index, key in sorted({one for theirs in told for one in theirs}):
-            have = [replica for replica, theirs in enumerate(told) if (index, key) in theirs]
+        answers = self.exchange(tuple(found))
+        for index, key in sorted({one for theirs in answers for one in theirs}):
+            have = [replica for replica, theirs in enumerate(answers) if (index, key) in theirs]
             if len(have) < self.size:
                 raise ValueError(
                     f"average: expected state {key} of {self._members[index].name} in the optimizers of all replicas, "
@@ -286,17 +286,17 @@ class AfterSteps(Means):
             return
 
         def name_of(parameter: Any) -> str | None:
-            return self._members[parameter.__dict__[CLAIM].index].name if self._has(parameter) else None
+            return self._members[parameter.__dict__[GRADIENT_HANDLER].index].name if self._has(parameter) else None
 
         mine = beside_shards(self._optimizers, name_of)
-        told = self.exchange(tuple(sorted(mine.items())))
-        for replica, theirs in enumerate(told):
-            differing = sorted({key for key, _ in {*theirs} ^ {*told[0]}})
+        answers = self.exchange(tuple(sorted(mine.items())))
+        for replica, theirs in enumerate(answers):
+            differing = sorted({key for key, _ in {*theirs} ^ {*answers[0]}})
             if differing:
                 key = differing[0]
                 raise ValueError(
                     f"{what}: expected optimizers of all replicas to agree on all but shards, got {key} "
-                    f"{dict(told[0]).get(key)} in replica 0 and {dict(theirs).get(key)} in replica {replica}"
+                    f"{dict(answers[0]).get(key)} in replica 0 and {dict(theirs).get(key)} in replica {replica}"
                 )
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@
 #include "base/handles.h"
 #include "device/event_pool.h"
 #include "device/graph_memory.h"
-#include "device/lanes.h"
+#include "device/streams.h"
 
 namespace rtp {
 
@@ -36,16 +36,16 @@ class DeviceScope {
   int outer_ = -1;
 };
 
-class CudaLanes : public Lanes {
+class CudaStreams : public Streams {
  public:
-  explicit CudaLanes(at::Device device);
+  explicit CudaStreams(at::Device device);
 
-  Mark mark_compute() override { return mark(compute()); }
-  void order_compute_after(const Mark& mark) override { block(compute(), mark, capture()); }
-  void order_channel_after(Channel channel, const Mark& mark) override {
-    block(this->channel(channel), mark, capture());
+  StreamEvent record_compute() override { return event(compute()); }
+  void order_compute_after(const StreamEvent& event) override { block(compute(), event, capture()); }
+  void order_channel_after(Channel channel, const StreamEvent& event) override {
+    block(this->channel(channel), event, capture());
   }
-  void select_compute_lane(int lane) override;
+  void select_compute_stream(int lane) override;
   int multiprocessors() const override { return multiprocessors_; }
   // That of the caller's stream.
   uint64_t capture() const override;
@@ -67,14 +67,14 @@ class CudaLanes : public Lanes {
 
   cudaStream_t channel(Channel channel) const { return streams_[static_cast<size_t>(channel)].get(); }
   cudaStream_t compute() const { return current_stream(device_); }
-  Mark mark(cudaStream_t stream) const;
+  StreamEvent event(cudaStream_t stream) const;
 
  private:
   Moment moment(cudaStream_t stream) const;
   // What was enqueued outside a capture has ended before it begins, and what a graph contains is ordered where the
   // graph is launched: across that border no stream may, or need, wait for a mark. `within`: the capture that marks of
   // this pass belong to, also for streams that have not joined it yet.
-  void block(cudaStream_t stream, const Mark& mark, uint64_t within) const;
+  void block(cudaStream_t stream, const StreamEvent& event, uint64_t within) const;
 
   at::Device device_;
   int multiprocessors_ = 0;

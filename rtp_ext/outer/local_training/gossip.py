@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from rtp_ext.outer.apart.after_steps import AfterSteps
-from rtp_ext.outer.apart.layered import layered
-from rtp_ext.outer.apart.local_sgd import at_least
-from rtp_ext.outer.apart.means import BUCKET, IN_FLIGHT, wide, written
-from rtp_ext.outer.apart.mixing import check_topology, mixing_matrix
-from rtp_ext.outer.apart.peers import Swap
+from rtp_ext.outer.local_training.after_steps import AfterSteps
+from rtp_ext.outer.local_training.layered import layered
+from rtp_ext.outer.local_training.local_sgd import at_least
+from rtp_ext.outer.local_training.means import BUCKET, IN_FLIGHT, wide, written
+from rtp_ext.outer.local_training.mixing import check_topology, mixing_matrix
+from rtp_ext.outer.local_training.peers import Swap
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.travel import bucketed
 from rtp_ext.parameters.sharding import held
@@ -138,7 +138,7 @@ class Gossip(AfterSteps):
             for replica in sorted(every):  # the same order everywhere
                 total.add_(every[replica].to(total.dtype), alpha=float(matrix[me, replica]))
                 agreed &= every[replica] == mine
-            total = torch.where(agreed, mine.to(total.dtype), total)  # which is not rounded again in every step
+            total = torch.where(agreed, mine.to(total.dtype), total)  # which is not narrow again in every step
             yield from zip(bucket, mine.split(sizes), total.split(sizes), strict=True)
 
     def _mix(self, matrix: torch.Tensor, swap: Swap, buckets: list[tuple[int, ...]]) -> None:

@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rtp_ext.outer.apart.means import Means
-from rtp_ext.outer.apart.optimizers import rehearses
-from rtp_ext.ring.autograd import CLAIM
+from rtp_ext.outer.local_training.means import Means
+from rtp_ext.outer.local_training.optimizers import rehearses
+from rtp_ext.ring.autograd import GRADIENT_HANDLER
 
 if TYPE_CHECKING:
-    from rtp_ext.outer.apart.after_steps import AfterSteps
+    from rtp_ext.outer.local_training.after_steps import AfterSteps
 
 
 def mixture(what: str, policy: AfterSteps) -> str:
@@ -62,10 +62,10 @@ def refuse_unattached() -> None:
 def _check_attached(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            claim = parameter.__dict__.get(CLAIM)
-            if claim is None or not isinstance(claim.policy, Means):
+            handler = parameter.__dict__.get(GRADIENT_HANDLER)
+            if handler is None or not isinstance(handler.policy, Means):
                 continue
-            policy = cast("AfterSteps", claim.policy)
+            policy = cast("AfterSteps", handler.policy)
             if not policy.acts or any(known is optimizer for known in policy._optimizers):
                 continue
             if not policy._arrived and rehearses(optimizer, arguments, keywords):

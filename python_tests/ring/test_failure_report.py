@@ -17,7 +17,7 @@ from harness import Cases, run_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rtp_ext import Ring, RingTimeout
-from rtp_ext.ring.links.roll import Roll, _links, broken_links, this_process
+from rtp_ext.ring.links.failure_report import FailureReport, _links, broken_links, this_process
 
 TIMEOUT = 2.0
 LOADED = 15.0  # seconds that a busy machine may add
@@ -67,8 +67,8 @@ def _faults(rank, ranks):
         dist.new_group(members) for members in ([0, 1, 2, 3], [1, 2, 3], [2, 3], [0, 1, 2], [0, 1])
     )
     # one that lives and does not come, where an earlier life of these ranks has called the roll in the same store
-    with unittest.mock.patch("rtp_ext.ring.links.roll._made", weakref.WeakKeyDictionary()):
-        earlier = Roll([0, 1, 2, 3])
+    with unittest.mock.patch("rtp_ext.ring.links.failure_report._made", weakref.WeakKeyDictionary()):
+        earlier = FailureReport([0, 1, 2, 3])
     for key, said in ((rank, "{}"), ("found", "; who failed: global rank 9")):
         earlier._store.set(str(key), said)
     ring = _ring(all_four)
@@ -121,19 +121,23 @@ def _faults(rank, ranks):
     if rank == 1:
         cases.finish()
         os.kill(os.getpid(), signal.SIGSTOP)
-    keeper = ring.roll.neighbours[1]
-    ring.roll._store, ring.roll._keeper, ring.roll.neighbours = store, 1, {}
+    keeper = ring.failure_report.neighbours[1]
+    ring.failure_report._store, ring.failure_report._keeper, ring.failure_report.neighbours = store, 1, {}
     _error_of(ring, cases, "store", "global rank 1 (it keeps the store of the process group, which does not answer: no")
     os.kill(keeper[0], signal.SIGKILL)
-    ring.roll.neighbours = {1: keeper}
-    while ring.roll._state(1) != "its process has ended":
+    ring.failure_report.neighbours = {1: keeper}
+    while ring.failure_report._state(1) != "its process has ended":
         time.sleep(0.01)
     for neighbours, who in (({}, "(it keeps the store"), ({1: keeper}, "(its process has ended)")):
-        roll = Roll([0, 1])
-        roll._store, roll._keeper, roll.neighbours = dist.PrefixStore("gone", store), 1, neighbours
+        failure_report = FailureReport([0, 1])
+        failure_report._store, failure_report._keeper, failure_report.neighbours = (
+            dist.PrefixStore("gone", store),
+            1,
+            neighbours,
+        )
         with cases.case(f"store gone, {who}"):
-            assert f"; who failed: global rank 1 {who}" in roll.call("text", False, (), 0.0)
-            assert roll.call("text", False, (), 0.0) == "", "once"
+            assert f"; who failed: global rank 1 {who}" in failure_report.call("text", False, (), 0.0)
+            assert failure_report.call("text", False, (), 0.0) == "", "once"
     cases.finish()
 
 
@@ -155,7 +159,7 @@ def _keepers(rank, ranks):
     ):
         with unittest.mock.patch.dict(os.environ, environment):
             dist.init_process_group("gloo", rank=rank, world_size=ranks, **how)
-            assert Roll([0])._keeper == keeper, (how, environment)
+            assert FailureReport([0])._keeper == keeper, (how, environment)
             dist.destroy_process_group()
 
 
@@ -183,9 +187,9 @@ def test_connections_that_broke():
 
 def test_a_process_is_told_from_another_with_its_number():
     process, start = this_process()
-    roll = Roll.__new__(Roll)
-    roll.neighbours = {0: (process, start), 1: (process, start - 1)}
-    assert roll._state(0) is None and roll._state(1) == "its process has ended"
+    failure_report = FailureReport.__new__(FailureReport)
+    failure_report.neighbours = {0: (process, start), 1: (process, start - 1)}
+    assert failure_report._state(0) is None and failure_report._state(1) == "its process has ended"
     assert broken_links([]) == set()
 
 
@@ -206,10 +210,15 @@ def _answer(text="theirs", broken=(), seen=0.0, ended=0.0):
 
 def _alone(store, me, ranks):
     """The roll of a rank that sees no process of the others, with the first rank for the keeper of its store."""
-    roll = Roll.__new__(Roll)
-    roll.ranks, roll.me, roll.neighbours, roll._called = tuple(ranks), me, {}, False
-    roll._store, roll._keeper = store, 0
-    return roll
+    failure_report = FailureReport.__new__(FailureReport)
+    failure_report.ranks, failure_report.me, failure_report.neighbours, failure_report._called = (
+        tuple(ranks),
+        me,
+        {},
+        False,
+    )
+    failure_report._store, failure_report._keeper = store, 0
+    return failure_report
 
 
 def test_a_store_that_is_slow_is_not_taken_for_one_that_does_not_answer(monkeypatch):
@@ -219,8 +228,8 @@ def test_a_store_that_is_slow_is_not_taken_for_one_that_does_not_answer(monkeypa
             thread.join()
     assert said == "; nobody could be asked who failed: the store of the process group answers too slowly"
     # suspects that answer just before they are given up: then there is some time for what they find
-    monkeypatch.setattr("rtp_ext.ring.links.roll.PATIENCE", 1.5)
-    monkeypatch.setattr("rtp_ext.ring.links.roll.GRACE", 1.5)
+    monkeypatch.setattr("rtp_ext.ring.links.failure_report.PATIENCE", 1.5)
+    monkeypatch.setattr("rtp_ext.ring.links.failure_report.GRACE", 1.5)
     store = dist.HashStore()
     answer = _answer()
     threading.Timer(1.0, store.set, ("2", answer)).start()
@@ -230,7 +239,7 @@ def test_a_store_that_is_slow_is_not_taken_for_one_that_does_not_answer(monkeypa
 
 def test_who_fails_for_a_reason_of_its_own_names_nobody():
     store = dist.HashStore()
-    with unittest.mock.patch.object(Roll, "_ask", side_effect=dist.DistError("planted")):
+    with unittest.mock.patch.object(FailureReport, "_ask", side_effect=dist.DistError("planted")):
         assert _alone(store, 1, [0, 1]).call("text", True, (), 0.0) == ""
         assert "global rank 0 (it keeps" in _alone(store, 1, [0, 1]).call("text", False, (), 0.0)
 
@@ -252,9 +261,9 @@ def test_connections_that_a_timeout_ended_did_not_break():
     for ended, who in ((10.0, "rank 1 (no answer to the roll call"), (None, "ranks 0, 2 (the connection between")):
         store, here = dist.HashStore(), this_process()
         store.set("2", _answer(broken=[0], seen=10.01, ended=10.0))
-        roll = _alone(store, 0, [0, 1, 2])
-        roll.neighbours = {1: here, 2: here}
-        assert f"; who failed: global {who}" in roll.call("text", False, [2], 10.02, ended=ended), ended
+        failure_report = _alone(store, 0, [0, 1, 2])
+        failure_report.neighbours = {1: here, 2: here}
+        assert f"; who failed: global {who}" in failure_report.call("text", False, [2], 10.02, ended=ended), ended
 
 
 def test_ranks_that_are_out_of_step_are_told_where_they_waited():

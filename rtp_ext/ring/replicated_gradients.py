@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rtp_ext.ring.enrolled import collectively_on
+from rtp_ext.ring.registry import collectively_on
 
 _COMPARED = "_rtp_compared"  # attribute of a parameter
 
@@ -18,7 +18,7 @@ _TOLERANCE, _ROUNDING = 1e-2, 1e-4
 _largest: dict[DeviceMesh, float] = {}
 
 
-def expect_alike(parameter: Any, gradient: torch.Tensor | None, mesh: DeviceMesh) -> None:
+def check_replicated_gradient(parameter: Any, gradient: torch.Tensor | None, mesh: DeviceMesh) -> None:
     """Raises ValueError on every rank where the first gradient of a parameter, which every rank of tensor parallelism
     has a copy of, is not the same on them: the copies would drift apart. Collective over these ranks, once for each
     parameter.
@@ -33,10 +33,10 @@ def expect_alike(parameter: Any, gradient: torch.Tensor | None, mesh: DeviceMesh
         flat = gradient.detach().reshape(-1).float()
         waves = torch.arange(1, flat.numel() + 1, dtype=torch.float32, device=flat.device).cos_()
         mine = torch.stack([flat.norm(), flat.dot(waves)])
-    told = [torch.empty_like(mine) for _ in range(mesh.size(mesh.ndim - 2))]
+    answers = [torch.empty_like(mine) for _ in range(mesh.size(mesh.ndim - 2))]
     group = mesh.get_group(mesh.ndim - 2)
-    collectively_on(mesh, "a copy's gradient", dist.all_gather, told, mine, group=group)
-    every = torch.stack(told).cpu()
+    collectively_on(mesh, "a copy's gradient", dist.all_gather, answers, mine, group=group)
+    every = torch.stack(answers).cpu()
     norm, apart = every[:, 0].max().item(), (every - every[0]).abs().max().item()
     largest = _largest[mesh] = max(norm, _largest.get(mesh, 0.0))
     if norm > _ROUNDING * largest and apart > _TOLERANCE * norm:

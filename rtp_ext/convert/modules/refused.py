@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from rtp_ext.convert.parts.gathered import GatheredModule
+from rtp_ext.convert.modules.gathered import GatheredModule
 from rtp_ext.outer import AllReduce, OuterPolicy
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.live import LiveModule

@@ -1,4 +1,4 @@
-#include "compute/quantise.h"
+#include "compute/quantize.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -13,7 +13,7 @@
 #include "base/checks.h"
 #include "compute/kernel_tensors.h"
 #include "compute/vectorised.h"
-#include "kernels/quantise.h"
+#include "kernels/quantize.h"
 
 namespace rtp {
 namespace {
@@ -51,30 +51,30 @@ RTP_INLINE void narrowed(c10::BFloat16& to, float x) {
 
 // The blocks [first, last) of `numbers` values.
 template <typename Value>
-RTP_INLINE void quantise_blocks(int8_t* to, float* scales, const Value* from, int64_t numbers, int64_t first,
+RTP_INLINE void quantize_blocks(int8_t* to, float* scales, const Value* from, int64_t numbers, int64_t first,
                                 int64_t last) {
-  float block[kQuantiseBlock];
+  float block[kQuantizeBlock];
   for (int64_t index = first; index < last; ++index) {
-    const int64_t begin = index * kQuantiseBlock;
-    const int64_t count = std::min(numbers - begin, kQuantiseBlock);
-    if (count < kQuantiseBlock) std::fill(block, block + kQuantiseBlock, 0.0f);
-    if (count == kQuantiseBlock) {
-      for (int64_t i = 0; i < kQuantiseBlock; ++i) block[i] = widened(from[begin + i]);
+    const int64_t begin = index * kQuantizeBlock;
+    const int64_t count = std::min(numbers - begin, kQuantizeBlock);
+    if (count < kQuantizeBlock) std::fill(block, block + kQuantizeBlock, 0.0f);
+    if (count == kQuantizeBlock) {
+      for (int64_t i = 0; i < kQuantizeBlock; ++i) block[i] = widened(from[begin + i]);
     } else {
       for (int64_t i = 0; i < count; ++i) block[i] = widened(from[begin + i]);
     }
     uint32_t most = 0;  // magnitudes are ordered as their bits are, infinities and NaNs above all others
-    for (int64_t i = 0; i < kQuantiseBlock; ++i) {
+    for (int64_t i = 0; i < kQuantizeBlock; ++i) {
       const uint32_t magnitude = bits_of(block[i]) & kMagnitude;
       most = magnitude > most ? magnitude : most;
     }
     const float largest = float_of(most);
     const bool finite = most < kInfinity;
-    const bool zero = finite && largest < kQuantiseLeast;
+    const bool zero = finite && largest < kQuantizeLeast;
     scales[index] = finite ? (zero ? 0.0f : largest / 127.0f) : std::numeric_limits<float>::quiet_NaN();
     const float inverse = finite && !zero ? 127.0f / largest : 0.0f;
-    int8_t rounded[kQuantiseBlock];
-    for (int64_t i = 0; i < kQuantiseBlock; ++i) {
+    int8_t rounded[kQuantizeBlock];
+    for (int64_t i = 0; i < kQuantizeBlock; ++i) {
       const float whole = finite ? block[i] * inverse : 0.0f;  // infinity * 0 would be a NaN, of whatever bits
       rounded[i] = static_cast<int8_t>(bits_of(whole + kToInteger) - bits_of(kToInteger));
     }
@@ -83,11 +83,11 @@ RTP_INLINE void quantise_blocks(int8_t* to, float* scales, const Value* from, in
 }
 
 template <bool kAdd, typename Value>
-RTP_INLINE void dequantise_blocks(Value* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
+RTP_INLINE void dequantize_blocks(Value* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
                                   int64_t last) {
   for (int64_t index = first; index < last; ++index) {
-    const int64_t begin = index * kQuantiseBlock;
-    const int64_t count = std::min(numbers - begin, kQuantiseBlock);
+    const int64_t begin = index * kQuantizeBlock;
+    const int64_t count = std::min(numbers - begin, kQuantizeBlock);
     const float scale = scales[index];
     const auto each = [&](int64_t i) __attribute__((always_inline)) {
       const float value = static_cast<float>(from[begin + i]) * scale;
@@ -97,8 +97,8 @@ RTP_INLINE void dequantise_blocks(Value* to, const int8_t* from, const float* sc
         narrowed(to[begin + i], value);
       }
     };
-    if (count == kQuantiseBlock) {
-      for (int64_t i = 0; i < kQuantiseBlock; ++i) each(i);
+    if (count == kQuantizeBlock) {
+      for (int64_t i = 0; i < kQuantizeBlock; ++i) each(i);
     } else {
       for (int64_t i = 0; i < count; ++i) each(i);
     }
@@ -107,43 +107,43 @@ RTP_INLINE void dequantise_blocks(Value* to, const int8_t* from, const float* sc
 
 RTP_INLINE void add_blocks(float* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
                            int64_t last) {
-  dequantise_blocks<true>(to, from, scales, numbers, first, last);
+  dequantize_blocks<true>(to, from, scales, numbers, first, last);
 }
 // What has more bits than float32 is added to as it is.
 RTP_INLINE void add_blocks(double* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
                            int64_t last) {
   for (int64_t index = first; index < last; ++index) {
-    const int64_t begin = index * kQuantiseBlock, end = std::min(numbers, begin + kQuantiseBlock);
+    const int64_t begin = index * kQuantizeBlock, end = std::min(numbers, begin + kQuantizeBlock);
     const float scale = scales[index];
     for (int64_t i = begin; i < end; ++i) to[i] += static_cast<float>(from[i]) * scale;
   }
 }
 
 template <typename Value>
-RTP_INLINE void add_widened_range(float* sum, const Value* values, int64_t first, int64_t last) {
+RTP_INLINE void add_converted_range(float* sum, const Value* values, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) sum[i] += widened(values[i]);
 }
 
 void check(const at::Tensor& values, const at::Tensor& bytes) {
-  RTP_CHECK_TYPE(bytes.scalar_type() == at::kByte, "expected quantised numbers in uint8, got ", bytes.scalar_type());
-  RTP_CHECK_VALUE(values.is_contiguous() && bytes.is_contiguous() && bytes.numel() == quantised_bytes(values.numel()),
-                  "expected contiguous values, and ", quantised_bytes(values.numel()), " contiguous bytes for ",
+  RTP_CHECK_TYPE(bytes.scalar_type() == at::kByte, "expected quantized numbers in uint8, got ", bytes.scalar_type());
+  RTP_CHECK_VALUE(values.is_contiguous() && bytes.is_contiguous() && bytes.numel() == quantized_bytes(values.numel()),
+                  "expected contiguous values, and ", quantized_bytes(values.numel()), " contiguous bytes for ",
                   values.numel(), " numbers, got ", bytes.numel());
   RTP_CHECK_VALUE(values.device() == bytes.device(), "expected values and bytes on one device, got ",
                   values.device().str(), " and ", bytes.device().str());
   RTP_CHECK_VALUE(reinterpret_cast<uintptr_t>(bytes.const_data_ptr()) % alignof(float) == 0,
-                  "expected quantised numbers at a multiple of ", alignof(float), " bytes");
+                  "expected quantized numbers at a multiple of ", alignof(float), " bytes");
 }
 
 template <typename Action>
 void over_blocks(int64_t numbers, Action&& action) {
-  at::parallel_for(0, (numbers + kQuantiseBlock - 1) / kQuantiseBlock, kGrain, std::forward<Action>(action));
+  at::parallel_for(0, (numbers + kQuantizeBlock - 1) / kQuantizeBlock, kGrain, std::forward<Action>(action));
 }
 
 #ifdef RTP_WITH_CUDA
 Element kernel_element(const at::Tensor& tensor) {
   const auto element = element_of(tensor.scalar_type());
-  RTP_CHECK_TYPE(element.has_value(), "expected float32, bfloat16 or float16 to quantise on a GPU, got ",
+  RTP_CHECK_TYPE(element.has_value(), "expected float32, bfloat16 or float16 to quantize on a GPU, got ",
                  tensor.scalar_type());
   return *element;
 }
@@ -151,59 +151,59 @@ Element kernel_element(const at::Tensor& tensor) {
 
 }  // namespace
 
-void quantise(const at::Tensor& bytes, const at::Tensor& values) {
+void quantize(const at::Tensor& bytes, const at::Tensor& values) {
   check(values, bytes);
   if (values.numel() == 0) return;
   const int64_t numbers = values.numel();
   auto* to = static_cast<int8_t*>(bytes.data_ptr());
-  auto* scales = reinterpret_cast<float*>(to + quantised_scales(numbers));
+  auto* scales = reinterpret_cast<float*>(to + quantized_scales(numbers));
 #ifdef RTP_WITH_CUDA
   if (values.is_cuda()) {
-    const QuantiseParameters parameters{kernel_element(values), numbers, values.const_data_ptr(), to, scales};
-    return launch_beside(values, [&](void* stream) { return launch_quantise(parameters, stream); });
+    const QuantizeParameters parameters{kernel_element(values), numbers, values.const_data_ptr(), to, scales};
+    return launch_beside(values, [&](void* stream) { return launch_quantize(parameters, stream); });
   }
 #endif
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, values.scalar_type(), "quantise", [&] {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, values.scalar_type(), "quantize", [&] {
     const auto* from = values.const_data_ptr<scalar_t>();
     over_blocks(numbers, [&](int64_t first, int64_t last) {
-      vectorised([&]() RTP_INLINE_LAMBDA { quantise_blocks(to, scales, from, numbers, first, last); });
+      vectorised([&]() RTP_INLINE_LAMBDA { quantize_blocks(to, scales, from, numbers, first, last); });
     });
   });
 }
 
-void dequantise(const at::Tensor& out, const at::Tensor& bytes) {
+void dequantize(const at::Tensor& out, const at::Tensor& bytes) {
   check(out, bytes);
   if (out.numel() == 0) return;
   const int64_t numbers = out.numel();
   const auto* from = static_cast<const int8_t*>(bytes.const_data_ptr());
-  const auto* scales = reinterpret_cast<const float*>(from + quantised_scales(numbers));
+  const auto* scales = reinterpret_cast<const float*>(from + quantized_scales(numbers));
 #ifdef RTP_WITH_CUDA
   if (out.is_cuda()) {
-    const DequantiseParameters parameters{kernel_element(out), numbers, from, scales, out.data_ptr(), false};
-    return launch_beside(out, [&](void* stream) { return launch_dequantise(parameters, stream); });
+    const DequantizeParameters parameters{kernel_element(out), numbers, from, scales, out.data_ptr(), false};
+    return launch_beside(out, [&](void* stream) { return launch_dequantize(parameters, stream); });
   }
 #endif
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "dequantise", [&] {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "dequantize", [&] {
     auto* to = out.data_ptr<scalar_t>();
     over_blocks(numbers, [&](int64_t first, int64_t last) {
-      vectorised([&]() RTP_INLINE_LAMBDA { dequantise_blocks<false>(to, from, scales, numbers, first, last); });
+      vectorised([&]() RTP_INLINE_LAMBDA { dequantize_blocks<false>(to, from, scales, numbers, first, last); });
     });
   });
 }
 
-void dequantise_add(const at::Tensor& sum, const at::Tensor& bytes) {
+void dequantize_add(const at::Tensor& sum, const at::Tensor& bytes) {
   check(sum, bytes);
   if (sum.numel() == 0) return;
   const int64_t numbers = sum.numel();
   const auto* from = static_cast<const int8_t*>(bytes.const_data_ptr());
-  const auto* scales = reinterpret_cast<const float*>(from + quantised_scales(numbers));
+  const auto* scales = reinterpret_cast<const float*>(from + quantized_scales(numbers));
 #ifdef RTP_WITH_CUDA
   if (sum.is_cuda()) {
-    const DequantiseParameters parameters{kernel_element(sum), numbers, from, scales, sum.data_ptr(), true};
-    return launch_beside(sum, [&](void* stream) { return launch_dequantise(parameters, stream); });
+    const DequantizeParameters parameters{kernel_element(sum), numbers, from, scales, sum.data_ptr(), true};
+    return launch_beside(sum, [&](void* stream) { return launch_dequantize(parameters, stream); });
   }
 #endif
-  AT_DISPATCH_FLOATING_TYPES(sum.scalar_type(), "dequantise_add", [&] {
+  AT_DISPATCH_FLOATING_TYPES(sum.scalar_type(), "dequantize_add", [&] {
     auto* to = sum.data_ptr<scalar_t>();
     over_blocks(numbers, [&](int64_t first, int64_t last) {
       vectorised([&]() RTP_INLINE_LAMBDA { add_blocks(to, from, scales, numbers, first, last); });
@@ -211,7 +211,7 @@ void dequantise_add(const at::Tensor& sum, const at::Tensor& bytes) {
   });
 }
 
-void add_widened(const at::Tensor& sum, const at::Tensor& values) {
+void add_converted(const at::Tensor& sum, const at::Tensor& values) {
   RTP_CHECK_VALUE(sum.sizes() == values.sizes(), "expected values of shape ", sum.sizes(), " to add, got ",
                   values.sizes());
   const bool widens = sum.scalar_type() == at::kFloat &&
@@ -224,16 +224,16 @@ void add_widened(const at::Tensor& sum, const at::Tensor& values) {
   const int64_t numbers = sum.numel();
 #ifdef RTP_WITH_CUDA
   if (sum.is_cuda()) {
-    const AddWidenedParameters parameters{kernel_element(values), numbers, values.const_data_ptr(),
-                                          sum.data_ptr<float>()};
-    return launch_beside(sum, [&](void* stream) { return launch_add_widened(parameters, stream); });
+    const AddConvertedParameters parameters{kernel_element(values), numbers, values.const_data_ptr(),
+                                            sum.data_ptr<float>()};
+    return launch_beside(sum, [&](void* stream) { return launch_add_converted(parameters, stream); });
   }
 #endif
-  AT_DISPATCH_REDUCED_FLOATING_TYPES(values.scalar_type(), "add_widened", [&] {
+  AT_DISPATCH_REDUCED_FLOATING_TYPES(values.scalar_type(), "add_converted", [&] {
     auto* to = sum.data_ptr<float>();
     const auto* from = values.const_data_ptr<scalar_t>();
-    at::parallel_for(0, numbers, kGrain * kQuantiseBlock, [&](int64_t first, int64_t last) {
-      vectorised([&]() RTP_INLINE_LAMBDA { add_widened_range(to, from, first, last); });
+    at::parallel_for(0, numbers, kGrain * kQuantizeBlock, [&](int64_t first, int64_t last) {
+      vectorised([&]() RTP_INLINE_LAMBDA { add_converted_range(to, from, first, last); });
     });
   });
 }

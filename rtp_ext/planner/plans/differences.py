@@ -43,5 +43,5 @@ def differences(strategies: Sequence[Strategy]) -> dict[str, list[str]]:
 
 def differences_line(strategies: Sequence[Strategy]) -> str:
     """The same in words; empty where there is nothing to say."""
-    told = "; ".join(f"{name} ({', '.join(values)})" for name, values in differences(strategies).items())
-    return f"beside the way to share the work, these plans differ in: {told}" if told else ""
+    text = "; ".join(f"{name} ({', '.join(values)})" for name, values in differences(strategies).items())
+    return f"beside the way to share the work, these plans differ in: {text}" if text else ""

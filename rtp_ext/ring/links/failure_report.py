@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Process", "Roll", "broken_links", "cut", "this_process"]
+__all__ = ["FailureReport", "Process", "broken_links", "cut", "this_process"]
 
 GRACE = 0.6  # seconds that others have to answer: every error is to come within the timeout and a second
 PATIENCE = 5.0  # seconds, where they may be many steps apart
@@ -42,7 +42,7 @@ Process = tuple[int, int]  # its id, and when it started, by the kernel's clock
 _made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
-class Roll:
+class FailureReport:
     """The roll of a ring and its replicas. Made at the same point on all its ranks, like the ring, before the first
     collective of its own; asks nobody but the store.
 
@@ -157,12 +157,12 @@ class Roll:
         missed = [rank for rank in silent if rank in (near if suspects is None else suspects)]
         if suspects is None and not missed:
             missed = silent
-        told = {rank: json.loads(self._read(str(rank))) for rank in self.ranks if rank not in silent}
+        answers = {rank: json.loads(self._read(str(rank))) for rank in self.ranks if rank not in silent}
         # Whoever is seen to run may be slow, and no more than that where something else is known.
         seen_to_run = all(rank in self.neighbours for rank in missed)
-        if missed and not (seen_to_run and (_own(told) or _lost_links(told))):
+        if missed and not (seen_to_run and (_own(answers) or _lost_links(answers))):
             return self._found(_verdict(missed, f"no answer to the roll call within {grace} s"))
-        return self._found(_first(told) if _own(told) else _links(told))
+        return self._found(_first(answers) if _own(answers) else _links(answers))
 
     def _answered(self, ranks: Sequence[int]) -> bool:
         return not ranks or self._store.check([str(rank) for rank in ranks])
@@ -213,15 +213,15 @@ def _verdict(ranks: Iterable[int], *reasons: str) -> str:
     return f"; who failed: global rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} ({'; '.join(reasons)})"
 
 
-def _first(told: Mapping[int, dict[str, Any]]) -> str:
+def _first(answers: Mapping[int, dict[str, Any]]) -> str:
     """Of ranks that have answered: who was the first to fail, for a reason of its own if anybody has one; where none
     has, and they waited in different operations, which ones."""
-    first = min(told, key=lambda rank: (not told[rank]["own"], told[rank]["seen"]))
-    verdict = f"; nobody is missed, and the first error was that of global rank {first}: {told[first]['text']}"
+    first = min(answers, key=lambda rank: (not answers[rank]["own"], answers[rank]["seen"]))
+    verdict = f"; nobody is missed, and the first error was that of global rank {first}: {answers[first]['text']}"
     places: dict[str, list[int]] = {}
-    for rank, each in sorted(told.items()):
+    for rank, each in sorted(answers.items()):
         places.setdefault(_operation(each["text"]), []).append(rank)
-    if _own(told) or len(places) == 1:
+    if _own(answers) or len(places) == 1:
         return verdict
     waited = (f"{operation} (global ranks {_some(ranks)})" for operation, ranks in places.items())
     return f"{verdict}; the ranks are out of step, and waited in {_some(waited)}"
@@ -238,25 +238,25 @@ def _some(values: Iterable[Any]) -> str:
     return ", ".join([*every[:_SOME], *(["..."] if len(every) > _SOME else [])])
 
 
-def _own(told: Mapping[int, dict[str, Any]]) -> bool:
-    return any(each["own"] for each in told.values())
+def _own(answers: Mapping[int, dict[str, Any]]) -> bool:
+    return any(each["own"] for each in answers.values())
 
 
-def _lost_links(told: Mapping[int, dict[str, Any]]) -> set[tuple[int, int]]:
+def _lost_links(answers: Mapping[int, dict[str, Any]]) -> set[tuple[int, int]]:
     """Between which of the ranks that have answered a connection broke before either end gave up its own."""
     return {
         (min(rank, other), max(rank, other))
-        for rank, each in told.items()
+        for rank, each in answers.items()
         for other in each["broken"]
-        if other in told and each["seen"] <= told[other]["ended"]
+        if other in answers and each["seen"] <= answers[other]["ended"]
     }
 
 
-def _links(told: Mapping[int, dict[str, Any]]) -> str:
+def _links(answers: Mapping[int, dict[str, Any]]) -> str:
     """Of ranks that have answered, none of which has a reason of its own: it was a connection."""
-    links = _lost_links(told)
+    links = _lost_links(answers)
     if not links:
-        return _first(told)
+        return _first(answers)
     common = set.intersection(*map(set, links))
     ends = common if len(links) > 1 and common else set().union(*links)
     return _verdict(ends, "its connections broke" if len(ends) == 1 else "the connection between them broke")

@@ -16,7 +16,7 @@ import torch
 
 from rtp_ext._native import shard_sizes, wave_efficiency
 
-__all__ = ["Device", "Gate", "LayerPlan", "LayerSize", "Link", "decide", "device_of", "link_of", "predict"]
+__all__ = ["Device", "LayerPlan", "LayerSize", "Link", "RoutePlanner", "decide", "device_of", "link_of", "predict"]
 
 logger = logging.getLogger("rtp_ext")
 
@@ -214,7 +214,7 @@ def decide(
     return LayerPlan(hop_route, halves, text, seconds)
 
 
-class Gate:
+class RoutePlanner:
     """Decides for the linear layers of one ring, and remembers.
 
     A layer on its own is decided on with the tokens of its first call. The layers of a converted model rotate in its
@@ -255,13 +255,13 @@ class Gate:
         reckons = self.ranks > 1 and self.link is not None and self.alike and not self.gathers
         return reckons and device_of(self.device, torch.float32) is not None
 
-    def take_nvlinks(self, told: list[int | None]) -> bool:
+    def take_nvlinks(self, answers: list[int | None]) -> bool:
         """Reckons with what every rank has told of its GPU's NVLinks. False: one cannot tell, so that hops have to be
         measured. The same on every rank."""
-        known = [links for links in told if links is not None]
-        if self.link is not None and len(known) == len(told):
+        known = [links for links in answers if links is not None]
+        if self.link is not None and len(known) == len(answers):
             self.link = link_of(self.device, nvlink=self.hop_route == "direct" and min(known) > 0)
-        return len(known) == len(told)
+        return len(known) == len(answers)
 
     def plan(self, name: str, tokens: int | None, layer: LayerSize, dtype: torch.dtype) -> LayerPlan:
         """How the linear layer `name` travels: as asked for, else by reckoning; `tokens` None: not known yet."""
