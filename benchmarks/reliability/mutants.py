@@ -4,9 +4,9 @@
     python benchmarks/reliability/mutants.py --engine             # those in C++ files too, each with a build of its own
     python benchmarks/reliability/mutants.py --only outer,bias    # those whose file or name has one of these parts
 
-Each mistake replaces a text that occurs once in one file; test files of its row have to fail then. Mistakes are planted
-in a copy of the working tree, which `--folder` keeps, with what was built for C++ mistakes. A text that does not occur
-once, or a test file that is not there, is an error. Exit status 1 where a mistake is not noticed.
+Each mistake of mutants.txt replaces a text that occurs once in one file; one of its tests has to fail then. Mistakes
+are planted in a copy of the working tree, which `--folder` keeps, with the builds for C++ mistakes. A text that does
+not occur once, or a test file that does not exist, is an error. Exit status 1 if a mistake is not noticed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,55 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from mutant_table import MUTANTS, Mutant
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 600.0  # seconds for the tests of one mistake
-COLLECTED, FAILED = (0, 1), (1, 2)  # exit statuses of pytest: all tests passed or some failed; failed or not importable
+PASSED, FAILED = (0,), (1, 2)  # exit statuses of pytest; 2: not importable
+
+_CONTRACT = "functional/test_operations.py::test_"
+CONTRACT = tuple(
+    _CONTRACT + test
+    for test in (
+        "outputs_and_gradients[{}-2-shm]",
+        "outputs_and_gradients[{}-3-c10d]",
+        "training_freezing_and_checkpointing[{}-3-shm-False]",
+    )
+)
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str  # of the repository
+    before: str
+    after: str
+    tests: tuple[str, ...]  # files of python_tests, or tests in them: path::name
+
+
+def read_mutants(text: str) -> list[Mutant]:
+    groups: dict[str, tuple[str, ...]] = {}
+
+    def tests_of(listed: str) -> tuple[str, ...]:
+        tests: tuple[str, ...] = ()
+        for each in listed.split(", "):
+            _, contract, operation = each.rpartition("contract of ")
+            tests += tuple(test.format(operation) for test in CONTRACT) if contract else groups.get(each, (each,))
+        return tests
+
+    _, head, *blocks = text.split("\n\n")
+    for line in head.splitlines():
+        name, _, listed = line.partition(" = ")
+        groups[name] = tests_of(listed)
+    file, mutants = "", []
+    for block in blocks:
+        first, *lines = block.splitlines()
+        if first.startswith("== "):
+            file = first.removeprefix("== ")
+            continue
+        name, _, listed = first.partition(": ")
+        before, after = ("\n".join(line[2:] for line in lines if line.startswith(sign)) for sign in ("- ", "+ "))
+        mutants.append(Mutant(name, file, before, after, tests_of(listed)))
+    return mutants
 
 
 def planted(mutant: Mutant, root: Path) -> str:
@@ -87,7 +130,7 @@ def run_tests(mutant: Mutant, folder: Path) -> tuple[bool, str]:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
         return True, "timeout"
-    if done.returncode not in (*COLLECTED, *FAILED):
+    if done.returncode not in (*PASSED, *FAILED):
         raise RuntimeError(f"{mutant.name}: pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return done.returncode in FAILED, failed[0] if failed else ""
@@ -113,11 +156,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the copy is made and kept; default: a temporary folder")
     options = parser.parse_args()
     parts = options.only.split(",")
-    for mutant in MUTANTS:
+    mutants = read_mutants((Path(__file__).parent / "mutants.txt").read_text())
+    for mutant in mutants:
         planted(mutant, ROOT)
     chosen = [
         mutant
-        for mutant in MUTANTS
+        for mutant in mutants
         if (options.engine or not mutant.file.startswith("csrc"))
         and any(part in mutant.name or part in mutant.file for part in parts)
     ]

@@ -22,6 +22,7 @@ from operation_checks import (
     check_frozen,
     check_pass,
     check_sharded,
+    check_writes,
     loss,
     plain_results,
     rotated_result,
@@ -89,7 +90,7 @@ def test_tolerances_refuse_wrong_results(ranks):
 
 
 def _behaviours(rank, ranks, name, transport, in_place):
-    """Training with evaluations and doubled forwards, frozen parameters, checkpointing, DTensors and modules."""
+    """Training with evaluations and doubled forwards, frozen parameters, checkpointing, writes, DTensors, modules."""
     cases, described = Cases(), DESCRIBED[name]
     with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
         for options in described.trained:
@@ -99,6 +100,7 @@ def _behaviours(rank, ranks, name, transport, in_place):
                     operation = described.make(**options, dtype=dtype)
                     train(operation, rank, ranks, evaluate, dtype, ring=ring, in_place=in_place)
             check_checkpointing(cases, described.make(**options), ring, in_place=in_place)
+            check_writes(cases, described.make(**options), ring, in_place=in_place)
             with cases.case(f"DTensors {options}"):
                 check_sharded(described.make(**options), ring, in_place=in_place)
         for options in described.frozen:

@@ -348,6 +348,29 @@ def check_checkpointing(cases: Cases, operation: Operation, ring: rtp_ext.Ring, 
             assert_result(actual, expected, ring, operation.cuts, EXACT, EXACT)
 
 
+def check_writes(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **options: Any) -> None:
+    """A parameter is written between a forward and its backward: refused, or the backward does not depend on it."""
+    expected = plain_results(operation, ring.size, "2d", 10)[ring.rank]
+    refused = []
+    for name in operation.parameters:
+        with cases.case(f"{name} is written {options}"):
+            shards = operation.shards(ring.rank, ring.size)
+            inputs = leaves(operation.inputs("2d", ring.rank, 10))
+            y = operation.rotated(shards, inputs, ring=ring, **options)
+            with torch.no_grad():
+                shards[name].mul_(2)
+            try:
+                loss(y, ring.rank, 10).backward()
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error), error
+                refused.append(name)
+                continue
+            gradients = {each: shard.grad for each, shard in shards.items()}
+            actual = Result(y.detach(), [x.grad for x in inputs], gradients)
+            assert_result(actual, expected, ring, operation.cuts, EXACT, EXACT)
+    assert bool(refused) == operation.weights_return(True), f"control: refused {refused}"
+
+
 def saved_tensors(run: Callable[[], Tensor]) -> list[Tensor]:
     """What autograd keeps of `run()` for its backward."""
     saved: list[Tensor] = []
