@@ -34,7 +34,7 @@ CONTRACT = tuple(
     for test in (
         "outputs_and_gradients[{}-2-shm]",
         "outputs_and_gradients[{}-3-c10d]",
-        "training_freezing_and_checkpointing[{}-3-shm-False]",
+        "training_freezing_and_checkpointing[{}-3-shm]",
     )
 )
 

@@ -41,19 +41,20 @@ TIMEOUT = 30.0
 
 def _passes(rank, ranks, name, transport):
     """Over c10d the shards themselves travel, where they are asked to."""
-    cases, described = Cases(), DESCRIBED[name]
-    for route in ("ring", "direct"):
+    cases, described, in_place = Cases(), DESCRIBED[name], transport == "c10d"
+    for route in ("ring",) if in_place else ("ring", "direct"):
         with rtp_ext.Ring(transport=transport, route=route, timeout=TIMEOUT) as ring:
             assert ring.transport == (transport if ranks > 1 else "emulated") and ring.route == route
-            in_place = transport == "c10d"
             every = route == "ring" and not in_place
             for options in described.variants if every else described.few:
-                ranks_too = {"ranks": ranks} if "routing" in options else {}
+                if "routing" in options:
+                    options = {**options, "ranks": ranks}
                 with cases.case(f"{route} {options}"):
-                    check_pass(described.make(**options, **ranks_too), ring, in_place=in_place)
-            dtypes = described.tolerances if route == "ring" else (FLOAT64,)
+                    tolerances = described.tolerances[options.get("dtype", FLOAT64)]
+                    check_pass(described.make(**options), ring, tolerances=tolerances, in_place=in_place)
+            dtypes, moving = (described.tolerances, (False, True)) if route == "ring" else ((FLOAT64,), (False,))
             for grid in described.grids:
-                rows = pairs(described.sizes, dtypes, grid, (False, True), forms=described.forms)
+                rows = pairs(described.sizes, dtypes, grid, moving, forms=described.forms)
                 for size, dtype, options, moves, form in rows:
                     with cases.case(f"{route} {size} {dtype} {options} in_place={moves} {form}"):
                         operation = described.make(size, dtype=dtype, **options)
@@ -89,29 +90,38 @@ def test_tolerances_refuse_wrong_results(ranks):
     run_ranks(_controls, ranks)
 
 
-def _behaviours(rank, ranks, name, transport, in_place):
+def _behaviours(rank, ranks, names, transport):
     """Training with evaluations and doubled forwards, frozen parameters, checkpointing, writes, DTensors, modules."""
-    cases, described = Cases(), DESCRIBED[name]
+    cases, in_place = Cases(), transport == "c10d"
     with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-        for options in described.trained:
-            for dtype in described.trained_in:
-                with cases.case(f"training {dtype} {options}"):
-                    evaluate = dtype == FLOAT64
-                    operation = described.make(**options, dtype=dtype)
-                    train(operation, rank, ranks, evaluate, dtype, ring=ring, in_place=in_place)
-            check_checkpointing(cases, described.make(**options), ring, in_place=in_place)
-            check_writes(cases, described.make(**options), ring, in_place=in_place)
-            with cases.case(f"DTensors {options}"):
-                check_sharded(described.make(**options), ring, in_place=in_place)
-        for options in described.frozen:
-            check_frozen(cases, described.make(**options), ring, in_place=in_place)
+        for described in map(DESCRIBED.get, names):
+            _behaves(cases, described, ring, in_place)
     cases.finish()
 
 
-@pytest.mark.parametrize(("ranks", "transport", "in_place"), [(1, "shm", False), (3, "shm", False), (4, "c10d", True)])
+def _behaves(cases, described, ring, in_place):
+    for options in described.trained:
+        for dtype in described.trained_in:
+            with cases.case(f"training {dtype} {options}"):
+                evaluate = dtype == FLOAT64
+                operation = described.make(**options, dtype=dtype)
+                train(operation, ring.rank, ring.size, evaluate, dtype, ring=ring, in_place=in_place)
+        check_checkpointing(cases, described.make(**options), ring, in_place=in_place)
+        check_writes(cases, described.make(**options), ring, in_place=in_place)
+        with cases.case(f"DTensors {options}"):
+            check_sharded(described.make(**options), ring, in_place=in_place)
+    for options in described.frozen:
+        check_frozen(cases, described.make(**options), ring, in_place=in_place)
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(3, "shm"), (4, "c10d")])
 @pytest.mark.parametrize("name", DESCRIBED)
-def test_training_freezing_and_checkpointing(name, ranks, transport, in_place):
-    run_ranks(_behaviours, ranks, name, transport, in_place)
+def test_training_freezing_and_checkpointing(name, ranks, transport):
+    run_ranks(_behaviours, ranks, [name], transport)
+
+
+def test_a_ring_of_one():
+    run_ranks(_behaviours, 1, list(DESCRIBED), "shm")
 
 
 def widened(operation: Operation) -> Operation:
@@ -171,8 +181,8 @@ def _precisions(rank, ranks):
     cases = Cases()
     with rtp_ext.Ring(timeout=TIMEOUT) as ring:
         for name, described in DESCRIBED.items():
-            for options, in_place in product(described.mixed, (False, True)):
-                check_mixed(cases, described, options, ring, in_place)
+            for number, options in enumerate(described.mixed):
+                check_mixed(cases, described, options, ring, in_place=number % 2 == 1)
             with cases.case(f"{name}: autocast leaves float64 alone"), torch.autocast("cpu", BFLOAT16):
                 check_pass(described.make(**described.mixed[0]), ring)
     cases.finish()

@@ -37,7 +37,7 @@ class Described:
     Attributes:
         grids: of what each two values meet, besides sizes, dtypes, in place and forms; one for each of operations that
             share no more than a name.
-        variants: one pass of each, in float64, on the rings of `RINGS`; of `few` of them on all routes.
+        variants: one pass of each, in float64 by default; of `few` instead on the route direct, and in place.
         controls: of those whose wrong results the tolerances have to refuse.
         matters: pairs of options whose results differ.
         trained, frozen: of training and checkpointing, and of frozen parameters.
@@ -74,7 +74,6 @@ LAYOUTS = [{"bias": bias, "transposed": transposed} for bias, transposed in prod
 IGNORED = [
     (settings, {key: value for key, value in settings.items() if key == "reduction"}) for settings in SETTINGS[1:]
 ]
-ROUTED = pairs(ROUTINGS, ((5, 6, 4), (3, 5, 1)))
 MANY = {"tokens": 530}  # more than one chunk of a head
 BIASED = {"biases": BOTH}
 CLAMPED = {"activation": "clamped_swiglu", "transposed": True, "interleaved": True}
@@ -112,10 +111,8 @@ DESCRIBED = {
     "convolution": Described(
         make_convolution,
         rounded(2 * ROUNDING, 2 * ROUNDING),
-        sizes=["1d", "2d", "2d, 3 groups", "2d, head, whole groups, tail", "3d, circular"],
+        sizes=list(CONVOLUTIONS),
         forms=CONVOLUTION_FORMS,
-        variants=[{"shape": shape} for shape in CONVOLUTIONS],
-        few=[{"shape": shape} for shape in CONVOLUTIONS],
         controls=[{"shape": "2d", "times": 2}, {"shape": "2d, 3 groups", "times": 2}],  # every rank has rows
         trained=[{"shape": "1d"}, {"shape": "2d, 3 groups"}],
         trained_in=DTYPES,
@@ -146,19 +143,13 @@ DESCRIBED = {
         make_experts,
         rounded(6 * ROUNDING, 9 * ROUNDING),
         sizes=[(5, 6, 4), (3, 5, 1), (8, 16, 12)],  # the second has fewer experts than ranks
-        grids=[
-            [{"activation": "gelu"}, {}],
-            [BIASED, BIASED | CLAMPED],
-        ],
+        grids=[[{"activation": "gelu"}, {}, BIASED, BIASED | CLAMPED]],
         variants=[
             *recomputed(*({"activation": activation} for activation in ACTIVATIONS)),
+            {"dtype": BFLOAT16, "weights_dtype": FLOAT32},  # of a router that stays in float32
             *(
-                {"routing": routing, "choices": choices, "size": size}
-                for routing, choices, size in pairs(ROUTINGS, (1, 2, 3), ((5, 6, 4), (3, 5, 1)))
-            ),
-            *(
-                {**BIASED, "routing": routing, "size": size}
-                for routing, size in pairs(ROUTINGS, ((5, 6, 4), (3, 5, 1)))
+                {"routing": routing, "choices": choices, "size": size, "biases": biases}
+                for routing, choices, size, biases in pairs(ROUTINGS, (1, 2, 3), ((5, 6, 4), (3, 5, 1)), ((), BOTH))
             ),
             *(
                 {"biases": biases, "activation": activation, "recompute": recompute}
@@ -184,7 +175,10 @@ DESCRIBED = {
         ],
         few=[
             *recomputed({"activation": "gelu"}, {"activation": "swiglu"}),
-            *({"routing": routing, "size": size} for routing, size in ROUTED),
+            *(
+                {"routing": routing, "size": size, "biases": biases}
+                for routing, size, biases in pairs(ROUTINGS, ((5, 6, 4), (3, 5, 1)), ((), BOTH))
+            ),
             *recomputed(BIASED, BIASED | CLAMPED),
         ],
         controls=[
@@ -206,6 +200,10 @@ DESCRIBED = {
         variants=[
             {"settings": settings, "bias": variant, "transposed": variant != bool(tokens), **tokens}
             for settings, variant, tokens in product(SETTINGS, (False, True), ({}, MANY))
+        ]
+        + [
+            {"dtype": dtype, "settings": settings, "size": (17, 16), **tokens}
+            for dtype, settings, tokens in product((FLOAT32, BFLOAT16), (SETTINGS[0], SETTINGS[-1]), ({}, MANY))
         ],
         few=[
             *({"settings": settings, "transposed": True} for settings in SETTINGS),
