@@ -51,6 +51,13 @@ def _frozen(rank, ranks):
             moved = [not torch.equal(p, untrained.get_parameter(name)) for name, p in plain.named_parameters()]
             assert moved == [p.requires_grad for p in model.parameters()] and False in moved, "control"
         rtp_ext.ring_of(model).close()
+    with cases.case("a module that no rank uses gets no gradient"):
+        model = make_model()
+        model.spare = nn.LayerNorm(4, dtype=torch.float64)
+        model = rtp_ext.fully_rotate(model, timeout=30.0)
+        batch_loss(model, rank, 0).backward()
+        assert model.norm.weight.grad is not None
+        assert [p.grad for p in model.spare.parameters()] == [None, None]
     with cases.case("a write within the forward, after parameters were gathered"):
         plain, model = make_model(), rtp_ext.fully_rotate(make_model(), timeout=30.0)
         for each in (plain, model):
