@@ -84,7 +84,7 @@ DESCRIBED = {
         rounded(2 * ROUNDING, 2 * ROUNDING),
         sizes=[(5, 7), (16, 17), (64, 1)],  # 64 -> 1 has fewer rows than ranks
         grids=[[{"dim": dim, **layout} for layout in LAYOUTS] for dim in (0, 1)],
-        rings=tuple(product((1, 2, 3, 4), ("shm", "c10d"))),
+        rings=((1, "c10d"), *product((2, 3, 4), ("shm", "c10d"))),
         controls=[{"size": (16, 17), "dim": dim} for dim in (0, 1)],
         trained=[{"dim": 0}, {"dim": 1, "size": (16, 17)}],
         trained_in=DTYPES,
@@ -182,10 +182,10 @@ DESCRIBED = {
             *recomputed(BIASED, BIASED | CLAMPED),
         ],
         controls=[
-            {"size": (4, 16, 12), "choices": 3, "activation": each, "biases": biases}
-            for each, biases in product(("gelu", "swiglu"), ((), BOTH))
+            {"size": (4, 16, 12), "choices": choices, "activation": activation, "biases": biases}
+            for choices, activation, biases in ((3, "gelu", ()), (2, "swiglu", BOTH))
         ],
-        trained=recomputed({"size": (3, 6, 4)}, {"size": (3, 6, 4), **BIASED}),
+        trained=recomputed({"size": (3, 6, 4), **BIASED}),
         frozen=[*recomputed({}), {**BIASED, "recompute": True}],
         mixed=recomputed({"size": (4, 16, 12)}, {"size": (4, 16, 12), "activation": "gelu"}),
         repeated=lambda ranks: [
