@@ -182,8 +182,8 @@ DESCRIBED = {
             *recomputed(BIASED, BIASED | CLAMPED),
         ],
         controls=[
-            {"size": (4, 16, 12), "choices": choices, "activation": activation, "biases": biases}
-            for choices, activation, biases in ((3, "gelu", ()), (2, "swiglu", BOTH))
+            {"size": (4, 16, 12), "choices": 3, "activation": activation, "biases": biases}
+            for activation, biases in (("gelu", ()), ("swiglu", BOTH))
         ],
         trained=recomputed({"size": (3, 6, 4), **BIASED}),
         frozen=[*recomputed({}), {**BIASED, "recompute": True}],
