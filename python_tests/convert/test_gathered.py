@@ -1,6 +1,7 @@
 """Modules whose parameters are gathered while in use: frozen ones under activation checkpointing, recurrent ones."""
 
 import copy
+import functools
 from itertools import product
 
 import pytest
@@ -31,6 +32,11 @@ def freeze(model: nn.Module, kind: str) -> nn.Module:
     return model
 
 
+def _halve(weight: nn.Parameter, *_: object) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
 def _frozen(rank, ranks):
     cases = Cases()
     for kind, reentrant, inside in product(FROZEN, (True, False), (True, False)):
@@ -45,6 +51,20 @@ def _frozen(rank, ranks):
             moved = [not torch.equal(p, untrained.get_parameter(name)) for name, p in plain.named_parameters()]
             assert moved == [p.requires_grad for p in model.parameters()] and False in moved, "control"
         rtp_ext.ring_of(model).close()
+    with cases.case("a module that no rank uses gets no gradient"):
+        model = make_model()
+        model.spare = nn.LayerNorm(4, dtype=torch.float64)
+        model = rtp_ext.fully_rotate(model, timeout=30.0)
+        batch_loss(model, rank, 0).backward()
+        assert model.norm.weight.grad is not None
+        assert [p.grad for p in model.spare.parameters()] == [None, None]
+    with cases.case("a write within the forward, after parameters were gathered"):
+        plain, model = make_model(), rtp_ext.fully_rotate(make_model(), timeout=30.0)
+        for each in (plain, model):
+            each.blocks[0].register_forward_pre_hook(functools.partial(_halve, each.norm.weight))
+        train(model, lambda step: batch_loss(model, rank, step), 2)
+        train(plain, lambda step: mean_loss(plain, ranks, step), 2)
+        assert_same_model(model, plain, EXACT)
     cases.finish()
 
 

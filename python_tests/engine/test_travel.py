@@ -12,91 +12,39 @@ from operation_checks import (
     Operation,
     assert_result,
     check_checkpointing,
-    make_features,
     plain_results,
     rotated_result,
 )
+from operations.bundles import BOTH, make_experts, make_head, make_mlp
+from operations.layers import make_convolution, make_embedding, make_linear, make_linears
 from reference import assert_same, chunk, differs, random
-from test_cross_entropy import make_head
-from test_experts_biases import make_biased
-from test_mlp import make_mlp
 from torch import nn
 from torch.nn import functional as F
 
 import rtp_ext
-from rtp_ext.functional import rotated_convolution, rotated_embedding, rotated_linear, rotated_linears
+from rtp_ext.functional import rotated_linear
 from rtp_ext.nn import Flyweight
 
 TRAVELS = ("int8", "bfloat16")
-OUTPUTS, INPUTS = 37, 23  # shards of 13 x 23 numbers at R = 3: blocks go over the ends of rows, the last is not full
+INPUTS, OUTPUTS = 23, 37  # shards of 13 x 23 numbers at R = 3: blocks go over the ends of rows, the last is not full
 
 
 def _ring(travel, **options):
     return rtp_ext.Ring(travel=travel, **{"transport": "c10d", "timeout": 60.0, **options})
 
 
-def _linear(outputs=OUTPUTS, dtype=torch.float64, dim=0) -> Operation:
-    parameters = {
-        "weight": random(outputs, INPUTS, dtype=dtype, seed=1, scale=INPUTS**-0.5),
-        "bias": random(outputs, dtype=dtype, seed=2),
-    }
-    return Operation(
-        parameters,
-        {"weight": dim, "bias": 0},
-        lambda p, x: F.linear(x[0], p["weight"], p["bias"]),
-        lambda p, x, **options: rotated_linear(x[0], p["weight"], p["bias"], shard_dim=dim, **options),
-        lambda form, rank, seed: [make_features(form, rank, INPUTS, dtype, seed)],
-    )
-
-
-def _three() -> Operation:
-    sizes = {"q": 17, "k": 5, "v": 6}
-    parameters = {n: random(s, 11, dtype=torch.float64, seed=s, scale=0.3) for n, s in sizes.items()}
-    return Operation(
-        parameters,
-        dict.fromkeys(sizes, 0),
-        lambda p, x: torch.cat([F.linear(x[0], p[name]) for name in sizes], -1),
-        lambda p, x, **options: torch.cat(rotated_linears([x[0]], [p[name] for name in sizes], **options), -1),
-        lambda form, rank, seed: [make_features(form, rank, 11, torch.float64, seed)],
-    )
-
-
-def _embedding(dim) -> Operation:
-    return Operation(
-        {"weight": random(29, 15, dtype=torch.float64, seed=1)},
-        {"weight": dim},
-        lambda p, batch: F.embedding(batch[0], p["weight"]),
-        lambda p, batch, **options: rotated_embedding(batch[0], p["weight"], shard_dim=dim, **options),
-        lambda form, rank, seed: [torch.randint(29, (2, 9), generator=torch.Generator().manual_seed(seed + rank))],
-    )
-
-
-def _convolution() -> Operation:
-    parameters = {
-        "weight": random(7, 5, 3, 3, dtype=torch.float64, seed=1, scale=0.2),
-        "bias": random(7, dtype=torch.float64, seed=2),
-    }
-    return Operation(
-        parameters,
-        {"weight": 0, "bias": 0},
-        lambda p, x: F.conv2d(x[0], p["weight"], p["bias"], padding=1),
-        lambda p, x, **options: rotated_convolution(x[0], p["weight"], p["bias"], padding=1, **options),
-        lambda form, rank, seed: [random(2, 5, 4, 4, dtype=torch.float64, seed=seed + rank)],
-    )
-
-
 def _operations() -> dict[str, Operation]:
     return {
-        "linear": _linear(),
-        "linear, fewer rows than ranks": _linear(2),
-        "linear, cut along inputs": _linear(dim=1),
-        "q, k, v": _three(),
-        "embedding": _embedding(0),
-        "embedding, columns": _embedding(1),
-        "convolution": _convolution(),
+        "linear": make_linear((INPUTS, OUTPUTS)),
+        "linear, fewer rows than ranks": make_linear((INPUTS, 2)),
+        "linear, cut along inputs": make_linear((INPUTS, OUTPUTS), dim=1),
+        "q, k, v": make_linears({"q": 17, "k": 5, "v": 6}, 11),
+        "embedding": make_embedding((29, 15)),
+        "embedding, columns": make_embedding((29, 15), dim=1),
+        "convolution": make_convolution("2d"),
         "mlp": make_mlp(),
         "mlp, recomputed": make_mlp(recompute=True),
-        "experts": make_biased(),
+        "experts": make_experts(biases=BOTH),
         "cross entropy": make_head(settings={"reduction": "sum", "label_smoothing": 0.1}),
         "cross entropy, transposed": make_head(tokens=300, transposed=True),
     }
@@ -149,7 +97,7 @@ def _same_as_one_process(rank, ranks):
                     with cases.case(f"{travel} {options} {name}"):
                         _check(operation, ring)
                 if not options:
-                    check_checkpointing(cases, _Rounded(_linear(), ranks, travel), ring)
+                    check_checkpointing(cases, _Rounded(make_linear((INPUTS, OUTPUTS)), ranks, travel), ring)
     cases.finish()
 
 
@@ -279,7 +227,7 @@ def _rest(rank, ranks):
     row = 8 * (INPUTS + 1)  # bytes of a row and its bias in float64
     for travel in TRAVELS:
         with _ring(travel, slot_cap=4 * row) as ring, cases.case(f"{travel}, pieces"):
-            _check(_linear(), ring, rows=4)
+            _check(make_linear((INPUTS, OUTPUTS)), ring, rows=4)
         with _ring(travel) as ring:
             local = random(33, 40, dtype=torch.float32, seed=1, scale=0.2)
             x = random(5, 40, dtype=torch.bfloat16, seed=2 + rank)

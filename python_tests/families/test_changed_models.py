@@ -165,6 +165,14 @@ def projections_apart(rank, ranks, kind, variant):
             ours, theirs = (blocks_of(each, kind)[1].self_attn.get_submodule(name)(x) for each in (model, plain))
             assert_same(ours, theirs, TOLERANCE, f"{name} of an input that changed")
             x.add_(1.0)
+    model, plain = pair(kind, variant)
+    with torch.no_grad():  # weights that change between the calls
+        for name in names[:3]:
+            attentions = [blocks_of(each, kind)[1].self_attn for each in (model, plain)]
+            ours, theirs = (attention.get_submodule(name)(x) for attention in attentions)
+            assert_same(ours, theirs, TOLERANCE, f"{name} of weights that changed")
+            for attention in attentions:
+                attention.v_proj.weight.mul_(2.0)
 
 
 def deep_copies(rank, ranks, kind, variant):

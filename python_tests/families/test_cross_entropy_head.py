@@ -9,14 +9,16 @@ import pytest
 import torch
 from harness import Cases, run_ranks
 from operation_checks import EXACT, rotated_result, saved_tensors
+from operations.bundles import SETTINGS, make_head, make_targets, plain_loss
 from reference import TOLERANCE, adamw, assert_same, chunk, differs, full, local, random
-from test_cross_entropy import SETTINGS, TIMEOUT, make_head, make_targets, plain_loss
 from torch import nn
 from torch.nn import functional as F
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear_cross_entropy
 from rtp_ext.nn import RotatedLinearCrossEntropy
+
+TIMEOUT = 30.0
 
 
 def _corners(rank, ranks):

@@ -6,8 +6,8 @@ In bfloat16 a module itself rounds between its operations; the tolerance is twic
 import functools
 
 import torch
+from operation_checks import loss, scale_of
 from reference import TOLERANCE, assert_same, chunk, double_copy, local, random
-from test_linear import loss, scale_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint

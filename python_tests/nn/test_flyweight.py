@@ -21,8 +21,8 @@ from flyweight_modules import (
 )
 from grids import RINGS
 from harness import Cases, run_ranks
+from operation_checks import loss
 from reference import STEPS, adamw, assert_same, chunk, differs, double_copy, full, random, trained_tolerance
-from test_linear import loss
 
 import rtp_ext
 from rtp_ext.nn import Flyweight

@@ -22,8 +22,8 @@ from flyweight_modules import (
     tolerance_of,
 )
 from harness import Cases, run_ranks
+from operation_checks import loss
 from reference import assert_same, chunk, differs, double_copy, full, local
-from test_linear import loss
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F

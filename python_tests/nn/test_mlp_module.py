@@ -1,4 +1,4 @@
-"""RotatedMLP: the module over rotated_mlp. What the operation computes is tested in test_mlp.py."""
+"""RotatedMLP: the module over rotated_mlp. What the operation computes is tested in test_operations.py."""
 
 import pytest
 import torch

@@ -276,7 +276,7 @@ def _precision(ring):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = module(x.float() if autocast else x)
         assert y.dtype == torch.bfloat16 and module.aux_loss.dtype == torch.float32
-        # nine roundings: the logits, and what test_experts.py counts
+        # nine roundings: the logits, and what operations/described.py counts
         assert_same(y, expected, 9 * 2.0**-8, "output")
         assert_same(module.aux_loss, rounded.aux_loss, 4 * 2.0**-8, "balance loss")
         objective(module, y.float()).backward()

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from harness import Cases, run_ranks
 from models import batch_loss, make_model, mean_loss, train
-from operation_checks import Operation, assert_result, make_features, plain_results, rotated_result
+from operation_checks import assert_result, plain_results, rotated_result
+from operations.layers import make_linear, make_linears
 from reference import TOLERANCE, assert_same, chunk, differs, full, random
 
 import rtp_ext
-from rtp_ext.functional import rotated_linear, rotated_linears
+from rtp_ext.functional import rotated_linear
 
 WAYS = {
     "gather": {"route": "gather"},
@@ -21,35 +22,10 @@ WAYS = {
 SHAPES = [(7, 5), (2, 6), (13, 4)]  # out, in features
 
 
-def _linear(outputs, features, dtype, biased):
-    parameters = {"weight": random(outputs, features, dtype=dtype, seed=1, scale=features**-0.5)}
-    if biased:
-        parameters["bias"] = random(outputs, dtype=dtype, seed=2)
-    return Operation(
-        parameters,
-        dict.fromkeys(parameters, 0),
-        lambda p, x: F.linear(x[0], p["weight"], p.get("bias")),
-        lambda p, x, **options: rotated_linear(x[0], p["weight"], p.get("bias"), **options),
-        lambda form, rank, seed: [make_features(form, rank, features, dtype, seed)],
-    )
-
-
-def _three(dtype):
-    names, sizes = ["q", "k", "v"], [9, 4, 5]
-    parameters = {n: random(s, 6, dtype=dtype, seed=s, scale=0.4) for n, s in zip(names, sizes, strict=True)}
-    return Operation(
-        parameters,
-        dict.fromkeys(names, 0),
-        lambda p, x: torch.cat([F.linear(x[0], p[name]) for name in names], -1),
-        lambda p, x, **options: torch.cat(rotated_linears([x[0]], [p[name] for name in names], **options), -1),
-        lambda form, rank, seed: [make_features(form, rank, 6, dtype, seed)],
-    )
-
-
 def _check_operations(cases, ring, way, transport):
     for dtype, forms in ((torch.float64, ("2d", "empty on rank 0")), (torch.bfloat16, ("2d",))):
-        operations = {f"{o}x{i}": _linear(o, i, dtype, biased=i != 6) for o, i in SHAPES}
-        operations["q, k, v"] = _three(dtype)
+        operations = {f"{o}x{i}": make_linear((i, o), dtype=dtype, bias=i != 6) for o, i in SHAPES}
+        operations["q, k, v"] = make_linears({"q": 9, "k": 4, "v": 5}, dtype=dtype)
         for name, operation in operations.items():
             for form in forms:
                 with cases.case(f"{way} {transport} {name} {form} {dtype}"):

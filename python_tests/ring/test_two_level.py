@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,18 +14,15 @@ from harness import Cases, run_ranks
 from models import batch_loss, make_model, mean_loss
 from models import train as train_model
 from operation_checks import EXACT, Operation, check_controls, check_frozen, check_pass, train
+from operations.bundles import make_experts, make_head, make_mlp
+from operations.layers import make_embedding, make_linear, make_linears
 from pretended import pretend_hosts
 from reference import assert_same, full, random
-from test_cross_entropy import make_head
-from test_experts import make_experts
 from test_failures import PROMPT, TIMEOUT, _steps_until_error
-from test_mlp import make_mlp
-from test_routes import _linear, _three
 from torch import nn
-from torch.nn import functional as F
 
 import rtp_ext
-from rtp_ext.functional import rotated_embedding, rotated_linear
+from rtp_ext.functional import rotated_linear
 from rtp_ext.nn import Flyweight, RotatedLinear
 from rtp_ext.trace import gather, predict, summaries
 
@@ -34,40 +30,14 @@ PATIENT = 60.0
 TRAINED = ("linear", "mlp", "cross entropy")  # by several steps of AdamW
 
 
-def _partial() -> Operation:
-    """A linear layer that is cut along its inputs."""
-    parameters = {"weight": random(5, 11, dtype=torch.float64, seed=1), "bias": random(5, dtype=torch.float64, seed=2)}
-    return Operation(
-        parameters,
-        {"weight": 1, "bias": 0},
-        lambda p, x: F.linear(x[0], p["weight"], p["bias"]),
-        lambda p, x, **options: rotated_linear(x[0], p["weight"], p["bias"], shard_dim=1, **options),
-        lambda form, rank, seed: [random(3 + rank, 11, dtype=torch.float64, seed=seed + rank)],
-    )
-
-
-def _embedding(dim: int) -> Operation:
-    def ids(form, rank, seed):
-        return [torch.randint(7, (2, 4 + rank), generator=torch.Generator().manual_seed(seed + rank))]
-
-    return Operation(
-        {"weight": random(7, 5, dtype=torch.float64, seed=1)},
-        {"weight": dim},
-        lambda p, batch: F.embedding(batch[0], p["weight"]),
-        lambda p, batch, **options: rotated_embedding(batch[0], p["weight"], shard_dim=dim, **options),
-        ids,
-        weights_return=lambda needs_inputs: False,
-    )
-
-
 def _operations() -> dict[str, Operation]:
     return {
-        "linear": _linear(13, 4, torch.float64, biased=True),
-        "linear with fewer rows than ranks": _linear(2, 6, torch.float64, biased=True),
-        "q, k, v": _three(torch.float64),
-        "partial linear": _partial(),
-        "embedding": _embedding(0),
-        "embedding by columns": _embedding(1),
+        "linear": make_linear((4, 13)),
+        "linear with fewer rows than ranks": make_linear((6, 2)),
+        "q, k, v": make_linears({"q": 9, "k": 4, "v": 5}),
+        "partial linear": make_linear((11, 5), dim=1),
+        "embedding": make_embedding((7, 5)),
+        "embedding by columns": make_embedding((7, 5), dim=1),
         "mlp": make_mlp(),
         "mlp without gate": make_mlp(activation="gelu", bias=False),
         "experts": make_experts(),
@@ -97,8 +67,7 @@ def _same_as_one_process(rank, ranks, per_host, transport, steps):
                     train(operation, rank, ranks, True, torch.float64, ring=ring)
         if steps:
             check_frozen(cases, make_mlp(activation="gelu", bias=False), ring)
-            linear = _linear(9, 4, torch.float64, biased=True)
-            check_frozen(cases, replace(linear, weights_return=lambda needs_inputs: needs_inputs), ring)
+            check_frozen(cases, make_linear((4, 9)), ring)
             check_controls(make_mlp(), ring, (EXACT, EXACT))
         shard = torch.full((3 + rank, 2), float(rank))
         host, place = divmod(rank, per_host)

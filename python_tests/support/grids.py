@@ -64,6 +64,6 @@ def pairs(*parameters: Iterable[Any], forms: Iterable[Any] = ()) -> list[tuple[A
     return rows
 
 
-# Rings for one pass of a layer. What it computes depends on the size of the ring, not on who carries the shards: linear
-# layers meet every pair, the others every size and both transports, and more of the pairs where they train.
+# Rings for one pass of a layer. Its results depend on the size of the ring, not on the transport: linear layers meet
+# every pair, the others every size and both transports, and more of the pairs where they train.
 RINGS = few([(1, "c10d"), (2, "shm"), (3, "c10d"), (4, "shm")], list(product((1, 2, 3, 4), ("shm", "c10d"))))

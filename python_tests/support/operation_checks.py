@@ -9,15 +9,29 @@ from typing import Any
 
 import torch
 from harness import Cases
-from reference import LEARNING_RATE, STEPS, TOLERANCE, adamw, assert_same, chunk, differs, random
-from torch import Tensor
+from reference import (
+    LEARNING_RATE,
+    STEPS,
+    TOLERANCE,
+    adamw,
+    assert_same,
+    chunk,
+    differs,
+    local,
+    random,
+    trained_tolerance,
+)
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import rtp_ext
+from rtp_ext.parameters.sharding import shard_parameter
 
 FORMS = ["2d", "empty on rank 0", "3d", "strided", "1d", "empty"]
 ROUNDING = 2.0**-8  # of one value in bfloat16, which has 8 significant bits
 EXACT = 1e-10  # float64
+TRAINED = 1 + 100 * LEARNING_RATE  # of a tolerance after steps of AdamW
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,14 @@ class Operation:
     inputs: Callable[[str, int, int], list[Tensor]]  # (form, rank, seed) -> the local batch of a rank
     # Whether weights travel in a backward, where gradients of inputs are wanted or not. Those of bundles always do.
     weights_return: Callable[[bool], bool] = lambda needs_inputs: True
+    float32_output: bool = False  # whether the output is in float32 at least
+    # The rotated module with these parameters, if there is one: module(ring, in_place=...).
+    module: Callable[..., nn.Module] | None = None
+
+    def output_dtype(self, computed: torch.dtype | None = None) -> torch.dtype:
+        """`computed`: what it computes in; by default the dtype of its parameters."""
+        dtype = computed or next(iter(self.parameters.values())).dtype
+        return torch.promote_types(dtype, torch.float32) if self.float32_output else dtype
 
     def shards(self, rank: int, ranks: int, trained: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The local shards of a rank. Those `trained` (by default all) get gradients."""
@@ -68,13 +90,20 @@ def make_features(form: str, rank: int, features: int, dtype: torch.dtype, seed:
     return random(*shape, features, dtype=dtype, seed=seed + rank)
 
 
-def loss(y: Tensor, rank: int, seed: int) -> Tensor:
+def loss(y: Tensor, rank: int, seed: int = 0) -> Tensor:
     """Weighs every output; the weights are exact in bfloat16."""
     return (y * random(*y.shape, dtype=torch.bfloat16, seed=1000 + seed + rank).to(y.dtype)).sum()
 
 
-def leaves(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, needed: bool = True) -> list[Tensor]:
-    return [t.detach().to(dtype or t.dtype).requires_grad_(needed) if t.is_floating_point() else t for t in tensors]
+def leaves(
+    tensors: Sequence[Tensor], dtype: torch.dtype | None = None, needed: bool | Sequence[bool] = True
+) -> list[Tensor]:
+    """`needed`: whether the floating ones get gradients, of each or of all."""
+    flags = [needed] * len(tensors) if isinstance(needed, bool) else needed
+    return [
+        t.detach().to(dtype or t.dtype).requires_grad_(flag) if t.is_floating_point() else t
+        for t, flag in zip(tensors, flags, strict=True)
+    ]
 
 
 def plain_results(
@@ -116,7 +145,7 @@ def rotated_result(
     seed: int,
     shards: dict[str, Tensor],
     *,
-    needs_inputs: bool = True,
+    needs_inputs: bool | Sequence[bool] = True,
     call: Callable[..., Tensor] | None = None,
     **options: Any,
 ) -> Result:
@@ -162,6 +191,7 @@ def check_pass(
     """One forward and backward: output, all gradients, and that the shards are at home afterwards."""
     shards = operation.shards(ring.rank, ring.size)
     actual = rotated_result(operation, ring, form, seed, shards, **options)
+    assert actual.output.dtype == operation.output_dtype(), f"output dtype {actual.output.dtype}"
     for number, (given, gradient) in enumerate(
         zip(operation.inputs(form, ring.rank, seed), actual.input_gradients, strict=True)
     ):
@@ -201,16 +231,23 @@ def check_controls(operation: Operation, ring: rtp_ext.Ring, tolerances: tuple[f
 
 
 def train(operation: Operation, rank: int, ranks: int, evaluate: bool, dtype: torch.dtype, **options: Any) -> None:
-    """STEPS steps of AdamW end where the plain operation ends; with evaluations and doubled forwards in between."""
-    shards = operation.shards(rank, ranks)
-    whole, untrained = (
-        {name: p.detach().to(torch.float64, copy=True).requires_grad_() for name, p in operation.parameters.items()}
-        for _ in range(2)
-    )
-    optimizers = adamw(shards.values()), adamw(whole.values())
+    """STEPS steps of AdamW end where the plain operation ends; with evaluations and doubled forwards in between.
 
-    def plain(other: int, seed: int) -> Tensor:
-        return operation.plain(whole, leaves(operation.inputs("2d", other, seed), torch.float64))
+    The loss has a term that makes gradients depend on the parameters, but in bfloat16, whose roundings would feed back.
+    """
+    shards = operation.shards(rank, ranks)
+    whole, lacking, untrained = (
+        {name: p.detach().to(torch.float64, copy=True).requires_grad_() for name, p in operation.parameters.items()}
+        for _ in range(3)
+    )
+    others = [(whole, -1), (lacking, 1)] if rank == 0 < ranks - 1 else [(whole, -1)]  # and a rank that is skipped
+    optimizers = [adamw(parameters.values()) for parameters in (shards, *(each for each, _ in others))]
+
+    def value(y: Tensor, other: int, seed: int) -> Tensor:
+        return loss(y, other, seed) + (0.0 if dtype == torch.bfloat16 else 0.1 * y.square().sum())
+
+    def plain(parameters: dict[str, Tensor], other: int, seed: int) -> Tensor:
+        return operation.plain(parameters, leaves(operation.inputs("2d", other, seed), torch.float64))
 
     for step in range(STEPS):
         for optimizer in optimizers:
@@ -222,27 +259,61 @@ def train(operation: Operation, rank: int, ranks: int, evaluate: bool, dtype: to
             if evaluate:
                 with torch.no_grad():
                     y = operation.rotated(shards, inputs, **options)
-                    assert_same(y, plain(rank, seed), 100 * TOLERANCE[dtype], "evaluation")
-            values.append(loss(operation.rotated(shards, leaves(inputs), **options), rank, seed))
+                    assert_same(y, plain(whole, rank, seed), 100 * TOLERANCE[dtype], "evaluation")
+            values.append(value(operation.rotated(shards, leaves(inputs), **options), rank, seed))
         sum(values).backward()
-        sum(loss(plain(other, seed), other, seed) / ranks for seed in seeds for other in range(ranks)).backward()
+        for parameters, skipped in others:
+            for seed, other in product(seeds, range(ranks)):
+                if other != skipped:
+                    (value(plain(parameters, other, seed), other, seed) / ranks).backward()
         for optimizer in optimizers:
             optimizer.step()
-    # AdamW divides by the gradient, and one of a hundredth of the largest is known to a hundred times the tolerance.
-    tolerance = TOLERANCE[dtype] * (1 + 100 * LEARNING_RATE)
+    tolerances = {}
     for name, shard in shards.items():
-        right = chunk(whole[name], ranks, rank, operation.cuts[name])
+        cut = operation.cuts[name]
+        right, start = chunk(whole[name], ranks, rank, cut), chunk(untrained[name], ranks, rank, cut)
+        # AdamW divides by the gradient: one of a hundredth of the largest is known to a hundred times the tolerance.
+        largest = whole[name].abs().max().item()
+        tolerance = TRAINED * TOLERANCE[dtype] if dtype != torch.bfloat16 else trained_tolerance(dtype, largest)
         assert_same(shard, right, tolerance * scale_of(whole[name], right), name)
+        tolerances[name] = tolerance
         if shard.numel():
-            start = chunk(untrained[name], ranks, rank, operation.cuts[name])
             assert differs(shard, start, tolerance), f"control: untrained {name} passes"
+    seen = any(differs(lacking[name], whole[name], tolerance) for name, tolerance in tolerances.items())
+    assert seen or len(others) == 1, "control: parameters that lack the gradients of a rank pass"
+
+
+def check_sharded(operation: Operation, ring: rtp_ext.Ring, **options: Any) -> None:
+    """Of parameters that are DTensors, and of the rotated module where there is one: gradients are of their type."""
+    expected = plain_results(operation, ring.size, "3d", 10)[ring.rank]
+    shards = {
+        name: shard_parameter(nn.Parameter(whole.clone()), ring, operation.cuts[name])
+        for name, whole in operation.parameters.items()
+    }
+    calls: list[tuple[dict[str, Tensor], Any]] = [(shards, None)]
+    if operation.module is not None:
+        module = operation.module(ring, **options)
+        calls.append((dict(module.named_parameters()), lambda _shards, inputs, **_options: module(*inputs)))
+    for given, call in calls:
+        actual = rotated_result(operation, ring, "3d", 10, given, call=call, **options)
+        for name, gradient in actual.gradients.items():
+            assert type(gradient) is type(given[name].data), f"gradient of {name}: {type(gradient)}"
+            whole = operation.parameters[name]
+            local_shard = chunk(whole, ring.size, ring.rank, operation.cuts[name])
+            assert torch.equal(local(given[name]), local_shard), f"{name} is not at home"
+            assert isinstance(given[name], DTensor) == (ring.mesh is not None)
+        actual.gradients = {name: local(gradient) for name, gradient in actual.gradients.items()}
+        assert_result(actual, expected, ring, operation.cuts, EXACT, EXACT)
 
 
 def check_frozen(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **options: Any) -> None:
-    """Every subset of the parameters, with and without gradients of the inputs; what is not wanted gets none."""
+    """Every subset of the parameters and of the inputs; what is not wanted gets no gradient, and does not travel."""
     expected = plain_results(operation, ring.size, "2d", 10)[ring.rank]
-    for flags in product((True, False), repeat=len(operation.parameters) + 1):
-        needs_inputs, trained = flags[0], [n for n, flag in zip(operation.parameters, flags[1:], strict=True) if flag]
+    kinds = [x.is_floating_point() for x in operation.inputs("2d", ring.rank, 10)]
+    for flags in product((True, False), repeat=len(operation.parameters) + sum(kinds)):
+        rest = iter(flags)
+        needs_inputs = [floating and next(rest) for floating in kinds]
+        trained = [name for name, flag in zip(operation.parameters, rest, strict=True) if flag]
         if not any(flags):
             continue
         with cases.case(f"trained {trained} inputs {needs_inputs} {options}"):
@@ -251,12 +322,11 @@ def check_frozen(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **optio
             actual = rotated_result(operation, ring, "2d", 10, shards, needs_inputs=needs_inputs, **options)
             assert_result(actual, expected, ring, operation.cuts, EXACT, EXACT)
             assert [name for name, gradient in actual.gradients.items() if gradient is not None] == trained
-            given = [needs_inputs and x is not None for x in expected.input_gradients]
-            assert [x is not None for x in actual.input_gradients] == given
+            assert [x is not None for x in actual.input_gradients] == needs_inputs
             sent = ring.hops("weight") - before[0], ring.hops("gradient") - before[1]
             hops = ring.size - 1 if not options.get("in_place") or ring.transport == "shm" else ring.size
             hops *= ring.size > 1
-            passes = 1 + operation.weights_return(needs_inputs)
+            passes = 1 + operation.weights_return(any(needs_inputs))
             assert sent == (passes * hops, (ring.size - 1) * bool(trained)), f"hops {sent}"
     shards = operation.shards(ring.rank, ring.size, ())
     assert not operation.rotated(shards, operation.inputs("2d", ring.rank, 10), ring=ring).requires_grad
@@ -264,7 +334,8 @@ def check_frozen(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **optio
 
 def check_checkpointing(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **options: Any) -> None:
     expected = plain_results(operation, ring.size, "2d", 10)[ring.rank]
-    for reentrant in (False, True):
+    floating = any(x.is_floating_point() for x in operation.inputs("2d", ring.rank, 10))
+    for reentrant in (False, True) if floating else (False,):  # a reentrant one needs an input with a gradient
 
         def call(
             shards: dict[str, Tensor], inputs: Sequence[Tensor], reentrant: bool = reentrant, **rest: Any
@@ -276,6 +347,29 @@ def check_checkpointing(cases: Cases, operation: Operation, ring: rtp_ext.Ring, 
             actual = rotated_result(operation, ring, "2d", 10, shards, call=call, **options)
             assert all(gradient is not None for gradient in actual.gradients.values())
             assert_result(actual, expected, ring, operation.cuts, EXACT, EXACT)
+
+
+def check_writes(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **options: Any) -> None:
+    """A parameter is written between a forward and its backward: refused, or the backward does not depend on it."""
+    expected = plain_results(operation, ring.size, "2d", 10)[ring.rank]
+    refused = []
+    for name in operation.parameters:
+        with cases.case(f"{name} is written {options}"):
+            shards = operation.shards(ring.rank, ring.size)
+            inputs = leaves(operation.inputs("2d", ring.rank, 10))
+            y = operation.rotated(shards, inputs, ring=ring, **options)
+            with torch.no_grad():
+                shards[name].mul_(2)
+            try:
+                loss(y, ring.rank, 10).backward()
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error), error
+                refused.append(name)
+                continue
+            gradients = {each: shard.grad for each, shard in shards.items()}
+            actual = Result(y.detach(), [x.grad for x in inputs], gradients)
+            assert_result(actual, expected, ring, operation.cuts, EXACT, EXACT)
+    assert bool(refused) == operation.weights_return(True), f"control: refused {refused}"
 
 
 def saved_tensors(run: Callable[[], Tensor]) -> list[Tensor]:
