@@ -45,7 +45,7 @@ def sources() -> str:
         before = f"{100 * mean:.1f} %, {100 * median:.1f} %"
         after = f"{100 * now[0]:.1f} %, {100 * now[1]:.1f} %"
         rows.append((name, str(len(sizes)), before, after, *told, _TARGETS.get(name, "-")))
-    heads = ("source", "runs", "before: mean, median", "now", "regret before", "now", "aim for runs nobody fitted")
+    heads = ("source", "runs", "before: mean, median", "now", "regret before", "now", "target for runs not fitted to")
     return markdown(heads, rows)
 
 

@@ -62,8 +62,8 @@ def like() -> str:
     )
     last = (
         f"With the fused loss on both, the ring takes {ours[0]:.1f} GB against {theirs[0]:.1f} and is "
-        f"{100 * (ours[-1] / theirs[-1] - 1):.0f} % slower. Most of what it spares are two of the four hidden tensors "
-        "of each SwiGLU, which bundles do not keep; a fused SwiGLU under `fully_shard` would not keep them either. "
+        f"{100 * (ours[-1] / theirs[-1] - 1):.0f} % slower. Most of the difference are two of the four hidden "
+        "tensors of each SwiGLU, which bundles do not keep; a fused SwiGLU under `fully_shard` would not keep them either. "
         f"Without bundles (`bundle=no`) the ring takes {unbundled:.1f} GB. Of the {len(cells())} cells of `--when` "
         f"([below](#when-rotation-wins)) rotation is the fastest in {won}, and ties in {tied}."
     )
@@ -85,7 +85,7 @@ def claims_of_when() -> list[str]:
     ties = [cell for cell in cells() if cell.winner == "tie" and cell.link == "PCIe" and cell.tokens == 8192]
     assert rtp and fsdp and len(won) == 1, [dataclasses.astuple(cell) for cell in won]
     return [
-        f"within {100 * tie:.0f} % nobody can tell",
+        f"within {100 * tie:.0f} % the order is not significant",
         f"a tie, or nearly, with `fully_shard` and the hybrids ({min(near):.2f} to {max(near):.2f})",
         f"Llama 3 8B at 8k tokens, {rtp.step_seconds:.2f} s against {fsdp.step_seconds:.2f} s of `fully_shard`",
         f"{_title(won[0])} in rings under a pipeline, {won[0].tokens // 1024}k tokens: {won[0].advantage:.2f}, the one "
