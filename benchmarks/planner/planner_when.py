@@ -64,8 +64,8 @@ def like() -> str:
         f"With the fused loss on both, the ring takes {ours[0]:.1f} GB against {theirs[0]:.1f} and is "
         f"{100 * (ours[-1] / theirs[-1] - 1):.0f} % slower. Most of the difference are two of the four hidden "
         "tensors of each SwiGLU, which bundles do not keep; a fused SwiGLU under `fully_shard` would not keep them "
-        f"either. Without bundles (`bundle=no`) the ring takes {unbundled:.1f} GB. Of the {len(cells())} cells of `--when` "
-        f"([below](#when-rotation-wins)) rotation is the fastest in {won}, and ties in {tied}."
+        f"either. Without bundles (`bundle=no`) the ring takes {unbundled:.1f} GB. Of the {len(cells())} cells of "
+        f"`--when` ([below](#when-rotation-wins)) rotation is the fastest in {won}, and ties in {tied}."
     )
     return f"\n{_wrapped(first)}\n{markdown(_HEADS, rows)}{_wrapped(last)}\n\n"
 

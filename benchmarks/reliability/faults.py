@@ -313,8 +313,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     one_rank = [row for row in ran if judges_names(row["fault"], row["place"])]
     judged = [row for row in one_rank if "named" in row]
     again = sum(row.get("starts", 1) > 1 for row in ran)
-    head += f"In {sum(row['named'] for row in judged)} of {len(judged)} cells judged, of {len(one_rank)} in training with a "
-    head += "fault of one rank,\nthe error of every survivor names that rank, its own operation and the hop.\n"
+    head += f"In {sum(row['named'] for row in judged)} of {len(judged)} cells judged, of {len(one_rank)} in training "
+    head += "with a fault of one rank,\nthe error of every survivor names that rank, its own operation and the hop.\n"
     head += f"{again or 'None'} of the cells needed a second start because its ranks waited too long for a processor."
     failed = [row for row in ran if row["verdict"] == "fail"]
     for row in failed:
