@@ -26,24 +26,18 @@ from typing import Any
 import numpy as np
 from planner.planner_figures import capacity, planned
 from report import Row, last_runs, read_lines
+from shared.figure import GREYS, HOLLOW, CannotPlot, canvas, style, token_axis
 from shared.hosts import bits_per_second
 from shared.reports.names import NAMES
 from shared.reports.outer_report import last_outer_run
 from shared.reports.travel_report import last_travel_run, ways_of
 
-MARKERS = "osD^vP*X"
-GREYS = ("#1f4e79", "#f2b366", "#7a7a7a", "#d6e6f5", "#b03a2e", "#117864", "#5b2c6f", "#000000")
-HOLLOW = {"linestyle": "--", "linewidth": 1, "markerfacecolor": "white", "zorder": 1}
 COMPONENTS = {
     "parameters": ("parameter_bytes", {"facecolor": "#1f4e79"}),
     "gradients": ("gradient_bytes", {"facecolor": "#ffffff", "hatch": "////"}),
     "optimizer state": ("optimizer_bytes", {"facecolor": "#f2b366"}),
     "transient, activations included": ("transient_bytes", {"facecolor": "#d6e6f5", "hatch": ".."}),
 }
-
-
-class CannotPlot(ValueError):
-    """The results do not hold what the figure shows."""
 
 
 def committed(path: Path) -> bool:
@@ -60,32 +54,6 @@ def about(rows: list[Row]) -> str:
     devices = ", ".join(sorted({row["device"] for row in rows}))
     commits = ", ".join(sorted({str(row["commit"]) for row in rows}))
     return f"{devices}; {min(row['date'] for row in rows)[:10]}; commit {commits}"
-
-
-def canvas(columns: int, height: float = 3.6) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * columns + 1, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, columns, squeeze=False)[0]
-    for each in axes:
-        each.spines[["right", "top"]].set_visible(False)
-        each.tick_params(labelsize=8)
-    return figure, axes
-
-
-def style(index: int) -> dict[str, Any]:
-    return {"color": GREYS[index % len(GREYS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
-
-
-def token_axis(axes: Any, tokens: list[int]) -> None:
-    from matplotlib.ticker import NullLocator
-
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [f"{number:g}" for number in tokens])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("tokens per rank", fontsize=9)
 
 
 def overlap(rows: list[Row], args: argparse.Namespace) -> Any:

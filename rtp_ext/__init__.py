@@ -15,7 +15,9 @@ if TYPE_CHECKING:
         set_requires_all_reduce,
         set_requires_gradient_sync,
     )
+    from rtp_ext.convert.explain import explain
     from rtp_ext.convert.methods.fully_shard import register_forward_method
+    from rtp_ext.convert.plan.rotation_plan import RotationPlan
     from rtp_ext.parameters.loading import load_safetensors
     from rtp_ext.parameters.sharding import init_weights
     from rtp_ext.ring import Ring, RotationDims
@@ -29,6 +31,8 @@ __all__ = [
     "RingTimeout",
     "RotationDims",
     "RotationError",
+    "RotationPlan",
+    "explain",
     "fully_rotate",
     "functional",
     "init_weights",
@@ -52,6 +56,8 @@ _MODULES = {
     "RingTimeout": "_native",
     "RotationDims": "ring",
     "RotationError": "_native",
+    "RotationPlan": "convert.plan.rotation_plan",
+    "explain": "convert.explain",
     "fully_rotate": "convert",
     "init_weights": "parameters.sharding",
     "load_safetensors": "parameters.loading",

@@ -1,4 +1,4 @@
-"""The command line: ``python -m rtp_ext schedule``, ``plan``, ``bench``, ``doctor`` and ``record``."""
+"""The command line: ``python -m rtp_ext schedule``, ``plan``, ``explain``, ``bench``, ``doctor`` and ``record``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from rtp_ext.observe import schedule, timeline
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _at_least_one(text: str) -> int:
@@ -80,6 +82,19 @@ def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from rtp_ext.planner import cli
 
     return cli.run(options)
+
+
+def _explain(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from rtp_ext.convert import command
+
+    if options.rank >= options.ranks:
+        parser.error(f"argument --rank: expected 0 to {options.ranks - 1}, got {options.rank}")
+    try:
+        print(command.explained(options))
+    except (ImportError, OSError, ValueError) as error:
+        print(f"rtp_ext explain: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _bench(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -181,6 +196,29 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_arguments(plan)
     cli.one_line_errors(plan)
     plan.set_defaults(run=_plan, parser=plan)
+
+    explained = commands.add_parser(
+        "explain",
+        help="say what fully_rotate makes of every parameter of a model, and the bytes of a step",
+        description="Say what fully_rotate makes of every parameter of a model of the transformers package: what moves "
+        "it, by which route, in what, and how many bytes a rank sends. No weights, GPU or other ranks are needed.",
+    )
+    explained.add_argument("--hf-config", required=True, metavar="FILE", help="a config.json, or its directory")
+    explained.add_argument("--ranks", type=_at_least_one, required=True, metavar="R", help="size of the ring")
+    explained.add_argument("--rank", type=int, default=0, metavar="N", help="whose bytes; default: %(default)s")
+    explained.add_argument("--json", action="store_true", help="print values for other programs")
+    explained.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
+    explained.add_argument("--param-dtype", choices=_DTYPES, help="what shards compute in; default: their own dtype")
+    explained.add_argument("--reduce-dtype", choices=_DTYPES, help="what gradients travel in; default: float32")
+    explained.add_argument("--travel", choices=("bfloat16", "int8"), help="what weights travel in")
+    explained.add_argument("--route", choices=("auto", "ring", "direct", "gather"), default="auto")
+    explained.add_argument("--gradient-route", choices=("auto", "chain", "direct"), default="auto")
+    explained.add_argument("--gradient-travel", choices=("int8",), help="what gradients travel in, on route direct")
+    explained.add_argument("--transport", default="auto", metavar="T", help="see rtp_ext.Ring; default: %(default)s")
+    explained.add_argument("--in-place", action="store_true", help="the local shards themselves travel")
+    explained.add_argument("--no-bundle", action="store_true", help="every layer rotates by itself")
+    explained.add_argument("--fused-loss", action="store_true", help="vocabulary head and loss as one operation")
+    explained.set_defaults(run=_explain, parser=explained)
 
     check = commands.add_parser(
         "doctor",

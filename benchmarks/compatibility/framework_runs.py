@@ -6,7 +6,7 @@ A run is a function of a folder of its own and of a number of steps, called on e
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,24 +185,6 @@ def peft(folder: str, steps: int) -> Run:
     return trained_twice(Trainer, RotationTrainer, adapted, folder, steps, load=load)
 
 
-def trl(folder: str, steps: int) -> Run:
-    from compatibility.trl_runs import sft
-
-    return sft(folder, steps)
-
-
-def grpo(folder: str, steps: int, rotate: Callable[[], dict[str, Any]] = dict) -> Run:
-    from compatibility.trl_runs import grpo as run
-
-    return run(folder, steps, rotate)
-
-
-def dpo(folder: str, steps: int) -> Run:
-    from compatibility.trl_runs import dpo as run
-
-    return run(folder, steps)
-
-
 # -- accelerate --------------------------------------------------------------------------------------------------------
 
 
@@ -354,29 +336,6 @@ def lightning(folder: str, steps: int, rotate: Callable[[], dict[str, Any]] = di
     for each in models:
         rtp_ext.ring_of(each).close()
     return run
-
-
-# -- torchtitan --------------------------------------------------------------------------------------------------------
-
-
-def torchtitan(folder: str, steps: int) -> Run:
-    from compatibility.titan import run
-
-    return run(folder, steps)
-
-
-RUNS: dict[str, Callable[..., Run]] = {
-    each.__name__: each for each in (transformers, peft, trl, grpo, dpo, accelerate, lightning, torchtitan)
-}
-PACKAGES = {"grpo": "trl", "dpo": "trl"}  # of runs that are not named after theirs
-WITH_REPLICAS = ("transformers", "grpo", "lightning")  # which take `rotate`
-
-
-def missing(names: Iterable[str]) -> list[str]:
-    """Of some runs, those whose packages are not installed."""
-    from importlib.util import find_spec
-
-    return [name for name in names if find_spec(PACKAGES.get(name, name)) is None]
 
 
 def clean(folder: str) -> str:

@@ -38,7 +38,8 @@ from shared.card import (
 )
 from shared.launch import Place, launch
 
-from compatibility.framework_runs import PACKAGES, RUNS, WITH_REPLICAS, as_torchrun, missing
+from compatibility.framework_runs import as_torchrun
+from compatibility.framework_table import PACKAGES, RUNS, WITH_REPLICAS, missing
 from compatibility.frameworks_report import page
 
 CLOSE = 1e-4

@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.reports import own_pages
 
-from compatibility.framework_runs import PACKAGES
+from compatibility.framework_table import PACKAGES
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ def measure(place: Place, args: argparse.Namespace) -> dict[str, Any]:
     x = torch.randn(args.tokens, args.width)
 
     def step(on: bool) -> float:
-        ring._executor.enable_recorder(on)
+        ring.communicator.executor.enable_recorder(on)
         ring.all_reduce(torch.zeros(1))  # all ranks start together
         start = time.perf_counter()
         model(x).sum().backward()
@@ -68,10 +68,10 @@ def measure(place: Place, args: argparse.Namespace) -> dict[str, Any]:
         found = {on: step(on) for on in (first, not first)}
         quotients.append(found[True] / found[False])
         times.append(found[False])
-    ring._executor.enable_recorder(True)
+    ring.communicator.executor.enable_recorder(True)
     count, start = 100_000, time.perf_counter()
     for _ in range(count):
-        ring._executor.end_collective(ring._executor.begin_collective("exchange"))
+        ring.communicator.executor.end_collective(ring.communicator.executor.begin_collective("exchange"))
     event = (time.perf_counter() - start) / count
     medians = sorted(statistics.median(draw.choices(quotients, k=len(quotients))) for _ in range(1000))
     step_ms = 1e3 * statistics.median(times)

@@ -1,4 +1,4 @@
-// Error types and check macros. A failed check says what was expected and what was found.
+// Error types and check macros. A message states the expected and the actual value.
 #pragma once
 
 #include <sstream>
@@ -7,7 +7,7 @@
 
 namespace rtp {
 
-// Base of everything that goes wrong while a ring runs; `rtp_ext.RotationError` in Python.
+// Base class of all errors of a running ring; `rtp_ext.RotationError` in Python.
 class RotationError : public std::runtime_error {
  public:
   explicit RotationError(const std::string& text) : std::runtime_error(text), text_(text) {}
@@ -36,7 +36,8 @@ class NcclError : public RotationError {
   using RotationError::RotationError;
 };
 
-// An argument of the wrong type, dtype or device; `TypeError`. Wrong values are std::invalid_argument: `ValueError`.
+// An argument has the wrong type, dtype or device; `TypeError` in Python. A wrong value throws std::invalid_argument,
+// which becomes `ValueError`.
 class TypeMismatch : public std::logic_error {
  public:
   using std::logic_error::logic_error;
@@ -51,19 +52,19 @@ std::string concat(const Parts&... parts) {
 
 }  // namespace rtp
 
-// The caller's mistake in a value: becomes ValueError.
+// Checks a value that the caller passed; failure becomes ValueError.
 #define RTP_CHECK_VALUE(condition, ...)                                        \
   do {                                                                         \
     if (!(condition)) throw std::invalid_argument(::rtp::concat(__VA_ARGS__)); \
   } while (false)
 
-// The caller's mistake in a type, dtype or device: becomes TypeError.
+// Checks a type, dtype or device that the caller passed; failure becomes TypeError.
 #define RTP_CHECK_TYPE(condition, ...)                                       \
   do {                                                                       \
     if (!(condition)) throw ::rtp::TypeMismatch(::rtp::concat(__VA_ARGS__)); \
   } while (false)
 
-// A broken promise inside the engine: becomes RotationError.
+// Checks an internal invariant; failure becomes RotationError.
 #define RTP_ASSERT(condition, ...)                                                                           \
   do {                                                                                                       \
     if (!(condition))                                                                                        \

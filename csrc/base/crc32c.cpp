@@ -12,7 +12,7 @@
 namespace rtp {
 namespace {
 
-constexpr uint32_t kPolynomial = 0x82f63b78;  // Castagnoli's, its bits reversed
+constexpr uint32_t kPolynomial = 0x82f63b78;  // Castagnoli polynomial, bit-reversed
 
 constexpr std::array<uint32_t, 256> make_table() {
   std::array<uint32_t, 256> table{};

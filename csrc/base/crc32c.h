@@ -1,4 +1,5 @@
-// CRC-32C (Castagnoli, RFC 3720): of 32 bits it misses one in four billion, and finds every single flipped bit.
+// CRC-32C (Castagnoli, RFC 3720). It detects every single-bit error; a random error goes undetected with probability
+// 2^-32.
 #pragma once
 
 #include <cstddef>
@@ -6,10 +7,11 @@
 
 namespace rtp {
 
-// Of `bytes` at `data`, after what `before` is the checksum of. By the processor's own instruction where it has one.
+// Returns the checksum of `bytes` bytes at `data`. `before` is the checksum of the preceding bytes. Uses the CRC
+// instruction of the processor if available.
 uint32_t crc32c(const void* data, size_t bytes, uint32_t before = 0);
 
-// The same by a table, for processors without that instruction.
+// Same result, computed with a table, for processors without a CRC instruction.
 uint32_t crc32c_by_table(const void* data, size_t bytes, uint32_t before = 0);
 
 }  // namespace rtp

@@ -1,4 +1,4 @@
-// Move-only owners of CUDA and NCCL objects. Healthy paths call close(); destructors never throw.
+// Move-only owners of CUDA and NCCL objects. Destructors never throw.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -15,7 +15,7 @@
   do {                                                                                                         \
     const cudaError_t rtp_status = (call);                                                                     \
     if (rtp_status != cudaSuccess) {                                                                           \
-      cudaGetLastError(); /* reported here: torch's next check of a launch must not find it again */           \
+      cudaGetLastError(); /* clears the error, so that torch's next launch check does not report it again */   \
       throw ::rtp::CudaError(::rtp::concat(#call, " failed with code ", static_cast<int>(rtp_status), " (",    \
                                            cudaGetErrorString(rtp_status), ") at ", __FILE__, ":", __LINE__)); \
     }                                                                                                          \
@@ -31,11 +31,11 @@
 
 namespace rtp {
 
-// Which capture of a CUDA graph a stream takes part in; 0: none. Throws CudaError where the capture has been
-// invalidated: then nothing can be enqueued on the stream, and no id is valid, until whoever began it ends it.
+// Returns the id of the CUDA graph capture that a stream takes part in, or 0 for none. Throws CudaError if the capture
+// has been invalidated: until it ends, no work can be enqueued on the stream.
 inline uint64_t capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;  // the runtime's own type
+  unsigned long long id = 0;  // type of the CUDA runtime API
   RTP_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &id));
   if (status == cudaStreamCaptureStatusInvalidated) {
     throw CudaError(
@@ -48,10 +48,10 @@ inline uint64_t capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
-// Whether the answer of `query` is that there is nothing left to wait for, which an error counts as. That there is
-// stays the last error of the thread, which torch asks for after its next launch, and would throw. And a thread that
-// captures may ask: CUDA would refuse, which must not pass for the end, and invalidate the capture. What is asked for
-// must not be captured itself.
+// Returns whether `query` reports completion; an error counts as completion. Clears cudaErrorNotReady from the last
+// error of the thread, because torch checks the last error after its next launch and would throw. Relaxes the capture
+// mode of the calling thread: otherwise CUDA would refuse the query during a capture and invalidate the capture. The
+// queried object itself must not be captured.
 template <typename Query>
 bool has_ended(Query&& query) {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -66,7 +66,7 @@ bool has_ended(Query&& query) {
 class Event {
  public:
   Event() : Event(cudaEventDisableTiming) {}
-  // One that knows when it was reached.
+  // Creates an event with timing.
   static Event timing() { return Event(cudaEventDefault); }
   Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)), capture_(other.capture_) {}
   Event& operator=(Event&& other) noexcept {
@@ -80,19 +80,19 @@ class Event {
     if (event_ != nullptr) cudaEventDestroy(event_);
   }
 
-  // `capture`: that the stream takes part in, where the caller knows it.
+  // `capture`: id of the capture that the stream takes part in, if the caller has it already.
   void record(cudaStream_t stream, uint64_t capture) {
     RTP_CUDA_CHECK(cudaEventRecord(event_, stream));
     capture_ = capture;
   }
   void record(cudaStream_t stream) { record(stream, capture_of(stream)); }
-  uint64_t capture() const { return capture_; }  // that it was recorded in
-  // Whether the point has been reached; an error of the stream counts as its end.
+  uint64_t capture() const { return capture_; }  // id of the capture that recorded it
+  // Returns whether the point has been reached; a stream error counts as reached.
   bool reached() const {
     return has_ended([this] { return cudaEventQuery(event_); });
   }
   void block(cudaStream_t stream) const { RTP_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
-  // Seconds from a timing event to this one. The host waits until both have been reached.
+  // Returns the seconds from the timing event `before` to this one. Blocks the host until both have been reached.
   double since(const Event& before) const {
     RTP_CUDA_CHECK(cudaEventSynchronize(before.event_));
     RTP_CUDA_CHECK(cudaEventSynchronize(event_));
@@ -108,7 +108,7 @@ class Event {
   uint64_t capture_ = 0;
 };
 
-// A stream that we made. It does not wait for the default stream.
+// An owned non-blocking stream: it does not synchronize with the default stream.
 class Stream {
  public:
   Stream() = default;
@@ -123,7 +123,7 @@ class Stream {
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
   }
 
-  // On the current device. Its work goes ahead of work of other streams that waits for the same resources.
+  // Creates a stream on the current device whose kernels are scheduled before those of lower priority.
   static Stream highest_priority() {
     int least = 0, greatest = 0;
     RTP_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
@@ -136,7 +136,7 @@ class Stream {
   }
 
   cudaStream_t get() const { return stream_; }
-  // Whether all that was enqueued has ended; an error counts as the end. Not while it is captured.
+  // Returns whether all enqueued work has ended; an error counts as ended. Not allowed while the stream is captured.
   bool idle() const {
     return has_ended([this] { return cudaStreamQuery(stream_); });
   }
@@ -145,7 +145,7 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// An NCCL communicator that we made. close() finalises it; a destructor that finds it open aborts it.
+// An owned NCCL communicator. The destructor aborts it unless it was released.
 class Communicator {
  public:
   Communicator() = default;
@@ -169,8 +169,8 @@ class Communicator {
   ncclComm_t comm_ = nullptr;
 };
 
-// NCCL calls of this thread that go together. A group that is left by an exception ends too: one that stays open
-// swallows every later NCCL call of the thread, torch's among them.
+// A group of NCCL calls of this thread. An exception ends the group too: an open group would absorb every later NCCL
+// call of the thread, including torch's.
 class NcclGroup {
  public:
   NcclGroup() { RTP_NCCL_CHECK(ncclGroupStart()); }

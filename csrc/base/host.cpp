@@ -14,7 +14,7 @@ std::string host_id() {
   const char* path = "/proc/sys/kernel/random/boot_id";
   std::ifstream file(path);
   std::string id;
-  if (!(file >> id)) throw RotationError(concat("which host this is: cannot read ", path, ": ", std::strerror(errno)));
+  if (!(file >> id)) throw RotationError(concat("host id: cannot read ", path, ": ", std::strerror(errno)));
   return id;
 }
 

@@ -1,17 +1,17 @@
-// Which host this process runs on.
+// Identity of the host that this process runs on.
 #pragma once
 
 #include <string>
 
 namespace rtp {
 
-// The boot id of this machine's kernel: equal on two processes only if they share a host, and with it a steady clock.
-// Throws RotationError where it cannot be read, as where too many files are open: a rank that took itself for another
-// host would choose otherwise than its neighbours.
+// Returns the boot id of the kernel. Two processes have the same id only if they share a host and therefore its steady
+// clock. Throws RotationError if the id cannot be read, for example with too many open files: a fallback would let a
+// rank choose a different transport than its neighbours.
 std::string host_id();
 
-// The namespace that this process's id counts in: equal on two processes of a host only if they can open each other's
-// memory by process id. Containers have one each.
+// Returns the PID namespace of this process. Two processes of a host have the same namespace only if they can open each
+// other's memory by process id; each container has its own namespace.
 std::string processes_id();
 
 }  // namespace rtp

@@ -1,4 +1,4 @@
-// Allocations of one thread from a pool of its own.
+// Directs the allocations of one thread to a memory pool.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -9,7 +9,7 @@
 
 namespace rtp {
 
-// While it lives, what this thread allocates comes from the pool.
+// While this object exists, allocations of the constructing thread come from `pool`.
 class PoolScope {
  public:
   PoolScope(c10::DeviceIndex device, c10::cuda::MempoolId_t pool) : device_(device), pool_(pool) {
@@ -21,7 +21,7 @@ class PoolScope {
   PoolScope& operator=(const PoolScope&) = delete;
   ~PoolScope() {
     c10::cuda::CUDACachingAllocator::endAllocateToPool(device_, pool_);
-    c10::cuda::CUDACachingAllocator::releasePool(device_, pool_);  // the use that the beginning counted
+    c10::cuda::CUDACachingAllocator::releasePool(device_, pool_);  // balances the use count of beginAllocateToPool
   }
 
  private:

@@ -10,7 +10,7 @@ namespace rtp {
 namespace {
 
 #ifdef RTP_WITH_CUDA
-// Without a profiler a push returns a negative level.
+// Without a profiler, nvtxRangePush returns a negative level.
 bool nvtx_listens() {
   static const bool listens = [] {
     const int level = nvtxRangePushA("rtp_ext");

@@ -1,4 +1,4 @@
-// Named ranges for profilers: torch.profiler's on every device, and NVTX.
+// Named profiler ranges: torch.profiler on every device, and NVTX.
 #pragma once
 
 #include <memory>
@@ -10,10 +10,10 @@ struct RecordFunction;
 
 namespace rtp {
 
-// Whether a profiler listens; without one, naming ranges would be for nothing.
+// Returns whether a profiler is active. Without one, range names are not built.
 bool profiled();
 
-// What the calling thread does between `begin` and `end`, or the end of this object. Ranges of a thread nest.
+// A range of the calling thread, from begin() to end() or to the destructor. Ranges of a thread nest.
 class Range {
  public:
   Range();
@@ -25,7 +25,7 @@ class Range {
   Range(const Range&) = delete;
   Range& operator=(const Range&) = delete;
 
-  // `name` makes the name, where a profiler listens.
+  // `name` returns the name; it is called only if a profiler is active.
   template <typename Name>
   void begin(const Name& name) {
     if (profiled()) start(name());

@@ -64,8 +64,8 @@ void activate_backward(Activation activation, const at::Tensor& out, const at::T
 
 namespace {
 
-// Calls body with views of a few rows of every tensor. On a CPU several elementwise operations in a row then find their
-// operands in the cache; elsewhere all rows go at once.
+// Calls body with views of a few rows of every tensor. On a CPU, consecutive elementwise operations then find their
+// operands in the cache; on other devices, one call covers all rows.
 template <typename Body, typename... Tensors>
 void by_rows(Body&& body, const at::Tensor& first, const Tensors&... others) {
   constexpr int64_t kBytes = 128 << 10;
@@ -81,13 +81,13 @@ void by_rows(Body&& body, const at::Tensor& first, const Tensors&... others) {
   }
 }
 
-// Whether one kernel makes the whole of it.
+// Returns whether one fused kernel supports these tensors.
 template <typename... Tensors>
 bool is_fused(const at::Tensor& pre, const Tensors&... others) {
-  const auto alike = [&](const at::Tensor& other) {
+  const auto same_dtype = [&](const at::Tensor& other) {
     return !other.defined() || other.scalar_type() == pre.scalar_type();
   };
-  return kernels_take(pre, others...) && (alike(others) && ...);
+  return kernels_take(pre, others...) && (same_dtype(others) && ...);
 }
 
 }  // namespace
@@ -106,7 +106,7 @@ at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at
                                gate.defined() ? gate.stride(0) : 0,
                                value.stride(0),
                                /*windows=*/0};
-    launch_beside(pre, [&](void* stream) { return launch_hidden_forward(hidden, stream); });
+    launch_on_device_of(pre, [&](void* stream) { return launch_hidden_forward(hidden, stream); });
     return value;
   }
   by_rows(
@@ -140,7 +140,7 @@ Hidden hidden_backward(Activation activation, const at::Tensor& d_value, const a
                                 d_pre.stride(0),
                                 d_value.stride(0),
                                 /*windows=*/0};
-    launch_beside(pre, [&](void* stream) { return launch_hidden_backward(hidden, stream); });
+    launch_on_device_of(pre, [&](void* stream) { return launch_hidden_backward(hidden, stream); });
     return {value, d_pre, gate.defined() ? d_value : at::Tensor()};
   }
   if (!gate.defined()) {

@@ -1,4 +1,4 @@
-// The activation functions of MLPs and experts.
+// Activation functions of MLPs and experts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,22 +9,22 @@
 
 namespace rtp {
 
-// Throws std::invalid_argument for a name that is none of them.
+// Throws std::invalid_argument for an unknown name.
 Activation parse_activation(const std::string& name);
 
 // out = activation(x). `out` may be x.
 void activate(Activation activation, const at::Tensor& out, const at::Tensor& x);
-// out = the gradient of x where dy is that of the activation of x. `out` may be dy.
+// out = gradient of x, given dy, the gradient of activation(x). `out` may be dy.
 void activate_backward(Activation activation, const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x);
 
-// act(pre), or act(gate) * pre where there is a gate, and the gradients of both. All are [M, hidden features].
+// value = act(pre), or act(gate) * pre if there is a gate, and the gradients of both. All are [M, hidden features].
 struct Hidden {
   at::Tensor value;
   at::Tensor d_pre;
   at::Tensor d_gate;  // undefined without a gate
 };
 at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at::Tensor& gate);
-// Takes d_value's memory for a result.
+// Overwrites d_value with one of the results.
 Hidden hidden_backward(Activation activation, const at::Tensor& d_value, const at::Tensor& pre, const at::Tensor& gate);
 
 }  // namespace rtp

@@ -1,4 +1,4 @@
-// Our kernels and the tensors that they take.
+// Calls the CUDA kernels of this package with tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 
 namespace rtp {
 
-// The element type of kernels for a dtype, or nothing: float64 and others go to ATen.
+// Returns the kernel element type for a dtype; nothing for dtypes without kernels, such as float64, which use ATen.
 inline std::optional<Element> element_of(at::ScalarType dtype) {
   if (dtype == at::kFloat) return Element::float32;
   if (dtype == at::kBFloat16) return Element::bfloat16;
@@ -23,24 +23,24 @@ inline std::optional<Element> element_of(at::ScalarType dtype) {
   return std::nullopt;
 }
 
-// Whether kernels take these matrices: on a GPU, in a dtype of theirs, with rows of consecutive elements. Undefined
-// tensors do not count.
+// Returns whether the kernels support these matrices: on a GPU, with a supported dtype and contiguous rows. Ignores
+// undefined tensors.
 template <typename... Tensors>
 bool kernels_take(const Tensors&... tensors) {
 #ifdef RTP_WITH_CUDA
-  const auto takes = [](const at::Tensor& t) {
+  const auto supported = [](const at::Tensor& t) {
     return !t.defined() ||
            (t.is_cuda() && element_of(t.scalar_type()) && t.dim() == 2 && (t.size(1) <= 1 || t.stride(1) == 1));
   };
-  return (takes(tensors) && ...);
+  return (supported(tensors) && ...);
 #else
   return ((static_cast<void>(tensors), false) && ...);
 #endif
 }
 
-// Calls launch(stream) with the current stream of the device of `tensor`, and checks the cudaError_t that it returns.
+// Calls launch(stream) with the current stream of the device of `tensor`, and checks the returned cudaError_t.
 template <typename Launch>
-void launch_beside(const at::Tensor& tensor, Launch&& launch) {
+void launch_on_device_of(const at::Tensor& tensor, Launch&& launch) {
 #ifdef RTP_WITH_CUDA
   const c10::cuda::CUDAGuard guard(tensor.device());
   RTP_CUDA_CHECK(static_cast<cudaError_t>(launch(c10::cuda::getCurrentCUDAStream().stream())));

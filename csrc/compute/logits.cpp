@@ -11,8 +11,8 @@
 namespace rtp {
 namespace {
 
-// Where the targets lie in a chunk's columns, and which do; 0 for those that do not.
-std::pair<at::Tensor, at::Tensor> place(const LogitChunk& chunk) {
+// Returns the column of every target within the chunk (0 if outside), and a mask of the targets inside.
+std::pair<at::Tensor, at::Tensor> locate_targets(const LogitChunk& chunk) {
   at::Tensor index = chunk.targets.sub(chunk.first_column);
   const at::Tensor here =
       index.ge(0).logical_and_(index.lt(chunk.logits.size(1))).logical_and_(chunk.targets.ne(chunk.ignore_index));
@@ -23,7 +23,7 @@ void cap(const LogitChunk& chunk) {
   if (chunk.soft_cap > 0) chunk.logits.div_(chunk.soft_cap).tanh_().mul_(chunk.soft_cap);
 }
 
-// Kernels keep their sums in float32: float64 is ATen's.
+// The kernels accumulate in float32; float64 sums use ATen.
 bool has_kernel(const LogitChunk& chunk, const at::Tensor& sums) {
   return kernels_take(chunk.logits) && sums.scalar_type() == at::kFloat;
 }
@@ -47,12 +47,12 @@ void add_logits(const LogitChunk& chunk, const RunningSums& sums) {
     const LogitSums parameters{kernel_logits(chunk), sums.most.data_ptr<float>(), sums.scaled.data_ptr<float>(),
                                sums.hit.data_ptr<float>(),
                                sums.total.defined() ? sums.total.data_ptr<float>() : nullptr};
-    launch_beside(chunk.logits, [&](void* stream) { return launch_logit_sums(parameters, stream); });
+    launch_on_device_of(chunk.logits, [&](void* stream) { return launch_logit_sums(parameters, stream); });
     return;
   }
   cap(chunk);
   const at::Tensor& z = chunk.logits;
-  const auto [index, here] = place(chunk);
+  const auto [index, here] = locate_targets(chunk);
   sums.hit.add_(z.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill_(here.logical_not(), 0));
   if (sums.total.defined()) sums.total.add_(z.sum(1));
   const at::Tensor higher = at::maximum(sums.most, z.amax(1));
@@ -78,12 +78,12 @@ at::Tensor logit_gradient(const LogitChunk& chunk, const LogitTerms& terms, at::
                                    static_cast<float>(1 - terms.label_smoothing),
                                    static_cast<float>(terms.everywhere),
                                    /*windows=*/0};
-    launch_beside(z, [&](void* stream) { return launch_logit_gradient(parameters, stream); });
+    launch_on_device_of(z, [&](void* stream) { return launch_logit_gradient(parameters, stream); });
     return gradient;
   }
   cap(chunk);
-  const auto [index, here] = place(chunk);
-  at::Tensor slope;  // of the soft cap
+  const auto [index, here] = locate_targets(chunk);
+  at::Tensor slope;  // derivative of the soft cap
   if (chunk.soft_cap > 0) slope = z.div(chunk.soft_cap).square_().neg_().add_(1);
   z.sub_(terms.most.unsqueeze(1)).exp_().mul_(terms.factor.unsqueeze(1));
   z.scatter_add_(1, index.unsqueeze(1), terms.upstream.mul(here).mul_(terms.label_smoothing - 1).unsqueeze(1));

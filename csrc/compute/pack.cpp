@@ -7,14 +7,14 @@ namespace rtp {
 namespace {
 
 #ifdef RTP_WITH_CUDA
-// What the kernel copies for an item, or nothing where ATen has to.
+// Returns the kernel entry for an item; nothing if ATen must copy it.
 std::optional<PackEntry> entry_of(const PackItem& item) {
   if (!item.from.is_cuda() || item.from.device() != item.to.device()) return std::nullopt;
   if (!item.from.is_contiguous() || !item.to.is_contiguous()) return std::nullopt;
   const void* from = item.from.const_data_ptr();
   void* to = item.to.data_ptr();
   if (item.from.scalar_type() == item.to.scalar_type()) {
-    // Bit by bit: in words of four bytes, or of two.
+    // Copies bits, in words of four or two bytes.
     const auto bytes = static_cast<uint64_t>(item.from.nbytes());
     const uint64_t alignment = reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to) | bytes;
     const auto words = static_cast<int64_t>(bytes);
@@ -33,14 +33,14 @@ std::optional<PackEntry> entry_of(const PackItem& item) {
 
 void pack(std::span<const PackItem> items) {
   for (const PackItem& item : items) {
-    RTP_CHECK_VALUE(item.from.sizes() == item.to.sizes(), "expected a place of shape ", item.from.sizes(), ", got ",
-                    item.to.sizes());
+    RTP_CHECK_VALUE(item.from.sizes() == item.to.sizes(), "expected a destination of shape ", item.from.sizes(),
+                    ", got ", item.to.sizes());
   }
 #ifdef RTP_WITH_CUDA
   PackBatch batch{};
   at::Tensor last;
   const auto flush = [&] {
-    if (batch.count > 0) launch_beside(last, [&](void* stream) { return launch_pack(batch, stream); });
+    if (batch.count > 0) launch_on_device_of(last, [&](void* stream) { return launch_pack(batch, stream); });
     batch.count = 0;
   };
   for (const PackItem& item : items) {

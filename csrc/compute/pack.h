@@ -1,4 +1,4 @@
-// Several tensors to their places at once.
+// Copies several tensors in one launch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,10 +9,10 @@ namespace rtp {
 
 struct PackItem {
   at::Tensor from;
-  at::Tensor to;  // of the same shape; overlaps no other
+  at::Tensor to;  // same shape as `from`; overlaps no other tensor
 };
 
-// to = from, cast to its dtype, for every item. On a GPU contiguous items go in one launch per 64 of them.
+// to = from, cast to the dtype of `to`, for every item. On a GPU, one launch copies up to 64 contiguous items.
 void pack(std::span<const PackItem> items);
 
 }  // namespace rtp

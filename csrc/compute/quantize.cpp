@@ -18,9 +18,9 @@
 namespace rtp {
 namespace {
 
-constexpr int64_t kGrain = 256;  // blocks that are worth a thread
+constexpr int64_t kGrain = 256;  // minimum number of blocks per thread
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
-// Added to a float below 2^22, it leaves the nearest integer in the low bits.
+// Adding this to a float of magnitude below 2^22 leaves the nearest integer in the low bits of the sum.
 constexpr float kToInteger = 12582912.0f;
 
 RTP_INLINE uint32_t bits_of(float x) {
@@ -34,22 +34,22 @@ RTP_INLINE float float_of(uint32_t bits) {
   return x;
 }
 
-RTP_INLINE float widened(float x) { return x; }
-RTP_INLINE float widened(double x) { return static_cast<float>(x); }
-RTP_INLINE float widened(c10::Half x) { return static_cast<float>(x); }
-RTP_INLINE float widened(c10::BFloat16 x) { return float_of(static_cast<uint32_t>(x.x) << 16); }
+RTP_INLINE float to_float(float x) { return x; }
+RTP_INLINE float to_float(double x) { return static_cast<float>(x); }
+RTP_INLINE float to_float(c10::Half x) { return static_cast<float>(x); }
+RTP_INLINE float to_float(c10::BFloat16 x) { return float_of(static_cast<uint32_t>(x.x) << 16); }
 
-RTP_INLINE void narrowed(float& to, float x) { to = x; }
-RTP_INLINE void narrowed(double& to, float x) { to = x; }
-RTP_INLINE void narrowed(c10::Half& to, float x) { to = c10::Half(x); }
-// Rounds to the nearest, ties to even; what it is given is a product of a scale, finite or NaN.
-RTP_INLINE void narrowed(c10::BFloat16& to, float x) {
+RTP_INLINE void round_to(float& to, float x) { to = x; }
+RTP_INLINE void round_to(double& to, float x) { to = x; }
+RTP_INLINE void round_to(c10::Half& to, float x) { to = c10::Half(x); }
+// Rounds to nearest, ties to even. The argument is finite or NaN.
+RTP_INLINE void round_to(c10::BFloat16& to, float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   to.x = static_cast<uint16_t>((bits & kMagnitude) > kInfinity ? 0x7fc0 : rounded);
 }
 
-// The blocks [first, last) of `numbers` values.
+// Quantizes the blocks [first, last) of `numbers` values.
 template <typename Value>
 RTP_INLINE void quantize_blocks(int8_t* to, float* scales, const Value* from, int64_t numbers, int64_t first,
                                 int64_t last) {
@@ -59,11 +59,11 @@ RTP_INLINE void quantize_blocks(int8_t* to, float* scales, const Value* from, in
     const int64_t count = std::min(numbers - begin, kQuantizeBlock);
     if (count < kQuantizeBlock) std::fill(block, block + kQuantizeBlock, 0.0f);
     if (count == kQuantizeBlock) {
-      for (int64_t i = 0; i < kQuantizeBlock; ++i) block[i] = widened(from[begin + i]);
+      for (int64_t i = 0; i < kQuantizeBlock; ++i) block[i] = to_float(from[begin + i]);
     } else {
-      for (int64_t i = 0; i < count; ++i) block[i] = widened(from[begin + i]);
+      for (int64_t i = 0; i < count; ++i) block[i] = to_float(from[begin + i]);
     }
-    uint32_t most = 0;  // magnitudes are ordered as their bits are, infinities and NaNs above all others
+    uint32_t most = 0;  // magnitudes compare like their bits; infinities and NaNs compare greater than all others
     for (int64_t i = 0; i < kQuantizeBlock; ++i) {
       const uint32_t magnitude = bits_of(block[i]) & kMagnitude;
       most = magnitude > most ? magnitude : most;
@@ -75,7 +75,7 @@ RTP_INLINE void quantize_blocks(int8_t* to, float* scales, const Value* from, in
     const float inverse = finite && !zero ? 127.0f / largest : 0.0f;
     int8_t rounded[kQuantizeBlock];
     for (int64_t i = 0; i < kQuantizeBlock; ++i) {
-      const float whole = finite ? block[i] * inverse : 0.0f;  // infinity * 0 would be a NaN, of whatever bits
+      const float whole = finite ? block[i] * inverse : 0.0f;  // avoids infinity * 0, a NaN with unspecified bits
       rounded[i] = static_cast<int8_t>(bits_of(whole + kToInteger) - bits_of(kToInteger));
     }
     std::memcpy(to + begin, rounded, static_cast<size_t>(count));
@@ -92,9 +92,9 @@ RTP_INLINE void dequantize_blocks(Value* to, const int8_t* from, const float* sc
     const auto each = [&](int64_t i) __attribute__((always_inline)) {
       const float value = static_cast<float>(from[begin + i]) * scale;
       if constexpr (kAdd) {
-        narrowed(to[begin + i], widened(to[begin + i]) + value);
+        round_to(to[begin + i], to_float(to[begin + i]) + value);
       } else {
-        narrowed(to[begin + i], value);
+        round_to(to[begin + i], value);
       }
     };
     if (count == kQuantizeBlock) {
@@ -109,7 +109,7 @@ RTP_INLINE void add_blocks(float* to, const int8_t* from, const float* scales, i
                            int64_t last) {
   dequantize_blocks<true>(to, from, scales, numbers, first, last);
 }
-// What has more bits than float32 is added to as it is.
+// Adds to float64 sums without rounding them to float32.
 RTP_INLINE void add_blocks(double* to, const int8_t* from, const float* scales, int64_t numbers, int64_t first,
                            int64_t last) {
   for (int64_t index = first; index < last; ++index) {
@@ -121,7 +121,7 @@ RTP_INLINE void add_blocks(double* to, const int8_t* from, const float* scales, 
 
 template <typename Value>
 RTP_INLINE void add_converted_range(float* sum, const Value* values, int64_t first, int64_t last) {
-  for (int64_t i = first; i < last; ++i) sum[i] += widened(values[i]);
+  for (int64_t i = first; i < last; ++i) sum[i] += to_float(values[i]);
 }
 
 void check(const at::Tensor& values, const at::Tensor& bytes) {
@@ -160,7 +160,7 @@ void quantize(const at::Tensor& bytes, const at::Tensor& values) {
 #ifdef RTP_WITH_CUDA
   if (values.is_cuda()) {
     const QuantizeParameters parameters{kernel_element(values), numbers, values.const_data_ptr(), to, scales};
-    return launch_beside(values, [&](void* stream) { return launch_quantize(parameters, stream); });
+    return launch_on_device_of(values, [&](void* stream) { return launch_quantize(parameters, stream); });
   }
 #endif
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, values.scalar_type(), "quantize", [&] {
@@ -180,7 +180,7 @@ void dequantize(const at::Tensor& out, const at::Tensor& bytes) {
 #ifdef RTP_WITH_CUDA
   if (out.is_cuda()) {
     const DequantizeParameters parameters{kernel_element(out), numbers, from, scales, out.data_ptr(), false};
-    return launch_beside(out, [&](void* stream) { return launch_dequantize(parameters, stream); });
+    return launch_on_device_of(out, [&](void* stream) { return launch_dequantize(parameters, stream); });
   }
 #endif
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "dequantize", [&] {
@@ -200,7 +200,7 @@ void dequantize_add(const at::Tensor& sum, const at::Tensor& bytes) {
 #ifdef RTP_WITH_CUDA
   if (sum.is_cuda()) {
     const DequantizeParameters parameters{kernel_element(sum), numbers, from, scales, sum.data_ptr(), true};
-    return launch_beside(sum, [&](void* stream) { return launch_dequantize(parameters, stream); });
+    return launch_on_device_of(sum, [&](void* stream) { return launch_dequantize(parameters, stream); });
   }
 #endif
   AT_DISPATCH_FLOATING_TYPES(sum.scalar_type(), "dequantize_add", [&] {
@@ -226,7 +226,7 @@ void add_converted(const at::Tensor& sum, const at::Tensor& values) {
   if (sum.is_cuda()) {
     const AddConvertedParameters parameters{kernel_element(values), numbers, values.const_data_ptr(),
                                             sum.data_ptr<float>()};
-    return launch_beside(sum, [&](void* stream) { return launch_add_converted(parameters, stream); });
+    return launch_on_device_of(sum, [&](void* stream) { return launch_add_converted(parameters, stream); });
   }
 #endif
   AT_DISPATCH_REDUCED_FLOATING_TYPES(values.scalar_type(), "add_converted", [&] {

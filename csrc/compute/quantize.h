@@ -1,4 +1,4 @@
-// Numbers in eight bits, with a scale for each block of them, and sums of what arrives in fewer bits than they have.
+// 8-bit quantization with one scale per block, and sums of received values that have fewer bits than the sum.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,22 +9,21 @@
 
 namespace rtp {
 
-// A tensor of n numbers in 8 bits, as bytes: n int8 values q in the order of memory, padding to a multiple of 4, and
-// the float32 scale of every kQuantizeBlock of them, the last block shorter. A number is q * scale, with scale = m /
-// 127 of the largest magnitude m in its block: an error of at most m / 254, but for roundings of float32. A block with
-// an infinity or a NaN becomes NaN: its values are 0, its scale a NaN. One whose m is below 2^-120 becomes zero. What
-// is the same in is bitwise the same out, on every processor and GPU. Only the padding, which is not written, and the
-// bits of NaNs in `out` may differ.
+// The byte format for n numbers: n int8 values q in memory order, padding to a multiple of 4, then one float32 scale
+// per block of kQuantizeBlock numbers (the last block may be shorter). A number is q * scale, where scale = m / 127 and
+// m is the largest magnitude of the block; the error is at most m / 254 plus float32 rounding. A block that contains an
+// infinity or a NaN becomes NaN: its values are 0 and its scale is NaN. A block with m below 2^-120 becomes zero. Equal
+// inputs give bitwise equal outputs on every processor and GPU, except for the padding, which is not written, and the
+// bits of NaNs in `out`.
 //
-// `bytes`: uint8, contiguous, quantized_bytes(numbers) of them, at a multiple of 4. `values`, `out`: contiguous, of
-// float32, bfloat16, float16 or float64. All on one device.
+// `bytes`: uint8, contiguous, quantized_bytes(numbers) long, aligned to 4 bytes. `values`, `out`: contiguous, float32,
+// bfloat16, float16 or float64. All on one device.
 void quantize(const at::Tensor& bytes, const at::Tensor& values);
 void dequantize(const at::Tensor& out, const at::Tensor& bytes);
-// sum += what the bytes stand for.
+// sum += dequantized values.
 void dequantize_add(const at::Tensor& sum, const at::Tensor& bytes);
 
-// sum += values, of the same shape, both contiguous. The values may have fewer bits; they are added as they are,
-// without a copy.
+// sum += values; same shape, both contiguous. The values may have fewer bits than the sum; no converted copy is made.
 void add_converted(const at::Tensor& sum, const at::Tensor& values);
 
 }  // namespace rtp

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::array<const char*, 3> kNames = {"baseline", "avx2", "avx512"};  // in the order of InstructionSet
 
-// By what the processor and the operating system can do, never by the processor's model.
+// Checks the features of the processor and the operating system, not the processor model.
 InstructionSet widest() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -41,8 +41,8 @@ std::string instruction_set_name() { return kNames.at(static_cast<size_t>(instru
 void set_instruction_set(const std::string& name) {
   const std::vector<std::string> known = instruction_sets();
   const auto found = std::find(known.begin(), known.end(), name);
-  RTP_CHECK_VALUE(found != known.end(), "expected an instruction set of this processor, of which the widest is ",
-                  known.back(), ", got ", name);
+  RTP_CHECK_VALUE(found != known.end(), "expected an instruction set of this processor, the widest is ", known.back(),
+                  ", got ", name);
   chosen() = static_cast<InstructionSet>(found - known.begin());
 }
 

@@ -1,5 +1,5 @@
-// Loops of ours on a CPU, compiled for several instruction sets. All of them give the same bytes, as the build
-// contracts no product and sum into one rounding (CMakeLists.txt).
+// CPU loops compiled for several instruction sets. All variants give identical bytes, because the build does not
+// contract products and sums into fused operations (CMakeLists.txt).
 #pragma once
 
 #include <string>
@@ -7,19 +7,20 @@
 
 namespace rtp {
 
-// baseline: what the whole extension is compiled for. avx512: F with BW, DQ and VL, since words of 8 and 16 bits need
-// them.
+// baseline: the target of the whole extension. avx512: F with BW, DQ and VL, which operations on 8-bit and 16-bit words
+// need.
 enum class InstructionSet { baseline, avx2, avx512 };
 
-// By name, narrowest first: those that this processor has. The last one runs unless set_instruction_set names another.
+// Returns the names of the supported instruction sets, narrowest first. The last one is used unless set_instruction_set
+// selects another.
 std::vector<std::string> instruction_sets();
-InstructionSet instruction_set();  // the one that runs
+InstructionSet instruction_set();  // the one in use
 std::string instruction_set_name();
-// For the whole process; throws std::invalid_argument where this processor does not have it.
+// Applies to the whole process. Throws std::invalid_argument if the processor does not support it.
 void set_instruction_set(const std::string& name);
 
 #define RTP_INLINE [[gnu::always_inline]] inline
-// Of a lambda: behind its parameters.
+// For a lambda; follows the parameter list.
 #define RTP_INLINE_LAMBDA __attribute__((always_inline))
 
 #if defined(__x86_64__)
@@ -33,8 +34,9 @@ template <typename Loop>
 }
 #endif
 
-// Runs `loop`, a lambda marked RTP_INLINE_LAMBDA that calls functions marked RTP_INLINE only: what is not inlined is
-// compiled for the baseline. It passes what it captures by value, or the compiler sees stores that may change it.
+// Runs `loop`, a lambda marked RTP_INLINE_LAMBDA that calls only functions marked RTP_INLINE: code that is not inlined
+// is compiled for the baseline. The lambda should pass its captures by value; otherwise the compiler assumes that
+// stores may modify them.
 template <typename Loop>
 void vectorised(const Loop& loop) {
 #if defined(__x86_64__)

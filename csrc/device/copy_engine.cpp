@@ -3,7 +3,7 @@
 namespace rtp {
 namespace {
 
-constexpr int kBatchVersion = 12080;  // of CUDA, the first with cudaMemcpyBatchAsync
+constexpr int kBatchVersion = 12080;  // first CUDA version with cudaMemcpyBatchAsync
 
 #if CUDART_VERSION >= 12080
 void copy_batch(const std::vector<Copy>& copies, cudaStream_t stream) {

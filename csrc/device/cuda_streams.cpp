@@ -10,18 +10,18 @@
 namespace rtp {
 namespace {
 
-thread_local int scoped = -1;  // the device of the innermost DeviceScope of this thread
+thread_local int scoped = -1;  // device of the innermost DeviceScope of this thread
 
 class CudaGraph : public Graph {
  public:
-  // `memory`: what its work takes comes from there.
+  // `memory`: the pool of the memory that the graph uses.
   CudaGraph(cudaGraph_t captured, std::shared_ptr<GraphMemory> memory) : memory_(std::move(memory)) {
     RTP_CUDA_CHECK(cudaGraphInstantiate(&executable_, captured, 0));
   }
   CudaGraph(const CudaGraph&) = delete;
   CudaGraph& operator=(const CudaGraph&) = delete;
-  // One that runs is left to the process, with its memory: nothing says that it may be destroyed, and nobody waits
-  // here.
+  // A graph that is still running is leaked together with its memory: destroying it is not known to be safe, and a
+  // destructor must not wait.
   ~CudaGraph() override {
     if (idle()) {
       cudaGraphExecDestroy(executable_);
@@ -41,7 +41,7 @@ class CudaGraph : public Graph {
  private:
   cudaGraphExec_t executable_ = nullptr;
   bool launched_ = false;
-  Event ended_;  // the newest launch
+  Event ended_;  // end of the newest launch
   std::shared_ptr<GraphMemory> memory_;
 };
 
@@ -80,7 +80,7 @@ StreamEvent CudaStreams::event(cudaStream_t stream) const {
 
 uint64_t CudaStreams::capture() const {
   if (capture_) return *capture_;
-  const DeviceScope scope(device_);  // the default stream is that of the current device
+  const DeviceScope scope(device_);  // the default stream depends on the current device
   return capture_of(restore_ ? main_ : compute());
 }
 
@@ -111,14 +111,14 @@ Moment CudaStreams::moment(cudaStream_t stream) const {
 
 void CudaStreams::block(cudaStream_t stream, const StreamEvent& after, uint64_t within) const {
   if (!after) return;
-  const DeviceScope scope(device_);  // the default stream is that of the current device
+  const DeviceScope scope(device_);  // the default stream depends on the current device
   const auto event = std::static_pointer_cast<Event>(after);
   if (event->capture() == within) event->block(stream);
 }
 
-void CudaStreams::select_compute_stream(int lane) {
-  if ((lane == 1) == (restore_ != nullptr)) return;
-  if (lane == 1) {
+void CudaStreams::select_compute_stream(int index) {
+  if ((index == 1) == (restore_ != nullptr)) return;
+  if (index == 1) {
     const auto before = c10::cuda::getCurrentCUDAStream(device_.index());
     main_ = before.stream();
     restore_ = std::make_shared<c10::cuda::CUDAStream>(before);
@@ -129,70 +129,70 @@ void CudaStreams::select_compute_stream(int lane) {
   }
 }
 
-// On a stream of our own: the caller's may be the default stream, which cannot be captured. What is allocated there
-// before it is captured, as a workspace of cuBLAS, is not a graph's. In this thread only: what other threads call of
-// CUDA meanwhile, the watchdog and those of torch, is none of this capture's business.
-void CudaStreams::begin_aside(bool captured) {
-  RTP_ASSERT(from_ == nullptr && restore_ == nullptr, "work goes aside already");
+// Uses an owned stream, because the caller's may be the default stream, which cannot be captured. An uncaptured run on
+// the same stream first allocates lasting memory, such as the workspace of cuBLAS, outside the graph. The capture mode
+// is thread-local, so CUDA calls of other threads, such as the watchdog's and torch's, do not affect the capture.
+void CudaStreams::begin_graph_stream(bool captured) {
+  RTP_ASSERT(caller_stream_ == nullptr && restore_ == nullptr, "the graph stream is current already");
   const DeviceScope scope(device_);
-  if (aside_.get() == nullptr) aside_ = Stream::with_priority(0);
+  if (graph_stream_.get() == nullptr) graph_stream_ = Stream::with_priority(0);
   const auto before = c10::cuda::getCurrentCUDAStream(device_.index());
-  std::static_pointer_cast<Event>(event(before.stream()))->block(aside_.get());
-  from_ = std::make_shared<c10::cuda::CUDAStream>(before);
-  c10::cuda::setCurrentCUDAStream(c10::cuda::getStreamFromExternal(aside_.get(), device_.index()));
+  std::static_pointer_cast<Event>(event(before.stream()))->block(graph_stream_.get());
+  caller_stream_ = std::make_shared<c10::cuda::CUDAStream>(before);
+  c10::cuda::setCurrentCUDAStream(c10::cuda::getStreamFromExternal(graph_stream_.get(), device_.index()));
   if (!captured) return;
   try {
     if (graph_memory_ == nullptr) graph_memory_ = std::make_shared<GraphMemory>(device_);
     graph_memory_->begin();
-    RTP_CUDA_CHECK(cudaStreamBeginCapture(aside_.get(), cudaStreamCaptureModeThreadLocal));
+    RTP_CUDA_CHECK(cudaStreamBeginCapture(graph_stream_.get(), cudaStreamCaptureModeThreadLocal));
     capturing_ = true;
   } catch (...) {
     if (graph_memory_ != nullptr) graph_memory_->end();
-    leave_aside();
+    abandon_graph_stream();
     throw;
   }
 }
 
-std::shared_ptr<Graph> CudaStreams::end_aside() {
-  RTP_ASSERT(from_ != nullptr, "nothing went aside");
+std::shared_ptr<Graph> CudaStreams::end_graph_stream() {
+  RTP_ASSERT(caller_stream_ != nullptr, "the graph stream is not current");
   const DeviceScope scope(device_);
   std::shared_ptr<Graph> graph;
   try {
     if (capturing_) {
       cudaGraph_t captured = nullptr;
       capturing_ = false;
-      const cudaError_t status = cudaStreamEndCapture(aside_.get(), &captured);
+      const cudaError_t status = cudaStreamEndCapture(graph_stream_.get(), &captured);
       graph_memory_->end();
       RTP_CUDA_CHECK(status);
       const std::shared_ptr<void> discard(captured, [](cudaGraph_t made) { cudaGraphDestroy(made); });
       graph = std::make_shared<CudaGraph>(captured, graph_memory_);
     }
-    const StreamEvent here = event(aside_.get());
-    const auto caller = std::static_pointer_cast<c10::cuda::CUDAStream>(std::exchange(from_, nullptr));
+    const StreamEvent here = event(graph_stream_.get());
+    const auto caller = std::static_pointer_cast<c10::cuda::CUDAStream>(std::exchange(caller_stream_, nullptr));
     c10::cuda::setCurrentCUDAStream(*caller);
     std::static_pointer_cast<Event>(here)->block(caller->stream());
   } catch (...) {
-    leave_aside();
+    abandon_graph_stream();
     throw;
   }
   return graph;
 }
 
-void CudaStreams::leave_aside() noexcept {
-  if (from_ == nullptr) return;
+void CudaStreams::abandon_graph_stream() noexcept {
+  if (caller_stream_ == nullptr) return;
   const DeviceScope scope(device_);
   if (std::exchange(capturing_, false)) {
     cudaGraph_t captured = nullptr;
-    cudaStreamEndCapture(aside_.get(), &captured);  // says so where the capture was invalidated: there is no graph then
+    cudaStreamEndCapture(graph_stream_.get(), &captured);  // gives no graph if the capture was invalidated
     if (captured != nullptr) cudaGraphDestroy(captured);
     cudaGetLastError();
     graph_memory_->end();
   }
-  const auto caller = std::static_pointer_cast<c10::cuda::CUDAStream>(std::exchange(from_, nullptr));
+  const auto caller = std::static_pointer_cast<c10::cuda::CUDAStream>(std::exchange(caller_stream_, nullptr));
   c10::cuda::setCurrentCUDAStream(*caller);
   try {
-    std::static_pointer_cast<Event>(event(aside_.get()))->block(caller->stream());
-  } catch (...) {  // the error that led here is already on its way
+    std::static_pointer_cast<Event>(event(graph_stream_.get()))->block(caller->stream());
+  } catch (...) {  // an earlier error is already being propagated
   }
 }
 

@@ -1,5 +1,6 @@
-// The lanes of a CUDA device: the caller's current stream computes, one high-priority stream per channel carries.
-// The only place where transports meet torch's CUDA; everything else of theirs calls the CUDA runtime and NCCL.
+// The streams of a CUDA device: computes run on the caller's current stream, hops on one high-priority stream per
+// channel. Transports reach torch's CUDA classes only through this file; otherwise they call the CUDA runtime and NCCL
+// directly.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -17,12 +18,13 @@
 
 namespace rtp {
 
-// torch's current stream of a device.
+// Returns torch's current stream of a device.
 cudaStream_t current_stream(at::Device device);
 
-// Makes `device` the calling thread's current one for as long as it lives. Within another one of the same device it
-// calls nothing. What was current before is so again, but where the process has no context on that device, torch alone
-// knows of it: to make it current for CUDA, too, would create one, hundreds of MiB on a GPU that others use.
+// Makes `device` the current device of the calling thread during its lifetime. A nested scope for the same device makes
+// no call. The destructor restores the previous device, except that CUDA keeps the current one if the process has no
+// context on the previous device; only torch's record is restored then. Setting it in CUDA would create a context,
+// which takes hundreds of MiB on a GPU that other processes use.
 class DeviceScope {
  public:
   explicit DeviceScope(at::Device device);
@@ -31,7 +33,7 @@ class DeviceScope {
   ~DeviceScope();
 
  private:
-  int device_ = -1;  // -1: nothing to do
+  int device_ = -1;  // -1: the scope has no effect
   int before_ = 0;
   int outer_ = -1;
 };
@@ -45,9 +47,9 @@ class CudaStreams : public Streams {
   void order_channel_after(Channel channel, const StreamEvent& event) override {
     block(this->channel(channel), event, capture());
   }
-  void select_compute_stream(int lane) override;
+  void select_compute_stream(int index) override;
   int multiprocessors() const override { return multiprocessors_; }
-  // That of the caller's stream.
+  // The capture of the caller's stream.
   uint64_t capture() const override;
   void begin_pass() override;
   void end_pass() override;
@@ -59,9 +61,9 @@ class CudaStreams : public Streams {
   void delay(Channel channel, std::chrono::microseconds time) override;
 
   bool has_graphs() const override { return true; }
-  void begin_aside(bool captured) override;
-  std::shared_ptr<Graph> end_aside() override;
-  void leave_aside() noexcept override;
+  void begin_graph_stream(bool captured) override;
+  std::shared_ptr<Graph> end_graph_stream() override;
+  void abandon_graph_stream() noexcept override;
   bool capturing() const override { return capturing_; }
   void launch(Graph& graph) override;
 
@@ -71,24 +73,24 @@ class CudaStreams : public Streams {
 
  private:
   Moment moment(cudaStream_t stream) const;
-  // What was enqueued outside a capture has ended before it begins, and what a graph contains is ordered where the
-  // graph is launched: across that border no stream may, or need, wait for a mark. `within`: the capture that marks of
-  // this pass belong to, also for streams that have not joined it yet.
+  // Makes `stream` wait for `event` if both belong to the same capture. A capture boundary needs no wait: work enqueued
+  // before a capture has been waited for, and the launch orders the work of a graph. `within`: the capture of the
+  // current pass; it applies also to streams that have not joined the capture yet.
   void block(cudaStream_t stream, const StreamEvent& event, uint64_t within) const;
 
   at::Device device_;
   int multiprocessors_ = 0;
   mutable EventPool events_;
-  int passes_ = 0;                   // that have begun and not ended
-  std::optional<uint64_t> capture_;  // of the pass that began last; empty between passes
+  int passes_ = 0;                   // passes in progress
+  std::optional<uint64_t> capture_;  // capture of the pass that began last; empty between passes
   int entered_ = 0;
-  std::optional<DeviceScope> scope_;  // of the outermost enter()
-  std::array<Stream, 2> streams_;     // of our own: torch's pool hands the same stream to several users
+  std::optional<DeviceScope> scope_;  // scope of the outermost enter()
+  std::array<Stream, 2> streams_;     // owned streams, because torch's pool gives one stream to several users
   Stream side_;
-  cudaStream_t main_ = nullptr;    // the caller's stream, while lane 1 is selected
-  std::shared_ptr<void> restore_;  // the same as torch knows it; null while lane 0 is selected
-  Stream aside_;
-  std::shared_ptr<void> from_;  // the caller's stream, as torch knows it, while work goes aside; else null
+  cudaStream_t main_ = nullptr;    // the caller's stream while compute stream 1 is selected
+  std::shared_ptr<void> restore_;  // the same as a torch stream object; null while compute stream 0 is selected
+  Stream graph_stream_;
+  std::shared_ptr<void> caller_stream_;  // the caller's torch stream while the graph stream is current; otherwise null
   bool capturing_ = false;
   std::shared_ptr<GraphMemory> graph_memory_;
 };

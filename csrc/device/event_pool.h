@@ -1,4 +1,4 @@
-// Events that are made once and used again: the driver takes longer to make one than to record it.
+// A pool of CUDA events: the driver takes longer to create an event than to record it.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -13,8 +13,8 @@ namespace rtp {
 
 class EventPool {
  public:
-  // An event that nobody else holds, without timing. It goes back with its last handle, on any thread; a wait that was
-  // enqueued before is for what was recorded then.
+  // Returns an unused event without timing. The event returns to the pool with its last handle, on any thread; waits
+  // that were enqueued before refer to the earlier recording.
   std::shared_ptr<Event> take() {
     std::unique_ptr<Event> event;
     {

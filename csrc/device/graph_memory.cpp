@@ -9,9 +9,10 @@
 namespace rtp {
 namespace {
 
-// Versions of torch that have it ask events of freed memory while something is captured, unless they are told.
+// Marks the capture for the allocator. Without the mark, versions of torch that have this function query events of
+// freed memory during a capture.
 template <typename Allocator>
-void tell_capture(Allocator* allocator, c10::DeviceIndex device, bool begins) {
+void mark_capture(Allocator* allocator, c10::DeviceIndex device, bool begins) {
   if constexpr (requires { allocator->markCaptureBegin(device); }) {
     begins ? allocator->markCaptureBegin(device) : allocator->markCaptureEnd(device);
   }
@@ -30,12 +31,12 @@ GraphMemory::~GraphMemory() = default;
 
 void GraphMemory::begin() {
   pool_->scope.emplace(device_.index(), pool_->pool.id());
-  tell_capture(c10::cuda::CUDACachingAllocator::get(), device_.index(), true);
+  mark_capture(c10::cuda::CUDACachingAllocator::get(), device_.index(), true);
 }
 
 void GraphMemory::end() noexcept {
   if (!pool_->scope) return;
-  tell_capture(c10::cuda::CUDACachingAllocator::get(), device_.index(), false);
+  mark_capture(c10::cuda::CUDACachingAllocator::get(), device_.index(), false);
   pool_->scope.reset();
 }
 

@@ -1,4 +1,4 @@
-// Memory that the work of graphs takes while it runs.
+// Memory for the intermediate tensors of captured passes.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -9,9 +9,9 @@
 
 namespace rtp {
 
-// One pool for all graphs of a ring, which run one after the other: nothing in it outlives the graph that it is of, and
-// nobody else is given it. What is allocated while something is captured would else go to others as soon as the capture
-// has ended, and replays would write to it.
+// One pool for all graphs of a ring. The graphs run one after the other, and no tensor in the pool outlives its graph.
+// Without a private pool, the allocator could reuse memory allocated during a capture as soon as the capture ends, and
+// replays would overwrite the new owner's data.
 class GraphMemory {
  public:
   explicit GraphMemory(c10::Device device);
@@ -19,7 +19,7 @@ class GraphMemory {
   GraphMemory(const GraphMemory&) = delete;
   GraphMemory& operator=(const GraphMemory&) = delete;
 
-  // What the calling thread allocates in between comes from the pool.
+  // Between begin() and end(), allocations of the calling thread come from the pool.
   void begin();
   void end() noexcept;
 

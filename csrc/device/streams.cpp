@@ -13,7 +13,7 @@ double Streams::seconds(const Moment& from, const Moment& to) {
   return std::chrono::duration<double>(time(to) - time(from)).count();
 }
 
-void Streams::begin_aside(bool) { RTP_ASSERT(false, "these lanes have no graphs"); }
+void Streams::begin_graph_stream(bool) { RTP_ASSERT(false, "these streams do not support graphs"); }
 
 void Streams::delay(Channel, std::chrono::microseconds time) { std::this_thread::sleep_for(time); }
 

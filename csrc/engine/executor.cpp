@@ -23,7 +23,7 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
 
 Executor::~Executor() {
   if (!alive()) return;
-  deferred_.empty() ? transport_->drop() : transport_->abort("dropped while a gradient was under way");
+  deferred_.empty() ? transport_->drop() : transport_->abort("dropped while a gradient was in flight");
 }
 
 const Schedule& Executor::schedule(ScheduleOptions options) {
@@ -43,7 +43,7 @@ void Executor::check_alive(const std::string& operation) const {
 
 const std::string& Executor::fail(const std::string& reason) noexcept {
   if (!alive()) return trace_.recorder().note();
-  streams().leave_aside();  // while something is captured, giving up may not ask how far streams are
+  streams().abandon_graph_stream();  // a capture forbids the stream queries that abort() makes
   end_ = reason.empty() ? "unknown failure" : reason;
   transport_->abort(end_);
   prefetcher_.forget(), deferred_.forget();
@@ -82,7 +82,8 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
     const size_t layouts = (*bundle)->layouts.size(), most = executor_.transport().most_tensors();
     RTP_CHECK_VALUE(layouts <= most, operation_, ": expected at most ", most, " tensors that travel together, got ",
                     layouts);
-    // Aliases outside autograd: what travels in place is back before anybody looks, so no version changes.
+    // Aliases outside autograd: weights that travel in place are restored before they can be read, so their version
+    // must not change.
     for (at::Tensor& local : (*bundle)->local) local = local.variable_data();
   }
   if (schedule_.options.halves) {
@@ -97,8 +98,8 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
     Trace& trace = executor_.trace_;
     traced_ = trace.begin_pass(operation_, schedule_, recorded_);
     const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
-    std::optional<Ahead> ahead = executor_.prefetcher_.begin(schedule_, weight_, operation_);
-    if (ahead) adopt(std::move(*ahead));
+    std::optional<PrefetchedHop> prefetched = executor_.prefetcher_.begin(schedule_, weight_, operation_);
+    if (prefetched) use_prefetched(std::move(*prefetched));
     try {
       lease_slots();
       trace.end(waiting);
@@ -107,7 +108,7 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
       return_slots();
       throw;
     }
-    // Home tensors were written, and slots last used, by computes enqueued before this point.
+    // Local tensors were written, and slots last used, by computes enqueued before this point.
     start_ = streams.record_compute();
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
       if (schedule_.hops(channel) > 0) streams.order_channel_after(channel, start_);
@@ -115,15 +116,15 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
   });
 }
 
-void Execution::adopt(Ahead ahead) {
-  ahead_ = true;
-  slots_[0].push_back(std::move(ahead.landing));  // the first hop lands in slot 0
-  staged_ = std::move(ahead.staged);
-  weight_->local = std::move(ahead.local);
-  for (const EventHandle& event : ahead.traced) {
+void Execution::use_prefetched(PrefetchedHop prefetched) {
+  prefetched_ = true;
+  slots_[0].push_back(std::move(prefetched.landing));  // the first hop arrives in slot 0
+  staged_ = std::move(prefetched.staged);
+  weight_->local = std::move(prefetched.local);
+  for (const EventHandle& event : prefetched.traced) {
     if (event) event->pass = traced_;
   }
-  usage_[{Channel::weight, Buffer::kHome, Access::kAll}] = std::move(ahead.local_usage);
+  usage_[{Channel::weight, Buffer::kHome, Access::kAll}] = std::move(prefetched.local_usage);
 }
 
 void Execution::lease_slots() {
@@ -139,7 +140,7 @@ void Execution::lease_slots() {
   if (schedule_.whole_weight) whole_[0] = pool.lease(Channel::weight, bundle(Channel::weight).whole_bytes());
   if (schedule_.whole_gradient) whole_[1] = pool.lease(Channel::gradient, bundle(Channel::gradient).whole_bytes());
   for (const auto& whole : whole_) {
-    if (whole) whole->usage.settle(executor_.streams());
+    if (whole) whole->usage.wait_for_all(executor_.streams());
   }
 }
 
@@ -160,26 +161,26 @@ void Execution::return_slots() {
 }
 
 void Execution::stage_local() {
-  // Where all shards are gathered, this rank's is copied into its place among them anyway.
-  if (!weight_ || ahead_ || schedule_.whole_weight) return;
+  // On route gather, this rank's shard is copied into the slot of all shards anyway.
+  if (!weight_ || prefetched_ || schedule_.whole_weight) return;
   if (!executor_.travel(*weight_).staged(schedule_.hops(Channel::weight) > 0)) return;
   RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
   staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
-  staged_->usage.settle(executor_.streams());
+  staged_->usage.wait_for_all(executor_.streams());
   Trace& trace = executor_.trace_;
   const EventHandle staging = trace.begin(traced_, TraceKind::stage, TraceEvent::kNoStep, Lane::compute, "home");
   weight_->stage(executor_.streams(), staged_->memory, executor_.rank());
   trace.end(staging);
 }
 
-// Sends the first shard of the next pass on its way as soon as this pass is down to its last slot. Those that the rest
-// of it does not name are free for the next.
-void Execution::send_ahead() {
+// Prefetches for the next pass once this pass uses its last slot. The weight slots that the remaining steps do not use
+// are returned first.
+void Execution::prefetch_next_pass() {
   if (hop_index_[0] < schedule_.hops(Channel::weight) || !executor_.prefetcher_.expects()) return;
-  const std::optional<Spare> spare = spare_before(schedule_, position_ - 1, staged_ != nullptr);
-  if (!spare) return;
-  for (const int slot : spare->slots) give_back(slots_[0][static_cast<size_t>(slot)], Channel::weight);
-  if (spare->staged) {
+  const std::optional<FreedSlots> freed = freed_before(schedule_, position_ - 1, staged_ != nullptr);
+  if (!freed) return;
+  for (const int slot : freed->slots) give_back(slots_[0][static_cast<size_t>(slot)], Channel::weight);
+  if (freed->staged) {
     const Key local{Channel::weight, Buffer::kHome, Access::kAll};
     staged_->usage = std::move(usage_[local]);
     usage_.erase(local);
@@ -187,14 +188,14 @@ void Execution::send_ahead() {
   }
   Trace& trace = executor_.trace_;
   const EventHandle posting = trace.begin_posting(traced_, position(), schedule_.steps[position_ - 1]);
-  executor_.prefetcher_.send_ahead();
+  executor_.prefetcher_.prefetch();
   trace.end(posting);
 }
 
 Execution::~Execution() {
   try {
     finish();
-  } catch (...) {  // the ring is marked dead, and the error that led here is already on its way
+  } catch (...) {  // the ring is marked as failed, and the original error is being propagated
   }
 }
 
@@ -267,7 +268,7 @@ const Step* Execution::next() {
       } else if (step.action == Action::copy || step.action == Action::add) {
         copy_or_add(step);
       } else {
-        send_ahead();
+        prefetch_next_pass();
         before_compute(step);
         current_ = &step;
         return current_;
@@ -281,7 +282,7 @@ const Step* Execution::next() {
 void Execution::finish() {
   const Step* step = current_;
   while (!ended_) {
-    // A sum that lacks this rank's part must not pass for a result at its owner.
+    // A sum that lacks this rank's contribution must not pass for a result at its owner.
     if (step != nullptr && step->gradient_out.exists()) {
       for (at::Tensor& sum : gradient_out()) {
         if (sum.is_floating_point()) sum.fill_(std::numeric_limits<double>::quiet_NaN());
@@ -304,7 +305,7 @@ void Execution::before_compute(const Step& step) {
     wait(*transfer, end);
   };
   const auto after_compute = [&](const StreamEvent& event) {
-    if (schedule_.options.two_streams) streams.order_compute_after(event);  // computes of one lane are in order
+    if (schedule_.options.two_streams) streams.order_compute_after(event);  // computes of one stream are in order
   };
   for (const Access& access : accesses().reads) usage(access).before_read(after_hop, after_compute);
   for (const Access& access : accesses().writes) usage(access).before_write(after_hop, after_compute);
@@ -320,15 +321,15 @@ void Execution::after_compute(const Step& step) {
   executor_.trace_.end_compute(std::exchange(computing_, nullptr), recorded_);
   Streams& streams = executor_.streams();
   const StreamEvent event = streams.record_compute();
-  for (const Access& access : accesses().reads) usage(access).enter_read(event);
-  for (const Access& access : accesses().writes) usage(access).enter_write(event);
+  for (const Access& access : accesses().reads) usage(access).record_read(event);
+  for (const Access& access : accesses().writes) usage(access).record_write(event);
   if (step.lane > 0) side_ = event;
   streams.select_compute_stream(0);
 }
 
 void Execution::hop(const Step& step) {
   int& index = hop_index_[static_cast<size_t>(step.channel)];
-  if (index++ == 0 && step.channel == Channel::weight && ahead_) return;
+  if (index++ == 0 && step.channel == Channel::weight && prefetched_) return;
   const auto send = views(step.send, step.send_owner, step.half);
   const auto receive = views(step.receive, step.receive_owner, step.half);
   Hop hop{step.channel,
@@ -345,8 +346,8 @@ void Execution::hop(const Step& step) {
           index - 1,
           schedule_.hops(step.channel)};
   for (size_t index = 0; index < send.size(); ++index) {
-    hop.lands_at.push_back(offset(step.receive, step.half, step.send_owner, index));
-    hop.leaves_from.push_back(offset(step.send, step.half, step.receive_owner, index));
+    hop.remote_receive_offsets.push_back(offset(step.receive, step.half, step.send_owner, index));
+    hop.remote_send_offsets.push_back(offset(step.send, step.half, step.receive_owner, index));
   }
   const Range range([&] { return concat(operation_, ": ", label(step)); });
   Trace& trace = executor_.trace_;
@@ -364,25 +365,25 @@ void Execution::copy_or_add(const Step& step) {
   after_compute(step);
 }
 
-// Leaves the last addition, and the slots that its hop uses, for after the pass.
+// Defers the last addition, together with the slots that its hop uses, until after the pass.
 void Execution::defer_reduction(const Step& step) {
   auto arriving = views(step.send, step.send_owner), local = views(step.receive, step.receive_owner);
   auto& slots = slots_[static_cast<size_t>(Channel::gradient)];
   executor_.deferred_.add({std::exchange(slots, {}), std::move(arriving), std::move(local), traced_, position(), step});
 }
 
-// Orders the compute lane after every hop, so that local tensors, outputs and slots are free for whoever comes next on
-// it, but for what lands late. This is the one place where the lifetime of tensors across lanes is settled.
+// Orders the compute stream after every hop except deferred ones, so that later work on it can use the local tensors,
+// outputs and slots. Tensor lifetimes across streams are settled only here.
 void Execution::end() {
   ended_ = true;
   Streams& streams = executor_.streams();
   Trace& trace = executor_.trace_;
   const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "end");
   Range range([&] { return concat(operation_, ": wait: end"); });
-  for (auto& [key, usage] : usage_) usage.settle(streams);
+  for (auto& [key, usage] : usage_) usage.wait_for_all(streams);
   for (const auto& slots : slots_) {
     for (const auto& slot : slots) {
-      if (slot) slot->usage.settle(streams);
+      if (slot) slot->usage.wait_for_all(streams);
     }
   }
   range.end();

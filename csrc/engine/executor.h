@@ -1,5 +1,5 @@
-// Runs any schedule. Every event and wait is derived here from who last read and wrote each buffer; operations never
-// synchronise by hand.
+// Runs schedules. All events and waits are derived here from the last reads and writes of each buffer; operations never
+// synchronize by hand.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,10 +27,11 @@
 
 namespace rtp {
 
-// What one ring needs to run schedules: the transport, the slots, and whether it is still alive.
+// Runs the schedules of one ring: owns the slots and the trace, uses the transport, and records whether the ring has
+// failed.
 class Executor {
  public:
-  // `hosts`: how many the ranks lie on, for route two_level.
+  // `hosts`: number of hosts of the ring, for route two_level.
   Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at::Device device, int hosts = 1);
   ~Executor();
 
@@ -44,55 +45,57 @@ class Executor {
   Prefetcher& prefetcher() { return prefetcher_; }
   DeferredReductions& deferred_reductions() { return deferred_; }
   Trace& trace() { return trace_; }
-  // Waits for hops that are under way between two passes: what was sent ahead, and gradients that have yet to land.
+  // Waits for hops in flight between two passes: prefetched hops and deferred gradient reductions.
   void drain() {
     or_fail([this] { deferred_.drain(), prefetcher_.drain(); });
   }
-  // What the passes that follow belong to. What a backward that failed has left lands before a forward.
+  // Sets the context of the following passes. A forward first finishes the deferred reductions that a failed backward
+  // left.
   void enter(Context context) {
     if (!context.backward) or_fail([this] { deferred_.drain(); });
     prefetcher_.enter(std::move(context));
   }
-  // Finishes the reduction of a gradient that its pass did not wait for: see Schedule::defers_reduction.
+  // Finishes the deferred reduction of a gradient: see Schedule::defers_reduction.
   void finish_reduction(const at::Tensor& gradient);
-  // Passes as graphs. Once fix_slots() was called, hops of a pass use the same slots whether it is enqueued step by
-  // step or as a graph; nothing may then travel between passes, ahead or late.
+  // Passes as CUDA graphs. After fix_slots(), the hops of a pass use the same slots whether the pass is enqueued step
+  // by step or as a graph; hops must not cross pass boundaries then, neither by prefetching nor by deferring.
   Results& results() { return results_; }
   bool takes_graphs() const { return transport_->takes_graphs() && transport_->streams().has_graphs(); }
   void fix_slots();
-  // A pass that is run between these runs beside the caller's stream: see Lanes. Its graph, where it was `captured`; it
-  // has not run then.
-  void begin_aside(bool captured);
-  std::shared_ptr<PassGraph> end_aside(const std::string& operation);
-  void leave_aside() noexcept;
-  // Enqueues a pass that was captured. Its slots must be the ones that there were then.
+  // A pass between these calls runs on a separate stream: see Streams. If `captured`, end_graph_stream() returns its
+  // graph and the pass has not run.
+  void begin_graph_stream(bool captured);
+  std::shared_ptr<PassGraph> end_graph_stream(const std::string& operation);
+  void abandon_graph_stream() noexcept;
+  // Enqueues a captured pass. Its slots must not have changed since the capture.
   void replay(const PassGraph& pass);
 
-  // Starts or stops the recorder. What is under way is waited for first, so that passes are recorded whole.
+  // Starts or stops the trace, after waiting for all hops in flight, so that passes are traced as a whole.
   void set_trace(bool on);
 
-  // The schedule of a pass. Each is made once; how many have been.
+  // Returns the schedule of a pass. Schedules are cached; schedules() is their number.
   const Schedule& schedule(ScheduleOptions options);
   size_t schedules() const { return schedules_.size(); }
-  // Where the local tensors of a cargo may leave from and land.
+  // Returns how the transport can move the local tensors of a bundle.
   Travel travel(const ShardBundle& weights) const {
     return {weights.cast(), transport_->sends_anywhere(), transport_->receives_anywhere()};
   }
 
-  // Throws RotationError when the ring was closed or has failed.
+  // Throws RotationError if the ring was closed or has failed.
   void check_alive(const std::string& operation) const;
   bool alive() const { return end_.empty() && !forked(); }
-  // Marks the ring dead and aborts its transport. Returns what to add to the reason: where the recorder has written.
+  // Marks the ring as failed and aborts its transport. Returns text to append to the error: the path of the record
+  // file.
   const std::string& fail(const std::string& reason) noexcept;
   void close();
 
  private:
   friend class Execution;
 
-  // Whether this is a copy in a process forked from the owner: the transport's threads are not here, and its memory and
-  // connections are still the owner's.
-  bool forked() const { return getpid() != owner_ && !transport_->alone(); }
-  // Runs `action`; an error of the transport kills the ring before it goes on to the caller.
+  // Returns whether this process was forked from the owner. The transport's threads do not exist in a forked process,
+  // and its memory and connections belong to the owner.
+  bool forked() const { return getpid() != owner_ && !transport_->loopback(); }
+  // Runs `action`; an error of the transport marks the ring as failed and is rethrown.
   template <typename Action>
   void or_fail(Action&& action) {
     try {
@@ -115,10 +118,10 @@ class Executor {
   Prefetcher prefetcher_;
   DeferredReductions deferred_;
   Results results_;
-  Hops::Counts before_aside_;
+  Hops::Counts counts_before_graph_;
   std::map<ScheduleOptions, Schedule> schedules_;
-  std::string end_;   // why the ring is no longer usable; empty while it is
-  StreamEvent last_;  // the end of the newest execution on the compute lane
+  std::string end_;   // why the ring is unusable; empty while it is usable
+  StreamEvent last_;  // end of the newest pass on the compute stream
 };
 
 // One pass of one operation.
@@ -126,30 +129,31 @@ class Executor {
 //   Execution pass(executor, schedule, weight, gradient, "linear forward");
 //   while (const Step* step = pass.next()) { ... compute with pass.weight(), pass.gradient_out() ... }
 //
-// The views are valid until the next call of next(). Whatever happens, the remaining hops run, so that neighbours are
-// served and weights that travel in place come home.
+// The views are valid until the next call of next(). The destructor always runs the remaining hops, so that the
+// neighbours receive their data and weights that travel in place return to their owner.
 class Execution {
  public:
-  // Weights whose local dtype differs from their part's, or that the transport cannot send from where they are, are
-  // copied once, into one more slot, before they travel. `schedule`: of the executor.
+  // Weights are first copied into one additional slot if their local dtype differs from the travel dtype, or if the
+  // transport cannot send from their memory. `schedule` belongs to the executor.
   Execution(Executor& executor, const Schedule& schedule, std::optional<ShardBundle> weight,
             std::optional<ShardBundle> gradient, std::string operation);
   Execution(const Execution&) = delete;
   Execution& operator=(const Execution&) = delete;
   ~Execution();
 
-  // Runs up to the next compute and orders it after what it reads and overwrites. Null at the end.
+  // Runs up to the next compute and orders it after its dependencies. Returns null at the end.
   const Step* next();
-  // Runs the remaining hops without computing; gradients that lack this rank's part become NaN on their way home.
-  // Does nothing after the end.
+  // Runs the remaining hops without computing; gradients that lack this rank's contribution become NaN before they
+  // arrive at their owner. No effect after the end.
   void finish();
 
-  std::vector<at::Tensor> weight();             // in the dtype of its parts, whatever it travels in
-  std::vector<at::Tensor> gradient_in() const;  // empty where the sum starts from zero
+  std::vector<at::Tensor> weight();             // in the compute dtype of its layouts, independent of the travel dtype
+  std::vector<at::Tensor> gradient_in() const;  // empty if the sum starts from zero
   std::vector<at::Tensor> gradient_out() const;
 
  private:
-  using Key = std::tuple<Channel, int, int>;  // of a local tensor, or of the slot that holds every shard: see Access
+  // key of a local tensor, or of a part of the slot that holds all shards: see Access
+  using Key = std::tuple<Channel, int, int>;
 
   const ShardBundle& bundle(Channel channel, Half half = Half::whole) const;
   Usage& usage(const Access& access);
@@ -157,16 +161,17 @@ class Execution {
   void give_back(std::shared_ptr<Slot>& slot, Channel channel);
   void return_slots();
   void stage_local();
-  void adopt(Ahead ahead);
-  void send_ahead();
+  void use_prefetched(PrefetchedHop prefetched);
+  void prefetch_next_pass();
 
   const std::shared_ptr<Slot>& slot(Buffer buffer) const;
-  std::byte* slot_start(Buffer buffer) const;  // null for a local tensor that stayed where it is
-  size_t offset(Buffer buffer, Half half, int owner, size_t part) const;
+  std::byte* slot_start(Buffer buffer) const;  // null for a local tensor that was not staged
+  size_t offset(Buffer buffer, Half half, int owner, size_t index) const;
   std::vector<at::Tensor> views(Buffer buffer, int owner, Half half = Half::whole) const;
 
-  int position() const { return static_cast<int>(position_) - 1; }  // of the step that is being run
-  const Schedule::Accesses& accesses() const { return schedule_.accesses[position_ - 1]; }  // its own
+  int position() const { return static_cast<int>(position_) - 1; }  // position of the current step
+  // accesses of the current step
+  const Schedule::Accesses& accesses() const { return schedule_.accesses[position_ - 1]; }
   void before_compute(const Step& step);
   void after_compute(const Step& step);
   void hop(const Step& step);
@@ -179,30 +184,30 @@ class Execution {
   Executor& executor_;
   const Schedule& schedule_;
   std::optional<ShardBundle> weight_;
-  std::array<std::optional<ShardBundle>, 3> gradient_;  // all rows, and its halves where it travels so
+  std::array<std::optional<ShardBundle>, 3> gradient_;  // all rows, and its two halves if it travels in halves
   std::string operation_;
   std::optional<StreamsPass> streams_pass_;
   std::array<std::vector<std::shared_ptr<Slot>>, 2> slots_;
-  std::array<std::shared_ptr<Slot>, 2> whole_;  // of each channel, the slot that holds every shard
-  std::shared_ptr<Slot> staged_;                // holds a copy of the local tensors, where one travels
-  std::optional<GradientQuantizer> quantizer_;  // where contributions travel in fewer bits
-  DequantizedWeights dequantized_;              // and weights
+  std::array<std::shared_ptr<Slot>, 2> whole_;  // by channel: the slot that holds all shards
+  std::shared_ptr<Slot> staged_;                // copy of the local tensors, if a copy travels
+  std::optional<GradientQuantizer> quantizer_;  // set if contributions travel in fewer bits
+  DequantizedWeights dequantized_;              // holds memory if weights travel in fewer bits
   std::map<Key, Usage> usage_;
-  StreamEvent start_;   // of this pass on the caller's lane
-  StreamEvent side_;    // the newest compute on lane 1
-  bool ahead_ = false;  // the first hop was sent before this pass began
+  StreamEvent start_;        // start of this pass on the caller's stream
+  StreamEvent side_;         // newest compute on compute stream 1
+  bool prefetched_ = false;  // the first hop was prefetched
   size_t position_ = 0;
-  const Step* current_ = nullptr;  // the compute that the caller is at
+  const Step* current_ = nullptr;  // the current compute
   bool ended_ = false;
   std::array<int, 2> hop_index_{};
-  PassHandle traced_;  // null: nobody traces this pass
+  PassHandle traced_;  // null: the pass is not traced
   Trace::Recorded recorded_;
   EventHandle computing_;
   Range range_, compute_range_;  // for profilers
 };
 
-// Runs `action`; an error of the transport, or of torch where others wait, kills the ring before it goes on to the
-// caller.
+// Runs `action`; an error of the transport, or of torch while neighbours wait for hops, marks the ring as failed and is
+// rethrown.
 template <typename Action>
 auto Execution::guarded(Action&& action) {
   const StreamsScope scope(executor_.streams());
@@ -213,9 +218,9 @@ auto Execution::guarded(Action&& action) {
     error.add(executor_.fail(error.what()));
     ended_ = true;
     throw;
-  } catch (c10::Error& error) {  // memory ran out, perhaps on this rank alone
+  } catch (c10::Error& error) {  // for example out of memory, perhaps only on this rank
     executor_.streams().select_compute_stream(0);
-    if (!executor_.transport().alone()) {  // what its neighbours have posted would wait for it
+    if (!executor_.transport().loopback()) {  // the hops that neighbours have posted would wait for this rank
       error.add_context(executor_.fail(concat(operation_, ": ", error.what_without_backtrace())));
       ended_ = true;
     }

@@ -11,28 +11,28 @@ void Executor::fix_slots() {
   pool_.fix_order();
 }
 
-void Executor::begin_aside(bool captured) {
-  before_aside_ = hops_.counts();
-  streams().begin_aside(captured);
+void Executor::begin_graph_stream(bool captured) {
+  counts_before_graph_ = hops_.counts();
+  streams().begin_graph_stream(captured);
 }
 
-std::shared_ptr<PassGraph> Executor::end_aside(const std::string& operation) {
+std::shared_ptr<PassGraph> Executor::end_graph_stream(const std::string& operation) {
   std::shared_ptr<PassGraph> made;
   or_fail([&] {
-    const std::shared_ptr<Graph> graph = streams().end_aside();
+    const std::shared_ptr<Graph> graph = streams().end_graph_stream();
     if (graph == nullptr) return;
     Hops::Counts pass = hops_.counts();
     for (size_t kind = 0; kind < pass.hops.size(); ++kind) {
-      pass.hops[kind] -= before_aside_.hops[kind];
-      pass.bytes[kind] -= before_aside_.bytes[kind];
+      pass.hops[kind] -= counts_before_graph_.hops[kind];
+      pass.bytes[kind] -= counts_before_graph_.bytes[kind];
     }
-    hops_.add(pass, -1);  // they have not run yet
+    hops_.add(pass, -1);  // the captured pass has not run yet
     made = std::make_shared<PassGraph>(PassGraph{graph, operation, pass, pool_.generation()});
   });
   return made;
 }
 
-void Executor::leave_aside() noexcept { streams().leave_aside(); }
+void Executor::abandon_graph_stream() noexcept { streams().abandon_graph_stream(); }
 
 void Executor::replay(const PassGraph& pass) {
   check_alive(pass.operation);

@@ -1,4 +1,4 @@
-// A pass that was captured, and runs again in one call.
+// A pass that was captured as a CUDA graph and is replayed by one call.
 #pragma once
 
 #include <memory>
@@ -11,8 +11,8 @@ namespace rtp {
 struct PassGraph {
   std::shared_ptr<Graph> graph;
   std::string operation;
-  Hops::Counts hops;       // of one run
-  int64_t generation = 0;  // of the slots that it knows
+  Hops::Counts hops;       // hops of one replay
+  int64_t generation = 0;  // generation of the slots that the graph uses
 
   bool idle() const { return graph->idle(); }
 };

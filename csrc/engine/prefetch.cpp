@@ -6,21 +6,21 @@
 
 namespace rtp {
 
-Prefetcher::Place::Place(const at::Tensor& tensor)
+Prefetcher::WeakTensor::WeakTensor(const at::Tensor& tensor)
     : storage(tensor.storage().getWeakStorageImpl()),
       sizes(tensor.sizes().vec()),
       strides(tensor.strides().vec()),
       offset(tensor.storage_offset()),
       dtype(tensor.scalar_type()) {}
 
-at::Tensor Prefetcher::Place::lock() const {
+at::Tensor Prefetcher::WeakTensor::lock() const {
   const c10::intrusive_ptr<c10::StorageImpl> alive = storage.lock();
   if (!alive) return {};
   const at::TensorOptions options = at::TensorOptions().dtype(dtype).device(alive->device());
   return at::empty({0}, options).set_(c10::Storage(alive), offset, sizes, strides);
 }
 
-bool Prefetcher::Place::is(const at::Tensor& tensor) const {
+bool Prefetcher::WeakTensor::is(const at::Tensor& tensor) const {
   return storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl() && !storage.expired() &&
          offset == tensor.storage_offset() && dtype == tensor.scalar_type() &&
          tensor.sizes() == at::IntArrayRef(sizes) && tensor.strides() == at::IntArrayRef(strides);
@@ -60,15 +60,15 @@ Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::op
   return record;
 }
 
-std::optional<Ahead> Prefetcher::begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
-                                       const std::string& name) {
+std::optional<PrefetchedHop> Prefetcher::begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
+                                               const std::string& name) {
   captured_ = captured_ || transport_->streams().capture() != 0;
   if (!enabled_ && !pending_) return std::nullopt;
   const bool known = enabled_ && context_.phase != 0 && context_.serial != 0;
   Record record = record_of(schedule, weight, name);
-  std::optional<Ahead> ahead;
+  std::optional<PrefetchedHop> prefetched;
   if (pending_ && known && valid(*pending_, record)) {
-    ahead = std::move(pending_->ahead);
+    prefetched = std::move(pending_->prefetched);
     pending_.reset();
     ++used_;
   } else {
@@ -77,12 +77,12 @@ std::optional<Ahead> Prefetcher::begin(const Schedule& schedule, const std::opti
   History& history = this->history();
   if (!known) {
     history.matches = false;
-    return ahead;
+    return prefetched;
   }
   const size_t position = history.now.size();
   history.matches = history.matches && position < history.last.size() && history.last[position].same(record);
   history.now.push_back(std::move(record));
-  return ahead;
+  return prefetched;
 }
 
 const Prefetcher::Record* Prefetcher::upcoming() const {
@@ -96,7 +96,7 @@ const Prefetcher::Record* Prefetcher::upcoming() const {
 
 bool Prefetcher::expects() const { return upcoming() != nullptr; }
 
-void Prefetcher::send_ahead() {
+void Prefetcher::prefetch() {
   Record record = *upcoming();
   Transport& transport = *transport_;
   ShardBundle bundle{record.layouts, {}};
@@ -106,35 +106,35 @@ void Prefetcher::send_ahead() {
     alive = alive && bundle.local.back().defined();
     cast = cast || record.local[index].dtype != record.layouts[index].dtype || record.layouts[index].quantized();
   }
-  // Memory that is gone is never asked for again, but its hop is due on every rank: any bytes will do.
+  // If the memory has been freed, the pass will not run, but every rank must post the hop: its contents do not matter.
   const bool stage = !alive || Travel{cast, transport.sends_anywhere()}.staged(true);
 
   Pending pending{{}, record, context_.phase, versions(record), transport.streams().capture()};
-  Ahead& ahead = pending.ahead;
-  ahead.landing = pool_.lease(Channel::weight, bundle.slot_bytes());
+  PrefetchedHop& prefetched = pending.prefetched;
+  prefetched.landing = pool_.lease(Channel::weight, bundle.slot_bytes());
   if (stage) {
-    ahead.staged = pool_.lease(Channel::weight, bundle.slot_bytes());
-    ahead.staged->usage.settle(transport.streams());
-    ahead.traced.push_back(trace_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
-    bundle.stage(transport.streams(), ahead.staged->memory, rank_);
-    trace_.end(ahead.traced.back());
+    prefetched.staged = pool_.lease(Channel::weight, bundle.slot_bytes());
+    prefetched.staged->usage.wait_for_all(transport.streams());
+    prefetched.traced.push_back(trace_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
+    bundle.stage(transport.streams(), prefetched.staged->memory, rank_);
+    trace_.end(prefetched.traced.back());
   }
-  ahead.local = bundle.local;
+  prefetched.local = bundle.local;
   transport.streams().order_channel_after(Channel::weight, transport.streams().record_compute());
   const Step& step = record.first_hop;
   Hop hop{Channel::weight, false, step.to,    step.from, spans_of(bundle.local), {}, nullptr, nullptr, {}, {},
           record.name,     0,     record.hops};
   std::vector<at::Tensor> landing;
   for (size_t index = 0; index < bundle.layouts.size(); ++index) {
-    landing.push_back(bundle.in_slot(ahead.landing->memory, step.receive_owner, index));
-    hop.lands_at.push_back(static_cast<size_t>(bundle.offset(step.send_owner, index)));
-    hop.leaves_from.push_back(static_cast<size_t>(bundle.offset(step.receive_owner, index)));
+    landing.push_back(bundle.in_slot(prefetched.landing->memory, step.receive_owner, index));
+    hop.remote_receive_offsets.push_back(static_cast<size_t>(bundle.offset(step.send_owner, index)));
+    hop.remote_send_offsets.push_back(static_cast<size_t>(bundle.offset(step.receive_owner, index)));
   }
   hop.receive = spans_of(landing);
-  hop.send_slot = ahead.staged ? ahead.staged->data() : nullptr;
-  hop.receive_slot = ahead.landing->data();
-  ahead.traced.push_back(trace_.announce(record.name, TraceKind::step, record.position, step));
-  hops_.post(hop, ahead.local_usage, ahead.landing->usage, ahead.traced.back());
+  hop.send_slot = prefetched.staged ? prefetched.staged->data() : nullptr;
+  hop.receive_slot = prefetched.landing->data();
+  prefetched.traced.push_back(trace_.announce(record.name, TraceKind::step, record.position, step));
+  hops_.post(hop, prefetched.local_usage, prefetched.landing->usage, prefetched.traced.back());
   pending_ = std::move(pending);
   ++sent_;
 }
@@ -156,15 +156,14 @@ bool Prefetcher::valid(const Pending& pending, const Record& record) const {
   return versions(record) == pending.versions;
 }
 
-// It stays pending until its hop has ended: where that fails, the memory that the hop fills must outlive the
-// transport's giving up.
+// The hop stays pending until it has ended: if it fails, its target memory must outlive the abort of the transport.
 void Prefetcher::drain() {
   if (!pending_) return;
-  Ahead& ahead = pending_->ahead;
-  ahead.local_usage.settle(transport_->streams());
-  for (const auto& slot : {ahead.landing, ahead.staged}) {
+  PrefetchedHop& prefetched = pending_->prefetched;
+  prefetched.local_usage.wait_for_all(transport_->streams());
+  for (const auto& slot : {prefetched.landing, prefetched.staged}) {
     if (!slot) continue;
-    slot->usage.settle(transport_->streams());
+    slot->usage.wait_for_all(transport_->streams());
     pool_.give_back(Channel::weight, slot);
   }
   pending_.reset();

@@ -1,7 +1,8 @@
-// Sends the first shard of the next pass while the last GEMM of this one runs.
+// Sends the first shard of the next pass while the last GEMM of the current pass runs.
 //
-// What comes next is learned: the passes of a forward (or backward) are expected in the order of the last one. Only
-// facts that are the same on every rank decide whether a hop is sent ahead, so that all ranks send it or none does.
+// The prefetcher predicts the next pass from history: the passes of a forward (or backward) are expected in the order
+// of the previous one. Only facts that are equal on all ranks decide whether a hop is prefetched, so that either all
+// ranks send it or none does.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,23 +17,23 @@
 
 namespace rtp {
 
-// What the caller says of the passes that follow.
+// The caller's description of the following passes.
 struct Context {
-  int64_t phase = 0;      // the passes of one forward or backward of a model share it; 0: unknown
-  bool backward = false;  // which of the two
-  int64_t serial = 0;     // of the parameters, the same on every rank; 0: unknown
-  // Of the parameters, to tell whether they were written. Not the tensors themselves: torch swaps parameters only while
-  // nobody else refers to them.
+  int64_t phase = 0;      // shared by the passes of one forward or backward of a model; 0: unknown
+  bool backward = false;  // forward or backward
+  int64_t serial = 0;     // id of the parameters, the same on every rank; 0: unknown
+  // Version counters of the parameters, to detect writes. Holding the tensors themselves would prevent torch from
+  // swapping parameters, which requires that no other reference exists.
   std::vector<c10::VariableVersion> watched;
 };
 
-// A first hop that was sent ahead.
-struct Ahead {
+// A first hop that was posted before its pass began.
+struct PrefetchedHop {
   std::shared_ptr<Slot> landing;
-  std::shared_ptr<Slot> staged;   // null: it left from the local tensors
-  std::vector<at::Tensor> local;  // that it left from, staged or not
+  std::shared_ptr<Slot> staged;   // null: the hop sends from the local tensors
+  std::vector<at::Tensor> local;  // the sent tensors, staged or not
   Usage local_usage;
-  std::vector<EventHandle> traced;  // what a trace holds of it
+  std::vector<EventHandle> traced;  // trace events of the hop
 };
 
 class Prefetcher {
@@ -42,28 +43,28 @@ class Prefetcher {
   void enable(bool on) { enabled_ = on; }
   void enter(Context context);
 
-  // Registers the pass that starts now, and returns what was sent ahead for it, if anything. What was sent ahead for
-  // another pass, or from parameters that have been written since, is drained.
-  std::optional<Ahead> begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
-                             const std::string& name);
+  // Registers the pass that starts now, and returns the prefetched hop for it, if any. Drains a hop that was prefetched
+  // for another pass, or from parameters that have been written since.
+  std::optional<PrefetchedHop> begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
+                                     const std::string& name);
 
-  // Whether a hop would be sent ahead now, and sending it.
+  // Returns whether a hop can be prefetched now; prefetch() posts it.
   bool expects() const;
-  void send_ahead();
+  void prefetch();
 
-  // Waits for a hop that was sent ahead and gives its slots back.
+  // Waits for the pending prefetched hop and returns its slots.
   void drain();
-  // The same without waiting, for a ring that has failed.
+  // Drops it without waiting, for a failed ring.
   void forget();
 
-  int64_t sent() const { return sent_; }  // hops sent ahead
-  int64_t used() const { return used_; }  // and those that their pass came for
+  int64_t sent() const { return sent_; }  // prefetched hops
+  int64_t used() const { return used_; }  // prefetched hops that their pass used
 
  private:
-  // Where a tensor lay, without keeping it alive.
-  struct Place {
-    explicit Place(const at::Tensor& tensor);
-    at::Tensor lock() const;  // undefined where the memory is gone
+  // Storage and geometry of a tensor, without keeping it alive.
+  struct WeakTensor {
+    explicit WeakTensor(const at::Tensor& tensor);
+    at::Tensor lock() const;  // undefined if the memory has been freed
     bool is(const at::Tensor& tensor) const;
 
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
@@ -73,14 +74,14 @@ class Prefetcher {
   };
   struct Record {
     int64_t serial;
-    int index;  // among the passes of one call
+    int index;  // index among the passes of one call
     ScheduleOptions options;
     std::string name;
-    Step first_hop;  // kNoBuffer: this pass has none that could be sent ahead
-    int position;    // of it in the schedule
+    Step first_hop;  // kNoBuffer: the pass has no hop that can be prefetched
+    int position;    // position of first_hop in the schedule
     int hops;
     std::vector<TensorLayout> layouts;
-    std::vector<Place> local;
+    std::vector<WeakTensor> local;
     std::vector<c10::VariableVersion> watched;
 
     bool same(const Record& other) const;
@@ -88,10 +89,10 @@ class Prefetcher {
   struct History {
     int64_t phase = 0;
     std::vector<Record> last, now;
-    bool matches = false;  // this phase has gone like the last one so far
+    bool matches = false;  // this phase equals the previous one so far
   };
   struct Pending {
-    Ahead ahead;
+    PrefetchedHop prefetched;
     Record record;
     int64_t phase;
     std::vector<int64_t> versions;
@@ -110,7 +111,8 @@ class Prefetcher {
   Trace& trace_;
   int rank_;
   bool enabled_ = false;
-  bool captured_ = false;  // there are graphs: one may run between two passes, on the slots of a hop under way
+  // the user captures graphs: one may run between two passes and use the slots of a pending hop
+  bool captured_ = false;
   Context context_;
   int index_ = 0;
   std::array<History, 2> histories_;

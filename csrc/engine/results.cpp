@@ -21,20 +21,20 @@ void Results::note() {
 void Results::clear() {
   given_.reset();
   noting_ = false;
-  asked_.clear();
+  requested_.clear();
 }
 
 at::Tensor Results::empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   if (!given_ && !noting_) return at::empty(sizes, options);
-  const size_t index = asked_.size();
+  const size_t index = requested_.size();
   if (given_) {
-    RTP_ASSERT(index < given_->size(), "a pass returns more than it did before");
+    RTP_ASSERT(index < given_->size(), "a pass returns more tensors than in its first run");
     const at::Tensor& place = (*given_)[index];
     RTP_ASSERT(place.sizes() == sizes && place.scalar_type() == c10::typeMetaToScalarType(options.dtype()),
-               "a pass returns something else than it did before");
+               "a pass returns a tensor of another shape or dtype than in its first run");
   }
-  asked_.push_back(given_ ? (*given_)[index] : at::empty(sizes, options));
-  return asked_.back();
+  requested_.push_back(given_ ? (*given_)[index] : at::empty(sizes, options));
+  return requested_.back();
 }
 
 at::Tensor Results::of(const at::Tensor& made, at::ScalarType dtype) {

@@ -1,4 +1,4 @@
-// Where the tensors that a pass returns lie.
+// Memory of the tensors that a pass returns.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,27 +8,28 @@
 
 namespace rtp {
 
-// An operation asks here for the memory of every tensor that it returns, in the same order in every call. Usually that
-// is fresh memory. A pass that is captured writes where the graph's next launch will, so its results are given: memory
-// that the caller has asked torch for, and which belongs to whoever gets it, as that of any other result.
+// An operation requests the memory of every returned tensor here, in the same order in every call. By default, this is
+// fresh memory. A captured pass must write to memory that outlives the capture, so the caller passes its own tensors
+// with give() before every run.
 class Results {
  public:
-  // The next results lie where these do; in fresh memory again after clear().
+  // Following requests return these tensors, until clear().
   void give(std::vector<at::Tensor> places);
-  // Fresh ones are kept until clear(), so that the caller learns what an operation returns.
+  // Following requests return fresh memory and are recorded until clear(), so that the caller can query what an
+  // operation returns.
   void note();
   void clear();
-  // What was asked for since give() or note().
-  const std::vector<at::Tensor>& asked() const { return asked_; }
+  // The tensors requested since give() or note().
+  const std::vector<at::Tensor>& requested() const { return requested_; }
 
   at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
-  // What an operation has made, in this dtype: itself, or where results are given or noted, a copy of it in one.
+  // Returns `made` converted to `dtype`, or a copy in given or recorded memory.
   at::Tensor of(const at::Tensor& made, at::ScalarType dtype);
 
  private:
   std::optional<std::vector<at::Tensor>> given_;
   bool noting_ = false;
-  std::vector<at::Tensor> asked_;
+  std::vector<at::Tensor> requested_;
 };
 
 }  // namespace rtp

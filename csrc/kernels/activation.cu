@@ -9,13 +9,13 @@ constexpr float kSqrtHalf = 0.70710678118654752f;       // 1 / sqrt(2)
 constexpr float kNormalDensity = 0.39894228040143268f;  // 1 / sqrt(2 pi)
 constexpr float kTanhScale = 0.79788456080286536f;      // sqrt(2 / pi)
 constexpr float kTanhCubic = 0.044715f;
-constexpr float kTanhFlat = 64.0f;  // far beyond it the tanh of gelu_tanh is 1 to the last bit, and x^3 may overflow
+constexpr float kTanhFlat = 64.0f;  // beyond this, the tanh of gelu_tanh is exactly 1 in float32, and x^3 may overflow
 
-// act(x), and the gradient of x where d is that of act(x).
+// Returns act(x) and sets dx, the gradient of x, given d, the gradient of act(x).
 template <Activation kActivation>
 __device__ float activate(float x, float d, float& dx) {
   if constexpr (kActivation == Activation::relu) {
-    dx = x <= 0.0f ? 0.0f : d;  // NaNs pass, as in torch
+    dx = x <= 0.0f ? 0.0f : d;  // propagates NaNs, as in torch
     return x <= 0.0f ? 0.0f : x;
   } else if constexpr (kActivation == Activation::gelu) {
     const float below = 0.5f * (1.0f + erff(x * kSqrtHalf));
@@ -87,7 +87,7 @@ __global__ void hidden_backward(HiddenBackward hidden) {
   });
 }
 
-// A kernel by activation and element type.
+// The kernel for an activation and an element type.
 template <typename Parameter>
 using Kernel = void (*)(Parameter);
 
@@ -141,7 +141,7 @@ int launch_hidden(Hidden& hidden, void* stream) {
 
 }  // namespace
 
-// Rows that follow one another without a gap are one row.
+// Rows without gaps are treated as one row.
 int launch_hidden_forward(HiddenForward hidden, void* stream) {
   const int64_t columns = hidden.columns;
   if (hidden.pre_stride == columns && hidden.value_stride == columns &&

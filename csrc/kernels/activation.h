@@ -1,4 +1,4 @@
-// The hidden values of MLPs and experts, and their gradients, each in one pass over memory. Plain pointers.
+// Hidden values of MLPs and experts, and their gradients, each in one pass over memory. Raw pointers only.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@ namespace rtp {
 
 enum class Activation : uint8_t { relu, gelu, gelu_tanh, silu };
 
-// value = act(pre), or act(gate) * pre where there is a gate. All are [rows, columns] with rows of consecutive elements
-// that start every *_stride elements. Computed in float32 and rounded once.
+// value = act(pre), or act(gate) * pre if there is a gate. All are [rows, columns] with contiguous rows that start
+// every *_stride elements. Computed in float32 and rounded once.
 struct HiddenForward {
   Element type;
   Activation activation;
@@ -22,8 +22,8 @@ struct HiddenForward {
   int64_t windows;  // set by the launch
 };
 
-// value as above, and the gradients of pre and gate where d_value is that of value. Without a gate d_gate is not
-// written. Gradients may lie where d_value does, with the same stride.
+// value as above, and the gradients of pre and gate, given d_value, the gradient of value. Without a gate, d_gate is
+// not written. A gradient may alias d_value with the same stride.
 struct HiddenBackward {
   Element type;
   Activation activation;

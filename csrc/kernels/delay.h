@@ -1,4 +1,4 @@
-// Holds up a stream, for race tests.
+// Delays a stream, for race tests.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 namespace rtp {
 
 #ifdef RTP_WITH_CUDA
-// Enqueues a kernel of one thread that ends after `microseconds`, on `stream` (a cudaStream_t). Returns the cudaError_t
-// of the launch.
+// Enqueues a single-thread kernel on `stream` (a cudaStream_t) that runs for `microseconds`. Returns the cudaError_t of
+// the launch.
 int launch_delay(int64_t microseconds, void* stream);
 #endif
 

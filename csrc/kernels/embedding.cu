@@ -5,9 +5,9 @@ namespace rtp {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kGroup = 4;  // neighbouring columns that a thread adds together
+constexpr int kGroup = 4;  // adjacent columns per thread
 
-// One block copies the row of one token at a time, in words of the widest type that every address is a multiple of.
+// Each block copies the row of one token at a time, in the widest words that all addresses are aligned to.
 template <typename Word>
 __global__ void gather_rows(EmbeddingGather gather) {
   const int64_t words = gather.row_bytes / static_cast<int64_t>(sizeof(Word));
@@ -20,7 +20,7 @@ __global__ void gather_rows(EmbeddingGather gather) {
   }
 }
 
-// Atomic additions to neighbouring elements: `to` is a multiple of as many bytes as they take together.
+// Atomic additions to kGroup adjacent elements; `to` is aligned to their total size.
 __device__ void add_group(float* to, const float (&values)[kGroup]) {
 #if defined(RTP_KERNEL_EMULATION) || __CUDA_ARCH__ >= 900
   atomicAdd(reinterpret_cast<float4*>(to), make_float4(values[0], values[1], values[2], values[3]));
@@ -44,7 +44,7 @@ __device__ void add_group(__half* to, const float (&values)[kGroup]) {
   }
 }
 
-// One block adds the row of one token at a time. Columns go in groups that start where the row of the table is aligned.
+// Each block adds the row of one token at a time. Groups of columns start at aligned addresses of the table row.
 template <typename T, typename Sum>
 __global__ void scatter_rows(EmbeddingScatter scatter) {
   constexpr int64_t kGroupBytes = kGroup * static_cast<int64_t>(sizeof(Sum));
@@ -59,13 +59,13 @@ __global__ void scatter_rows(EmbeddingScatter scatter) {
       if (is_whole(first, kGroup, scatter.columns)) {
         float group[kGroup];
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) group[i] = scatter.alpha * widen(values[first + i]);
+        for (int i = 0; i < kGroup; ++i) group[i] = scatter.alpha * to_float(values[first + i]);
         add_group(sums + first, group);
         continue;
       }
       for (int64_t i = first < 0 ? 0 : first; i < first + kGroup && i < scatter.columns; ++i) {
         Sum value;
-        narrow(value, scatter.alpha * widen(values[i]));
+        round_to(value, scatter.alpha * to_float(values[i]));
         atomicAdd(sums + i, value);
       }
     }

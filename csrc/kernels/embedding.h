@@ -1,5 +1,5 @@
-// The rows of one shard of an embedding table: gathering them, and adding to them. Plain pointers; the same index rule
-// on host and device.
+// Gather and scatter-add for the rows of one shard of an embedding table. Raw pointers only; host and device share the
+// index rule.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@
 
 namespace rtp {
 
-// One shard of a table [rows, row_bytes] and the part of the output that it fills. A token t whose id lies in
-// [first_row, first_row + rows) gets the row; all other tokens are left as they are.
+// One shard of a table [rows, row_bytes] and the part of the output that it fills. A token whose id lies in [first_row,
+// first_row + rows) gets the row; the output of all other tokens is unchanged.
 struct EmbeddingGather {
   const int64_t* ids;  // [tokens]
   int64_t tokens;
@@ -27,16 +27,16 @@ struct EmbeddingGather {
   std::byte* out;  // row t starts at out + t * out_stride_bytes
   int64_t out_stride_bytes;
 
-  // The row of this shard for token t, or -1.
+  // Returns the row of this shard for token t, or -1.
   RTP_HOST_DEVICE int64_t row(int64_t t) const {
     const int64_t row = ids[t] - first_row;
     return row >= 0 && row < rows ? row : -1;
   }
 };
 
-// A gradient of the same rows: table[ids[t] - first_row] += alpha * values[t], for the tokens whose id lies in
-// [first_row, first_row + rows) and is not padding_idx. Added in an order of the GPU's choice. Sums in float32 are
-// rounded to `table_type` one by one where that has 16 bits.
+// Gradient of the same rows: table[ids[t] - first_row] += alpha * values[t], for the tokens whose id lies in
+// [first_row, first_row + rows) and is not padding_idx. The order of the additions is unspecified. For a 16-bit
+// `table_type`, every addition rounds to it.
 struct EmbeddingScatter {
   const int64_t* ids;  // [tokens]
   int64_t tokens;

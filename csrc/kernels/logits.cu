@@ -7,20 +7,20 @@ namespace {
 constexpr int kMostThreads = 1024;
 constexpr int kLeastThreads = 128;
 constexpr int kGradientThreads = 256;
-constexpr float kLowest = -3.402823466e+38f;  // of float32: -inf - -inf would be NaN
+constexpr float kLowest = -3.402823466e+38f;  // lowest float32; avoids -inf - -inf = NaN
 
 __device__ float capped(float logit, float soft_cap) {
   return soft_cap > 0.0f ? soft_cap * tanhf(logit / soft_cap) : logit;
 }
 
-// The column of a row's target in these logits, or -1.
+// Returns the column of a row's target in these logits, or -1.
 __device__ int64_t target_of(const Logits& logits, int64_t row) {
   const int64_t target = logits.targets[row];
   const int64_t column = target - logits.first_column;
   return target != logits.ignore_index && column >= 0 && column < logits.columns ? column : -1;
 }
 
-// Sums over a part of the columns.
+// Sums over a range of columns.
 struct PartialSums {
   float most, scaled, total;
 
@@ -42,7 +42,7 @@ __device__ void add_lanes(PartialSums& sums) {
   }
 }
 
-// One block takes one row at a time.
+// Each block processes one row at a time.
 template <typename T>
 __global__ void __launch_bounds__(kMostThreads) logit_sums(LogitSums parameters) {
   constexpr int kWidth = kWindow<T>;
@@ -97,10 +97,10 @@ __global__ void __launch_bounds__(kMostThreads) logit_sums(LogitSums parameters)
         parameters.scaled[row] = before.scaled;
         if (parameters.total != nullptr) parameters.total[row] += before.total;
         const int64_t target = target_of(logits, row);
-        if (target >= 0) parameters.hit[row] += capped(widen(values[target]), logits.soft_cap);
+        if (target >= 0) parameters.hit[row] += capped(to_float(values[target]), logits.soft_cap);
       }
     }
-    __syncthreads();  // before the next row's warps write theirs
+    __syncthreads();  // before the warps of the next row write
   }
 }
 

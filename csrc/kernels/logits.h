@@ -1,4 +1,4 @@
-// What a cross-entropy needs of one chunk of logits, in one pass over them. Plain pointers.
+// Cross-entropy passes over one chunk of logits. Raw pointers only.
 #pragma once
 
 #include <cstdint>
@@ -8,23 +8,24 @@
 namespace rtp {
 
 // Logits [rows, columns] of the tokens of a chunk and the vocabulary entries [first_column, first_column + columns).
-// z below is soft_cap * tanh(logit / soft_cap), or the logit itself where soft_cap is 0.
+// Below, z is soft_cap * tanh(logit / soft_cap), or the logit itself if soft_cap is 0.
 struct Logits {
   Element type;
   int64_t rows, columns;
   const void* values;
   int64_t stride;          // elements from row to row
-  const int64_t* targets;  // [rows], of the whole vocabulary
+  const int64_t* targets;  // [rows], indices into the whole vocabulary
   int64_t first_column;
-  int64_t ignore_index;  // a target that counts nowhere
+  int64_t ignore_index;  // tokens with this target are ignored
   float soft_cap;
 };
 
-// Brings the running sums of every token up to date; all are [rows] in float32:
-//   most    the largest z so far; finite at the start
+// Updates the running sums of every token; all are [rows] in float32:
+//
+//   most    maximum of z so far; initialized to a finite value
 //   scaled  sum of exp(z - most)
-//   hit     z of the target, once it came by
-//   total   sum of z; null: not wanted
+//   hit     z of the target, once its column has been processed
+//   total   sum of z; null if not needed
 struct LogitSums {
   Logits logits;
   float* most;
@@ -34,11 +35,11 @@ struct LogitSums {
 };
 
 // gradient = (exp(z - most) * factor - hit_factor * upstream [column is the target] - everywhere * upstream) *
-// dz/dlogit. `gradient` [rows, columns] may be the logits where it has their type and stride. most, factor, upstream:
-// [rows], float32; upstream is 0 for tokens that count nowhere.
+// dz/dlogit. `gradient` [rows, columns] may alias the logits if it has their type and stride. most, factor, upstream:
+// [rows], float32; upstream is 0 for ignored tokens.
 struct LogitGradient {
   Logits logits;
-  Element gradient_type;  // that of the logits, or a narrower one
+  Element gradient_type;  // type of the logits, or one with fewer bits
   void* gradient;
   int64_t gradient_stride;
   const float* most;

@@ -6,14 +6,14 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWindowsPerThread = 4;
-constexpr int64_t kTile = int64_t{kThreads} * kWindowsPerThread;  // windows that a block copies at a time
+constexpr int64_t kTile = int64_t{kThreads} * kWindowsPerThread;  // windows per block and iteration
 
 __device__ void convert(float& to, float from) { to = from; }
 __device__ void convert(__nv_bfloat16& to, __nv_bfloat16 from) { to = from; }
 __device__ void convert(__half& to, __half from) { to = from; }
 template <typename To, typename From>
 __device__ void convert(To& to, From from) {
-  narrow(to, widen(from));
+  round_to(to, to_float(from));
 }
 
 template <typename From, typename To>

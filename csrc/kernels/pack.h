@@ -1,4 +1,4 @@
-// Copying several arrays to their places, casting them on the way, in one launch. Plain pointers.
+// Copies several arrays in one launch, with casts. Raw pointers only.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@ namespace rtp {
 
 struct PackEntry {
   const void* from;
-  void* to;  // of no `from`, nor of another `to`
+  void* to;  // must not overlap any `from` or any other `to`
   int64_t elements;
-  Element from_type, to_type;  // where they are equal, elements are copied bit by bit
+  Element from_type, to_type;  // equal types: elements are copied bit by bit
 };
 
-// What one launch takes as its parameter.
+// The parameter of one launch.
 struct PackBatch {
   static constexpr int kMost = 64;
 

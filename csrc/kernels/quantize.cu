@@ -1,4 +1,4 @@
-// Tests run these kernels on emulated threads. None of them has run on a GPU yet.
+// Tests run these kernels on emulated threads. They have not run on a GPU yet.
 #include "base/quantized.h"
 #include "kernels/common/windows.cuh"
 #include "kernels/quantize.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
-constexpr float kToInteger = 12582912.0f;  // added to a float below 2^22, it leaves the nearest integer in the low bits
+constexpr float kToInteger = 12582912.0f;  // adding it to a float below 2^22 leaves the nearest integer in the low bits
 
 __device__ uint32_t bits_of(float x) {
   uint32_t bits;
@@ -24,8 +24,8 @@ __device__ float float_of(uint32_t bits) {
 
 __device__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-// Calls body(first) for windows of kWidth numbers that begin at `first`, one for each thread. All lanes of a warp take
-// part in each round, even those whose window begins behind the last number.
+// Calls body(first) for windows of kWidth numbers that begin at `first`, one per thread. All lanes of a warp take part
+// in every iteration, including lanes whose window begins after the last number.
 template <int kWidth, typename Body>
 __device__ void for_windows_of_warps(int64_t numbers, Body&& body) {
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -35,7 +35,7 @@ __device__ void for_windows_of_warps(int64_t numbers, Body&& body) {
     body(first + lane * kWidth);
 }
 
-// The lanes that share a block of numbers find its largest magnitude together.
+// The lanes that share a block reduce its largest magnitude by shuffles.
 template <typename T>
 __global__ void quantize(QuantizeParameters parameters) {
   constexpr int kWidth = kWindow<T>;
@@ -47,8 +47,7 @@ __global__ void quantize(QuantizeParameters parameters) {
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) most = larger(most, bits_of(values[i]) & kMagnitude);
-    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
-      most = larger(most, __shfl_xor_sync(kAllLanes, most, lanes));
+    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) most = larger(most, __shfl_xor_sync(kAllLanes, most, lanes));
     if (first >= parameters.numbers) return;
     const float largest = float_of(most);
     const bool zero = largest < kQuantizeLeast;
@@ -61,7 +60,7 @@ __global__ void quantize(QuantizeParameters parameters) {
     int8_t rounded[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const float whole = finite ? values[i] * inverse : 0.0f;  // infinity * 0 would be a NaN, of whatever bits
+      const float whole = finite ? values[i] * inverse : 0.0f;  // avoids infinity * 0, a NaN with unspecified bits
       rounded[i] = static_cast<int8_t>(bits_of(whole + kToInteger) - bits_of(kToInteger));
     }
     if (is_whole(first, kWidth, parameters.numbers)) {

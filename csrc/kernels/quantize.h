@@ -1,5 +1,6 @@
-// Numbers in eight bits with a scale for each block, and sums in float32 of what has fewer bits. Plain pointers. The
-// bytes are those of compute/quantize.cpp on a CPU, for which the build keeps products and sums apart (CMakeLists.txt).
+// 8-bit quantization with one scale per block, and float32 sums of 16-bit values. Raw pointers only. The results are
+// bitwise equal to those of compute/quantize.cpp on a CPU; the build therefore does not contract products and sums
+// (CMakeLists.txt).
 #pragma once
 
 #include <cstdint>
@@ -9,24 +10,24 @@
 namespace rtp {
 
 struct QuantizeParameters {
-  Element type;  // of the values
+  Element type;  // type of the values
   int64_t numbers;
   const void* values;
-  int8_t* rounded;  // at a multiple of 4
-  float* scales;    // of every kQuantizeBlock of them
+  int8_t* rounded;  // aligned to 4 bytes
+  float* scales;    // one per kQuantizeBlock values
 };
 
 struct DequantizeParameters {
-  Element type;  // of `out`
+  Element type;  // type of `out`
   int64_t numbers;
   const int8_t* rounded;
   const float* scales;
   void* out;
-  bool add;  // to what is there, instead of overwriting it
+  bool add;  // accumulate instead of overwrite
 };
 
 struct AddConvertedParameters {
-  Element type;  // of the values: 16 bits
+  Element type;  // type of the values: a 16-bit type
   int64_t numbers;
   const void* values;
   float* sum;

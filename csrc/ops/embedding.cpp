@@ -28,7 +28,7 @@ struct EmbeddingCut {
   at::Tensor columns(const at::Tensor& tensor, int owner) const {
     return by_rows ? tensor : tensor.narrow(1, starts[owner], sizes[owner]);
   }
-  // The first row of a piece of the shard of `owner`, in the whole table.
+  // The first row, in the whole table, of a chunk of the shard of `owner`.
   int64_t first_row(const Chunk& chunk, int owner) const {
     return (by_rows ? starts[owner] : 0) + chunk.offsets[owner];
   }
@@ -38,23 +38,23 @@ struct EmbeddingCut {
 
   bool by_rows;
   std::vector<int64_t> sizes, starts;
-  std::vector<int64_t> rows;  // of every owner's shard
+  std::vector<int64_t> rows;  // rows of every owner's shard
 };
 
 TensorLayout table_layout(const EmbeddingShape& shape, const EmbeddingCut& cut, at::ScalarType dtype) {
   return cut_layout(dtype, {shape.num_embeddings, shape.embedding_dim}, shape.shard_dim, cut.sizes);
 }
 
-// One piece of it.
+// The layout of one chunk.
 TensorLayout table_layout(const EmbeddingShape& shape, const EmbeddingCut& cut, const Chunk& chunk,
                           at::ScalarType dtype) {
-  TensorLayout part = table_layout(shape, cut, dtype);
-  for (size_t owner = 0; owner < part.shapes.size(); ++owner) part.shapes[owner][0] = chunk.sizes[owner];
-  return part;
+  TensorLayout layout = table_layout(shape, cut, dtype);
+  for (size_t owner = 0; owner < layout.shapes.size(); ++owner) layout.shapes[owner][0] = chunk.sizes[owner];
+  return layout;
 }
 
 void gather_on_host(const EmbeddingGather& gather) {
-  constexpr int64_t kGrain = 256;  // tokens per task: below it a thread costs more than it saves
+  constexpr int64_t kGrain = 256;  // minimum tokens per task: with fewer, a thread costs more than it saves
   at::parallel_for(0, gather.tokens, kGrain, [&gather](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const int64_t row = gather.row(t);
@@ -98,7 +98,7 @@ void gather_rows(const at::Tensor& ids, const at::Tensor& table, int64_t first_r
   if (table.is_cpu()) {
     gather_on_host(gather);
   } else {
-    launch_beside(table, [&](void* stream) { return launch_embedding_gather(gather, stream); });
+    launch_on_device_of(table, [&](void* stream) { return launch_embedding_gather(gather, stream); });
   }
 }
 
@@ -119,10 +119,10 @@ void add_rows(const at::Tensor& out, const at::Tensor& ids, const at::Tensor& va
                                    out.size(1),
                                    padding_idx,
                                    static_cast<float>(alpha)};
-    launch_beside(out, [&](void* stream) { return launch_embedding_scatter(scatter, stream); });
+    launch_on_device_of(out, [&](void* stream) { return launch_embedding_scatter(scatter, stream); });
     return;
   }
-  // Branch-free and without a host synchronisation: tokens of other shards add a row of zeros to row 0.
+  // Branch-free and without host synchronization: tokens of other shards add a row of zeros to row 0.
   const at::Tensor row = ids.sub(first_row);
   const at::Tensor here = row.ge(0).logical_and_(row.lt(out.size(0))).logical_and_(ids.ne(padding_idx));
   const at::Tensor zero = at::zeros({}, values.options());
@@ -167,7 +167,7 @@ at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at
     while (const Step* step = pass.next()) {
       const Gradients::Sums sums(gradients, pass);
       const at::Tensor out = sums.out(kTable);
-      pass_on(out, sums.arrived(kTable));
+      copy_or_zero(out, sums.arrived(kTable));
       if (cut.sizes[step->owner] == 0 || chunk.sizes[step->owner] == 0) continue;
       add_rows(out, ids, cut.columns(dy, step->owner), cut.first_row(chunk, step->owner), shape.padding_idx,
                sums.scale());

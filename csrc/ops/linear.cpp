@@ -8,7 +8,7 @@
 namespace rtp {
 namespace {
 
-// Where every owner's shard of each layer lies, whole, one piece or one half of it.
+// Sizes and starts of every owner's shard of each layer, for whole shards, one chunk or one half.
 struct BundleCut {
   BundleCut(const LinearBundle& bundle, int ranks) {
     for (const LinearShape& shape : bundle.shapes) {
@@ -36,10 +36,11 @@ struct BundleCut {
   }
   int64_t most(size_t layer) const { return *std::max_element(sizes[layer].begin(), sizes[layer].end()); }
 
-  std::vector<std::vector<int64_t>> sizes, starts;  // of each layer, by owner
+  std::vector<std::vector<int64_t>> sizes, starts;  // by layer and owner
 };
 
-// The passes that a bundle takes: one, but for a single layer above the slot cap, such as a vocabulary head.
+// Returns the chunks of a bundle, one pass each: a single chunk except for a single layer above the slot cap, such as a
+// vocabulary head.
 std::vector<Chunk> bundle_chunks(const LinearBundle& bundle, const BundleCut& cut, const RotationOptions& options) {
   const LinearShape& shape = bundle.shapes[0];
   RotationOptions uncapped = options;
@@ -47,7 +48,7 @@ std::vector<Chunk> bundle_chunks(const LinearBundle& bundle, const BundleCut& cu
   return chunks_of(uncapped, cut.sizes[0], shape.in_features + (bundle.biased[0] ? 1 : 0));
 }
 
-// What a projection has in common with the shard of one owner, or of all.
+// The overlap of a projection with the shard of one owner, or of all.
 struct Overlap {
   Overlap(const Projection& projection, const BundleCut& cut, int owner) {
     const int64_t start = cut.start(projection.layer, owner);
@@ -60,12 +61,12 @@ struct Overlap {
   at::Tensor of_output(const at::Tensor& y) const { return y.narrow(1, column, rows); }
   at::Tensor of_rows(const at::Tensor& shard) const { return shard.narrow(0, row, rows); }
 
-  int64_t rows = 0;    // how many
-  int64_t row = 0;     // the first one, in the shard
-  int64_t column = 0;  // the first one, in the output
+  int64_t rows = 0;    // number of rows
+  int64_t row = 0;     // first row in the shard
+  int64_t column = 0;  // first column in the output
 };
 
-// The place of every layer's weight and bias among the parameters; -1: not there.
+// The place of every layer's weight and bias among the parameters; -1: absent.
 struct Places {
   explicit Places(const LinearBundle& bundle) {
     for (const bool has_bias : bundle.biased) {
@@ -87,13 +88,13 @@ std::vector<TensorLayout> layouts_of(const LinearBundle& bundle, const BundleCut
   return layouts;
 }
 
-// A whole weight can be gathered where its rows are cut.
+// Route gather requires that the cut dimension is the first one.
 void check_route(const LinearBundle& bundle, const RotationOptions& options) {
   RTP_CHECK_VALUE(options.route != Route::gather || !bundle.shapes[0].transposed, options.name,
                   ": expected a weight stored [out, in] for route gather, got one stored [in, out]");
 }
 
-// The backward of a bundle: what its passes share.
+// The backward of a bundle, with the state that its passes share.
 class BundleBackward {
  public:
   BundleBackward(Executor& executor, const std::vector<at::Tensor>& dys, const std::vector<at::Tensor>& inputs,
@@ -113,7 +114,7 @@ class BundleBackward {
         gradients_(executor, options, layouts_of(bundle, whole_, options.reduce_dtype), needs_parameter),
         weight_place_(bundle.shapes.size(), -1),
         sums_(inputs.size()) {
-    // Only the weights that some dgrad multiplies with travel, and only the gradients that are wanted.
+    // Only weights that some dgrad needs and only the needed gradients travel.
     for (size_t k = 0; k < projections.size(); ++k) {
       const Projection& projection = projections[k];
       const int64_t outputs = projection.end - projection.begin;
@@ -143,7 +144,7 @@ class BundleBackward {
 
  private:
   void run(const Chunk& chunk) {
-    const BundleCut cut = chunk.alone ? whole_ : BundleCut(whole_, chunk);
+    const BundleCut cut = chunk.single ? whole_ : BundleCut(whole_, chunk);
     const auto mine = [&](const at::Tensor& shard) { return chunk.of(shard, executor_.rank()); };
     const std::vector<TensorLayout> layouts = layouts_of(bundle_, cut, options_.compute_dtype);
     std::optional<ShardBundle> gradients = gradients_.bundle(layouts_of(bundle_, cut, options_.reduce_dtype), mine);
@@ -204,7 +205,7 @@ class BundleBackward {
       if (dys_[k].defined()) {
         gemm(out, arrived, overlap.of_output(dys_[k]).t(), inputs_[projection.input], sums.scale());
       } else {
-        pass_on(out, arrived);
+        copy_or_zero(out, arrived);
       }
     }
     const int bias = places_.bias[projection.layer];
@@ -213,7 +214,7 @@ class BundleBackward {
       if (dys_[k].defined()) {
         column_sum(out, arrived, overlap.of_output(dys_[k]), sums.scale());
       } else {
-        pass_on(out, arrived);
+        copy_or_zero(out, arrived);
       }
     }
   }
@@ -229,8 +230,8 @@ class BundleBackward {
   BundleCut whole_;
   Places places_;
   Gradients gradients_;
-  std::vector<int> weight_place_;                // of every layer's weight among those that travel; -1: it stays
-  std::vector<std::optional<ProductSum>> sums_;  // of every input's gradient
+  std::vector<int> weight_place_;  // by layer: place of its weight among those that travel; -1: does not travel
+  std::vector<std::optional<ProductSum>> sums_;  // by input: the sum of its gradient
 };
 
 }  // namespace
@@ -286,7 +287,7 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
   }
 
   for (const Chunk& chunk : bundle_chunks(bundle, whole, options)) {
-    const BundleCut cut = chunk.alone ? whole : BundleCut(whole, chunk);
+    const BundleCut cut = chunk.single ? whole : BundleCut(whole, chunk);
     ShardBundle weights = travelling_weights(executor, options, layouts_of(bundle, cut, options.compute_dtype),
                                              chunk.of(parameters, executor.rank()));
     const bool two_streams = wastes_last_wave(inputs[0].size(0), cut.most(0), executor.streams().multiprocessors());

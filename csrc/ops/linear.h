@@ -9,28 +9,26 @@
 
 namespace rtp {
 
-// A layer y = x @ W.T + b with W [out_features, in_features], stored that way or transposed; b is cut along its only
-// dimension whichever way W is cut.
+// A layer y = x @ W.T + b with W [out_features, in_features], stored that way or transposed. The bias is always cut
+// along its only dimension.
 struct LinearShape {
   int64_t out_features = 0;
   int64_t in_features = 0;
   bool by_outputs = true;   // W is cut along its output features, else along its input features
   bool transposed = false;  // W is stored as [in_features, out_features]
-
-  int64_t cut_features() const { return by_outputs ? out_features : in_features; }
 };
 
-// The parts that a linear layer takes in a cargo.
+// The layouts of a linear layer's weight and bias in a bundle.
 TensorLayout weight_layout(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);
 TensorLayout bias_layout(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);
 
-// A stored weight, or shard of it, as [out_features, in_features]. Undefined stays undefined.
+// Returns a stored weight, or a shard of it, as [out_features, in_features]; an undefined tensor stays undefined.
 inline at::Tensor outputs_first(const at::Tensor& stored, const LinearShape& shape) {
   return shape.transposed && stored.defined() ? stored.t() : stored;
 }
 
-// Adds left.T @ right to the gradient of a stored weight, and the sum of the rows of `values` to that of a bias, where
-// they are wanted.
+// Add left.T @ right to the gradient of a stored weight, and the sum of the rows of `values` to that of a bias, if they
+// are needed.
 void add_weight_gradient(const Gradients::Sums& sums, int parameter, const LinearShape& shape, const at::Tensor& left,
                          const at::Tensor& right);
 void add_bias_gradient(const Gradients::Sums& sums, int parameter, const at::Tensor& values);
@@ -39,14 +37,14 @@ void add_bias_gradient(const Gradients::Sums& sums, int parameter, const at::Ten
 void check_operand(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& tensor,
                    int64_t features);
 
-// A layer cut along its input features: partial outputs are summed, and backward fills dx slice by slice.
-// x [M, in_features] in options.compute_dtype; weight and bias are local shards of any floating dtype.
-// Returns y [M, out_features] in options.compute_dtype.
+// A layer cut along its input features: partial outputs are summed, and backward fills dx slice by slice. x [M,
+// in_features] in options.compute_dtype; weight and bias are local shards of any floating dtype. Returns y [M,
+// out_features] in options.compute_dtype.
 at::Tensor partial_linear_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weight,
                                   const std::optional<at::Tensor>& bias, const LinearShape& shape,
                                   const RotationOptions& options);
 
-// Which gradients of a linear layer are wanted.
+// The gradients of a linear layer to compute.
 struct LinearNeeds {
   bool x = true;
   bool weight = true;
@@ -54,7 +52,7 @@ struct LinearNeeds {
 };
 
 // dy [M, out_features] and x in options.compute_dtype. Returns dx in options.compute_dtype and this rank's shards of
-// the weight and bias gradients, averaged over the ring, in options.reduce_dtype; undefined where not wanted.
+// the weight and bias gradients, averaged over the ring, in options.reduce_dtype; undefined if not needed.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor& executor, const at::Tensor& dy,
                                                                        const at::Tensor& x, const at::Tensor& weight,
                                                                        const LinearShape& shape,
@@ -67,8 +65,8 @@ struct LinearBundle {
   std::vector<bool> biased;
 };
 
-// One product of a bundle: rows [begin, end) of the weight `layer`, applied to the input `input`. The products that use
-// a weight cover its rows once.
+// One product of a bundle: rows [begin, end) of the weight `layer`, applied to the input `input`. The products of one
+// weight cover each of its rows once.
 struct Projection {
   int64_t input = 0;
   int64_t layer = 0;
@@ -82,9 +80,9 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
                                        const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,
                                        const std::vector<Projection>& projections, const RotationOptions& options);
 
-// dys: of every projection, undefined where nothing depends on it. Returns the gradients of the inputs in
-// options.compute_dtype, then of the parameters (this rank's shards, averaged over the ring) in options.reduce_dtype;
-// undefined where not wanted.
+// dys: one per projection, undefined if nothing depends on its output. Returns the gradients of the inputs in
+// options.compute_dtype, then those of the parameters (this rank's shards, averaged over the ring) in
+// options.reduce_dtype; undefined if not needed.
 std::vector<at::Tensor> linear_backward(Executor& executor, const std::vector<at::Tensor>& dys,
                                         const std::vector<at::Tensor>& inputs,
                                         const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,

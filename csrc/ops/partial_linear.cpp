@@ -7,7 +7,7 @@
 namespace rtp {
 namespace {
 
-// Where every owner's shards lie in a layer that is cut along its input features.
+// Sizes and starts of every owner's shards of a layer that is cut along its input features.
 struct PartialCut {
   PartialCut(const LinearShape& shape, int ranks)
       : sizes(shard_sizes(shape.in_features, ranks)),
@@ -15,7 +15,7 @@ struct PartialCut {
         bias_sizes(shard_sizes(shape.out_features, ranks)),
         bias_starts(shard_starts(bias_sizes)) {}
 
-  // The columns of x that meet the shard of `owner`.
+  // The columns of x that belong to the shard of `owner`.
   at::Tensor columns(const at::Tensor& x, int owner) const { return x.narrow(1, starts[owner], sizes[owner]); }
   at::Tensor bias_columns(const at::Tensor& y, int owner) const {
     return y.narrow(y.dim() - 1, bias_starts[owner], bias_sizes[owner]);

@@ -30,7 +30,7 @@ std::vector<Chunk> chunks_of(const RotationOptions& options, const std::vector<i
                                    row_elements * static_cast<int64_t>(element), options.slot_cap);
   std::vector<Chunk> chunks(static_cast<size_t>(cut.count));
   for (size_t index = 0; index < chunks.size(); ++index) {
-    chunks[index].alone = cut.count == 1;
+    chunks[index].single = cut.count == 1;
     for (const int64_t size : rows) {
       const Rows of_owner = cut.of(static_cast<int64_t>(index), size);
       chunks[index].offsets.push_back(of_owner.first);
@@ -42,9 +42,9 @@ std::vector<Chunk> chunks_of(const RotationOptions& options, const std::vector<i
 
 RotationOptions chunked(const RotationOptions& options, const Chunk& chunk) {
   RotationOptions result = options;
-  if (!chunk.alone) {
+  if (!chunk.single) {
     result.in_place = false;
-    result.deferred = false;  // one landing for each gradient
+    result.deferred = false;  // a deferred reduction supports one hop per gradient
     if (result.route == Route::gather) result.route = Route::direct;
   }
   return result;
@@ -52,12 +52,12 @@ RotationOptions chunked(const RotationOptions& options, const Chunk& chunk) {
 
 TensorLayout cut_layout(at::ScalarType dtype, std::vector<int64_t> shape, int64_t dim,
                         const std::vector<int64_t>& sizes) {
-  TensorLayout index{dtype, {}};
+  TensorLayout layout{dtype, {}};
   for (const int64_t size : sizes) {
     shape[static_cast<size_t>(dim)] = size;
-    index.shapes.push_back(shape);
+    layout.shapes.push_back(shape);
   }
-  return index;
+  return layout;
 }
 
 ShardBundle travelling_weights(const Executor& executor, const RotationOptions& options,
@@ -66,16 +66,16 @@ ShardBundle travelling_weights(const Executor& executor, const RotationOptions& 
     RTP_CHECK_VALUE(options.wire == Wire::plain || options.route != Route::gather, options.name,
                     ": expected weights that travel in the compute dtype on route gather, which computes with all "
                     "shards at once");
-    for (TensorLayout& index : layouts) {
-      if (index.shapes.front().size() >= dims) index.wire = options.wire;
+    for (TensorLayout& layout : layouts) {
+      if (layout.shapes.front().size() >= dims) layout.wire = options.wire;
     }
   }
   return {std::move(layouts), std::move(local)};
 }
 
 void check_local(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& local,
-                 const TensorLayout& index) {
-  const at::IntArrayRef expected(index.shapes[executor.rank()]);
+                 const TensorLayout& layout) {
+  const at::IntArrayRef expected(layout.shapes[executor.rank()]);
   RTP_CHECK_VALUE(local.sizes() == expected, options.name, ": expected a ", what, " shard of shape ", expected,
                   " on rank ", executor.rank(), " of ", executor.ranks(), ", got ", local.sizes());
   RTP_CHECK_VALUE(local.is_contiguous(), options.name, ": expected a contiguous ", what, " shard, got strides ",

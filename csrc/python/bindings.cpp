@@ -7,6 +7,7 @@
 #include "engine/executor.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
+#include "python/fields.h"
 #include "python/internal.h"
 #include "schedule/schedule.h"
 #include "transport/c10d.h"
@@ -42,11 +43,11 @@ void bind_errors(py::module_& m) {
 }
 
 #ifdef RTP_WITH_CUDA
-void set_ce_mode(Transport& transport, const std::string& channel, const std::string& mode) {
+void set_ce_mode(Transport& transport, Channel channel, const std::string& mode) {
   auto* ce = dynamic_cast<CeTransport*>(&transport);
   RTP_CHECK_VALUE(ce != nullptr, "expected the transport ce, got ", transport.name());
   RTP_CHECK_VALUE(mode == "push" || mode == "pull", "expected a mode of push or pull, got ", mode);
-  ce->set_mode(parse_channel(channel), mode == "push" ? CeMode::push : CeMode::pull);
+  ce->set_mode(channel, mode == "push" ? CeMode::push : CeMode::pull);
 }
 #endif
 
@@ -67,9 +68,7 @@ void bind_transports(py::module_& m) {
   py::class_<CompositeTransport, Transport, std::shared_ptr<CompositeTransport>>(m, "CompositeTransport")
       .def(py::init(&make_composite_transport), py::arg("inner"), py::arg("outer"), py::arg("rank"),
            py::arg("per_host"))
-      .def("bytes_between_hosts", [](const CompositeTransport& composite, const std::string& channel) {
-        return composite.bytes_between_hosts(parse_channel(channel));
-      });
+      .def("bytes_between_hosts", &CompositeTransport::bytes_between_hosts);
   m.def("c10d_transport", &make_c10d_transport, py::arg("weight_group"), py::arg("gradient_group"), py::arg("device"),
         py::arg("timeout"));
   m.def("emulated_transport", &make_emulated_transport, py::arg("device"), py::arg("link") = py::none());
@@ -85,11 +84,12 @@ void bind_transports(py::module_& m) {
           py::init([](int rank, int ranks, at::Device device, std::chrono::milliseconds timeout,
                       const std::shared_ptr<PeerStatus>& news) { return RingEnd{rank, ranks, device, timeout, news}; }),
           py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("timeout"), py::arg("news"));
-  py::class_<NcclOptions>(m, "NcclOptions")
-      .def(py::init([](int min_ctas, int max_ctas, bool blocking, bool registered) {
-             return NcclOptions{{min_ctas, max_ctas, blocking}, registered};
-           }),
-           py::arg("min_ctas"), py::arg("max_ctas"), py::arg("blocking"), py::arg("registered"));
+  Fields<NcclOptions>("NcclOptions")
+      .required("min_ctas", [](NcclOptions& options) -> int& { return options.communicators.min_ctas; })
+      .required("max_ctas", [](NcclOptions& options) -> int& { return options.communicators.max_ctas; })
+      .required("blocking", [](NcclOptions& options) -> bool& { return options.communicators.blocking; })
+      .optional("registered", &NcclOptions::registered)
+      .bind(m);
   m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
   m.def("nccl_loaded_version", &nccl_loaded_version);
   m.def("nccl_compiled_version", &nccl_compiled_version);
@@ -113,11 +113,11 @@ void bind_transports(py::module_& m) {
   m.def("nccl_put_refusal", &nccl_put_refusal);
   m.def(
       "nccl_put_transport",
-      [](const std::vector<std::string>& ids, const RingEnd& end, int min_ctas, int max_ctas, bool blocking) {
+      [](const std::vector<std::string>& ids, const RingEnd& end, const NcclOptions& options) {
         const NoGil release;
-        return make_nccl_put_transport(end, ids, {min_ctas, max_ctas, blocking});
+        return make_nccl_put_transport(end, ids, options.communicators);
       },
-      py::arg("ids"), py::arg("end"), py::arg("min_ctas"), py::arg("max_ctas"), py::arg("blocking"));
+      py::arg("ids"), py::arg("end"), py::arg("options"));
 #else
   m.attr("with_cuda") = false;
 #endif
@@ -153,7 +153,7 @@ void bind_executor(py::module_& m) {
       .def("check_alive", &Executor::check_alive, py::arg("operation"))
       .def("fail", &Executor::fail, py::arg("reason"), py::call_guard<NoGil>())
       .def("close", &Executor::close, py::call_guard<NoGil>())
-      .def("slots", [](Executor& e, const std::string& channel) { return e.pool().count(parse_channel(channel)); })
+      .def("slots", [](Executor& e, Channel channel) { return e.pool().count(channel); })
       .def("scratch", [](Executor& e) { return e.pool().scratch_count(); })
       .def(
           "enter",
@@ -184,19 +184,18 @@ void bind_executor(py::module_& m) {
             e.pool().clear();
           },
           py::call_guard<NoGil>())
-      .def("hops", [](Executor& e, const std::string& channel) { return e.hops().count(parse_channel(channel)); })
-      .def("bytes_sent",
-           [](Executor& e, const std::string& channel) { return e.hops().bytes_sent(parse_channel(channel)); });
+      .def("hops", [](Executor& e, Channel channel) { return e.hops().count(channel); })
+      .def("bytes_sent", [](Executor& e, Channel channel) { return e.hops().bytes_sent(channel); });
   bind_trace(executor), bind_recorder(m, executor), bind_graphs(m, executor);
   py::class_<Execution>(m, "Execution", "One pass driven from Python: rotate and collect.")
       .def_static(
           "rotate",
-          [](Executor& executor, const std::vector<at::Tensor>& local, const Shapes& shapes, const std::string& route,
+          [](Executor& executor, const std::vector<at::Tensor>& local, const Shapes& shapes, Route route,
              bool reverse) {
             ScheduleOptions options;
             options.pass = reverse ? Pass::backward : Pass::forward;
             options.wgrad = false;
-            options.route = parse_route(route);
+            options.route = route;
             return std::make_unique<Execution>(executor, executor.schedule(options), make_bundle(local, shapes),
                                                std::nullopt, "rotate");
           },
@@ -204,17 +203,17 @@ void bind_executor(py::module_& m) {
           py::keep_alive<0, 1>(), py::call_guard<NoGil>())
       .def_static(
           "collect",
-          [](Executor& executor, const std::vector<at::Tensor>& local, const Shapes& shapes, const std::string& route) {
+          [](Executor& executor, const std::vector<at::Tensor>& local, const Shapes& shapes, Route route) {
             ScheduleOptions options;
             options.pass = Pass::backward;
             options.dgrad = false;
-            options.route = parse_route(route);
+            options.route = route;
             options.receive_in_slots = !executor.transport().receives_anywhere();
             return std::make_unique<Execution>(executor, executor.schedule(options), std::nullopt,
                                                make_bundle(local, shapes), "collect");
           },
-          py::arg("executor"), py::arg("local"), py::arg("shapes"), py::arg("route") = "ring", py::keep_alive<0, 1>(),
-          py::call_guard<NoGil>())
+          py::arg("executor"), py::arg("local"), py::arg("shapes"), py::arg("route") = Route::ring,
+          py::keep_alive<0, 1>(), py::call_guard<NoGil>())
       .def_static(
           "forward",
           [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
@@ -255,26 +254,19 @@ void bind_executor(py::module_& m) {
 }
 
 void bind_operations(py::module_& m) {
-  py::class_<RotationOptions>(m, "RotationOptions")
-      .def(py::init([](const std::string& route, bool in_place, at::ScalarType compute, at::ScalarType reduce,
-                       int64_t slot_cap, bool halves, const std::string& name, bool deferred,
-                       const std::optional<std::string>& travel, const std::string& gradient_route,
-                       bool gradients_quantized) {
-             return RotationOptions{parse_route(route),
-                                    in_place,
-                                    compute,
-                                    reduce,
-                                    slot_cap,
-                                    halves,
-                                    deferred,
-                                    name,
-                                    parse_wire(travel),
-                                    parse_gradient_route(gradient_route),
-                                    gradients_quantized};
-           }),
-           py::kw_only(), py::arg("route"), py::arg("in_place"), py::arg("compute_dtype"), py::arg("reduce_dtype"),
-           py::arg("slot_cap"), py::arg("halves"), py::arg("name"), py::arg("late") = false,
-           py::arg("travel") = py::none(), py::arg("gradient_route") = "chain", py::arg("gradients_quantized") = false)
+  Fields<RotationOptions>("RotationOptions")
+      .required("name", &RotationOptions::name)
+      .required("route", &RotationOptions::route)
+      .required("in_place", &RotationOptions::in_place)
+      .required("compute_dtype", &RotationOptions::compute_dtype)
+      .required("reduce_dtype", &RotationOptions::reduce_dtype)
+      .required("slot_cap", &RotationOptions::slot_cap)
+      .required("halves", &RotationOptions::halves)
+      .optional("late", &RotationOptions::deferred)
+      .optional("travel", &RotationOptions::wire)
+      .optional("gradient_route", &RotationOptions::gradient_route)
+      .optional("gradients_quantized", &RotationOptions::gradients_quantized)
+      .bind(m)
       .def_property_readonly("local_dtype", &RotationOptions::local_dtype);
   py::class_<LinearShape>(m, "LinearShape")
       .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed) {

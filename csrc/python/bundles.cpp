@@ -1,21 +1,26 @@
 #include "ops/bundles/cross_entropy.h"
 #include "ops/bundles/experts.h"
 #include "ops/bundles/mlp.h"
+#include "python/fields.h"
 #include "python/internal.h"
 
 namespace rtp {
 
 using NoGil = py::gil_scoped_release;
 
+void parse(const std::string& text, Activation& parsed) { parsed = parse_activation(text); }
+
 void bind_bundles(py::module_& m) {
-  py::class_<MlpShape>(m, "MlpShape")
-      .def(py::init([](int64_t in_features, int64_t hidden_features, int64_t out_features, bool gated, bool transposed,
-                       bool up_bias, bool down_bias, const std::string& activation) {
-             return MlpShape{in_features, hidden_features, out_features, gated,
-                             transposed,  up_bias,         down_bias,    parse_activation(activation)};
-           }),
-           py::kw_only(), py::arg("in_features"), py::arg("hidden_features"), py::arg("out_features"), py::arg("gated"),
-           py::arg("transposed"), py::arg("up_bias"), py::arg("down_bias"), py::arg("activation"));
+  Fields<MlpShape>("MlpShape")
+      .required("in_features", &MlpShape::in_features)
+      .required("hidden_features", &MlpShape::hidden_features)
+      .required("out_features", &MlpShape::out_features)
+      .required("gated", &MlpShape::gated)
+      .required("transposed", &MlpShape::transposed)
+      .required("up_bias", &MlpShape::up_bias)
+      .required("down_bias", &MlpShape::down_bias)
+      .required("activation", &MlpShape::activation)
+      .bind(m);
   py::class_<MlpResult>(m, "MlpResult")
       .def(py::init([](const at::Tensor& y, const std::vector<at::Tensor>& kept) { return MlpResult{y, kept}; }),
            py::arg("y"), py::arg("kept"))
@@ -27,14 +32,16 @@ void bind_bundles(py::module_& m) {
         py::arg("parameters"), py::arg("shape"), py::arg("needs_x"), py::arg("needs_parameter"), py::arg("options"),
         py::call_guard<NoGil>());
 
-  py::class_<CrossEntropyShape>(m, "CrossEntropyShape")
-      .def(py::init([](int64_t vocabulary, int64_t features, bool transposed, bool bias, int64_t ignore_index,
-                       double label_smoothing, double soft_cap, double z_loss) {
-             return CrossEntropyShape{vocabulary,   features,        transposed, bias,
-                                      ignore_index, label_smoothing, soft_cap,   z_loss};
-           }),
-           py::kw_only(), py::arg("vocabulary"), py::arg("features"), py::arg("transposed"), py::arg("bias"),
-           py::arg("ignore_index"), py::arg("label_smoothing"), py::arg("soft_cap"), py::arg("z_loss"));
+  Fields<CrossEntropyShape>("CrossEntropyShape")
+      .required("vocabulary", &CrossEntropyShape::vocabulary)
+      .required("features", &CrossEntropyShape::features)
+      .required("transposed", &CrossEntropyShape::transposed)
+      .required("bias", &CrossEntropyShape::bias)
+      .required("ignore_index", &CrossEntropyShape::ignore_index)
+      .required("label_smoothing", &CrossEntropyShape::label_smoothing)
+      .required("soft_cap", &CrossEntropyShape::soft_cap)
+      .required("z_loss", &CrossEntropyShape::z_loss)
+      .bind(m);
   py::class_<CrossEntropyResult>(m, "CrossEntropyResult")
       .def_readonly("loss", &CrossEntropyResult::loss)
       .def_readonly("lse", &CrossEntropyResult::lse);
@@ -44,20 +51,22 @@ void bind_bundles(py::module_& m) {
         py::arg("targets"), py::arg("lse"), py::arg("parameters"), py::arg("shape"), py::arg("needs_x"),
         py::arg("needs_parameter"), py::arg("options"), py::call_guard<NoGil>());
 
-  py::class_<ExpertsShape>(m, "ExpertsShape")
-      .def(py::init([](int64_t experts, int64_t features, int64_t hidden_features, bool gated, bool up_bias,
-                       bool down_bias, bool transposed, bool interleaved, const std::string& activation,
-                       const std::optional<std::tuple<double, double>>& clamped) {
-             ExpertsShape shape{experts,     features,    hidden_features,
-                                gated,       up_bias,     down_bias,
-                                transposed,  interleaved, parse_activation(activation),
-                                std::nullopt};
-             if (clamped) shape.clamped = ClampedGate{std::get<0>(*clamped), std::get<1>(*clamped)};
-             return shape;
-           }),
-           py::kw_only(), py::arg("experts"), py::arg("features"), py::arg("hidden_features"), py::arg("gated"),
-           py::arg("up_bias"), py::arg("down_bias"), py::arg("transposed"), py::arg("interleaved"),
-           py::arg("activation"), py::arg("clamped"));
+  Fields<ClampedGate>("ClampedGate")
+      .required("alpha", &ClampedGate::alpha)
+      .required("limit", &ClampedGate::limit)
+      .bind(m);
+  Fields<ExpertsShape>("ExpertsShape")
+      .required("experts", &ExpertsShape::experts)
+      .required("features", &ExpertsShape::features)
+      .required("hidden_features", &ExpertsShape::hidden_features)
+      .required("gated", &ExpertsShape::gated)
+      .required("up_bias", &ExpertsShape::up_bias)
+      .required("down_bias", &ExpertsShape::down_bias)
+      .required("transposed", &ExpertsShape::transposed)
+      .required("interleaved", &ExpertsShape::interleaved)
+      .required("activation", &ExpertsShape::activation)
+      .required("clamped", &ExpertsShape::clamped)
+      .bind(m);
   py::class_<ExpertsResult>(m, "ExpertsResult")
       .def(py::init([](const std::optional<at::Tensor>& kept, const at::Tensor& order, const at::Tensor& ends,
                        const std::vector<int64_t>& starts) {

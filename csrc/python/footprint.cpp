@@ -6,15 +6,15 @@
 #include <vector>
 
 #include "base/checks.h"
+#include "python/fields.h"
 #include "python/internal.h"
 #include "schedule/waves.h"
 
 namespace rtp {
 
-Wire parse_wire(const std::optional<std::string>& travel) {
-  if (!travel) return Wire::plain;
-  RTP_CHECK_VALUE(*travel == "bfloat16" || *travel == "int8", "expected travel bfloat16, int8 or None, got ", *travel);
-  return *travel == "int8" ? Wire::int8 : Wire::bfloat16;
+void parse(const std::string& text, Wire& parsed) {
+  RTP_CHECK_VALUE(text == "bfloat16" || text == "int8", "expected travel bfloat16, int8 or None, got ", text);
+  parsed = text == "int8" ? Wire::int8 : Wire::bfloat16;
 }
 
 void bind_footprint(py::module_& m) {
@@ -49,28 +49,29 @@ void bind_footprint(py::module_& m) {
             return std::pair(chunks.count, chunks.rows);
           },
           py::arg("element_bytes"), py::arg("cap"), "How many, and the rows of the largest.");
+  Fields<StepSize> step("footprint");
+  step.required("ranks", &StepSize::ranks)
+      .required("in_place", &StepSize::in_place)
+      .required("sends_anywhere", [](StepSize& size) -> bool& { return size.travel.sends_anywhere; })
+      .required("receives_anywhere", [](StepSize& size) -> bool& { return size.travel.receives_anywhere; })
+      .required("cast", [](StepSize& size) -> bool& { return size.travel.cast; })
+      .required("compute_bytes", &StepSize::compute_bytes)
+      .required("reduce_bytes", &StepSize::reduce_bytes)
+      .required("slot_cap", &StepSize::slot_cap)
+      .optional("late", &StepSize::deferred)
+      .optional("route", &StepSize::route)
+      .optional("hosts", &StepSize::hosts)
+      .optional("gradient_route", &StepSize::gradient_route)
+      .optional("sum_bytes", &StepSize::sum_bytes)
+      .optional("gradients_quantized", &StepSize::gradients_quantized)
+      .optional("travel", &StepSize::wire);
   m.def(
       "footprint",
-      [](const std::vector<OperationSize>& operations, int ranks, bool in_place, bool sends_anywhere,
-         bool receives_anywhere, bool cast, int64_t compute_bytes, int64_t reduce_bytes, int64_t slot_cap, int deferred,
-         const std::string& route, int hosts, const std::string& gradient_route, int64_t sum_bytes,
-         bool gradients_quantized, const std::optional<std::string>& travel) {
-        const Travel reach{cast, sends_anywhere, receives_anywhere};
-        return footprint(operations, {ranks, reach, in_place, compute_bytes, reduce_bytes, slot_cap, deferred,
-                                      parse_route(route), hosts, parse_gradient_route(gradient_route), sum_bytes,
-                                      gradients_quantized, parse_wire(travel)});
+      [step](const std::vector<OperationSize>& operations, const py::kwargs& size) {
+        return footprint(operations, step.make(size));
       },
-      py::arg("operations"), py::kw_only(), py::arg("ranks"), py::arg("in_place"), py::arg("sends_anywhere"),
-      py::arg("receives_anywhere"), py::arg("cast"), py::arg("compute_bytes"), py::arg("reduce_bytes"),
-      py::arg("slot_cap"), py::arg("late") = 0, py::arg("route") = "ring", py::arg("hosts") = 1,
-      py::arg("gradient_route") = "chain", py::arg("sum_bytes") = 4, py::arg("gradients_quantized") = false,
-      py::arg("travel") = py::none());
-  m.def(
-      "wire_bytes",
-      [](int64_t numbers, const std::optional<std::string>& travel, int64_t compute_bytes) {
-        return wire_bytes(numbers, parse_wire(travel), compute_bytes);
-      },
-      py::arg("numbers"), py::arg("travel"), py::arg("compute_bytes"));
+      py::arg("operations"));
+  m.def("wire_bytes", &wire_bytes, py::arg("numbers"), py::arg("travel"), py::arg("compute_bytes"));
   m.def(
       "travels_in_place",
       [](bool cast, bool sends_anywhere, bool receives_anywhere) {

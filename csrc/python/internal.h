@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "compute/activation.h"
 #include "engine/executor.h"
 #include "schedule/footprint.h"
 #include "schedule/schedule.h"
@@ -37,13 +38,49 @@ void bind_recorder(py::module_& m, ExecutorClass& executor);
 // The recorder of what the lanes of an executor did when.
 void bind_trace(ExecutorClass& executor);
 
-// ValueError for any other text.
-Pass parse_pass(const std::string& text);
-Route parse_route(const std::string& text);
-GradientRoute parse_gradient_route(const std::string& text);
-Channel parse_channel(const std::string& text);
-
-// What weights travel in; none: in what they are computed with. ValueError for any other text.
-Wire parse_wire(const std::optional<std::string>& travel);
+// Enums are texts in Python. ValueError for any other text.
+void parse(const std::string& text, Pass& parsed);
+void parse(const std::string& text, Route& parsed);
+void parse(const std::string& text, GradientRoute& parsed);
+void parse(const std::string& text, Channel& parsed);
+void parse(const std::string& text, Wire& parsed);
+void parse(const std::string& text, Activation& parsed);
 
 }  // namespace rtp
+
+namespace pybind11::detail {
+
+template <typename Enum>
+struct text_caster {
+  PYBIND11_TYPE_CASTER(Enum, const_name("str"));
+
+  bool load(handle source, bool) {
+    if (!PyUnicode_Check(source.ptr())) return false;
+    rtp::parse(source.cast<std::string>(), value);
+    return true;
+  }
+  static handle cast(Enum value, return_value_policy, handle) { return pybind11::str(rtp::name(value)).release(); }
+};
+
+template <>
+struct type_caster<rtp::Pass> : text_caster<rtp::Pass> {};
+template <>
+struct type_caster<rtp::Route> : text_caster<rtp::Route> {};
+template <>
+struct type_caster<rtp::GradientRoute> : text_caster<rtp::GradientRoute> {};
+template <>
+struct type_caster<rtp::Channel> : text_caster<rtp::Channel> {};
+template <>
+struct type_caster<rtp::Activation> : text_caster<rtp::Activation> {};
+
+// What weights travel in. None: in what they are computed with.
+template <>
+struct type_caster<rtp::Wire> : text_caster<rtp::Wire> {
+  bool load(handle source, bool convert) {
+    if (!source.is_none()) return text_caster<rtp::Wire>::load(source, convert);
+    value = rtp::Wire::plain;
+    return true;
+  }
+};
+
+}  // namespace pybind11::detail

@@ -26,14 +26,14 @@ void bind_kernels(py::module_& parent) {
   py::module_ m = parent.def_submodule("kernels", "Steps of operations: kernels of ours on a GPU, ATen on a CPU.");
   m.def(
       "hidden_forward",
-      [](const std::string& activation, const at::Tensor& pre, const OptionalTensor& gate) {
-        return hidden_forward(parse_activation(activation), pre, or_undefined(gate));
+      [](Activation activation, const at::Tensor& pre, const OptionalTensor& gate) {
+        return hidden_forward(activation, pre, or_undefined(gate));
       },
       py::arg("activation"), py::arg("pre"), py::arg("gate") = py::none());
   m.def(
       "hidden_backward",
-      [](const std::string& activation, const at::Tensor& d_value, const at::Tensor& pre, const OptionalTensor& gate) {
-        const Hidden hidden = hidden_backward(parse_activation(activation), d_value, pre, or_undefined(gate));
+      [](Activation activation, const at::Tensor& d_value, const at::Tensor& pre, const OptionalTensor& gate) {
+        const Hidden hidden = hidden_backward(activation, d_value, pre, or_undefined(gate));
         return std::tuple(hidden.value, hidden.d_pre,
                           hidden.d_gate.defined() ? OptionalTensor(hidden.d_gate) : std::nullopt);
       },

@@ -30,9 +30,7 @@ void bind_recorder(py::module_& m, ExecutorClass& executor) {
         "Lets SIGUSR1 write the records of all rings. False where somebody else handles it.");
   py::class_<CheckedTransport, Transport, std::shared_ptr<CheckedTransport>>(m, "CheckedTransport")
       .def(py::init(&make_checked_transport), py::arg("inner"), py::arg("ranks"), py::arg("verify") = true)
-      .def("flip", [](CheckedTransport& transport, const std::string& channel, int64_t number) {
-        transport.flip(parse_channel(channel), number);
-      });
+      .def("flip", &CheckedTransport::flip);
   const auto sum = [](const py::bytes& text, bool by_table) {
     const std::string_view view = text;
     return by_table ? crc32c_by_table(view.data(), view.size()) : crc32c(view.data(), view.size());

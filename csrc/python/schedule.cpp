@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "base/checks.h"
+#include "python/fields.h"
 #include "python/internal.h"
 #include "schedule/hazards.h"
 
@@ -30,27 +31,29 @@ std::vector<std::string> access_names(const std::vector<Access>& accesses) {
 
 }  // namespace
 
-Pass parse_pass(const std::string& text) {
+void parse(const std::string& text, Pass& parsed) {
   RTP_CHECK_VALUE(text == "forward" || text == "backward", "expected a pass of forward or backward, got ", text);
-  return text == "forward" ? Pass::forward : Pass::backward;
+  parsed = text == "forward" ? Pass::forward : Pass::backward;
 }
 
-Route parse_route(const std::string& text) {
+void parse(const std::string& text, Route& parsed) {
   for (const Route route : {Route::ring, Route::direct, Route::gather, Route::two_level}) {
-    if (text == name(route)) return route;
+    if (text == name(route)) {
+      parsed = route;
+      return;
+    }
   }
   RTP_CHECK_VALUE(false, "expected a route of ring, direct, gather or two-level, got ", text);
-  return Route::ring;
 }
 
-GradientRoute parse_gradient_route(const std::string& text) {
+void parse(const std::string& text, GradientRoute& parsed) {
   RTP_CHECK_VALUE(text == "chain" || text == "direct", "expected a gradient route of chain or direct, got ", text);
-  return text == "chain" ? GradientRoute::chain : GradientRoute::direct;
+  parsed = text == "chain" ? GradientRoute::chain : GradientRoute::direct;
 }
 
-Channel parse_channel(const std::string& text) {
+void parse(const std::string& text, Channel& parsed) {
   RTP_CHECK_VALUE(text == "weight" || text == "gradient", "expected a channel of weight or gradient, got ", text);
-  return text == "weight" ? Channel::weight : Channel::gradient;
+  parsed = text == "weight" ? Channel::weight : Channel::gradient;
 }
 
 void bind_schedule(py::module_& m) {
@@ -101,20 +104,26 @@ void bind_schedule(py::module_& m) {
       .def_readonly("steps", &Schedule::steps)
       .def_readonly("weight_slots", &Schedule::weight_slots)
       .def_readonly("gradient_slots", &Schedule::gradient_slots);
+  Fields<ScheduleOptions> fields("make_schedule");
+  fields.required("pass_", &ScheduleOptions::pass)
+      .optional("route", &ScheduleOptions::route)
+      .optional("in_place", &ScheduleOptions::in_place)
+      .optional("dgrad", &ScheduleOptions::dgrad)
+      .optional("wgrad", &ScheduleOptions::wgrad)
+      .optional("receive_in_slots", &ScheduleOptions::receive_in_slots)
+      .optional("bundle", &ScheduleOptions::bundle)
+      .optional("halves", &ScheduleOptions::halves)
+      .optional("two_lanes", &ScheduleOptions::two_streams)
+      .optional("late", &ScheduleOptions::deferred)
+      .optional("hosts", &ScheduleOptions::hosts)
+      .optional("gradient_route", &ScheduleOptions::gradient_route)
+      .optional("narrow", &ScheduleOptions::rounded);
   m.def(
       "make_schedule",
-      [](int ranks, int rank, const std::string& pass, const std::string& route, bool in_place, bool dgrad, bool wgrad,
-         bool receive_in_slots, bool bundle, bool halves, bool two_streams, bool deferred, int hosts,
-         const std::string& gradient_route, bool rounded) {
-        return make_schedule(ranks, rank,
-                             {parse_pass(pass), parse_route(route), in_place, dgrad, wgrad, receive_in_slots, bundle,
-                              halves, two_streams, deferred, hosts, parse_gradient_route(gradient_route), rounded});
+      [fields](int ranks, int rank, const py::kwargs& options) {
+        return make_schedule(ranks, rank, fields.make(options));
       },
-      py::arg("ranks"), py::arg("rank"), py::kw_only(), py::arg("pass_"), py::arg("route") = "ring",
-      py::arg("in_place") = false, py::arg("dgrad") = true, py::arg("wgrad") = true,
-      py::arg("receive_in_slots") = false, py::arg("bundle") = false, py::arg("halves") = false,
-      py::arg("two_lanes") = false, py::arg("late") = false, py::arg("hosts") = 1, py::arg("gradient_route") = "chain",
-      py::arg("narrow") = false);
+      py::arg("ranks"), py::arg("rank"));
   m.def(
       "hazards",
       [](const std::vector<Step>& steps, int ranks) {

@@ -1,4 +1,4 @@
-// What the builders of schedules share.
+// Common part of all schedule builders.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace rtp {
 
-// Appends steps to a schedule and hands out the slots that they alternate between.
+// Appends steps to a schedule and counts the slots that they use.
 class Builder {
  public:
   Builder(int ranks, int rank, const ScheduleOptions& options) {
@@ -17,16 +17,17 @@ class Builder {
     schedule_.rank = rank;
     schedule_.options = options;
     ScheduleOptions& chosen = schedule_.options;
-    // Of one host, or of hosts of one rank each, there is one level.
+    // One host, or hosts of one rank each, form a single level.
     if (chosen.route == Route::two_level && (chosen.hosts == 1 || chosen.hosts == ranks)) chosen.route = Route::ring;
     RTP_CHECK_VALUE(!chosen.in_place || chosen.route != Route::two_level,
-                    "schedule: expected shards that stay at home on route two-level, got in_place");
-    if (chosen.in_place) chosen.route = Route::ring;                                   // the shard itself is handed on
-    if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;  // a bundle works shard by shard
+                    "schedule: expected weights that travel out of place on route two-level, got in_place");
+    if (chosen.in_place) chosen.route = Route::ring;  // the local shard itself travels from neighbour to neighbour
+    // a bundle is computed shard by shard
+    if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;
     const bool direct = chosen.gradient_route == GradientRoute::direct && chosen.pass == Pass::backward &&
                         chosen.wgrad && chosen.route != Route::gather && chosen.route != Route::two_level;
     chosen.rounded = chosen.rounded && direct && ranks > 1;
-    // Of two ranks each sends the other one contribution either way, and the chain takes no addition.
+    // With two ranks, both routes send one contribution, and the chain needs no addition.
     chosen.gradient_route = direct && (ranks > 2 || chosen.rounded) ? GradientRoute::direct : GradientRoute::chain;
     chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
                     chosen.route != Route::two_level && chosen.wgrad && chosen.gradient_route == GradientRoute::chain;
@@ -39,7 +40,7 @@ class Builder {
   int rank() const { return schedule_.rank; }
   const ScheduleOptions& options() const { return schedule_.options; }
 
-  // The rank, or owner, `distance` places up the ring (down it when negative).
+  // Returns the rank, or owner, `distance` places up the ring (down if negative).
   int at(int distance) const {
     const int ranks = schedule_.ranks;
     return ((schedule_.rank + distance) % ranks + ranks) % ranks;

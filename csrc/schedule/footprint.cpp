@@ -12,11 +12,11 @@ namespace rtp {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-constexpr int kMostSteps = 16;  // that slots may take to settle
+constexpr int kMostSteps = 16;  // steps until the slots are stable, at most
 
 bool weight_hop(const Step& step) { return step.action == Action::hop && step.channel == Channel::weight; }
 
-// Slots that are their sizes.
+// Represents slots by their sizes.
 struct Sizes {
   int64_t allocate(int64_t bytes) const { return bytes; }
   void release(int64_t) const {}
@@ -25,19 +25,19 @@ struct Sizes {
   bool before(int64_t, int64_t) const { return false; }
 };
 
-// One pass: what it leases, and what it can return before it ends.
+// The memory of one pass: the slots that it leases, and those that it can return early.
 struct PassSize {
   const Schedule* schedule;
-  std::optional<int64_t> weight, gradient;  // bytes of a slot; none where nothing of the kind travels
-  std::optional<int64_t> sum;               // of the one that contributions are summed in before they are rounded
-  int64_t scratch;                          // bytes that the parts which are widened take then
+  std::optional<int64_t> weight, gradient;  // bytes of a slot; none if nothing of the kind travels
+  std::optional<int64_t> sum;  // bytes of the slot in which contributions are summed before they are rounded
+  int64_t scratch;             // bytes of dequantized tensors
   bool staged;
-  std::optional<Spare> spare;
+  std::optional<FreedSlots> freed;
 
-  bool sent_ahead() const { return weight && schedule->hops(Channel::weight) > 0 && !schedule->options.in_place; }
+  bool prefetched() const { return weight && schedule->hops(Channel::weight) > 0 && !schedule->options.in_place; }
 };
 
-// The passes of a step on pools of sizes, as Execution and Prefetcher run them.
+// Runs the passes of a step on pools of sizes, like Execution and Prefetcher.
 class Walk {
  public:
   Walk(const std::vector<OperationSize>& operations, const StepSize& step) : step_(step) {
@@ -53,16 +53,16 @@ class Walk {
     }
   }
 
-  // The first step learns the order of the passes, the second sends ahead; what these leave in the pools is what later
-  // ones begin with, until a step leaves what it found.
+  // The first step records the order of the passes and the second one prefetches; the remaining slots are the start of
+  // the next step, until a step leaves the pools as it found them.
   Footprint run() {
     for (int round = 0; round < kMostSteps; ++round) {
       const auto found = left();
       for (const auto& phase : passes_) {
-        Held ahead;
+        Held prefetched;
         for (size_t index = 0; index < phase.size(); ++index) {
-          const bool follows = round > 0 && index + 1 < phase.size() && phase[index + 1].sent_ahead();
-          ahead = run(phase[index], follows ? &phase[index + 1] : nullptr, std::move(ahead));
+          const bool follows = round > 0 && index + 1 < phase.size() && phase[index + 1].prefetched();
+          prefetched = run(phase[index], follows ? &phase[index + 1] : nullptr, std::move(prefetched));
         }
         finish_all_but(0);
       }
@@ -84,8 +84,8 @@ class Walk {
     return sizes;
   }
 
-  // Bytes of a slot for the parts that travel, each as large as `bytes_of` its place and its numbers; none where there
-  // are none.
+  // Returns the slot bytes of the tensors that travel, where bytes_of(place, numbers) is the size of one; none if no
+  // tensor travels.
   template <typename Bytes>
   static std::optional<int64_t> slot_bytes(const OperationSize& operation, const Chunks& chunks, int64_t chunk,
                                            bool all, Bytes&& bytes_of) {
@@ -140,8 +140,8 @@ class Walk {
                             [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; });
     }
     pass.staged = pass.weight && travel.staged(known.hops(Channel::weight) > 0);
-    for (size_t position = 0; position < known.steps.size() && !pass.spare; ++position) {
-      if (known.steps[position].action == Action::compute) pass.spare = spare_before(known, position, pass.staged);
+    for (size_t position = 0; position < known.steps.size() && !pass.freed; ++position) {
+      if (known.steps[position].action == Action::compute) pass.freed = freed_before(known, position, pass.staged);
     }
     return pass;
   }
@@ -157,7 +157,7 @@ class Walk {
     }
   }
 
-  // Returns what was leased for the next pass, where that has a hop that is sent ahead.
+  // Returns the slots leased for the prefetched hop of the next pass, if any.
   Held run(const PassSize& pass, const PassSize* next, Held held) {
     if (pass.weight) lease(held, *pass.weight, pass.schedule->weight_slots, pass.staged);
     std::optional<int64_t> sum, scratch;
@@ -167,17 +167,17 @@ class Walk {
     for (int slot = 0; slot < pass.schedule->gradient_slots; ++slot) {
       gradients.push_back(gradients_.lease(*pass.gradient, Sizes{}));
     }
-    Held ahead;
-    if (next != nullptr && pass.spare) {
-      std::vector<bool> spare(held.slots.size(), false);
-      for (const int slot : pass.spare->slots) spare[static_cast<size_t>(slot)] = true;
+    Held prefetched;
+    if (next != nullptr && pass.freed) {
+      std::vector<bool> freed(held.slots.size(), false);
+      for (const int slot : pass.freed->slots) freed[static_cast<size_t>(slot)] = true;
       std::vector<int64_t> kept;
       for (size_t slot = 0; slot < held.slots.size(); ++slot) {
-        spare[slot] ? weights_.give_back(held.slots[slot]) : kept.push_back(held.slots[slot]);
+        freed[slot] ? weights_.give_back(held.slots[slot]) : kept.push_back(held.slots[slot]);
       }
       held.slots = std::move(kept);
-      if (pass.spare->staged && held.staged) weights_.give_back(*std::exchange(held.staged, std::nullopt));
-      lease(ahead, *next->weight, 1, next->staged);
+      if (pass.freed->staged && held.staged) weights_.give_back(*std::exchange(held.staged, std::nullopt));
+      lease(prefetched, *next->weight, 1, next->staged);
     }
     if (sum) gradients_.give_back(*sum);
     if (scratch) scratch_.give_back(*scratch);
@@ -189,14 +189,14 @@ class Walk {
       for (const int64_t slot : gradients) gradients_.give_back(slot);
     }
     finish_all_but(step_.deferred);
-    return ahead;
+    return prefetched;
   }
 
   const StepSize& step_;
   std::map<ScheduleOptions, Schedule> schedules_;
   std::vector<PassSize> passes_[2];
   SlotLedger<int64_t> weights_, gradients_, scratch_;
-  std::deque<std::vector<int64_t>> deferred_;  // slots of passes whose gradients have yet to be reduced
+  std::deque<std::vector<int64_t>> deferred_;  // slots of passes whose reductions are deferred
 };
 
 }  // namespace
@@ -242,7 +242,7 @@ int64_t wire_bytes(int64_t numbers, Wire wire, int64_t compute_bytes) {
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-std::optional<Spare> spare_before(const Schedule& schedule, size_t position, bool staged) {
+std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position, bool staged) {
   bool home = false;
   std::vector<bool> named(static_cast<size_t>(schedule.weight_slots), false);
   for (; position < schedule.steps.size(); ++position) {
@@ -259,15 +259,15 @@ std::optional<Spare> spare_before(const Schedule& schedule, size_t position, boo
   }
   const bool staged_named = staged && home;
   if (std::count(named.begin(), named.end(), true) + (staged_named ? 1 : 0) > 1) return std::nullopt;
-  Spare spare{{}, staged && !home};
+  FreedSlots freed{{}, staged && !home};
   for (int slot = 0; slot < schedule.weight_slots; ++slot) {
-    if (!named[static_cast<size_t>(slot)]) spare.slots.push_back(slot);
+    if (!named[static_cast<size_t>(slot)]) freed.slots.push_back(slot);
   }
-  return spare;
+  return freed;
 }
 
 Chunks OperationSize::chunks(int64_t element_bytes, int64_t cap) const {
-  RTP_CHECK_VALUE(!tensors.empty(), "footprint: expected at least one part of every operation, got none");
+  RTP_CHECK_VALUE(!tensors.empty(), "footprint: expected at least one tensor in every operation, got none");
   int64_t row_bytes = 0;
   for (const TensorSize& tensor : tensors) row_bytes += tensor.row_elements * element_bytes;
   return cut_in_chunks(tensors[0].rows, row_bytes, in_chunks ? cap : 0);

@@ -1,5 +1,5 @@
-// What rotation takes of memory: how a slot is laid out, where shards are cut in pieces, which slots a pass leases, and
-// what a pool then holds. The engine follows these rules with memory, the planner with sizes alone. No torch, no CUDA.
+// Memory rules of rotation: the layout of a slot, the cut of shards into chunks, the slots that a pass leases, and the
+// resulting size of the pools. The engine applies them to memory, the planner to sizes. No torch, no CUDA.
 #pragma once
 
 #include <algorithm>
@@ -12,34 +12,34 @@
 
 namespace rtp {
 
-inline constexpr int64_t kSlotCap = int64_t{64} << 20;  // bytes, where a ring is given none
+inline constexpr int64_t kSlotCap = int64_t{64} << 20;  // bytes; default of a ring
 
-// The rows of an owner's shard when `extent` rows are cut for `ranks` ranks, and those of all: the chunk rule of
-// DTensor's Shard, ceil(extent / ranks) rows each, the last shards smaller or empty.
+// Return the rows of one owner's shard, and of all owners' shards, when `extent` rows are cut for `ranks` ranks. Same
+// rule as DTensor's Shard: ceil(extent / ranks) rows each, the last shards smaller or empty.
 int64_t shard_size(int64_t extent, int ranks, int owner);
 std::vector<int64_t> shard_sizes(int64_t extent, int ranks);
 
-// The rows of a shard that travel together: the first one, and how many.
+// A range of rows: the first row and the number of rows.
 struct Rows {
   int64_t first, count;
 };
 Rows half_rows(Half half, int64_t rows);
 
-// How the shards of one operation are cut where the largest is above the slot cap: `rows` rows in each piece, the last
-// fewer. At least one piece.
+// The cut of an operation's shards if the largest exceeds the slot cap: `rows` rows per chunk, fewer in the last. There
+// is at least one chunk.
 struct Chunks {
   int64_t rows, count;
 
   Rows of(int64_t chunk, int64_t shard_rows) const;
 };
-// `most`: rows of the largest shard. `row_bytes`: of one of them, while it travels. `cap`: bytes; 0: none.
+// `most`: rows of the largest shard. `row_bytes`: bytes of a row in its travel format. `cap`: in bytes; 0: no limit.
 Chunks cut_in_chunks(int64_t most, int64_t row_bytes, int64_t cap);
 
-// Parts of a slot begin at multiples of 64 bytes: a cache line, and any vector load.
+// Rounds up to a multiple of 64 bytes, where the tensors of a slot begin: a cache line, and enough for any vector load.
 int64_t aligned(int64_t bytes);
 
-// Bytes that `parts` parts take in a slot, one after the other; that is where the next one begins. `bytes_of(part)`:
-// its own.
+// Returns the bytes of `tensors` tensors that lie one after the other in a slot, which is also the offset of the next
+// one. `bytes_of(tensor)`: bytes of a single tensor.
 template <typename Bytes>
 int64_t packed_bytes(size_t tensors, Bytes&& bytes_of) {
   int64_t total = 0;
@@ -47,52 +47,52 @@ int64_t packed_bytes(size_t tensors, Bytes&& bytes_of) {
   return total;
 }
 
-// What weights travel in: in what they are computed with, or in fewer bits, widened again in front of every product.
+// travel format of weights
 enum class Wire : uint8_t { plain, bfloat16, int8 };
 
-// Whether that has fewer bits than a number of `compute_bytes`, and the bytes of so many numbers. In 8 bits they have
-// scales of their own, as base/quantized.h says.
+// Return whether a format has fewer bits than a number of `compute_bytes`, and the bytes of `numbers` numbers in it.
+// The 8-bit format includes scales: see base/quantized.h.
 bool quantizes(Wire wire, int64_t compute_bytes);
 int64_t wire_bytes(int64_t numbers, Wire wire, int64_t compute_bytes);
 
-// Where local shards may leave from and land.
+// How local shards may be sent and received.
 struct Travel {
-  bool cast = false;  // they travel in another dtype
+  bool cast = false;  // they travel in another dtype than they are stored in
   bool sends_anywhere = true;
   bool receives_anywhere = true;
 
-  // Whether they may travel themselves, in place. A cast copy travels out of place in any case, and where hops can land
-  // in slots only, bringing a shard home takes a slot and a copy more.
+  // Returns whether local shards may travel in place. A cast copy travels out of place in any case, and if hops can
+  // arrive in slots only, the return of a shard would take another slot and a copy.
   bool in_place() const { return !cast && sends_anywhere && receives_anywhere; }
-  // Whether a copy leaves instead, from one more slot.
+  // Returns whether a copy in an additional slot travels instead.
   bool staged(bool hops) const { return cast || (hops && !sends_anywhere); }
 };
 
-// What a pass can return before its compute at `position`: the weight slots that nothing names any more, and whether
-// the staged copy of the local shard is among them. Nothing while weight hops are due or more than one slot is in use:
-// the next pass's first shard then leaves too early.
-struct Spare {
+// The slots that a pass no longer needs before its compute at `position`: the weight slots that no remaining step uses,
+// and whether the staged copy of the local shard is among them. Returns nothing while weight hops are due or more than
+// one slot is in use: the first shard of the next pass would leave too early.
+struct FreedSlots {
   std::vector<int> slots;
   bool staged = false;
 };
-std::optional<Spare> spare_before(const Schedule& schedule, size_t position, bool staged);
+std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position, bool staged);
 
 struct SlotCount {
-  int64_t slots = 0;        // that exist
-  int64_t bytes = 0;        // of these
-  int64_t peak_slots = 0;   // most that were leased at once
-  int64_t peak_bytes = 0;   // most bytes that existed at once
-  int64_t allocations = 0;  // ever made
+  int64_t slots = 0;        // existing slots
+  int64_t bytes = 0;        // their bytes
+  int64_t peak_slots = 0;   // maximum number of slots leased at once
+  int64_t peak_bytes = 0;   // maximum bytes that existed at once
+  int64_t allocations = 0;  // total number of allocations
 };
 
-// The slots of one channel: which one a lease takes, and what they count. `Memory` makes a slot of some bytes with
-// `allocate(bytes)`, unmakes it with `release(slot)`, knows its `bytes(slot)` and whether it is `movable(slot)`, and
-// which of two free ones of one size goes `before` the other; where neither does, the one that was given back first.
+// The slots of one channel: selects the slot of a lease and counts. `Memory` allocates a slot with `allocate(bytes)`
+// and frees it with `release(slot)`, returns its `bytes(slot)` and whether it is `movable(slot)`, and orders free slots
+// of equal size by `before(a, b)`; ties are resolved in the order in which slots were returned.
 template <typename Slot>
 class SlotLedger {
  public:
-  // The smallest free slot that is large enough. Where all are too small, the largest that may go makes way for a new
-  // one.
+  // Leases the smallest free slot that is large enough. If all are too small, the largest movable one is replaced by a
+  // new slot.
   template <typename Memory>
   Slot lease(int64_t bytes, Memory&& memory) {
     std::stable_sort(free_.begin(), free_.end(), [&](const Slot& a, const Slot& b) {
@@ -125,7 +125,7 @@ class SlotLedger {
     free_.push_back(std::move(slot));
   }
 
-  // Unmakes all free slots.
+  // Releases all free slots.
   template <typename Memory>
   void clear(Memory&& memory) {
     for (; !free_.empty(); free_.pop_back()) release(free_.back(), memory);
@@ -136,14 +136,14 @@ class SlotLedger {
     count_.peak_bytes = count_.bytes;
   }
   const SlotCount& count() const { return count_; }
-  int64_t changes() const { return changes_; }  // slots ever made and unmade
+  int64_t changes() const { return changes_; }  // total allocations and releases
   const std::vector<Slot>& free() const { return free_; }
 
  private:
   template <typename Memory>
   void release(const Slot& slot, Memory&& memory) {
     const int64_t bytes = memory.bytes(slot);
-    memory.release(slot);  // may refuse
+    memory.release(slot);  // may throw
     count_.bytes -= bytes;
     --count_.slots, ++changes_;
   }
@@ -154,18 +154,18 @@ class SlotLedger {
   SlotCount count_;
 };
 
-// One rotated operation in numbers: the largest shard of everything that travels together.
+// The sizes of one rotated operation: the largest shard of every tensor that travels.
 struct OperationSize {
   struct TensorSize {
     int64_t rows;
     int64_t row_elements;
-    bool in_backward;  // it travels in backward too
+    bool in_backward;  // it also travels in backward
   };
   std::vector<TensorSize> tensors;
-  bool bundle = false;         // its weight gradients need what its input gradients compute
-  bool in_chunks = false;      // it travels in pieces where it is above the slot cap
-  std::vector<size_t> biases;  // the places of parts that never travel in fewer bits than they are computed with
-  bool deferred = true;        // its gradients may land late, where the step lets them
+  bool bundle = false;         // its weight gradients depend on its input gradients
+  bool in_chunks = false;      // it travels in chunks if it exceeds the slot cap
+  std::vector<size_t> biases;  // indices of tensors that always travel in the compute dtype
+  bool deferred = true;        // its gradient reductions may be deferred if the step allows it
 
   bool is_bias(size_t tensor) const { return std::find(biases.begin(), biases.end(), tensor) != biases.end(); }
   Chunks chunks(int64_t element_bytes, int64_t cap) const;
@@ -175,14 +175,14 @@ struct StepSize {
   int ranks = 1;
   Travel travel;
   bool in_place = false;
-  int64_t compute_bytes = 4;  // of a number of a weight that travels
-  int64_t reduce_bytes = 4;   // and of a gradient
+  int64_t compute_bytes = 4;  // bytes of an element of a travelling weight
+  int64_t reduce_bytes = 4;   // bytes of an element of a travelling gradient
   int64_t slot_cap = kSlotCap;
-  int deferred = 0;  // gradients that may land after the pass that they are of
+  int deferred = 0;  // number of gradient reductions that may finish after their pass
   Route route = Route::ring;
-  int hosts = 1;  // of route two_level
+  int hosts = 1;  // number of hosts, for route two_level
   GradientRoute gradient_route = GradientRoute::chain;
-  int64_t sum_bytes = 4;  // of gradient route direct: of a number of a gradient at home
+  int64_t sum_bytes = 4;  // gradient route direct only: bytes of an element of the owner's gradient
   bool gradients_quantized = false;
   Wire wire = Wire::plain;  // of weights
 
@@ -191,13 +191,12 @@ struct StepSize {
   int64_t widest() const { return std::max({compute_bytes, reduce_bytes, direct_gradients() ? sum_bytes : 0}); }
 };
 
-// What the pools of a ring hold once steps of these operations repeat. `free`: bytes of every slot at the end of a
-// step.
+// The size of a ring's pools once steps of these operations repeat. `free`: bytes of every slot at the end of a step.
 struct Footprint {
-  SlotCount weight, gradient, scratch;  // scratch: places where weights are widened
+  SlotCount weight, gradient, scratch;  // scratch: memory of dequantized weights
   std::vector<int64_t> free_weight, free_gradient;
 };
-// The operations are in the order of forward; backward runs them in reverse.
+// `operations` are in forward order; backward runs them in reverse.
 Footprint footprint(const std::vector<OperationSize>& operations, const StepSize& step);
 
 }  // namespace rtp

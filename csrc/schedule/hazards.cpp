@@ -36,11 +36,11 @@ std::vector<std::vector<Wait>> hazards(const std::vector<Step>& steps, int ranks
     for (const Access& access : written) uses[key_of(access)].before_write(on_hop, on_compute);
     for (const Access& access : read) {
       auto& use = uses[key_of(access)];
-      is_hop ? use.enter_departure({step}) : use.enter_read({step});
+      is_hop ? use.record_send({step}) : use.record_read({step});
     }
     for (const Access& access : written) {
       auto& use = uses[key_of(access)];
-      is_hop ? use.enter_arrival({step}) : use.enter_write({step});
+      is_hop ? use.record_receive({step}) : use.record_write({step});
     }
   }
   return waits;

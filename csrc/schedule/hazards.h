@@ -1,4 +1,4 @@
-// Which step of a schedule waits for which.
+// Dependencies between the steps of a schedule.
 #pragma once
 
 #include <vector>
@@ -8,13 +8,13 @@
 
 namespace rtp {
 
-// One end of an earlier step, by its position.
+// One end of an earlier step, identified by its position.
 struct Wait {
   int step;
   End end;
 };
 
-// For each step of a schedule of one of `ranks` ranks, what it waits for.
+// Returns the waits of every step of a schedule in a ring of `ranks`.
 std::vector<std::vector<Wait>> hazards(const std::vector<Step>& steps, int ranks);
 
 const char* name(End end);

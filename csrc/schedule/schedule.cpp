@@ -10,11 +10,11 @@
 namespace rtp {
 namespace {
 
-// The journey of the weights through one rank. `direction` is -1 when the shard in hand goes r, r-1, ... (forward)
-// and +1 when it goes r, r+1, ... (backward).
-class WeightJourney {
+// The weights that pass through one rank. `direction` is -1 if the owners of the shards are r, r-1, ... (forward) and
+// +1 if they are r, r+1, ... (backward).
+class WeightRotation {
  public:
-  WeightJourney(Builder& builder, int direction) : builder_(builder), direction_(direction) {}
+  WeightRotation(Builder& builder, int direction) : builder_(builder), direction_(direction) {}
 
   // The buffer that holds the shard of step `s`, and its owner.
   Buffer buffer(int s) const {
@@ -24,7 +24,7 @@ class WeightJourney {
   }
   int owner(int s) const { return builder_.at(direction_ * s); }
 
-  // Posts the hop that brings the shard of step s + 1. In place there is one hop more, which brings the shard home.
+  // Posts the hop of the shard of step s + 1. In place, one more hop returns the shard to its owner.
   void post(int s) {
     const bool in_place = builder_.options().in_place;
     const int hops = builder_.ranks() == 1 ? 0 : (in_place ? builder_.ranks() : builder_.ranks() - 1);
@@ -39,8 +39,8 @@ class WeightJourney {
     }
   }
 
-  // After an odd number of hops in place the local shard has come back into the slot.
-  void settle() {
+  // After an odd number of hops in place, the local shard is in the slot and must be copied back.
+  void copy_home() {
     const int ranks = builder_.ranks();
     if (builder_.options().in_place && ranks > 1 && ranks % 2 == 1) {
       builder_.local(Action::copy, Channel::weight, builder_.at(0), buffer(ranks), home());
@@ -55,21 +55,21 @@ class WeightJourney {
 };
 
 void build_forward(Builder& builder) {
-  WeightJourney weights(builder, -1);
+  WeightRotation weights(builder, -1);
   for (int s = 0; s < builder.ranks(); ++s) {
     weights.post(s);
     builder.compute(Compute::forward, weights.owner(s), weights.buffer(s));
   }
-  weights.settle();
+  weights.copy_home();
 }
 
-// The journey of the partial gradients, or of one half of them: wgrad(r+1), ..., wgrad(r+R-1), wgrad(r), each added to
-// what has just arrived, and sent on but for the last, which ends at home.
-class GradientJourney {
+// The partial gradients, or one half of them: wgrad(r+1), ..., wgrad(r+R-1), wgrad(r). Each adds to the received
+// partial sum and sends the result on, except the last, which writes the local gradient.
+class GradientRotation {
  public:
-  GradientJourney(Builder& builder, Half half) : builder_(builder), half_(half) {}
+  GradientRotation(Builder& builder, Half half) : builder_(builder), half_(half) {}
 
-  // Adds this rank's part to the gradient of shard r + s, 1 <= s <= R.
+  // Adds this rank's contribution to the gradient of shard r + s, 1 <= s <= R.
   void compute(int s) {
     const bool last = s == builder_.ranks();
     const bool from_zero = last && builder_.options().deferred;
@@ -86,7 +86,7 @@ class GradientJourney {
                  half_);
   }
 
-  // Adds what has arrived last, where the last product did not.
+  // Adds the last arrival if the last product did not.
   void land() {
     const bool due = builder_.options().deferred && partial_.exists();
     if (due) builder_.local(Action::add, Channel::gradient, builder_.at(0), partial_, home());
@@ -94,7 +94,7 @@ class GradientJourney {
 
  private:
   static Buffer home() { return {Channel::gradient, Buffer::kHome}; }
-  Buffer slot(int index) {  // the halves take turns, so that those of two ranks name no slot between theirs
+  Buffer slot(int index) {  // the slots of the halves alternate, so that with two ranks no slot number is skipped
     const int place = half_ == Half::whole ? index : 2 * index + (half_ == Half::second ? 1 : 0);
     return builder_.slot(Channel::gradient, place);
   }
@@ -102,19 +102,19 @@ class GradientJourney {
   Builder& builder_;
   Half half_;
   Buffer out_ = kNoBuffer;
-  Buffer partial_ = kNoBuffer;  // what has arrived for the next wgrad to add to
+  Buffer partial_ = kNoBuffer;  // received partial sum, input of the next wgrad
 };
 
-// dgrad(r) | wgrad(r+1) dgrad(r+1) | ... | wgrad(r): a gradient hop hides under a dgrad, a weight hop under a
-// wgrad and a dgrad. Hops are enqueued w1, g1, w2, g2, ...: gradients first would deadlock a single communicator.
-// In halves, that of the first half hides under the wgrad of the second as well. Where gradients may land late, the
-// last wgrad starts from zero, and what arrives last is added at the end of the pass or after it.
+// dgrad(r) | wgrad(r+1) dgrad(r+1) | ... | wgrad(r): a gradient hop overlaps with a dgrad, a weight hop with a wgrad
+// and a dgrad. Hops are enqueued in the order w1, g1, w2, g2, ...: with gradients first, a single communicator would
+// deadlock. In halves, the hop of the first half also overlaps with the wgrad of the second. With deferred reductions,
+// the last wgrad starts from zero, and the last arrival is added at the end of the pass or after it.
 void build_backward(Builder& builder) {
   const int ranks = builder.ranks();
   const ScheduleOptions& options = builder.options();
-  WeightJourney weights(builder, +1);
+  WeightRotation weights(builder, +1);
   std::optional<DirectGradients> direct;
-  std::vector<GradientJourney> gradients;
+  std::vector<GradientRotation> gradients;
   if (options.gradient_route == GradientRoute::direct) {
     direct.emplace(builder);
   } else if (options.wgrad && !options.halves) {
@@ -130,7 +130,7 @@ void build_backward(Builder& builder) {
   }
   for (int s = 1; s <= ranks; ++s) {
     if (direct) direct->compute(s);
-    for (GradientJourney& gradient : gradients) {
+    for (GradientRotation& gradient : gradients) {
       gradient.compute(s);
       gradient.post(s);
     }
@@ -139,19 +139,19 @@ void build_backward(Builder& builder) {
       builder.compute(Compute::dgrad, weights.owner(s), weights.buffer(s));
     }
   }
-  if (options.dgrad) weights.settle();
+  if (options.dgrad) weights.copy_home();
   if (direct) direct->land();
-  for (GradientJourney& gradient : gradients) gradient.land();
+  for (GradientRotation& gradient : gradients) gradient.land();
 }
 
-// dgrad(r) | dgrad(r+1) wgrad(r+1) | ... | dgrad(r-1) wgrad(r-1) | wgrad(r): as for a single weight, but wgrad(j) can
-// only follow dgrad(j). A gradient hop hides under the next dgrad, and the last one under wgrad(r), which starts from
-// zero so that it need not wait for it; what has arrived is added afterwards.
+// dgrad(r) | dgrad(r+1) wgrad(r+1) | ... | dgrad(r-1) wgrad(r-1) | wgrad(r): as for a single weight, but wgrad(j) must
+// follow dgrad(j). A gradient hop overlaps with the next dgrad, and the last one with wgrad(r), which starts from zero
+// so that it need not wait for it; the arrival is added afterwards.
 void build_bundle_backward(Builder& builder) {
   const int ranks = builder.ranks();
   const Buffer home{Channel::gradient, Buffer::kHome};
   const bool wgrad = builder.options().wgrad;
-  WeightJourney weights(builder, +1);
+  WeightRotation weights(builder, +1);
   std::optional<DirectGradients> direct;
   if (builder.options().gradient_route == GradientRoute::direct) direct.emplace(builder);
 
@@ -168,7 +168,7 @@ void build_bundle_backward(Builder& builder) {
     partial = builder.slot(Channel::gradient, s % 2);
     builder.hop(Channel::gradient, builder.at(-1), builder.at(1), builder.at(s), builder.at(s + 1), out, partial);
   }
-  weights.settle();
+  weights.copy_home();
   if (direct) {
     direct->compute(ranks, weights.buffer(0));
     direct->land();
@@ -178,7 +178,7 @@ void build_bundle_backward(Builder& builder) {
   if (partial.exists()) builder.local(Action::add, Channel::gradient, builder.at(0), partial, home);
 }
 
-// Every shard to every rank, each straight from its owner.
+// Sends every shard directly from its owner to every rank.
 Buffer gather_weights(Builder& builder) {
   const Buffer home{Channel::weight, Buffer::kHome};
   const Buffer whole = builder.whole(Channel::weight);
@@ -191,7 +191,7 @@ Buffer gather_weights(Builder& builder) {
 
 void build_gather_forward(Builder& builder) { builder.compute(Compute::forward, kAllOwners, gather_weights(builder)); }
 
-// One wgrad of the whole, whose parts then travel the ring and are added up on the way: a reduce-scatter.
+// One wgrad of the whole weight, followed by a reduce-scatter around the ring.
 void build_gather_backward(Builder& builder) {
   const int ranks = builder.ranks();
   const ScheduleOptions& options = builder.options();
@@ -215,7 +215,7 @@ void build_gather_backward(Builder& builder) {
   builder.local(Action::copy, Channel::gradient, builder.at(0), whole, {Channel::gradient, Buffer::kHome});
 }
 
-// The accesses of a buffer by a step that is about the shard of `owner`.
+// Appends the accesses of a buffer by a step for the shard of `owner`.
 void add_access(std::vector<Access>& accesses, const Step& step, Buffer buffer, int owner, int ranks) {
   if (!buffer.exists()) return;
   if (buffer.is_whole() && owner == kAllOwners) {

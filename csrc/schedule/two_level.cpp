@@ -7,7 +7,7 @@
 namespace rtp {
 namespace {
 
-// Hosts and places as one rank sees them, and slots by what they are for.
+// Hosts and places relative to one rank, and the slots by purpose.
 class Levels {
  public:
   explicit Levels(Builder& builder)
@@ -18,19 +18,19 @@ class Levels {
   int hosts() const { return hosts_; }
   int places() const { return places_; }
 
-  // The rank, or owner, so many hosts and places up (down where negative).
+  // Returns the rank, or owner, at the given distance in hosts and places (negative: down).
   int at(int hosts, int places) const {
     const auto wrapped = [](int value, int size) { return (value % size + size) % size; };
     return wrapped(builder_.rank() / places_ + hosts, hosts_) * places_ +
            wrapped(builder_.rank() % places_ + places, places_);
   }
 
-  // One of two slots of a level.
+  // One of the two slots of a level.
   Buffer inner(Channel channel, int index) { return slot(channel, index % 2); }
   Buffer outer(Channel channel, int index) { return slot(channel, 2 + index % 2); }
   static Buffer home(Channel channel) { return {channel, Buffer::kHome}; }
 
-  // A hop `places` up inside the host, or `hosts` up to the same place.
+  // A hop of `places` inside the host, or of `hosts` to the same place of another host.
   void hop_inside(Channel channel, int places, int send_owner, int receive_owner, Buffer send, Buffer receive) {
     builder_.hop(channel, at(0, places), at(0, -places), send_owner, receive_owner, send, receive);
   }
@@ -40,7 +40,7 @@ class Levels {
   void add(int owner, Buffer from, Buffer to) { builder_.local(Action::add, Channel::gradient, owner, from, to); }
 
  private:
-  // Numbered in the order in which a pass first names them: no number is left out, and the first hop lands in slot 0.
+  // Slots are numbered in the order of first use: no number is skipped, and the first hop arrives in slot 0.
   Buffer slot(Channel channel, int place) {
     auto& numbers = numbers_[static_cast<size_t>(channel)];
     const int next = static_cast<int>(numbers.size());
@@ -52,20 +52,22 @@ class Levels {
   std::array<std::map<int, int>, 2> numbers_;
 };
 
-// The weights of a pass. `direction` is -1 in a forward, where host and place in hand go down, and +1 in a backward.
+// The weights of a pass. `direction` is -1 in a forward, where the host and place of the current shard decrease, and +1
+// in a backward.
 class Weights {
  public:
   Weights(Levels& levels, int direction) : levels_(levels), direction_(direction) {}
 
-  // The shard of step `s` of phase `p`: its owner, and where it is. The first slot of a phase is the last one of the
-  // phase before, which is free when the phase begins.
+  // The owner and buffer of the shard in step `s` of phase `p`. The first slot of a phase is the last one of the
+  // previous phase, which is free when the phase begins.
   int owner(int p, int s) const { return levels_.at(direction_ * p, direction_ * s); }
   Buffer buffer(int p, int s) {
     if (s > 0) return levels_.inner(Channel::weight, p * levels_.places() + s - 1);
     return p == 0 ? Levels::home(Channel::weight) : levels_.outer(Channel::weight, p - 1);
   }
 
-  // Posts the hops that step `s` of phase `p` hides: of the next step's shard, and at its start of the next phase's.
+  // Posts the hops that overlap with step `s` of phase `p`: the shard of the next step and, in the first step, that of
+  // the next phase.
   void post(int p, int s) {
     if (s == 0 && p + 1 < levels_.hosts()) {
       const Buffer send = buffer(p, 0), receive = buffer(p + 1, 0);
@@ -92,23 +94,23 @@ void build_forward(Levels& levels) {
   }
 }
 
-// The gradients of a backward whose wgrads need no weight. Their phases are 1 to K, the last for the shards at home on
-// this host, and the steps of each 1 to G, the last for the one at this place.
+// The gradients of a backward whose wgrads need no weight. Phases count from 1 to K, the last for the shards owned by
+// this host; steps count from 1 to G, the last for the shard of this place.
 class Gradients {
  public:
   explicit Gradients(Levels& levels) : levels_(levels) {}
 
   void compute(int q, int s) {
-    const bool ends = s == levels_.places(), comes_home = q == levels_.hosts();
+    const bool ends = s == levels_.places(), last_phase = q == levels_.hosts();
     const Buffer in = s == 1 ? kNoBuffer : partial_;
-    const Buffer out = s == 1 ? inner(0) : (ends && comes_home ? home() : partial_);
+    const Buffer out = s == 1 ? inner(0) : (ends && last_phase ? home() : partial_);
     levels_.builder().compute(Compute::wgrad, levels_.at(q, s), kNoBuffer, in, out);
     if (!ends) {
       const bool last = s + 1 == levels_.places();
-      const bool lands_home = comes_home && !levels_.options().receive_in_slots;
+      const bool lands_home = last_phase && !levels_.options().receive_in_slots;
       partial_ = last && q == 1 ? sum(q) : (last && lands_home ? home() : inner(s));
       levels_.hop_inside(Channel::gradient, -1, levels_.at(q, s), levels_.at(q, s + 1), out, partial_);
-    } else if (comes_home) {
+    } else if (last_phase) {
       levels_.add(levels_.at(0, 0), sum(q), home());
     } else {
       if (q > 1) levels_.add(levels_.at(q, 0), out, sum(q));
@@ -119,14 +121,14 @@ class Gradients {
  private:
   static Buffer home() { return Levels::home(Channel::gradient); }
   Buffer inner(int index) { return levels_.inner(Channel::gradient, index); }
-  // Where the sum of the hosts so far arrives for phase `q`, and leaves from after it.
+  // The slot in which the sum of the previous hosts arrives for phase `q`, and from which it is sent after the phase.
   Buffer sum(int q) { return levels_.outer(Channel::gradient, q - 1); }
 
   Levels& levels_;
-  Buffer partial_ = kNoBuffer;  // what has arrived inside for the next wgrad to add to
+  Buffer partial_ = kNoBuffer;  // received partial sum inside the host, input of the next wgrad
 };
 
-// dgrad and wgrad take turns as in a ring: dgrad | wgrad dgrad | ... | wgrad. Their phases are one wgrad apart.
+// dgrad and wgrad alternate as in a ring: dgrad | wgrad dgrad | ... | wgrad. Their phases are one wgrad apart.
 void build_backward(Levels& levels) {
   const int ranks = levels.builder().ranks(), places = levels.places();
   Weights weights(levels, +1);
@@ -142,8 +144,9 @@ void build_backward(Levels& levels) {
 }
 
 // Each phase is the backward of a bundle in a ring of its own: its last wgrad, of the shard at this place, waits for no
-// hop from inside. That of the first phase starts from zero at home. The others add to what has arrived from host n + 1
-// and send it on; the last of these hops, which brings the sum home, has nothing to hide under.
+// hop from inside the host. In the first phase, that wgrad starts from zero in the local gradient. The other phases add
+// to the sum from host n + 1 and send it on; the last of these hops, which delivers the sum to its owner, overlaps with
+// no compute.
 void build_bundle_backward(Levels& levels) {
   Builder& builder = levels.builder();
   const bool wgrad = levels.options().wgrad;

@@ -1,5 +1,4 @@
-// How the output tiles of a matrix product fill a device: wave after wave of one tile for each multiprocessor.
-// Source: NVIDIA, Matrix Multiplication Background User's Guide (tile and wave quantization).
+// Number of waves of a matrix product: its output tiles run in waves of one tile per multiprocessor.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +9,17 @@ namespace rtp {
 struct Tile {
   int64_t rows, columns;
 };
-// Those that GEMM libraries choose among; the first is that of large bf16 products on sm_90.
+// Tiles that GEMM libraries choose from; the first is the tile of large bf16 products on sm_90.
 inline constexpr Tile kTiles[] = {{128, 256}, {128, 128}};
 
-// Waves that `batch` products [rows, columns] take, the last one in part.
+// Returns the waves of `batch` products [rows, columns]; the last wave counts as a fraction.
 double waves(int64_t rows, int64_t columns, int multiprocessors, const Tile& tile = kTiles[0], int64_t batch = 1);
 
-// The part of the waves, the last counted whole, that has work. 1 where there is none.
+// Returns the busy fraction of all waves, with the last counted as whole; 1 if the product is empty.
 double wave_efficiency(int64_t rows, int64_t columns, int multiprocessors);
 
-// Whether a product leaves so much of the device idle in its last wave that two of them had better run side by side.
-// `multiprocessors`: 0 means a CPU, which has no waves.
+// Returns whether a product leaves so much of the device idle in its last wave that running two products concurrently
+// is faster. `multiprocessors`: 0 for a CPU, which has no waves.
 bool wastes_last_wave(int64_t rows, int64_t columns, int multiprocessors);
 
 }  // namespace rtp

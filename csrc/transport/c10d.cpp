@@ -16,9 +16,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-constexpr size_t kMaxTensors = 8;  // of a hop
+constexpr size_t kMaxTensors = 8;  // maximum per hop
 
-// The works of one hop. `outstanding` is shared with the transport so that an abort reaches them.
+// The works of one hop. The transport holds a weak reference, so that an abort reaches them.
 class C10dTransfer : public Transfer {
  public:
   C10dTransfer(Hop hop, std::chrono::milliseconds timeout, bool on_host)
@@ -35,19 +35,19 @@ class C10dTransfer : public Transfer {
       for (const Work& work : *works) {
         try {
           work->abort();
-        } catch (...) {  // a backend without abort: dropping the group is what remains
+        } catch (...) {  // the backend lacks abort: only dropping the group remains
         }
       }
     }
   }
 
  private:
-  // One wait with the whole timeout: a Gloo wait that times out closes all pairs of its group for good.
+  // Waits once with the whole timeout: a Gloo wait that times out permanently closes all pairs of its group.
   void wait(std::vector<Work>& works, int peer) {
     const auto start = Clock::now();
     for (const Work& work : works) {
       try {
-        // On CUDA a wait with a timeout would block the host; there the group's own watchdog keeps the time.
+        // On CUDA, a wait with a timeout would block the host; the group's own watchdog enforces the timeout.
         on_host_ ? work->wait(timeout_) : work->wait();
       } catch (const std::exception& error) {
         throw_timeout(hop_, peer, Clock::now() - start, error.what());
@@ -63,7 +63,7 @@ class C10dTransfer : public Transfer {
   std::vector<Work> sent_;
 };
 
-// What the executor holds: forwards to the shared transfer, so that abort never races with its end.
+// The executor's handle: forwards to the shared transfer, so that an abort never races with its destruction.
 class TransferHandle : public Transfer {
  public:
   explicit TransferHandle(std::shared_ptr<C10dTransfer> transfer) : transfer_(std::move(transfer)) {}
@@ -74,11 +74,11 @@ class TransferHandle : public Transfer {
   std::shared_ptr<C10dTransfer> transfer_;
 };
 
-// Between GPUs hops run on streams of the process group.
+// Between GPUs, hops run on streams of the process group.
 class UntimedStreams : public Streams {
  public:
   Moment compute_moment() override {
-    throw RotationError("transport c10d: hops between GPUs run on streams of the process group, which nobody can time");
+    throw RotationError("transport c10d: hops between GPUs run on streams of the process group, which cannot be timed");
   }
 };
 
@@ -105,7 +105,7 @@ class C10dTransport : public Transport {
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     auto transfer = std::make_shared<C10dTransfer>(hop, timeout_, device_.is_cpu());
     const Group group = this->group(hop.channel);
-    // Ranks that are out of step must not take each other's messages: they time out instead.
+    // Ranks that are out of step must not match each other's messages: they time out instead.
     const int tag = static_cast<int>(hop.identity() & 0x1ffffff) * static_cast<int>(kMaxTensors);
     RTP_ASSERT(hop.send.size() <= kMaxTensors && hop.receive.size() <= kMaxTensors, hop.describe(),
                " has too many parts");
@@ -149,7 +149,7 @@ class C10dTransport : public Transport {
     return memory;
   }
 
-  // Aborts the works, then drops the groups: closing their sockets is what tells the next neighbour.
+  // Aborts the works, then drops the groups: closing their sockets notifies the neighbours.
   void abort(const std::string&) noexcept override {
     const std::lock_guard lock(mutex_);
     for (const auto& known : in_flight_) {
@@ -166,8 +166,8 @@ class C10dTransport : public Transport {
   }
 
  private:
-  // A work keeps its tensor: of a slot the memory itself, which Gloo's thread may still use when a pass that has failed
-  // lets go of it.
+  // A work keeps its tensor alive. For a slot, the tensor shares the storage: Gloo's thread may still use the memory
+  // when a failed pass releases it.
   at::Tensor as_tensor(const Span& span) {
     const auto options = at::TensorOptions().dtype(at::kByte).device(device_);
     const auto bytes = static_cast<int64_t>(span.bytes);
@@ -177,7 +177,7 @@ class C10dTransport : public Transport {
     return at::empty({0}, options).set_(std::move(memory), offset, {bytes}, {1});
   }
 
-  // The memory of the slot that holds `span`; none where it is a caller's.
+  // Returns the storage of the slot that contains `span`; null for memory of the caller.
   c10::Storage slot_of(const Span& span) {
     const std::lock_guard lock(mutex_);
     for (const auto& known : slots_) {
@@ -201,7 +201,8 @@ class C10dTransport : public Transport {
   std::chrono::milliseconds timeout_;
   std::mutex mutex_;
   std::list<std::weak_ptr<C10dTransfer>> in_flight_;
-  std::list<c10::weak_intrusive_ptr<c10::StorageImpl>> slots_;  // of tensors that others may have cut narrower
+  // storages, because wrappers may hold narrowed views of the tensors
+  std::list<c10::weak_intrusive_ptr<c10::StorageImpl>> slots_;
 };
 
 }  // namespace

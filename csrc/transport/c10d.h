@@ -1,4 +1,4 @@
-// Any torch.distributed backend: Gloo on CPU, NCCL through ProcessGroupNCCL on CUDA.
+// A transport over any torch.distributed backend: Gloo on CPU, NCCL through ProcessGroupNCCL on CUDA.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

@@ -12,18 +12,18 @@
 namespace rtp {
 namespace {
 
-using Word = uint64_t;  // a checksum on its way, in words of the slots' alignment
+using Word = uint64_t;  // a checksum in transit, as a word of the slots' alignment
 
-constexpr size_t kInFlight = 4096;  // hops of a channel whose own checksums are kept: far more than can be under way
+constexpr size_t kInFlight = 4096;  // buffered checksums per channel: far more than hops in flight
 
 Word checksum(const std::vector<Span>& parts) {
   uint32_t sum = 0;
-  for (const Span& index : parts) sum = crc32c(index.data, index.bytes, sum);
+  for (const Span& part : parts) sum = crc32c(part.data, part.bytes, sum);
   return sum;
 }
 
 bool moves(const std::vector<Span>& parts) {
-  return std::any_of(parts.begin(), parts.end(), [](const Span& index) { return index.bytes > 0; });
+  return std::any_of(parts.begin(), parts.end(), [](const Span& part) { return part.bytes > 0; });
 }
 
 class CheckedTransfer : public Transfer {
@@ -31,7 +31,7 @@ class CheckedTransfer : public Transfer {
   CheckedTransfer(std::unique_ptr<Transfer> inner, Hop hop, const Word* sum, bool flipped)
       : inner_(std::move(inner)), hop_(std::move(hop)), sum_(sum), flipped_(flipped) {}
 
-  // Once: later the memory is somebody else's.
+  // Verifies once: later, the memory may have been reused.
   void wait_received() override {
     inner_->wait_received();
     if (flipped_) flip();
@@ -49,17 +49,18 @@ class CheckedTransfer : public Transfer {
  private:
   void flip() {
     flipped_ = false;
-    for (const Span& index : hop_.receive) {
-      if (index.bytes == 0) continue;
-      const size_t inside = std::min((index.bytes / 2) | 6, index.bytes - 1);  // no least bit of a number
-      index.data[inside] ^= std::byte{0x10};
+    for (const Span& part : hop_.receive) {
+      if (part.bytes == 0) continue;
+      // avoids the least significant bits of a number
+      const size_t inside = std::min((part.bytes / 2) | 6, part.bytes - 1);
+      part.data[inside] ^= std::byte{0x10};
       return;
     }
   }
 
   std::unique_ptr<Transfer> inner_;
   Hop hop_;
-  const Word* sum_;  // that arrived; null: nothing did, or it was looked at
+  const Word* sum_;  // the received checksum; null: none was received, or it has been verified
   bool flipped_;
 };
 
@@ -71,7 +72,7 @@ class Checked : public CheckedTransport {
   }
 
   const char* name() const override { return inner_->name(); }
-  bool alone() const override { return inner_->alone(); }
+  bool loopback() const override { return inner_->loopback(); }
   bool sends_anywhere() const override { return inner_->sends_anywhere(); }
   bool receives_anywhere() const override { return inner_->receives_anywhere(); }
   size_t most_tensors() const override { return inner_->most_tensors() - 1; }
@@ -119,8 +120,8 @@ class Checked : public CheckedTransport {
 
   static Span span(Word& sum) { return {reinterpret_cast<std::byte*>(&sum), sizeof(Word)}; }
 
-  // Where the checksum of what arrives lands: behind the slot, where only slots can be landed in. Several hops may be
-  // under way to a slot that holds every shard.
+  // Returns where the received checksum is stored: behind the slot if hops can arrive in slots only. Several hops may
+  // be in flight to a slot that holds every shard.
   Word* place(const Hop& hop, uint64_t number) {
     if (inner_->receives_anywhere()) return &sums_[static_cast<size_t>(hop.channel)][kInFlight + number % kInFlight];
     const auto slot = ends_.find(hop.receive_slot);
@@ -129,9 +130,9 @@ class Checked : public CheckedTransport {
   }
 
   const std::shared_ptr<Transport> inner_;
-  const size_t room_;  // checksums behind a slot
+  const size_t room_;  // number of checksums behind a slot
   const bool verify_;
-  std::array<std::vector<Word>, 2> sums_;  // by channel: those that leave, and those that arrive
+  std::array<std::vector<Word>, 2> sums_;  // by channel: sent checksums, then received ones
   std::map<const std::byte*, Word*> ends_;
   std::array<uint64_t, 2> posted_{};
   std::array<int64_t, 2> received_{};

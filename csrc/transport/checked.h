@@ -1,4 +1,4 @@
-// A transport whose hops carry a checksum, so that what arrives changed is an error. For CPUs.
+// A transport whose hops carry a checksum, so that corrupted data raises an error. For CPUs.
 #pragma once
 
 #include <memory>
@@ -9,13 +9,13 @@ namespace rtp {
 
 class CheckedTransport : public Transport {
  public:
-  // For tests: one bit of the hop of `channel` that this rank receives as its `number`th (from 0) is flipped after it
-  // has arrived and before anybody looks at it.
+  // For tests: flips one bit of hop `number` (from 0) that this rank receives on `channel`, after its arrival and
+  // before the checksum is verified.
   virtual void flip(Channel channel, int64_t number) = 0;
 };
 
-// Hops of `inner`, a transport of the host in a ring of `ranks`. `verify`: false leaves checksums out, for tests that
-// flip bits without being noticed.
+// Wraps `inner`, a host transport in a ring of `ranks`. `verify`: false omits the checksums, for tests in which flipped
+// bits must stay undetected.
 std::shared_ptr<CheckedTransport> make_checked_transport(std::shared_ptr<Transport> inner, int ranks, bool verify);
 
 }  // namespace rtp

@@ -19,7 +19,7 @@
 namespace rtp {
 namespace {
 
-constexpr int64_t kShort = 5000;  // nanoseconds: a wait that took less is no event
+constexpr int64_t kShort = 5000;  // nanoseconds: shorter waits are not recorded
 
 int64_t clock_ns(clockid_t clock) noexcept {
   timespec now{};
@@ -27,9 +27,9 @@ int64_t clock_ns(clockid_t clock) noexcept {
   return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
 }
 
-int64_t now_ns() noexcept { return clock_ns(CLOCK_MONOTONIC); }  // of std::chrono::steady_clock
+int64_t now_ns() noexcept { return clock_ns(CLOCK_MONOTONIC); }  // same clock as std::chrono::steady_clock
 
-// The recorders that a signal asks.
+// The recorders that the signal handler writes.
 std::array<std::atomic<Recorder*>, 256> recorders{};
 std::atomic<int> asking{0};
 
@@ -52,15 +52,15 @@ bool write_all(int file, const void* data, size_t bytes) noexcept {
 
 }  // namespace
 
-// The beginning of a file. Names follow, then entries.
+// The header of a file. Names follow, then entries.
 struct Recorder::Header {
   char magic[8];
   uint32_t header_bytes, names, name_bytes, entries, entry_bytes;
   int32_t rank, ranks, pid;
-  uint64_t next;         // number of the entry that would come next
-  int64_t steady, wall;  // now, by both clocks
-  uint32_t posted[2];    // hops of either channel, ever
-  uint64_t waiting_for;  // the entry of the hop that is being waited for; 0: none
+  uint64_t next;         // number of the next entry
+  int64_t steady, wall;  // current time of both clocks
+  uint32_t posted[2];    // total hops by channel
+  uint64_t waiting_for;  // entry of the awaited hop; 0: none
   int64_t waiting_since;
   uint32_t waiting_end;
   uint32_t on_host;
@@ -72,7 +72,7 @@ Recorder::Recorder() : entries_(new Entry[kEntries]{}), names_(new char[kNames *
   name("other operations");
   for (auto& place : recorders) {
     Recorder* none = nullptr;
-    if (place.compare_exchange_strong(none, this)) break;  // more rings than places: a signal does not ask them
+    if (place.compare_exchange_strong(none, this)) break;  // with more rings than places, the signal skips this one
   }
 }
 
@@ -81,7 +81,7 @@ Recorder::~Recorder() {
     Recorder* self = this;
     place.compare_exchange_strong(self, nullptr);
   }
-  while (asking.load() > 0) usleep(100);  // a handler on another thread may have found it before
+  while (asking.load() > 0) usleep(100);  // a handler on another thread may still use this object
 }
 
 void Recorder::identify(const Place& place) {
@@ -186,10 +186,10 @@ void Recorder::end_wait(uint64_t hop, End which, int64_t begin) {
   int64_t& seen = which == End::received ? posted.end : posted.sent;
   if (seen == 0) seen = end;
   if (end - begin < kShort) return;
-  const Entry awaited = posted;  // the new entry may take its place
+  const Entry awaited = posted;  // the new entry may overwrite it
   Entry* entry = add(Kind::wait);
   const uint64_t number = entry->number;
-  *entry = awaited;  // its operation, channel and peers
+  *entry = awaited;  // copies its operation, channel and peers
   entry->number = number;
   entry->kind = Kind::wait;
   entry->what = static_cast<uint8_t>(which);
@@ -220,7 +220,7 @@ std::string Recorder::dump(const std::string& reason) {
 const std::string& Recorder::fail(std::string& reason) noexcept {
   if (path_[0] != '\0' && on_failure_) {
     note_ = write(reason.c_str()) ? concat("; what this rank did last: ", path_)
-                                  : concat("; what it did last could not be written to ", path_);
+                                  : concat("; the record of this rank could not be written to ", path_);
     reason += note_;
   }
   return note_;
@@ -232,8 +232,8 @@ const std::string& Recorder::fail(std::string& reason) noexcept {
 #define RTP_HAS_FEATURE(name) 0
 #endif
 
-// May be called at any time, by a signal handler too: it looks at what other threads may be writing. An entry that is
-// being written has no number yet.
+// Callable at any time, also by a signal handler: other threads may be writing entries. An incomplete entry has number
+// 0.
 #if defined(__SANITIZE_THREAD__) || RTP_HAS_FEATURE(thread_sanitizer)
 __attribute__((no_sanitize("thread")))
 #endif

@@ -1,9 +1,9 @@
-// What a ring did last: passes, computes, hops, waits and collectives, with times and peers. Always on.
+// The most recent events of a ring: passes, computes, hops, waits and collectives, with times and peers. Always on.
 //
-// A fixed ring buffer of plain structs: an event takes one place and one or two looks at the clock, and neither locks
-// nor allocates. It is written to a file when the ring fails, and on request; the function that writes calls nothing
-// that a signal handler may not. `python -m rtp_ext record` reads the files of all ranks: rtp_ext/observe/record.py,
-// which knows the layout of these structs.
+// A fixed-size ring buffer of plain structs: an event takes one entry and one or two clock reads, without locks or
+// allocations. The buffer is written to a file when the ring fails, and on request; the writing function is
+// async-signal-safe. `python -m rtp_ext record` reads the files of all ranks; rtp_ext/observe/record.py depends on the
+// layout of these structs.
 #pragma once
 
 #include <atomic>
@@ -26,20 +26,20 @@ class Recorder {
 
   // Times are nanoseconds of the host's steady clock; 0: not yet.
   struct Entry {
-    uint64_t number;  // from 1, of all entries; 0: being written
-    int64_t begin;    // of a hop: when it was posted
-    int64_t end;      // of a hop: when a wait found that it had arrived
-    int64_t sent;     // of a hop: when a wait found that it had left
-    uint64_t bytes;   // of a hop: that it sends
-    uint32_t count;   // of a hop: how many of its channel were posted before; of a wait: the same of its hop
+    uint64_t number;  // counts all entries from 1; 0: being written
+    int64_t begin;    // hop: when it was posted
+    int64_t end;      // hop: when a wait found that it had arrived
+    int64_t sent;     // hop: when a wait found that it had left
+    uint64_t bytes;   // hop: bytes sent
+    uint32_t count;   // hop: number of earlier hops of its channel; wait: the same of its hop
     uint16_t operation;
-    int16_t to;     // of a hop and of a wait
-    int16_t from;   // the same; of a compute: the owner of the shard
-    int16_t index;  // of a hop, among those of its channel in the pass
-    int16_t hops;   // of its channel in the pass
+    int16_t to;     // hop and wait: the receiving rank
+    int16_t from;   // hop and wait: the sending rank; compute: the owner of the shard
+    int16_t index;  // hop: index among those of its channel in the pass
+    int16_t hops;   // hop: number of hops of its channel in the pass
     Kind kind;
     Channel channel;
-    uint8_t what;  // of a compute: Compute, or kMove for a copy or an addition; of a wait: End
+    uint8_t what;  // compute: Compute, or kMove for a copy or an addition; wait: End
     uint8_t padding[7];
   };
   static_assert(sizeof(Entry) == 64);
@@ -53,27 +53,27 @@ class Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  // Where and as whom it writes. `ring`: the same on all ranks of a ring, and on no other one. Before this it writes
-  // nothing. The folder is that of RTP_RECORD_DIR, or else the temporary one; an empty RTP_RECORD_DIR: nothing is
-  // written when a ring fails.
+  // Identity and location of the record file. `ring`: equal on all ranks of a ring, and unique to it. Before this call,
+  // no file is written. The folder is RTP_RECORD_DIR or, if unset, the temporary folder; an empty RTP_RECORD_DIR
+  // disables the file of a failed ring.
   struct Place {
     int rank = 0;
     int ranks = 1;
     std::string ring, transport, host;
-    bool on_host = true;  // computes and waits are the host's own; else its times are those of enqueueing
+    bool on_host = true;  // the host computes and waits; otherwise times are those of enqueueing
   };
   void identify(const Place& place);
-  // For measuring what it costs.
+  // For measuring its cost.
   void enable(bool on) { on_ = on; }
 
-  // Each returns a number for `end`; 0 while it is not enabled.
+  // Each returns a number for end(); 0 while it is disabled.
   uint64_t begin_pass(const std::string& operation);
   uint64_t begin_compute(uint64_t pass, const Step& step);
   uint64_t begin_collective(const std::string& operation);
   void end(uint64_t number);
 
   uint64_t post(const Hop& hop, int64_t before);
-  // Runs `wait`, for one end of a hop. One that throws stays open, so that the file tells of it.
+  // Runs `wait` for one end of a hop. A wait that throws stays open, so that the file shows it.
   template <typename Wait>
   void waiting(uint64_t hop, End which, Wait&& wait) {
     const int64_t begin = begin_wait(hop, which);
@@ -81,16 +81,16 @@ class Recorder {
     end_wait(hop, which, begin);
   }
 
-  // The hop that was posted last, as Hop::describe says it, and to whom; empty where none is known.
+  // The most recently posted hop, in the format of Hop::describe, and its receiver; empty if there is none.
   std::string last_hop() const;
 
-  // Writes the file and returns its path. Throws std::runtime_error where that cannot be done.
+  // Writes the file and returns its path. Throws std::runtime_error on failure.
   std::string dump(const std::string& reason);
-  // The same for a ring that has failed: adds to `reason` where the file is, and returns what it has added.
+  // The same for a failed ring: appends the path of the file to `reason`, and returns the appended text.
   const std::string& fail(std::string& reason) noexcept;
   const std::string& note() const { return note_; }
 
-  // Lets SIGUSR1 write the files of all rings of the process. False where somebody else handles that signal.
+  // Makes SIGUSR1 write the files of all rings of the process. Returns false if the signal has another handler.
   static bool take_signal();
 
  private:
@@ -106,16 +106,17 @@ class Recorder {
   static void on_signal(int) noexcept;
 
   std::unique_ptr<Entry[]> entries_;
-  std::unique_ptr<char[]> names_;  // kNames times kNameBytes
+  std::unique_ptr<char[]> names_;  // kNames * kNameBytes
   std::unordered_map<std::string, uint16_t> known_;
-  const std::pair<const std::string, uint16_t>* named_ = nullptr;  // of known_, asked for last: hops of a pass share it
+  // most recent entry of known_: the hops of a pass share it
+  const std::pair<const std::string, uint16_t>* named_ = nullptr;
   std::atomic<uint64_t> next_{1};
   bool on_ = true;
   bool on_failure_ = true;
   Place place_;
   char path_[kPathBytes] = {}, partial_[kPathBytes] = {};
   uint32_t posted_[2] = {};
-  // The wait that is under way; its hop is an entry.
+  // The wait in progress; waiting_for_ is the entry of its hop.
   uint64_t waiting_for_ = 0;
   int64_t waiting_since_ = 0;
   End waiting_end_ = End::received;

@@ -15,18 +15,18 @@ uint64_t Hop::identity() const {
   return std::hash<std::string>{}(operation) * 1024 + static_cast<uint64_t>(index) * 2 + static_cast<uint64_t>(channel);
 }
 
-std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool among_others) {
-  const size_t padding = among_others ? 1 : 64;  // less than this lies between the parts of a slot
+std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool in_whole_slot) {
+  const size_t padding = in_whole_slot ? 1 : 64;  // upper bound of the padding between the parts of a slot
   std::vector<Block> blocks;
   for (size_t index = 0; index < parts.size(); ++index) {
     const Span& span = parts[index];
     if (span.bytes == 0) continue;
     if (!blocks.empty()) {
       Block& last = blocks.back();
-      const auto ahead = static_cast<size_t>(span.data - last.data);
-      const bool alike = span.data > last.data && there[index] > last.there && there[index] - last.there == ahead;
-      if (alike && ahead >= last.bytes && ahead - last.bytes < padding) {
-        last.bytes = ahead + span.bytes;
+      const auto distance = static_cast<size_t>(span.data - last.data);
+      const bool same_gap = span.data > last.data && there[index] > last.there && there[index] - last.there == distance;
+      if (same_gap && distance >= last.bytes && distance - last.bytes < padding) {
+        last.bytes = distance + span.bytes;
         continue;
       }
     }

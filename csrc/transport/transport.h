@@ -1,4 +1,4 @@
-// How bytes reach a neighbour. The executor knows only this interface.
+// The interface between the executor and a transport, which moves bytes to a neighbour.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@
 
 namespace rtp {
 
-// One contiguous piece of a message. Both ends know the sizes; a piece of no bytes is not sent.
+// One contiguous part of a message. Both ends have the same sizes; an empty part is not sent.
 struct Span {
   std::byte* data = nullptr;
   size_t bytes = 0;
@@ -27,48 +27,49 @@ struct Span {
 // One hop of this rank: `send` leaves for `to` while `receive` is filled from `from`.
 struct Hop {
   Channel channel = Channel::weight;
-  bool among_others = false;  // it lands in the slot of all shards, where other owners' lie between its parts
+  bool in_whole_slot = false;  // it uses the slot of all shards, where shards of other owners lie between its parts
   int to = 0;
   int from = 0;
   std::vector<Span> send;
   std::vector<Span> receive;
-  std::byte* send_slot = nullptr;     // the slot that `send` lies in, at its start; null: it lies in a local tensor
-  std::byte* receive_slot = nullptr;  // the same of `receive`
-  // In bytes, part by part: where `send` lands in the receiving slot of `to`, and where `receive` lies in the sending
-  // slot of `from`. The ranks of a ring use their slots alike.
-  std::vector<size_t> lands_at;
-  std::vector<size_t> leaves_from;
+  std::byte* send_slot = nullptr;     // start of the slot that contains `send`; null: a local tensor
+  std::byte* receive_slot = nullptr;  // start of the slot that contains `receive`
+  // Byte offsets of every part: of `send` in the receiving slot of `to`, and of `receive` in the sending slot of
+  // `from`. All ranks of a ring use the same slots for the same hops.
+  std::vector<size_t> remote_receive_offsets;
+  std::vector<size_t> remote_send_offsets;
   // for messages
   std::string operation;
   int index = 0;
-  int count = 0;  // 0: all hops of a pass that is enqueued as a graph
+  int count = 0;  // 0: stands for all hops of a pass that is enqueued as a graph
 
   std::string describe() const;
-  // The same on both ends of a hop, and for no other one near it.
+  // Returns an identity that is equal on both ends of a hop and differs from those of nearby hops.
   uint64_t identity() const;
 };
 
-// Parts of a hop that go in one transfer: `bytes` at `data` here, and at an offset in a slot of the neighbour.
+// Adjacent parts of a hop that travel in one transfer: `bytes` at `data` here, and at offset `there` in a slot of the
+// neighbour.
 struct Block {
   std::byte* data = nullptr;
   size_t bytes = 0;
   size_t there = 0;
 };
 
-// What one side of a hop moves. Parts that follow each other at both ends, but for padding, go together; both ends of a
-// hop come to the same blocks. `among_others`: as in Hop. What lies between parts is not padding then.
-std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool among_others);
+// Returns the blocks of one side of a hop. Parts that are adjacent at both ends, except for padding, form one block;
+// both ends compute the same blocks. `in_whole_slot`: as in Hop; the gaps between parts are other shards, not padding.
+std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool in_whole_slot);
 
-// A hop in flight. Waiting orders the compute lane (the host on CPU, the current stream on CUDA) after it.
+// A hop in flight. Waiting orders the compute stream (the host on CPU, the current stream on CUDA) after it.
 class Transfer {
  public:
   virtual ~Transfer() = default;
-  virtual void wait_received() = 0;  // what arrived may be read, and the memory may be written
-  virtual void wait_sent() = 0;      // what left may be overwritten
-  // When it arrived, where a transport of the host can tell. Null before it has, and where nobody knows.
+  virtual void wait_received() = 0;  // the received data may be read, and its memory written
+  virtual void wait_sent() = 0;      // the sent memory may be overwritten
+  // The arrival time, if a host transport records it. Null before the arrival and if unknown.
   virtual Moment arrived() const { return nullptr; }
 
-  // What waits for it tells this recorder, under that number.
+  // Records the waits for this hop in `recorder` under `number`.
   void record(Recorder& recorder, uint64_t number) { recorder_ = &recorder, number_ = number; }
   void wait(End end) {
     const auto run = [&] { end == End::received ? wait_received() : wait_sent(); };
@@ -89,35 +90,36 @@ class Transport {
   // Starts a hop. Every rank posts the same hops of a channel in the same order.
   virtual std::unique_ptr<Transfer> post(const Hop& hop) = 0;
 
-  // Whether a rank may enqueue a pass as a graph while others enqueue its hops one by one; else none may.
+  // Returns whether a rank may enqueue a pass as a graph while other ranks enqueue its hops one by one. If not, passes
+  // cannot be graphs.
   virtual bool takes_graphs() const { return false; }
-  // Before a graph of a pass is enqueued, and after, where `end` is the mark behind it.
+  // Called before and after the graph of a pass is enqueued; `end` is the event after it.
   virtual void before_graph() {}
   virtual void after_graph(const std::string&, const StreamEvent&) {}
 
-  // Where its hops run beside computes.
-  Streams& streams() const { return *lanes_; }
-  // Orders a channel's next hop after one end of an earlier hop. By default the host waits.
+  // The streams of its hops and of the computes.
+  Streams& streams() const { return *streams_; }
+  // Orders the next hop of a channel after one end of an earlier hop. By default, the host waits.
   virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait(End::received); }
   virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait(End::sent); }
 
-  // Whether every neighbour is this rank itself, so that nobody else waits for it.
-  virtual bool alone() const { return false; }
+  // Returns whether every neighbour is this rank itself, so that no other rank waits for it.
+  virtual bool loopback() const { return false; }
 
-  // Memory of a slot, and whether hops can start from and land in other memory too. Every rank allocates and releases
-  // the same slots in the same order; nothing is in flight in a slot that is released.
+  // Allocates and releases slots. Every rank allocates and releases the same slots in the same order; no hop is in
+  // flight in a released slot. sends_anywhere and receives_anywhere return whether hops can also use other memory.
   virtual at::Tensor allocate(Channel channel, int64_t bytes) = 0;
   virtual void release(Channel, const at::Tensor&) {}
   virtual bool sends_anywhere() const { return true; }
   virtual bool receives_anywhere() const { return true; }
-  // The most tensors that may travel together.
+  // The maximum number of tensors per hop.
   virtual size_t most_tensors() const { return std::numeric_limits<size_t>::max(); }
 
-  // Gives up: wakes whoever waits here or at a neighbour, and drops the connections. Idempotent.
+  // Aborts: ends all waits here and at the neighbours, and drops the connections. Idempotent.
   virtual void abort(const std::string& reason) noexcept = 0;
-  // The orderly end, with nothing in flight. Idempotent.
+  // Closes in good order, with no hop in flight. Idempotent.
   virtual void close() = 0;
-  // The end of a ring that nobody closed, with nothing in flight here. Neighbours may still be at work.
+  // Ends a ring that was not closed, with no hop of this rank in flight. Neighbours may still be running.
   virtual void drop() noexcept {
     try {
       close();
@@ -127,14 +129,14 @@ class Transport {
   }
 
  protected:
-  explicit Transport(std::unique_ptr<Streams> streams = std::make_unique<Streams>()) : lanes_(std::move(streams)) {}
+  explicit Transport(std::unique_ptr<Streams> streams = std::make_unique<Streams>()) : streams_(std::move(streams)) {}
 
  private:
-  const std::unique_ptr<Streams> lanes_;
+  const std::unique_ptr<Streams> streams_;
 };
 
-// A transport that only the process that made it takes down. Its copy in a forked process is left as it is: the threads
-// that it would wait for do not exist there, and what it would close is still the other's.
+// Makes a transport that only the creating process destroys. The copy in a forked process is leaked: its threads do not
+// exist there, and its connections and memory belong to the creator.
 template <typename Made, typename... Arguments>
 std::shared_ptr<Made> make_owned(Arguments&&... arguments) {
   return std::shared_ptr<Made>(new Made(std::forward<Arguments>(arguments)...), [owner = getpid()](Made* made) {
@@ -142,7 +144,7 @@ std::shared_ptr<Made> make_owned(Arguments&&... arguments) {
   });
 }
 
-// The error for a neighbour that does not answer.
+// Throws the error for a neighbour that does not answer.
 [[noreturn]] void throw_timeout(const Hop& hop, int peer, std::chrono::duration<double> waited,
                                 const std::string& cause);
 

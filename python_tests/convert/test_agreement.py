@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 import rtp_ext
 from rtp_ext.functional import Prepared, rotated_linear
 from rtp_ext.parameters.sharding import as_sharded
+from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.routes import route_planner
 from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link
 
@@ -27,17 +28,17 @@ DOUBLE = torch.float64
 @contextlib.contextmanager
 def counted():
     """A list that gets an entry for every exchange of any ring."""
-    told, stock = [], rtp_ext.Ring.exchange
+    told, stock = [], Communicator.exchange
 
     def exchange(self, value):
         told.append(value)
         return stock(self, value)
 
-    rtp_ext.Ring.exchange = exchange
+    Communicator.exchange = exchange
     try:
         yield told
     finally:
-        rtp_ext.Ring.exchange = stock
+        Communicator.exchange = stock
 
 
 class Attends(nn.Module):
@@ -197,11 +198,11 @@ def _differ(rank, ranks):
         x = random(3, 4, dtype=DOUBLE, seed=rank)
         with pytest.raises(KeyError), counted() as told:
             model(x)
-        assert len(told) == 1 and ring._ledger.open, "nobody waits for a rank that has failed"
+        assert len(told) == 1 and ring.agreement.open, "nobody waits for a rank that has failed"
         model[1].failing = plain[1].failing = False
         with counted() as told:
             y = model(x)
-        assert len(told) == 1 and not ring._ledger.open
+        assert len(told) == 1 and not ring.agreement.open
         y.sum().backward()
         assert_same(y, plain(x), EXACT, "output")
         try:

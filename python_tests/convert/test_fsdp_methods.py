@@ -10,7 +10,7 @@ from harness import run_ranks
 from models import Block, make_batch, make_model
 from reference import assert_same
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import rtp_ext
 from rtp_ext.convert.methods.fully_shard import INSTEAD
@@ -90,6 +90,8 @@ def _answers(rank, ranks):
             assert str(caught.value).endswith(text), name
         with pytest.raises(AttributeError, match=f"^'{kind}' object has no attribute 'unknown'$"):
             _ = each.unknown
+        with pytest.raises(ValueError, match="fully_shard: expected a plain module, got one that fully_rotate"):
+            fully_shard(each)
         assert not isinstance(each, FSDPModule)
         with pytest.raises(TypeError, match="cannot be pickled: it holds a live ring"):
             pickle.dumps(each)

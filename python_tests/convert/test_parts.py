@@ -64,9 +64,10 @@ def _trains(rank, ranks):
             begun, phases = [], ring.begin_forward
             ring.begin_forward = lambda begun=begun, phases=phases: (begun.append(1), phases())
             model(make_batch(rank, 0)[0])
-            assert len(begun) == 1 and ring._forward_phase == 0, "one forward of the ring, for the model"
-            told, exchange = [], ring.exchange
-            ring.exchange = lambda value, told=told, exchange=exchange: (told.append(1), exchange(value))[1]
+            assert len(begun) == 1 and ring.agreement.forward_phase == 0, "one forward of the ring, for the model"
+            told, ranks_of = [], ring.communicator
+            exchange = ranks_of.exchange
+            ranks_of.exchange = lambda value, told=told, exchange=exchange: (told.append(1), exchange(value))[1]
             model(make_batch(rank, 0)[0])
             assert not told, "the model has agreed for its parts"
             # a part is called without the model, and its copy, and the model's copy
@@ -74,7 +75,7 @@ def _trains(rank, ranks):
             assert_same(model.blocks[0](x), plain.blocks[0](x), 1e-10, "a part alone")
             assert told, "a part alone agrees for itself"
             assert_same(copy.deepcopy(model.blocks[0])(x), plain.blocks[0](x), 1e-10, "a copy of a part")
-            del ring.exchange, ring.begin_forward
+            del ranks_of.exchange, ring.begin_forward
             twin = copy.deepcopy(model)
             assert_trained(model, copy.deepcopy(plain), rank, ranks, "model")
             assert_trained(twin, plain, rank, ranks, "copy")

@@ -85,7 +85,7 @@ def mlp(ring, **options):
 
 def late(ring, layers=4):
     """Gradients that land after the passes of two more layers, without autograd, which has nothing to wait for."""
-    executor, outputs = ring._executor, 4 * ring.size
+    executor, outputs = ring.communicator.executor, 4 * ring.size
     executor.allow_deferred(2)
     dtypes = {"compute_dtype": torch.float32, "reduce_dtype": torch.float32}
     options = _native.RotationOptions(
@@ -279,8 +279,10 @@ def run(case, size=RANKS, recorded=True):
     if not recorded:
         return list(case.program(ring, **case.options)), [], ring
     module = recording_transport.load()
-    ring._executor = _native.Executor(module.transport(**case.transport), ring.rank, size, ring.device, ring.hosts)
-    ring._executor.prefetch(True)
+    ring.communicator.executor = _native.Executor(
+        module.transport(**case.transport), ring.rank, size, ring.device, ring.hosts
+    )
+    ring.communicator.executor.prefetch(True)
     module.start()
     try:
         results = list(case.program(ring, **case.options))

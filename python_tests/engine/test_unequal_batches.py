@@ -58,8 +58,8 @@ def _hops(kind, rank, tokens):
     """What a rank of three posts, hop by hop; how many hops it sent ahead; whether it ever computed on two lanes."""
     ring = rtp_ext.Ring.emulated(3, rank=rank)
     module = recording_transport.load()
-    ring._executor = _native.Executor(module.transport(multiprocessors=MULTIPROCESSORS), rank, 3, CPU)
-    ring._executor.prefetch(True)
+    ring.communicator.executor = _native.Executor(module.transport(multiprocessors=MULTIPROCESSORS), rank, 3, CPU)
+    ring.communicator.executor.prefetch(True)
     torch.manual_seed(0)
     model = kind(ring)
     module.start()

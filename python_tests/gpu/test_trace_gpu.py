@@ -54,7 +54,7 @@ def test_slow_hops_are_seen_as_waiting():
     ring = emulated(4)
     x, weight = layer()
     quick = sum(each.waiting for each in trace.summaries([recorded(ring, x, weight)]))
-    ring._executor.set_delay(timedelta(milliseconds=20))
+    ring.communicator.executor.set_delay(timedelta(milliseconds=20))
     found = recorded(ring, x, weight)
     check_trace(found, tolerance=CLOCK)
     # 9 hops that are held up by 10 ms on average

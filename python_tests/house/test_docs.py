@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import rtp_ext
-from rtp_ext.convert import rewrite
+from rtp_ext.convert.plan import layers
 from rtp_ext.nn._base import RotatedModule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,16 +184,20 @@ def _walks(rank, ranks, described):
         for each in (ring, rtp_ext.Ring.emulated(2)):
             layer, x = rtp_ext.nn.RotatedLinear(6, 4, ring=each), torch.ones(3, 6, requires_grad=True)
             layer(x).sum().backward()
-            assert walk(lambda layer=layer, x=x: layer(x).sum().backward()) == described
+            found = walk(lambda layer=layer, x=x: layer(x).sum().backward())
+            if each is ring:
+                assert found == described, found
+            else:  # plain parameters have neither a mesh nor, in the forward, a gradient handler
+                assert sorted(found) == sorted(set(described) - {"rtp_ext/ring/mesh.py"}), found
 
 
 def test_the_walk_of_a_linear_is_what_the_design_says():
     section = re.search(r"<!-- walk -->(.*?)<!-- end -->", DESIGN, re.DOTALL)[1]
-    described = [PATH.search(line)[1] for line in section.splitlines() if re.match(r"\d+\. ", line)]
-    assert len(described) <= 7
+    described = PATH.findall(section)
+    assert len(described) <= 11
     whole = DESIGN.split("<!-- walk -->", 1)[1]  # Python, and behind it C++
     steps = [int(number) for number in re.findall(r"^(\d+)\. ", whole, re.MULTILINE)]
-    assert steps == list(range(1, len(steps) + 1)) and len(described) < len(steps) <= 12
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) <= 12
     run_ranks(_walks, 2, described)
 
 
@@ -262,7 +266,7 @@ def _scales(rank, ranks, code):
         for features in (7, 2):
             with cases.case(f"{features} features, in place"):
                 check_pass(make(features), ring, in_place=True)
-        rewrite._DROP_INS[Scale] = RotatedScale  # of this process, which ends with the test
+        layers.DROP_INS[Scale] = RotatedScale  # of this process, which ends with the test
         for kind, in_place in ((Scale, True), (Subclass, False)):
             with cases.case(f"{kind.__name__} in a model"):
                 plain, model = kind(7), nn.Sequential(kind(7))

@@ -1,7 +1,8 @@
 """Training runs inside of other people's frameworks, as `make frameworks` records them, but shorter."""
 
 import pytest
-from compatibility.framework_runs import RUNS, WITH_REPLICAS, as_torchrun, missing
+from compatibility.framework_runs import as_torchrun
+from compatibility.framework_table import RUNS, WITH_REPLICAS, missing
 from harness import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from trainer_cases import with_frameworks

@@ -27,7 +27,7 @@ from trace_checks import check_arrivals, check_trace, from_raw, steps_of
 import rtp_ext
 from rtp_ext import _native, timeline, trace
 from rtp_ext.functional import Prepared, rotated_linear
-from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
+from rtp_ext.ring.telemetry import Trace, TraceEvent, TracePass
 
 MS = 1e-3
 
@@ -166,7 +166,7 @@ def test_control_a_wrong_trace_is_refused(emulated):
 def test_nothing_is_recorded_when_it_is_off(emulated):
     ring, model, *_ = emulated
     step(model)
-    assert ring._executor.read_trace()[2:] == ([], [])
+    assert ring.communicator.executor.read_trace()[2:] == ([], [])
     with ring.trace() as outer:
         with pytest.raises(ValueError, match="not being recorded"), ring.trace():
             pass
@@ -175,14 +175,14 @@ def test_nothing_is_recorded_when_it_is_off(emulated):
     with pytest.raises(KeyError), ring.trace() as left:
         step(model)
         raise KeyError("of the block")
-    assert len(left.passes) == 6 and ring._executor.read_trace()[2:] == ([], [])
+    assert len(left.passes) == 6 and ring.communicator.executor.read_trace()[2:] == ([], [])
 
 
 def test_slow_hops_are_seen_as_waiting(emulated):
     ring, model, *_ = emulated
     totals = []
     for most in (0, 20):
-        ring._executor.set_delay(timedelta(milliseconds=most))
+        ring.communicator.executor.set_delay(timedelta(milliseconds=most))
         with ring.trace() as recorded:
             step(model)
         check_trace(recorded)
@@ -190,7 +190,7 @@ def test_slow_hops_are_seen_as_waiting(emulated):
         totals.append(sum(each.waiting for each in found))
         # a copy that the host makes itself hides under nothing
         assert all(each.hidden == pytest.approx(0, abs=1e-6) for each in found)
-    ring._executor.set_delay(timedelta())
+    ring.communicator.executor.set_delay(timedelta())
     # 27 hops of 10 ms on average
     assert totals[1] > totals[0] + 40 * MS
 
@@ -244,7 +244,7 @@ def _ranks(rank, ranks):
     list(ring.rotate(shard, prepared=prepared))  # the ranks agree on its shape
     shapes = {"hidden": 0.2, "exposed": 0.0}
     for name, pause in shapes.items():
-        ring._executor.set_delay(timedelta(milliseconds=60 if name == "exposed" and rank == 0 else 0))
+        ring.communicator.executor.set_delay(timedelta(milliseconds=60 if name == "exposed" and rank == 0 else 0))
         with ring.trace() as recorded:
             if name == "hidden" and rank == 0:
                 time.sleep(0.15)  # its neighbour's first hop is under way that long

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from rtp_ext._native import hazards, make_schedule
 from rtp_ext.observe.timeline import LANES
-from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
+from rtp_ext.ring.telemetry import Trace, TraceEvent, TracePass
 
 ROUNDING = 1e-9  # seconds, of times as floating-point numbers
 

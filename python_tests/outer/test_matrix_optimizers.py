@@ -142,13 +142,13 @@ def layout_cases(rank, cases):
         assert warned == [], "ranks of a ring compare what is not cut yet"
     with cases.case("a ring hears of what fails on its mesh"):
         ring, told = rtp_ext.ring_of(model), []
-        stock = ring._collectively
+        stock = ring.communicator.collectively
 
         def collectively(operation, *arguments, **keywords):
             told.append(operation)
             return stock(operation, *arguments, **keywords)
 
-        ring._collectively = collectively
+        ring.communicator.collectively = collectively
         model.mix.weight.full_tensor().sum().backward()
         assert told == ["full_tensor backward"]
     with cases.case("whole state dicts"):

@@ -364,7 +364,7 @@ def test_gathered_layers_keep_the_reduce_dtype():
         bundle = native.LinearBundle([native.LinearShape(12, 128, by_outputs=True, transposed=False)], [False])
         given = [torch.ones(2, 12)], [torch.ones(2, 128)], [torch.ones(4, 128)]
         projections = [native.Projection(0, 0, 0, 12)]
-        native.linear_backward(ring._executor, *given, bundle, projections, [True], [True], options)
+        native.linear_backward(ring.communicator.executor, *given, bundle, projections, [True], [True], options)
 
 
 def _chosen(rank, ranks):

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pretended import pretend_ring
+from pretended import graphs_of
 from reference import random
+from replayed import replayed
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from rtp_ext import Ring, RotationError
@@ -14,7 +15,7 @@ from rtp_ext.functional import rotated_linear, rotated_linears, rotated_mlp
 from rtp_ext.ring import graphs as module
 from rtp_ext.ring.graphs import CAPTURED, Pass, PassGraphs, _fill, _places
 
-CPU = torch.device("cpu")
+CPU, DOUBLE = torch.device("cpu"), torch.float64
 
 
 def test_rings_that_have_no_graphs_say_why():
@@ -32,7 +33,7 @@ def test_rings_that_have_no_graphs_say_why():
 
 
 def _executor():
-    """One over a transport that takes graphs, as begin_graphs() sees it."""
+    """One over a transport that takes graphs, as choose_graphs() sees it."""
     return SimpleNamespace(
         takes_graphs=lambda: True, prefetch=lambda _: None, fix_slots=lambda: None, generation=lambda: 0
     )
@@ -40,25 +41,29 @@ def _executor():
 
 def test_what_was_not_tried_together_is_refused():
     for wish in ("auto", "on"):
-        assert module.begin_graphs(pretend_ring(), _executor(), wish).on, "control: nothing else refuses"
-        assert module.begin_graphs(pretend_ring(travel="bfloat16"), _executor(), wish).on
+        assert graphs_of(_executor(), wish).on, "control: nothing else refuses"
+        assert graphs_of(_executor(), wish, travel="bfloat16").on
     for told, option in (
         ({"travel": "int8"}, "travel='int8'"),
         ({"gradient_travel": "int8"}, "gradient_travel='int8'"),
-        ({"tensor_mesh": object()}, "tensor parallelism"),
+        ({"tensor_parallel": True}, "tensor parallelism"),
     ):
-        ring = pretend_ring(**told)
-        graphs = module.begin_graphs(ring, _executor(), "auto")
+        graphs = graphs_of(_executor(), "auto", **told)
         assert not graphs.on and graphs.reason == f"{option} and graphs were not tried together"
-        assert ring.prefetch == 1
         with pytest.raises(ValueError, match=f"got 'on': {option} and graphs were not tried"):
-            module.begin_graphs(ring, _executor(), "on")
+            graphs_of(_executor(), "on", **told)
 
 
 def test_host_memory_and_graphs_are_refused():
     for wanted in ("auto", "on"):
-        ring, executor = pretend_ring(wanted=wanted), _executor()
-        ring.graphs, ring._executor = module.begin_graphs(ring, executor, wanted), executor
+        graphs, executor = graphs_of(_executor(), wanted), _executor()
+        ring = SimpleNamespace(
+            graphs=graphs,
+            communicator=SimpleNamespace(executor=executor),
+            device=CPU,
+            host_memory=None,
+            offload_policy=None,
+        )
         Ring.offload(ring, OffloadPolicy())
         assert ring.graphs.on and isinstance(ring.offload_policy, OffloadPolicy), "control: nothing is offloaded"
         if wanted == "on":
@@ -67,6 +72,16 @@ def test_host_memory_and_graphs_are_refused():
         else:
             Ring.offload(ring, CPUOffloadPolicy())
             assert not ring.graphs.on and "offload_policy=CPUOffloadPolicy" in ring.graphs.reason
+
+
+def test_a_ring_with_graphs_sends_nothing_ahead():
+    with replayed() as rings, Ring.emulated(2) as ring:
+        assert ring.graphs is rings[0] and ring.prefetch == 0
+        for _ in range(3):
+            rotated_linear(random(3, 4, dtype=DOUBLE, seed=1), random(2, 4, dtype=DOUBLE, seed=2), ring=ring)
+        assert ring.prefetched() == (0, 0)
+    with Ring.emulated(2) as ring:
+        assert ring.prefetch == 1
 
 
 def test_a_graph_of_the_caller_is_refused():
@@ -119,7 +134,7 @@ def _tensors(returned):
 def test_operations_write_their_results_where_they_are_told(dtype):
     ranks, tokens, inputs = 3, 5, 6
     with Ring.emulated(ranks) as ring:
-        ring.graphs = Placed(ring._executor)
+        placed = ring._dispatcher.graphs = Placed(ring.communicator.executor)
 
         def numbers(*shape, seed):
             return random(*shape, dtype=dtype, seed=seed).requires_grad_()
@@ -142,7 +157,7 @@ def test_operations_write_their_results_where_they_are_told(dtype):
             call().sum().backward()
         frozen = up.detach()
         rotated_linear(x, frozen, ring=ring).sum().backward()  # no gradient of the weight
-        assert set(ring.graphs.seen) == set(CAPTURED)
+        assert set(placed.seen) == set(CAPTURED)
 
 
 def test_a_pass_that_returns_other_memory_is_not_captured():
@@ -185,8 +200,8 @@ def test_shapes_and_options_tell_passes_apart():
             return self._step(function, arguments)
 
     ring = Ring.emulated(2)
-    graphs = Told(ring._executor, "asked for", on=False, device=CPU)
-    graphs._generation = ring._executor.generation()
+    graphs = Told(ring.communicator.executor, "asked for", on=False, device=CPU)
+    graphs._generation = ring.communicator.executor.generation()
 
     def nothing(*_):
         return None
@@ -207,7 +222,7 @@ def test_shapes_and_options_tell_passes_apart():
 def test_passes_that_are_in_use_are_kept(monkeypatch):
     monkeypatch.setattr(module, "MOST_PASSES", 2)
     ring = Ring.emulated(2)
-    graphs = PassGraphs(ring._executor, "asked for", on=False, device=CPU)
+    graphs = PassGraphs(ring.communicator.executor, "asked for", on=False, device=CPU)
 
     def nothing(*_):
         return None

@@ -80,7 +80,7 @@ def test_slots():
 def test_halves_are_ignored_and_in_place_is_refused():
     this = two_level(2, 3, pass_="backward", halves=1)
     assert this.ring() == two_level(2, 3, pass_="backward").ring() and not this.schedules()[0].halves
-    with pytest.raises(ValueError, match="stay at home on route two-level, got in_place"):
+    with pytest.raises(ValueError, match="travel out of place on route two-level, got in_place"):
         two_level(2, 3, in_place=1).schedules()
     for hosts in (0, 4, 7):
         with pytest.raises(ValueError, match=f"hosts of equally many of the 6 ranks, got {hosts} hosts"):

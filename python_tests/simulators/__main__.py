@@ -1,5 +1,5 @@
-"""`python python_tests/simulators` compiles all simulators; `make test` does it first, so that no test waits. With
-`kernels`: those of the kernels alone, which need no Python package."""
+"""`python python_tests/simulators` compiles all simulators; `make test` runs it first, so that no test waits. The
+argument `kernels` limits it to those of the kernels, which need no Python package."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ import simulated_cuda
 
 def main(arguments: list[str]) -> None:
     if compiled.compiler() is None:
-        print("no C++ compiler: tests that need simulators will say so")
+        print("no C++ compiler: tests that need simulators will fail or be skipped")
         return
     builds = [kernel_emulation.build]
     if len(kernel_emulation.sanitizer_runtimes()) == 2:

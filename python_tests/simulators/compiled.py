@@ -1,8 +1,8 @@
-"""Compiles the simulators, once for each text of everything that goes into them.
+"""Compiles the simulators and caches the libraries by their inputs.
 
-A library lies in build/NAME under a digest of its sources, of this project's headers that they include, of the flags,
-and of the versions of the compiler and of other projects' headers. So whatever is loaded was made from what is there
-now, a second run compiles nothing, and of what has changed only the objects that depend on it are compiled anew.
+A library is build/NAME/DIGEST.so, with a digest of its sources, of this project's headers that they include, of the
+flags, and of the versions of the compiler and of other projects' headers. A loaded library therefore always matches the
+current sources, a second run compiles nothing, and a change recompiles only the objects that depend on it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
-_compilers = threading.Semaphore(os.cpu_count() or 1)  # at a time, whatever is being built
+_compilers = threading.Semaphore(os.cpu_count() or 1)  # limits concurrent compilers over all builds
 
 
 def compiler() -> str | None:
@@ -34,7 +34,7 @@ def compiler() -> str | None:
 
 
 def closure(source: Path, folders: Sequence[Path]) -> list[Path]:
-    """The source and all that it includes from its own folder or one of `folders`, directly or not."""
+    """Returns the source and all files that it includes, directly or indirectly, from its own folder or `folders`."""
     found: dict[Path, None] = {}
     waiting = [source.resolve()]
     while waiting:
@@ -64,11 +64,11 @@ def build(
     links: Sequence[str] = (),
     foreign: Sequence[Path] = (),
 ) -> Path:
-    """The path of build/NAME's shared object, compiled if it is not there.
+    """Returns the path of build/NAME's shared object, after compiling it if it is missing.
 
     Args:
-        folders: that this project's headers are included from, before all others.
-        foreign: files that tell one version of other projects' headers from another.
+        folders: include folders of this project's headers, searched before all others.
+        foreign: files that identify the versions of other projects' headers.
     """
     cxx = compiler()
     if cxx is None:
@@ -86,7 +86,7 @@ def build(
         return library
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another test's process may be compiling
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be compiling
         if library.exists():
             return library
 
@@ -121,7 +121,7 @@ def _version(cxx: str) -> str:
 def build_module(
     name: str, sources: Sequence[Path], flags: Sequence[str], folders: Sequence[Path], foreign: Sequence[Path] = ()
 ) -> Path:
-    """The path of a Python extension that uses torch. `flags`: besides those that every such extension needs."""
+    """Returns the path of a Python extension that uses torch. `flags`: additional flags."""
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         raise RuntimeError("torch is not installed")
@@ -131,7 +131,7 @@ def build_module(
         f"-DTORCH_EXTENSION_NAME={name}",
     ]
     where = name
-    if sanitizers := os.environ.get("RTP_SANITIZE"):  # as the extension is: benchmarks/reliability/sanitize.py
+    if sanitizers := os.environ.get("RTP_SANITIZE"):  # like the extension: benchmarks/reliability/sanitize.py
         needed += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined", "-g1"]
         where = f"{name}-{sanitizers.replace(',', '-')}"
     for include in (torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]):
@@ -141,7 +141,7 @@ def build_module(
 
 
 def load_module(name: str, path: Path) -> Any:
-    from rtp_ext import _native  # noqa: F401  first: it registers the types that both extensions share
+    from rtp_ext import _native  # noqa: F401  must be first: it registers the types that both extensions share
 
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_loader(name, loader)

@@ -1,4 +1,4 @@
-"""The simulated CUDA runtime and NCCL keep the orders that the real ones keep, and no others."""
+"""The simulated CUDA runtime and NCCL guarantee the same orders as the real ones, and no others."""
 
 import threading
 import time
@@ -25,11 +25,11 @@ def test_streams_run_side_by_side_and_events_order_them(sim):
     for _ in range(20):
         first, second, event = sim.Stream(), sim.Stream(), sim.Event()
         a, b, c = number(1), number(0), number(0)
-        assert event.reached(), "an event that was never recorded holds nobody up"
+        assert event.reached(), "an event that was never recorded blocked a stream"
         first.copy(b, a)
         event.record(first)
         a_later = number(2)
-        first.copy(b, a_later)  # after the event: the copy below may see it or not
+        first.copy(b, a_later)  # after the event: the copy below may or may not read it
         second.copy(c, b)  # not ordered
         second.synchronize()
         unordered += not c.eq(2).all()
@@ -39,13 +39,13 @@ def test_streams_run_side_by_side_and_events_order_them(sim):
         assert event.reached() and c.ge(1).all()
         first.synchronize()
         assert first.idle() and b.eq(2).all()
-    assert unordered > 0, "streams that nothing orders ran in order"
+    assert unordered > 0, "unordered streams always ran in order"
 
 
 def test_a_stream_waits_for_a_value_in_memory(sim):
     waiting, writing = sim.Stream(), sim.Stream()
     flag, a, b = torch.zeros(1, dtype=torch.int64), number(1), number(0)
-    waiting.copy(b, b)  # the first copy of a rank must not come while one of its streams waits
+    waiting.copy(b, b)  # the first copy of a rank must not run while one of its streams waits
     waiting.synchronize()
     waiting.wait_value(flag, 2)
     waiting.copy(b, a)
@@ -85,7 +85,7 @@ def test_sends_meet_receives_and_a_communicator_keeps_its_order(sim):
         return idle, [tensor[0].item() for tensor in data]
 
     (idle, _), (_, received) = values(run_threads(work, 2))
-    assert idle is False, "a send ended before anybody received"
+    assert idle is False, "a send ended before its receive"
     assert received == [0.0, 1.0]
 
 
@@ -123,7 +123,7 @@ def test_a_compute_stream_of_its_own_is_not_the_hosts(sim):
     sim.controls.delay_us = 100000
     a, b = torch.ones(8, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)
     sim.launch_copy(b, a)
-    assert b.eq(1).all(), "computes of the host run at once"
+    assert b.eq(1).all(), "computes of the host must run at once"
     sim.set_compute(True)
     try:
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""What the simulators are made from decides which library is loaded; nothing stale is."""
+"""The inputs of a simulator determine which library is loaded; a stale library is never loaded."""
 
 import ctypes
 import os
@@ -38,12 +38,12 @@ def test_every_text_flag_and_version_counts(project):
     inner = project / "headers" / "inner.h"
     stamp = inner.stat()
     inner.write_text("#define VALUE 2\n")
-    os.utime(inner, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # the text decides, not the time
+    os.utime(inner, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # the digest depends on the text, not on the time
     second = made(project)
     assert second != first and ctypes.CDLL(str(second)).value() == 102
     kept = [file for file in second.parent.glob("*.o") if file in times]
-    assert len(kept) == 1, "the object that does not depend on the header is kept"
-    assert not first.exists(), "what nobody needs is removed"
+    assert len(kept) == 1, "the object that does not depend on the header must be kept"
+    assert not first.exists(), "libraries of old inputs must be removed"
 
     names = {second}
     for change in (lambda: made(project, "-O1"), lambda: (project / "version.h").write_text("2\n") and made(project)):

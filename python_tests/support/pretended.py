@@ -2,8 +2,12 @@
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+
+from rtp_ext.ring.graphs import PassGraphs, choose_graphs
+from rtp_ext.ring.links.options import RingOptions
 
 
 def pretend_hosts(rank: int, per_host: int) -> None:
@@ -11,8 +15,20 @@ def pretend_hosts(rank: int, per_host: int) -> None:
     os.environ["RTP_DEBUG_HOST"] = f"host {rank // per_host}"
 
 
-def pretend_ring(transport: str = "ce", device: str = "cpu", wanted: str = "auto", **told: object) -> SimpleNamespace:
-    """A ring that is being made, as passes as graphs look at it. `wanted`: its `graphs`; `told`: other options."""
-    options = {"size": 2, "late_gradients": 0, "prefetch": 1, "_graphs_wanted": wanted}
-    absent = dict.fromkeys(("travel", "gradient_travel", "tensor_mesh", "host_memory"))
-    return SimpleNamespace(transport=transport, device=torch.device(device), **{**options, **absent, **told})
+def graphs_of(
+    executor: Any,
+    wanted: str = "auto",
+    *,
+    transport: str = "ce",
+    device: str = "cpu",
+    size: int = 2,
+    late_gradients: int = 0,
+    tensor_parallel: bool = False,
+    **options: Any,
+) -> PassGraphs:
+    """The graphs of a ring that has `executor`, without its other fields. `wanted`: its `graphs`."""
+    ring: Any = SimpleNamespace(size=size, device=torch.device(device))
+    asked = RingOptions(graphs=wanted, **options)
+    return choose_graphs(
+        executor, asked, ring, transport, late_gradients=late_gradients, tensor_parallel=tensor_parallel
+    )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from rtp_ext.ring import start
+from rtp_ext.ring import ring
 from rtp_ext.ring.graphs import MOST_GRAPHS, PassGraphs, _fill
 
 
@@ -143,13 +143,13 @@ def replayed() -> Iterator[list[Replayed]]:
     """Rings that are made in it have graphs. Gives the list of these."""
     made: list[Replayed] = []
 
-    def begin(ring: Any, executor: Any, wish: str) -> Replayed:
-        assert ring.late_gradients == 0, "what graphs refuse"
-        ring.prefetch = 0
-        executor.prefetch(False)
+    def choose(
+        executor: Any, options: Any, ring: Any, transport: str, *, late_gradients: int, tensor_parallel: bool
+    ) -> Replayed:
+        assert late_gradients == 0, "what graphs refuse"
         made.append(Replayed(executor, ring.device))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "begin_graphs", begin)
+        patch.setattr(ring, "choose_graphs", choose)
         yield made

@@ -24,6 +24,10 @@ class StandIn:
         return [value, next(self.others, value)]
 
 
+def connect(ring, requested):
+    return transports.connect(ring, requested, ring.transport_options)
+
+
 def make(name):
     return lambda ring: f"native {name}"
 
@@ -35,7 +39,7 @@ def fail(ring):
 @pytest.fixture
 def offered(monkeypatch):
     def set_candidates(*candidates):
-        monkeypatch.setattr(transports, "candidates", lambda ring: list(candidates))
+        monkeypatch.setattr(transports, "candidates", lambda ring, options: list(candidates))
 
     return set_candidates
 
@@ -46,7 +50,7 @@ def test_the_first_candidate_that_every_rank_can_use(offered):
         Candidate("middle", "direct", lambda: None, fail),
         Candidate("last", "anything", lambda: None, make("last")),
     )
-    chosen = transports.connect(StandIn(), "auto")
+    chosen = connect(StandIn(), "auto")
     assert (chosen.name, chosen.native) == ("last", "native last")
     assert chosen.reason == (
         "anything; fast cannot be used (no SMs): no GPU; middle cannot be used (direct): no memory"
@@ -58,10 +62,10 @@ def test_a_refusal_of_another_rank_counts(offered):
         Candidate("fast", "no SMs", lambda: None, make("fast")),
         Candidate("last", "anything", lambda: None, make("last")),
     )
-    assert transports.connect(StandIn(), "auto").name == "fast"
-    refused = transports.connect(StandIn(others=["its GPU is old"]), "auto")
+    assert connect(StandIn(), "auto").name == "fast"
+    refused = connect(StandIn(others=["its GPU is old"]), "auto")
     assert refused.name == "last" and "its GPU is old" in refused.reason
-    failed = transports.connect(StandIn(others=[None, "its memory is full"]), "auto")
+    failed = connect(StandIn(others=[None, "its memory is full"]), "auto")
     assert failed.name == "last" and "its memory is full" in failed.reason
 
 
@@ -72,15 +76,15 @@ def test_what_is_asked_for_has_no_fallback(offered):
         Candidate("odd", "for the brave", lambda: None, make("odd"), automatic=False),
     )
     with pytest.raises(RotationError, match=r"transport fast cannot be used .*: no memory"):
-        transports.connect(StandIn(), "fast")
-    assert transports.connect(StandIn(), "odd").reason == "as asked; for the brave"
-    assert transports.connect(StandIn(), "auto").name == "last"
+        connect(StandIn(), "fast")
+    assert connect(StandIn(), "odd").reason == "as asked; for the brave"
+    assert connect(StandIn(), "auto").name == "last"
     with pytest.raises(ValueError, match="transport shm does not work on device type cuda"):
-        transports.connect(StandIn(), "shm")
+        connect(StandIn(), "shm")
 
 
 def names(ring):
-    return [(candidate.name, candidate.automatic) for candidate in transports.candidates(ring)]
+    return [(each.name, each.automatic) for each in transports.candidates(ring, ring.transport_options)]
 
 
 def test_candidates_by_device_and_options():

@@ -11,9 +11,9 @@ import torch
 import rtp_ext
 from rtp_ext import RotationError, _native
 from rtp_ext.observe import doctor
-from rtp_ext.ring import start
 from rtp_ext.ring.links.options import TransportOptions
 from rtp_ext.ring.links.transports import connect
+from rtp_ext.ring.routes import route_planner
 from rtp_ext.ring.routes.hops import choose_ce_modes, choose_route
 
 
@@ -62,7 +62,7 @@ def refuse(reason):
 
 
 def chosen(ring, wish="auto"):
-    connection = connect(ring, wish)
+    connection = connect(ring, wish, ring.transport_options)
     assert connection.native == f"native {connection.name}"
     return connection.name, connection.reason
 
@@ -116,7 +116,7 @@ def test_what_was_asked_for_and_is_missing_is_an_error(gpus, case):
     prepare, other, reason = REFUSALS[case]
     prepare(gpus)
     with pytest.raises(RotationError, match=f"ce cannot be used .*{reason}"):
-        connect(TwoRanks(other), "ce")
+        chosen(TwoRanks(other), "ce")
 
 
 def test_without_nccl_there_is_c10d(gpus):
@@ -129,7 +129,7 @@ def test_copy_engines_are_for_gpus(gpus):
     ring = TwoRanks()
     ring.device = torch.device("cpu")
     with pytest.raises(ValueError, match="transport ce does not work on device type cpu"):
-        connect(ring, "ce")
+        chosen(ring, "ce")
 
 
 def test_routes(gpus):
@@ -148,20 +148,10 @@ def test_routes(gpus):
 
 @pytest.mark.parametrize("other", [(9, 132), (9, 78), (8, 132)])
 def test_ranks_tell_each_other_the_kinds_of_their_gpus(gpus, other):
-    class Starting(TwoRanks):
-        exchange_others = TwoRanks.exchange
-        gradient_route, gradient_travel, failure_report = "chain", None, None
-
-        def exchange(self, value):
-            return [value, other] if isinstance(value, tuple) else self.exchange_others(value)
-
-        def _build(self, *_):
-            self.gate = SimpleNamespace(alike=None, decides=False)
-
-    gpus.setattr(start, "kind_of", lambda device: (9, 132))
-    ring = Starting()
-    rtp_ext.Ring._start(ring, "nccl", "auto", False, None, None, "auto", None)
-    assert ring.gate.alike == (other == (9, 132))
+    gpus.setattr(route_planner, "kind_of", lambda device: (9, 132))
+    planner = route_planner.RoutePlanner(2, TwoRanks.device, "direct", "ring", None)
+    assert not planner.compare_devices(lambda value: [value, other])
+    assert planner.alike == (other == (9, 132))
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def _train(rank, ranks):
     start = time.monotonic()
     if rank == 0:
         time.sleep(0.2)
-        ring._executor.fail("planted")
+        ring.communicator.executor.fail("planted")
     else:  # waits for a neighbour that is well itself, perhaps
         with pytest.raises(RingTimeout, match=r"weight hop \d of \d: rank \d of the ring did not answer .*planted"):
             list(ring.rotate(shard, prepared=prepared))

@@ -16,9 +16,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.autograd import as_gradient
+from rtp_ext.ring.autograd import as_gradient, gradient_handler_of, run_collective
 from rtp_ext.ring.mesh import own_part
-from rtp_ext.ring.registry import collectively_on
 
 
 def shard_of(value: Any, parameter: Any) -> Any:
@@ -151,8 +150,9 @@ def _sum_over_shards(steps: Sequence[_Step], values: Sequence[list[Tensor]]) -> 
     found: dict[int, list[Tensor]] = {}
     for (mesh, cut, *_), numbers in together.items():
         flat = torch.cat([value.reshape(-1) for number in numbers for value in values[number]])
+        handler = gradient_handler_of(steps[numbers[0]].parameter)
         for dim in cut:
-            collectively_on(mesh, "Adafactor", dist.all_reduce, flat, group=mesh.get_group(dim))
+            run_collective(mesh, handler, "Adafactor", dist.all_reduce, flat, group=mesh.get_group(dim))
         parts = iter(flat.split([value.numel() for number in numbers for value in values[number]]))
         for number in numbers:
             found[number] = [next(parts).view(value.shape) for value in values[number]]

@@ -4,48 +4,34 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Collection, Iterable
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from rtp_ext.convert.admission import (
-    ModuleGroup,
-    Parts,
-    adopt,
-    check_options,
-    check_travels,
-    ignored_in,
-    members_of,
-    offload_of,
-    parts_of,
-    place_of,
-    refuse_ddp,
-    refuse_foreign,
-    refuse_offload,
-    refuse_whole_tables,
-)
 from rtp_ext.convert.agreement import checksums, compare_weights
-from rtp_ext.convert.methods.fully_shard import answer_for_fully_shard
+from rtp_ext.convert.apply_plan import apply_plan
+from rtp_ext.convert.methods.fully_shard import answer_for_fully_shard, refuse_others
 from rtp_ext.convert.methods.generate import let_it_generate
 from rtp_ext.convert.methods.save_pretrained import let_it_save
 from rtp_ext.convert.modules.gathered import GatheredRNN
 from rtp_ext.convert.optimizers import mark_replaced, watch_optimizers, weak_parameters
-from rtp_ext.convert.rewrite import Rewriter
-from rtp_ext.convert.scopes import RotationState, install, is_inside, state_of
-from rtp_ext.convert.tensor_parallel import tensor_dimension
-from rtp_ext.outer import AllReduce, OuterPolicy
+from rtp_ext.convert.plan.inspect_model import inspect_model
+from rtp_ext.convert.plan.request import TIMEOUT, Options, Parts, Request, names_of, state_in
+from rtp_ext.convert.plan.rotation_plan import RotationPlan
+from rtp_ext.convert.scopes import RotationState, install, is_inside, mark_inside, state_of
+from rtp_ext.convert.validation import read_call, validate
+from rtp_ext.outer import OuterPolicy
 from rtp_ext.outer.policy import Unit
 from rtp_ext.ring import Ring, RotationDims
-from rtp_ext.ring.mesh import RingMesh
+from rtp_ext.ring.mesh import resolve_mesh
 
 logger = logging.getLogger("rtp_ext")
 
-_TIMEOUT = 600.0  # seconds
 _Given = TypeVar("_Given", nn.Module, list[nn.Module])
 
 
@@ -66,7 +52,7 @@ def fully_rotate(
     gradient_travel: str | None = None,
     transport: str = "auto",
     travel: str | None = None,
-    timeout: float | datetime.timedelta = _TIMEOUT,
+    timeout: float | datetime.timedelta = TIMEOUT,
 ) -> _Given:
     """Spreads every parameter of a model over a ring, in place, and returns the same module, or the same list.
 
@@ -128,74 +114,77 @@ def fully_rotate(
     ring.
     Source: RTP, arXiv 2311.01635.
     """
-    members = members_of(module)
-    whole = members[0] if len(members) == 1 else ModuleGroup(members)
-    parts = parts_of(members, whole)
-    if bundle not in (True, False, "recompute"):
-        raise ValueError(f"fully_rotate: expected bundle to be True, False or 'recompute', got {bundle!r}")
-    if loss_head not in (None, "fused"):
-        raise ValueError(f"fully_rotate: expected loss_head to be None or 'fused', got {loss_head!r}")
-    if isinstance(ignored_params, torch.Tensor):
-        raise TypeError("fully_rotate: expected ignored_params to be several parameters, got a single tensor")
-    ignored = {id(parameter) for parameter in ignored_params or ()}
-    not_ours = ignored | ignored_in(parts)
-    place = place_of(mesh, dims, parts, tensor_dimension(whole, mesh, dims, not_ours))
-    policy = _policy_of(outer, parts, place)
-    if in_place and not policy.allows_in_place:
-        raise ValueError(
-            f"fully_rotate: in_place=True cannot be combined with {type(policy).__name__}, whose shards are made of "
-            "the pieces of all replicas: expected in_place=False, or another outer policy"
-        )
-    offload = offload_of(offload_policy, place)
-    if isinstance(offload, CPUOffloadPolicy):
-        refuse_offload(whole, place, policy, in_place, not_ours)
-    tensor = place.tensor_mesh if isinstance(place, Ring) else place.tensor
-    refuse_whole_tables(whole, not_ours, place.replicas, tensor is not None)
-    refuse_foreign(whole, place, not_ours)
-    device = place.device.type if isinstance(place, Ring) else place.hops.device_type
-    _check_device(whole, device, offload)
-    if isinstance(place, Ring):
-        check_travels(place, travel, gradient_route, gradient_travel)
-    if isinstance(place, Ring) and not isinstance(mesh, Ring):
-        check_options(place, transport, route, None if timeout == _TIMEOUT else timeout)
-    requested: dict[str, Any] = {"transport": transport, "route": route, "travel": travel, "timeout": timeout}
-    requested |= {"gradient_route": gradient_route, "gradient_travel": gradient_travel}
-    ring = place if isinstance(place, Ring) else Ring(place, **requested)
-    if in_place:
-        ring.expect_in_place("fully_rotate")
+    request = read_call(module, Options.of(locals()))
+    plan = inspect_model(request)
+    validate(plan, request)
+    ring = _ring_for(request)
+    _convert(plan, request, ring)
+    return module
+
+
+def _ring_for(request: Request) -> Ring:
+    """The ring that a model gets. Collective where it is made."""
+    options, place = request.options, request.place
+    ring = place.ring
+    if ring is None:
+        ring = Ring(resolve_mesh(options.mesh, options.dims, place.tensor), **options.of_ring)  # type: ignore[arg-type]
+        if options.in_place:
+            ring.expect_in_place("fully_rotate")  # ranks on several hosts may have made it one of two levels
     if ring.offload_policy is None:
-        ring.offload(offload)
-    mp_policy = mp_policy or MixedPrecisionPolicy()
+        ring.offload(request.offload)
+    return ring
+
+
+def _convert(plan: RotationPlan, request: Request, ring: Ring) -> None:
+    """Applies a validated plan, and makes everything around the modules fit. Collective."""
+    root, members, mp_policy = request.root, request.members, request.mp_policy
     unit = Unit(mp_policy.reduce_dtype)
     states = [RotationState(ring, mp_policy, member, unit) for member in members]
     scopes = {id(part): state for state, member in zip(states, members, strict=True) for part in member.modules()}
     for state, member in zip(states, members, strict=True):
-        state.outer_policy, state.ignored = policy, _names_of(not_ours, member)
-    before, values = weak_parameters(whole), checksums(whole, _names_of(not_ours, whole), ring)
-    converting: dict[str, Any] = {"ignored": ignored, "in_place": in_place, "bundle": bundle, "loss_head": loss_head}
-    rewriter = Rewriter(whole, ring, scopes, mp_policy, **converting)
-    policy.connect(ring)  # after all refusals: the policy of a model that was refused is free for another
-    adopt(parts, scopes)
-    rewriter.run()
+        state.outer_policy, state.ignored = request.outer, names_of(request.not_ours, member)
+    before = [known for member in members for known in weak_parameters(member)]
+    values = checksums(root, names_of(request.not_ours, root), ring)
+    request.outer.connect(ring)
+    _adopt(request.parts, scopes)
+    apply_plan(plan, request, ring, scopes)
     for state, member in zip(states, members, strict=True):
         install(member, state)
         answer_for_fully_shard(member)
-    policy.cut(whole)
-    for part in whole.modules():
+    request.outer.cut(root)
+    for part in root.modules():
         if isinstance(part, GatheredRNN):
             part.list_registered()
     for state, member in zip(states, members, strict=True):
         state.handle_gradients(member)
         if ring.mesh is not None:
-            refuse_ddp(member)
-    mark_replaced(whole, before)
+            refuse_others(member)
+    mark_replaced(root, before)
     watch_optimizers()
-    let_it_save(whole, ring)
+    let_it_save(root, ring)
     let_it_generate()
     compare_weights(values, ring)
-    if in_place:
+    if request.options.in_place:
         _say_what_in_place_means(ring, mp_policy)
-    return module
+
+
+def _adopt(parts: Parts, scopes: Mapping[int, RotationState]) -> None:
+    """Makes parts that were converted one by one, each perhaps with a ring of its own, parts of one model.
+
+    `scopes`: the state of the model around each, by id of the part.
+    """
+    for name, part in parts:
+        state, around = state_in(part), scopes[id(part)]
+        before = state.ring
+        for module in part.modules():
+            if module.__dict__.get("ring") is before:
+                module.__dict__["ring"] = around.ring
+            inner = state_of(module)
+            if inner is not None and inner.ring is before:
+                inner.ring, inner.outer_policy = around.ring, around.outer_policy
+        state.around.append(weakref.ref(around))
+        mark_inside(part)
+        logger.info("fully_rotate: %s (%s) was converted before, and keeps its policy", name, type(part).__name__)
 
 
 def ring_of(module: nn.Module) -> Ring:
@@ -219,55 +208,6 @@ def _converted(module: nn.Module, what: str) -> RotationState:
             f"{inside if is_inside(module) else ''}"
         )
     return state
-
-
-def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Ring | RingMesh) -> OuterPolicy:
-    """The outer policy that a model gets: the given one, the one of its first part, or a new one."""
-    if outer is not None and not isinstance(outer, OuterPolicy):
-        raise TypeError(f"fully_rotate: expected outer to be a policy of rtp_ext.outer, got {outer!r:.100}")
-    mesh = place.parameter_mesh if isinstance(place, Ring) else place.parameters
-    tensor = place.tensor_mesh if isinstance(place, Ring) else place.tensor
-    if outer is not None and (mesh is None or mesh.ndim == (1 if tensor is None else 2)):
-        raise ValueError(
-            f"fully_rotate: {type(outer).__name__} acts between replicas: expected a mesh of several dimensions "
-            "and dims=RotationDims(ring=..., replicate=...), got one ring"
-        )
-    known = [(name, state.outer_policy) for name, part in parts if (state := state_of(part)) is not None]
-    for name, theirs in known:
-        if theirs is not None and not theirs.requires_all_reduce:
-            raise ValueError(
-                f"fully_rotate: expected parts whose gradients are reduced, got module {name} after "
-                "set_requires_all_reduce(part, False): call set_requires_all_reduce(part, True) before, and then "
-                "set_requires_all_reduce(model, False)"
-            )
-    first = known[0][1] if known else None
-    if outer is not None and first is not None and outer is not first:
-        raise ValueError(
-            f"fully_rotate: module {parts[0][0]} was converted with another outer policy, a {type(first).__name__}: "
-            f"expected outer=None, or that one (outer_of the part), got a {type(outer).__name__}"
-        )
-    policy = outer or first or AllReduce()
-    if tensor is not None and not policy.allows_tensor_parallel:
-        raise ValueError(
-            f"fully_rotate: {type(policy).__name__} cannot be combined with tensor parallelism (over "
-            f"{tensor.mesh_dim_names}), of whose parts it knows nothing: expected outer=outer.AllReduce(), or a model "
-            "that parallelize_module has not cut"
-        )
-    return policy
-
-
-def _names_of(parameters: Collection[int], root: nn.Module) -> set[str]:
-    """All names in a model of parameters that are given by their ids."""
-    return {name for name, p in root.named_parameters(remove_duplicate=False) if id(p) in parameters}
-
-
-def _check_device(module: nn.Module, expected: str, offload: OffloadPolicy) -> None:
-    host = {"cpu"} if isinstance(offload, CPUOffloadPolicy) else set()
-    for name, parameter in module.named_parameters():
-        if parameter.device.type not in {expected, "meta"} | host:
-            raise TypeError(
-                f"fully_rotate: expected {name} on {expected} (the ring's device) or meta, got {parameter.device}"
-            )
 
 
 def _say_what_in_place_means(ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:

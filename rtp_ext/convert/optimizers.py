@@ -18,16 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rtp_ext.convert.adafactor import shard_of, step_on_shards
-from rtp_ext.outer.local_training.optimizers import CLOSURE
+from rtp_ext.dtensor_hooks import after_steps, before_steps
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import as_gradient
-from rtp_ext.ring.patches.dtensor import rotates
+from rtp_ext.ring.dtensor_parameters import rotates
 
 REPLACED = "_rtp_replaced"  # attribute of a plain parameter in whose place a model has shards now: its name there
-_watching: list[Any] = []  # the handles of the hooks
 
 # Optimizers that no hook can make right, by the package and the name of a class or of one of its bases.
 _REFUSED = {
@@ -84,17 +82,25 @@ def _refuse_stale(optimizer: Optimizer) -> None:
 
 def watch_optimizers() -> None:
     """Has the steps of all optimizers of this process pass through the hooks below; once."""
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before_step))
-        _watching.append(register_optimizer_step_post_hook(_after_step))
+    before_steps("stale", _refuse_step)
+    before_steps("stand-in", _stand_in)
+    after_steps(_after_step)
 
 
-def _before_step(optimizer: Optimizer, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict] | None:
+def _refuse_step(optimizer: Optimizer, _arguments: tuple, _keywords: dict[str, Any]) -> None:
     _refuse_stale(optimizer)
-    rotated = [p for group in optimizer.param_groups for p in group["params"] if rotates(p)]
-    if not rotated:
+    rotated = _rotated(optimizer)
+    if rotated:
+        _refuse_unfit(optimizer, rotated)
+
+
+def _rotated(optimizer: Optimizer) -> list[DTensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if rotates(p)]
+
+
+def _stand_in(optimizer: Optimizer, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict] | None:
+    if not _rotated(optimizer):
         return None
-    _refuse_unfit(optimizer, rotated)
     adafactor = _takes(optimizer, Adafactor)
     if not adafactor and not _elementwise(optimizer):
         return None
@@ -104,7 +110,6 @@ def _before_step(optimizer: Optimizer, arguments: tuple, keywords: dict[str, Any
     def fill() -> Any:
         return stand_in.fill(closure)
 
-    setattr(fill, CLOSURE, closure)
     return (stand_in.optimizer, fill), {}
 
 

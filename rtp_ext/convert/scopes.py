@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from rtp_ext.compilers import eager
 from rtp_ext.convert.adapters import let_adapters_merge
 from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew, want_gradients
 from rtp_ext.convert.modules.bundled import OWN_HOOKS
@@ -26,9 +27,8 @@ from rtp_ext.outer.pipelines import follow_pipelines
 from rtp_ext.outer.policy import UNIT, OuterPolicy, Unit, Units
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import unseen
+from rtp_ext.ring.dtensor_parameters import expect_own_shard
 from rtp_ext.ring.offload import keep_on_host
-from rtp_ext.ring.patches.dtensor import expect_own_shard
-from rtp_ext.ring.patches.dynamo import eager
 
 logger = logging.getLogger("rtp_ext")
 
@@ -246,6 +246,13 @@ def state_of(module: nn.Module) -> RotationState | None:
 def is_inside(module: nn.Module) -> bool:
     """Whether fully_rotate has converted a module, itself or in a model."""
     return _INSIDE in module.__dict__
+
+
+def ring_of_module(part: nn.Module) -> Ring | None:
+    """The ring that a module's own parameters are on."""
+    scope = part.__dict__.get("_rtp_scope")
+    ring = scope.ring if isinstance(scope, ForwardScope) else part.__dict__.get("ring")
+    return ring if isinstance(ring, Ring) else None
 
 
 def mark_inside(root: nn.Module) -> None:

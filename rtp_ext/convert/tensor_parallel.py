@@ -15,8 +15,7 @@ from rtp_ext.convert.scopes import is_inside, state_of
 from rtp_ext.families.layers import computes_like
 from rtp_ext.nn import RotatedEmbedding
 from rtp_ext.nn._tensor_parallel import COLWISE, ROWWISE, TensorParallelEmbedding, TensorParallelLinear
-from rtp_ext.ring import Ring
-from rtp_ext.ring.mesh import RingMesh, RotationDims
+from rtp_ext.ring.mesh import RotationDims
 
 GATHERED = "replicated"  # the style of modules that are gathered while in use
 
@@ -27,14 +26,11 @@ _STYLES: dict[type[nn.Module], dict[Placement, tuple[str, Placement]]] = {
 }
 
 
-def tensor_dimension(root: nn.Module, mesh: Any, dims: RotationDims | None, ignored: Collection[int]) -> str | None:
-    """The name of the dimension of `mesh` over which the parameters of a model are DTensors; None where they are plain,
-    or on no dimension of it that `dims` leaves. `ignored`: ids of parameters that do not count.
-
-    Raises ValueError where they lie on several.
-    """
-    if not isinstance(mesh, DeviceMesh) or not isinstance(dims, RotationDims):
-        return None
+def tensor_dimensions(
+    root: nn.Module, mesh: DeviceMesh, dims: RotationDims, ignored: Collection[int]
+) -> dict[str, str]:
+    """The dimensions of `mesh` that `dims` leaves and over which parameters of a model are DTensors, each with the name
+    of such a module. `ignored`: ids of parameters that do not count."""
     free = [name for name in mesh.mesh_dim_names or () if name not in dims.ring_names + dims.replicate_names]
     found: dict[str, str] = {}
     for name, part in root.named_modules():
@@ -50,41 +46,47 @@ def tensor_dimension(root: nn.Module, mesh: Any, dims: RotationDims | None, igno
             for dimension in free:
                 if theirs is not None and theirs == mesh[dimension]:
                     found.setdefault(dimension, name or type(part).__name__)
-    if len(found) > 1:
-        where = ", ".join(f"{dimension} ({name})" for dimension, name in found.items())
-        raise ValueError(f"fully_rotate: expected tensor parallelism over one dimension of the mesh, got {where}")
-    return next(iter(found), None)
+    return found
 
 
-def on_tensor_mesh(parameter: DTensor, where: Ring | RingMesh) -> bool:
-    """Whether tensor parallelism has cut a parameter over the dimension that a ring or mesh knows of."""
-    mesh = where.tensor_mesh if isinstance(where, Ring) else where.tensor
-    return mesh is not None and parameter.device_mesh == mesh
+def on_tensor_mesh(parameter: Any, mesh: DeviceMesh | None) -> bool:
+    """Whether tensor parallelism over `mesh` has laid out a parameter."""
+    return isinstance(parameter, DTensor) and mesh is not None and parameter.device_mesh == mesh
 
 
-def style_of(name: str, part: nn.Module, where: Ring | RingMesh, ignored: Collection[int]) -> str | None:
-    """How tensor parallelism has cut a module; None where it has not. Raises ValueError for what cannot rotate."""
-    own = {key: parameter for key, parameter in part._parameters.items() if parameter is not None}
-    cut: dict[str, Any] = {
+def _cut(part: nn.Module, mesh: DeviceMesh | None, ignored: Collection[int]) -> dict[str, Any]:
+    """The parameters of a module that tensor parallelism has laid out, by name."""
+    return {
         key: parameter
-        for key, parameter in own.items()
-        if isinstance(parameter, DTensor) and id(parameter) not in ignored and on_tensor_mesh(parameter, where)
+        for key, parameter in part._parameters.items()
+        if id(parameter) not in ignored and on_tensor_mesh(parameter, mesh)
     }
-    if not cut:
+
+
+def style_of(part: nn.Module, mesh: DeviceMesh | None, ignored: Collection[int]) -> str | None:
+    """How tensor parallelism over `mesh` has cut a module; None where it has not, or in a way that cannot rotate."""
+    cut = _cut(part, mesh, ignored)
+    if not cut or _problem(part, cut) is not None:
         return None
     placements = {key: parameter.placements[0] for key, parameter in cut.items()}
-    problems = [_empty(key, parameter) for key, parameter in cut.items()]
-    if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
-        problems.append(RotatedEmbedding.refusal(part))
-    problem = next((problem for problem in problems if problem is not None), None)
-    whole = all(placement == Replicate() for placement in placements.values())
-    if problem is None and whole and not _belongs_to_attention(part):
+    if all(placement == Replicate() for placement in placements.values()) and not _belongs_to_attention(part):
         return GATHERED
     base = next((base for base in _STYLES if computes_like(part, base)), None)
-    if problem is None and base is not None and own.keys() == cut.keys() <= {"weight", "bias"}:
+    own = {key for key, parameter in part._parameters.items() if parameter is not None}
+    if base is not None and own == cut.keys() <= {"weight", "bias"}:
         style, bias = _STYLES[base].get(placements["weight"], (None, None))
         if style is not None and placements.get("bias", bias) == bias:
             return style
+    return None
+
+
+def check_style(name: str, part: nn.Module, mesh: DeviceMesh | None, ignored: Collection[int]) -> None:
+    """Raises ValueError where tensor parallelism has cut a module in a way that cannot rotate."""
+    cut = _cut(part, mesh, ignored)
+    if not cut or style_of(part, mesh, ignored) is not None:
+        return
+    placements = {key: parameter.placements[0] for key, parameter in cut.items()}
+    problem = _problem(part, cut)
     raise ValueError(
         f"fully_rotate: {name or 'the model'} ({type(part).__name__}) is tensor parallel with placements {placements}"
         f"{'' if problem is None else ', but ' + problem}: expected an nn.Linear or nn.Embedding, with the forward of "
@@ -92,6 +94,13 @@ def style_of(name: str, part: nn.Module, where: Ring | RingMesh, ignored: Collec
         "that are all Replicate() (SequenceParallel). Leave the module out of the plan of parallelize_module, or its "
         "parameters to the caller by ignored_params"
     )
+
+
+def _problem(part: nn.Module, cut: dict[str, Any]) -> str | None:
+    problems = [_empty(key, parameter) for key, parameter in cut.items()]
+    if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+        problems.append(RotatedEmbedding.refusal(part))
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _belongs_to_attention(part: nn.Module) -> bool:
@@ -108,5 +117,5 @@ def _empty(key: str, parameter: DTensor) -> str | None:
 
 
 def parallel_class(part: nn.Module) -> type:
-    """What a rotated layer becomes that tensor parallelism has cut."""
+    """The class of a rotated layer that tensor parallelism has cut."""
     return TensorParallelEmbedding if isinstance(part, nn.Embedding) else TensorParallelLinear

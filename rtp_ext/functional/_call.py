@@ -47,19 +47,15 @@ class Ready:
         if self.size is not None:
             plan = ring.gate.plan(self.name, tokens, self.size, self.compute_dtype)
             route, halves = plan.route, plan.halves
-        direct = ring.gradients.direct(route, self.reduce_dtype)
-        self.options = _native.RotationOptions(
+        self.options = ring.route_plan.rotation(
+            self.name,
             route=route,
+            halves=halves,
+            slot_cap=ring.slot_cap,
             in_place=self.in_place,
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
-            slot_cap=ring.slot_cap,
-            halves=halves and not direct,
             late=self.late,
-            travel=ring.travel,
-            name=self.name,
-            gradient_route="direct" if direct else "chain",
-            gradients_quantized=direct and ring.gradient_travel == "int8",
         )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from rtp_ext._native import shard_sizes
+from rtp_ext.compilers import eager
 from rtp_ext.functional._call import Call
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import unseen
-from rtp_ext.ring.patches.dynamo import eager
 
 
 def owner_shapes(whole: Sequence[int], dim: int, ring: Ring) -> list[list[int]]:

@@ -175,7 +175,7 @@ def rotated_experts(
             transposed=transposed,
             interleaved=interleaved,
             activation=function,
-            clamped=clamped,
+            clamped=None if clamped is None else _native.ClampedGate(alpha=clamped[0], limit=clamped[1]),
         )
         return experts, features, shape
 

@@ -35,8 +35,7 @@ from rtp_ext.measure.layer import TimedLayer, layer_times, together
 from rtp_ext.measure.metrics import Times, metrics
 from rtp_ext.measure.timing import settle_memory, timed
 from rtp_ext.ring import Ring
-from rtp_ext.ring.links.options import check_travel
-from rtp_ext.ring.routes.gradient_routes import check_requested
+from rtp_ext.ring.links.options import check_requested, check_travel
 
 __all__ = ["Plan", "choose", "run", "verdict"]
 

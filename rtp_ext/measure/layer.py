@@ -118,17 +118,14 @@ class TimedLayer:
             raise ValueError(f"expected a layer that rotates, got one that is gathered: {plan.reason}")
         self.direct = ring.gradients.direct(plan.route, self.gradient_dtype)
         self.halves = plan.halves and not self.direct
-        self._options = _native.RotationOptions(
+        self._options = ring.route_plan.rotation(
+            "hops alone",
             route=plan.route,
+            halves=plan.halves,
+            slot_cap=ring.slot_cap,
             in_place=False,
             compute_dtype=dtype,
             reduce_dtype=self.gradient_dtype,
-            slot_cap=ring.slot_cap,
-            halves=self.halves,
-            travel=ring.travel,
-            gradient_route="direct" if self.direct else "chain",
-            gradients_quantized=ring.gradient_travel is not None,
-            name="hops alone",
         )
 
     def _random(self, seed: int, *shape: int) -> torch.Tensor:

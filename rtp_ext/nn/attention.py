@@ -21,7 +21,7 @@ from rtp_ext.parameters.live import LiveModule
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_bounds
 from rtp_ext.ring import Ring
 
-_SHARD_DIMS = {
+SHARD_DIMS = {
     "in_proj_weight": 0,
     "q_proj_weight": 0,
     "k_proj_weight": 0,
@@ -104,7 +104,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
     @staticmethod
     def refusal(module: nn.MultiheadAttention) -> str | None:
         """Why a module cannot be rotated; None if it can."""
-        unknown = module._parameters.keys() - _SHARD_DIMS.keys()
+        unknown = module._parameters.keys() - SHARD_DIMS.keys()
         if unknown:  # such as weight_norm's
             return f"it has parameters that nn.MultiheadAttention has not: {', '.join(sorted(unknown))}"
         if type(module.out_proj) not in _OUT_PROJECTIONS:
@@ -119,7 +119,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         if ring.mesh is None:  # nobody to gather from
             for key in self._gathered():
                 memo[id(self._parameters[key])] = self._parameters[key]
-        self._adopt(ring, _SHARD_DIMS, name=name, memo=memo, **options)
+        self._adopt(ring, SHARD_DIMS, name=name, memo=memo, **options)
         out_proj: Any = self.out_proj
         out_proj.__class__ = _OUT_PROJECTIONS[type(out_proj)]
         out_proj._rotate(ring, name=f"{self.qualified_name}.out_proj", memo=memo, **options)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rtp_ext._native import Schedule, Step, make_schedule
 from rtp_ext.observe.schedule import lane
 from rtp_ext.observe.timeline import Event, timeline
-from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
+from rtp_ext.ring.telemetry import Trace, TraceEvent, TracePass
 
 HOPS = ("weight", "gradient")
 COMPUTES = ("compute", "side")

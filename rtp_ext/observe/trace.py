@@ -24,7 +24,7 @@ from typing import Any
 from rtp_ext._native import make_schedule
 from rtp_ext.observe.figures import HOPS, Summary, check_number, predict, summaries
 from rtp_ext.observe.timeline import LANES, draw_step, legend
-from rtp_ext.ring.recording import Trace, TraceEvent, TracePass
+from rtp_ext.ring.telemetry import Trace, TraceEvent, TracePass
 
 __all__ = ["Summary", "gather", "plot", "predict", "report", "summaries", "write_chrome"]
 

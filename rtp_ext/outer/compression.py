@@ -15,8 +15,8 @@ from rtp_ext.outer.compressors import Ask, Compressor, Memory, Payload, Way
 from rtp_ext.outer.policy import Member, checksum
 from rtp_ext.outer.replicas import Replicas
 from rtp_ext.parameters.sharding import held
+from rtp_ext.ring.dtensor_parameters import expect_own_shard
 from rtp_ext.ring.mesh import ring_dim, ring_shape
-from rtp_ext.ring.patches.dtensor import expect_own_shard
 
 _ALIGNED = 8  # bytes, of parts in what is gathered
 ERROR = "error"  # what a payload has lost, in a memory

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from rtp_ext.dtensor_hooks import before_steps
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import GRADIENT_HANDLER, as_gradient, offloaded_shard_of
@@ -19,7 +19,7 @@ class MicroBatches(OuterPolicy):
     def __init__(self) -> None:
         super().__init__()
         self._unreduced: dict[int, tuple[Any, torch.Tensor]] = {}  # by number: parameter, and what its grad holds
-        _refuse_unreduced()
+        before_steps("reduced", _check_reduced)
 
     def __deepcopy__(self, memo: dict) -> OuterPolicy:
         for index, (parameter, value) in self._unreduced.items():
@@ -86,15 +86,6 @@ class MicroBatches(OuterPolicy):
         values = [value.to(parameter.dtype) for parameter, value in zip(parameters, values, strict=True)]
         kept = offloaded_shard_of(parameters[0]) if parameters else None  # all of them are, or none
         return list(values) if kept is None else kept.memory.store(values)
-
-
-_watching: list[Any] = []  # the handle of the hook
-
-
-def _refuse_unreduced() -> None:
-    """Has optimizers refuse gradients that are not reduced yet."""
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_check_reduced))
 
 
 def _check_reduced(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:

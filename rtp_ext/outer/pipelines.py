@@ -10,36 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from rtp_ext._native import RotationError
+from rtp_ext.dtensor_hooks import patch_pipeline_stages
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
-
-_OURS = "_rtp_reduces"  # attribute of methods that have been replaced
 
 
 def follow_pipelines() -> None:
     """Has stages reduce as described, once torch.distributed.pipelining is imported."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")
-    if module is None:
-        return
-    base = getattr(module, "_PipelineStageBase", None)
-    for name, replace in (("backward_maybe_with_nosync", _leaving), ("perform_reduce_grad", _reducing)):
-        stock = getattr(base, name, None)
-        if stock is None:
-            raise RotationError(
-                f"this torch has pipelines without _PipelineStageBase.{name}, where gradients are left for, or reduced "
-                "at, the end of a step: expected one of torch 2.11 to 2.14 for a model with replicas"
-            )
-        if not hasattr(stock, _OURS):
-            replaced = replace(stock)
-            setattr(replaced, _OURS, True)
-            setattr(base, name, replaced)
+    patch_pipeline_stages(_leaving, _reducing)
 
 
 def _policies(model: nn.Module) -> list[OuterPolicy]:

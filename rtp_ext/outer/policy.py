@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from rtp_ext.outer.replicas import Replicas
 from rtp_ext.parameters.pieces import is_piece, local_shape
@@ -111,6 +111,10 @@ class GradientHandler:
     def alone(self) -> bool:
         return self.policy.size == 1
 
+    @property
+    def ring(self) -> Ring | None:
+        return self.policy.ring
+
     def __deepcopy__(self, memo: dict) -> GradientHandler:
         return GradientHandler(copy.deepcopy(self.policy, memo), self.index)
 
@@ -141,15 +145,19 @@ class OuterPolicy:
 
     # -- made and ended by fully_rotate ------------------------------------------------------------------------------
 
-    def connect(self, ring: Ring) -> None:
-        """Gives the policy to a model on `ring`. Collective over all replicas."""
-        if self.ring is ring:
-            return  # the one of parts that were converted before
-        if self.ring is not None:
+    def expect_free(self, ring: Ring | None) -> None:
+        """Raises ValueError where the policy belongs to another ring than `ring`; None: to any."""
+        if self.ring is not None and self.ring is not ring:
             raise ValueError(
                 f"fully_rotate: expected an outer policy of its own for every model, got a {type(self).__name__} that "
                 "belongs to another ring"
             )
+
+    def connect(self, ring: Ring) -> None:
+        """Gives the policy to a model on `ring`. Collective over all replicas."""
+        if self.ring is ring:
+            return  # the one of parts that were converted before
+        self.expect_free(ring)
         self.ring = ring
         if ring.replicas > 1:
             self.replicas = self.replicas_type(ring)
@@ -314,6 +322,11 @@ class OuterPolicy:
     allows_in_place = True  # whether the shards of its parameters may travel themselves
     allows_offload = True  # whether shards may stay on the host
     allows_tensor_parallel = True  # whether the ring may cut what tensor parallelism has cut
+
+    def placement_over(self, replicas: int, shape: Sequence[int], dim: int | None, ranks: int) -> Placement | None:
+        """How a parameter of `shape` that a ring of `ranks` cuts along `dim` lies over the replicas once the policy has
+        it; None: it lies on the ring alone."""
+        return Replicate()
 
     def cut(self, root: nn.Module) -> None:
         """A model has been converted: lays its parameters out as the policy keeps them. Collective."""

@@ -12,15 +12,16 @@ import torch.distributed as dist
 
 from rtp_ext._native import RotationError
 from rtp_ext.ring import Ring
+from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.failure_report import this_process
-from rtp_ext.ring.links.groups import Groups, _all_gather_single
+from rtp_ext.ring.links.groups import all_gather_single
 from rtp_ext.ring.links.hosts import find_hosts
 
 # torch 2.14 renamed it
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Replicas(Groups):
+class Replicas(Communicator):
     """Rank r of every ring, in the order of the mesh. A failure here ends the ring too, so that its ranks learn of it.
 
     Attributes:
@@ -34,13 +35,11 @@ class Replicas(Groups):
         assert mesh is not None and ring.replicas > 1, "a ring without replicas"
         group = mesh.get_group(0)
         self._ring = weakref.ref(ring)
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.device, self.timeout, self.transport = ring.device, ring.timeout, ring.transport
-        self.transport_options = ring.transport_options
-        self._open_groups(dist.get_process_group_ranks(group))
-        ring.companions = (*ring.companions, self)
+        members = dist.get_process_group_ranks(group)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), ring.device, ring.timeout, members)
+        ring.communicator.companions += (self,)
         if ring.failure_report is not None:
-            ring.failure_report.know(self._members, self.exchange(this_process()), find_hosts(self).of)
+            ring.failure_report.know(self.members, self.exchange(this_process()), find_hosts(self).of)
 
     def check_alive(self, operation: str) -> None:
         ring = self._ring()
@@ -76,7 +75,7 @@ class Replicas(Groups):
         """Starts to gather `mine` [n] of every replica. Returns what `end_sum` waits for, and what arrives, [K, n]."""
         self.check_alive("replicas")
         rows = mine.new_empty(self.size, mine.numel())
-        return _all_gather_single(rows.view(-1), mine, group=self._collective, async_op=True), rows
+        return all_gather_single(rows.view(-1), mine, group=self._collective, async_op=True), rows
 
     def end_sum(self, work: Any) -> None:
         """Waits for a sum; on a GPU the current stream does."""
@@ -96,8 +95,8 @@ class Replicas(Groups):
         """Ends the ring, so that its ranks learn of it."""
         ring = self._ring()
         if ring is not None:
-            ring.end(error, suspects, self._members if near is None else near, ended)
+            ring.end(error, suspects, self.members if near is None else near, ended)
 
-    def _last_hop(self) -> str:
+    def last_hop(self) -> str:
         ring = self._ring()
-        return "" if ring is None else ring._last_hop()
+        return "" if ring is None else ring.communicator.last_hop()

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from rtp_ext._native import RotationError, shard_sizes, share_version
 from rtp_ext.outer.all_reduce import BUCKET, AllReduce
@@ -38,6 +38,7 @@ from rtp_ext.parameters.pieces import (
     let_state_dicts_fit,
     local_spec,
     own_piece,
+    piece_placement,
     piece_placements,
 )
 from rtp_ext.parameters.sharding import held
@@ -99,6 +100,10 @@ class ZeroOuter(AllReduce):
         return super().bytes_sent() + self._sent_bytes
 
     # -- what is registered --------------------------------------------------------------------------------------------
+
+    def placement_over(self, replicas: int, shape: Sequence[int], dim: int | None, ranks: int) -> Placement | None:
+        found = None if dim is None or replicas == 1 else piece_placement(shape, dim, replicas, ranks)
+        return found or Replicate()
 
     def cut(self, root: nn.Module) -> None:
         if self.replicas is None:

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from rtp_ext.dtensor_hooks import patch_data
+from rtp_ext.ring.dtensor_parameters import rotates
 from rtp_ext.ring.mesh import own_part
-from rtp_ext.ring.patches.dtensor import rotates
 
 
-@functools.cache
 def let_data_be_assigned() -> None:
     """Has `parameter.data = values` write to the shard of a parameter on a ring, with `values` whole or laid out as the
-    parameter is. A DTensor knows nothing of what is assigned to its `data`: its shard would stay as it was."""
-    stock: Any = torch.Tensor.data
-
-    def assign(self: DTensor, values: Any) -> None:
-        if rotates(self):
-            _assign(self, values)
-        else:
-            stock.__set__(self, values)
-
-    DTensor.data = property(stock.__get__, assign)  # type: ignore[assignment]
+    parameter is."""
+    patch_data(rotates, _assign)
 
 
 def _assign(parameter: DTensor, values: Any) -> None:

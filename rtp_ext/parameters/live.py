@@ -192,3 +192,11 @@ def mixin_of(module: Any) -> type:
 
 def _made_of(cls: type) -> type:
     return cls.__dict__.get(_MADE_OF, cls)
+
+
+def plain_class(module: nn.Module) -> type:
+    """The class that a module had before it was converted."""
+    cls = type(module)
+    while issubclass(cls, LiveModule):
+        cls = cls.__bases__[-1]
+    return cls

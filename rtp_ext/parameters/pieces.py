@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rtp_ext._native import shard_sizes
+from rtp_ext.dtensor_hooks import patch_state_dicts
 from rtp_ext.ring.autograd import as_parameter
 from rtp_ext.ring.mesh import local_placements, own_part, piece_dim, ring_dim, ring_shape
 
@@ -24,22 +24,27 @@ def is_piece(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and piece_dim(tensor._spec) is not None
 
 
-def piece_placements(parameter: DTensor) -> tuple[Placement, Placement] | None:
-    """How the pieces lie of a parameter whose shard every replica holds; None where they cannot.
+def piece_placement(shape: Sequence[int], dim: int, replicas: int, ranks: int) -> Placement | None:
+    """How the pieces of a parameter that the ring cuts along `dim` lie over the replicas; None where they cannot.
 
     Along the dimension that the ring cuts, where DTensor's arithmetic for uneven sizes has the shards of all rings cut
     alike: it cuts over the replicas first, and what that leaves of all shards over the ring, by the chunk rule each
     time. Else along the largest other dimension.
     """
-    mesh, over_ring = parameter.device_mesh, parameter.placements[-1]
+    pieces = [shard_sizes(shard, replicas) for shard in shard_sizes(shape[dim], ranks)]
+    if all(list(of_one) == list(shard_sizes(sum(of_one), ranks)) for of_one in zip(*pieces, strict=True)):
+        return _StridedShard(dim, split_factor=ranks)
+    others = [other for other in range(len(shape)) if other != dim]
+    return Shard(max(others, key=lambda other: shape[other])) if others else None
+
+
+def piece_placements(parameter: DTensor) -> tuple[Placement, Placement] | None:
+    """How the pieces lie of a parameter whose shard every replica holds; None where they cannot."""
+    over_ring = parameter.placements[-1]
     assert isinstance(over_ring, Shard), "a shard"
-    replicas, ring = mesh.shape
-    shape = parameter.shape
-    pieces = [shard_sizes(shard, replicas) for shard in shard_sizes(shape[over_ring.dim], ring)]
-    if all(list(of_one) == list(shard_sizes(sum(of_one), ring)) for of_one in zip(*pieces, strict=True)):
-        return _StridedShard(over_ring.dim, split_factor=ring), over_ring
-    others = [dim for dim in range(len(shape)) if dim != over_ring.dim]
-    return (Shard(max(others, key=lambda dim: shape[dim])), over_ring) if others else None
+    replicas, ranks = parameter.device_mesh.shape
+    over_replicas = piece_placement(parameter.shape, over_ring.dim, replicas, ranks)
+    return None if over_replicas is None else (over_replicas, over_ring)
 
 
 def local_spec(spec: DTensorSpec) -> DTensorSpec:
@@ -79,31 +84,22 @@ def as_pieces(parameter: DTensor, placements: tuple[Placement, Placement]) -> nn
 
 
 _meshes: set[DeviceMesh] = set()
-_WRAPS = "_rtp_cuts"  # attribute of the function that knows them
 
 
 def let_state_dicts_fit(mesh: DeviceMesh) -> None:
-    """Has whole state dicts (full_state_dict=True) be cut into pieces as the parameters on `mesh` are.
-
-    torch cuts along the replicas first, and then evenly what that leaves of the shards of all rings: it asserts where
-    sizes do not divide, or cuts elsewhere.
-    """
+    """Has whole state dicts (full_state_dict=True) be cut into pieces as the parameters on `mesh` are."""
     _meshes.add(mesh)
-    stock: Any = _state_dict_utils.distribute_tensor  # type: ignore[attr-defined]
-    if hasattr(stock, _WRAPS):
-        return
+    patch_state_dicts(_holds_pieces, _piece_of)
 
-    @functools.wraps(stock)
-    def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **keywords: Any) -> Any:
-        ours = placements is not None and isinstance(placements[0], _StridedShard) and device_mesh in _meshes
-        if not ours or isinstance(tensor, DTensor):
-            return stock(tensor, device_mesh, placements, **keywords)
-        spec = DTensorSpec(device_mesh, tuple(placements), TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
-        piece = own_part(tensor.detach(), device_mesh, placements).clone(memory_format=torch.contiguous_format)
-        return DTensor(piece, spec, requires_grad=False)  # type: ignore[call-arg]
 
-    setattr(distribute_tensor, _WRAPS, True)
-    _state_dict_utils.distribute_tensor = distribute_tensor  # type: ignore[attr-defined]
+def _holds_pieces(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    return isinstance(placements[0], _StridedShard) and mesh in _meshes
+
+
+def _piece_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(whole.shape, whole.stride(), whole.dtype))
+    piece = own_part(whole.detach(), mesh, placements).clone(memory_format=torch.contiguous_format)
+    return DTensor(piece, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def gather_local(parameter: DTensor) -> torch.Tensor:

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from rtp_ext._native import RotationError, shard_sizes, share_version
+from rtp_ext.dtensor_hooks import patch_grad_scaler
 from rtp_ext.parameters.assigned import let_data_be_assigned
 from rtp_ext.parameters.pieces import gather_local, is_piece
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
@@ -111,7 +112,7 @@ def as_sharded(
         return local
     let_data_be_assigned()
     if ring.tensor_mesh is not None:
-        _let_grad_scaler_see_shards()
+        patch_grad_scaler()
     stride = torch.empty(full_shape, device="meta").stride()
     placements = ring.placements(dim, tensor)
     if ring.host_memory is not None:  # from_local would take it to the device of the mesh
@@ -119,34 +120,6 @@ def as_sharded(
         spec = DTensorSpec(ring.parameter_mesh, tuple(placements), tensor_meta=meta)
         return as_gradient(ring.host_memory.keep(local), spec)
     return DTensor.from_local(local, ring.parameter_mesh, placements, run_check=False, shape=full_shape, stride=stride)
-
-
-def _let_grad_scaler_see_shards() -> None:
-    """Has GradScaler look at sharded gradients before replicated ones.
-
-    torch decides by the first gradient of a group whether ranks have to tell each other of infinities; where that is a
-    scalar's, which every rank holds whole, or a norm's, which tensor parallelism does not cut, an overflow in another
-    rank's shard would go unnoticed, and the ranks would no longer take the same steps.
-    """
-    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    try:
-        handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
-        stock = handlers[operator]
-    except (AttributeError, KeyError):
-        logger.warning(
-            "this torch (%s) hides how GradScaler treats DTensors: do not use it with scalar parameters",
-            torch.__version__,
-        )
-        return
-    if getattr(stock, "_rtp_sorts", False):
-        return
-
-    def sharded_first(op_call: Any, args: tuple, kwargs: dict) -> Any:
-        gradients = sorted(args[0], key=lambda gradient: sum(isinstance(p, Replicate) for p in gradient.placements))
-        return stock(op_call, (gradients, *args[1:]), kwargs)
-
-    sharded_first._rtp_sorts = True  # type: ignore[attr-defined]
-    handlers[operator] = sharded_first
 
 
 def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Parameter:
@@ -164,7 +137,7 @@ def replicate_parameter(parameter: nn.Parameter, ring: Ring) -> nn.Parameter:
     """A parameter that every rank holds whole, in place of a plain one (meta device included)."""
     whole, tensor = _values(parameter).detach().clone(), _over_tensor(parameter, ring)
     if ring.parameter_mesh is not None:
-        _let_grad_scaler_see_shards()
+        patch_grad_scaler()
         whole = as_sharded(whole, parameter.shape, ring, None, tensor)
     return _in_place_of(parameter, whole)
 

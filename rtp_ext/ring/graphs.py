@@ -4,13 +4,13 @@ Whether a pass is a graph decides no hop: over the transports that take graphs, 
 and one that enqueues hop by hop make the same hops through the same slots in the same order, and each rank does what
 its own inputs allow. What this rests on is settled for the ring, by all its ranks: that slots go to passes in a fixed
 order, and that nothing travels between passes. Other transports are refused: NCCL demands that both ends of a hop are
-captured, and no rank knows how many tokens the others have.
+captured, and the numbers of tokens differ between ranks.
 
-A graph knows addresses. It is replayed where every tensor of the call, results included, lies where it lay at the
-capture: in a loop of fixed shapes torch's caching allocator sees to that. Copying into tensors that stay was the other
-choice; it would read and write every activation and gradient of a layer once more, a tenth of the time of a layer.
+A graph holds addresses. It is replayed where every tensor of the call, results included, has the address that it had
+at the capture: in a loop of fixed shapes torch's caching allocator returns the same addresses. Copying into fixed
+tensors would read and write every activation and gradient of a layer once more, a tenth of the time of a layer.
 Where addresses change, the pass is enqueued hop by hop as ever. Results are allocated by torch before the pass,
-whichever way it goes, so that they belong to whoever gets them.
+graph or not, so that the caller owns them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from typing import Any
 import torch
 
 from rtp_ext import _native
+from rtp_ext.ring.links.communicator import Communicator
+from rtp_ext.ring.links.options import RingOptions
 
 logger = logging.getLogger("rtp_ext")
 
-GRAPHS = ("auto", "on", "off")
 # What they launch follows from shapes alone. Experts and losses look at values on the host.
 CAPTURED = frozenset(
     {
@@ -42,62 +43,48 @@ CAPTURED = frozenset(
         _native.mlp_backward,
     }
 )
-MOST_GRAPHS = 4  # of one pass, for different addresses; the one that was used last goes last
+MOST_GRAPHS = 4  # of one pass, for different addresses; the least recently used one is dropped first
 MOST_SEEN = 16  # addresses that a pass remembers to have been called with
 MOST_PASSES = 1024  # shapes and options, of all operations of a ring
 
 
-def check_graphs(graphs: str) -> None:
-    if graphs not in GRAPHS:
-        raise ValueError(f"Ring: expected graphs to be one of {', '.join(GRAPHS)}, got {graphs!r}")
-
-
-def begin_graphs(ring: Any, executor: Any, wish: str) -> PassGraphs:
-    """The graphs of a new ring. What decides is the same on all its ranks. ValueError where it cannot do what it is
-    asked for."""
+def choose_graphs(
+    executor: Any,
+    options: RingOptions,
+    ring: Communicator,
+    transport: str,
+    *,
+    late_gradients: int,
+    tensor_parallel: bool,
+) -> PassGraphs:
+    """The graphs of a new ring. All its ranks find the same. Raises ValueError for graphs 'on' where they cannot be."""
     refusal = None
     if not executor.takes_graphs():
-        refusal = f"over the transport {ring.transport} " + (
+        refusal = f"over the transport {transport} " + (
             "there are no CUDA streams"
             if ring.device.type == "cpu"
             else "both ends of a hop must be captured or neither, and no rank knows the number of tokens of the other"
         )
-    elif ring.late_gradients:
-        refusal = f"late_gradients is {ring.late_gradients}, and gradients land within the pass that is captured"
-    elif untried := _untried(ring):
+    elif late_gradients:
+        refusal = f"late_gradients is {late_gradients}, and gradients land within the pass that is captured"
+    elif untried := _untried(options, tensor_parallel):
         refusal = f"{untried} and graphs were not tried together"
-    if wish == "on" and refusal is not None:
+    if options.graphs == "on" and refusal is not None:
         raise ValueError(f"Ring: expected graphs 'auto' or 'off', got 'on': {refusal}")
-    on = wish != "off" and refusal is None
-    if on:
-        ring.prefetch = 0
-        executor.prefetch(False)
-    reason = "not asked for" if wish == "off" else refusal or "what a pass launches follows from shapes alone"
-    if wish == "auto":
+    on = options.graphs != "off" and refusal is None
+    reason = "not asked for" if options.graphs == "off" else refusal or "what a pass launches follows from shapes alone"
+    if options.graphs == "auto":
         logger.info("ring of %d: passes are %s graphs: %s", ring.size, "" if on else "no", reason)
-    return PassGraphs(executor, reason, on=on, device=ring.device)
+    return PassGraphs(executor, reason, on=on, device=ring.device, required=options.graphs == "on")
 
 
-def _untried(ring: Any) -> str | None:
-    """An option of the ring that no test has together with graphs."""
-    if ring.travel == "int8":
+def _untried(options: RingOptions, tensor_parallel: bool) -> str | None:
+    """An option of the ring that no test combines with graphs."""
+    if options.travel == "int8":
         return "travel='int8'"
-    if ring.gradient_travel == "int8":
+    if options.gradient_travel == "int8":
         return "gradient_travel='int8'"
-    return None if ring.tensor_mesh is None else "tensor parallelism"
-
-
-def refuse_graphs(ring: Any, option: str) -> None:
-    """Of a ring that exists: what `option` asks for and graphs were not tried together. Its passes are enqueued hop by
-    hop. ValueError where graphs were asked for."""
-    if not ring.graphs.on:
-        return
-    reason = f"{option} and graphs were not tried together"
-    if ring._graphs_wanted == "on":
-        raise ValueError(f"Ring: expected graphs 'auto' or 'off' with {option}, got 'on': {reason}")
-    ring.graphs.forget()
-    ring.graphs.on, ring.graphs.reason = False, reason
-    logger.info("ring of %d: passes are no graphs: %s", ring.size, reason)
+    return "tensor parallelism" if tensor_parallel else None
 
 
 _collectors = threading.Lock()
@@ -107,8 +94,8 @@ _collects = False  # once none does any more
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Python looks for no garbage meanwhile: what ends then may wait for the device, as a ring does and whatever else
-    has memory there, which in a thread that captures invalidates its capture."""
+    """Disables the garbage collector: objects with memory on the device, such as rings, may wait for the device when
+    they are freed, which invalidates a capture of this thread."""
     global _without_collector, _collects
     with _collectors:
         if _without_collector == 0:
@@ -152,8 +139,8 @@ class PassGraphs:
         captured, replayed, stepped: how many passes were captured, enqueued as graphs, and hop by hop.
     """
 
-    def __init__(self, executor: Any, reason: str, *, on: bool, device: torch.device) -> None:
-        self.on, self.reason = on, reason
+    def __init__(self, executor: Any, reason: str, *, on: bool, device: torch.device, required: bool = False) -> None:
+        self.on, self.reason, self._required = on, reason, required
         self.captured = self.replayed = self.stepped = 0
         self._executor, self._device = executor, device
         self._passes: OrderedDict[Any, Pass] = OrderedDict()
@@ -174,7 +161,7 @@ class PassGraphs:
                 f"{operation}: expected no CUDA graph of the caller's around it on a ring whose passes are graphs; "
                 "make the ring with graphs='off'"
             )
-        if executor.traced():  # a trace wants its steps
+        if executor.traced():  # a trace needs its steps
             return self._step(function, arguments)
         if executor.generation() != self._generation:
             self.forget()
@@ -186,7 +173,7 @@ class PassGraphs:
             if len(self._passes) > MOST_PASSES:
                 self._retire(self._passes.popitem(last=False)[1])
         else:
-            self._passes.move_to_end(key)  # what is not used any more goes first
+            self._passes.move_to_end(key)  # the least recently used pass is dropped first
         if known.results is None:
             return self._first(known, function, arguments)
         if known.returns is None:
@@ -209,18 +196,30 @@ class PassGraphs:
             return self._step(function, arguments, results)
         return self._capture(known, addresses, operation, function, arguments, results)
 
+    def refuse(self, option: str) -> None:
+        """Enqueues passes hop by hop from now on: `option` and graphs were not tried together. Raises ValueError where
+        the ring was asked for graphs."""
+        if not self.on:
+            return
+        reason = f"{option} and graphs were not tried together"
+        if self._required:
+            raise ValueError(f"Ring: expected graphs 'auto' or 'off' with {option}, got 'on': {reason}")
+        self.forget()
+        self.on, self.reason = False, reason
+        logger.info("passes are no graphs any more: %s", reason)
+
     def _places_for(self, results: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in results]
 
     def forget(self) -> None:
-        """Gives up all graphs: the slots that they know have changed, or the ring ends."""
+        """Drops all graphs: the slots that they use have changed, or the ring ends."""
         for each in self._passes.values():
             self._retire(each)
         self._passes.clear()
         self._generation = self._executor.generation()
 
     def _first(self, known: Pass, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """Finds out what a pass returns. It may make slots, which changes what graphs know."""
+        """Notes the results of a pass. It may make slots, which invalidates graphs."""
         executor = self._executor
         executor.note_results()
         try:
@@ -248,12 +247,12 @@ class PassGraphs:
         self, operation: str, function: Callable[..., Any], arguments: Sequence[Any], results: Any, *, captured: bool
     ) -> tuple[Any, Any]:
         """What a pass returns that is run, or captured, beside the caller's stream; and its graph."""
-        self._executor.begin_aside(captured)
+        self._executor.begin_graph_stream(captured)
         try:
             returned = self._step(function, arguments, results)
-            return returned, self._executor.end_aside(operation)
+            return returned, self._executor.end_graph_stream(operation)
         finally:
-            self._executor.leave_aside()  # does nothing after the orderly end
+            self._executor.abandon_graph_stream()  # does nothing after the orderly end
 
     def _capture(
         self,
@@ -291,8 +290,8 @@ class PassGraphs:
 
 
 def _look(argument: Any, tensors: list[torch.Tensor]) -> Any:
-    """What tells one pass from another; the tensors go to the list. Native descriptions are told apart as objects,
-    which the key keeps alive."""
+    """The part of a pass's key that `argument` makes; its tensors are appended. Native descriptions compare by
+    identity, and the key keeps them alive."""
     if isinstance(argument, torch.Tensor):
         tensors.append(argument)
         return argument.shape, argument.stride(), argument.dtype

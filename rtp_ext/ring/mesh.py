@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,16 +75,38 @@ class RingMesh:
         return self.parameters.size() // self.hops.size() // (1 if self.tensor is None else self.tensor.size())
 
 
-# of the meshes that rings have made: how many replicas hold the parameters on it, and whether tensor parallelism is a
-# dimension of it
-followed: dict[DeviceMesh, tuple[int, bool]] = {}
+@dataclass(frozen=True)
+class MeshRole:
+    """What parameters on a mesh are: how many replicas hold them, whether tensor parallelism cuts them, and the rings
+    that rotate them."""
+
+    replicas: int = 1
+    tensor: bool = False
+    rings: list[weakref.ref[Any]] = field(default_factory=list, compare=False)
+
+
+mesh_roles: dict[DeviceMesh, MeshRole] = {}  # of the meshes of rings
+
+
+def role_of(mesh: DeviceMesh) -> MeshRole:
+    """The role of a mesh; without replicas and tensor parallelism where no ring was made for it."""
+    return mesh_roles.get(mesh, _NO_ROLE)
+
+
+_NO_ROLE = MeshRole()
+
+
+def live_ring(mesh: DeviceMesh) -> Any:
+    """A Ring, made for the parameters on a mesh, that can be used; None where there is none."""
+    rings = (reference() for reference in reversed(role_of(mesh).rings))
+    return next((ring for ring in rings if ring is not None and ring.alive), None)
 
 
 def piece_dim(spec: DTensorSpec) -> int | None:
     """The dimension along which replicas cut the shards laid out as `spec`, so that each has a piece of its own; None
     where they do not. Nobody cuts over replicas what tensor parallelism cuts."""
     over_replicas: Any = spec.placements[0]
-    if isinstance(over_replicas, Replicate) or spec.mesh.ndim == 1 or followed.get(spec.mesh, (1, False))[1]:
+    if isinstance(over_replicas, Replicate) or spec.mesh.ndim == 1 or role_of(spec.mesh).tensor:
         return None
     return over_replicas.dim
 
@@ -129,22 +153,12 @@ def resolve_mesh(
     parallelism. Collective where names are flattened."""
     if isinstance(mesh_or_group, RingMesh):
         return mesh_or_group
-    if not dist.is_initialized():
-        raise RotationError("Ring: torch.distributed is not initialised; call init_process_group, or use Ring.emulated")
+    _check_mesh(mesh_or_group, dims)
     if dims is not None:
-        return _named(mesh_or_group, dims, tensor)
+        return _named(_check_named(mesh_or_group, dims, tensor), dims, tensor)
     if isinstance(mesh_or_group, DeviceMesh):
-        if mesh_or_group.ndim != 1:
-            raise ValueError(
-                f"Ring: expected a one-dimensional mesh, got one with dimensions {mesh_or_group.mesh_dim_names}; pass "
-                "dims=RotationDims(ring=..., replicate=...), which says what they are by name, or one of them, "
-                'such as mesh["ring"]'
-            )
         return RingMesh(mesh_or_group, mesh_or_group)
-    if mesh_or_group is not None and not isinstance(mesh_or_group, dist.ProcessGroup):
-        raise TypeError(f"Ring: expected a DeviceMesh or a process group, got {type(mesh_or_group).__name__}")
-    backend = str(dist.get_backend(mesh_or_group))
-    device_type = "cuda" if "nccl" in backend and torch.cuda.is_available() else "cpu"
+    device_type = _device_of(mesh_or_group)
     if mesh_or_group is None:
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     else:
@@ -152,7 +166,100 @@ def resolve_mesh(
     return RingMesh(mesh, mesh)
 
 
-def _named(mesh: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims, tensor: str | None) -> RingMesh:
+def _check_mesh(mesh_or_group: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims | None) -> None:
+    if not dist.is_initialized():
+        raise RotationError("Ring: torch.distributed is not initialised; call init_process_group, or use Ring.emulated")
+    if dims is not None:
+        return
+    if isinstance(mesh_or_group, DeviceMesh):
+        if mesh_or_group.ndim != 1:
+            raise ValueError(
+                f"Ring: expected a one-dimensional mesh, got one with dimensions {mesh_or_group.mesh_dim_names}; pass "
+                "dims=RotationDims(ring=..., replicate=...), which says what they are by name, or one of them, "
+                'such as mesh["ring"]'
+            )
+    elif mesh_or_group is not None and not isinstance(mesh_or_group, dist.ProcessGroup):
+        raise TypeError(f"Ring: expected a DeviceMesh or a process group, got {type(mesh_or_group).__name__}")
+
+
+def _device_of(group: dist.ProcessGroup | None) -> str:
+    return "cuda" if "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The ranks that parameters are to lie on, before any mesh is made of them.
+
+    Attributes:
+        device_type: of the mesh.
+        shape: sizes of the dimensions of the mesh of parameters: replicas, where they are named, tensor parallelism,
+            where there is some, and last the ring.
+        ranks: of the default process group, in the order of that mesh.
+        names: of these dimensions; None: they have none.
+        place: this rank's coordinates.
+        tensor_mesh: of tensor parallelism.
+    """
+
+    device_type: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    names: tuple[str, ...] | None
+    place: tuple[int, ...]
+    tensor_mesh: DeviceMesh | None = None
+    has_replicas: bool = False
+
+    @property
+    def grid(self) -> list[Any]:
+        """The ranks in nested lists, by dimension."""
+        return torch.tensor(self.ranks).reshape(self.shape).tolist()
+
+
+def lay_out_ranks(
+    mesh_or_group: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims | None, tensor: str | None
+) -> RankGrid:
+    """The ranks of what `resolve_mesh` makes of the same arguments, and the same refusals. No communication, and no
+    mesh or process group is made."""
+    _check_mesh(mesh_or_group, dims)
+    if dims is None:
+        if isinstance(mesh_or_group, DeviceMesh):
+            kind, ranks = mesh_or_group.device_type, mesh_or_group.mesh.flatten().tolist()
+            names: tuple[str, ...] | None = mesh_or_group.mesh_dim_names
+        else:
+            kind, names = _device_of(mesh_or_group), None
+            ranks = dist.get_process_group_ranks(mesh_or_group or dist.group.WORLD)
+        place = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else 0
+        return RankGrid(kind, (len(ranks),), tuple(ranks), names, (place,))
+    mesh = _check_named(mesh_or_group, dims, tensor)
+    several = [dims.replicate_names, () if tensor is None else (tensor,), dims.ring_names]
+    every = [name for names in several for name in names]
+    known: tuple[str, ...] = mesh.mesh_dim_names or ()
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    # dimensions that are not named have one rank
+    order = [known.index(name) for name in every]
+    rest = [at for at in range(mesh.ndim) if at not in order]
+    ranks = mesh.mesh.permute([*order, *rest]).flatten().tolist()
+    shape, place_in = [], []
+    for names in several:
+        if names:
+            sizes = [mesh.size(known.index(name)) for name in names]
+            at = 0
+            for name, size in zip(names, sizes, strict=True):
+                at = at * size + coordinate[known.index(name)]
+            shape.append(math.prod(sizes))
+            place_in.append(at)
+    return RankGrid(
+        mesh.device_type,
+        tuple(shape),
+        tuple(ranks),
+        tuple("_".join(names) for names in several if names),
+        tuple(place_in),
+        None if tensor is None else mesh[tensor],
+        bool(dims.replicate_names),
+    )
+
+
+def _check_named(mesh: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims, tensor: str | None) -> DeviceMesh:
+    """The mesh. Raises where `dims` cannot name its dimensions."""
     if not isinstance(dims, RotationDims):
         raise TypeError(f"Ring: expected dims to be RotationDims, got {type(dims).__name__}")
     if not isinstance(mesh, DeviceMesh):
@@ -174,6 +281,14 @@ def _named(mesh: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims, tens
             f"mesh[{', '.join(map(repr, (name for name in names if name in known)))}], or have parallelize_module cut "
             "the model over it before"
         )
+    for several in (dims.ring_names, dims.replicate_names):
+        order = [names.index(name) for name in several]
+        if order != sorted(order):
+            raise ValueError(f"Ring: expected names in the order of the mesh {names}, got {several}")
+    return mesh
+
+
+def _named(mesh: DeviceMesh, dims: RotationDims, tensor: str | None) -> RingMesh:
     ring = _flattened(mesh, dims.ring_names)
     if tensor is not None:
         return RingMesh(ring, _with_tensor(mesh, dims, tensor, ring), mesh[tensor])
@@ -207,7 +322,4 @@ def _flattened(mesh: DeviceMesh, names: Iterable[str]) -> DeviceMesh:
     names = tuple(names)
     if len(names) == 1:
         return mesh[names[0]]
-    order = [(mesh.mesh_dim_names or ()).index(name) for name in names]
-    if order != sorted(order):
-        raise ValueError(f"Ring: expected names in the order of the mesh {mesh.mesh_dim_names}, got {names}")
     return mesh[names]._flatten("_".join(names))

@@ -5,8 +5,8 @@ while it is `on_device`. The copy is enqueued on the stream of the computes that
 it. Autograd may therefore save a stand-in for backward: that keeps no memory, and the backward
 borrows anew. Nothing is sent ahead on such a ring, since the memory that would be sent is not there yet.
 
-A gradient leaves for the host when it has come home. Until the copy has ended nobody may read it, so that autograd gets
-nothing then; `OffloadedShard.deliver` sets p.grad when the backward ends, in the engine's final callback.
+A gradient is copied to the host after its reduction. It must not be read before the copy has ended, so that autograd
+receives None; `OffloadedShard.deliver` sets p.grad when the backward ends, in the engine's final callback.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HostMemory:
         return shard if shard.is_meta else self.pinned(shard.detach().to("cpu"))
 
     def pinned(self, local: torch.Tensor) -> torch.Tensor:
-        """A shard on the host in pinned memory, where that was asked for; itself where it is."""
+        """A shard of the host, in pinned memory if the policy requires that."""
         return local.pin_memory() if self.pin and not local.is_meta and not local.is_pinned() else local
 
     def fill(self, place: torch.Tensor, local: torch.Tensor) -> None:
@@ -60,7 +60,7 @@ class HostMemory:
         return arriving, side.record_event().synchronize
 
     def load(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy on the device of what is on the host."""
+        """A copy on the device of a value on the host."""
         place = torch.empty(value.shape, dtype=value.dtype, device=self.device)
         self.fill(place, value)
         return place
@@ -79,7 +79,7 @@ def host_memory(policy: CPUOffloadPolicy, device: torch.device) -> HostMemory | 
 
 
 class OffloadedShard:
-    """What the device has of one shard that stays on the host."""
+    """The copy on the device of one shard that stays on the host."""
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
@@ -90,10 +90,10 @@ class OffloadedShard:
         return OffloadedShard(self.memory)
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a parameter that was pickled is kept by nobody
+        return type(None), ()  # an unpickled parameter is not offloaded
 
     def stand_in(self, local: torch.Tensor) -> torch.Tensor:
-        """What stands for `home` on the device: of its shape and dtype, without memory unless it is lent."""
+        """The stand-in of `local` on the device: of its shape and dtype, without memory unless it is on the device."""
         known = self._stand_in
         if known is None or (known.shape, known.dtype) != (local.shape, local.dtype):
             with torch.inference_mode(False), torch.no_grad():

@@ -1,4 +1,4 @@
-"""The two primitives of a ring: shards that visit every rank, and sums that come home."""
+"""The two primitives of a ring: shards that visit every rank, and sums that reach their owners."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
-from rtp_ext._native import RotationError
 from rtp_ext.ring.autograd import expect_memory, unseen
-from rtp_ext.ring.links.groups import Groups
+from rtp_ext.ring.dispatch import Dispatcher
+from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.mesh import piece_dim, ring_dim, ring_shape
 from rtp_ext.ring.prepared import Prepared
-from rtp_ext.ring.routes.route_planner import Link, RoutePlanner
+from rtp_ext.ring.routes.route_planner import Link
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """A tensor over the memory of `value`: a tensor, or any array that speaks DLPack (CuPy, NumPy)."""
+    """A tensor over the memory of `value`: a tensor, or any array with DLPack support (CuPy, NumPy)."""
     if isinstance(value, DTensor):
         if piece_dim(value._spec) is not None:
             raise ValueError(
@@ -36,51 +36,40 @@ def as_tensor(value: Any) -> torch.Tensor:
     raise TypeError(f"Ring: expected a tensor or a DLPack array, got {type(value).__name__}")
 
 
-class Primitives(Groups):
-    """`rotate` and `collect`, for the class Ring."""
+class Primitives:
+    """`rotate` and `collect` on one rank of a ring, and the measurement of its hops.
 
-    serial: int
-    hop_route: str
-    travel: str | None
-    gate: RoutePlanner
-    run: Callable[..., Any]
-    _native: Any = None  # the transport, but for an emulated one
+    Args:
+        serial: index of the ring within the process; part of the key under which shapes are kept.
+        hop_route: what the hops of a rotation take.
+    """
 
-    def expect_in_place(self, name: str) -> None:
-        """Raises ValueError where local shards cannot be asked to travel themselves."""
-        if self.travel is not None:
-            raise ValueError(
-                f"{name}: expected in_place=False on a ring of travel={self.travel!r}, where copies travel, got True; "
-                "a ring of travel=None moves shards in place"
-            )
-        if self.hop_route == "two-level":
-            raise ValueError(
-                f"{name}: expected in_place=False on route two-level, where a shard leaves in two directions at once, "
-                "got True; a ring of route='ring' moves shards in place"
-            )
+    def __init__(self, communicator: Communicator, dispatcher: Dispatcher, hop_route: str, serial: int) -> None:
+        self._communicator, self._dispatcher = communicator, dispatcher
+        self._hop_route, self._serial = hop_route, serial
 
     def shapes(
         self, tensors: Sequence[torch.Tensor], originals: Sequence[Any], prepared: Prepared | None
     ) -> list[list[list[int]]]:
-        """The shape of every owner's shard of each tensor: by the chunk rule for DTensors, else by asking."""
+        """The shape of every owner's shard of each tensor: by the chunk rule for DTensors, else by an exchange."""
         if all(isinstance(o, DTensor) for o in originals):
             result = []
             for original in originals:
                 dim, shape = ring_dim(original), ring_shape(original)
                 if dim is None:
                     raise ValueError(f"Ring: expected a DTensor cut along the ring, got {original.placements}")
-                sizes = _native.shard_sizes(shape[dim], self.size)
+                sizes = _native.shard_sizes(shape[dim], self._communicator.size)
                 result.append([[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes])
             return result
         mine = [(tuple(t.shape), str(t.dtype)) for t in tensors]
         known = {} if prepared is None else prepared.found
-        key = (self.serial, *mine)
+        key = (self._serial, *mine)
         if key not in known:
             known[key] = self._agree_on_shapes(mine)
         return known[key]
 
     def _agree_on_shapes(self, mine: list[tuple[tuple[int, ...], str]]) -> list[list[list[int]]]:
-        answers = self.exchange(mine)
+        answers = self._communicator.exchange(mine)
         for rank, theirs in enumerate(answers):
             if [(len(s), d) for s, d in theirs] != [(len(s), d) for s, d in answers[0]]:
                 raise ValueError(
@@ -93,15 +82,17 @@ class Primitives(Groups):
     def _shards(
         self, operation: str, shard: Any, prepared: Prepared | None
     ) -> tuple[list[torch.Tensor], list[list[list[int]]], bool]:
-        self.check_alive(operation)
+        self._dispatcher.check_alive(operation)
         single = not isinstance(shard, (list, tuple))
         originals = [shard] if single else list(shard)
         if not originals:
             raise ValueError(f"{operation}: expected a tensor or a list of at least one, got an empty list")
         tensors = [as_tensor(original) for original in originals]
         for tensor in tensors:
-            if tensor.device != self.device:
-                raise TypeError(f"{operation}: expected a tensor on {self.device}, the ring's, got {tensor.device}")
+            if tensor.device != self._communicator.device:
+                raise TypeError(
+                    f"{operation}: expected a tensor on {self._communicator.device}, the ring's, got {tensor.device}"
+                )
         tensors = [tensor.contiguous() for tensor in tensors]
         return tensors, self.shapes(tensors, originals, prepared), single
 
@@ -115,15 +106,17 @@ class Primitives(Groups):
                 arrays are taken too. Shards of different ranks may differ in size.
             reverse: the order r, r+1, ... of a backward instead of r, r-1, ... On route two-level it is that of hosts,
                 and of the places on each.
-            prepared: keeps the shapes of all ranks' shards, which the ranks tell each other in every call otherwise;
-                DTensors know them. One for each shard, passed alike on every rank: see rtp_ext.functional.Prepared.
+            prepared: keeps the shapes of all ranks' shards, which the ranks otherwise exchange in every call, but for
+                DTensors. One for each shard, on every rank or on none: see rtp_ext.functional.Prepared.
 
         Yields `(owner, view)`, this rank's own shard first; a list of views where a list was given. A view is valid
-        until the next one is asked for. Leaving the loop early is allowed: the remaining hops still run, so that
+        until the next iteration. Leaving the loop early is allowed: the remaining hops still run, so that
         neighbours are served. Collective. Source: RTP, arXiv 2311.01635, the rotation primitive.
         """
         tensors, shapes, single = self._shards("rotate", shard, prepared)
-        execution = self.run("rotate", _native.Execution.rotate, tensors, shapes, self.hop_route, reverse, checked=True)
+        execution = self._dispatcher.run(
+            "rotate", _native.Execution.rotate, tensors, shapes, self._hop_route, reverse, checked=True
+        )
         return self._visits(execution, single)
 
     def _visits(self, execution: Any, single: bool) -> Iterator[tuple[int, Any]]:
@@ -143,12 +136,12 @@ class Primitives(Groups):
         try:
             return execution.next()
         except RuntimeError as error:
-            self.abandon(error)
+            self._communicator.abandon(error)
             raise
 
     @unseen
     def collect(self, add: Callable[[int, Any], None], like: Any, *, prepared: Prepared | None = None) -> Any:
-        """The dual of `rotate`: every owner's sum over all ranks, gathered on the way and delivered at home.
+        """The dual of `rotate`: every owner's sum over all ranks, added up on the way and delivered to the owner.
 
         Args:
             add: called as `add(owner, partial)` once for every owner, this rank's own last; adds this rank's
@@ -161,7 +154,9 @@ class Primitives(Groups):
         """
         tensors, shapes, single = self._shards("collect", like, prepared)
         local = [torch.empty_like(tensor) for tensor in tensors]
-        execution = self.run("collect", _native.Execution.collect, local, shapes, self.hop_route, checked=True)
+        execution = self._dispatcher.run(
+            "collect", _native.Execution.collect, local, shapes, self._hop_route, checked=True
+        )
         try:
             while (step := self._next(execution)) is not None:
                 arrived, partial = execution.gradient_in(), execution.gradient_out()
@@ -175,37 +170,24 @@ class Primitives(Groups):
             execution.finish()
         return local[0] if single else local
 
-    def bytes_between_hosts(self, channel: str) -> int:
-        """Bytes of `weight` or `gradient` that this rank has sent to other hosts. Raises RotationError where the
-        transport does not tell them from those that stayed on its own: only `shm+c10d` does."""
-        if self.hosts == 1:
-            return 0
-        if self.hosts == self.size:
-            return self._executor.bytes_sent(channel)
-        if not isinstance(self._native, _native.CompositeTransport):
-            raise RotationError(f"transport {self.transport} does not tell what left the host from what stayed there")
-        return self._native.bytes_between_hosts(channel)
-
     def seconds_per_hop(self, shard_bytes: int) -> float:
         """Times one rotation of shards of `shard_bytes` on this rank. Collective."""
-        shard = torch.zeros(shard_bytes, dtype=torch.uint8, device=self.device)
-        self.exchange(None)  # start together
+        shard = torch.zeros(shard_bytes, dtype=torch.uint8, device=self._communicator.device)
+        self._communicator.exchange(None)  # start together
         start = time.perf_counter()
         for _ in self.rotate(shard):
             pass
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return (time.perf_counter() - start) / (self.size - 1)
+        if self._communicator.device.type == "cuda":
+            torch.cuda.synchronize(self._communicator.device)
+        return (time.perf_counter() - start) / (self._communicator.size - 1)
 
-    def measure_link(self, shard_bytes: int = 16 << 20, repeats: int = 5) -> Link:
-        """Times hops of this ring, and lets the gate reckon with them. Collective; for layers that come after it.
-
-        The rate comes from shards of `shard_bytes`, the latency from shards of a few bytes; the slowest rank counts.
-        """
-        if self.size == 1:
+    def measure_link(self, shard_bytes: int, repeats: int) -> Link:
+        """Times hops of shards of `shard_bytes` for the rate, of a few bytes for the latency; the slowest rank counts.
+        Collective. Raises ValueError on a ring of one rank."""
+        if self._communicator.size == 1:
             raise ValueError("Ring.measure_link: expected at least 2 ranks, got 1")
         large, small = (
-            max(self.exchange(min(self.seconds_per_hop(size) for _ in range(repeats)))) for size in (shard_bytes, 64)
+            max(self._communicator.exchange(min(self.seconds_per_hop(size) for _ in range(repeats))))
+            for size in (shard_bytes, 64)
         )
-        self.gate.link = Link(shard_bytes / max(large - small, 1e-9), small, "measured")
-        return self.gate.link
+        return Link(shard_bytes / max(large - small, 1e-9), small, "measured")

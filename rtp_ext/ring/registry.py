@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from rtp_ext._native import RotationError
+from rtp_ext.ring.mesh import mesh_roles
 
 if TYPE_CHECKING:
     from rtp_ext.ring.ring import Ring
@@ -27,10 +26,13 @@ _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def name_ring(ring: Ring) -> None:
-    """Sets `serial`, the how manieth ring of this process this is, and `name`, by which graphs find it."""
+    """Sets `serial`, the index of the ring within the process, and `name`, by which graphs find it. The mesh of its
+    parameters gets a reference to the ring."""
     ring.serial = next(_serials)
     ring.name = f"ring {ring.serial}"
     _rings[ring.name] = ring
+    if ring.parameter_mesh is not None:
+        mesh_roles[ring.parameter_mesh].rings.append(weakref.ref(ring))
 
 
 def register(owner: Any) -> torch.Tensor:
@@ -48,18 +50,8 @@ def ring_named(name: str) -> Ring:
     return ring
 
 
-def collectively_on(mesh: DeviceMesh, operation: str, post: Callable[..., Any], *tensors: Any, group: Any) -> None:
-    """Runs a torch.distributed collective over ranks of a mesh that parameters lie on. Where it fails, so does the
-    newest ring there, whose ranks find out which of them it was."""
-    rings = [ring for ring in _rings.values() if mesh in (ring.parameter_mesh, ring.mesh) and ring.alive]
-    if rings:
-        rings[-1]._collectively(operation, post, *tensors, group=group)
-    else:
-        post(*tensors, group=group)
-
-
 def owner_of(number: torch.Tensor) -> Any:
-    """Whom `enrol` gave the number."""
+    """The owner that `register` gave the number to."""
     owner = _owners.get(int(number))
     if owner is None:
         raise RotationError("a compiled graph: expected the layer that it was made for, which is gone")

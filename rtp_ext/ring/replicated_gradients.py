@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-
-from rtp_ext.ring.registry import collectively_on
 
 _COMPARED = "_rtp_compared"  # attribute of a parameter
 
@@ -18,12 +17,15 @@ _TOLERANCE, _ROUNDING = 1e-2, 1e-4
 _largest: dict[DeviceMesh, float] = {}
 
 
-def check_replicated_gradient(parameter: Any, gradient: torch.Tensor | None, mesh: DeviceMesh) -> None:
+def check_replicated_gradient(
+    parameter: Any, gradient: torch.Tensor | None, mesh: DeviceMesh, collective: Callable[..., None]
+) -> None:
     """Raises ValueError on every rank where the first gradient of a parameter, which every rank of tensor parallelism
     has a copy of, is not the same on them: the copies would drift apart. Collective over these ranks, once for each
     parameter.
 
-    `mesh`: of the parameter; tensor parallelism is the dimension before the last one.
+    `mesh`: of the parameter; tensor parallelism is the dimension before the last one. `collective`: runs a collective,
+    see rtp_ext.ring.autograd.run_collective.
     """
     if _COMPARED in parameter.__dict__:
         return
@@ -35,7 +37,7 @@ def check_replicated_gradient(parameter: Any, gradient: torch.Tensor | None, mes
         mine = torch.stack([flat.norm(), flat.dot(waves)])
     answers = [torch.empty_like(mine) for _ in range(mesh.size(mesh.ndim - 2))]
     group = mesh.get_group(mesh.ndim - 2)
-    collectively_on(mesh, "a copy's gradient", dist.all_gather, answers, mine, group=group)
+    collective("a copy's gradient", dist.all_gather, answers, mine, group=group)
     every = torch.stack(answers).cpu()
     norm, apart = every[:, 0].max().item(), (every - every[0]).abs().max().item()
     largest = _largest[mesh] = max(norm, _largest.get(mesh, 0.0))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,31 +17,52 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
-from rtp_ext.ring.autograd import refuse_transforms, unseen
-from rtp_ext.ring.counters import Counters
-from rtp_ext.ring.graphs import CAPTURED, check_graphs, refuse_graphs
+from rtp_ext.compilers import keep_compilers_out
+from rtp_ext.ring.dispatch import Dispatcher
+from rtp_ext.ring.dtensor_parameters import follow
+from rtp_ext.ring.graphs import choose_graphs
+from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.failure_report import FailureReport
 from rtp_ext.ring.links.hosts import Hosts
-from rtp_ext.ring.links.options import TransportOptions
-from rtp_ext.ring.links.transports import ce_refusal, nccl_put_refusal, nccl_refusal, order_launches
+from rtp_ext.ring.links.options import ROUTES, TRANSPORTS, RingOptions, check_choice
+from rtp_ext.ring.links.transports import (
+    Connection,
+    ce_refusal,
+    connect,
+    nccl_put_refusal,
+    nccl_refusal,
+    order_launches,
+)
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.offload import HostMemory, host_memory
-from rtp_ext.ring.patches.dtensor import follow
-from rtp_ext.ring.prepared import Agreements
+from rtp_ext.ring.prepared import Agreement, Prepared
 from rtp_ext.ring.primitives import Primitives
-from rtp_ext.ring.recording import Recorded
 from rtp_ext.ring.registry import name_ring
-from rtp_ext.ring.routes.gradient_routes import ComingHome, GradientRoutes, check_requested
-from rtp_ext.ring.start import Start, check_choice
+from rtp_ext.ring.routes.gradient_routes import GradientRoutes, LateGradients
+from rtp_ext.ring.routes.plan import RoutePlan, plan_routes
+from rtp_ext.ring.routes.route_planner import Link, RoutePlanner
+from rtp_ext.ring.start import agree_on, late_passes, make_executor
+from rtp_ext.ring.telemetry import Telemetry
 
-__all__ = ["Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
+__all__ = ["ROUTES", "TRANSPORTS", "Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
+
+logger = logging.getLogger("rtp_ext")
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
-TRANSPORTS = ("auto", "shm", "shm+tcp", "shm+c10d", "tcp", "c10d", "ce", "nccl", "nccl-put")
-ROUTES = ("auto", "ring", "direct", "gather", "two-level")
+def _of(field: str, method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+    """A method of a ring that calls the method of the same name of one of its fields."""
+
+    @functools.wraps(method)
+    def call(ring: Any, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        return getattr(getattr(ring, field), method.__name__)(*arguments, **keywords)
+
+    return call
 
 
-class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
+class Ring:
     """Ranks that rotate shards among themselves.
 
     Args:
@@ -71,9 +94,9 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
             each takes two gradient slots more. None: 1 where hops cross a network (a CPU ring over `tcp` or `c10d`),
             else 0. On route two-level they land within the pass.
         travel: what weights travel in: None (as they are computed with), `bfloat16`, or `int8` (rounded to the nearest
-            of 255 values in blocks of 128 of a shard's part, each with a float32 scale: 1.03 bytes a number). Rounded
-            once, at home; whoever computes widens them, their owner too, so that every rank computes with the same
-            weights. Backward computes with these too. The local shard, and what the optimizer sees, stay exact; so do
+            of 255 values in blocks of 128 numbers, each with a float32 scale: 1.03 bytes a number). Rounded
+            once, by the owner. Every rank dequantizes them before it computes, the owner too, so that all compute with
+            the same weights, in backward too. The local shard, and what the optimizer sees, stay exact; so do
             biases, everything on a single rank, and `rotate` and `collect`. Not on route gather, and not in place.
         slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
             the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
@@ -94,8 +117,8 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
 
     Attributes:
         rank, size: this rank's place, and the number of ranks R.
-        travel: as given.
-        serial: the how manieth ring of this process this is.
+        options, travel: as given, see RingOptions; the same on all ranks.
+        serial: index of this ring within the process.
         token: its name in the files of its recorder, the same on all its ranks.
         device: where shards live.
         mesh: the one-dimensional DeviceMesh of the ring; None for an emulated ring.
@@ -104,19 +127,30 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
         tensor_mesh: the DeviceMesh of tensor parallelism, as it was applied to the model; None where there is none.
         replicas: how many rings hold the same shards.
         link: what stands in for the wire in an emulated ring on a GPU; None for any other.
-        hosts, per_host: on how many hosts its ranks are, and how many on each; None where not equally many.
+        hosts, per_host: the number of hosts, and of ranks on each; None where the numbers differ.
+        communicator: the process groups, their small collectives, and which rank failed.
+        route_plan: what weights and gradients take, and the options of operations that follow.
+        agreement: what the ranks have compared, or have yet to compare, of the operations.
+        telemetry: counters, traces and records.
         hop_route: `ring`, `direct` or `two-level`, what the hops of a rotation take.
-        gradient_route, gradient_travel, gradients: what gradients take, in what, and why: see GradientRoutes.
+        gradient_route, gradient_travel, gradients: the route of gradients, their dtype, and why: see GradientRoutes.
         graphs: whether passes are graphs, why, and how many: see PassGraphs.
         gate: decides how each linear layer travels, and remembers it: `gate.plans`.
-        common: what functional forms without `prepared=` keep of operations on DTensors.
+        common: the Prepared of functional forms without `prepared=` on DTensors.
         offload_policy: what the models on the ring were converted with; None: none was yet.
         host_memory: where their local shards stay, if that is not the memory of the device.
     """
 
     link: str | None = None
+    mesh: DeviceMesh | None = None
+    parameter_mesh: DeviceMesh | None = None
+    tensor_mesh: DeviceMesh | None = None
+    replicas = 1
+    traceable = True  # whether graphs of a compiler can hold its operations, which then return their gradients
     offload_policy: OffloadPolicy | None = None
     host_memory: HostMemory | None = None
+    serial: int
+    name: str  # by which graphs of a compiler find the ring
 
     def __init__(
         self,
@@ -137,44 +171,35 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
         checksum: bool = False,
         transport_options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_choice("transport", transport, TRANSPORTS)
-        check_choice("route", route, ROUTES)
-        if route == "two-level" and gradient_halves:
-            raise ValueError("Ring: expected gradient_halves None or False with route two-level, got True")
-        check_requested(gradient_route, gradient_travel, route, gradient_halves)
-        self.timeout = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
-        if self.timeout <= datetime.timedelta(0):
-            raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
-        check_graphs(graphs)
-        self._take(slot_cap, prefetch, late_gradients, travel, route, graphs)
-        self.transport_options = TransportOptions.of(transport_options)
+        options = RingOptions.of(locals())
+        keep_compilers_out()
         meshes = resolve_mesh(mesh_or_group, dims)
-        self.mesh: DeviceMesh | None = meshes.hops
-        self.parameter_mesh: DeviceMesh | None = meshes.parameters
-        self.tensor_mesh: DeviceMesh | None = meshes.tensor
+        self.mesh, self.parameter_mesh, self.tensor_mesh = meshes.hops, meshes.parameters, meshes.tensor
         self.replicas = meshes.replicas
         self.traceable = meshes.replicas == 1 and meshes.tensor is None
         follow(meshes.parameters, meshes.replicas, meshes.tensor is not None)
-        group = meshes.hops.get_group()
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.device = torch.device(meshes.hops.device_type)
-        if checksum and self.device.type != "cpu":
-            raise ValueError(f"Ring: expected checksum=False or a ring of CPU ranks, got True on {self.device.type}")
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device(meshes.hops.device_type)
+        if checksum and device.type != "cpu":
+            raise ValueError(f"Ring: expected checksum=False or a ring of CPU ranks, got True on {device.type}")
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
             order_launches()
-        self._open_groups(dist.get_process_group_ranks(group))
-        self.failure_report = FailureReport(meshes.parameters.mesh.flatten().tolist())
-        name_ring(self)
-        with self._whole_or_closed():
-            self._agree_on_options(
-                f"transport {transport}, route {route}, travel {travel}, timeout {self.timeout}, slot_cap {slot_cap}, "
-                f"prefetch {prefetch}, gradient_halves {gradient_halves}, late_gradients {late_gradients}, "
-                f"gradient_route {gradient_route}, gradient_travel {gradient_travel}, graphs {graphs}, "
-                f"checksum {checksum}, {self.transport_options}"
+        group = meshes.hops.get_group()
+        members = dist.get_process_group_ranks(group)
+        ring = Communicator(dist.get_rank(group), dist.get_world_size(group), device, options.timeout, members)
+        ring.failure_report = FailureReport(meshes.parameters.mesh.flatten().tolist())
+        with ring.released_on_error():
+            token = agree_on(options, ring)
+            connection = connect(ring, options.transport, options.transport_options)
+            routes = plan_routes(ring, connection.name, options)
+            self._compose(ring, options, connection, routes, token)
+            if self.gate.compare_devices(ring.exchange):
+                self.measure_link()
+            logger.info(
+                "ring of %d: transport %s (%s), route %s, gradients %s (%s)",
+                *(self.size, self.transport, self.transport_reason, self.route),
+                *(self.gradient_travel or self.gradient_route, self.gradients.reason),
             )
-            self._start(transport, route, checksum, gradient_halves, late_gradients, gradient_route, gradient_travel)
 
     @classmethod
     def emulated(
@@ -205,48 +230,76 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
         """
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"Ring.emulated: expected size >= 1 and 0 <= rank < size, got size {size}, rank {rank}")
-        ring = cls.__new__(cls)
-        ring.timeout = datetime.timedelta(seconds=600)
+        options = RingOptions.of({**locals(), "late_gradients": 0})
         check_choice("route", route, ROUTES[1:])
-        check_requested(gradient_route, gradient_travel, route, gradient_halves)
         check_choice("gradient_route", gradient_route, ("chain", "direct"))
-        ring.gradients = GradientRoutes(gradient_route, gradient_travel, "it was asked for")
-        check_graphs(graphs)
-        ring._take(SLOT_CAP, prefetch, 0, travel, route, graphs)
-        ring.transport_options = TransportOptions.of(None)
-        ring.mesh = ring.parameter_mesh = ring.tensor_mesh = None
-        ring.replicas = 1
-        ring.rank, ring.size = rank, size
-        ring.device = torch.device(device)
-        if ring.device.type == "cuda" and ring.device.index is None:
-            ring.device = torch.device("cuda", torch.cuda.current_device())
-        name_ring(ring)
-        ring.token = secrets.token_hex(4)
+        keep_compilers_out()
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        made = cls.__new__(cls)
+        if device.type == "cuda":
+            made.link = link or "sm-local"
+        ring = Communicator(rank, size, device, options.timeout)
         ring.placed = Hosts.even(size, hosts, route)
-        ring.route, ring.transport_reason = route, "one process stands for the ring"
-        ring.hop_route = "ring" if route == "gather" else route
-        ring.transport = "emulated"
-        if ring.device.type == "cuda":
-            ring.link = link or "sm-local"
-        with ring._whole_or_closed():
-            ring._build(_native.emulated_transport(ring.device, link), route, gradient_halves)
-        return ring
+        gradients = GradientRoutes(gradient_route, gradient_travel, "it was asked for")
+        routes = RoutePlan.of(options, "ring" if route == "gather" else route, gradients)
+        with ring.released_on_error():
+            native = _native.emulated_transport(device, link)
+            connection = Connection("emulated", native, "one process stands for the ring")
+            made._compose(ring, options, connection, routes, secrets.token_hex(4))
+        return made
+
+    def _compose(
+        self, ring: Communicator, options: RingOptions, connection: Connection, routes: RoutePlan, token: str
+    ) -> None:
+        """Makes the executor, and the fields that use it."""
+        late = late_passes(options, ring.device, connection.name)
+        ring.executor = executor = make_executor(ring, options, connection, routes.hop_route, late)
+        self.options, self.token = options, token
+        self.rank, self.size, self.device, self.timeout = ring.rank, ring.size, ring.device, options.timeout
+        self.travel, self.slot_cap, self.late_gradients = options.travel, options.slot_cap, late
+        self.transport_options = options.transport_options
+        self.transport, self.transport_reason = connection.name, connection.reason + routes.missed
+        self.communicator, self.placed, self.hosts, self.per_host = ring, ring.placed, ring.hosts, ring.per_host
+        self.alone, self.failure_report = ring.alone, ring.failure_report
+        self.route_plan, self.route, self.hop_route = routes, routes.route, routes.hop_route
+        self.gradients = routes.gradients
+        self.gradient_route, self.gradient_travel = routes.gradients.route, routes.gradients.travel
+        gathers = options.travel is None
+        self.gate = RoutePlanner(
+            ring.size, ring.device, routes.hop_route, options.route, options.gradient_halves, gathers=gathers
+        )
+        self.graphs = choose_graphs(
+            executor, options, ring, connection.name, late_gradients=late, tensor_parallel=self.tensor_mesh is not None
+        )
+        self.prefetch = 0 if self.graphs.on else options.prefetch
+        executor.prefetch(self.prefetch > 0)
+        self.common = Prepared()
+        self.agreement = Agreement(ring)
+        self.telemetry = Telemetry(ring, connection, token)
+        self._dispatcher = Dispatcher(ring, self.agreement, self.graphs)
+        self._late = LateGradients(ring, late)
+        name_ring(self)
+        self._primitives = Primitives(ring, self._dispatcher, routes.hop_route, self.serial)
+        # Bound here, so that a call of an operation passes through no frame of this class.
+        self.check_alive, self.run = self._dispatcher.check_alive, self._dispatcher.run
 
     # -- using and ending --------------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
         """Whether the ring can still be used."""
-        return self._executor.alive and self._world is dist.group.WORLD if self._world else self._executor.alive
+        return self.communicator.executor.alive and not self.communicator.orphaned
 
     def close(self) -> None:
         """Ends the ring in good order. Idempotent; collective. Does nothing in a process forked from the ring's.
 
-        A ring that is dropped unclosed gives back its memory, threads and connections too, but waits for nobody: ranks
-        that are still at work on it fail.
+        A ring that is dropped unclosed releases its memory, threads and connections too, but waits for no other rank:
+        ranks that still work on it fail.
         """
         try:
-            self._executor.close()
+            self.communicator.executor.close()
         finally:
             self.graphs.forget()
             self.drop_groups()
@@ -269,45 +322,79 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
     def __repr__(self) -> str:
         return f"Ring(rank={self.rank}, size={self.size}, transport={self.transport!r}, route={self.route!r})"
 
-    def check_alive(self, operation: str) -> None:
-        """Raises RotationError if the ring was closed, has failed, outlived its process group, or is the ring of the
-        process that this one was forked from; RuntimeError where something traces or transforms what is called."""
-        refuse_transforms(operation)
-        self._executor.check_alive(operation)
-        if self._world is not None and self._world is not dist.group.WORLD:
-            self._executor.fail("its process group was destroyed")
-            self._executor.check_alive(operation)
+    # -- routes ------------------------------------------------------------------------------------------------------
 
-    @unseen
-    def run(
-        self,
-        operation: str,
-        function: Callable[..., Any],
-        *arguments: Any,
-        serial: int = 0,
-        watched: Sequence[torch.Tensor] = (),
-        checked: bool = False,
-    ) -> Any:
-        """Calls a native operation with this ring's executor; a failure of the ring reaches the neighbours.
+    expect_in_place = _of("route_plan", RoutePlan.expect_in_place)
+    deferred_after = _of("_late", LateGradients.deferred_after)
+    land = _of("_late", LateGradients.land)
 
-        `serial` and `watched` name the parameters to the prefetcher: a number that is the same on every rank, and the
-        tensors whose version counters tell that they were written. `checked`: in a forward, `check_alive` was called.
+    # -- the two primitives ------------------------------------------------------------------------------------------
+
+    rotate = _of("_primitives", Primitives.rotate)
+    collect = _of("_primitives", Primitives.collect)
+    shapes = _of("_primitives", Primitives.shapes)
+    seconds_per_hop = _of("_primitives", Primitives.seconds_per_hop)
+
+    def measure_link(self, shard_bytes: int = 16 << 20, repeats: int = 5) -> Link:
+        """Times hops of this ring, and lets the gate reckon with them. Collective; for layers that come after it.
+
+        The rate comes from shards of `shard_bytes`, the latency from shards of a few bytes; the slowest rank counts.
         """
-        task = torch._C._current_graph_task_id()
-        backward = task >= 0
-        if backward or not checked:
-            self.check_alive(operation)
-        if backward and self._ledger.open:  # of a forward that did not end, or has not yet
-            self.settle()
-        phase = self._forward_phase if not backward else 0 if task == self._passing_by else task + 1
-        self._executor.enter(phase, backward, serial, watched)
-        try:
-            if self.graphs.on and function in CAPTURED:
-                return self.graphs.run(operation, function, arguments)
-            return function(self._executor, *arguments)
-        except RuntimeError as error:
-            self.abandon(error)
-            raise
+        self.gate.link = self._primitives.measure_link(shard_bytes, repeats)
+        return self.gate.link
+
+    # -- ranks -------------------------------------------------------------------------------------------------------
+
+    @property
+    def companions(self) -> tuple[Communicator, ...]:
+        """Communicators over other ranks that end with the ring."""
+        return self.communicator.companions
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's `value` (any picklable object), in ring order. Collective."""
+        self.check_alive("exchange")
+        return self.communicator.exchange(value)
+
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """Shards [n] of equal size to [R, n]. For what is too small to rotate. Collective."""
+        self.check_alive("all_gather")
+        return self.communicator.all_gather(shard)
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values` [...] over the ranks, in place. Collective."""
+        self.check_alive("all_reduce")
+        return self.communicator.all_reduce(values)
+
+    new_group = _of("communicator", Communicator.new_group)
+    drop_groups = _of("communicator", Communicator.drop_groups)
+    abandon = _of("communicator", Communicator.abandon)
+    end = _of("communicator", Communicator.end)
+
+    # -- agreement of the ranks --------------------------------------------------------------------------------------
+
+    new_agreement = _of("agreement", Agreement.new_agreement)
+    begin_forward = _of("agreement", Agreement.begin_forward)
+    end_forward = _of("agreement", Agreement.end_forward)
+    postpone = _of("agreement", Agreement.postpone)
+    compare_later = _of("agreement", Agreement.compare_later)
+    settle = _of("agreement", Agreement.settle)
+    settle_in_backward = _of("agreement", Agreement.settle_in_backward)
+    pass_by = _of("agreement", Agreement.pass_by)
+
+    # -- counters and recordings -------------------------------------------------------------------------------------
+
+    slot_count = _of("telemetry", Telemetry.slot_count)
+    reset_peak = _of("telemetry", Telemetry.reset_peak)
+    clear_slots = _of("telemetry", Telemetry.clear_slots)
+    hops = _of("telemetry", Telemetry.hops)
+    landed_late = _of("telemetry", Telemetry.landed_late)
+    prefetched = _of("telemetry", Telemetry.prefetched)
+    bytes_sent = _of("telemetry", Telemetry.bytes_sent)
+    bytes_between_hosts = _of("telemetry", Telemetry.bytes_between_hosts)
+    record = _of("telemetry", Telemetry.record)
+    trace = _of("telemetry", Telemetry.trace)
+
+    # -- parameters --------------------------------------------------------------------------------------------------
 
     def placements(self, dim: int | None, tensor: Placement | None = None) -> list[Placement]:
         """How a parameter lies on `parameter_mesh` that is cut along `dim` over the ring; None: one that is whole.
@@ -322,9 +409,9 @@ class Ring(Start, Primitives, Counters, ComingHome, Agreements, Recorded):
     def offload(self, policy: OffloadPolicy) -> None:
         """Settles whether local shards stay on the host, for all models of the ring."""
         if isinstance(policy, CPUOffloadPolicy):
-            refuse_graphs(self, "offload_policy=CPUOffloadPolicy")
+            self.graphs.refuse("offload_policy=CPUOffloadPolicy")
             self.host_memory = host_memory(policy, self.device)
         self.offload_policy = policy
         if self.host_memory is not None:  # a shard has no memory on the device before its layer runs
             self.prefetch, self.traceable = 0, False
-            self._executor.prefetch(False)
+            self.communicator.executor.prefetch(False)

@@ -22,15 +22,15 @@ void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, cons
   at::Tensor result = out;  // ATen's out arguments are non-const handles
   if (a.scalar_type() == out.scalar_type()) {
 #ifdef RTP_WITH_CUDA
-    // torch's takes a bias so only where `out` has no gaps; elsewhere it copies the bias into every row first
+    // torch fuses the bias only if `out` is contiguous; otherwise it first copies the bias into every row
     const bool biased = in.defined() && in.dim() == 1 && in.scalar_type() == out.scalar_type() && alpha == 1.0;
     if (a.is_cuda() && biased && !out.is_contiguous() && gemm_epilogue(out, {}, in, a, b, false)) return;
 #endif
     if (!in.defined()) {
-      // beta = 0: what is in `out` is ignored, NaNs included
+      // beta = 0: the old values of `out` are ignored, including NaNs
       at::addmm_out(result, out, a, b, /*beta=*/0.0, alpha);
     } else {
-      // another handle to the same memory would be copied onto itself first
+      // with another handle to the same memory, addmm_out would first copy it onto itself
       at::addmm_out(result, same_memory(in, out) ? result : in, a, b, /*beta=*/1.0, alpha);
     }
     return;
@@ -71,7 +71,7 @@ at::Tensor ProductSum::result() {
   return sum_;
 }
 
-void pass_on(const at::Tensor& out, const at::Tensor& in) {
+void copy_or_zero(const at::Tensor& out, const at::Tensor& in) {
   if (!in.defined()) {
     out.zero_();
   } else if (in.data_ptr() != out.data_ptr()) {

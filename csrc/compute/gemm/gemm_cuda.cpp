@@ -37,40 +37,40 @@ at::Tensor as_blas_matrix(const at::Tensor& operand) {
 }
 
 cudaDataType data_type(at::ScalarType dtype) {
-  RTP_ASSERT(dtype == at::kBFloat16 || dtype == at::kHalf, "no GEMM of ", dtype, " into float32");
+  RTP_ASSERT(dtype == at::kBFloat16 || dtype == at::kHalf, "expected bfloat16 or float16 operands, got ", dtype);
   return dtype == at::kBFloat16 ? CUDA_R_16BF : CUDA_R_16F;
 }
 
-// Where torch has this check (some versions need a workspace setting for reproducible results), it holds here too.
+// Calls torch's determinism check (some versions require a workspace setting) if this version of torch has it.
 template <typename Context>
 void alert_not_deterministic(const Context& context) {
   if constexpr (requires { context.alertCuBLASConfigNotDeterministic(); }) context.alertCuBLASConfigNotDeterministic();
 }
 
-// One product, as a column-major BLAS takes it: D = factor * op(left) op(right) + keep * C, and then the epilogue.
+// One product in column-major BLAS form: D = factor * op(left) op(right) + keep * C, followed by the epilogue.
 struct Product {
   GemmLayout layout;
   const void *left, *right, *c;
   void* d;
   int64_t c_stride;
-  cudaDataType operands, sums;  // of left and right; of C and D
+  cudaDataType operands, sums;  // types of left and right; of C and D
   float factor, keep;
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-  const void* bias = nullptr;  // of the type of D, one number for each of its rows
-  void* before = nullptr;      // where the epilogue writes what the activation is applied to, in the type of D
+  const void* bias = nullptr;  // one number per row of D, in the type of D
+  void* before = nullptr;      // receives the input of the activation, in the type of D
   int64_t before_stride = 0;
 };
 
-// What cuBLASLt makes and destroys.
+// Owner of an opaque cuBLASLt object.
 template <typename Opaque, cublasStatus_t (*destroy)(Opaque*)>
 struct Destroyer {
   void operator()(Opaque* made) const { destroy(made); }
 };
 template <typename Opaque, cublasStatus_t (*destroy)(Opaque*)>
-using Made = std::unique_ptr<Opaque, Destroyer<Opaque, destroy>>;
-using Layout = Made<cublasLtMatrixLayoutOpaque_t, cublasLtMatrixLayoutDestroy>;
+using LtHandle = std::unique_ptr<Opaque, Destroyer<Opaque, destroy>>;
+using Layout = LtHandle<cublasLtMatrixLayoutOpaque_t, cublasLtMatrixLayoutDestroy>;
 
-Layout stored(cudaDataType type, bool transpose, int64_t rows, int64_t columns, int64_t stride) {
+Layout make_lt_layout(cudaDataType type, bool transpose, int64_t rows, int64_t columns, int64_t stride) {
   if (transpose) std::swap(rows, columns);
   cublasLtMatrixLayout_t made = nullptr;
   RTP_CUBLAS_CHECK(
@@ -78,13 +78,13 @@ Layout stored(cudaDataType type, bool transpose, int64_t rows, int64_t columns, 
   return Layout(made);
 }
 
-// Bytes that an address is a multiple of, as far as kernels care.
+// Returns the alignment of an address in bytes, at most 256.
 uint32_t alignment(const void* address) {
   const auto bits = reinterpret_cast<uintptr_t>(address);
   return static_cast<uint32_t>(std::min<uintptr_t>(bits & -bits, 256));
 }
 
-// Asking cuBLASLt for a kernel takes longer than launching it: it is asked once for each kind of product.
+// The cuBLASLt heuristic takes longer than a launch, so its result is cached per kind of product.
 using ProductKey = std::array<int64_t, 19>;
 
 ProductKey key_of(const Product& product, int device, size_t workspace) {
@@ -110,12 +110,12 @@ ProductKey key_of(const Product& product, int device, size_t workspace) {
           static_cast<int64_t>(workspace)};
 }
 
-// False where cuBLASLt has no kernel for it, and nothing was done.
+// Returns false, without side effects, if cuBLASLt has no kernel for the product.
 bool multiply_and_add(const Product& product, int device) {
   const GemmLayout& layout = product.layout;
   cublasLtMatmulDesc_t made = nullptr;
   RTP_CUBLAS_CHECK(cublasLtMatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-  const Made<cublasLtMatmulDescOpaque_t, cublasLtMatmulDescDestroy> operation(made);
+  const LtHandle<cublasLtMatmulDescOpaque_t, cublasLtMatmulDescDestroy> operation(made);
   const auto set = [&](cublasLtMatmulDescAttributes_t which, const auto& value) {
     RTP_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(made, which, &value, sizeof(value)));
   };
@@ -127,10 +127,11 @@ bool multiply_and_add(const Product& product, int device) {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, product.before);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, product.before_stride);
   }
-  const Layout left = stored(product.operands, layout.transpose_left, layout.m, layout.k, layout.left_stride);
-  const Layout right = stored(product.operands, layout.transpose_right, layout.k, layout.n, layout.right_stride);
-  const Layout c = stored(product.sums, false, layout.m, layout.n, product.c_stride);
-  const Layout d = stored(product.sums, false, layout.m, layout.n, layout.out_stride);
+  const Layout left = make_lt_layout(product.operands, layout.transpose_left, layout.m, layout.k, layout.left_stride);
+  const Layout right =
+      make_lt_layout(product.operands, layout.transpose_right, layout.k, layout.n, layout.right_stride);
+  const Layout c = make_lt_layout(product.sums, false, layout.m, layout.n, product.c_stride);
+  const Layout d = make_lt_layout(product.sums, false, layout.m, layout.n, layout.out_stride);
 
   const cublasLtHandle_t handle = at::cuda::getCurrentCUDABlasLtHandle();
   const size_t workspace = at::cuda::getCUDABlasLtWorkspaceSize();
@@ -142,11 +143,11 @@ bool multiply_and_add(const Product& product, int device) {
     const ProductKey key = key_of(product, device, workspace);
     auto found = known.find(key);
     if (found == known.end()) {
-      cublasLtMatmulPreference_t wish = nullptr;
-      RTP_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&wish));
-      const Made<cublasLtMatmulPreferenceOpaque_t, cublasLtMatmulPreferenceDestroy> preference(wish);
+      cublasLtMatmulPreference_t made_preference = nullptr;
+      RTP_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&made_preference));
+      const LtHandle<cublasLtMatmulPreferenceOpaque_t, cublasLtMatmulPreferenceDestroy> preference(made_preference);
       const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t what, const auto& value) {
-        RTP_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(wish, what, &value, sizeof(value)));
+        RTP_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(made_preference, what, &value, sizeof(value)));
       };
       prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace);
       prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(product.left));
@@ -156,7 +157,7 @@ bool multiply_and_add(const Product& product, int device) {
       cublasLtMatmulHeuristicResult_t best{};
       int count = 0;
       const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, made, left.get(), right.get(), c.get(),
-                                                                   d.get(), wish, 1, &best, &count);
+                                                                   d.get(), made_preference, 1, &best, &count);
       if (status != CUBLAS_STATUS_NOT_SUPPORTED) RTP_CUBLAS_CHECK(status);
       const bool some = status == CUBLAS_STATUS_SUCCESS && count > 0;
       found = known.emplace(key, some ? std::optional(best.algo) : std::nullopt).first;
@@ -177,14 +178,14 @@ void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor
                    double alpha) {
   if (out.numel() == 0) return;
   if (!is_blas_matrix(layout_of(out))) {
-    const at::Tensor room = at::empty(out.sizes(), out.options());
-    gemm_to_wider(room, in, a, b, alpha);
-    out.copy_(room);
+    const at::Tensor dense = at::empty(out.sizes(), out.options());
+    gemm_to_wider(dense, in, a, b, alpha);
+    out.copy_(dense);
     return;
   }
-  const bool apart = in.defined() && !same_memory(in, out);
+  const bool separate = in.defined() && !same_memory(in, out);
   if (a.size(1) == 0) {
-    if (apart) out.copy_(in);
+    if (separate) out.copy_(in);
     if (!in.defined()) out.zero_();
     return;
   }
@@ -197,7 +198,7 @@ void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor
   const float factor = static_cast<float>(alpha);
   const at::Tensor& left = layout->left_is_b ? second : first;
   const at::Tensor& right = layout->left_is_b ? first : second;
-  if (apart && in.sizes() == out.sizes() && in.scalar_type() == out.scalar_type()) {
+  if (separate && in.sizes() == out.sizes() && in.scalar_type() == out.scalar_type()) {
     if (const auto stride = summand_stride(*layout, layout_of(in))) {
       const Product product{*layout,
                             left.const_data_ptr(),
@@ -215,11 +216,11 @@ void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor
       return;
     }
   }
-  if (apart) out.copy_(in);  // a bias is broadcast
+  if (separate) out.copy_(in);  // broadcasts a bias
   const float keep = in.defined() ? 1.0f : 0.0f;
   const auto operation = [](bool transpose) { return transpose ? CUBLAS_OP_T : CUBLAS_OP_N; };
-  // Torch's handle: on the current stream, with torch's workspace. Its flags about TF32 and about sums in less than
-  // float32 concern float32 operands and 16-bit results, of which there are none.
+  // torch's handle uses the current stream and torch's workspace. Its flags for TF32 and for reduced-precision sums
+  // apply to float32 operands and 16-bit results only; neither occurs here.
   RTP_CUBLAS_CHECK(cublasGemmEx_64(
       at::cuda::getCurrentCUDABlasHandle(), operation(layout->transpose_left), operation(layout->transpose_right),
       layout->m, layout->n, layout->k, &factor, left.const_data_ptr(), data_type(left.scalar_type()),
@@ -234,7 +235,8 @@ bool gemm_epilogue(const at::Tensor& out, const at::Tensor& before, const at::Te
   if (out.numel() == 0 || a.size(1) == 0) return false;
   if (!is_blas_matrix(layout_of(a)) || !is_blas_matrix(layout_of(b))) return false;
   const auto layout = gemm_layout(layout_of(out), layout_of(a), layout_of(b));
-  if (!layout || !layout->left_is_b) return false;  // a bias is one number for each row of D, which is out transposed
+  // the bias has one number per row of D, and D is the transpose of out
+  if (!layout || !layout->left_is_b) return false;
   if (bias.defined() && bias.size(0) > 1 && bias.stride(0) != 1) return false;
   Product product{*layout,         b.const_data_ptr(), a.const_data_ptr(), out.data_ptr(),
                   out.data_ptr(),  layout->out_stride, data_type(dtype),   data_type(dtype),

@@ -9,7 +9,7 @@ MatrixLayout transposed(const MatrixLayout& matrix) {
   return {matrix.columns, matrix.rows, matrix.column_stride, matrix.row_stride};
 }
 
-// An operand of a column-major GEMM: stored as it is, or as its transpose.
+// An operand of a column-major GEMM: stored directly or transposed.
 struct Operand {
   bool transpose;
   int64_t stride;
@@ -32,8 +32,8 @@ std::optional<int64_t> column_major_stride(const MatrixLayout& matrix) {
 }
 
 int64_t aligned_stride(int64_t columns, int64_t element_bytes) {
-  const int64_t together = std::max<int64_t>(16 / element_bytes, 1);
-  return (columns + together - 1) / together * together;
+  const int64_t elements = std::max<int64_t>(16 / element_bytes, 1);
+  return (columns + elements - 1) / elements * elements;
 }
 
 bool is_blas_matrix(const MatrixLayout& matrix) { return operand(matrix).has_value(); }

@@ -13,7 +13,7 @@
 namespace rtp {
 namespace {
 
-constexpr int64_t kMostGroups = 1024;  // of torch's kernel
+constexpr int64_t kMostGroups = 1024;  // limit of torch's kernel
 constexpr int64_t kAligned = 16;       // bytes
 
 std::atomic<int> assumed{0};
@@ -28,7 +28,8 @@ int capability_of(const at::Tensor& tensor) {
   return 0;
 }
 
-// As torch checks it: stored along one of the last two dimensions, and along the other in steps of 16 bytes.
+// Same check as in torch: contiguous along one of the last two dimensions, and a stride that is a multiple of 16 bytes
+// along the other.
 bool is_aligned(const at::Tensor& matrix) {
   const auto bytes = static_cast<int64_t>(matrix.element_size());
   if (reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAligned != 0) return false;

@@ -14,8 +14,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kSpin = std::chrono::microseconds(500);  // enqueueing a hop takes microseconds: too short to sleep
 
-constexpr auto kShortCall = std::chrono::milliseconds(200);  // a call that takes longer waits for a peer
-constexpr auto kRevoked = std::chrono::seconds(5);           // once a communicator is revoked, its calls end
+constexpr auto kShortCall = std::chrono::milliseconds(200);  // a longer call waits for a peer
+constexpr auto kRevoked = std::chrono::seconds(5);           // limit for pending calls to end after revocation
 
 ncclUniqueId parse_id(const std::string& bytes) {
   ncclUniqueId id;
@@ -64,7 +64,7 @@ NcclCommunicators::NcclCommunicators(const std::vector<std::string>& ids, int ra
     ncclComm_t comm = nullptr;
     RTP_NCCL_CHECK(ncclCommInitRankConfig(&comm, ranks, parse_id(ids[index]), rank, &config));
     comms_.emplace_back(comm);
-    settle(lock, index, "the start of a communicator");
+    wait_until_ready(lock, index, "the start of a communicator");
   }
 }
 
@@ -72,7 +72,7 @@ void NcclCommunicators::check_open(size_t index, const std::string& what) const 
   if (comms_[index].get() == nullptr) throw RotationError(concat(what, ": its communicator has been closed"));
 }
 
-void NcclCommunicators::settle(std::unique_lock<Mutex>& lock, size_t index, const std::string& what) {
+void NcclCommunicators::wait_until_ready(std::unique_lock<Mutex>& lock, size_t index, const std::string& what) {
   if (blocking_) return;
   const auto start = Clock::now();
   while (true) {
@@ -101,7 +101,7 @@ void NcclCommunicators::call(size_t index, const std::string& what, const std::f
   std::unique_lock lock(mutex_);
   check_open(index, what);
   enqueue(comms_[index].get());
-  settle(lock, index, what);
+  wait_until_ready(lock, index, what);
 }
 
 void* NcclCommunicators::receive(size_t index, const std::string& what,
@@ -110,19 +110,19 @@ void* NcclCommunicators::receive(size_t index, const std::string& what,
   try {
     call(index, what, [&](ncclComm_t comm) { enqueue(comm, result.get()); });
   } catch (...) {
-    static_cast<void>(result.release());  // NCCL may write it yet
+    static_cast<void>(result.release());  // leaked: NCCL may still write to it
     throw;
   }
   return *result;
 }
 
 bool NcclCommunicators::end_calls(std::unique_lock<Mutex>& lock) noexcept {
-  if (!blocking_) {  // they look whether they have been given up
+  if (!blocking_) {  // pending calls check given_up_ and return
     lock.lock();
     return true;
   }
   if (lock.try_lock_for(kShortCall)) return true;
-  // Whoever is inside a call changes no handle.
+  // Reading comms_ without the lock is safe: a thread inside a call does not change the handles.
   using Revoke = ncclResult_t (*)(ncclComm_t, int flags);
   const auto revoke = nccl_function<Revoke>("ncclCommRevoke");
   if (revoke == nullptr) return false;
@@ -139,7 +139,7 @@ bool NcclCommunicators::open() {
 
 std::optional<std::string> NcclCommunicators::asynchronous_error() noexcept {
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock) return std::nullopt;  // a call is under way: the next look will tell
+  if (!lock) return std::nullopt;  // a call is in progress: the next poll reports the error
   for (const Communicator& comm : comms_) {
     if (comm.get() == nullptr) continue;
     ncclResult_t status = ncclSuccess;
@@ -154,7 +154,7 @@ std::optional<std::string> NcclCommunicators::asynchronous_error() noexcept {
 
 void NcclCommunicators::abort() noexcept {
   std::unique_lock lock(mutex_, std::defer_lock);
-  if (!end_calls(lock)) return;  // freed under a call they would take the process with them
+  if (!end_calls(lock)) return;  // freeing a communicator during a call would crash the process
   for (Communicator& comm : comms_) comm.abort();
 }
 
@@ -169,7 +169,7 @@ void NcclCommunicators::finalize() {
   for (size_t index = 0; index < comms_.size(); ++index) {
     if (comms_[index].get() == nullptr) continue;
     RTP_NCCL_CHECK(ncclCommFinalize(comms_[index].get()));
-    settle(lock, index, "the end of a communicator");
+    wait_until_ready(lock, index, "the end of a communicator");
     RTP_NCCL_CHECK(ncclCommDestroy(comms_[index].release()));
   }
 }

@@ -1,4 +1,4 @@
-// What transports over NCCL share: communicators of their own, whose calls can be given up.
+// NCCL communicators shared by all NCCL-based transports, with calls that can be abandoned.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -15,59 +15,61 @@
 
 namespace rtp {
 
-// The opaque id that one rank makes and all ranks of a communicator need.
+// Returns a new opaque id; one rank creates it for all ranks of a communicator.
 std::string nccl_unique_id();
 
-// The version of the NCCL that torch loaded, and the one whose header was compiled against, as NCCL_VERSION codes.
+// The version of the NCCL library that torch loaded, and that of the header this was compiled with, as NCCL_VERSION
+// codes.
 int nccl_loaded_version();
 std::string nccl_loaded_version_name();  // "2.30.7"
 int nccl_compiled_version();
 
 struct CommunicatorOptions {
-  int min_ctas = 0;  // thread blocks, and so SMs, that NCCL may use; 0: NCCL chooses
+  int min_ctas = 0;  // number of thread blocks, and so of SMs, that NCCL may use; 0: chosen by NCCL
   int max_ctas = 0;
-  // A call returns when it is done. Otherwise NCCL starts and joins a thread for every group of calls, which tens of
-  // microseconds go to, but which it also joins before it frees a communicator; with blocking ones, a rank that does
-  // not come to their start is waited for without end, and a call that a dead peer holds up ends by ncclCommRevoke, if
-  // the NCCL that is loaded has it, else never.
+  // Whether NCCL calls block until they complete. For non-blocking communicators, NCCL starts and joins a thread per
+  // group of calls, which costs tens of microseconds, but it also joins the thread before it frees the communicator.
+  // With blocking ones, the constructor waits without limit for a rank that never joins, and a call that waits for a
+  // dead peer ends only by ncclCommRevoke, if the loaded NCCL has it.
   bool blocking = false;
 };
 
 class NcclCommunicators {
  public:
-  // One communicator for each of `ids`, which are the same on every rank. On the current device. Collective. Throws
-  // RingTimeout where a rank does not come in time.
+  // Creates one communicator per id in `ids`, which are the same on every rank, on the current device. Collective.
+  // Throws RingTimeout if a rank does not join in time.
   NcclCommunicators(const std::vector<std::string>& ids, int rank, int ranks, const CommunicatorOptions& options,
                     std::chrono::milliseconds timeout);
 
-  // Calls `enqueue` with a communicator and waits until that has settled. `what` starts messages.
+  // Calls `enqueue` with a communicator and waits until the call has completed. `what` is the prefix of error messages.
   void call(size_t index, const std::string& what, const std::function<void(ncclComm_t)>& enqueue);
 
-  // The same for a call whose result NCCL writes once every rank has come, on a thread of its own: null until then.
+  // The same for a call whose result NCCL writes from another thread once every rank has called; null if NCCL writes
+  // none.
   void* receive(size_t index, const std::string& what, const std::function<void(ncclComm_t, void**)>& enqueue);
 
-  // Makes whoever waits in a call, and later ones that would wait, throw. What is enqueued goes on. On any thread.
+  // Makes current and later waits in calls throw. Enqueued work continues. Callable from any thread.
   void give_up_waiting() noexcept { given_up_ = true; }
 
-  // Whether no communicator has been given up or ended.
+  // Returns whether all communicators are still open.
   bool open();
 
-  // What a communicator has reported since; nothing while all is well.
+  // Returns an asynchronous error of a communicator; nothing if there is none.
   std::optional<std::string> asynchronous_error() noexcept;
 
-  // Ends what is enqueued, here and now. Idempotent. Later calls throw.
+  // Aborts all enqueued work at once. Idempotent. Later calls throw.
   void abort() noexcept;
-  // Gives the communicators up without ending what is enqueued on them.
+  // Releases the communicators without aborting their enqueued work.
   void leak() noexcept;
-  // The orderly end, together with all ranks. Idempotent.
+  // Finalizes the communicators, collectively with all ranks. Idempotent.
   void finalize();
 
  private:
   using Mutex = std::timed_mutex;
 
-  void settle(std::unique_lock<Mutex>& lock, size_t index, const std::string& what);
+  void wait_until_ready(std::unique_lock<Mutex>& lock, size_t index, const std::string& what);
   void check_open(size_t index, const std::string& what) const;
-  // Whether no thread is inside a call any more, which is then kept so by `lock`.
+  // Makes pending calls end and acquires `lock`, which keeps new calls out. Returns false if a call does not end.
   bool end_calls(std::unique_lock<Mutex>& lock) noexcept;
 
   std::chrono::milliseconds timeout_;

@@ -5,7 +5,7 @@
 namespace rtp {
 
 void* find_nccl_function(const char* name) {
-  // A torch that has NCCL built in leaves no library of this name: the one that this extension links is then loaded.
+  // If torch links NCCL statically, no library of this name is loaded except the one that this extension links.
   void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
   if (library == nullptr) return nullptr;
   void* function = dlsym(library, name);

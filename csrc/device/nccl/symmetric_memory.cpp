@@ -20,29 +20,29 @@ namespace {
 namespace caching = c10::cuda::CUDACachingAllocator;
 using CudaAllocator = caching::CUDAAllocator;
 
-// Lives as long as the process: the caching allocator may hand memory back to it at any time.
+// Never destroyed: the caching allocator may return memory to it at any time.
 const std::shared_ptr<CudaAllocator>& nccl_allocator() {
   static const auto* allocator =
       new std::shared_ptr<CudaAllocator>(torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
           [](size_t bytes, int device, cudaStream_t) {
             const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
             void* memory = nullptr;
-            // Null makes torch free what it caches, try again, and then say that memory ran out.
+            // On null, torch frees its cache, retries, and then raises an out-of-memory error.
             return ncclMemAlloc(&memory, bytes) == ncclSuccess ? memory : nullptr;
           },
           [](void* memory, size_t, int device, cudaStream_t) {
             const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-            ncclMemFree(memory);  // torch frees in destructors: where the GPU is lost, so is the memory
+            ncclMemFree(memory);  // errors are ignored, because torch frees memory in destructors
           }));
   return *allocator;
 }
 
-// torch gives small tensors a segment of 2 MiB, others one of at least 20 MiB, and from kOwnSegment on one of their
-// size.
+// torch allocates a segment of 2 MiB for small tensors, of at least 20 MiB for larger ones, and of the exact size from
+// kOwnSegment on.
 constexpr int64_t kSmall = 1 << 20;
 constexpr int64_t kOwnSegment = 10 << 20;
 
-// Some versions of torch share the ownership of an allocator, others take a pointer to what lives on elsewhere.
+// Some versions of torch take shared ownership of an allocator, others a raw pointer.
 template <typename Pool>
 Pool make_pool() {
   if constexpr (std::is_constructible_v<Pool, const std::shared_ptr<CudaAllocator>&>) {
@@ -52,7 +52,7 @@ Pool make_pool() {
   }
 }
 
-// A pool gives its memory back to the GPU only when it ends, hence one for each allocation.
+// A pool returns its memory to the GPU only when it is destroyed, hence one pool per allocation.
 struct Allocation {
   at::cuda::MemPool pool = make_pool<at::cuda::MemPool>();
   at::Tensor memory;

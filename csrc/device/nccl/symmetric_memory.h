@@ -1,4 +1,4 @@
-// Memory for NCCL's symmetric windows, counted by torch like any other.
+// Memory for NCCL's symmetric windows, included in torch's memory statistics.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -9,10 +9,10 @@
 
 namespace rtp {
 
-// `bytes` uninitialised bytes [uint8] of ncclMemAlloc, by way of torch's caching allocator so that
-// torch.cuda.memory_allocated counts them. Not cut out of a larger segment: a window wants the same offset in its
-// allocation on every rank, and which free block the caching allocator picks may differ between ranks. Goes back to the
-// GPU with the last tensor over it. Not while a graph is captured.
+// Returns `bytes` uninitialized bytes [uint8] from ncclMemAlloc, allocated through torch's caching allocator so that
+// torch.cuda.memory_allocated includes them. The memory is a segment of its own: a window needs the same offset in its
+// allocation on every rank, and the caching allocator may choose different free blocks on different ranks. It returns
+// to the GPU with the last tensor that uses it. Not allowed while a graph is captured.
 at::Tensor allocate_symmetric(int64_t bytes, at::Device device);
 
 }  // namespace rtp

@@ -1,4 +1,4 @@
-// NCCL's symmetric windows: memory of all ranks, registered together, that a rank can name in its peers.
+// NCCL's symmetric windows: memory that all ranks register together and that peers can access.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -9,14 +9,14 @@
 
 namespace rtp {
 
-// Since NCCL 2.27, and so not in every header. Windows are opaque pointers; one that stays null is how NCCL says that
-// the ranks cannot address each other's memory.
+// Available since NCCL 2.27, so not in every header. Windows are opaque pointers; NCCL returns success with a null
+// window if the ranks cannot access each other's memory.
 struct NcclWindows {
   using Register = ncclResult_t (*)(ncclComm_t, void* memory, size_t bytes, void** window, int flags);
   using Deregister = ncclResult_t (*)(ncclComm_t, void* window);
 
-  static constexpr int kAddresses = 0;  // NCCL_WIN_DEFAULT: peers' addresses, nothing more
-  // NCCL_WIN_COLL_SYMMETRIC: what NCCL's own kernels, puts and signals need, multicast among it.
+  static constexpr int kAddresses = 0;  // NCCL_WIN_DEFAULT: addresses of the peers only
+  // NCCL_WIN_COLL_SYMMETRIC: required by NCCL's kernels, puts and signals; includes multicast.
   static constexpr int kSymmetric = 1;
 
   Register enter = nccl_function<Register>("ncclCommWindowRegister");

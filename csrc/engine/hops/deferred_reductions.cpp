@@ -20,22 +20,22 @@ void DeferredReductions::finish_all_but(size_t most) {
   while (deferred_.size() > most) finish_next();
 }
 
-// It stays the first of the list until it has finished: where its hop fails, the memory that the hop fills must outlive
-// the transport's giving up.
+// The reduction stays in the list until it has finished: if its hop fails, the target memory must outlive the abort of
+// the transport.
 void DeferredReductions::finish_next() {
   const DeferredReduction& reduction = deferred_.front();
   Streams& streams = transport_->streams();
   const EventHandle waiting = trace_.begin(reduction.traced, TraceKind::wait, reduction.position, Lane::compute,
                                            "wait: " + label(reduction.step));
   Range range([&] { return concat("wait: ", label(reduction.step)); });
-  for (const auto& slot : reduction.slots) slot->usage.settle(streams);
+  for (const auto& slot : reduction.slots) slot->usage.wait_for_all(streams);
   range.end();
   trace_.end(waiting);
   const EventHandle adding = trace_.begin(reduction.traced, reduction.position, reduction.step);
   dequantize_into(streams, reduction.local, reduction.arriving, true);
   trace_.end(adding);
   for (const auto& slot : reduction.slots) {
-    slot->usage.enter_read(streams.record_compute());
+    slot->usage.record_read(streams.record_compute());
     pool_.give_back(Channel::gradient, slot);
   }
   deferred_.pop_front();

@@ -1,7 +1,8 @@
-// Gradients whose last part is still under way when the pass that they are of has ended.
+// Gradient reductions that finish after their pass.
 //
-// The last hop of a gradient hides under one product of its own layer only. Where that is too short, the hop may go on
-// under the next layers' products: the pass leaves its last step, the addition to the local tensors, to this list.
+// The last hop of a gradient overlaps with only one product of its own layer. If that product is too short, the hop may
+// overlap with the products of the next layers: the pass leaves its last step, the addition to the local tensors, to
+// this list.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,10 +16,11 @@
 namespace rtp {
 
 struct DeferredReduction {
-  std::vector<std::shared_ptr<Slot>> slots;  // of the pass: one that it arrives in, and one that it may be leaving
+  // slots of the pass: the receiving one, and possibly one that is still being sent
+  std::vector<std::shared_ptr<Slot>> slots;
   std::vector<at::Tensor> arriving, local;
   PassHandle traced;
-  int position;  // of the step that adds, in the schedule
+  int position;  // position of the adding step in the schedule
   Step step;
 };
 
@@ -27,18 +29,19 @@ class DeferredReductions {
   DeferredReductions(std::shared_ptr<Transport> transport, SlotPool& pool, Trace& trace)
       : transport_(std::move(transport)), pool_(pool), trace_(trace) {}
 
-  // How many may be left at the end of a pass. They finish in the order in which they were added.
+  // Sets the number of reductions that may remain at the end of a pass. They finish in the order in which they were
+  // added.
   void allow(size_t passes) { allowed_ = passes; }
   void add(DeferredReduction reduction) { deferred_.push_back(std::move(reduction)); }
   void end_pass() { finish_all_but(allowed_); }
   void drain() { finish_all_but(0); }
-  // Finishes the reduction of `gradient`, and those added before it; does nothing where it has finished.
+  // Finishes the reduction of `gradient` and all earlier ones; no effect if it has finished.
   void finish(const at::Tensor& gradient);
-  // Without waiting, for a ring that has failed.
+  // Drops all reductions without waiting, for a failed ring.
   void forget() { deferred_.clear(); }
 
   bool empty() const { return deferred_.empty(); }
-  int64_t finished() const { return finished_; }  // ever
+  int64_t finished() const { return finished_; }  // total number
 
  private:
   void finish_all_but(size_t most);

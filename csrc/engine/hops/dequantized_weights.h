@@ -1,4 +1,4 @@
-// Weights that travel in fewer bits than they are computed with, and where they are widened again.
+// Scratch memory for weights that travel in fewer bits than the compute dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,19 +12,20 @@
 
 namespace rtp {
 
-// Of one pass: a place for each lane that computes with weights, which holds one shard at a time.
+// The dequantized weights of one pass: scratch memory for each compute stream, which holds one shard at a time.
 class DequantizedWeights {
  public:
-  // The shard that `step` computes with, of what arrived: the same tensors where they travel as they are computed with.
-  // Widens on the current lane, the step's; what it returned there for another owner is overwritten.
+  // Returns the shard that `step` computes with, given the received tensors: the same tensors if they travel in the
+  // compute dtype. Dequantizes on the compute stream of the step; overwrites the shard of another owner that it
+  // returned there before.
   std::vector<at::Tensor> of(SlotPool& pool, const std::optional<ShardBundle>& bundle, std::vector<at::Tensor> arrived,
                              const Step& step);
   void give_back(SlotPool& pool);
 
  private:
   struct Place {
-    std::shared_ptr<Slot> slot;  // null: the lane has needed none yet
-    int owner = kAllOwners;      // of the shard in it
+    std::shared_ptr<Slot> slot;  // null: not needed so far on this stream
+    int owner = kAllOwners;      // owner of the shard in it
   };
 
   std::array<Place, 2> places_;

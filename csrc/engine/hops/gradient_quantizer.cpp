@@ -35,12 +35,12 @@ GradientQuantizer::GradientQuantizer(SlotPool& pool, Streams& streams, const Sha
     TensorLayout& each = wide_.layouts[index];
     const at::ScalarType local = wide_.local[index].scalar_type();
     RTP_ASSERT(each.wire == Wire::int8 || c10::elementSize(each.dtype) < c10::elementSize(local),
-               "a contribution travels in fewer bits than its sum has");
+               "contributions must travel in fewer bits than their sum has");
     each.dtype = local;
     each.wire = Wire::plain;
   }
   slot_ = pool_.lease(Channel::gradient, wide_.slot_bytes());
-  slot_->usage.settle(streams);
+  slot_->usage.wait_for_all(streams);
 }
 
 std::vector<at::Tensor> GradientQuantizer::views(int owner) const {

@@ -1,4 +1,4 @@
-// Contributions to gradients that travel in fewer bits than they are summed in.
+// Contributions to gradients that travel in fewer bits than the dtype of their sum.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,21 +10,22 @@
 
 namespace rtp {
 
-// Brings what has arrived to tensors, in whatever bits it came: overwrites them, or adds to them.
+// Dequantizes received data, then copies or accumulates.
 void dequantize_into(Streams& streams, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add);
 
-// What a pass computes its contributions in: one slot, as wide as the gradient at home. Every wgrad sums in it, and
-// what it has summed is rounded once, on its way to the slot that it leaves from. Only computes of one lane touch it.
+// Full-precision memory in which a pass computes its contributions: one slot in the dtype of the owner's gradient.
+// Every wgrad accumulates there, and the sum is rounded once, into the slot that the hop sends. Only computes of one
+// stream access it.
 class GradientQuantizer {
  public:
-  // `gradient`: its local tensors have more bits than its parts.
+  // `gradient`: local tensors have more bits than the layouts.
   GradientQuantizer(SlotPool& pool, Streams& streams, const ShardBundle& gradient);
   GradientQuantizer(const GradientQuantizer&) = delete;
   GradientQuantizer& operator=(const GradientQuantizer&) = delete;
   ~GradientQuantizer() { pool_.give_back(Channel::gradient, std::move(slot_)); }
 
   std::vector<at::Tensor> views(int owner) const;
-  // Rounds the contribution to the gradient of `owner` into its travelling form.
+  // Rounds the contribution to the gradient of `owner` into its travel format.
   void round(const std::vector<at::Tensor>& travelling, int owner) const;
 
  private:

@@ -29,7 +29,7 @@ at::Tensor view_of(const at::Tensor& memory, int64_t offset, int64_t bytes, at::
   return memory.narrow(0, offset, bytes).view(dtype).view(shape);
 }
 
-// Slots as a transport makes them.
+// Slots allocated by a transport.
 struct TransportMemory {
   Transport& transport;
   Channel channel;
@@ -43,14 +43,14 @@ struct TransportMemory {
     return fixed && a->number < b->number;
   }
   void release(const std::shared_ptr<Slot>& slot) const {
-    slot->usage.settle(transport.streams());
+    slot->usage.wait_for_all(transport.streams());
     transport.release(channel, slot->memory);
   }
   int64_t bytes(const std::shared_ptr<Slot>& slot) const { return slot->memory.numel(); }
   bool movable(const std::shared_ptr<Slot>& slot) const { return !slot->captured; }
 };
 
-// Memory of this rank alone.
+// Scratch memory of this rank.
 struct OwnMemory {
   at::Device device;
 
@@ -59,7 +59,7 @@ struct OwnMemory {
         Slot{at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device)), {}, false, 0});
   }
   bool before(const std::shared_ptr<Slot>&, const std::shared_ptr<Slot>&) const { return false; }
-  // The allocator may have it for another stream than the one on which it was last used.
+  // The allocator may have assigned the memory to another stream than the one that used it last.
   void release(const std::shared_ptr<Slot>& slot) const {
     if (device.is_cuda()) {
       slot->memory.record_stream(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
@@ -150,7 +150,7 @@ at::Tensor ShardBundle::in_whole(const at::Tensor& memory, int owner, size_t ind
   shape[0] = 0;
   for (const auto& of_owner : layout.shapes) {
     RTP_ASSERT(std::equal(shape.begin() + 1, shape.end(), of_owner.begin() + 1, of_owner.end()),
-               "shards of one whole differ in rows only");
+               "the shards of one tensor must differ in rows only");
     shape[0] += of_owner[0];
   }
   return view_of(memory, whole_offset(0, index), layout.whole_bytes(), layout.dtype, shape);
@@ -204,7 +204,7 @@ std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors) {
 
 void wait(Transfer& transfer, End end) { transfer.wait(end); }
 
-void Usage::settle(Streams& streams) {
+void Usage::wait_for_all(Streams& streams) {
   before_write([](const auto& transfer, End end) { wait(*transfer, end); },
                [&](const StreamEvent& event) { streams.order_compute_after(event); });
   *this = Usage{};
@@ -270,8 +270,8 @@ std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& targe
   const uint64_t recorded = trace_.recorder().post(hop, counts_[kind]);
   const std::shared_ptr<Transfer> transfer = trace_.follow(traced, transport.post(hop));
   transfer->record(trace_.recorder(), recorded);
-  source.enter_departure(transfer);
-  target.enter_arrival(transfer);
+  source.record_send(transfer);
+  target.record_receive(transfer);
   ++counts_[kind];
   for (const Span& span : hop.send) bytes_[kind] += static_cast<int64_t>(span.bytes);
   return transfer;

@@ -11,7 +11,7 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::quiet_NaN();
 
-// A hop on CPU: notes when it arrived, or else when the wait that found it there returned.
+// A hop on CPU: records its arrival time, or else the time when the wait for it returned.
 class FollowedTransfer : public Transfer {
  public:
   FollowedTransfer(std::unique_ptr<Transfer> inner, EventHandle event)
@@ -41,7 +41,7 @@ Lane lane_of(const Step& step) {
 
 bool computes(Lane lane) { return lane == Lane::compute || lane == Lane::side; }
 
-// Of the hops of a lane.
+// Channel of the hops in a row.
 Channel channel_of(Lane lane) {
   return lane == Lane::weight || lane == Lane::outer_weight ? Channel::weight : Channel::gradient;
 }
@@ -89,7 +89,7 @@ void Trace::end_pass(const PassHandle& pass) {
 EventHandle Trace::add(const PassHandle& pass, const std::string& operation, TraceKind kind, int step, Lane lane,
                        const std::string& label) {
   events_.push_back(std::make_shared<TraceEvent>(TraceEvent{pass, operation, step, kind, lane, label, {}, {}}));
-  // A hop departs later.
+  // The start of a hop is set by depart().
   if (computes(lane)) events_.back()->start = transport_->streams().compute_moment();
   return events_.back();
 }
@@ -139,7 +139,7 @@ Trace::Result Trace::read() {
   for (const PassHandle& pass : passes_) {
     result.passes.push_back({pass->operation, pass->options, at(pass->start), at(pass->end)});
   }
-  std::array<double, 6> arrived{};  // of each lane, all hops so far
+  std::array<double, 6> arrived{};  // by row: latest arrival so far
   for (const EventHandle& event : events_) {
     if (!event->start || !event->end) continue;
     const int pass = event->pass ? event->pass->number : -1;

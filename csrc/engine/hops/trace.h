@@ -1,4 +1,5 @@
-// A recorder of what every lane did when. Off, it costs a branch; the one of what was done last is never off.
+// A trace of all streams over time. While it is off, it costs a branch. The Recorder of the most recent events is
+// always on.
 #pragma once
 
 #include <cstdint>
@@ -13,25 +14,25 @@ namespace rtp {
 
 enum class Lane : uint8_t { compute, side, weight, gradient, outer_weight, outer_gradient };
 
-// What an event is: a step of a schedule; the compute lane waiting for a hop (its arrival, its departure, or on CPU
-// also its posting, which the caller does itself); a copy of local tensors that is made before they travel.
+// Kind of an event: a step of a schedule; a wait of the compute stream for a hop (its arrival, its departure, or on CPU
+// also its posting, which the caller does itself); a copy of local tensors before they travel.
 enum class TraceKind : uint8_t { step, wait, stage };
 
 const char* name(Lane lane);
 const char* name(TraceKind kind);
 
-// While they are recorded.
+// Passes and events while the trace is on.
 struct TracePass {
-  uint64_t recording;  // a pass may outlive the one that it began in
+  uint64_t recording;  // a pass may outlive the trace that it began in
   int number;
   std::string operation;
   ScheduleOptions options;
   Moment start, end;
 };
 struct TraceEvent {
-  std::shared_ptr<TracePass> pass;  // null: a hop that was sent ahead, and for which no recorded pass has come
+  std::shared_ptr<TracePass> pass;  // null: a prefetched hop whose pass has not been traced
   std::string operation;
-  int step;  // position in the schedule; for a wait, that of the step that waited; kNoStep at either end of a pass
+  int step;  // position in the schedule; for a wait, the waiting step; kNoStep at either end of a pass
   TraceKind kind;
   Lane lane;
   std::string label;
@@ -40,7 +41,7 @@ struct TraceEvent {
   static constexpr int kNoStep = -1;
 };
 
-// Null: nothing is recorded.
+// Null if the trace is off.
 using PassHandle = std::shared_ptr<TracePass>;
 using EventHandle = std::shared_ptr<TraceEvent>;
 
@@ -50,14 +51,14 @@ class Trace {
 
   bool on() const { return on_; }
   Recorder& recorder() { return recorder_; }
-  // Starts anew; now is at 0 seconds. Throws RotationError where the transport cannot tell times.
+  // Starts a new trace with the current time as 0 s. Throws RotationError if the transport does not support timing.
   void start();
   void stop() { on_ = false; }
 
-  // A pass begins now. Those that a CUDA graph captures are counted only: they do not run.
+  // A pass begins. Passes captured into a CUDA graph are only counted, because they do not run.
   PassHandle begin_pass(const std::string& operation, const Schedule& schedule);
   void end_pass(const PassHandle& pass);
-  // What the recorder has of a pass and of its compute that runs; they are open one after the other.
+  // The Recorder entries of a pass and of its current compute.
   struct Recorded {
     uint64_t pass = 0, compute = 0;
   };
@@ -72,43 +73,44 @@ class Trace {
   }
   void end_compute(const EventHandle& event, const Recorded& recorded) { recorder_.end(recorded.compute), end(event); }
 
-  // An event that begins now. Null for a null pass.
+  // Begins an event. Returns null for a null pass.
   EventHandle begin(const PassHandle& pass, TraceKind kind, int step, Lane lane, const std::string& label);
-  EventHandle begin(const PassHandle& pass, int position, const Step& step);  // on the lane of the step
-  // A hop that is sent ahead for a pass that has not begun, and a copy made for it.
+  EventHandle begin(const PassHandle& pass, int position, const Step& step);  // in the row of the step
+  // Begins the event of a prefetched hop whose pass has not begun, or of the copy made for it.
   EventHandle announce(const std::string& operation, TraceKind kind, int position, const Step& hop);
-  // A wait of the caller who posts a hop. Null where the compute lane does not wait for the host.
+  // Begins the event of posting a hop. Null if the host does not post hops itself.
   EventHandle begin_posting(const PassHandle& pass, int position, const Step& hop);
   void end(const EventHandle& event);
 
-  // The hop of an event leaves now; and what stands for its transfer from then on.
+  // Marks the departure of the event's hop; follow() returns a transfer that also records its arrival.
   void depart(const EventHandle& event);
   std::shared_ptr<Transfer> follow(const EventHandle& event, std::unique_ptr<Transfer> transfer);
 
-  // In seconds from the start; NaN: has not ended. A hop starts when it was posted or, if that is later, when those
-  // before it on its channel had arrived.
+  // Times are in seconds from the start; NaN: not ended. A hop starts when it was posted or, if later, when the earlier
+  // hops of its channel had arrived.
   struct Pass {
     std::string operation;
     ScheduleOptions options;
     double start, end;
   };
   struct Event {
-    int pass;  // its number; -1: none
+    int pass;  // number of the pass; -1: none
     std::string operation;
     int step;
     TraceKind kind;
     Lane lane;
     std::string label;
     double start, end;
-    double posted;  // a hop's; of anything else the start
+    double posted;  // when a hop was posted; for other events, the start
   };
   struct Result {
-    double zero;  // the start, in seconds of the host's steady clock
+    double zero;  // start time, in seconds of the host's steady clock
     int64_t captured;
     std::vector<Pass> passes;
     std::vector<Event> events;
   };
-  // What was recorded, and forgets it. Events that have not ended are left out; a GPU is waited for.
+  // Returns and clears the recorded events. Events that have not ended are omitted; blocks until the GPU has reached
+  // them.
   Result read();
 
  private:
@@ -118,7 +120,7 @@ class Trace {
   std::shared_ptr<Transport> transport_;
   Recorder recorder_;
   bool on_ = false;
-  bool on_host_ = false;  // computes are the host's, which waits for hops and posts them
+  bool on_host_ = false;  // the host computes, posts hops and waits for them
   uint64_t recording_ = 0;
   HostClock::time_point host_zero_;
   Moment zero_;

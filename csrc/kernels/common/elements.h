@@ -1,4 +1,4 @@
-// The element types that kernels read and write.
+// Element types of the kernels.
 #pragma once
 
 #include <cstdint>

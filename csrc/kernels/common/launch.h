@@ -1,5 +1,5 @@
-// What the kernels take from CUDA, and the one way to launch them. Their source also runs on a CPU, where tests bring
-// an emulation of CUDA's threads.
+// CUDA includes and the launch function of all kernels. Tests compile the same kernel sources for a CPU with an
+// emulation of CUDA threads.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 #endif
 
 #ifndef RTP_MOST_BLOCKS
-#define RTP_MOST_BLOCKS 16384  // of a launch: enough to fill any GPU several times; kernels stride over what is more
+#define RTP_MOST_BLOCKS 16384  // per launch: enough to fill any GPU several times; kernels use grid-stride loops
 #endif
 
 namespace rtp {
@@ -32,7 +32,7 @@ struct LaunchShape {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Threads side by side along x, over `columns` columns and `rows` rows: a block is as wide as the columns ask for.
+// Launch shape for `rows` x `columns` elements: threads lie along x, and a block is as wide as the columns require.
 inline LaunchShape tile_launch(int64_t rows, int64_t columns, int threads) {
   int wide = kWarp;
   while (wide < threads && wide < columns) wide *= 2;
@@ -43,7 +43,7 @@ inline LaunchShape tile_launch(int64_t rows, int64_t columns, int threads) {
           dim3(static_cast<unsigned>(wide), static_cast<unsigned>(high))};
 }
 
-// `count` pieces of work, one block each.
+// Launch shape for `count` work items, one per block.
 inline LaunchShape block_launch(int64_t count, int threads) {
   return {dim3(static_cast<unsigned>(std::clamp<int64_t>(count, 1, RTP_MOST_BLOCKS))),
           dim3(static_cast<unsigned>(threads))};

@@ -1,6 +1,6 @@
-// Rows of elements as windows of 16 bytes that start where the memory is aligned, so that one thread moves one window
-// at a time. The first and the last window of a row may reach beyond it; sources that are aligned otherwise than the
-// row that the windows follow are read in narrower words.
+// Vectorized access to rows: 16-byte windows that start at aligned addresses, one window per thread. The first and the
+// last window of a row may extend beyond it. Sources with another alignment than the row that defines the windows are
+// read in narrower words.
 #pragma once
 
 #include "kernels/common/elements.h"
@@ -8,17 +8,17 @@
 
 namespace rtp {
 
-__device__ inline float widen(float x) { return x; }
-__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline float widen(__half x) { return __half2float(x); }
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float to_float(__half x) { return __half2float(x); }
 
-__device__ inline void narrow(float& to, float x) { to = x; }
-__device__ inline void narrow(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
-__device__ inline void narrow(__half& to, float x) { to = __float2half_rn(x); }
+__device__ inline void round_to(float& to, float x) { to = x; }
+__device__ inline void round_to(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
+__device__ inline void round_to(__half& to, float x) { to = __float2half_rn(x); }
 
 constexpr int kWindowBytes = 16;
 
-// Elements of a window: 16 bytes of the narrower of two types.
+// Elements per window: 16 bytes of the narrower of two types.
 template <typename A, typename B = A>
 constexpr int kWindow = kWindowBytes / static_cast<int>(sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
 
@@ -26,17 +26,18 @@ __host__ __device__ inline int64_t misalignment(const void* address) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) % kWindowBytes);
 }
 
-// Elements of `row` that lie beyond the last boundary before it: window v starts at element v * width - shift.
+// Returns the number of elements between the preceding 16-byte boundary and `row`: window v starts at element v * width
+// - shift.
 template <typename T>
 __host__ __device__ int64_t shift_of(const T* row) {
   return misalignment(row) / static_cast<int64_t>(sizeof(T));
 }
 
-// The most windows that a row takes, of several rows that start at `first` and every `stride` elements.
+// Returns the maximum number of windows per row, for rows that start at `first` and every `stride` elements.
 template <typename T>
 int64_t windows_of(const T* first, int64_t stride, int64_t rows, int64_t columns, int width) {
-  const bool alike = rows <= 1 || stride * static_cast<int64_t>(sizeof(T)) % kWindowBytes == 0;
-  const int64_t most_shift = alike ? shift_of(first) : kWindowBytes / static_cast<int64_t>(sizeof(T)) - 1;
+  const bool same_shift = rows <= 1 || stride * static_cast<int64_t>(sizeof(T)) % kWindowBytes == 0;
+  const int64_t most_shift = same_shift ? shift_of(first) : kWindowBytes / static_cast<int64_t>(sizeof(T)) - 1;
   return columns == 0 ? 0 : divide_up(columns + most_shift, width);
 }
 
@@ -61,12 +62,12 @@ __device__ void store_words(T* to, const T (&from)[kWidth]) {
   }
 }
 
-// Whether all of [first, first + width) is in [0, count).
+// Returns whether [first, first + width) lies in [0, count).
 __device__ inline bool is_whole(int64_t first, int width, int64_t count) {
   return first >= 0 && first + width <= count;
 }
 
-// Elements [first, first + kWidth) of `row`, `missing` for those outside [0, count).
+// Loads elements [first, first + kWidth) of `row`; elements outside [0, count) become `missing`.
 template <int kWidth, typename T>
 __device__ void load_window(T (&to)[kWidth], const T* row, int64_t first, int64_t count, T missing) {
   if (!is_whole(first, kWidth, count)) {
@@ -107,26 +108,26 @@ __device__ void store_window(T* row, int64_t first, int64_t count, const T (&fro
   }
 }
 
-// The same in float32.
+// The same with conversion to float32.
 template <int kWidth, typename T>
 __device__ void load_floats(float (&to)[kWidth], const T* row, int64_t first, int64_t count, float missing = 0.0f) {
   T values[kWidth];
   T absent;
-  narrow(absent, missing);
+  round_to(absent, missing);
   load_window<kWidth>(values, row, first, count, absent);
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) to[i] = widen(values[i]);
+  for (int i = 0; i < kWidth; ++i) to[i] = to_float(values[i]);
 }
 
 template <int kWidth, typename T>
 __device__ void store_floats(T* row, int64_t first, int64_t count, const float (&from)[kWidth]) {
   T values[kWidth];
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) narrow(values[i], from[i]);
+  for (int i = 0; i < kWidth; ++i) round_to(values[i], from[i]);
   store_window<kWidth>(row, first, count, values);
 }
 
-// Calls body(row, window) for all windows of all rows, shared among the threads of a tile_launch.
+// Calls body(row, window) for all windows of all rows, distributed over the threads of a tile_launch.
 template <typename Body>
 __device__ void for_each_window(int64_t rows, int64_t windows, Body&& body) {
   const int64_t row_step = static_cast<int64_t>(gridDim.y) * blockDim.y;

@@ -15,35 +15,35 @@
 namespace rtp {
 namespace {
 
-// Logits are made for a part of the tokens at a time: a small one of what the logits of one shard would take, but with
-// enough rows for an efficient GEMM.
+// Limits for a chunk of tokens: its logits take a small part of the memory of all logits of one shard, and its GEMM has
+// enough rows to be efficient.
 constexpr int64_t kLogitBytes = int64_t{64} << 20;
 constexpr int64_t kLeastRows = 128;
 constexpr int64_t kLeastChunks = 4;
 
-// One vocabulary shard in this rank's hands, and how its logits are computed.
+// The vocabulary shard of the current step, and the computation of its logits.
 class VocabularyShard {
  public:
   VocabularyShard(const std::vector<at::Tensor>& shard, const CrossEntropyShape& shape, int64_t start,
                   const at::Tensor& buffer)
       : shape_(shape), start_(start), buffer_(buffer) {
-    weight_ = widened(outputs_first(shard[0], shape.transposed ? kTransposed : kStored));
+    weight_ = gemm_operand(outputs_first(shard[0], shape.transposed ? kTransposed : kStored));
     if (shape.bias) bias_ = shard[1].to(buffer.scalar_type());
   }
 
   const at::Tensor& weight() const { return weight_; }
   int64_t size() const { return weight_.size(0); }
 
-  // 16-bit operands of a GEMM on a CPU become float32 once for all chunks; elsewhere the GEMM widens.
-  at::Tensor widened(const at::Tensor& operand) const {
+  // On a CPU, converts 16-bit GEMM operands to float32 once for all chunks; on other devices, the GEMM converts them.
+  at::Tensor gemm_operand(const at::Tensor& operand) const {
     return operand.is_cpu() ? operand.to(buffer_.scalar_type()) : operand;
   }
 
-  // The logits [rows, size] of x [rows, features], in the buffer.
+  // Returns the logits [rows, size] of x [rows, features], in the buffer.
   LogitChunk logits(const at::Tensor& x, const at::Tensor& targets) const {
     const int64_t stride = aligned_stride(size(), static_cast<int64_t>(buffer_.element_size()));
     const at::Tensor z = buffer_.narrow(0, 0, x.size(0) * stride).view({x.size(0), stride}).narrow(1, 0, size());
-    gemm(z, bias_, widened(x), weight_.t());
+    gemm(z, bias_, gemm_operand(x), weight_.t());
     return {z, targets, start_, shape_.ignore_index, shape_.soft_cap};
   }
 
@@ -56,7 +56,7 @@ class VocabularyShard {
   at::Tensor buffer_, weight_, bias_;
 };
 
-// Where every owner's vocabulary shard lies, or one piece of it, and how many tokens are looked at together.
+// Sizes and starts of every owner's vocabulary shard, or of one chunk of it, and the number of tokens per chunk.
 struct VocabularyCut {
   VocabularyCut(const CrossEntropyShape& shape, int ranks)
       : linear{shape.vocabulary, shape.features, true, shape.transposed},
@@ -74,7 +74,7 @@ struct VocabularyCut {
   }
   std::vector<Chunk> chunks(const CrossEntropyShape& shape, const RotationOptions& options) const {
     RotationOptions capped = options;
-    if (shape.transposed) capped.slot_cap = 0;  // a piece of it would not be contiguous
+    if (shape.transposed) capped.slot_cap = 0;  // a chunk would not be contiguous
     return chunks_of(capped, sizes, shape.features + (shape.bias ? 1 : 0));
   }
   int64_t most() const { return *std::max_element(sizes.begin(), sizes.end()); }
@@ -119,16 +119,16 @@ void check_targets(const at::Tensor& x, const at::Tensor& targets, const CrossEn
                     ", got ", wrong[0].item<int64_t>());
 }
 
-// Of every owner, whether another compute lies between its dgrad and its wgrad.
-std::vector<bool> wgrads_apart(const Schedule& schedule) {
-  std::vector<bool> apart(static_cast<size_t>(schedule.ranks), false);
-  int last = kAllOwners;  // the owner of the compute before
+// Returns for every owner whether another compute runs between its dgrad and its wgrad.
+std::vector<bool> separate_wgrads(const Schedule& schedule) {
+  std::vector<bool> separate(static_cast<size_t>(schedule.ranks), false);
+  int last = kAllOwners;  // owner of the previous compute
   for (const Step& step : schedule.steps) {
     if (step.action != Action::compute) continue;
-    if (step.compute == Compute::wgrad) apart[static_cast<size_t>(step.owner)] = step.owner != last;
+    if (step.compute == Compute::wgrad) separate[static_cast<size_t>(step.owner)] = step.owner != last;
     last = step.owner;
   }
-  return apart;
+  return separate;
 }
 
 }  // namespace
@@ -143,8 +143,8 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
   const VocabularyCut whole(shape, executor.ranks());
   check_local_all(executor, whole, shape, parameters, options);
 
-  // Running maximum, sum of exp(z - maximum), z of the target, sum of z. The maximum starts finite: a shard whose
-  // logits are all -inf (a masked part of the vocabulary) is then no -inf - -inf.
+  // Running maximum, sum of exp(z - maximum), z of the target, sum of z. The maximum starts finite: if all logits of a
+  // shard are -inf (a masked part of the vocabulary), this avoids -inf - -inf.
   const at::Tensor lse = at::zeros({2, tokens}, sums);
   const at::Tensor most = lse.select(0, 0).fill_(std::numeric_limits<float>::lowest());
   const at::Tensor scaled = lse.select(0, 1);
@@ -171,7 +171,7 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
       }
     }
   }
-  // Differences of logits first: they are exact where the logits themselves have few digits left.
+  // Subtracts logits first: their differences are exact even if the logits have few digits left.
   at::Tensor loss = scaled.log_().add(most.sub(hit), 1 - shape.label_smoothing);
   if (total.defined()) {
     loss.add_(most.sub(total, 1.0 / static_cast<double>(shape.vocabulary)), shape.label_smoothing);
@@ -210,7 +210,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
   const auto of = [&](const at::Tensor& per_token, int64_t first) {
     return per_token.narrow(0, first, std::min(tokens_at_once, tokens - first));
   };
-  // The gradient of the logits of one chunk, [rows, size].
+  // Returns the gradient of the logits of one chunk, [rows, size].
   const auto gradient_of_logits = [&](const VocabularyShard& shard, int64_t first) {
     return logit_gradient(shard.logits(of(x, first), of(targets, first)),
                           {of(most, first), of(factor, first), of(g, first), shape.label_smoothing, everywhere},
@@ -232,18 +232,19 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
     const Schedule& schedule =
         backward_schedule(executor, chunked(options, chunk), weights, {.wgrad = gradients.any(), .bundle = true});
     Execution pass(executor, schedule, std::move(weights), std::move(travelling), options.name + " backward");
-    const std::vector<bool> apart_of = wgrads_apart(schedule);
-    at::Tensor first_chunk;  // of a shard: made in its dgrad, for its wgrad
+    const std::vector<bool> is_separate = separate_wgrads(schedule);
+    at::Tensor first_chunk;  // first chunk of a shard: computed in its dgrad, reused in its wgrad
     while (const Step* step = pass.next()) {
       if (cut.sizes[step->owner] == 0) continue;
       const VocabularyShard shard(pass.weight(), shape, cut.starts[step->owner], buffer);
-      // A wgrad that comes later makes its logits once more.
-      const bool apart = apart_of[static_cast<size_t>(step->owner)];
+      // A wgrad that does not directly follow its dgrad recomputes the logits.
+      const bool separate = is_separate[static_cast<size_t>(step->owner)];
       if (step->compute == Compute::dgrad) {
-        // The first chunk hides the hop that brings the partial gradient; the others follow in wgrad.
-        const bool alone = apart || !gradients.any();
-        for (int64_t first = 0; first < (alone ? tokens : std::min(tokens_at_once, tokens)); first += tokens_at_once) {
-          if (alone && !dx.defined()) break;
+        // The first chunk overlaps with the hop of the partial gradient; the other chunks follow in wgrad.
+        const bool dgrad_only = separate || !gradients.any();
+        for (int64_t first = 0; first < (dgrad_only ? tokens : std::min(tokens_at_once, tokens));
+             first += tokens_at_once) {
+          if (dgrad_only && !dx.defined()) break;
           first_chunk = gradient_of_logits(shard, first);
           add_dx(shard, first_chunk, first);
         }
@@ -251,19 +252,20 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
       }
       const Gradients::Sums of_shard(gradients, pass);
       for (const int parameter : {kWeight, shape.bias ? kBias : -1}) {
-        if (tokens == 0 && of_shard.wants(parameter)) pass_on(of_shard.out(parameter), of_shard.arrived(parameter));
+        if (tokens == 0 && of_shard.wants(parameter))
+          copy_or_zero(of_shard.out(parameter), of_shard.arrived(parameter));
       }
       for (int64_t first = 0; first < tokens; first += tokens_at_once) {
-        const bool made = first == 0 && !apart;
-        const at::Tensor dz = made ? first_chunk : gradient_of_logits(shard, first);
-        if (!made && !apart) add_dx(shard, dz, first);
-        // the partial that arrived, then what this pass has added to it
+        const bool reuse = first == 0 && !separate;
+        const at::Tensor dz = reuse ? first_chunk : gradient_of_logits(shard, first);
+        if (!reuse && !separate) add_dx(shard, dz, first);
+        // the received partial sum, then the sum of the previous chunks
         const auto before = [&](int parameter) {
           return first > 0 ? of_shard.out(parameter) : of_shard.arrived(parameter);
         };
         if (of_shard.wants(kWeight)) {
           gemm(outputs_first(of_shard.out(kWeight), cut.linear), outputs_first(before(kWeight), cut.linear), dz.t(),
-               shard.widened(of(x, first)), of_shard.scale());
+               shard.gemm_operand(of(x, first)), of_shard.scale());
         }
         if (shape.bias && of_shard.wants(kBias)) {
           column_sum(of_shard.out(kBias), before(kBias), dz, of_shard.scale());

@@ -1,4 +1,4 @@
-// A vocabulary head and its cross-entropy as one: vocabulary shards travel, and logits exist in pieces only.
+// A fused vocabulary head and cross-entropy: vocabulary shards travel, and the logits are computed in chunks.
 #pragma once
 
 #include <optional>
@@ -23,7 +23,7 @@ struct CrossEntropyShape {
 
 struct CrossEntropyResult {
   at::Tensor loss;  // [M], in the accumulation dtype
-  at::Tensor lse;   // [2, M]: the largest logit, and the log-sum-exp beyond it. All that backward needs of the logits
+  at::Tensor lse;   // [2, M]: the maximum logit, and the log-sum-exp relative to it; saved for backward
 };
 
 // x [M, features] in options.compute_dtype, targets int64 [M], contiguous; parameters: local shards of the weight
@@ -33,7 +33,7 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
                                          const RotationOptions& options);
 
 // dloss [M] in the accumulation dtype. Returns dx in options.compute_dtype, then this rank's shards of the gradients,
-// averaged over the ring, in options.reduce_dtype; undefined where not wanted. Logits are recomputed.
+// averaged over the ring, in options.reduce_dtype; undefined if not needed. Logits are recomputed.
 std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Tensor& dloss, const at::Tensor& x,
                                                const at::Tensor& targets, const at::Tensor& lse,
                                                const std::vector<at::Tensor>& parameters,

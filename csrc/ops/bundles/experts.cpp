@@ -14,7 +14,7 @@
 namespace rtp {
 namespace {
 
-// How the parameters are cut, and their places among those that travel (-1: not there).
+// The cut of the parameters, and their places among those that travel (-1: absent).
 struct ExpertsCut {
   ExpertsCut(const ExpertsShape& shape, int ranks)
       : up_rows((shape.gated ? 2 : 1) * shape.hidden_features),
@@ -44,7 +44,7 @@ struct ExpertsCut {
   }
 };
 
-// The routed tokens of one shard's experts: rows [first, first + rows) of the order of experts.
+// The routed tokens of one shard's experts: rows [first, first + rows) in expert order.
 class Group {
  public:
   Group(const ExpertsResult& routed, const ExpertsCut& cut, int owner, int64_t choices)
@@ -56,7 +56,7 @@ class Group {
     ends_ = routed.ends.narrow(0, expert_, experts_);
   }
 
-  // Calls body(e, rows of tensors of this group) for every expert of the shard that has tokens.
+  // Calls body(e, slice, count) for every expert of the shard; slice(tensor) returns the rows of expert e.
   template <typename Body>
   void each(Body&& body) const {
     for (int64_t e = 0; e < experts_; ++e) {
@@ -67,7 +67,7 @@ class Group {
   }
 
   // Grouped GEMM: rows of `left` of each expert times that expert's matrix of `stack` (transposed), plus its row of
-  // `biases` where there are any. In one launch where that can be; torch's adds no biases.
+  // `biases` if defined. Uses one launch if torch's kernel applies; that kernel does not support biases.
   at::Tensor product(const at::Tensor& left, const at::Tensor& stack, bool transpose, const at::Tensor& biases = {},
                      at::Tensor out = {}) const {
     const at::Tensor matrices = transpose ? stack.transpose(1, 2) : stack;
@@ -90,10 +90,10 @@ class Group {
  private:
   int64_t expert_, experts_;
   const std::vector<int64_t>& starts_;
-  at::Tensor ends_;  // of its experts
+  at::Tensor ends_;  // ends of its experts
 };
 
-// The gate's and the other half of up(x).
+// Returns the gate half and the other half of up(x).
 std::pair<at::Tensor, at::Tensor> gate_and_up(const at::Tensor& values, const ExpertsShape& shape) {
   const int64_t hidden = shape.hidden_features;
   if (!shape.gated) return {at::Tensor(), values};
@@ -101,7 +101,7 @@ std::pair<at::Tensor, at::Tensor> gate_and_up(const at::Tensor& values, const Ex
   return {values.narrow(1, 0, hidden), values.narrow(1, hidden, hidden)};
 }
 
-// The hidden values of a clamped gate, and their gradients where d_value is defined. Computed in the accumulation dtype
+// The hidden values of a clamped gate, and their gradients if d_value is defined. Computed in the accumulation dtype
 // and rounded once.
 Hidden clamped_values(const ClampedGate& clamped, const at::Tensor& d_value, const at::Tensor& pre,
                       const at::Tensor& gate) {
@@ -148,7 +148,7 @@ void check_operands(const Executor& executor, const ExpertsShape& shape, const R
   }
 }
 
-// Sorts the choices by expert. One reading by the host tells the sizes of all GEMMs, and whether the index is valid.
+// Sorts the choices by expert. One host read returns the sizes of all GEMMs and validates the index.
 void route(const at::Tensor& index, const ExpertsShape& shape, const RotationOptions& options, ExpertsResult& result) {
   const auto [sorted, order] = index.view(-1).sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
   result.order = order;
@@ -174,7 +174,7 @@ ShardBundle weight_bundle(const Executor& executor, const ExpertsCut& cut, const
   return travelling_weights(executor, options, std::move(layouts), parameters, 3);
 }
 
-// The biases of a shard's experts; undefined where there are none.
+// The biases of a shard's experts; undefined if there are none.
 at::Tensor biases_of(const std::vector<at::Tensor>& shard, int place) {
   return place < 0 ? at::Tensor() : shard[place];
 }
@@ -232,7 +232,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
   const at::Tensor dx = needs_x ? at::zeros({x.size(0), shape.features}, sum_options) : at::Tensor();
   const at::Tensor d_factors = needs_weights ? at::zeros({weights.numel()}, sum_options) : at::Tensor();
 
-  struct Slice {  // of one shard's tokens, between its dgrad and its wgrad
+  struct Slice {  // values of one shard's tokens, from its dgrad to its wgrad
     at::Tensor x, hidden, d_out, d_values;
   };
   std::map<int, Slice> slices;
@@ -251,7 +251,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
       const auto [gate, pre] = gate_and_up(values, shape);
       const at::Tensor factor = factors.index_select(0, group.place).unsqueeze(1);
       const at::Tensor d_rows = dy.index_select(0, group.token);
-      // without the router's weight, so that its own gradient is a product with the hidden values
+      // excludes the router weight, so that the gradient of the weight is a product with the hidden values
       const at::Tensor d_plain = group.product(d_rows, shard[cut.down], shape.transposed);
       const Hidden slice = gradients_of(shape, d_plain.mul(factor).to(options.compute_dtype), pre, gate);
       if (needs_weights) {
@@ -275,7 +275,8 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
       continue;
     }
     const Gradients::Sums of_shard(gradients, pass);
-    // calls make(expert's gradient, what arrived of it, rows of that expert), or passes on where it has no tokens
+    // calls make(gradient of the expert, received partial sum, slice), or copies the partial sum for an expert without
+    // tokens
     const auto add = [&](int parameter, const auto& make) {
       if (!of_shard.wants(parameter)) return;
       const at::Tensor arrived = of_shard.arrived(parameter), out = of_shard.out(parameter);
@@ -283,7 +284,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
         const at::Tensor before = arrived.defined() ? arrived.select(0, e) : arrived;
         const at::Tensor after = out.select(0, e);
         if (count == 0) {
-          pass_on(after, before);
+          copy_or_zero(after, before);
         } else {
           make(after, before, of);
         }

@@ -1,4 +1,5 @@
-// Experts whose weights visit every rank, while the tokens stay: no all-to-all, no capacity, no dropped token.
+// Mixture-of-experts layers whose weights visit every rank while the tokens stay: no all-to-all, no capacity limit, no
+// dropped tokens.
 #pragma once
 
 #include <optional>
@@ -17,9 +18,11 @@ struct ClampedGate {
 
 // For token t and choice k: y[t] += weights[t, k] down_e(hidden_e(x[t])) with e = index[t, k]. Stacked parameters, all
 // cut along the experts, with up_rows = (gated ? 2 : 1) * hidden:
+//
 //   up [experts, up_rows, features] and down [experts, features, hidden], or transposed: [experts, features, up_rows]
-//   and [experts, hidden, features]; biases, where there are any, [experts, up_rows] and [experts, features].
-// The gate's rows come first, or, interleaved, gate and up take turns.
+//   and [experts, hidden, features]; optional biases [experts, up_rows] and [experts, features].
+//
+// The rows of the gate come first or, if interleaved, alternate with those of up.
 struct ExpertsShape {
   int64_t experts = 0;
   int64_t features = 0;
@@ -30,26 +33,27 @@ struct ExpertsShape {
   bool transposed = false;
   bool interleaved = false;
   Activation activation = Activation::silu;
-  std::optional<ClampedGate> clamped;  // in place of the activation
+  std::optional<ClampedGate> clamped;  // replaces the activation
 };
 
 struct ExpertsResult {
   at::Tensor y;                 // [T, features]
-  at::Tensor kept;              // up(x) of every routed token in the order of experts, or undefined
-  at::Tensor order;             // [T * K] int64: positions in index.view(-1), by expert
-  at::Tensor ends;              // [experts] int64: of every expert in that order, on the device
-  std::vector<int64_t> starts;  // of every expert in that order, and the end
+  at::Tensor kept;              // up(x) of every routed token, sorted by expert; or undefined
+  at::Tensor order;             // [T * K] int64: positions in index.view(-1), sorted by expert
+  at::Tensor ends;              // [experts] int64: end of every expert in that order, on the device
+  std::vector<int64_t> starts;  // start of every expert in that order, and the end
 };
 
 // x [T, features] in options.compute_dtype, weights [T, K] of any floating dtype, index int64 [T, K], contiguous; an
-// index equal to `experts` is nobody's. Experts may have no token, or all of them. On CUDA the numbers of tokens per
-// expert are read once by the host. parameters: local shards of up, its bias, down, its bias, of those that there are.
+// index equal to `experts` selects no expert. An expert may have any number of tokens, including none. On CUDA, the
+// host reads the token counts per expert once. parameters: local shards of up, its bias, down, its bias, without the
+// absent ones.
 ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weights,
                               const at::Tensor& index, const std::vector<at::Tensor>& parameters,
                               const ExpertsShape& shape, bool keep, const RotationOptions& options);
 
 // Returns the gradients of x (compute dtype), weights (their own dtype) and the parameters (this rank's shards,
-// averaged over the ring, in options.reduce_dtype); undefined where `needs`, which has the same order, says no.
+// averaged over the ring, in options.reduce_dtype); undefined where `needs`, in the same order, is false.
 std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& dy, const at::Tensor& x,
                                          const at::Tensor& weights, const ExpertsResult& routed,
                                          const std::vector<at::Tensor>& parameters, const ExpertsShape& shape,

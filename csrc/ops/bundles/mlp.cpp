@@ -10,7 +10,7 @@
 namespace rtp {
 namespace {
 
-// The layers of an MLP, their places among its parameters (-1: not there), and how they are cut.
+// The layers of an MLP, their places among its parameters (-1: absent), and their cuts.
 struct MlpLayout {
   MlpLayout(const MlpShape& shape, int ranks)
       : up{shape.hidden_features, shape.in_features, true, shape.transposed},
@@ -40,13 +40,13 @@ struct MlpLayout {
     return layouts;
   }
 
-  // What the shard of `owner` takes of the hidden features, and of the outputs.
+  // The slices of the hidden features and of the outputs that belong to the shard of `owner`.
   at::Tensor slice(const at::Tensor& hidden, int owner) const { return hidden.narrow(1, starts[owner], sizes[owner]); }
   at::Tensor bias_slice(const at::Tensor& y, int owner) const {
     return y.narrow(y.dim() - 1, bias_starts[owner], bias_sizes[owner]);
   }
 
-  LinearShape up, down;  // the gate is shaped as up
+  LinearShape up, down;  // the gate has the shape of up
   std::vector<int64_t> sizes, starts;
   std::vector<int64_t> bias_sizes, bias_starts;
   int gate_weight = -1, gate_bias = -1, up_weight = -1, up_bias = -1, down_weight = -1, down_bias = -1;
@@ -63,7 +63,7 @@ ShardBundle weight_bundle(const Executor& executor, const MlpLayout& layout, con
   return bundle;
 }
 
-// What one shard makes of x, into `out` where it is defined.
+// Returns the projection of x with one shard, in `out` if it is defined.
 at::Tensor project(const at::Tensor& x, const std::vector<at::Tensor>& shard, int weight, int bias,
                    const LinearShape& shape, at::Tensor out) {
   const at::Tensor w = outputs_first(shard[weight], shape);
@@ -72,8 +72,8 @@ at::Tensor project(const at::Tensor& x, const std::vector<at::Tensor>& shard, in
   return out;
 }
 
-// The hidden values of an MLP without a gate, in one call with their projection where the GPU's library does both;
-// undefined where it does not. What the activation is applied to goes into `before` where that is defined.
+// Returns the hidden values of an MLP without a gate, fused with their projection in one cuBLASLt call; undefined if
+// that is not supported. `before`, if defined, receives the input of the activation.
 at::Tensor project_activated(const at::Tensor& x, const std::vector<at::Tensor>& shard, const MlpLayout& layout,
                              Activation activation, const at::Tensor& before) {
   at::Tensor value;
@@ -146,7 +146,7 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
   std::optional<ProductSum> dx;
   if (needs_x) dx.emplace(dy.size(0), shape.in_features, dy.options());
 
-  std::map<int, Hidden> hidden;  // between the dgrad and the wgrad of an owner
+  std::map<int, Hidden> hidden;  // by owner, from its dgrad to its wgrad
   const Schedule& schedule = backward_schedule(executor, options, weights, {.wgrad = gradients.any(), .bundle = true});
   Execution pass(executor, schedule, std::move(weights), gradients.bundle(), options.name + " backward");
   while (const Step* step = pass.next()) {

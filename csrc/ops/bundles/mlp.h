@@ -1,4 +1,4 @@
-// An MLP whose weights travel as a bundle: hidden slice j lives during the step of shard j only.
+// An MLP whose weights travel as a bundle: hidden slice j exists only during the step of shard j.
 #pragma once
 
 #include <vector>
@@ -9,31 +9,31 @@
 namespace rtp {
 
 // y = down(act(up(x))), or down(act(gate(x)) * up(x)). Gate and up are cut along their output (hidden) features, down
-// along its input features, so that shard j of all three meets hidden slice j.
+// along its input features, so that shard j of all three operates on hidden slice j.
 struct MlpShape {
   int64_t in_features = 0;
   int64_t hidden_features = 0;
   int64_t out_features = 0;
   bool gated = false;
   bool transposed = false;  // weights are stored as [in, out]
-  bool up_bias = false;     // of the gate too
+  bool up_bias = false;     // applies to the gate, too
   bool down_bias = false;
   Activation activation = Activation::gelu;
 };
 
 struct MlpResult {
   at::Tensor y;                  // [M, out_features]
-  std::vector<at::Tensor> kept;  // hidden values before the activation, [M, hidden_features]: up, gate; or nothing
+  std::vector<at::Tensor> kept;  // hidden values before the activation, [M, hidden_features]: up, gate; or empty
 };
 
 // x [M, in_features] in options.compute_dtype; parameters: local shards of gate weight and bias, up weight and bias,
-// down weight and bias, those that exist. `keep`: what backward would otherwise recompute is kept.
+// down weight and bias, without the absent ones. `keep`: keeps the values that backward would otherwise recompute.
 MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector<at::Tensor>& parameters,
                       const MlpShape& shape, bool keep, const RotationOptions& options);
 
 // Returns dx in options.compute_dtype, then the gradients of the parameters (this rank's shards, averaged over the
-// ring) in options.reduce_dtype; undefined where not wanted. Hidden values that were not kept are recomputed from the
-// shard that is passing by, with no hop more.
+// ring) in options.reduce_dtype; undefined if not needed. Hidden values that were not kept are recomputed from the
+// current shard, without additional hops.
 std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, const at::Tensor& x,
                                      const std::vector<at::Tensor>& kept, const std::vector<at::Tensor>& parameters,
                                      const MlpShape& shape, bool needs_x, const std::vector<bool>& needs_parameter,

@@ -17,20 +17,20 @@ bool any_bytes(const std::vector<Span>& spans) {
   return std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.bytes > 0; });
 }
 
-// How a hop travels. All of it is enqueued on the stream of its channel, on both ends in the order of the hops.
+// Protocol of a hop. All operations are enqueued on the stream of the channel, on both ends in the order of the hops.
 //
-// Push:  receiver                             sender
-//        raise credit at the sender    ->     await credit
-//        await data                    <-     copy into the receiver's slot, raise data at the receiver
-// Pull:  await data                    <-     raise data at the receiver
-//        copy from the sender's slot
-//        raise credit at the sender    ->     await credit
+//   Push:  receiver                             sender
+//          raise credit at the sender    ->     await credit
+//          await data                    <-     copy into the receiver's slot, raise data at the receiver
+//   Pull:  await data                    <-     raise data at the receiver
+//          copy from the sender's slot
+//          raise credit at the sender    ->     await credit
 //
-// A flag is 0 or 1, so one that is raised twice before it is awaited would be lost. That cannot be. The two flags of a
-// conversation (channel, slot, sender, receiver) take turns: whoever raises its flag for the next time has awaited the
-// other one's since, in the same stream; the other side had raised that one after it had awaited, and so reset, the
+// A flag is 0 or 1, so raising it twice before it is awaited would lose a signal. The protocol excludes that: the two
+// flags of a conversation (channel, slot, sender, receiver) alternate. A rank raises its flag again only after it has
+// awaited the other flag in the same stream, and the peer raised that flag only after it had awaited, and so reset, the
 // first. Between passes every flag is 0, so that a captured pass can be replayed, and captured and other passes mixed.
-// Nor do the ranks wait in a circle: what a hop raises first depends on nothing but the hop before it.
+// The ranks cannot deadlock: the first flag that a hop raises depends only on the previous hop.
 class CopyEngineTransport : public CeTransport {
  public:
   CopyEngineTransport(const RingEnd& end, const std::string& id)
@@ -41,40 +41,40 @@ class CopyEngineTransport : public CeTransport {
     const at::Tensor memory = allocate_symmetric(PeerFlags::bytes(end.ranks), device_);
     try {
       flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks, side_.get());
-      try_out();
+      run_trial_hops();
       start();
     } catch (...) {
       const auto idle = [&](Channel channel) {
-        return has_ended([&] { return cudaStreamQuery(lanes_.channel(channel)); });
+        return has_ended([&] { return cudaStreamQuery(streams_.channel(channel)); });
       };
-      idle(Channel::weight) && idle(Channel::gradient) ? communicators_.abort() : leave_behind();
+      idle(Channel::weight) && idle(Channel::gradient) ? communicators_.abort() : leak();
       throw;
     }
   }
 
   ~CopyEngineTransport() override {
     const DeviceScope scope(device_);
-    const bool over = nothing_left();  // before the watchdog stops, which lets waits end
+    const bool over = all_hops_ended();  // before the watchdog stops, because it ends waits
     stop();
     if (over) {
-      cudaStreamSynchronize(side_.get());  // the flags that were raised last
-      communicators_.abort();              // its windows end before the memory that they are over
+      cudaStreamSynchronize(side_.get());  // the final write of all flags
+      communicators_.abort();              // deregisters the windows before their memory is freed
     } else {
-      leave_behind();
+      leak();
     }
   }
 
   const char* name() const override { return "ce"; }
   bool sends_anywhere() const override { return false; }
   bool receives_anywhere() const override { return false; }
-  // A flag is set and reset in the same way wherever a hop was enqueued, and nothing else is between the ranks.
+  // Flags are set and reset identically for eager and captured hops, and the ranks share no other state.
   bool takes_graphs() const override { return true; }
   void set_mode(Channel channel, CeMode mode) override { modes_[static_cast<size_t>(channel)] = mode; }
 
   bool at_rest() const override {
     const DeviceScope scope(device_);
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
-      RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.channel(channel)));
+      RTP_CUDA_CHECK(cudaStreamSynchronize(streams_.channel(channel)));
     }
     return flags_->at_rest();
   }
@@ -84,7 +84,7 @@ class CopyEngineTransport : public CeTransport {
     check();
     refuse_capture();
     auto& slots = slots_[static_cast<size_t>(channel)];
-    int number = 0;  // the lowest that is free, so that it is the same on every rank
+    int number = 0;  // lowest free number, which is the same on every rank
     while (std::any_of(slots.begin(), slots.end(), [&](const auto& slot) { return slot.second.number == number; })) {
       ++number;
     }
@@ -95,7 +95,7 @@ class CopyEngineTransport : public CeTransport {
       return memory;
     } catch (const RotationError& error) {  // the ranks no longer have the same slots
       abort(error.what());
-      check();  // why the watchdog gave up says more
+      check();  // the watchdog's reason is more specific
       throw;
     }
   }
@@ -106,7 +106,7 @@ class CopyEngineTransport : public CeTransport {
     const auto found = slots.find(static_cast<std::byte*>(slot.data_ptr()));
     if (found == slots.end()) return;
     refuse_capture();
-    RTP_CUDA_CHECK(cudaDeviceSynchronize());  // freeing is not ordered after streams
+    RTP_CUDA_CHECK(cudaDeviceSynchronize());  // freeing memory is not ordered after streams
     peers_.withdraw(found->second.region);
     slots.erase(found);
   }
@@ -117,9 +117,9 @@ class CopyEngineTransport : public CeTransport {
     const bool receives = any_bytes(hop.receive);
     Ends ends;
     if (!sends && !receives) return ends;
-    // Slots have the same number on every rank: where I receive is where my peer receives, of this hop and its own.
+    // A slot has the same number on every rank, so the number of the receiving slot here is that of the peer's, too.
     const int number = slot(hop.channel, hop.receive_slot).number;
-    const bool captured = lanes_.capture() != 0;
+    const bool captured = streams_.capture() != 0;
     const auto raise = [&](Kind kind, int peer) {
       flags_->raise(hop.channel, kind, number, peer, engine_, stream, captured);
     };
@@ -139,7 +139,7 @@ class CopyEngineTransport : public CeTransport {
         await(Kind::data, hop.from);
         pull(hop, stream, captured);
         raise(Kind::credit, hop.from);
-        ends.received = supervise(hop, hop.from, stream);  // whoever fetches from here may be late
+        ends.received = supervise(hop, hop.from, stream);  // the peer that reads from this rank may be late
       }
       if (sends) {
         await(Kind::credit, hop.to);
@@ -149,7 +149,7 @@ class CopyEngineTransport : public CeTransport {
     return ends;
   }
 
-  // Neither the communicator nor the memory goes: copies that are enqueued need the addresses.
+  // Keeps the communicator and the memory: enqueued copies need the addresses.
   bool give_up() noexcept override {
     communicators_.give_up_waiting();
     try {
@@ -157,13 +157,13 @@ class CopyEngineTransport : public CeTransport {
         flags_->raise_all(side_.get());
         raised_->record(side_.get(), 0);
       }
-      return true;  // one wait of a stream ends at a time
+      return true;  // each call ends one wait per stream
     } catch (...) {
       return false;
     }
   }
 
-  void take_down() override {
+  void deregister_all() override {
     for (auto& slots : slots_) {
       for (auto& [base, slot] : slots) peers_.withdraw(slot.region);
       slots.clear();
@@ -185,8 +185,8 @@ class CopyEngineTransport : public CeTransport {
     return found->second;
   }
 
-  // What the GPU may still write to, or read, is never unmapped: that would be an error of the whole process.
-  void leave_behind() noexcept {
+  // Memory that the GPU may still access is never unmapped: that would fail the whole process.
+  void leak() noexcept {
     communicators_.leak();
     static_cast<void>(flags_.release());
     static_cast<void>(new decltype(slots_)(std::move(slots_)));
@@ -195,7 +195,7 @@ class CopyEngineTransport : public CeTransport {
   void push(const Hop& hop, cudaStream_t stream, bool captured) const {
     std::byte* landing = slot(hop.channel, hop.receive_slot).region.bases[hop.to];
     std::vector<Copy> copies;
-    for (const Block& block : blocks_of(hop.send, hop.lands_at, hop.among_others)) {
+    for (const Block& block : blocks_of(hop.send, hop.remote_receive_offsets, hop.in_whole_slot)) {
       copies.push_back({landing + block.there, block.data, block.bytes});
     }
     engine_.copy(copies, stream, captured);
@@ -204,7 +204,7 @@ class CopyEngineTransport : public CeTransport {
   void pull(const Hop& hop, cudaStream_t stream, bool captured) const {
     const std::byte* source = slot(hop.channel, hop.send_slot).region.bases[hop.from];
     std::vector<Copy> copies;
-    for (const Block& block : blocks_of(hop.receive, hop.leaves_from, hop.among_others)) {
+    for (const Block& block : blocks_of(hop.receive, hop.remote_send_offsets, hop.in_whole_slot)) {
       copies.push_back({block.data, source + block.there, block.bytes});
     }
     engine_.copy(copies, stream, captured);
@@ -212,11 +212,11 @@ class CopyEngineTransport : public CeTransport {
 
   std::array<CeMode, 2> modes_{CeMode::push, CeMode::push};
   CopyEngine engine_;
-  Stream side_;                  // of the watchdog, never behind a wait for a peer
-  std::optional<Event> raised_;  // on it, and of its device: all flags, for the last time
+  Stream side_;                  // used by the watchdog; never contains a wait for a peer
+  std::optional<Event> raised_;  // recorded on side_ after the last write of all flags
   PeerMemory peers_;
   std::unique_ptr<PeerFlags> flags_;
-  std::array<std::map<std::byte*, Slot>, 2> slots_;  // by where they start
+  std::array<std::map<std::byte*, Slot>, 2> slots_;  // by start address
 };
 
 }  // namespace

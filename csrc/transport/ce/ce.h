@@ -1,4 +1,5 @@
-// Copy engines, no SMs: slots that every rank can address, our own copies between them, and flags for order.
+// A transport on copy engines, without SMs: slots that every rank can access, copies between them, and flags that order
+// the copies.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -12,23 +13,25 @@
 namespace rtp {
 
 enum class CeMode : uint8_t {
-  push,  // the sender copies into the receiver's slot, once that is free
-  pull,  // the receiver copies out of the sender's slot, once that is written
+  push,  // the sender copies into the receiver's slot once the slot is free
+  pull,  // the receiver copies from the sender's slot once the data is written
 };
 
 class CeTransport : public SupervisedTransport {
  public:
   using SupervisedTransport::SupervisedTransport;
-  // How hops of a channel travel; all ranks alike, and with nothing in flight. Push until told otherwise.
+  // Sets how hops of a channel travel; same on all ranks, with no hop in flight. Default: push.
   virtual void set_mode(Channel channel, CeMode mode) = 0;
-  // For tests: whether no flag of this rank is raised once its hops have ended, as long as no peer is at its next pass.
+  // For tests: returns whether all flags of this rank are 0 after its hops have ended, provided that no peer has
+  // started its next pass.
   virtual bool at_rest() const = 0;
 };
 
-// Why this process cannot use the transport; nothing if it can as far as it knows alone.
+// Returns why this process cannot use the transport; nothing if no local reason is known.
 std::optional<std::string> ce_refusal();
 
-// `id`: one unique id, the same on every rank. Collective. Throws RotationError where the GPUs cannot reach each other.
+// `id`: one unique id, equal on all ranks. Collective. Throws RotationError if the GPUs cannot access each other's
+// memory.
 std::shared_ptr<CeTransport> make_ce_transport(const RingEnd& end, const std::string& id);
 
 }  // namespace rtp

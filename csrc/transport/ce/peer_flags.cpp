@@ -10,7 +10,8 @@ namespace {
 
 using BatchMemOp = CUresult (*)(CUstream, unsigned int count, CUstreamBatchMemOpParams*, unsigned int flags);
 
-// By way of the runtime: the driver's library is not linked. Version 11.7 of the function needs no driver option.
+// Found through the CUDA runtime, because the driver library is not linked. Version 11.7 of the function needs no
+// driver option.
 BatchMemOp find_batch_mem_op() {
 #if CUDART_VERSION >= 12050
   void* found = nullptr;
@@ -22,7 +23,7 @@ BatchMemOp find_batch_mem_op() {
   return nullptr;
 }
 
-// Waits for `word` to be 1, and makes it 0. One call for both: a graph captures it as one node.
+// Waits until `word` is 1, then resets it to 0. A single call, which a graph captures as one node.
 CUresult wait_and_reset(BatchMemOp batch_mem_op, uint64_t* word, cudaStream_t stream) {
   std::array<CUstreamBatchMemOpParams, 2> operations{};
   operations[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
@@ -32,11 +33,11 @@ CUresult wait_and_reset(BatchMemOp batch_mem_op, uint64_t* word, cudaStream_t st
   operations[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
   operations[1].writeValue.address = reinterpret_cast<CUdeviceptr>(word);
   operations[1].writeValue.value64 = 0;
-  operations[1].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // after everything before it, for the whole system
+  operations[1].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // ordered after all earlier work, system-wide
   return batch_mem_op(stream, operations.size(), operations.data(), 0);
 }
 
-// The words that are always 1 follow the `count` flags, and are copied over them.
+// Copies the constant words, which follow the `count` flags and are always 1, over the flags.
 void raise_words(uint64_t* words, int64_t count, cudaStream_t stream) {
   RTP_CUDA_CHECK(cudaMemcpyAsync(words, words + count, count * sizeof(uint64_t), cudaMemcpyDeviceToDevice, stream));
 }
@@ -55,7 +56,7 @@ int64_t PeerFlags::bytes(int ranks) { return 2 * count(ranks) * static_cast<int6
 PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks, cudaStream_t side)
     : batch_mem_op_(reinterpret_cast<void*>(find_batch_mem_op())), rank_(rank), ranks_(ranks), flags_(count(ranks)) {
   RTP_ASSERT(batch_mem_op_ != nullptr, *stream_wait_refusal());
-  // Before the registration: no peer knows the address yet.
+  // Before the registration, so that no peer can write to the memory yet.
   raise_words(static_cast<uint64_t*>(memory.data_ptr()), flags_, side);
   RTP_CUDA_CHECK(cudaStreamSynchronize(side));
   std::vector<uint64_t> words(static_cast<size_t>(memory.nbytes()) / sizeof(uint64_t), 0);

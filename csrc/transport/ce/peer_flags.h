@@ -1,4 +1,4 @@
-// Flags in device memory by which the streams of one rank wait for those of another.
+// Flags in device memory with which streams of different ranks wait for each other.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -13,37 +13,38 @@
 
 namespace rtp {
 
-// Why streams cannot wait for values in memory here; nothing if they can.
+// Returns why streams cannot wait for memory values; nothing if they can.
 std::optional<std::string> stream_wait_refusal();
 
-// The words of one rank, each 0 or 1. A flag is named by its channel, its kind, the slot that the data lands in, and
-// the rank that raises it, so that no two conversations share one: not weights with gradients, not hops of one slot
-// with different peers (route direct), not the two directions between two ranks.
+// The flags of one rank, each 0 or 1. A flag is identified by its channel, its kind, the receiving slot and the raising
+// rank, so that no two conversations share a flag: neither weights and gradients, nor hops of one slot with different
+// peers (route direct), nor the two directions between two ranks.
 class PeerFlags {
  public:
   enum class Kind : uint8_t {
-    data,    // raised by the sender: push, the data has landed; pull, it may be fetched
-    credit,  // raised by the receiver: push, the slot may be written; pull, the data has been fetched
+    data,    // raised by the sender; push: the data has arrived; pull: the data may be read
+    credit,  // raised by the receiver; push: the slot may be written; pull: the data has been read
   };
 
-  static constexpr int kSlots = 16;  // of a channel, at most
+  static constexpr int kSlots = 16;  // maximum slots per channel
 
-  // Collective. On the current device; every word is 0. `side`: a stream that raise_all() is tried on: the first use of
-  // a copy may have the driver load code, which waits for streams that by then wait for each other.
+  // Collective, on the current device; all flags are 0. `side`: a stream on which the constructor runs raise_all()
+  // once. The first use of a copy may make the driver load code, which waits for all streams; later, such a wait could
+  // deadlock.
   PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks, cudaStream_t side);
 
-  // Bytes of memory that the flags of `ranks` ranks take on each.
+  // Returns the bytes of the flags on each of `ranks` ranks.
   static int64_t bytes(int ranks);
 
-  // Enqueues: a flag of ours at `peer` becomes 1. `captured`: whether the stream takes part in a capture.
+  // Enqueues setting this rank's flag at `peer` to 1. `captured`: whether the stream takes part in a capture.
   void raise(Channel channel, Kind kind, int slot, int peer, const CopyEngine& engine, cudaStream_t stream,
              bool captured) const;
-  // Enqueues: waits until the flag that `peer` raises here is 1, and makes it 0 again.
+  // Enqueues waiting until the flag of `peer` is 1, and resetting it to 0.
   void await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream) const;
 
-  // Giving up. Enqueues: every flag here becomes 1, so that one wait of each stream ends.
+  // For give_up(): enqueues setting all flags of this rank to 1, which ends one wait of each stream.
   void raise_all(cudaStream_t stream) const;
-  // Whether all flags are 0 now.
+  // Returns whether all flags are 0.
   bool at_rest() const;
 
   PeerRegion& region() { return region_; }
@@ -56,7 +57,7 @@ class PeerFlags {
   void* batch_mem_op_;  // cuStreamBatchMemOp
   int rank_;
   int ranks_;
-  int64_t flags_;  // how many there are; as many words follow that are 1
+  int64_t flags_;  // number of flags; an equal number of words with value 1 follows
   PeerRegion region_;
 };
 

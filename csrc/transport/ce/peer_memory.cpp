@@ -5,7 +5,7 @@
 namespace rtp {
 namespace {
 
-// nccl.h lacks ncclGetPeerDevicePointer, which came with 2.29.2 and which nccl_device/core.h declares.
+// nccl.h lacks ncclGetPeerDevicePointer, which was added in 2.29.2 and is declared in nccl_device/core.h.
 struct WindowFunctions : NcclWindows {
   using PeerPointer = ncclResult_t (*)(void* window, size_t offset, int peer, void** address);
 
@@ -26,13 +26,13 @@ PeerRegion PeerMemory::share(const at::Tensor& memory) const {
   region.window = communicators_.receive(0, "the registration of memory", [&](ncclComm_t comm, void** window) {
     RTP_NCCL_CHECK(windows.enter(comm, memory.data_ptr(), memory.nbytes(), window, NcclWindows::kAddresses));
   });
-  // Success without a window is how NCCL says that the ranks cannot address each other's memory.
+  // NCCL returns success without a window if the ranks cannot access each other's memory.
   if (region.window == nullptr) {
     throw RotationError(
         "NCCL gave no window: a pair of GPUs lacks direct access, or NCCL_CUMEM_ENABLE or NCCL_WIN_ENABLE is 0");
   }
   for (int peer = 0; peer < ranks_; ++peer) {
-    void* base = memory.data_ptr();  // NCCL may know this rank's own memory by another address too
+    void* base = memory.data_ptr();  // NCCL may return another address for this rank's own memory
     if (peer != rank_) RTP_NCCL_CHECK(windows.address(region.window, 0, peer, &base));
     if (base == nullptr) {
       withdraw(region);

@@ -1,4 +1,4 @@
-// Device memory of every rank that every rank can address: NCCL windows for the addresses, our own copies for the rest.
+// Device memory that all ranks can access: NCCL windows provide the addresses, this package the copies.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -14,26 +14,26 @@
 
 namespace rtp {
 
-// Why this process cannot share memory with its peers; nothing if it can as far as it knows alone.
+// Returns why this process cannot share memory with its peers; nothing if no local reason is known.
 std::optional<std::string> peer_memory_refusal();
 
 // One allocation of the same size on every rank.
 struct PeerRegion {
-  at::Tensor memory;              // this rank's
-  void* window = nullptr;         // an ncclWindow_t; null once it is withdrawn
-  std::vector<std::byte*> bases;  // where each rank's begins, in this rank's address space
+  at::Tensor memory;              // memory of this rank
+  void* window = nullptr;         // an ncclWindow_t; null after withdraw()
+  std::vector<std::byte*> bases;  // by rank: base address in this rank's address space
 };
 
 class PeerMemory {
  public:
-  // `communicators`: one, of all ranks. Used to make and end regions only.
+  // `communicators`: a single communicator of all ranks, used only to register and deregister regions.
   PeerMemory(NcclCommunicators& communicators, int rank, int ranks)
       : communicators_(communicators), rank_(rank), ranks_(ranks) {}
 
-  // Makes `memory` (of symmetric_memory) addressable by all ranks. Collective, in the same order on every rank. Throws
-  // RotationError where a rank cannot reach another one's memory; then no rank can use regions.
+  // Makes `memory` (from allocate_symmetric) accessible to all ranks. Collective, in the same order on every rank.
+  // Throws RotationError if a rank cannot access the memory of another one; then no rank can use regions.
   PeerRegion share(const at::Tensor& memory) const;
-  // Ends a region on this rank; the memory may be freed once nobody copies any more.
+  // Ends a region on this rank. Its memory may be freed once all copies have ended.
   void withdraw(PeerRegion& region) const;
 
  private:

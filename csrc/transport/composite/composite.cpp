@@ -8,7 +8,7 @@
 namespace rtp {
 namespace {
 
-// A hop that arrives one way and leaves the other.
+// A hop that arrives through one transport and leaves through the other.
 class SplitTransfer : public Transfer {
  public:
   SplitTransfer(std::unique_ptr<Transfer> receiving, std::unique_ptr<Transfer> sending)
@@ -35,12 +35,12 @@ class Composite : public CompositeTransport {
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     if (here(hop.to) == here(hop.from)) return post(hop, here(hop.to));
-    // A ring that leaves the host at one end: either end alone is a hop that has nothing at the other.
+    // One neighbour is on this host and the other is not: splits the hop into a receive-only and a send-only hop.
     Hop receiving = hop, sending = hop;
     receiving.send.clear();
-    receiving.lands_at.clear();
+    receiving.remote_receive_offsets.clear();
     sending.receive.clear();
-    sending.leaves_from.clear();
+    sending.remote_send_offsets.clear();
     auto arriving = post(std::move(receiving), here(hop.from));
     return std::make_unique<SplitTransfer>(std::move(arriving), post(std::move(sending), here(hop.to)));
   }

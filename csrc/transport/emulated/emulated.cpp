@@ -14,8 +14,8 @@
 namespace rtp {
 namespace {
 
-// Calls copy(to, from, bytes) and clear(to, bytes) for what a hop to oneself moves. Shards of unequal size are cut or
-// padded with zeros.
+// Calls copy(to, from, bytes) and clear(to, bytes) for a hop to oneself. Shards of unequal size are truncated or padded
+// with zeros.
 template <typename Copy, typename Clear>
 void loop_back(const Hop& hop, Copy copy, Clear clear) {
   for (size_t index = 0; index < hop.receive.size(); ++index) {
@@ -39,7 +39,7 @@ class DoneTransfer : public Transfer {
 class EmulatedHost : public Transport {
  public:
   const char* name() const override { return "emulated"; }
-  bool alone() const override { return true; }
+  bool loopback() const override { return true; }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     loop_back(
@@ -60,18 +60,18 @@ class EmulatedDevice : public CudaTransport {
       : CudaTransport(device), link_(make_emulated_link(link, device)) {}
 
   const char* name() const override { return "emulated"; }
-  bool alone() const override { return true; }
-  bool takes_graphs() const override { return true; }  // there is no other rank
+  bool loopback() const override { return true; }
+  bool takes_graphs() const override { return true; }  // no other rank takes part
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     const DeviceScope scope(device_);
-    cudaStream_t stream = lanes_.channel(hop.channel);
+    cudaStream_t stream = streams_.channel(hop.channel);
     std::vector<Copy> copies;
     loop_back(
         hop, [&](std::byte* to, const std::byte* from, size_t bytes) { copies.push_back({to, from, bytes}); },
         [&](std::byte* to, size_t bytes) { RTP_CUDA_CHECK(cudaMemsetAsync(to, 0, bytes, stream)); });
     link_->copy(hop.channel, copies, stream);
-    const StreamEvent done = lanes_.event(stream);
+    const StreamEvent done = streams_.event(stream);
     return transfer(done, done);
   }
 

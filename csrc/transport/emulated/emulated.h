@@ -1,6 +1,7 @@
-// Every neighbour is this rank: one process stands for a ring of R. Hops are real copies; whatever owner a shard is
-// said to have, its values are this rank's own. A linear layer on an emulated ring is therefore the plain layer whose
-// weight is this rank's shard repeated R times, which is what tests compare it with.
+// A loopback transport: every neighbour is this rank itself, so one process emulates a ring of R ranks. Hops are real
+// copies; every shard has the values of this rank's own shard, whatever its nominal owner. A linear layer on an
+// emulated ring therefore equals the plain layer whose weight is this rank's shard repeated R times, which tests use as
+// the reference.
 #pragma once
 
 #include <optional>
@@ -10,7 +11,7 @@
 
 namespace rtp {
 
-// `link`: what stands in for the wire on a CUDA device (emulated_links.h), sm-local if not given; none on a CPU.
+// `link`: replacement of the wire on a CUDA device (emulated/links.h), sm-local by default; none on a CPU.
 std::shared_ptr<Transport> make_emulated_transport(at::Device device, const std::optional<std::string>& link);
 
 }  // namespace rtp

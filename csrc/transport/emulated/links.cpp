@@ -10,11 +10,11 @@
 namespace rtp {
 namespace {
 
-constexpr size_t kCut = 512;                      // bytes: where a copy may be cut
-constexpr size_t kHostChunk = 4 << 20;            // bytes: one chunk goes up while the next one comes down
-constexpr auto kStart = std::chrono::minutes(1);  // for communicators of one rank
+constexpr size_t kCut = 512;                      // bytes: alignment of the parts of a copy
+constexpr size_t kHostChunk = 4 << 20;            // bytes: one chunk is uploaded while the next one is downloaded
+constexpr auto kStart = std::chrono::minutes(1);  // timeout for communicators of one rank
 
-// `copies` cut into pieces of at most `most` bytes.
+// Returns `copies` cut into pieces of at most `most` bytes.
 std::vector<Copy> cut(const std::vector<Copy>& copies, size_t most) {
   std::vector<Copy> pieces;
   for (const Copy& copy : copies) {
@@ -71,7 +71,7 @@ class CeLocal : public EmulatedLink {
 
  private:
   CopyEngine engine_;
-  std::array<std::vector<Stream>, 2> more_;  // of each channel, besides its own
+  std::array<std::vector<Stream>, 2> more_;  // by channel: streams in addition to its own
 };
 
 class NcclSelf : public EmulatedLink {
@@ -95,44 +95,44 @@ class NcclSelf : public EmulatedLink {
   NcclCommunicators communicators_;
 };
 
-// Two pinned chunks for each channel: while one is copied up to the GPU, the other is filled from it.
+// Two pinned buffers per channel: one is copied to the GPU while the other is filled.
 class Pcie : public EmulatedLink {
  public:
   Pcie() {
-    for (Lane& lane : lanes_) {
-      lane.up = Stream::highest_priority();
-      for (void*& chunk : lane.chunks) RTP_CUDA_CHECK(cudaHostAlloc(&chunk, kHostChunk, cudaHostAllocDefault));
+    for (Staging& staging : staging_) {
+      staging.up = Stream::highest_priority();
+      for (void*& chunk : staging.chunks) RTP_CUDA_CHECK(cudaHostAlloc(&chunk, kHostChunk, cudaHostAllocDefault));
     }
   }
   ~Pcie() override {
-    for (Lane& lane : lanes_) {
-      for (void* chunk : lane.chunks) cudaFreeHost(chunk);
+    for (Staging& staging : staging_) {
+      for (void* chunk : staging.chunks) cudaFreeHost(chunk);
     }
   }
 
   void copy(Channel channel, const std::vector<Copy>& copies, cudaStream_t stream) override {
-    Lane& lane = lanes_[static_cast<size_t>(channel)];
+    Staging& staging = staging_[static_cast<size_t>(channel)];
     std::array<std::optional<Event>, 2> emptied;
     size_t turn = 0;
     for (const Copy& piece : cut(copies, kHostChunk)) {
-      void* chunk = lane.chunks[turn];
+      void* chunk = staging.chunks[turn];
       if (emptied[turn]) emptied[turn]->block(stream);
       RTP_CUDA_CHECK(cudaMemcpyAsync(chunk, piece.from, piece.bytes, cudaMemcpyDeviceToHost, stream));
-      follow(lane.up.get(), stream);
-      RTP_CUDA_CHECK(cudaMemcpyAsync(piece.to, chunk, piece.bytes, cudaMemcpyHostToDevice, lane.up.get()));
-      emptied[turn].emplace().record(lane.up.get());
+      follow(staging.up.get(), stream);
+      RTP_CUDA_CHECK(cudaMemcpyAsync(piece.to, chunk, piece.bytes, cudaMemcpyHostToDevice, staging.up.get()));
+      emptied[turn].emplace().record(staging.up.get());
       turn = 1 - turn;
     }
-    if (!copies.empty()) follow(stream, lane.up.get());
+    if (!copies.empty()) follow(stream, staging.up.get());
   }
 
  private:
-  struct Lane {
+  struct Staging {
     Stream up;
     std::array<void*, 2> chunks{};
   };
 
-  std::array<Lane, 2> lanes_;
+  std::array<Staging, 2> staging_;
 };
 
 }  // namespace

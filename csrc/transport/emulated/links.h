@@ -1,4 +1,4 @@
-// Links of the emulated ring on a GPU: what stands in for the wire to a neighbour.
+// Links of the emulated ring on a GPU, which replace the wire to a neighbour.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -15,16 +15,18 @@ namespace rtp {
 class EmulatedLink {
  public:
   virtual ~EmulatedLink() = default;
-  // Enqueues the copies of one hop, so that what follows on `stream`, that of `channel`, follows them.
+  // Enqueues the copies of one hop, so that later work on `stream`, the stream of `channel`, is ordered after them.
   virtual void copy(Channel channel, const std::vector<Copy>& copies, cudaStream_t stream) = 0;
 };
 
 // `name`:
+//
 //   sm-local          cudaMemcpyAsync within the GPU, which runs on SMs
-//   ce-local[:N]      copies that are asked to leave the SMs alone, cut for N = 1, 2 or 4 streams (1 if not given)
-//   nccl-self[:CTAS]  ncclSend and ncclRecv to oneself, on at most CTAS thread blocks (NCCL's choice if not given)
-//   pcie              through pinned host memory and back, both ways at once
-// Any other is std::invalid_argument; one that does not work here is RotationError.
+//   ce-local[:N]      copies that request copy engines, split across N = 1, 2 or 4 streams (default 1)
+//   nccl-self[:CTAS]  ncclSend and ncclRecv to oneself, on at most CTAS thread blocks (default: chosen by NCCL)
+//   pcie              through pinned host memory and back, in both directions at once
+//
+// Throws std::invalid_argument for another name, and RotationError for a link that is not supported here.
 std::unique_ptr<EmulatedLink> make_emulated_link(const std::string& name, at::Device device);
 
 }  // namespace rtp

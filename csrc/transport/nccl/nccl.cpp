@@ -11,11 +11,11 @@ class NcclTransport : public SupervisedTransport {
  public:
   NcclTransport(const RingEnd& end, const std::vector<std::string>& ids, const NcclOptions& options)
       : SupervisedTransport(end, ids, options.communicators), registered_(options.registered) {
-    try_out();
+    run_trial_hops();
     start();
   }
 
-  ~NcclTransport() override { keep_what_is_in_use(); }
+  ~NcclTransport() override { leak_slots_in_use(); }
 
   const char* name() const override { return "nccl"; }
   bool sends_anywhere() const override { return !registered_; }
@@ -31,7 +31,7 @@ class NcclTransport : public SupervisedTransport {
       RTP_NCCL_CHECK(ncclCommRegister(comm, slot.data_ptr(), static_cast<size_t>(slot.numel()), &handle));
     });
     handles_[slot.data_ptr()] = handle;
-    remember(slot);
+    keep_alive(slot);
     return slot;
   }
 
@@ -44,8 +44,8 @@ class NcclTransport : public SupervisedTransport {
     finish_uses(channel);
     void* handle = found->second;
     handles_.erase(found);
-    forget(slot);
-    if (handle == nullptr) return;  // registration is switched off in NCCL's environment
+    drop_slot(slot);
+    if (handle == nullptr) return;  // NCCL's environment disables registration
     communicators_.call(static_cast<size_t>(channel), "transport nccl: deregistering a slot",
                         [&](ncclComm_t comm) { RTP_NCCL_CHECK(ncclCommDeregister(comm, handle)); });
   }
@@ -67,7 +67,7 @@ class NcclTransport : public SupervisedTransport {
 
  private:
   bool registered_;
-  std::map<void*, void*> handles_;  // of registered slots
+  std::map<void*, void*> handles_;  // handles of registered slots
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Direct NCCL: grouped send and receive on communicators of our own, one for weights and one for gradients.
+// A transport over NCCL: grouped send and receive on owned communicators, one for weights and one for gradients.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -14,12 +14,12 @@ namespace rtp {
 
 struct NcclOptions {
   CommunicatorOptions communicators;
-  // Slots are registered, so that NCCL moves them without copies of its own; hops then start from and land in slots
-  // only. All ranks alike: NCCL leaves a hop with one registered end undefined.
+  // Whether slots are registered, so that NCCL moves them without intermediate copies; hops can then use slots only.
+  // Same on all ranks: NCCL leaves a hop with one registered end undefined.
   bool registered = false;
 };
 
-// `ids`: a unique id for weights and one for gradients, the same on every rank. Collective. NCCL errors are NcclError.
+// `ids`: one unique id for weights and one for gradients, equal on all ranks. Collective. NCCL errors become NcclError.
 std::shared_ptr<Transport> make_nccl_transport(const RingEnd& end, const std::vector<std::string>& ids,
                                                const NcclOptions& options);
 

@@ -10,7 +10,7 @@
 namespace rtp {
 namespace {
 
-// Lies at the start of a rank's page; fresh memory is zero.
+// The contents of a rank's page; fresh memory is zero.
 struct Page {
   uint64_t nonce;
   std::atomic<uint32_t> failed;
@@ -29,10 +29,10 @@ PeerStatus::PeerStatus(int rank, int ranks) : rank_(rank), ranks_(ranks), own_(s
 std::string PeerStatus::address() const { return MemoryAddress(own_, page(own_).nonce).text(); }
 
 int PeerStatus::connect(const std::vector<std::string>& addresses) {
-  RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "peer news: expected ", ranks_, " addresses, got ",
+  RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "peer status: expected ", ranks_, " addresses, got ",
                   addresses.size());
   peers_ = std::vector<Peer>(addresses.size());
-  int heard = 0;
+  int reachable = 0;
   for (int peer = 0; peer < ranks_; ++peer) {
     if (peer == rank_) continue;
     try {
@@ -41,14 +41,14 @@ int PeerStatus::connect(const std::vector<std::string>& addresses) {
       SharedMemory memory(address.pid, address.fd, sizeof(Page));
       if (page(memory).nonce != address.nonce) continue;
       peers_[peer] = Peer{std::move(memory), ProcessWatch(address.pid)};
-      ++heard;
-    } catch (const MemoryError&) {  // no address, or of another user: its failures take a timeout to be noticed
+      ++reachable;
+    } catch (const MemoryError&) {  // no address, or another user: failures of this rank are detected by the timeout
     }
   }
-  return heard;
+  return reachable;
 }
 
-void PeerStatus::tell(const std::string& reason) noexcept {
+void PeerStatus::report_failure(const std::string& reason) noexcept {
   Page& mine = page(own_);
   if (mine.failed.load(std::memory_order_acquire) != 0) return;
   const size_t length = std::min(reason.size(), sizeof(mine.reason) - 1);
@@ -57,7 +57,7 @@ void PeerStatus::tell(const std::string& reason) noexcept {
   mine.failed.store(1, std::memory_order_release);
 }
 
-std::optional<std::string> PeerStatus::heard() const {
+std::optional<std::string> PeerStatus::failed_peer() const {
   for (size_t peer = 0; peer < peers_.size(); ++peer) {
     const SharedMemory& memory = peers_[peer].page;
     if (memory.data() == nullptr || page(memory).failed.load(std::memory_order_acquire) == 0) continue;

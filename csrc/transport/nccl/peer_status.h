@@ -1,5 +1,5 @@
-// How ranks of one host learn of each other's failures without waiting for a timeout: each has a page of memory that
-// the others look at. Ranks of other hosts are not heard.
+// Failure notices between ranks of one host, without waiting for a timeout: each rank has a page of shared memory that
+// the others poll. Ranks of other hosts are not covered.
 #pragma once
 
 #include <optional>
@@ -14,16 +14,16 @@ class PeerStatus {
  public:
   PeerStatus(int rank, int ranks);
 
-  // What the other ranks need to look here.
+  // Returns the address that the other ranks need for connect().
   std::string address() const;
-  // `addresses`: of all ranks. Ranks whose memory cannot be reached are not heard; returns how many are.
+  // `addresses`: one per rank. Returns the number of ranks whose memory can be mapped; the others are ignored.
   int connect(const std::vector<std::string>& addresses);
 
-  // Tells the others that this rank has failed. Only the first reason counts.
-  void tell(const std::string& reason) noexcept;
-  // Which other rank has failed, and why.
-  std::optional<std::string> heard() const;
-  // Which of these ranks is no longer a process.
+  // Publishes that this rank has failed. Only the first reason is kept.
+  void report_failure(const std::string& reason) noexcept;
+  // Returns which other rank has failed, and why.
+  std::optional<std::string> failed_peer() const;
+  // Returns the first of these ranks whose process has ended.
   std::optional<int> ended(const std::vector<int>& peers) const;
 
  private:
@@ -35,7 +35,7 @@ class PeerStatus {
   int rank_;
   int ranks_;
   SharedMemory own_;
-  std::vector<Peer> peers_;  // by rank; without memory where a rank is not heard
+  std::vector<Peer> peers_;  // by rank; no memory for an unreachable rank
 };
 
 }  // namespace rtp

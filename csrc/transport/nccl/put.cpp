@@ -9,7 +9,7 @@
 namespace rtp {
 namespace {
 
-// What older headers lack: puts and signals came with 2.29.
+// Declarations missing from older headers: puts and signals were added in 2.29.
 struct WaitDescription {  // ncclWaitSignalDesc_t
   int count;
   int peer;
@@ -42,18 +42,18 @@ class NcclPutTransport : public SupervisedTransport {
  public:
   NcclPutTransport(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options)
       : SupervisedTransport(end, ids, options) {
-    try_out();
+    run_trial_hops();
     start();
   }
 
-  ~NcclPutTransport() override { keep_what_is_in_use(); }
+  ~NcclPutTransport() override { leak_slots_in_use(); }
 
   const char* name() const override { return "nccl-put"; }
   bool sends_anywhere() const override { return false; }
   bool receives_anywhere() const override { return false; }
 
-  // A window for each slot: a hop finds the neighbour's by its own, because all ranks use the same slots for the same
-  // hops.
+  // Registers one window per slot. A hop addresses the neighbour's window by its own, because all ranks use the same
+  // slots for the same hops.
   at::Tensor allocate(Channel channel, int64_t bytes) override {
     const DeviceScope scope(device_);
     refuse_capture();
@@ -67,7 +67,7 @@ class NcclPutTransport : public SupervisedTransport {
       throw NcclError("transport nccl-put: NCCL gave no window: symmetric memory is not supported between these GPUs");
     }
     windows_[slot.data_ptr()] = window;
-    remember(slot);
+    keep_alive(slot);
     return slot;
   }
 
@@ -79,19 +79,19 @@ class NcclPutTransport : public SupervisedTransport {
     finish_uses(channel);
     void* window = found->second;
     windows_.erase(found);
-    forget(slot);
+    drop_slot(slot);
     communicators_.call(data(channel), "transport nccl-put: deregistering a slot",
                         [&](ncclComm_t comm) { RTP_NCCL_CHECK(functions_.leave(comm, window)); });
   }
 
  protected:
-  // Signals are counted by their source, and a communicator works off its calls in order. So credits travel on a
-  // communicator of their own, and a put is enqueued before the wait for what arrives.
+  // NCCL counts signals by source, and a communicator executes its calls in order. Therefore credits use a separate
+  // communicator, and a put is enqueued before the wait for the arrival.
   Ends enqueue(const Hop& hop, cudaStream_t stream) override {
-    const std::vector<Block> out = blocks_of(hop.send, hop.lands_at, hop.among_others);
-    const std::vector<Block> in = blocks_of(hop.receive, hop.leaves_from, hop.among_others);
+    const std::vector<Block> out = blocks_of(hop.send, hop.remote_receive_offsets, hop.in_whole_slot);
+    const std::vector<Block> in = blocks_of(hop.receive, hop.remote_send_offsets, hop.in_whole_slot);
     const std::string what = hop.describe();
-    if (!in.empty()) {  // the slot is free: whatever used it is ahead in the stream
+    if (!in.empty()) {  // the slot is free: all earlier uses precede in the stream
       communicators_.call(credits(hop.channel), what,
                           [&](ncclComm_t comm) { RTP_NCCL_CHECK(functions_.signal(hop.from, 0, 0, 0, comm, stream)); });
     }
@@ -111,7 +111,7 @@ class NcclPutTransport : public SupervisedTransport {
   }
 
   bool give_up() noexcept override {
-    communicators_.leak();  // aborting them would wait for ever where a signal does not come
+    communicators_.leak();  // an abort would block if a signal never arrives
     return false;
   }
 
@@ -126,7 +126,7 @@ class NcclPutTransport : public SupervisedTransport {
   }
 
   const Functions functions_;
-  std::map<void*, void*> windows_;  // of every slot
+  std::map<void*, void*> windows_;  // by slot
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// One-sided NCCL: puts and signals, which copy engines carry out between GPUs of one host, without SMs.
+// A transport over one-sided NCCL: puts and signals, which copy engines execute between GPUs of one host, without SMs.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -12,15 +12,15 @@
 
 namespace rtp {
 
-inline constexpr size_t kNcclPutCommunicators = 4;  // weights, gradients, the credits of each
+inline constexpr size_t kNcclPutCommunicators = 4;  // weights, gradients, and the credits of each
 
-// Why this process cannot use the transport, as far as it can tell alone.
+// Returns why this process cannot use the transport; nothing if no local reason is known.
 std::optional<std::string> nccl_put_refusal();
 
-// Collective. Throws where NCCL gives no windows or refuses a first put.
+// Collective. Throws if NCCL provides no windows or rejects the first put.
 //
-// What waits for the signal of a dead rank cannot be ended: NCCL aborts kernels only. The failure is raised all the
-// same, but the stream, and whoever synchronises with it, stays stuck until the process ends.
+// A wait for the signal of a dead rank cannot be ended: NCCL aborts kernels only. The failure is raised, but the
+// stream, and every host thread that synchronizes with it, stays blocked until the process ends.
 std::shared_ptr<Transport> make_nccl_put_transport(const RingEnd& end, const std::vector<std::string>& ids,
                                                    const CommunicatorOptions& options);
 

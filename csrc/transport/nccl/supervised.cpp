@@ -5,8 +5,9 @@
 namespace rtp {
 namespace {
 
-constexpr auto kGivingUp = std::chrono::seconds(2);  // what has been given up ends in milliseconds, if it ends
-constexpr int kUnanswered = 5;  // a process may end in good order before its last hop is seen to have ended here
+constexpr auto kGivingUp = std::chrono::seconds(2);  // aborted work ends within milliseconds, if at all
+// polls before an ended process counts as failed: it may exit in good order before its last hop completes here
+constexpr int kUnanswered = 5;
 
 NcclCommunicators connect(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options) {
   const DeviceScope scope(end.device);
@@ -20,11 +21,11 @@ SupervisedTransport::SupervisedTransport(const RingEnd& end, const std::vector<s
     : CudaTransport(end.device), end_(end), communicators_(connect(end, ids, options)) {}
 
 SupervisedTransport::~SupervisedTransport() {
-  // Its first hop failed, and may yet end.
+  // A trial hop failed and may still be running.
   if (!watchdog_ && !slots_.empty()) static_cast<void>(new decltype(slots_)(std::move(slots_)));
 }
 
-void SupervisedTransport::try_out() {
+void SupervisedTransport::run_trial_hops() {
   const DeviceScope scope(device_);
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     const at::Tensor from = allocate(channel, 1), to = allocate(channel, 1);
@@ -36,11 +37,11 @@ void SupervisedTransport::try_out() {
     hop.receive_slot = static_cast<std::byte*>(to.data_ptr());
     hop.send = {{hop.send_slot, 1}};
     hop.receive = {{hop.receive_slot, 1}};
-    hop.lands_at = hop.leaves_from = {0};
+    hop.remote_receive_offsets = hop.remote_send_offsets = {0};
     hop.operation = "the first hop of the ring";
     hop.count = 1;
-    cudaStream_t stream = lanes_.channel(channel);
-    lanes_.order_channel_after(channel, lanes_.record_compute());
+    cudaStream_t stream = streams_.channel(channel);
+    streams_.order_channel_after(channel, streams_.record_compute());
     enqueue(hop, stream);
     Event end;
     end.record(stream);
@@ -62,52 +63,52 @@ void SupervisedTransport::try_out() {
 }
 
 void SupervisedTransport::start() {
-  Watchdog::Duties duties;
-  duties.look = [this](const std::vector<int>& awaited) { return look(awaited); };
-  duties.give_up = [this](const Failure& failure) {
-    if (end_.news) end_.news->tell(failure.reason);
+  Watchdog::Callbacks callbacks;
+  callbacks.find_failure = [this](const std::vector<int>& awaited) { return find_failure(awaited); };
+  callbacks.give_up = [this](const Failure& failure) {
+    if (end_.peer_status) end_.peer_status->report_failure(failure.reason);
     const DeviceScope scope(device_);
     return give_up();
   };
-  watchdog_ = std::make_unique<Watchdog>(device_, end_.timeout, std::move(duties));
+  watchdog_ = std::make_unique<Watchdog>(device_, end_.timeout, std::move(callbacks));
 }
 
 std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
   const DeviceScope scope(device_);
   watchdog_->check();
-  cudaStream_t stream = lanes_.channel(hop.channel);
+  cudaStream_t stream = streams_.channel(hop.channel);
   Ends ends;
   try {
     ends = enqueue(hop, stream);
   } catch (const RotationError&) {
     watch_rest(hop, stream);
-    watchdog_->check();  // why the watchdog gave up says more than that it did
+    watchdog_->check();  // the watchdog's reason is more specific
     throw;
   }
   if (!ends.received) {
-    ends.received = lanes_.event(stream);
+    ends.received = streams_.event(stream);
     watch(hop, ends.received);
   }
   if (!ends.sent) ends.sent = ends.received;
   return transfer(ends.sent, ends.received);
 }
 
-// Hops of a stream that is being captured are not supervised: their events cannot be queried, and they run when the
-// graph does. Graphs of our own are, as a whole: after_graph().
+// Hops that are being captured are not supervised: their events cannot be queried, and they run when the graph does.
+// after_graph() supervises a graph of this package as a whole.
 void SupervisedTransport::watch(const Hop& hop, const StreamEvent& done) {
-  if (lanes_.capturing()) return;
-  if (lanes_.capture() != 0) {
+  if (streams_.capturing()) return;
+  if (streams_.capture() != 0) {
     captured_ = true;
   } else {
     watchdog_->watch(hop, done);
   }
 }
 
-// What was enqueued of a hop before it failed is given up like any other.
+// Supervises the part of a failed hop that was enqueued.
 void SupervisedTransport::watch_rest(const Hop& hop, cudaStream_t stream) noexcept {
   try {
-    watch(hop, lanes_.event(stream));
-  } catch (...) {  // the error that led here is already on its way
+    watch(hop, streams_.event(stream));
+  } catch (...) {  // the original error is being propagated
   }
 }
 
@@ -118,7 +119,7 @@ void SupervisedTransport::after_graph(const std::string& operation, const Stream
   watchdog_->watch(all, end);
 }
 
-std::optional<Failure> SupervisedTransport::look(const std::vector<int>& oldest) {
+std::optional<Failure> SupervisedTransport::find_failure(const std::vector<int>& oldest) {
   std::vector<int> awaited = oldest;
   if (std::find(oldest.begin(), oldest.end(), Watchdog::kAnyRank) != oldest.end()) {
     awaited.clear();
@@ -127,9 +128,9 @@ std::optional<Failure> SupervisedTransport::look(const std::vector<int>& oldest)
     }
   }
   if (auto error = communicators_.asynchronous_error()) return Failure{Failure::Kind::nccl, *error};
-  if (!end_.news) return std::nullopt;
-  if (auto told = end_.news->heard()) return Failure{Failure::Kind::lost, *told};
-  const auto ended = end_.news->ended(awaited);
+  if (!end_.peer_status) return std::nullopt;
+  if (auto reported = end_.peer_status->failed_peer()) return Failure{Failure::Kind::lost, *reported};
+  const auto ended = end_.peer_status->ended(awaited);
   unanswered_ = ended ? unanswered_ + 1 : 0;
   if (unanswered_ < kUnanswered) return std::nullopt;
   return Failure{Failure::Kind::lost, concat("rank ", *ended, " of the ring did not answer: its process has ended")};
@@ -141,7 +142,7 @@ bool SupervisedTransport::give_up() noexcept {
 }
 
 void SupervisedTransport::abort(const std::string& reason) noexcept {
-  if (!watchdog_) return;  // it is still being made
+  if (!watchdog_) return;  // the constructor has not finished
   watchdog_->fail({Failure::Kind::other, reason});
   watchdog_->drain(kGivingUp);
 }
@@ -151,17 +152,17 @@ void SupervisedTransport::close() {
   watchdog_->drain(end_.timeout);
   watchdog_->check();
   watchdog_->stop();
-  take_down();
+  deregister_all();
   communicators_.finalize();
 }
 
 void SupervisedTransport::drop() noexcept {
   if (!watchdog_->drain(end_.timeout)) {
-    abort("dropped while a hop was under way");
+    abort("dropped while a hop was in flight");
     return;
   }
   const DeviceScope scope(device_);
-  cudaStreamSynchronize(lanes_.compute());  // which may still use the slots
+  cudaStreamSynchronize(streams_.compute());  // the compute stream may still use the slots
   watchdog_->stop();
   give_up();
 }
@@ -171,34 +172,34 @@ void SupervisedTransport::check() const {
 }
 
 void SupervisedTransport::refuse_capture() const {
-  if (lanes_.capture() == 0) return;
+  if (streams_.capture() == 0) return;
   throw RotationError(
       concat("transport ", name(),
              ": slots cannot be made or ended while a graph is captured; run the same pass once before"));
 }
 
 void SupervisedTransport::finish_uses(Channel channel) const {
-  RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.channel(channel)));
-  RTP_CUDA_CHECK(cudaStreamSynchronize(lanes_.compute()));
+  RTP_CUDA_CHECK(cudaStreamSynchronize(streams_.channel(channel)));
+  RTP_CUDA_CHECK(cudaStreamSynchronize(streams_.compute()));
 }
 
 StreamEvent SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_t stream) {
-  const StreamEvent reached = lanes_.event(stream);
-  if (watchdog_) {  // else the first hop, which try_out() waits for
-    Hop index = hop;
-    index.from = peer;
-    watch(index, reached);
+  const StreamEvent reached = streams_.event(stream);
+  if (watchdog_) {  // without a watchdog, run_trial_hops() waits for the hop
+    Hop awaited = hop;
+    awaited.from = peer;
+    watch(awaited, reached);
   }
   return reached;
 }
 
-bool SupervisedTransport::nothing_left() noexcept {
-  if (!watchdog_) return false;  // a first hop that failed
+bool SupervisedTransport::all_hops_ended() noexcept {
+  if (!watchdog_) return false;  // a trial hop failed
   return !watchdog_->failed() || (!captured_ && watchdog_->drain(kGivingUp));
 }
 
-void SupervisedTransport::keep_what_is_in_use() noexcept {
-  const bool over = nothing_left();
+void SupervisedTransport::leak_slots_in_use() noexcept {
+  const bool over = all_hops_ended();
   watchdog_->stop();
   if (!over) static_cast<void>(new decltype(slots_)(std::move(slots_)));
 }

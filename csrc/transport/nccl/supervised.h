@@ -1,4 +1,4 @@
-// What CUDA transports between ranks share: communicators of their own, and a watchdog over their hops.
+// Base class of CUDA transports between ranks: owned communicators, and a watchdog for their hops.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -15,20 +15,20 @@
 
 namespace rtp {
 
-// One end of a ring, as all its transports need it.
+// The parameters of one rank's end of a ring, shared by all its transports.
 struct RingEnd {
   int rank = 0;
   int ranks = 1;
   at::Device device;
   std::chrono::milliseconds timeout;
-  std::shared_ptr<PeerStatus> news;  // null: failures of other ranks are noticed by the timeout
+  std::shared_ptr<PeerStatus> peer_status;  // null: failures of other ranks are detected by the timeout
 };
 
-// A derived class calls try_out() and start() last in its constructor and stop() first in its destructor: its functions
-// are called there, and by the watchdog in between.
+// A derived class calls run_trial_hops() and start() last in its constructor and stop() first in its destructor,
+// because these functions and the watchdog call its virtual functions.
 class SupervisedTransport : public CudaTransport {
  public:
-  // `ids`: the unique ids of the communicators, the same on every rank. Collective.
+  // `ids`: the unique ids of the communicators, equal on all ranks. Collective.
   SupervisedTransport(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options);
   ~SupervisedTransport() override;
 
@@ -38,54 +38,56 @@ class SupervisedTransport : public CudaTransport {
   void check() const final;
   void abort(const std::string& reason) noexcept final;
   void close() final;
-  // Finalising waits for the peers, which a destructor must not; but hops that are still under way are waited for.
+  // Aborts the communicators instead of finalizing them, because a destructor must not wait for peers. Waits for hops
+  // in flight.
   void drop() noexcept final;
 
  protected:
-  // Makes a first hop of each channel, so that what NCCL refuses is known before anybody relies on it. Collective.
-  void try_out();
+  // Posts one hop per channel, so that errors of NCCL occur before the ring is used. Collective.
+  void run_trial_hops();
   void start();
   void stop() noexcept { watchdog_->stop(); }
 
-  // Where in its channel a hop has ended; null: at the end of what it enqueues.
+  // The events at which a hop has ended; null: the end of its enqueued work.
   struct Ends {
-    StreamEvent sent;      // what it sends from may be overwritten
-    StreamEvent received;  // what it receives has arrived
+    StreamEvent sent;      // the sent memory may be overwritten
+    StreamEvent received;  // the data has arrived
   };
   // Enqueues a hop on the stream of its channel.
   virtual Ends enqueue(const Hop& hop, cudaStream_t stream) = 0;
-  // For enqueue(): what is enqueued so far waits for `peer`; the whole hop counts as waiting for its sender. Returns
-  // the mark of this point.
+  // For enqueue(): supervises the work enqueued so far, which waits for `peer`; post() supervises the whole hop as
+  // waiting for its sender. Returns the event of this point.
   StreamEvent supervise(const Hop& hop, int peer, cudaStream_t stream);
-  // Slots whose memory must outlive what is enqueued, even if the ring fails.
-  void remember(const at::Tensor& slot) { slots_[slot.data_ptr()] = slot; }
-  void forget(const at::Tensor& slot) { slots_.erase(slot.data_ptr()); }
-  // Whether nothing that was enqueued can still run: it has been seen to end. Waits for what has been given up.
-  bool nothing_left() noexcept;
-  // For destructors: stops the watchdog, and leaves the memory of slots that may still be in use to the process.
-  void keep_what_is_in_use() noexcept;
-  // Lets what is enqueued come to an end. True: to be called again until it has. On any thread.
+  // Keep the memory of slots alive until their enqueued work has ended, even if the ring fails.
+  void keep_alive(const at::Tensor& slot) { slots_[slot.data_ptr()] = slot; }
+  void drop_slot(const at::Tensor& slot) { slots_.erase(slot.data_ptr()); }
+  // Returns whether all enqueued work has ended; waits for aborted work.
+  bool all_hops_ended() noexcept;
+  // For destructors: stops the watchdog, and leaks the memory of slots that may still be in use.
+  void leak_slots_in_use() noexcept;
+  // Makes enqueued work end. Returns true if it must be called again. Callable from any thread.
   virtual bool give_up() noexcept;
-  // For slots that NCCL knows: none is made or ended while a graph is captured.
+  // For slots registered with NCCL: throws if a graph is being captured, because they cannot be allocated or freed
+  // then.
   void refuse_capture() const;
-  // Before the memory of such a slot goes back to the GPU, which is not ordered after any stream: waits for its hops
-  // and for the computes, which have been ordered after every use.
+  // Waits for the hops and computes of a registered slot before its memory is freed, which is not ordered after any
+  // stream.
   void finish_uses(Channel channel) const;
-  // Takes down what lies on the communicators besides the slots, before they end in good order.
-  virtual void take_down() {}
+  // Deregisters additional memory before the communicators are finalized.
+  virtual void deregister_all() {}
 
   const RingEnd end_;
   NcclCommunicators communicators_;
 
  private:
-  std::optional<Failure> look(const std::vector<int>& oldest);
+  std::optional<Failure> find_failure(const std::vector<int>& oldest);
 
   void watch(const Hop& hop, const StreamEvent& done);
   void watch_rest(const Hop& hop, cudaStream_t stream) noexcept;
 
-  bool captured_ = false;  // there are graphs of the user, whose hops nobody watches
+  bool captured_ = false;  // the user has captured graphs; their hops are not supervised
   std::map<void*, at::Tensor> slots_;
-  int unanswered_ = 0;  // looks in a row that found an awaited process ended
+  int unanswered_ = 0;  // consecutive polls that found an awaited process ended
   std::unique_ptr<Watchdog> watchdog_;
 };
 

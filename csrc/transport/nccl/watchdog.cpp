@@ -4,15 +4,15 @@ namespace rtp {
 namespace {
 
 constexpr auto kPollInterval = std::chrono::milliseconds(20);
-// What has been given up ends one wait at a time, of which dozens of layers may be enqueued.
+// Each call of give_up ends one wait per stream, and dozens of layers may be enqueued.
 constexpr auto kGivingUpInterval = std::chrono::microseconds(100);
 
 bool ended(const StreamEvent& event) { return std::static_pointer_cast<Event>(event)->reached(); }
 
 }  // namespace
 
-Watchdog::Watchdog(at::Device device, std::chrono::milliseconds timeout, Duties duties)
-    : device_(device), timeout_(timeout), duties_(std::move(duties)), thread_([this] { run(); }) {}
+Watchdog::Watchdog(at::Device device, std::chrono::milliseconds timeout, Callbacks callbacks)
+    : device_(device), timeout_(timeout), callbacks_(std::move(callbacks)), thread_([this] { run(); }) {}
 
 void Watchdog::watch(const Hop& hop, const StreamEvent& done) {
   Pending pending{hop, Clock::now(), done};
@@ -37,20 +37,20 @@ bool Watchdog::failed() const {
 
 void Watchdog::fail(Failure failure) noexcept {
   try {
-    const std::lock_guard duty(duty_);
+    const std::lock_guard callback_lock(callback_mutex_);
     {
       const std::lock_guard lock(mutex_);
       if (failure_) return;
       failure_ = failure;
     }
-    again_ = duties_.give_up(failure);
+    repeat_give_up_ = callbacks_.give_up(failure);
     wake_.notify_all();
-  } catch (...) {  // no memory for a message: the timeout of the neighbours has to do
+  } catch (...) {  // out of memory for a message: the neighbours detect the failure by their timeout
   }
 }
 
-// Drops the hops that have ended. The time of a hop runs from when the one before it in its stream ended: what is
-// enqueued far ahead is not late.
+// Drops the hops that have ended. The timeout of a hop starts when the previous hop of its stream has ended, because
+// hops may be enqueued far ahead.
 void Watchdog::forget_ended() {
   for (auto& hops : pending_) {
     while (!hops.empty() && ended(hops.front().done)) {
@@ -60,7 +60,7 @@ void Watchdog::forget_ended() {
   }
 }
 
-std::optional<Failure> Watchdog::overdue() {
+std::optional<Failure> Watchdog::find_timeout() {
   const std::lock_guard lock(mutex_);
   forget_ended();
   for (const auto& hops : pending_) {
@@ -75,8 +75,8 @@ std::optional<Failure> Watchdog::overdue() {
   return std::nullopt;
 }
 
-// What the transport found, with the oldest hop that has not ended.
-std::optional<Failure> Watchdog::look() {
+// Returns a failure found by the transport, prefixed with the oldest hop that has not ended.
+std::optional<Failure> Watchdog::find_failure() {
   std::vector<int> awaited;
   std::string oldest;
   {
@@ -88,8 +88,8 @@ std::optional<Failure> Watchdog::look() {
       if (oldest.empty()) oldest = hops.front().hop.describe();
     }
   }
-  const std::lock_guard duty(duty_);
-  auto failure = duties_.look(awaited);
+  const std::lock_guard callback_lock(callback_mutex_);
+  auto failure = callbacks_.find_failure(awaited);
   if (failure && !oldest.empty()) failure->reason = concat(oldest, ": ", failure->reason);
   return failure;
 }
@@ -97,23 +97,24 @@ std::optional<Failure> Watchdog::look() {
 void Watchdog::run() noexcept {
   try {
     const DeviceScope scope(device_);
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;  // a capture elsewhere may not forbid queries here
+    // captures of other threads do not forbid queries here
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;
     RTP_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
     std::unique_lock lock(mutex_);
     while (!stopping_) {
-      const bool waits = again_ && !(pending_[0].empty() && pending_[1].empty());
+      const bool waits = repeat_give_up_ && !(pending_[0].empty() && pending_[1].empty());
       wake_.wait_for(lock, waits ? std::chrono::microseconds(kGivingUpInterval) : kPollInterval);
       if (stopping_) break;
       const bool failed = failure_.has_value();
       lock.unlock();
       if (!failed) {
-        auto failure = look();
-        if (!failure) failure = overdue();
+        auto failure = find_failure();
+        if (!failure) failure = find_timeout();
         if (failure) fail(std::move(*failure));
-      } else if (again_ && !drain(std::chrono::milliseconds(0))) {
-        // Also of hops that were being enqueued, perhaps into a full queue, while the others ended.
-        const std::lock_guard duty(duty_);
-        again_ = duties_.give_up(*failure_);
+      } else if (repeat_give_up_ && !drain(std::chrono::milliseconds(0))) {
+        // Covers hops that were being enqueued, perhaps into a full queue, while the others ended.
+        const std::lock_guard callback_lock(callback_mutex_);
+        repeat_give_up_ = callbacks_.give_up(*failure_);
       }
       lock.lock();
     }

@@ -1,5 +1,5 @@
-// Supervision of hops that the host does not wait for. A thread looks for hops that outlast the timeout and for errors
-// that are reported asynchronously, and then has the transport give up, so that no stream is stuck for ever.
+// Supervision of asynchronous hops. A thread detects hops that exceed the timeout and asynchronous errors, and then
+// makes the transport give up, so that no stream blocks forever.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -22,69 +22,69 @@
 namespace rtp {
 
 struct Failure {
-  enum class Kind { lost, nccl, other };  // becomes RingTimeout, NcclError or RotationError
+  enum class Kind { lost, nccl, other };  // thrown as RingTimeout, NcclError or RotationError
   Kind kind;
   std::string reason;
 };
 
 class Watchdog {
  public:
-  // What a transport does for its watchdog. Called on any thread, one call at a time; must not throw.
-  struct Duties {
-    // Looks for an error that was reported asynchronously, or that another rank told of. `awaited`: the ranks that the
-    // oldest hops are waiting for, kAnyRank among them.
-    std::function<std::optional<Failure>(const std::vector<int>& awaited)> look;
-    // Gives up: lets what is enqueued come to an end. True: to be called again until every hop has ended.
+  // Callbacks into the transport. Called on any thread, one at a time; must not throw.
+  struct Callbacks {
+    // Returns an asynchronous error, or the failure of another rank. `awaited`: the ranks that the oldest hops wait
+    // for; may contain kAnyRank.
+    std::function<std::optional<Failure>(const std::vector<int>& awaited)> find_failure;
+    // Makes enqueued work end. Returns true if it must be called again until every hop has ended.
     std::function<bool(const Failure&)> give_up;
   };
 
-  static constexpr int kAnyRank = -1;  // of a pass as a whole: nobody knows whom it waits for
+  static constexpr int kAnyRank = -1;  // the peer of a whole graph, whose awaited rank is unknown
 
-  Watchdog(at::Device device, std::chrono::milliseconds timeout, Duties duties);
+  Watchdog(at::Device device, std::chrono::milliseconds timeout, Callbacks callbacks);
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
   ~Watchdog() { stop(); }
 
-  // Supervises the hop just enqueued, which ends at `done`: a mark outside captures.
+  // Supervises the hop just enqueued, which ends at the event `done`, recorded outside captures.
   void watch(const Hop& hop, const StreamEvent& done);
 
-  // Throws once something has failed.
+  // Throws if a failure has occurred.
   void check() const;
   bool failed() const;
 
-  // Fails, and gives up before it returns, unless something has failed already.
+  // Records a failure and gives up before it returns; no effect after an earlier failure.
   void fail(Failure failure) noexcept;
 
-  // Waits until the supervised hops have ended, for `longest`. Returns whether they have.
+  // Waits at most `longest` for the supervised hops to end. Returns whether they have ended.
   bool drain(std::chrono::milliseconds longest) noexcept;
 
-  // Ends the thread. Idempotent. A transport stops its watchdog before it takes down what the duties use.
+  // Stops the thread. Idempotent. A transport stops its watchdog before it releases objects that the callbacks use.
   void stop() noexcept;
 
  private:
   using Clock = std::chrono::steady_clock;
 
   struct Pending {
-    Hop hop;  // without its spans
+    Hop hop;  // send and receive are empty
     Clock::time_point since;
     StreamEvent done;
   };
 
   void run() noexcept;
-  std::optional<Failure> look();
-  std::optional<Failure> overdue();
+  std::optional<Failure> find_failure();
+  std::optional<Failure> find_timeout();
   void forget_ended();
 
   const at::Device device_;
   const std::chrono::milliseconds timeout_;
-  const Duties duties_;
+  const Callbacks callbacks_;
   mutable std::mutex mutex_;
-  std::mutex duty_;  // one duty at a time; taken before `mutex_`
+  std::mutex callback_mutex_;  // one callback at a time; locked before `mutex_`
   std::condition_variable wake_;
   bool stopping_ = false;
   std::optional<Failure> failure_;
-  std::atomic<bool> again_ = false;             // give_up wants another call for as long as a hop has not ended
-  std::array<std::deque<Pending>, 2> pending_;  // of each channel: hops whose end has not been seen, oldest first
+  std::atomic<bool> repeat_give_up_ = false;    // call give_up again while a hop has not ended
+  std::array<std::deque<Pending>, 2> pending_;  // by channel: hops not known to have ended, oldest first
   std::thread thread_;
 };
 

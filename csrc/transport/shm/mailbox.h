@@ -1,4 +1,4 @@
-// What ranks of a host tell each other in shared memory: where a receiver wants a message, and when it was delivered.
+// Shared-memory structures between ranks of a host: the target of each message, and its delivery time.
 #pragma once
 
 #include <array>
@@ -14,23 +14,23 @@ namespace rtp {
 using Clock = HostClock;
 
 inline constexpr size_t kMaxTensors = 8;
-inline constexpr uint32_t kDepth = 8;  // receives that may be posted to one peer and channel at once
+inline constexpr uint32_t kDepth = 8;  // maximum receives posted to one peer and channel at a time
 
-enum class Life : uint32_t { starting, alive, closed, failed };
+enum class RingState : uint32_t { starting, alive, closed, failed };
 
-// Where a receiver wants a message: offsets into one of its segments.
+// The target of a message: offsets into a segment of the receiver.
 struct Landing {
   int32_t fd;
   uint32_t parts;
   uint64_t segment;
   uint64_t segment_bytes;
-  uint64_t identity;  // of the hop, so that ranks that are out of step notice
+  uint64_t identity;  // identity of the hop, to detect ranks that are out of step
   std::array<uint64_t, kMaxTensors> offset;
   std::array<uint64_t, kMaxTensors> bytes;
 };
 
-// Receives of this rank from one peer on one channel. `posted` is raised by the owner, `done` by the peer, which says
-// when it delivered: steady_clock is one for all processes of a host.
+// The receives of this rank from one peer on one channel. The owner increments `posted`; the peer increments `done` and
+// sets `arrived`: all processes of a host share steady_clock.
 struct Mailbox {
   std::atomic<uint32_t> posted;
   std::atomic<uint32_t> done;
@@ -40,9 +40,8 @@ struct Mailbox {
 
 struct Control {
   uint64_t nonce;
-  std::atomic<Life> life;
-  // Rung by anybody who changes something that the sender of a channel or, the last one, a caller of this rank may be
-  // waiting for.
+  std::atomic<RingState> state;
+  // Rung after every change that the sender of a channel or (last bell) a caller of this rank may wait for.
   std::array<Bell, 3> bells;
 
   // followed by 2 * ranks mailboxes

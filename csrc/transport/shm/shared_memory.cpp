@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// An open file, closed at the end unless it was taken.
+// An open file, closed by the destructor unless take() was called.
 struct File {
   explicit File(int fd) : fd(fd) {}
   File(const File&) = delete;
@@ -112,8 +112,8 @@ std::optional<std::string> MemoryAddress::out_of_reach() const {
   return std::nullopt;
 }
 
-// Either the sleeper is counted before a ringer looks, or the kernel finds the counter raised and does not let it
-// sleep: all four accesses are in one order.
+// Sequential consistency ensures that either ring() sees the sleeper's count, or the kernel sees the incremented
+// counter and does not let the thread sleep.
 void Bell::ring() {
   count_.fetch_add(1, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) == 0) return;

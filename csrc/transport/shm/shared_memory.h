@@ -1,4 +1,4 @@
-// Anonymous shared memory that other processes of the same user can map, and a futex to wait on inside it.
+// Anonymous shared memory that other processes of the same user can map, and a futex-based counter inside it.
 #pragma once
 
 #include <atomic>
@@ -12,21 +12,21 @@
 
 namespace rtp {
 
-// Memory that cannot be made or mapped, or that another process describes wrongly.
+// Shared memory cannot be created or mapped, or another process describes it incorrectly.
 class MemoryError : public RotationError {
  public:
   using RotationError::RotationError;
 };
 
-// A mapped memory file. It has no name in any file system, so nothing is left behind when a process is killed. Only
-// processes of the same user can open it, and its size is sealed: nobody can take away what others have mapped.
+// A mapped memory file. It has no name in any file system, so a killed process leaves nothing behind. Only processes of
+// the same user can open it, and its size is sealed, so that no process can truncate mapped memory.
 class SharedMemory {
  public:
   SharedMemory() = default;
   // Creates `bytes` of zeroed memory.
   explicit SharedMemory(size_t bytes);
-  // Maps the memory that process `pid` holds open as `fd`. What it says is not trusted: the file has to be one of ours,
-  // of `bytes` bytes or more.
+  // Maps the memory that process `pid` holds open as `fd`. Verifies that the file is a sealed memory file of at least
+  // `bytes` bytes.
   SharedMemory(int pid, int fd, size_t bytes);
   SharedMemory(SharedMemory&& other) noexcept;
   SharedMemory& operator=(SharedMemory&& other) noexcept;
@@ -45,39 +45,38 @@ class SharedMemory {
   int fd_ = -1;
 };
 
-// Where a process keeps memory that others map, as one tells another in a line of text.
+// The address of shared memory, exchanged between processes as one line of text.
 struct MemoryAddress {
-  // Of memory of this process. `nonce`: what lies in it, to tell it from other memory.
+  // The address of memory of this process. `nonce`: a value stored in the memory, to identify it.
   MemoryAddress(const SharedMemory& memory, uint64_t nonce);
-  // Throws MemoryError for a text that is none.
+  // Throws MemoryError for an invalid text.
   explicit MemoryAddress(const std::string& text);
 
   std::string text() const;
-  // Where it is, if this process cannot map it: on another host, in another container.
+  // Returns where the memory is if this process cannot map it: on another host, or in another container.
   std::optional<std::string> out_of_reach() const;
 
-  std::string host;       // the boot id of the kernel
-  std::string processes;  // the namespace that `pid` counts in
+  std::string host;       // boot id of the kernel
+  std::string processes;  // PID namespace of `pid`
   int pid = 0;
   int fd = -1;
   uint64_t nonce = 0;
 };
 
-// A counter that anybody may raise and anybody may wait on, across processes. Raising it calls the kernel only where
-// somebody sleeps.
+// A counter that processes increment and wait on. An increment makes a system call only if a process sleeps.
 class Bell {
  public:
   uint32_t value() const { return count_.load(std::memory_order_acquire); }
   void ring();
-  // Sleeps until the counter differs from `seen`, or for `longest`.
+  // Sleeps until the counter differs from `seen`, for at most `longest`.
   void sleep(uint32_t seen, std::chrono::nanoseconds longest);
 
  private:
   std::atomic<uint32_t> count_{0};
-  std::atomic<uint32_t> sleepers_{0};  // too many where one was killed in its sleep, never too few
+  std::atomic<uint32_t> sleepers_{0};  // too high if a sleeping process was killed, never too low
 };
 
-// Whether a process has ended, also when its parent has not collected it yet.
+// Detects whether a process has ended, even before its parent has reaped it.
 class ProcessWatch {
  public:
   ProcessWatch() = default;

@@ -21,11 +21,12 @@
 namespace rtp {
 namespace {
 
-constexpr int kSpins = 2000;                              // looks at a flag before sleeping: a few microseconds
-constexpr size_t kMappingsPerPeer = 6;                    // of a peer's slots that are kept mapped per channel
-constexpr auto kGlance = std::chrono::milliseconds(100);  // how often a sleeper looks whether its peers still live
+constexpr int kSpins = 2000;            // polls of a flag before sleeping: a few microseconds
+constexpr size_t kMappingsPerPeer = 6;  // mapped slots per peer and channel
+constexpr auto kProcessCheckInterval =
+    std::chrono::milliseconds(100);  // interval at which a waiting thread checks that its peers are alive
 
-// A slot of this rank, as its peers name it.
+// A slot of this rank, with the id that its peers use.
 struct Segment {
   uint64_t id;
   SharedMemory memory;
@@ -70,7 +71,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
         throw RotationError(named(": ", error.what()));
       }
     }
-    control().life = Life::alive;
+    control().state = RingState::alive;
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
       senders_[static_cast<size_t>(channel)] = std::thread([this, channel] { serve(channel); });
     }
@@ -79,8 +80,8 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   std::unique_ptr<Transfer> post(const Hop& hop) override;
   at::Tensor allocate(Channel, int64_t bytes) override;
 
-  void abort(const std::string& reason) noexcept override { end(Life::failed, reason); }
-  void close() override { end(Life::closed, "it was closed"); }
+  void abort(const std::string& reason) noexcept override { end(RingState::failed, reason); }
+  void close() override { end(RingState::closed, "it was closed"); }
 
  private:
   friend class HostTransfer;
@@ -89,7 +90,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
     SharedMemory control;
     ProcessWatch watch;
     int pid;
-    std::array<std::list<Segment>, 2> mapped;  // newest first
+    std::array<std::list<Segment>, 2> mapped;  // most recently used first
   };
   struct Job {
     Hop hop;
@@ -100,29 +101,29 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   Control& control(int peer) { return *reinterpret_cast<Control*>(peers_[peer].control.data()); }
   Mailbox& inbox(Channel channel, int from) { return control().mailbox(channel, from, ranks_); }
   Mailbox& outbox(Channel channel, int to) { return control(to).mailbox(channel, rank_, ranks_); }
-  size_t lane(Channel channel, int peer) const { return static_cast<size_t>(channel) * ranks_ + peer; }
+  size_t mailbox_index(Channel channel, int peer) const { return static_cast<size_t>(channel) * ranks_ + peer; }
 
-  // Waits for a `bell` of this rank until `ready`, or throws RingTimeout when the timeout passes or a rank of the ring
-  // is gone.
+  // Waits on a `bell` of this rank until `ready`. Throws RingTimeout if the timeout expires or a rank of the ring is
+  // lost.
   template <typename Ready>
   void wait_until(const Hop& hop, int peer, Bell& bell, Ready ready) {
     for (int spin = 0; spin < kSpins; ++spin) {
       if (ready()) return;
     }
     const auto start = Clock::now();
-    auto glance = start;  // when to look next whether the peer's process has ended, which nobody rings for
+    auto next_check = start;  // time of the next check of the peer's process, whose end rings no bell
     while (true) {
       const uint32_t seen = bell.value();
       if (ready()) return;
       const auto now = Clock::now();
       const auto waited = now - start;
-      if (control().life != Life::alive) throw_end(hop);
-      const bool look = now >= glance;
-      if (look) glance = now + kGlance;
+      if (control().state != RingState::alive) throw_end(hop);
+      const bool look = now >= next_check;
+      if (look) next_check = now + kProcessCheckInterval;
       if (const auto lost = lost_rank(peer, look); lost && !ready())
         throw_timeout(hop, first_ + lost->rank, waited, lost->reason);
       if (waited > timeout_) throw_timeout(hop, first_ + peer, waited, "timeout");
-      bell.sleep(seen, std::min<std::chrono::nanoseconds>(glance - now, timeout_ - waited));
+      bell.sleep(seen, std::min<std::chrono::nanoseconds>(next_check - now, timeout_ - waited));
     }
   }
 
@@ -131,19 +132,19 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
     const char* reason;
   };
 
-  // A rank without which the ring cannot go on: one that failed, or the awaited one if it is gone. Others may have
-  // finished and left in good order; if they died instead, whoever waits for them fails and tells us. `look`: at its
-  // process too.
+  // Returns a rank whose loss ends the ring: one that failed, or the awaited one if it has ended. Other ranks may have
+  // exited in good order; if they died, a rank that waits for them fails and sets its state. `look`: also checks the
+  // process.
   std::optional<Lost> lost_rank(int awaited, bool look) {
     for (int peer = 0; peer < ranks_; ++peer) {
-      if (control(peer).life == Life::failed) return Lost{peer, "its ring failed"};
+      if (control(peer).state == RingState::failed) return Lost{peer, "its ring failed"};
     }
-    if (control(awaited).life == Life::closed) return Lost{awaited, "it closed its ring"};
+    if (control(awaited).state == RingState::closed) return Lost{awaited, "it closed its ring"};
     if (look && awaited != rank_ && peers_[awaited].watch.ended()) return Lost{awaited, "its process has ended"};
     return std::nullopt;
   }
 
-  // Throws why this rank's ring has ended: what its sender met, or that it was closed or given up.
+  // Throws the reason why this rank's ring has ended: the error of a sender, or that the ring was closed or aborted.
   [[noreturn]] void throw_end(const Hop& hop) {
     const std::lock_guard lock(mutex_);
     if (failure_) std::rethrow_exception(failure_);
@@ -161,28 +162,28 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   void serve(Channel channel);
   void deliver(const Job& job);
   const SharedMemory& map_landing(const Hop& hop, const Landing& landing);
-  void end(Life life, const std::string& reason) noexcept;
+  void end(RingState state, const std::string& reason) noexcept;
 
   const int rank_;
   const int ranks_;
-  const int first_;  // what others call rank 0
+  const int first_;  // ring rank of rank 0
   const std::chrono::milliseconds timeout_;
   SharedMemory own_;
   std::vector<Peer> peers_;
-  std::vector<uint32_t> received_;  // messages posted per channel and peer
+  std::vector<uint32_t> received_;  // messages posted, by channel and peer
   std::vector<uint32_t> sent_;
   uint64_t next_segment_ = 1;
   std::mutex segments_mutex_;
   std::map<std::byte*, std::shared_ptr<Segment>> segments_;
 
-  std::mutex mutex_;  // of the queues, their progress, and the end
+  std::mutex mutex_;  // guards the queues, their progress and the end
   std::array<std::condition_variable, 2> wake_;
   std::array<std::deque<Job>, 2> queue_;
   std::array<std::atomic<uint64_t>, 2> queued_{};
   std::array<std::atomic<uint64_t>, 2> delivered_{};
   bool stopping_ = false;
   std::string reason_;
-  std::exception_ptr failure_;  // what a sender met
+  std::exception_ptr failure_;  // error of a sender thread
   std::array<std::thread, 2> senders_;
 };
 
@@ -201,8 +202,8 @@ class HostTransfer : public Transfer {
     transport_->wait_until(hop_, hop_.from, transport_->control().of_callers(), [&] {
       return static_cast<int32_t>(inbox.done.load(std::memory_order_acquire) - *receive_) >= 0;
     });
-    // Unless the place has been used again since.
-    if (transport_->received_[transport_->lane(hop_.channel, hop_.from)] - *receive_ < kDepth) {
+    // Skipped if the mailbox entry has been reused since.
+    if (transport_->received_[transport_->mailbox_index(hop_.channel, hop_.from)] - *receive_ < kDepth) {
       arrived_ = inbox.arrived[*receive_ % kDepth].load(std::memory_order_relaxed);
     }
     receive_.reset();
@@ -241,11 +242,11 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
   auto transfer = std::make_unique<HostTransfer>(shared_from_this(), hop);
   if (const size_t bytes = total(hop.receive); bytes > 0) {
     Mailbox& inbox = this->inbox(hop.channel, hop.from);
-    const uint32_t sequence = ++received_[lane(hop.channel, hop.from)];
+    const uint32_t sequence = ++received_[mailbox_index(hop.channel, hop.from)];
     RTP_ASSERT(sequence - inbox.done.load() <= kDepth, hop.describe(), " outruns its mailbox");
     Landing& landing = inbox.landing[sequence % kDepth];
     const auto filled =
-        std::find_if(hop.receive.begin(), hop.receive.end(), [](const Span& index) { return index.bytes > 0; });
+        std::find_if(hop.receive.begin(), hop.receive.end(), [](const Span& part) { return part.bytes > 0; });
     const auto segment = find_segment(filled->data);
     RTP_ASSERT(segment != nullptr, hop.describe(), " must land in a slot");
     landing.fd = segment->memory.fd();
@@ -265,10 +266,10 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
     transfer->expect_nothing();
   }
   if (total(hop.send) > 0) {
-    if (control().life != Life::alive) throw_end(hop);
+    if (control().state != RingState::alive) throw_end(hop);
     {
       const std::lock_guard lock(mutex_);
-      queue_[channel].push_back({hop, ++sent_[lane(hop.channel, hop.to)]});
+      queue_[channel].push_back({hop, ++sent_[mailbox_index(hop.channel, hop.to)]});
       transfer->sends(++queued_[channel]);
     }
     wake_[channel].notify_one();
@@ -293,7 +294,7 @@ at::Tensor HostTransport::allocate(Channel, int64_t bytes) {
   return at::from_blob(data, {bytes}, release, at::kByte);
 }
 
-// The sender of one channel: delivers in the order of posting.
+// The sender thread of one channel: delivers in the order of posting.
 void HostTransport::serve(Channel channel) {
   auto& queue = queue_[static_cast<size_t>(channel)];
   while (true) {
@@ -310,7 +311,7 @@ void HostTransport::serve(Channel channel) {
     } catch (...) {
       const std::lock_guard lock(mutex_);
       failure_ = std::current_exception();
-      control().life = Life::failed;
+      control().state = RingState::failed;
       for (int peer = 0; peer < ranks_; ++peer) control(peer).ring_all();
       return;
     }
@@ -323,7 +324,7 @@ void HostTransport::deliver(const Job& job) {
   Mailbox& outbox = this->outbox(hop.channel, hop.to);
   wait_until(hop, hop.to, control().of_sender(hop.channel),
              [&] { return static_cast<int32_t>(outbox.posted.load(std::memory_order_acquire) - job.sequence) >= 0; });
-  // A copy, so that what has been checked is what is used: the peer can write there at any time.
+  // Copied before it is checked, because the peer can overwrite it at any time.
   const Landing landing = outbox.landing[job.sequence % kDepth];
   if (landing.identity != hop.identity()) {
     throw RotationError(concat(hop.describe(), ": the ranks of the ring are out of step: rank ", first_ + hop.to,
@@ -351,14 +352,14 @@ void HostTransport::deliver(const Job& job) {
     if (hop.send[index].bytes == 0) continue;
     std::memcpy(target.data() + landing.offset[index], hop.send[index].data, hop.send[index].bytes);
   }
-  // Ours first: once the peer knows, it may finish and close before this thread runs on.
+  // Updates the local count first: once `done` is set, the peer may finish and close before this thread continues.
   ++delivered_[static_cast<size_t>(hop.channel)];
   outbox.arrived[job.sequence % kDepth].store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
   outbox.done.store(job.sequence, std::memory_order_release);
   control(hop.to).of_callers().ring();
 }
 
-// The segment of the receiver that a hop lands in.
+// Returns the mapped segment of the receiver that a hop targets.
 const SharedMemory& HostTransport::map_landing(const Hop& hop, const Landing& landing) {
   Peer& peer = peers_[hop.to];
   auto& mapped = peer.mapped[static_cast<size_t>(hop.channel)];
@@ -377,16 +378,16 @@ const SharedMemory& HostTransport::map_landing(const Hop& hop, const Landing& la
   return mapped.front().memory;
 }
 
-void HostTransport::end(Life life, const std::string& reason) noexcept {
+void HostTransport::end(RingState state, const std::string& reason) noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (stopping_) return;
     stopping_ = true;
     reason_ = reason;
   }
-  Life alive = Life::alive;
-  control().life.compare_exchange_strong(alive, life);
-  if (alive == Life::starting) control().life = life;
+  RingState alive = RingState::alive;
+  control().state.compare_exchange_strong(alive, state);
+  if (alive == RingState::starting) control().state = state;
   for (auto& wake : wake_) wake.notify_all();
   for (size_t peer = 0; peer < peers_.size(); ++peer) control(static_cast<int>(peer)).ring_all();
   control().ring_all();

@@ -1,5 +1,5 @@
-// The CPUs of one host: slots live in shared memory, and a thread per channel copies a shard straight from where it is
-// into the neighbour's slot. One copy per hop, no socket, no kernel call on the data path.
+// A transport for the CPUs of one host: slots are in shared memory, and one thread per channel copies a shard directly
+// from its memory into the neighbour's slot. One copy per hop, no socket, no system call on the data path.
 #pragma once
 
 #include <memory>
@@ -12,14 +12,14 @@ namespace rtp {
 
 class ShmTransport : public Transport {
  public:
-  // What a peer needs to find this rank's memory; exchanged by the caller, in ring order.
+  // Returns the address of this rank's memory; the caller exchanges the addresses, in ring order.
   virtual std::string address() const = 0;
-  // Maps the peers' control blocks. Throws RotationError naming the peer that cannot be reached (another host,
-  // container or user).
+  // Maps the peers' control blocks. Throws RotationError that names an unreachable peer (another host, container or
+  // user).
   virtual void connect(const std::vector<std::string>& addresses) = 0;
 };
 
-// `first`: what messages call rank 0, where these are a part of the ranks of a ring.
+// `first`: the ring rank of rank 0 in messages, if these ranks are a part of a ring.
 std::shared_ptr<ShmTransport> make_shm_transport(int rank, int ranks, std::chrono::milliseconds timeout, int first);
 
 }  // namespace rtp

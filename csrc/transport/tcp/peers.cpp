@@ -15,10 +15,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint64_t kHelloMagic = 0x31706374'70747230;  // of this protocol, on hosts of one byte order
-constexpr uint32_t kNews = 2;                          // the purpose of a connection; below it: the channel of its hops
-constexpr auto kPatience = std::chrono::seconds(10);   // with a stranger who says nothing
-constexpr auto kGrace = std::chrono::seconds(1);       // for a connection to arrive later than the news of its end
+constexpr uint64_t kHelloMagic = 0x31706374'70747230;  // identifies this protocol and the byte order
+constexpr uint32_t kNotices = 2;  // purpose of a connection; smaller values are the channel of its hops
+constexpr auto kPatience = std::chrono::seconds(10);  // limit for a silent connection
+constexpr auto kGrace = std::chrono::seconds(1);      // limit for a connection that arrives after the notice of its end
 
 }  // namespace
 
@@ -29,13 +29,13 @@ struct Peers::Hello {
   uint32_t purpose = 0;
 };
 
-// A rank that was let in is told so; a rank that ends its ring tells why.
-struct Peers::News {
-  Life life = Life::present;
+// Sent to an admitted rank, and by a rank that ends its ring, with the reason.
+struct Peers::Notice {
+  PeerState state = PeerState::present;
   char reason[511] = {};
 };
 
-struct Peers::Stranger {
+struct Peers::PendingConnection {
   Socket socket;
   Clock::time_point since;
   std::string said;
@@ -50,7 +50,7 @@ Peers::Peers(int rank, int ranks, const std::string& host, std::function<void(co
       listener_(listen_at(host, 3 * ranks + 16)),
       peers_(static_cast<size_t>(ranks)) {
   std::random_device random;
-  for (uint64_t& index : key_.token) index = (static_cast<uint64_t>(random()) << 32) | random();
+  for (uint64_t& word : key_.token) word = (static_cast<uint64_t>(random()) << 32) | random();
 }
 
 Peers::~Peers() { leave(); }
@@ -63,7 +63,7 @@ void Peers::join(const std::vector<std::string>& addresses, std::chrono::millise
   const auto deadline = Clock::now() + timeout;
   RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "transport tcp: expected ", ranks_, " addresses, got ",
                   addresses.size());
-  for (int rank = ranks_ - 1; rank >= 0; --rank) {  // the token of rank 0 is the ring's
+  for (int rank = ranks_ - 1; rank >= 0; --rank) {  // the ring uses the token of rank 0
     Peer& peer = peers_[static_cast<size_t>(rank)];
     std::istringstream fields(addresses[static_cast<size_t>(rank)]);
     fields >> peer.host >> peer.port >> key_.token[0] >> key_.token[1];
@@ -74,12 +74,12 @@ void Peers::join(const std::vector<std::string>& addresses, std::chrono::millise
     const Peer& peer = peers_[static_cast<size_t>(rank)];
     return concat("transport tcp: rank ", rank, " of the ring at ", peer.host, " port ", peer.port, what...);
   };
-  peers_[static_cast<size_t>(rank_)].life = Life::present;
+  peers_[static_cast<size_t>(rank_)].state = PeerState::present;
   for (int rank = 0; rank < rank_; ++rank) {
     Peer& peer = peers_[static_cast<size_t>(rank)];
     try {
-      peer.news = connect_to(peer.host, peer.port, stop_, timeout);
-      say_hello(peer.news, kNews);
+      peer.notices = connect_to(peer.host, peer.port, stop_, timeout);
+      say_hello(peer.notices, kNotices);
     } catch (const ConnectionError& error) {
       throw RotationError(named(rank, ": ", error.what()));
     }
@@ -87,11 +87,11 @@ void Peers::join(const std::vector<std::string>& addresses, std::chrono::millise
   watcher_ = std::thread([this] { watch(); });
   std::unique_lock lock(mutex_);
   for (int rank = 0; rank < ranks_; ++rank) {
-    const Life& life = peers_[static_cast<size_t>(rank)].life;
-    if (!changed_.wait_until(lock, deadline, [&] { return life != Life::awaited; })) {
+    const PeerState& state = peers_[static_cast<size_t>(rank)].state;
+    if (!changed_.wait_until(lock, deadline, [&] { return state != PeerState::awaited; })) {
       throw RotationError(named(rank, " did not join (waited ", timeout.count() / 1000.0, " s)"));
     }
-    if (life == Life::gone) throw RotationError(named(rank, " refused to let rank ", rank_, " in"));
+    if (state == PeerState::gone) throw RotationError(named(rank, " refused to let rank ", rank_, " in"));
   }
 }
 
@@ -101,12 +101,12 @@ void Peers::say_hello(const Socket& socket, uint32_t purpose) const {
 }
 
 std::string Peers::lost_reason(int peer) const {
-  switch (peers_[static_cast<size_t>(peer)].life) {
-    case Life::closed:
+  switch (peers_[static_cast<size_t>(peer)].state) {
+    case PeerState::closed:
       return "it closed its ring";
-    case Life::failed:
+    case PeerState::failed:
       return concat("its ring failed: ", peers_[static_cast<size_t>(peer)].reason);
-    case Life::gone:
+    case PeerState::gone:
       return "its process has ended";
     default:
       return "";
@@ -118,7 +118,7 @@ void Peers::check(int peer) {
   if (const std::string reason = lost_reason(peer); !reason.empty()) throw ConnectionError(reason);
 }
 
-std::string Peers::why_lost(int peer, const std::string& seen) {
+std::string Peers::reason_of_loss(int peer, const std::string& seen) {
   std::unique_lock lock(mutex_);
   std::string reason;
   changed_.wait_for(lock, kGrace, [&] { return left_ || !(reason = lost_reason(peer)).empty(); });
@@ -128,7 +128,8 @@ std::string Peers::why_lost(int peer, const std::string& seen) {
 Socket Peers::connect(int peer, Channel channel) {
   check(peer);
   const Peer& known = peers_[static_cast<size_t>(peer)];
-  Socket socket = connect_to(known.host, known.port, stop_, std::chrono::hours(1));  // whoever waits for it gives up
+  // waits for the hop enforce the timeout
+  Socket socket = connect_to(known.host, known.port, stop_, std::chrono::hours(1));
   say_hello(socket, static_cast<uint32_t>(channel));
   return socket;
 }
@@ -151,13 +152,14 @@ Socket Peers::accept(int peer, Channel channel) {
   return std::move(made);
 }
 
-void Peers::tell(Life life, const std::string& reason) noexcept {
-  News news{life, {}};
-  std::strncpy(news.reason, reason.c_str(), sizeof news.reason - 1);
+void Peers::announce(PeerState state, const std::string& reason) noexcept {
+  Notice notice{state, {}};
+  std::strncpy(notice.reason, reason.c_str(), sizeof notice.reason - 1);
   const std::lock_guard lock(mutex_);
   for (const Peer& peer : peers_) {
-    // Little enough to be taken at once; who has not read the news before will see the end of the connection.
-    if (peer.news) send(peer.news.fd(), &news, sizeof news, MSG_DONTWAIT | MSG_NOSIGNAL);
+    // Small enough for the socket buffer; a peer that has not read earlier notices detects the end of the connection
+    // instead.
+    if (peer.notices) send(peer.notices.fd(), &notice, sizeof notice, MSG_DONTWAIT | MSG_NOSIGNAL);
   }
 }
 
@@ -172,39 +174,39 @@ void Peers::leave() noexcept {
   const std::lock_guard lock(mutex_);
   listener_ = Socket();
   for (Peer& peer : peers_) {
-    peer.news = Socket();
+    peer.notices = Socket();
     peer.hops = {};
   }
 }
 
 void Peers::watch() {
-  std::list<Stranger> strangers;
+  std::list<PendingConnection> pending;
   while (true) {
     std::vector<pollfd> all{{stop_.fd(), POLLIN, 0}, {listener_.fd(), POLLIN, 0}};
     std::vector<int> ranks;
     {
       const std::lock_guard lock(mutex_);
       for (int rank = 0; rank < ranks_; ++rank) {
-        if (const Socket& news = peers_[static_cast<size_t>(rank)].news) {
-          all.push_back({news.fd(), POLLIN, 0});
+        if (const Socket& notices = peers_[static_cast<size_t>(rank)].notices) {
+          all.push_back({notices.fd(), POLLIN, 0});
           ranks.push_back(rank);
         }
       }
     }
-    for (const Stranger& stranger : strangers) all.push_back({stranger.socket.fd(), POLLIN, 0});
-    poll(all.data(), all.size(), strangers.empty() ? -1 : 1000);
+    for (const PendingConnection& connection : pending) all.push_back({connection.socket.fd(), POLLIN, 0});
+    poll(all.data(), all.size(), pending.empty() ? -1 : 1000);
     if (all[0].revents != 0) return;
-    while (Socket socket = accept_at(listener_)) strangers.push_back({std::move(socket), Clock::now(), {}});
-    greet(strangers);
+    while (Socket socket = accept_at(listener_)) pending.push_back({std::move(socket), Clock::now(), {}});
+    read_hellos(pending);
     for (size_t index = 0; index < ranks.size(); ++index) {
-      if (all[index + 2].revents != 0) listen_to(ranks[index]);
+      if (all[index + 2].revents != 0) read_notice(ranks[index]);
     }
   }
 }
 
-// Lets in those who have said who they are.
-void Peers::greet(std::list<Stranger>& strangers) {
-  for (auto each = strangers.begin(); each != strangers.end();) {
+// Admits connections whose hello has arrived.
+void Peers::read_hellos(std::list<PendingConnection>& pending) {
+  for (auto each = pending.begin(); each != pending.end();) {
     Hello hello;
     char* const text = reinterpret_cast<char*>(&hello);
     const ssize_t found = recv(each->socket.fd(), text, sizeof hello - each->said.size(), MSG_DONTWAIT);
@@ -213,61 +215,62 @@ void Peers::greet(std::list<Stranger>& strangers) {
     if (each->said.size() == sizeof hello) {
       std::memcpy(text, each->said.data(), sizeof hello);
       admit(hello, std::move(each->socket));
-      each = strangers.erase(each);
+      each = pending.erase(each);
     } else if (found > 0 || (silent && Clock::now() < each->since + kPatience)) {
       ++each;
     } else {
-      each = strangers.erase(each);
+      each = pending.erase(each);
     }
   }
 }
 
 void Peers::admit(const Hello& hello, Socket socket) {
   const auto rank = static_cast<int>(hello.rank);
-  if (hello.magic != kHelloMagic || !(hello.key == key_) || rank < 0 || rank >= ranks_ || hello.purpose > kNews) return;
+  if (hello.magic != kHelloMagic || !(hello.key == key_) || rank < 0 || rank >= ranks_ || hello.purpose > kNotices)
+    return;
   {
     const std::lock_guard lock(mutex_);
     Peer& peer = peers_[hello.rank];
-    Socket& place = hello.purpose == kNews ? peer.news : peer.hops[hello.purpose];
+    Socket& place = hello.purpose == kNotices ? peer.notices : peer.hops[hello.purpose];
     if (place || rank == rank_) return;
     place = std::move(socket);
-    if (hello.purpose == kNews) {
-      peer.life = Life::present;
-      const News welcome;
+    if (hello.purpose == kNotices) {
+      peer.state = PeerState::present;
+      const Notice welcome;
       send(place.fd(), &welcome, sizeof welcome, MSG_DONTWAIT | MSG_NOSIGNAL);
     }
   }
   changed_.notify_all();
 }
 
-void Peers::listen_to(int rank) {
-  Peer& peer = peers_[static_cast<size_t>(rank)];  // what is read here is this thread's alone
-  News news;
-  char* const text = reinterpret_cast<char*>(&news);
-  const ssize_t found = recv(peer.news.fd(), text, sizeof news - peer.heard.size(), MSG_DONTWAIT);
+void Peers::read_notice(int rank) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];  // only this thread accesses the read state
+  Notice notice;
+  char* const text = reinterpret_cast<char*>(&notice);
+  const ssize_t found = recv(peer.notices.fd(), text, sizeof notice - peer.partial_notice.size(), MSG_DONTWAIT);
   if (found < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (found <= 0) {
-    set_life(rank, Life::gone);
+    set_state(rank, PeerState::gone);
     return;
   }
-  peer.heard.append(text, static_cast<size_t>(found));
-  if (peer.heard.size() < sizeof news) return;
-  std::memcpy(text, peer.heard.data(), sizeof news);
-  peer.heard.clear();
-  news.reason[sizeof news.reason - 1] = '\0';
-  set_life(rank, news.life, news.reason);
-  if (news.life == Life::failed) on_failure_({rank, lost_reason(rank)});  // this thread alone changes it
+  peer.partial_notice.append(text, static_cast<size_t>(found));
+  if (peer.partial_notice.size() < sizeof notice) return;
+  std::memcpy(text, peer.partial_notice.data(), sizeof notice);
+  peer.partial_notice.clear();
+  notice.reason[sizeof notice.reason - 1] = '\0';
+  set_state(rank, notice.state, notice.reason);
+  if (notice.state == PeerState::failed) on_failure_({rank, lost_reason(rank)});  // only this thread changes the state
 }
 
-void Peers::set_life(int rank, Life life, const std::string& reason) {
+void Peers::set_state(int rank, PeerState state, const std::string& reason) {
   {
     const std::lock_guard lock(mutex_);
     Peer& peer = peers_[static_cast<size_t>(rank)];
-    if (life == Life::gone) {
-      peer.news = Socket();
-      if (peer.life == Life::closed || peer.life == Life::failed) return;
+    if (state == PeerState::gone) {
+      peer.notices = Socket();
+      if (peer.state == PeerState::closed || peer.state == PeerState::failed) return;
     }
-    peer.life = life;
+    peer.state = state;
     peer.reason = reason;
     peer.since = Clock::now();
   }

@@ -1,4 +1,4 @@
-// The other ranks of a ring over tcp: who they are, how they fare, and connections to them.
+// The other ranks of a TCP ring: their state, and connections to them.
 #pragma once
 
 #include <array>
@@ -17,39 +17,40 @@
 
 namespace rtp {
 
-// Every two ranks hold a connection for news: that a rank closes its ring, or why it failed. Hops travel on connections
-// of their own, one per channel and direction, that the sender makes when it first sends. A thread takes what connects
-// and listens to the news; it sleeps while there are none.
+// Every two ranks share a connection for notices: that a rank closes its ring, or why it failed. Hops use separate
+// connections, one per channel and direction, which the sender opens before its first hop. A thread accepts connections
+// and reads notices; it sleeps while there are none.
 class Peers {
  public:
-  enum class Life : char { awaited, present, closed, failed, gone };
+  enum class PeerState : char { awaited, present, closed, failed, gone };
 
   struct Lost {
     int rank = 0;
     std::string reason;
   };
 
-  // Listens at `host`, an address of this host. `on_failure` is called by the thread when a peer's ring has failed.
+  // Listens at `host`, an address of this host. The thread calls `on_failure` when a peer's ring has failed.
   Peers(int rank, int ranks, const std::string& host, std::function<void(const Lost&)> on_failure);
   ~Peers();
 
-  // Where this rank listens, and what a peer has to know to be let in.
+  // Returns the address at which this rank listens, and the token that a peer must present.
   std::string address() const;
-  // Connects to all ranks, given the address of each. Throws RotationError naming the one that cannot be reached.
+  // Connects to all ranks, given the address of each. Throws RotationError that names an unreachable rank.
   void join(const std::vector<std::string>& addresses, std::chrono::milliseconds timeout);
 
-  // A connection that this rank's hops of a channel travel on, and the one on which those of `peer` arrive. Both throw
-  // ConnectionError where the peer has gone, Stopped where this rank leaves.
+  // Return the connection for this rank's hops of a channel to `peer`, and the one for the hops from `peer`. Both throw
+  // ConnectionError if the peer has left, and Stopped if this rank leaves.
   Socket connect(int peer, Channel channel);
   Socket accept(int peer, Channel channel);
-  // Throws ConnectionError if the peer takes no more hops.
+  // Throws ConnectionError if the peer accepts no more hops.
   void check(int peer);
-  // Why a connection to `peer` has ended: what it told, which may arrive a little later, else what was `seen` of it.
-  std::string why_lost(int peer, const std::string& seen);
+  // Returns why a connection to `peer` has ended: the reason in its notice, which may arrive slightly later, otherwise
+  // `seen`.
+  std::string reason_of_loss(int peer, const std::string& seen);
 
-  // Tells all others that this rank's ring has failed, or was closed.
-  void tell(Life life, const std::string& reason) noexcept;
-  // Raises what everything that waits here or at a socket is interrupted by, and ends the thread. Idempotent.
+  // Sends all other ranks the notice that this rank's ring has failed or was closed.
+  void announce(PeerState state, const std::string& reason) noexcept;
+  // Interrupts all waits here and on sockets, and ends the thread. Idempotent.
   void leave() noexcept;
   const Socket& stop() const { return stop_; }
 
@@ -59,24 +60,24 @@ class Peers {
     bool operator==(const Key&) const = default;
   };
   struct Hello;
-  struct News;
-  struct Stranger;
+  struct Notice;
+  struct PendingConnection;
   struct Peer {
     std::string host;
     int port = 0;
-    Life life = Life::awaited;
-    std::chrono::steady_clock::time_point since;  // its life is this
-    std::string reason;                           // why it ended
-    Socket news;
-    std::string heard;           // of news that has not arrived in full
-    std::array<Socket, 2> hops;  // connections that it made, by channel
+    PeerState state = PeerState::awaited;
+    std::chrono::steady_clock::time_point since;  // time of the last change of `state`
+    std::string reason;                           // reason of `closed` or `failed`
+    Socket notices;
+    std::string partial_notice;  // received part of a notice
+    std::array<Socket, 2> hops;  // connections opened by the peer, by channel
   };
 
   void watch();
-  void greet(std::list<Stranger>& strangers);
+  void read_hellos(std::list<PendingConnection>& pending);
   void admit(const Hello& hello, Socket socket);
-  void listen_to(int rank);
-  void set_life(int rank, Life life, const std::string& reason = "");
+  void read_notice(int rank);
+  void set_state(int rank, PeerState state, const std::string& reason = "");
   void say_hello(const Socket& socket, uint32_t purpose) const;
   std::string lost_reason(int peer) const;
 
@@ -88,7 +89,7 @@ class Peers {
   Socket stop_;
   Socket listener_;
   std::thread watcher_;
-  mutable std::mutex mutex_;  // of the peers
+  mutable std::mutex mutex_;  // guards the peers
   std::condition_variable changed_;
   bool left_ = false;
   std::vector<Peer> peers_;

@@ -24,7 +24,7 @@
 namespace rtp {
 namespace {
 
-constexpr auto kGlance = std::chrono::milliseconds(100);  // after which a message that stalls is looked at
+constexpr auto kStallInterval = std::chrono::milliseconds(100);  // interval after which a partial message is read
 
 template <typename... What>
 [[noreturn]] void fail(const What&... what) {
@@ -32,7 +32,7 @@ template <typename... What>
   throw ConnectionError(concat(what..., ": ", std::strerror(cause)));
 }
 
-// What a forked process has to close. The lock is held over a fork, so that the copy is whole.
+// The descriptors that a forked process must close. The lock is held during a fork, so that the copy is consistent.
 struct OpenSockets {
   std::mutex mutex;
   std::set<int> descriptors;
@@ -81,7 +81,7 @@ void set_option(const Socket& socket, int level, int option, int value) {
   if (setsockopt(socket.fd(), level, option, &value, sizeof value) != 0) fail("cannot set an option of a socket");
 }
 
-// Leaves out the first `bytes` of the pieces from `first` on, and returns the first one that is left.
+// Skips the first `bytes` of the buffers from `first` on, and returns the first remaining buffer.
 size_t advance(std::vector<iovec>& buffers, size_t first, size_t bytes) {
   while (first < buffers.size() && bytes >= buffers[first].iov_len) bytes -= buffers[first++].iov_len;
   if (bytes > 0) {
@@ -132,16 +132,16 @@ std::string interface_address(const std::string& name) {
 }
 
 std::string address_toward(const std::string& host) {
-  const Addresses found = resolve(host, 9, SOCK_DGRAM, 0);  // nothing is sent
+  const Addresses found = resolve(host, 9, SOCK_DGRAM, 0);  // sends no packet
   for (const addrinfo* each = found.get(); each != nullptr; each = each->ai_next) {
     const Socket socket(::socket(each->ai_family, each->ai_socktype | SOCK_CLOEXEC, each->ai_protocol));
-    if (!socket || connect(socket.fd(), each->ai_addr, each->ai_addrlen) != 0) continue;  // a kernel may lack IPv6
+    if (!socket || connect(socket.fd(), each->ai_addr, each->ai_addrlen) != 0) continue;  // the kernel may lack IPv6
     sockaddr_storage here{};
     socklen_t length = sizeof here;
     if (getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&here), &length) != 0) fail("cannot read an address");
     return in_numbers(reinterpret_cast<const sockaddr*>(&here), length);
   }
-  fail("no way leads to ", host);
+  fail("no route to ", host);
 }
 
 Socket listen_at(const std::string& host, int backlog) {
@@ -233,8 +233,8 @@ void Incoming::receive_all(std::vector<iovec> buffers, const Socket& stop,
   for (const iovec& buffer : buffers) total += buffer.iov_len;
   while (received < total) {
     set_low_water(std::min(kLowWater, total - received));
-    // Less than that is read too where no more comes: it may be all of a message that is shorter than it should be.
-    wait_ready(socket_, POLLIN, stop, kGlance);
+    // Also reads less after a stall: the message may be shorter than expected.
+    wait_ready(socket_, POLLIN, stop, kStallInterval);
     msghdr message{};
     message.msg_iov = &buffers[first];
     message.msg_iovlen = buffers.size() - first;

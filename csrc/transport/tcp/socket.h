@@ -1,4 +1,4 @@
-// Sockets: descriptors that are owned, addresses in numbers, and transfers that a stop interrupts.
+// Sockets: owned descriptors, numeric addresses, and transfers that a stop event interrupts.
 #pragma once
 
 #include <sys/uio.h>
@@ -13,16 +13,17 @@
 
 namespace rtp {
 
-// A connection that cannot be made, or that the other end has given up.
+// A connection cannot be made, or the other end has closed it.
 class ConnectionError : public RotationError {
  public:
   using RotationError::RotationError;
 };
 
-// Thrown out of whatever waits on a socket when its ring ends.
+// Thrown by waits on a socket when the ring ends.
 struct Stopped {};
 
-// A descriptor of this process alone: a forked process closes its copy, so that the end of this one is seen at once.
+// A descriptor owned by this process: a forked process closes its copy, so that peers notice at once when this process
+// closes its own.
 class Socket {
  public:
   Socket() = default;
@@ -40,30 +41,30 @@ class Socket {
   int fd_ = -1;
 };
 
-// The address of a network interface: of IPv4, else a global one of IPv6. Throws RotationError where it has none.
+// Returns the address of a network interface: IPv4 or, without one, global IPv6. Throws RotationError if it has none.
 std::string interface_address(const std::string& name);
-// The address of this host that packets to `host` (a name or an address) leave from.
+// Returns the local address from which packets to `host` (a name or an address) are sent.
 std::string address_toward(const std::string& host);
 
 Socket listen_at(const std::string& host, int backlog);
 int port_of(const Socket& listener);
-// The next connection that waits at `listener`; none if none does.
+// Returns the next pending connection of `listener`; an empty socket if there is none.
 Socket accept_at(const Socket& listener);
 
-// Something to wait for that is raised once and stays so.
+// An event for waits that is raised once and stays raised.
 Socket make_stop();
 void raise_stop(const Socket& stop) noexcept;
 
-// Waits until `socket` is ready for `events` of poll(2) or has failed, for `longest` at most, and says whether it is.
+// Waits at most `longest` until `socket` is ready for `events` of poll(2) or has failed. Returns whether it is.
 bool wait_ready(const Socket& socket, short events, const Socket& stop, std::chrono::milliseconds longest);
 
 Socket connect_to(const std::string& host, int port, const Socket& stop, std::chrono::milliseconds timeout);
 
-// Sends all of it, however long that takes.
+// Sends all buffers, without a time limit.
 void send_all(const Socket& socket, std::vector<iovec> buffers, const Socket& stop);
 
-// One end of a connection that messages arrive on. Wakes rarely: not before kLowWater of a message has arrived, or all
-// of it, or it stalls.
+// The receiving end of a connection. Wakes rarely: after kLowWater bytes of a message or its rest have arrived, or if
+// it stalls.
 class Incoming {
  public:
   static constexpr size_t kLowWater = 1 << 20;
@@ -72,7 +73,7 @@ class Incoming {
   explicit Incoming(Socket socket) : socket_(std::move(socket)) {}
   explicit operator bool() const { return static_cast<bool>(socket_); }
 
-  // Fills `pieces`. `progress` is told how many bytes have arrived, and may throw.
+  // Fills `buffers`. Calls `progress` with the number of received bytes; it may throw.
   void receive_all(std::vector<iovec> buffers, const Socket& stop, const std::function<void(size_t)>& progress);
 
  private:

@@ -21,24 +21,24 @@ namespace rtp {
 namespace {
 
 using Clock = HostClock;
-using Life = Peers::Life;
+using PeerState = Peers::PeerState;
 
-constexpr size_t kMaxTensors = 8;  // of a hop
+constexpr size_t kMaxTensors = 8;  // maximum per hop
 constexpr uint64_t kMagic = 0x706f6820'70747230;
-constexpr auto kJoining = std::chrono::seconds(20);      // that connecting to all ranks may take at most
-constexpr auto kLongest = std::chrono::hours(24 * 365);  // of a timeout
+constexpr auto kJoining = std::chrono::seconds(20);      // maximum time to connect to all ranks
+constexpr auto kLongest = std::chrono::hours(24 * 365);  // maximum timeout
 
-// Travels before the bytes of a hop, so that ranks that are out of step notice.
+// Precedes the bytes of a hop, to detect ranks that are out of step.
 struct Header {
   uint64_t magic = kMagic;
   uint64_t identity = 0;
   std::array<uint64_t, kMaxTensors> bytes{};
   uint64_t parts = 0;
-  char hop[168] = {};  // in words
+  char hop[168] = {};  // description of the hop
 };
 static_assert(sizeof(Header) == 256);
 
-enum class Way : size_t { out, in };
+enum class Direction : size_t { out, in };
 
 size_t total(const std::vector<Span>& spans) {
   size_t bytes = 0;
@@ -54,11 +54,11 @@ std::vector<iovec> chunks_of(Header& header, const std::vector<Span>& spans) {
   return chunks;
 }
 
-// One hop, while it is under way.
-struct Flight {
+// A hop in flight.
+struct PendingHop {
   Hop hop;
-  std::array<std::atomic<bool>, 2> done{};  // by way
-  Clock::time_point arrived;                // once `in` is done
+  std::array<std::atomic<bool>, 2> done{};  // by direction
+  Clock::time_point arrived;                // valid once `in` is done
 };
 
 class SocketTransport : public TcpTransport, public std::enable_shared_from_this<SocketTransport> {
@@ -66,7 +66,7 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
   SocketTransport(int rank, int ranks, const std::string& host, std::chrono::milliseconds timeout)
       : ranks_(ranks),
         timeout_(std::min<std::chrono::milliseconds>(timeout, kLongest)),
-        peers_(rank, ranks, host, [this](const Peers::Lost& lost) { lose(lost); }) {}
+        peers_(rank, ranks, host, [this](const Peers::Lost& lost) { on_peer_failure(lost); }) {}
 
   ~SocketTransport() override { abort("dropped"); }
 
@@ -76,13 +76,14 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
   std::string address() const override { return peers_.address(); }
 
   void connect(const std::vector<std::string>& addresses) override {
-    // Ranks that are reached and wait for one that is not are still in time to hear of it from the caller.
+    // Half the timeout, so that the caller can still notify the other ranks of an unreachable one in time.
     peers_.join(addresses, std::min<std::chrono::milliseconds>(timeout_ / 2, kJoining));
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
-      for (const Way way : {Way::out, Way::in}) {
-        std::thread& thread = line(channel, way).thread;
-        thread = std::thread([this, channel, way] { serve(channel, way); });
-        const std::string title = concat("rtp_", rtp::name(channel), way == Way::out ? "_tx" : "_rx");  // 15 at most
+      for (const Direction direction : {Direction::out, Direction::in}) {
+        std::thread& thread = queue(channel, direction).thread;
+        thread = std::thread([this, channel, direction] { serve(channel, direction); });
+        const std::string title =
+            concat("rtp_", rtp::name(channel), direction == Direction::out ? "_tx" : "_rx");  // at most 15 characters
         pthread_setname_np(thread.native_handle(), title.c_str());
       }
     }
@@ -92,97 +93,99 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
 
   at::Tensor allocate(Channel, int64_t bytes) override { return at::empty({bytes}, at::kByte); }
 
-  void abort(const std::string& reason) noexcept override { end(Life::failed, reason); }
-  void close() override { end(Life::closed, "it was closed"); }
+  void abort(const std::string& reason) noexcept override { end(PeerState::failed, reason); }
+  void close() override { end(PeerState::closed, "it was closed"); }
 
  private:
   friend class SocketTransfer;
 
-  // The hops of one channel that are yet to be sent, or yet to arrive, in the order of posting.
-  struct Line {
-    std::deque<std::shared_ptr<Flight>> waiting;
-    std::condition_variable wake;  // of the thread
-    std::condition_variable done;  // of whoever waits for a hop
+  // The hops of one channel and direction that have not been sent or received, in the order of posting.
+  struct HopQueue {
+    std::deque<std::shared_ptr<PendingHop>> waiting;
+    std::condition_variable wake;  // wakes the thread
+    std::condition_variable done;  // wakes waits for a hop
     std::thread thread;
-    std::map<int, Socket> to;  // the thread's, by peer
+    std::map<int, Socket> to;  // used by the thread only; by peer
     std::map<int, Incoming> from;
   };
 
-  Line& line(Channel channel, Way way) { return lines_[static_cast<size_t>(channel)][static_cast<size_t>(way)]; }
+  HopQueue& queue(Channel channel, Direction direction) {
+    return queues_[static_cast<size_t>(channel)][static_cast<size_t>(direction)];
+  }
 
-  void serve(Channel channel, Way way);
-  void send(Line& line, const Hop& hop);
-  void receive(Line& line, Flight& flight);
-  void wait(const Flight& flight, Way way);
-  // Throws why this rank's ring cannot go on, if it cannot. Called with the lock held.
+  void serve(Channel channel, Direction direction);
+  void send(HopQueue& queue, const Hop& hop);
+  void receive(HopQueue& queue, PendingHop& pending);
+  void wait(const PendingHop& pending, Direction direction);
+  // Throws if this rank's ring has failed or ended. Requires the lock.
   void check(const Hop& hop, Clock::duration waited);
-  void lose(const Peers::Lost& lost);
+  void on_peer_failure(const Peers::Lost& lost);
   void notify_all();
-  void end(Life life, const std::string& reason) noexcept;
+  void end(PeerState state, const std::string& reason) noexcept;
 
   const int ranks_;
   const std::chrono::milliseconds timeout_;
-  std::mutex mutex_;  // of the lines and of the end
-  std::array<std::array<Line, 2>, 2> lines_;
+  std::mutex mutex_;  // guards the queues and the end
+  std::array<std::array<HopQueue, 2>, 2> queues_;
   bool ending_ = false;
   std::string reason_;
   std::optional<Peers::Lost> lost_;  // the first peer whose ring failed
-  std::exception_ptr failure_;       // what a thread met
-  Peers peers_;                      // last: its thread calls `lose`
+  std::exception_ptr failure_;       // error of a thread
+  Peers peers_;                      // last member, because its thread calls on_peer_failure
 };
 
 class SocketTransfer : public Transfer {
  public:
-  SocketTransfer(std::shared_ptr<SocketTransport> transport, std::shared_ptr<Flight> flight)
-      : transport_(std::move(transport)), flight_(std::move(flight)) {}
+  SocketTransfer(std::shared_ptr<SocketTransport> transport, std::shared_ptr<PendingHop> pending)
+      : transport_(std::move(transport)), pending_(std::move(pending)) {}
 
-  void wait_received() override { transport_->wait(*flight_, Way::in); }
-  void wait_sent() override { transport_->wait(*flight_, Way::out); }
+  void wait_received() override { transport_->wait(*pending_, Direction::in); }
+  void wait_sent() override { transport_->wait(*pending_, Direction::out); }
   Moment arrived() const override {
-    return flight_->done[static_cast<size_t>(Way::in)].load() ? host_moment(flight_->arrived) : nullptr;
+    return pending_->done[static_cast<size_t>(Direction::in)].load() ? host_moment(pending_->arrived) : nullptr;
   }
 
  private:
   std::shared_ptr<SocketTransport> transport_;
-  std::shared_ptr<Flight> flight_;
+  std::shared_ptr<PendingHop> pending_;
 };
 
 std::unique_ptr<Transfer> SocketTransport::post(const Hop& hop) {
   RTP_ASSERT(hop.receive.size() <= kMaxTensors && hop.send.size() <= kMaxTensors, hop.describe(),
              " has too many parts");
-  auto flight = std::make_shared<Flight>();
-  flight->hop = hop;
-  flight->arrived = Clock::now();
+  auto pending = std::make_shared<PendingHop>();
+  pending->hop = hop;
+  pending->arrived = Clock::now();
   const std::array<bool, 2> moves{total(hop.send) > 0, total(hop.receive) > 0};
   {
     const std::lock_guard lock(mutex_);
     check(hop, {});
-    for (const Way way : {Way::out, Way::in}) {
-      if (moves[static_cast<size_t>(way)]) {
-        line(hop.channel, way).waiting.push_back(flight);
+    for (const Direction direction : {Direction::out, Direction::in}) {
+      if (moves[static_cast<size_t>(direction)]) {
+        queue(hop.channel, direction).waiting.push_back(pending);
       } else {
-        flight->done[static_cast<size_t>(way)] = true;
+        pending->done[static_cast<size_t>(direction)] = true;
       }
     }
   }
-  for (const Way way : {Way::in, Way::out}) {
-    if (moves[static_cast<size_t>(way)]) line(hop.channel, way).wake.notify_one();
+  for (const Direction direction : {Direction::in, Direction::out}) {
+    if (moves[static_cast<size_t>(direction)]) queue(hop.channel, direction).wake.notify_one();
   }
-  return std::make_unique<SocketTransfer>(shared_from_this(), std::move(flight));
+  return std::make_unique<SocketTransfer>(shared_from_this(), std::move(pending));
 }
 
-void SocketTransport::wait(const Flight& flight, Way way) {
-  const std::atomic<bool>& done = flight.done[static_cast<size_t>(way)];
+void SocketTransport::wait(const PendingHop& pending, Direction direction) {
+  const std::atomic<bool>& done = pending.done[static_cast<size_t>(direction)];
   if (done.load()) return;
   const auto start = Clock::now();
   std::unique_lock lock(mutex_);
-  std::condition_variable& wake = line(flight.hop.channel, way).done;
+  std::condition_variable& wake = queue(pending.hop.channel, direction).done;
   while (!done.load()) {
-    check(flight.hop, Clock::now() - start);
+    check(pending.hop, Clock::now() - start);
     if (wake.wait_until(lock, start + timeout_) == std::cv_status::timeout && !done.load()) {
-      check(flight.hop, Clock::now() - start);
-      const int peer = way == Way::in ? flight.hop.from : flight.hop.to;
-      throw_timeout(flight.hop, peer, Clock::now() - start, "timeout");
+      check(pending.hop, Clock::now() - start);
+      const int peer = direction == Direction::in ? pending.hop.from : pending.hop.to;
+      throw_timeout(pending.hop, peer, Clock::now() - start, "timeout");
     }
   }
 }
@@ -193,25 +196,25 @@ void SocketTransport::check(const Hop& hop, Clock::duration waited) {
   if (ending_) throw RotationError(concat(hop.describe(), ": the ring cannot be used any more: ", reason_));
 }
 
-void SocketTransport::serve(Channel channel, Way way) {
-  Line& line = this->line(channel, way);
+void SocketTransport::serve(Channel channel, Direction direction) {
+  HopQueue& queue = this->queue(channel, direction);
   while (true) {
-    std::shared_ptr<Flight> flight;
+    std::shared_ptr<PendingHop> pending;
     {
       std::unique_lock lock(mutex_);
-      line.wake.wait(lock, [&] { return ending_ || !line.waiting.empty(); });
+      queue.wake.wait(lock, [&] { return ending_ || !queue.waiting.empty(); });
       if (ending_) return;
-      flight = std::move(line.waiting.front());
-      line.waiting.pop_front();
+      pending = std::move(queue.waiting.front());
+      queue.waiting.pop_front();
     }
-    const Hop& hop = flight->hop;
+    const Hop& hop = pending->hop;
     const auto start = Clock::now();
     try {
       try {
-        way == Way::out ? send(line, hop) : receive(line, *flight);
+        direction == Direction::out ? send(queue, hop) : receive(queue, *pending);
       } catch (const ConnectionError& error) {
-        const int peer = way == Way::out ? hop.to : hop.from;
-        throw_timeout(hop, peer, Clock::now() - start, peers_.why_lost(peer, error.what()));
+        const int peer = direction == Direction::out ? hop.to : hop.from;
+        throw_timeout(hop, peer, Clock::now() - start, peers_.reason_of_loss(peer, error.what()));
       }
     } catch (const Stopped&) {
       return;
@@ -220,21 +223,21 @@ void SocketTransport::serve(Channel channel, Way way) {
         const std::lock_guard lock(mutex_);
         if (!failure_) failure_ = std::current_exception();
       }
-      peers_.tell(Life::failed, error.what());
+      peers_.announce(PeerState::failed, error.what());
       notify_all();
       return;
     }
     {
       const std::lock_guard lock(mutex_);
-      flight->done[static_cast<size_t>(way)] = true;
+      pending->done[static_cast<size_t>(direction)] = true;
     }
-    line.done.notify_all();
+    queue.done.notify_all();
   }
 }
 
-void SocketTransport::send(Line& line, const Hop& hop) {
+void SocketTransport::send(HopQueue& queue, const Hop& hop) {
   peers_.check(hop.to);
-  Socket& socket = line.to[hop.to];
+  Socket& socket = queue.to[hop.to];
   if (!socket) socket = peers_.connect(hop.to, hop.channel);
   Header header;
   header.identity = hop.identity();
@@ -244,9 +247,9 @@ void SocketTransport::send(Line& line, const Hop& hop) {
   send_all(socket, chunks_of(header, hop.send), peers_.stop());
 }
 
-void SocketTransport::receive(Line& line, Flight& flight) {
-  const Hop& hop = flight.hop;
-  Incoming& incoming = line.from[hop.from];
+void SocketTransport::receive(HopQueue& queue, PendingHop& pending) {
+  const Hop& hop = pending.hop;
+  Incoming& incoming = queue.from[hop.from];
   if (!incoming) incoming = Incoming(peers_.accept(hop.from, hop.channel));
   Header header;
   bool checked = false;
@@ -266,10 +269,10 @@ void SocketTransport::receive(Line& line, Flight& flight) {
     }
   };
   incoming.receive_all(chunks_of(header, hop.receive), peers_.stop(), check);
-  flight.arrived = Clock::now();
+  pending.arrived = Clock::now();
 }
 
-void SocketTransport::lose(const Peers::Lost& lost) {
+void SocketTransport::on_peer_failure(const Peers::Lost& lost) {
   {
     const std::lock_guard lock(mutex_);
     if (!lost_) lost_ = lost;
@@ -278,29 +281,29 @@ void SocketTransport::lose(const Peers::Lost& lost) {
 }
 
 void SocketTransport::notify_all() {
-  for (auto& channel : lines_) {
-    for (Line& line : channel) line.done.notify_all();
+  for (auto& channel : queues_) {
+    for (HopQueue& queue : channel) queue.done.notify_all();
   }
 }
 
-void SocketTransport::end(Life life, const std::string& reason) noexcept {
+void SocketTransport::end(PeerState state, const std::string& reason) noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (ending_) return;
     ending_ = true;
     reason_ = reason;
   }
-  peers_.tell(life, reason);
+  peers_.announce(state, reason);
   notify_all();
-  for (auto& channel : lines_) {
-    for (Line& line : channel) line.wake.notify_all();
+  for (auto& channel : queues_) {
+    for (HopQueue& queue : channel) queue.wake.notify_all();
   }
   peers_.leave();
-  for (auto& channel : lines_) {
-    for (Line& line : channel) {
-      if (line.thread.joinable()) line.thread.join();
-      line.to.clear();
-      line.from.clear();
+  for (auto& channel : queues_) {
+    for (HopQueue& queue : channel) {
+      if (queue.thread.joinable()) queue.thread.join();
+      queue.to.clear();
+      queue.from.clear();
     }
   }
 }

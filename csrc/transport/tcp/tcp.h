@@ -1,6 +1,6 @@
-// CPUs of any hosts over sockets: a thread per channel and direction, which sends from and receives into the memory of
-// the hop itself and wakes as rarely as the kernel lets it. Who connects has to know the token of the ring; what
-// travels is not encrypted.
+// A transport for CPUs of any hosts over sockets: one thread per channel and direction, which sends from and receives
+// into the memory of the hop and wakes as rarely as the kernel permits. A connecting peer must present the token of the
+// ring; the data is not encrypted.
 #pragma once
 
 #include <memory>
@@ -13,13 +13,13 @@ namespace rtp {
 
 class TcpTransport : public Transport {
  public:
-  // What a peer needs to connect to this rank; exchanged by the caller, in ring order.
+  // Returns the address that a peer needs to connect to this rank; the caller exchanges the addresses, in ring order.
   virtual std::string address() const = 0;
-  // Connects to all peers. Throws RotationError naming the one that cannot be reached.
+  // Connects to all peers. Throws RotationError that names an unreachable peer.
   virtual void connect(const std::vector<std::string>& addresses) = 0;
 };
 
-// `host`: the address of this host, in numbers, at which its peers find it.
+// `host`: the numeric address of this host at which its peers reach it.
 std::shared_ptr<TcpTransport> make_tcp_transport(int rank, int ranks, const std::string& host,
                                                  std::chrono::milliseconds timeout);
 

@@ -195,7 +195,7 @@ def _refuse(rank, ranks):
         with pytest.raises(AttributeError, match="pickle"):
             ring.exchange(lambda: None)
         with pytest.raises(RuntimeError, match="before anything was posted") as raised:
-            ring._collectively("all_reduce", _broken, group=None)
+            ring.communicator.collectively("all_reduce", _broken, group=None)
         assert not isinstance(raised.value, rtp_ext.RotationError)
     assert ring.alive
     y, expected = model(x), plain(x)

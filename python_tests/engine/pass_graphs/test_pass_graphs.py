@@ -10,12 +10,12 @@ from datetime import timedelta
 import pytest
 import torch
 from grids import few
-from pretended import pretend_ring
+from pretended import graphs_of
 from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from test_transport_ce import DTYPE, Rank, connected_news
 
 from rtp_ext import RingTimeout, RotationError, _native
-from rtp_ext.ring.graphs import PassGraphs, begin_graphs
+from rtp_ext.ring.graphs import PassGraphs
 
 skip_without_headers()
 
@@ -270,11 +270,10 @@ def test_an_error_in_a_capture_ends_the_capture(sim):
 def test_transports_that_need_both_ends_captured_are_refused(sim):
     def work(rank, ids):
         executor = _native.Executor(sim.nccl(ids, rank, 2, timedelta(seconds=20), None), rank, 2, torch.device("cpu"))
-        ring = pretend_ring("nccl", device="cuda")
         with pytest.raises(ValueError, match="expected graphs 'auto' or 'off', got 'on': over the transport nccl both"):
-            begin_graphs(ring, executor, "on")
-        found = begin_graphs(ring, executor, "auto")
-        assert not found.on and "number of tokens" in found.reason and ring.prefetch == 1
+            graphs_of(executor, "on", transport="nccl", device="cuda")
+        found = graphs_of(executor, "auto", transport="nccl", device="cuda")
+        assert not found.on and "number of tokens" in found.reason
 
     values(run_threads(work, 2, [sim.unique_id() for _ in range(2)]))
 
@@ -282,11 +281,9 @@ def test_transports_that_need_both_ends_captured_are_refused(sim):
         return _native.Executor(sim.ce(sim.unique_id(), 0, 1, timedelta(seconds=20), None), 0, 1, torch.device("cpu"))
 
     (executor,) = values(run_threads(alone, 1))
-    ring = pretend_ring(device="cuda", size=1, late_gradients=1)
     with pytest.raises(ValueError, match="late_gradients is 1"):
-        begin_graphs(ring, executor, "on")
-    ring.late_gradients = 0
-    assert begin_graphs(ring, executor, "auto").on and ring.prefetch == 0
+        graphs_of(executor, "on", device="cuda", size=1, late_gradients=1)
+    assert graphs_of(executor, "auto", device="cuda", size=1).on
 
 
 def test_what_a_capture_may_not_contain_is_noticed(sim):

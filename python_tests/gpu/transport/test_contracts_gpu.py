@@ -47,7 +47,7 @@ def _unequal(rank, ranks, transport, log):
     train(plain, lambda step: sum(_unequal_loss(plain, each, step, ranks) for each in range(ranks)) / ranks, 6)
     for name, parameter in plain.named_parameters():
         assert_same(full(model.get_parameter(name)), parameter, 1e-9, name)
-    sent, used = ring._executor.prefetched()
+    sent, used = ring.communicator.executor.prefetched()
     ring.close()
     return sent, used
 

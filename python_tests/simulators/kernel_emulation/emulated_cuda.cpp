@@ -18,13 +18,13 @@ constexpr size_t kStackBytes = size_t{256} << 10;
 
 enum class State { waiting_to_start, running, at_barrier, at_exchange, done };
 
-struct Abandoned {};  // unwinds a fiber whose launch has failed
+struct Abandoned {};  // unwinds a fiber of a failed launch
 
-// A stack on which threads run. It takes the next thread as soon as one ends without having waited.
+// A stack on which threads run one after the other, each until its first wait or its end.
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
-  void* shadow = nullptr;  // of the address sanitizer
+  void* shadow = nullptr;  // shadow stack of the address sanitizer
   int thread = -1;         // -1: idle
 };
 
@@ -34,7 +34,7 @@ struct Thread {
   int exchanges = 0;
 };
 
-struct Warp {  // what lanes give; twice, since a lane may be one exchange ahead of another
+struct Warp {  // values published by the lanes; two buffers, because a lane may be one exchange ahead
   uint64_t values[2][kLanes];
 };
 
@@ -267,7 +267,7 @@ uint16_t float16_bits(float x) {
   const float magnitude = std::fabs(x);
   if (std::isnan(x)) return 0x7fff;
   if (magnitude >= 65520.0f) return sign | 0x7c00;
-  int exponent = -13;  // below it: subnormal numbers of equal distance
+  int exponent = -13;  // below it: equally spaced subnormal numbers
   if (magnitude > 0) std::frexp(magnitude, &exponent);
   exponent = std::max(exponent, -13);
   // 11 significant bits; nearbyint rounds ties to even

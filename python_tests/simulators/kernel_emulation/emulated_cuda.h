@@ -1,7 +1,7 @@
-// CUDA as far as our kernels use it, on a CPU: every thread of a block is a fiber, so that barriers and shuffles work,
-// in an order that is the same every time. What a GPU would answer with a wrong number is an error here: races in
-// shared memory, elements of it that nobody wrote or that do not exist, barriers and shuffles that not all reach.
-// Addresses outside an array are left to the address sanitizer.
+// The subset of CUDA that the kernels use, on a CPU: every thread of a block is a fiber, so that barriers and shuffles
+// work, in a deterministic order. Undefined behaviour of a kernel is an error here: races in shared memory, reads of
+// unwritten or nonexistent elements of it, barriers and shuffles that not all threads reach. The address sanitizer
+// checks addresses outside of arrays.
 #pragma once
 
 #include <array>
@@ -23,32 +23,32 @@ struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-inline dim3 gridDim, blockDim, blockIdx, threadIdx;  // those of the fiber that runs
+inline dim3 gridDim, blockDim, blockIdx, threadIdx;  // values of the running fiber
 
 namespace emulation {
 
-// What a kernel did that CUDA does not define. Ends the launch.
+// Undefined behaviour of a kernel. Ends the launch.
 class Violation : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-enum class Order { forward, backward };  // in which threads, and blocks, take their turns
+enum class Order { forward, backward };  // order in which threads and blocks run
 void set_order(Order order);
 
-// Runs a launch. Returns 0, or 1 after a violation, which message() tells.
+// Runs a launch. Returns 0, or 1 after a violation; message() returns its text.
 int run(dim3 grid, dim3 block, const std::function<void()>& kernel);
 const char* message();
 
-// Where the fiber that runs stands.
+// The position of the running fiber.
 int thread_index();
-int64_t epoch();  // grows with every barrier and every block
+int64_t epoch();  // incremented by every barrier and every block
 
 void barrier();
-// Gives `bytes` (at most 8) to the lanes of the same warp, and takes what lane `source` gives.
+// Publishes `bytes` (at most 8) to the lanes of the same warp, and returns those of lane `source`.
 void exchange(const void* give, void* take, size_t bytes, int source);
 
-// An array in shared memory that knows who read and wrote each element, and when.
+// An array in shared memory that records the readers and writers of each element, with their epochs.
 template <typename T, int kCount>
 class SharedArray {
  public:
@@ -69,7 +69,7 @@ class SharedArray {
  private:
   struct Cell {
     T value;
-    int64_t block = -1;               // the launch and block that wrote it
+    int64_t block = -1;               // launch and block of the last write
     int64_t written = -1, read = -1;  // epochs
     int writer = -1, reader = -1;     // threads; kSeveral: more than one
   };
@@ -90,7 +90,7 @@ class SharedArray {
   std::array<Cell, kCount> cells_;
 };
 
-int64_t block_number();  // of all blocks of all launches
+int64_t block_number();  // counts the blocks of all launches
 
 template <typename T, int kCount>
 T SharedArray<T, kCount>::read(int64_t index) {
@@ -123,7 +123,7 @@ void SharedArray<T, kCount>::write(int64_t index, T value) {
   it.writer = thread_index();
 }
 
-// The types behind bfloat16 and float16: their bits, rounded to the nearest, ties to even.
+// Bits of bfloat16 and float16, rounded to nearest, ties to even.
 uint16_t bfloat16_bits(float x);
 float bfloat16_value(uint16_t bits);
 uint16_t float16_bits(float x);

@@ -1,4 +1,4 @@
-// The kernels' launches as Python's ctypes calls them, on emulated threads.
+// Kernel launches on emulated threads, for Python's ctypes.
 #include <cstdlib>
 
 #include "compute/gemm/gemm_layout.h"
@@ -16,7 +16,7 @@ void set_backward(int backward) {
 }
 const char* message() { return emulation::message(); }
 
-// Memory whose end the address sanitizer knows.
+// Memory with exact bounds for the address sanitizer.
 void* allocate(size_t bytes) { return std::malloc(bytes); }
 void release(void* memory) { std::free(memory); }
 
@@ -37,7 +37,7 @@ int quantize(const rtp::QuantizeParameters* given) { return rtp::launch_quantize
 int dequantize(const rtp::DequantizeParameters* given) { return rtp::launch_dequantize(*given, nullptr); }
 int add_converted(const rtp::AddConvertedParameters* given) { return rtp::launch_add_converted(*given, nullptr); }
 
-// Sizes of the structures above, in their order, for Python's mirrors of them.
+// Sizes of the structures above, in order, to verify Python's mirrors of them.
 int structure_bytes(int which) {
   const size_t bytes[] = {sizeof(rtp::HiddenForward),
                           sizeof(rtp::HiddenBackward),
@@ -57,9 +57,8 @@ float bfloat16_value(uint16_t bits) { return emulation::bfloat16_value(bits); }
 uint16_t float16_bits(float x) { return emulation::float16_bits(x); }
 float float16_value(uint16_t bits) { return emulation::float16_value(bits); }
 
-// The layout of out = a @ b as {left is b, transpose left, transpose right, m, n, k, ld left, ld right, ld out}.
-// Sizes and strides are {rows, columns, row stride, column stride}. Returns 0 where cuBLAS cannot take them as they
-// are.
+// The layout of out = a @ b as {left is b, transpose left, transpose right, m, n, k, ld left, ld right, ld out}. Sizes
+// and strides are {rows, columns, row stride, column stride}. Returns 0 if cuBLAS needs copies of the matrices.
 int gemm_layout(const int64_t* out, const int64_t* a, const int64_t* b, int64_t* result) {
   const auto matrix = [](const int64_t* m) { return rtp::MatrixLayout{m[0], m[1], m[2], m[3]}; };
   const auto layout = rtp::gemm_layout(matrix(out), matrix(a), matrix(b));

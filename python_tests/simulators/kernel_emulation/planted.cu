@@ -1,4 +1,4 @@
-// Kernels with one mistake each, which the emulation or the sanitizer must find: the controls of their tests.
+// Kernels with one planted mistake each, which the emulation or the sanitizer must detect.
 #include "kernels/common/launch.h"
 
 namespace rtp {
@@ -11,7 +11,7 @@ struct Values {
   int count;
 };
 
-// Each thread of a block gets what its neighbour has: right.
+// Each thread of a block gets its neighbour's value: a correct kernel.
 __global__ void rotate_by_one(Values v) {
   RTP_SHARED(float, shared, kThreads);
   const int thread = static_cast<int>(threadIdx.x);
@@ -27,7 +27,7 @@ __global__ void missing_barrier(Values v) {
   v.values[thread] = shared[(thread + 1) % kThreads];
 }
 
-// No thread waits before the second round overwrites what the first has not read yet.
+// A barrier is missing before the second round overwrites values that the first round still reads.
 __global__ void missing_second_barrier(Values v) {
   RTP_SHARED(float, shared, kThreads);
   const int thread = static_cast<int>(threadIdx.x);
@@ -67,7 +67,7 @@ __global__ void misaligned_vector(Values v) {
   if (threadIdx.x == 0) *reinterpret_cast<uint4*>(v.values + 1) = uint4{1, 2, 3, 4};
 }
 
-// The compiler cannot see that this sum is never set; one that it can see is an error of the build.
+// The compiler cannot detect that this sum is never set; otherwise the build would fail.
 __global__ void unset_local(Values v) {
   float sums[4];
   if (v.count < 0) sums[0] = 0.0f;

@@ -1,12 +1,12 @@
-"""A transport that writes down what asynchronous lanes would have been asked to do, and the check of what it wrote.
+"""A transport that records the requests that asynchronous streams would receive, and a race check of the recording.
 
-Nothing runs asynchronously here. Instead the recording holds every operator of torch with the memory that it reads and
-writes and the compute lane that it would run on, every hop with its memory and channel, every mark, and every wait.
-`conflicts` rebuilds from it what is certain to happen before what, on a machine that promises no more than the waits:
+All work runs synchronously. The recording holds every torch operator with the memory that it reads and writes and the
+compute stream that it would run on, every hop with its memory and channel, every event, and every wait. `conflicts`
+derives the happens-before order that the waits alone guarantee:
 
-    computes   two lanes, each in order; a mark stands for all that its lane was given before it
-    hops       posted in order on two channels, but they may overlap: what left and what arrived is certain only to
-               whoever waits for it
+    computes   two streams, each in order; an event covers all earlier work of its stream
+    hops       posted in order on two channels, but they may overlap: only a wait guarantees that data was sent or
+               received
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import compiled
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 
-COMPUTE, SIDE, CHANNELS = (0,), (1,), (2, 3)  # lanes
-# The kinds of waits: who waits, and for what
+COMPUTE, SIDE, CHANNELS = (0,), (1,), (2, 3)  # values of Record.lane: two compute streams, two channels
+# The kinds of waits: the waiting streams, and the awaited record
 WAITS = {
     "compute after mark": (COMPUTE, "mark"),
     "side after mark": (SIDE, "mark"),
@@ -36,18 +36,18 @@ WAITS = {
 
 
 def build() -> Path:
-    """The path of the module, compiled if it is not there."""
+    """Returns the path of the module, after compiling it if it is missing."""
     return compiled.build_module("rtp_recording_transport", [HERE / "recording.cpp"], ["-DNDEBUG"], [ROOT / "csrc"])
 
 
 @functools.cache
 def load() -> Any:
-    """The module; the ordinary extension's Executor takes its transport."""
+    """Returns the module. The extension's Executor accepts its transport."""
     return compiled.load_module("rtp_recording_transport", build())
 
 
 class _Memory:
-    """All memory of a recording, cut so finely that every access covers whole pieces."""
+    """All memory of a recording, split so that every access covers whole pieces."""
 
     def __init__(self, records: Iterable[Any]):
         edges = set()
@@ -55,8 +55,8 @@ class _Memory:
             for address, size in (*record.reads, *record.writes):
                 edges |= {address, address + size}
         self.edges = sorted(edges)
-        self.writer: dict[int, int] = {}  # node, by piece
-        self.readers: dict[int, list[int]] = {}  # since
+        self.writer: dict[int, int] = {}  # by piece: node of the last write
+        self.readers: dict[int, list[int]] = {}  # by piece: nodes of later reads
 
     def pieces(self, spans: Sequence[tuple[int, int]]) -> set[int]:
         found: set[int] = set()
@@ -66,24 +66,24 @@ class _Memory:
 
 
 def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams: bool = False) -> list[str]:
-    """Pairs of accesses to the same memory, at least one of them a write, that nothing keeps in order.
+    """Returns unordered pairs of accesses to the same memory of which at least one is a write.
 
     Args:
-        records: what the module's `records()` returned.
-        without: names out of WAITS that are taken for not made.
+        records: the result of the module's `records()`.
+        without: keys of WAITS; these waits are ignored.
         streams: the hops of a channel run one after the other, as on a CUDA stream, and no channel waits for a hop.
     """
     if streams:
         without = {*without, "channel after received", "channel after sent"}
     ignored = {(lane, kind) for lanes, kind in map(WAITS.__getitem__, without) for lane in lanes}
-    before = dict.fromkeys(range(4), 0)  # by lane: everything that has happened to it, as bits
-    known: dict[tuple[int, str], int] = {}  # the same by mark, and by either end of a hop
+    before = dict.fromkeys(range(4), 0)  # by lane: bit mask of the nodes that happen before its next work
+    known: dict[tuple[int, str], int] = {}  # the same by event, and by either end of a hop
     names: list[str] = []
     memory = _Memory(records)
     found: dict[str, None] = {}
 
     def access(text: str, seen: int, reads: set[int], writes: set[int]) -> int:
-        """A new node; returns its bit."""
+        """Adds a node and returns its bit."""
         node = len(names)
         names.append(text)
         for pieces, others in ((reads | writes, memory.writer), (writes, memory.readers)):

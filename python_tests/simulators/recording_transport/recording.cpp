@@ -1,5 +1,5 @@
-// A transport that does everything at once and writes down what asynchronous lanes would have been asked to do, and the
-// memory that every operator of torch reads and writes meanwhile.
+// A synchronous transport that records the requests that asynchronous streams would receive, and the memory that every
+// torch operator reads and writes meanwhile.
 #include <ATen/core/function_schema.h>
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
@@ -11,7 +11,7 @@
 #include <optional>
 #include <set>
 
-// What it is made of, in one unit because torch's headers take most of the time.
+// The sources, in one translation unit because torch's headers dominate the compile time.
 #include "../../../csrc/device/streams.cpp"
 #include "../../../csrc/schedule/direct_gradients.cpp"
 #include "../../../csrc/schedule/schedule.cpp"
@@ -25,18 +25,18 @@ using namespace rtp;
 
 using Spans = std::vector<std::pair<uintptr_t, size_t>>;  // address, bytes
 
-// One line of the recording. `lane`: of computes 0 or 1; of hops the channel, weight 2 and gradient 3.
+// One record. `lane`: 0 or 1 for the compute streams; 2 for weight hops and 3 for gradient hops.
 struct Record {
-  std::string kind;  // memory, hop, marked; mark, received, sent: waits for what has this id
+  std::string kind;  // memory, hop, marked; mark, received, sent: waits for the record with this id
   int lane = 0;
-  int64_t id = -1;  // of a mark or a hop
+  int64_t id = -1;  // id of an event or a hop
   std::string text;
   Spans reads, writes;
 };
 
 int lane_of(Channel channel) { return 2 + static_cast<int>(channel); }
 
-// The memory behind a tensor, row by row where it has gaps.
+// The memory of a tensor, row by row if it has gaps.
 Spans spans_of_view(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return {};
   std::vector<size_t> order(static_cast<size_t>(tensor.dim()));
@@ -62,7 +62,7 @@ class Accesses {
  public:
   void add(Record record) { records.push_back(std::move(record)); }
 
-  // No memory is given to somebody else while the recording lasts.
+  // Keeps tensors alive, so that no memory is reused during the recording.
   void keep(const at::Tensor& tensor) {
     if (kept_.insert(tensor.storage().unsafeGetStorageImpl()).second) storages_.push_back(tensor.storage());
   }
@@ -80,7 +80,7 @@ class Accesses {
   }
 
   std::vector<Record> records;
-  int lane = 0;  // that computes
+  int lane = 0;  // current compute stream
   std::optional<at::CallbackHandle> callback;
   int64_t next = 0;  // id
 
@@ -93,7 +93,7 @@ std::unique_ptr<Accesses> recorder = std::make_unique<Accesses>();
 
 // -- what operators read and write ------------------------------------------------------------------------------------
 
-// Operators that look at a tensor's shape alone, or change only that.
+// Operators that read or change only the shape of a tensor.
 bool touches_no_memory(const std::string& name) {
   for (const char* start : {"aten::empty", "aten::new_", "aten::set_", "aten::resize", "aten::detach", "aten::size",
                             "aten::stride", "aten::result_type", "aten::is_", "aten::record_stream"}) {
@@ -123,7 +123,7 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
   return nullptr;
 }
 
-// Memory that an operator has made, and written on its lane.
+// Records memory that an operator allocated and wrote.
 void after_operator(const at::RecordFunction& function, at::ObserverContext*) {
   const auto schema = function.operator_schema();
   if (!schema) return;
@@ -200,7 +200,7 @@ class RecordingTransport : public Transport {
     recorder->add({"sent", lane_of(channel), static_cast<RecordedTransfer&>(transfer).id, "", {}, {}});
   }
 
-  // Memory comes from and goes back to the compute lane, as from an allocator that follows it.
+  // Memory is allocated and freed in the order of the compute stream, as by a stream-ordered allocator.
   at::Tensor allocate(Channel, int64_t bytes) override {
     at::Tensor memory = at::empty({bytes}, at::kByte);
     record_use("allocate", memory);

@@ -1,10 +1,10 @@
-"""A CUDA runtime and an NCCL in host memory: the transports' own sources run against it where there is no GPU.
+"""A CUDA runtime and an NCCL in host memory, with which the sources of the transports run without a GPU.
 
-`load()` returns the module, compiled if need be; ranks are threads, see
-`run_threads`. What the simulation keeps of the real ones: the order of streams and events, non-blocking communicators
-that must settle, the rendezvous of sends and receives, one communicator's work in order whatever stream it is on,
-signals counted by their source, windows that every rank registers together. What it does not know: speed, capture,
-several GPUs, and whatever NVIDIA's libraries do that their documentation does not say.
+`load()` returns the module, after compiling it if it is missing; ranks are threads, see `run_threads`. The simulation
+covers the order of streams and events, captures and graphs, non-blocking communicators that return in-progress states,
+the rendezvous of sends and receives, the order of one communicator's work across streams, signals counted by source,
+and windows that all ranks register together. It does not cover speed, several GPUs, and undocumented behaviour of
+NVIDIA's libraries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SOURCES = ["graphs", "modules", "nccl/nccl", "nccl/windows", "runtime", "transpo
 
 
 def include_folders() -> list[Path] | None:
-    """The folders of CUDA's and NCCL's headers; None where there are none."""
+    """Returns the folders of CUDA's and NCCL's headers; None if a header is missing."""
     site = [Path(folder) for folder in sys.path if (Path(folder) / "nvidia").is_dir()]
     pip = [include for folder in site for include in sorted((folder / "nvidia").glob("*/include"))]
     toolkit = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
@@ -45,7 +45,7 @@ def include_folders() -> list[Path] | None:
 
 
 def build() -> Path:
-    """The path of the module, compiled if it is not there."""
+    """Returns the path of the module, after compiling it if it is missing."""
     cuda = include_folders()
     if cuda is None:
         raise RuntimeError("the headers of CUDA and NCCL are not installed")
@@ -60,13 +60,13 @@ def build() -> Path:
 
 @functools.cache
 def load() -> Any:
-    """The simulated module. Its transports are accepted by the ordinary extension's Executor."""
+    """Returns the simulated module. The extension's Executor accepts its transports."""
     return compiled.load_module(NAME, build())
 
 
 @contextlib.contextmanager
 def simulation() -> Iterator[Any]:
-    """The module, anew; at the end its streams have ended and nobody has misused it."""
+    """Yields the reset module; checks at the end that all streams have ended and no call was forbidden."""
     module = load()
     module.reset(1)
     yield module
@@ -76,8 +76,8 @@ def simulation() -> Iterator[Any]:
 
 
 def skip_without_headers() -> None:
-    """Skips the test that calls it, or the module where it is called at import, where nothing can be compiled."""
-    import pytest  # benchmarks load the simulation without it
+    """Skips the calling test, or the calling module at import, if the headers are missing."""
+    import pytest  # benchmarks load the simulation without pytest
 
     if include_folders() is None:
         pytest.skip("the headers of CUDA and NCCL are not installed", allow_module_level=True)
@@ -85,8 +85,8 @@ def skip_without_headers() -> None:
 
 @contextlib.contextmanager
 def one_of_ranks(module: Any, rank: int, *executors: Any, barrier: threading.Barrier | None = None) -> Iterator[None]:
-    """What a rank on a thread does with its executors: where it raises, nobody waits for it, neither at the `barrier`
-    nor, without one, for anything in the simulation. Its computes are the host's again at the end."""
+    """Scope of a rank's work on its thread. If it raises, the other ranks stop waiting: at the `barrier` or, without
+    one, for all events of the simulation; and `executors` fail. At the end, computes run on the host stream again."""
     try:
         yield
     except BaseException as error:
@@ -102,9 +102,9 @@ def one_of_ranks(module: Any, rank: int, *executors: Any, barrier: threading.Bar
 
 
 def run_threads(work: Callable[..., Any], ranks: int, *args: Any, timeout: float = 30.0) -> list[Any]:
-    """Calls `work(rank, *args)` on a thread for each rank. Returns what each returned or, where it raised, the error.
+    """Calls `work(rank, *args)` on one thread per rank. Returns the result, or the raised error, of each.
 
-    Raises AssertionError with the stacks of the threads that do not end in `timeout` seconds.
+    Raises AssertionError with the stacks of the threads that do not end within `timeout` seconds.
     """
     results: list[Any] = [None] * ranks
 
@@ -131,7 +131,7 @@ def run_threads(work: Callable[..., Any], ranks: int, *args: Any, timeout: float
 
 
 def values(results: list[Any]) -> list[Any]:
-    """The results of `run_threads`, if no rank raised."""
+    """Returns the results of `run_threads`; raises AssertionError if a rank raised."""
     for rank, result in enumerate(results):
         if isinstance(result, BaseException):
             raise AssertionError(f"rank {rank} failed") from result
@@ -139,7 +139,7 @@ def values(results: list[Any]) -> list[Any]:
 
 
 def settled(module: Any, longest: float = 5.0) -> bool:
-    """Whether the threads of all streams end within `longest` seconds."""
+    """Returns whether the threads of all streams end within `longest` seconds."""
     gc.collect()
     deadline = time.monotonic() + longest
     while module.threads() > 0 and time.monotonic() < deadline:

@@ -51,7 +51,7 @@ void bind_controls(py::module_& m) {
   m.attr("controls") = py::cast(&simulated::world().controls, py::return_value_policy::reference);
   m.def("reset", [](unsigned int seed) {
     simulated::forget_communicators();
-    cudaGetLastError();  // what a test before has left on this thread
+    cudaGetLastError();  // clears the error of an earlier test on this thread
     const std::lock_guard lock(simulated::world().mutex);
     simulated::world().controls = Controls{};
     simulated::world().random.seed(seed);
@@ -63,7 +63,7 @@ void bind_controls(py::module_& m) {
     const std::lock_guard lock(simulated::world().mutex);
     return simulated::world().contexts;
   });
-  m.def("calls", [] { return simulated::calls(); });  // of this thread, by function
+  m.def("calls", [] { return simulated::calls(); });  // calls of this thread, by function
   m.def("multicasts", [](int rank) {
     int windows = 0;
     for (ncclComm_t comm : simulated::communicators_of(rank)) windows += comm->clique->multicasts;
@@ -84,7 +84,7 @@ void bind_controls(py::module_& m) {
 
 std::byte* address(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
 
-// Kernels on the calling thread's compute stream, for computes that run later than the host.
+// Kernels on the calling thread's compute stream, for asynchronous computes.
 void bind_kernels(py::module_& m) {
   m.def("set_compute", &simulated::set_compute, py::arg("asynchronous"));
   m.def("synchronize", [] { simulated::synchronize(simulated::compute_stream()); }, py::call_guard<NoGil>());
@@ -94,7 +94,7 @@ void bind_kernels(py::module_& m) {
       simulated::copy(to, from, bytes);
     });
   });
-  m.def("launch", [](py::function work) {  // any Python function, as a kernel
+  m.def("launch", [](py::function work) {  // runs a Python function as a kernel
     const std::shared_ptr<py::function> held(new py::function(std::move(work)), [](py::function* last) {
       const py::gil_scoped_acquire lock;
       delete last;
@@ -111,7 +111,7 @@ void bind_kernels(py::module_& m) {
       }
     });
   });
-  m.def("launch_endless", [] {  // until everything is released
+  m.def("launch_endless", [] {  // runs until everything is released
     simulated::enqueue(simulated::compute_stream(), [] {
       std::unique_lock lock(simulated::world().mutex);
       simulated::wait_until(lock, [] { return false; });
@@ -126,7 +126,7 @@ void bind_kernels(py::module_& m) {
   });
 }
 
-// cuStreamWaitValue64 or cuStreamWriteValue64, as a transport finds them.
+// Calls cuStreamWaitValue64 or cuStreamWriteValue64, found as transports find them.
 void memory_operation(const char* name, const Stream& stream, const at::Tensor& flag, uint64_t value) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
@@ -136,7 +136,7 @@ void memory_operation(const char* name, const Stream& stream, const at::Tensor& 
   RTP_ASSERT(function(stream.get(), reinterpret_cast<CUdeviceptr>(flag.data_ptr()), value, 0) == CUDA_SUCCESS, name);
 }
 
-// Streams and events themselves, for the tests of the simulation.
+// Streams and events, for tests of the simulation itself.
 void bind_runtime(py::module_& m) {
   py::class_<Stream>(m, "Stream")
       .def(py::init(&Stream::highest_priority))
@@ -144,7 +144,7 @@ void bind_runtime(py::module_& m) {
           "synchronize", [](const Stream& s) { simulated::synchronize(s.get()); }, py::call_guard<NoGil>())
       .def("idle", &Stream::idle)
       .def("query", [](const Stream& s) { return cudaStreamQuery(s.get()) == cudaSuccess; })
-      .def_property_readonly("waits",  // for a value, by now
+      .def_property_readonly("waits",  // whether the stream waits for a value now
                              [](const Stream& s) {
                                const std::lock_guard lock(simulated::world().mutex);
                                return s.get()->waiting;
@@ -166,7 +166,7 @@ void bind_runtime(py::module_& m) {
       .def("reached", &Event::reached);
 }
 
-// Graphs themselves, for the tests of the simulation.
+// Graphs, for tests of the simulation itself.
 struct CapturedGraph {
   cudaGraphExec_t executable = nullptr;
 
@@ -177,7 +177,8 @@ void bind_graphs(py::module_& m) {
   py::class_<CapturedGraph, std::shared_ptr<CapturedGraph>>(m, "CapturedGraph")
       .def("launch",
            [](CapturedGraph& graph, const Stream& s) { RTP_CUDA_CHECK(cudaGraphLaunch(graph.executable, s.get())); });
-  // Of the calling thread's compute stream, as users of a ring capture; and what they may not call meanwhile.
+  // Captures of the calling thread's compute stream, as users of a ring start them, and calls that are forbidden
+  // meanwhile.
   m.def("begin_capture",
         [] { RTP_CUDA_CHECK(cudaStreamBeginCapture(simulated::compute_stream(), cudaStreamCaptureModeThreadLocal)); });
   m.def("device_synchronize", [] { RTP_CUDA_CHECK(cudaDeviceSynchronize()); }, py::call_guard<NoGil>());
@@ -198,11 +199,11 @@ void bind_graphs(py::module_& m) {
   });
 }
 
-// Communicators themselves, as transports make them.
+// Communicators, as transports create them.
 void bind_communicators(py::module_& m) {
   py::class_<NcclCommunicators>(m, "Communicators")
       .def(py::init([](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout) {
-        const NoGil released;  // not while Python takes what was made
+        const NoGil released;  // reacquired before the result is converted to Python
         return std::make_unique<NcclCommunicators>(ids, rank, ranks, CommunicatorOptions{}, timeout);
       }))
       .def("send",

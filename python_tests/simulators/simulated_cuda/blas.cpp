@@ -1,6 +1,6 @@
-// A cuBLAS and a cuBLASLt in host memory, as far as the engine calls them: products of 16-bit operands in float32, and
-// with an epilogue. What the real ones refuse is refused; where the strides or alignments that were promised do not
-// hold, it is a mistake.
+// A cuBLAS and a cuBLASLt in host memory, limited to the calls of the engine: products of 16-bit operands in float32,
+// and products with an epilogue. Calls that the real libraries reject fail; violated promises about strides or
+// alignments are reported as mistakes.
 #include <torch/csrc/utils/pybind.h>
 
 #include <cmath>
@@ -24,7 +24,7 @@ void note(const std::string& text) {
 
 struct Matrix {
   const void* data;
-  int64_t rows, columns, stride;  // as it is stored, column by column
+  int64_t rows, columns, stride;  // as stored, column-major
   cudaDataType type;
   bool transpose;
 
@@ -46,7 +46,7 @@ void store(void* data, cudaDataType type, int64_t index, float value) {
   }
 }
 
-// What becomes of an element of D after the sum.
+// Applied to an element of D after the sum.
 using Epilogue = std::function<float(int64_t row, int64_t column, float sum)>;
 
 cublasStatus_t multiply(int64_t m, int64_t n, int64_t k, float alpha, const Matrix& a, const Matrix& b, float beta,
@@ -66,7 +66,7 @@ cublasStatus_t multiply(int64_t m, int64_t n, int64_t k, float alpha, const Matr
   return CUBLAS_STATUS_SUCCESS;
 }
 
-// What the opaque structures of cuBLASLt hold here.
+// Contents of cuBLASLt's opaque structures.
 struct Stored {
   cudaDataType type;
   uint64_t rows, columns;

@@ -1,5 +1,5 @@
-// The transport ce, those with a mistake (mutants.py) and the links of the emulated ring: sources and bindings in one
-// unit because their headers take most of the time.
+// The transport ce, its mutants (mutants.py) and the links of the emulated ring. Sources and bindings form one
+// translation unit because their headers dominate the compile time.
 #include "../../../csrc/transport/ce/ce.cpp"
 
 #include <pybind11/chrono.h>

@@ -12,11 +12,11 @@ thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 namespace {
 
 std::set<Capture*>& captures() {
-  static auto* all = new std::set<Capture*>;  // that have not ended
+  static auto* all = new std::set<Capture*>;  // captures that have not ended
   return *all;
 }
 
-// All nodes that `last` come after, themselves among them.
+// Returns `last` and all nodes that precede them.
 std::set<size_t> reached(const Capture& capture, const std::set<size_t>& last) {
   std::set<size_t> found = last, next = last;
   while (!next.empty()) {
@@ -29,7 +29,7 @@ std::set<size_t> reached(const Capture& capture, const std::set<size_t>& last) {
   return found;
 }
 
-// Runs all nodes, each when what it comes after has ended; nodes of different streams side by side.
+// Runs every node after its predecessors; nodes of different streams run concurrently.
 void run(const std::vector<Node>& nodes) {
   std::map<cudaStream_t, std::vector<size_t>> streams;
   for (size_t node = 0; node < nodes.size(); ++node) streams[nodes[node].stream].push_back(node);
@@ -109,7 +109,7 @@ struct CUgraph_st {
 };
 struct CUgraphExec_st {
   std::shared_ptr<const std::vector<Node>> nodes;
-  std::shared_ptr<Point> last;  // the end of the newest launch
+  std::shared_ptr<Point> last;  // end of the newest launch
 };
 
 extern "C" {
@@ -133,7 +133,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMo
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   called("cudaStreamEndCapture");
   *graph = nullptr;
-  std::shared_ptr<Capture> capture;  // goes after the mutex: tensors that it holds may need Python's lock
+  std::shared_ptr<Capture> capture;  // destroyed after the mutex is released: its tensors may need Python's lock
   const std::lock_guard lock(world().mutex);
   capture = stream->capture;
   if (capture == nullptr || capture->origin != stream) return note(cudaErrorInvalidValue);
@@ -165,7 +165,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   return cudaSuccess;
 }
 
-// One launch of a graph runs after the other, whatever the streams.
+// Launches of one graph run one after the other, on any stream.
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   called("cudaGraphLaunch");
   Memory memory;

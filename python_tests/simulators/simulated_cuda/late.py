@@ -1,9 +1,9 @@
-"""Torch's operators as kernels of the simulation: they run when the compute stream gets there, and again with every
-launch of a graph that they were captured in.
+"""Runs torch operators as kernels of the simulation: in the order of the compute stream, and again with every launch of
+a graph that captured them.
 
-With `late(sim)` native operations of the extension compute as they do on a GPU: what they call of torch is enqueued on
-the compute stream of the calling thread. An operator that makes a tensor runs at once too, for its shape; what it
-holds then is overwritten when the stream gets there, and should nobody wait for that it is NaN.
+Within `late(sim)`, native operations of the extension compute as on a GPU: the torch operators that they call are
+enqueued on the compute stream of the calling thread. An operator that returns a new tensor also runs at once, to
+determine its shape; the tensor holds NaN until the stream has run the operator, so that a missing wait is detected.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Of memory, not of numbers.
+# Operators on memory instead of values; they run at once.
 AT_ONCE = {"aten::set_", "aten::resize_", "aten::detach"}
 
 
 class late(TorchDispatchMode):
-    """A context in which the operators that this thread calls are enqueued. `enqueued`: how many were."""
+    """A context that enqueues the operators that this thread calls. `enqueued`: their number."""
 
     def __init__(self, sim: Any) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class late(TorchDispatchMode):
         ):
             return made
         self.enqueued += 1
-        if made is None:  # writes to what it was given
+        if made is None:  # writes to its arguments
 
             def write() -> None:
                 with torch.no_grad():
@@ -48,7 +48,7 @@ class late(TorchDispatchMode):
             ]
             return written[0] if len(schema.returns) == 1 else None if not schema.returns else tuple(written)
         if not isinstance(made, torch.Tensor):
-            raise NotImplementedError(f"{schema.name} returns something else than a tensor")
+            raise NotImplementedError(f"{schema.name} does not return a single tensor")
         if made.is_floating_point():
             made.fill_(float("nan"))
 

@@ -1,11 +1,11 @@
-"""Transports with one mistake each, made from their sources: what the tests of a protocol must notice."""
+"""Mutants of the transport `ce` with one planted mistake each, which the tests of its protocol must detect."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# name -> what stands in transport_ce.cpp, and what stands in its place
+# name -> text in csrc/transport/ce/ce.cpp, and its replacement
 CE_MUTANTS = {
     "copies before the slot is free": (
         """        await(Kind::credit, hop.to);
@@ -36,7 +36,7 @@ CE_MUTANTS = {
         "flags_->await(Channel::weight,",
     ),
 }
-ALSO = {  # the other half of a mistake with two
+ALSO = {  # the second change of a mutant with two changes
     "shares flags between weights and gradients": (
         "flags_->raise(hop.channel,",
         "flags_->raise(Channel::weight,",
@@ -52,8 +52,8 @@ def _replace(text: str, change: tuple[str, str]) -> str:
 
 
 def write_ce_mutants(source: Path, folder: Path) -> None:
-    """Writes all mutants of transport_ce.cpp into mutated_transport_ce.h in `folder`. An unchanged file keeps its time,
-    so that it is not compiled again."""
+    """Writes all mutants of `source` (ce.cpp) into mutated_transport_ce.h in `folder`. An unchanged file keeps its
+    modification time."""
     text = source.read_text()
     includes, body = text.split("namespace rtp {\n", 1)
     body = body[: body.index("std::optional<std::string> ce_refusal()")]
@@ -76,6 +76,6 @@ def write_ce_mutants(source: Path, folder: Path) -> None:
     )
     file = folder / "mutated_transport_ce.h"
     if not file.exists() or file.read_text() != "".join(parts):
-        made = folder / f"{file.name}.{os.getpid()}"  # another process may be compiling
+        made = folder / f"{file.name}.{os.getpid()}"  # another process may be reading the file
         made.write_text("".join(parts))
         made.replace(file)

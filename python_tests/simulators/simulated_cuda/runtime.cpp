@@ -21,13 +21,13 @@ thread_local cudaError_t last_error = cudaSuccess;
 
 int current_device() { return chosen_device < 0 ? world().controls.first_device : chosen_device; }
 
-// What needs a context makes one.
+// Called by functions that create a context.
 void make_context(int device = current_device()) {
   const std::lock_guard lock(world().mutex);
   world().contexts.insert(device);
 }
 
-// Streams whose threads run, destroyed or not.
+// Streams with a running thread, destroyed or not.
 std::set<std::shared_ptr<CUstream_st>>& live() {
   static auto* all = new std::set<std::shared_ptr<CUstream_st>>;
   return *all;
@@ -41,7 +41,8 @@ bool overlap(const Memory& memory, const void* data, size_t bytes) {
   });
 }
 
-// The first use of a function by a rank: the driver may load code, which waits for all of its streams.
+// Called on every use: the first use of a function by a rank may make the driver load code, which waits for all of the
+// rank's streams.
 void use(const std::string& function, cudaStream_t stream) {
   const std::lock_guard lock(world().mutex);
   if (!world().loaded.insert({stream->maker, function}).second) return;
@@ -64,7 +65,8 @@ void run(std::shared_ptr<CUstream_st> stream) {
     lock.unlock();
     dawdle();
     next.work();
-    next.work = nullptr;  // tensors that it holds may need Python's lock to go, whose owner may wait for the mutex
+    // its tensors may need Python's lock to be destroyed, and the owner of that lock may wait for the mutex
+    next.work = nullptr;
     lock.lock();
     stream->busy = false;
     stream->running.clear();
@@ -75,7 +77,7 @@ void run(std::shared_ptr<CUstream_st> stream) {
   world().changed.notify_all();
 }
 
-// Streams that exist, so that the pointer that CUDA's interface hands out keeps nothing alive by itself.
+// Existing streams; the pointer returned by CUDA's interface does not keep them alive.
 std::map<cudaStream_t, std::shared_ptr<CUstream_st>>& streams() {
   static auto* all = new std::map<cudaStream_t, std::shared_ptr<CUstream_st>>;
   return *all;
@@ -104,10 +106,10 @@ CUstream_st& host_stream() {
 
 int device_of(cudaStream_t stream) { return stream->host ? current_device() : stream->device; }
 
-// Whether the stream takes part in a capture that has been invalidated, and not ended. Holds the mutex.
+// Returns whether the stream takes part in an invalidated capture that has not ended. Requires the mutex.
 bool invalidated(cudaStream_t stream) { return stream->capture != nullptr && stream->capture->invalid; }
 
-// Asks the driver for what is there without a context, or ends what has one of its own.
+// Returns whether a function needs a context; the others query the driver or release objects with their own context.
 bool needs_context(const std::string& function) {
   static const std::set<std::string> none{"cudaSetDevice",
                                           "cudaGetDevice",
@@ -127,7 +129,7 @@ bool needs_context(const std::string& function) {
 }  // namespace
 
 World& world() {
-  static auto* only = new World;  // never destroyed: streams may outlive everything else
+  static auto* only = new World;  // never destroyed, because streams may outlive other objects
   return *only;
 }
 
@@ -179,7 +181,7 @@ void dawdle() {
   {
     const std::lock_guard lock(world().mutex);
     if (world().controls.delay_us > 0) time = static_cast<int>(world().random() % (world().controls.delay_us + 1));
-    if (time > 0 && world().random() % 16 == 0) time *= 8;  // now and then one is far behind the others
+    if (time > 0 && world().random() % 16 == 0) time *= 8;  // occasionally one is much slower than the others
   }
   if (time > 0) std::this_thread::sleep_for(std::chrono::microseconds(time));
 }
@@ -220,7 +222,7 @@ std::shared_ptr<Point> enqueue(cudaStream_t stream, Work work, Memory memory) {
 void synchronize(cudaStream_t stream) {
   std::unique_lock lock(world().mutex);
   const auto idle = [&] { return stream->queue.empty() && !stream->busy; };
-  // Also where waits are released: what follows them runs yet.
+  // Also when waits are released, because later work still runs.
   while (!idle()) world().changed.wait_for(lock, std::chrono::milliseconds(5));
 }
 
@@ -235,7 +237,7 @@ void set_compute(bool asynchronous) {
   chosen_compute = nullptr;
   if (asynchronous == (asynchronous_compute != nullptr)) return;
   if (asynchronous) {
-    asynchronous_compute = make_stream(0);  // of the rings' device
+    asynchronous_compute = make_stream(0);  // on the device of the rings
   } else {
     cudaStreamDestroy(std::exchange(asynchronous_compute, nullptr));
   }
@@ -248,10 +250,10 @@ cudaStream_t compute_stream() {
 
 namespace {
 
-// Waits for a value in memory, which another stream or the host writes.
+// Waits for a value in memory that another stream or the host writes.
 Work wait_for(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags) {
   const auto* memory = reinterpret_cast<uint64_t*>(address);
-  std::shared_ptr<CUstream_st> kept;  // a graph may outlive the stream
+  std::shared_ptr<CUstream_st> kept;  // keeps the stream alive for a graph
   {
     const std::lock_guard lock(world().mutex);
     kept = held(stream);
@@ -275,7 +277,7 @@ Work write(CUdeviceptr address, cuuint64_t value) {
   };
 }
 
-// One piece of work, of a graph one node.
+// One work item, and one node of a graph.
 CUresult CUDAAPI batch_mem_op(CUstream stream, unsigned int count, CUstreamBatchMemOpParams* operations, unsigned int) {
   called("cuStreamBatchMemOp");
   {
@@ -330,7 +332,7 @@ CUresult CUDAAPI write_value64(CUstream stream, CUdeviceptr address, cuuint64_t 
 
 using namespace simulated;
 
-// As torch's, which remembers a device on which there is no context instead of making it current.
+// Like torch's, which records a device without a context instead of making it current.
 namespace {
 
 thread_local int target_device = -1;

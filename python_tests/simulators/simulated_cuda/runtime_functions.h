@@ -17,7 +17,7 @@ cudaError_t cudaGetDevice(int* device) {
   *device = current_device();
   return cudaSuccess;
 }
-// Since CUDA 12 this makes a context.
+// Creates a context since CUDA 12.
 cudaError_t cudaSetDevice(int device) {
   called("cudaSetDevice");
   chosen_device = device;
@@ -30,7 +30,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *greatest = -5;
   return cudaSuccess;
 }
-// The device is that of all ranks.
+// All ranks share the device.
 cudaError_t cudaDeviceSynchronize() {
   called("cudaDeviceSynchronize");
   std::unique_lock lock(world().mutex);
@@ -66,7 +66,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
   *stream = make_stream();
   return cudaSuccess;
 }
-// As the real one: returns at once, and the stream ends when its work has.
+// Like the real function: returns at once, and the stream ends with its work.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   called("cudaStreamDestroy");
   const std::lock_guard lock(world().mutex);
@@ -103,7 +103,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCapture
   *status = invalidated(stream) ? cudaStreamCaptureStatusInvalidated
             : active            ? cudaStreamCaptureStatusActive
                                 : cudaStreamCaptureStatusNone;
-  if (*status == cudaStreamCaptureStatusInvalidated) return cudaSuccess;  // nothing else is valid then
+  if (*status == cudaStreamCaptureStatusInvalidated) return cudaSuccess;  // the other results are invalid then
   *id = stream->capture != nullptr ? stream->capture->id : active ? 1 : 0;
   return cudaSuccess;
 }

@@ -1,8 +1,9 @@
-// The sources under test, in one unit because their headers take most of the time. A transport more is a line more.
+// The sources under test, in one translation unit because their headers dominate the compile time. A new transport adds
+// one line.
 #include "../../../csrc/base/host.cpp"
 #include "../../../csrc/device/cuda_streams.cpp"
-#include "../../../csrc/device/streams.cpp"
 #include "../../../csrc/device/nccl/communicators.cpp"
+#include "../../../csrc/device/streams.cpp"
 #include "../../../csrc/schedule/direct_gradients.cpp"
 #include "../../../csrc/schedule/schedule.cpp"
 #include "../../../csrc/schedule/two_level.cpp"
@@ -17,8 +18,8 @@
 #include "../../../csrc/transport/transport.cpp"
 #include "simulator.h"
 
-// There is no allocator of torch's to take a pool from: what a captured pass works in, the tests keep. But memory that
-// ends while a graph of its rank runs is noticed.
+// There is no CUDA allocator of torch here: the tests keep the memory of a captured pass alive. Freeing it while a
+// graph of its rank runs is reported.
 struct rtp::GraphMemory::Pool {
   simulated::Maker maker = simulated::this_maker();
 };

@@ -1,4 +1,4 @@
-// Transports that tests put around others: one lacks a kind of wait, one counts what hops cost.
+// Wrapper transports for tests: one omits a kind of wait, one counts the CUDA calls of hops.
 #pragma once
 
 #include <memory>
@@ -28,7 +28,7 @@ class FewerWaits : public Streams {
   bool channel_;
 };
 
-// A transport without one kind of wait, for controls of the tests: they must notice.
+// A transport that omits one kind of wait, to verify that tests detect it.
 class WithoutWait : public Transport {
  public:
   WithoutWait(std::shared_ptr<Transport> inner, std::string missing)
@@ -73,14 +73,14 @@ class WithoutWait : public Transport {
   std::string missing_;
 };
 
-// How many functions of CUDA, or of NCCL, this thread has called.
+// Returns how many functions whose names start with `prefix` this thread has called.
 inline int64_t calls_of(const char* prefix) {
   int64_t total = 0;
   for (const auto& [function, count] : simulated::calls()) total += function.starts_with(prefix) ? count : 0;
   return total;
 }
 
-// What hops cost, of all that a pass calls.
+// The calls for hops, out of all calls of a pass.
 struct Tally {
   int64_t hops = 0, cuda = 0, nccl = 0;
 
@@ -119,9 +119,9 @@ class CountedStreams : public Streams {
   void leave() override { inner_.leave(); }
   void on_compute(const std::function<void()>& work) override { simulated::enqueue(simulated::compute_stream(), work); }
   bool has_graphs() const override { return inner_.has_graphs(); }
-  void begin_aside(bool captured) override { inner_.begin_aside(captured); }
-  std::shared_ptr<Graph> end_aside() override { return inner_.end_aside(); }
-  void leave_aside() noexcept override { inner_.leave_aside(); }
+  void begin_graph_stream(bool captured) override { inner_.begin_graph_stream(captured); }
+  std::shared_ptr<Graph> end_graph_stream() override { return inner_.end_graph_stream(); }
+  void abandon_graph_stream() noexcept override { inner_.abandon_graph_stream(); }
   bool capturing() const override { return inner_.capturing(); }
   void launch(Graph& graph) override { inner_.launch(graph); }
 
@@ -152,7 +152,7 @@ class CountedTransport : public Transport {
   bool sends_anywhere() const override { return inner_->sends_anywhere(); }
   bool receives_anywhere() const override { return inner_->receives_anywhere(); }
   bool takes_graphs() const override { return inner_->takes_graphs(); }
-  bool alone() const override { return inner_->alone(); }
+  bool loopback() const override { return inner_->loopback(); }
   void before_graph() override { inner_->before_graph(); }
   void after_graph(const std::string& operation, const StreamEvent& end) override {
     inner_->after_graph(operation, end);

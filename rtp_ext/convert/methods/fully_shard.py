@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from rtp_ext.convert.scopes import OpenScope, close_root, is_inside, open_root, state_of
-from rtp_ext.parameters.live import extended_class
+from rtp_ext.dtensor_hooks import refuse_ddp, refuse_fully_shard
+from rtp_ext.parameters.live import LiveModule, extended_class
 
 _FORWARD_METHOD = "_rtp_forward_method"  # attribute of what register_forward_method made
 
@@ -135,3 +136,26 @@ def _look_up(self: Any, name: str) -> Any:
             f"{INSTEAD[name]}"
         )
     return nn.Module.__getattr__(self, name)
+
+
+# -- other data parallelism of torch -----------------------------------------------------------------------------------
+
+
+_REFUSED_DDP = (
+    "DistributedDataParallel: expected a plain model, got one that fully_rotate has converted: its parameters are "
+    "shards of a ring, and its gradients are averaged by its own backward. Train the model as it is; in training loops of "
+    "others take RotationTrainer instead of Trainer, RotationAccelerator instead of Accelerator, RotationStrategy "
+    "instead of strategy='ddp' (rtp_ext.integrations, docs/frameworks.md)"
+)
+_REFUSED_FULLY_SHARD = (
+    "fully_shard: expected a plain module, got one that fully_rotate has converted: its parameters are shards of a "
+    "ring already, and are never whole. Leave out fully_shard, or convert the plain model by one of the two"
+)
+
+
+def refuse_others(root: nn.Module) -> None:
+    """Makes DistributedDataParallel and fully_shard of a converted model raise ValueError, before they change it."""
+    refuse_ddp(root, _REFUSED_DDP)
+    for part in root.modules():
+        if part is root or isinstance(part, LiveModule):
+            refuse_fully_shard(part, _REFUSED_FULLY_SHARD)

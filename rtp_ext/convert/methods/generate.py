@@ -13,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,15 +24,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from rtp_ext._native import RingTimeout
-from rtp_ext.convert.admission import ring_of_module
+from rtp_ext.compilers import eager
 from rtp_ext.convert.modules.bundled import OWN_HOOKS
-from rtp_ext.convert.scopes import is_inside
+from rtp_ext.convert.scopes import is_inside, ring_of_module
+from rtp_ext.dtensor_hooks import patch_generate
 from rtp_ext.outer import ZeroOuter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
-from rtp_ext.ring.patches.dynamo import eager
-
-_PATCHED = "_rtp_generates"  # attribute of the methods that stand in the place of transformers'
 
 # Arguments of a forward that do not decide which layers run, and that a call of one token needs none of.
 _OPTIONAL = {
@@ -57,27 +55,9 @@ _running: list[_Generation] = []
 
 
 def let_it_generate() -> None:
-    """Has `generate` of transformers' models, where parts of them rotate, call the model as often on all ranks.
-
-    Done to the classes, once they are loaded: a plain model around a converted part is then covered too, which nothing
-    leads to from the part. Models that do not rotate generate as before.
-    """
-    utilities = sys.modules.get("transformers.generation.utils")
-    if utilities is None:
-        return
-    for cls in {*utilities.GenerationMixin.__mro__, *_subclasses(utilities.GenerationMixin)}:
-        for name, replacement in (("generate", _in_step), ("init_continuous_batching", _refusing)):
-            method = vars(cls).get(name)
-            if method is not None and not hasattr(method, _PATCHED):
-                patched = replacement(method)
-                setattr(patched, _PATCHED, True)
-                setattr(cls, name, patched)
-
-
-def _subclasses(cls: Any) -> Iterator[type]:
-    for below in cls.__subclasses__():
-        yield below
-        yield from _subclasses(below)
+    """Has `generate` of transformers' models, where parts of them rotate, call the model as often on all ranks. Models
+    that do not rotate generate as before."""
+    patch_generate(generate=_in_step, init_continuous_batching=_refusing)
 
 
 def _in_step(method: Any) -> Any:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from rtp_ext.convert.admission import ring_of_module
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.convert.scopes import ring_of_module
+from rtp_ext.parameters.live import plain_class
 from rtp_ext.parameters.whole import whole_state
 from rtp_ext.ring import Ring
 
@@ -113,11 +113,3 @@ def _write(method: Any, model: Any, given: dict[str, Any]) -> None:
     if getattr(config, "architectures", None) == [type(model).__name__] != [plain]:
         config.architectures = [plain]
         config.save_pretrained(given["save_directory"])
-
-
-def plain_class(module: nn.Module) -> type:
-    """The class that a module had before it was converted."""
-    cls = type(module)
-    while issubclass(cls, LiveModule):
-        cls = cls.__bases__[-1]
-    return cls

@@ -287,7 +287,7 @@ def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: Oute
         if outer is not None:
             dense = outer.reduce_whole(dense, name, unit)
         if ring.tensor_mesh is not None and ring.parameter_mesh is not None:
-            check_replicated_gradient(compared, dense, ring.parameter_mesh)
+            check_replicated_gradient(compared, dense, ring.parameter_mesh, ring.communicator.collectively)
         return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
     # Not when the gradient has accumulated: torch.autograd.grad, which zero-bubble pipelines use, accumulates nothing.

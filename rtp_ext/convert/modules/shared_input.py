@@ -119,7 +119,7 @@ def join(block: nn.Module, names: Sequence[str], label: str) -> None:
     layers = [block.get_submodule(name) for name in names]
     group = SharedInput(layers, f"{label}.({', '.join(names)})")  # type: ignore[arg-type]
     for place, layer in enumerate(layers):
-        layer.__dict__["together"], layer.__dict__["together_place"] = group, place
+        layer.__dict__["together"], layer.__dict__["shared_input_place"] = group, place
     block.register_forward_pre_hook(_Clear(group))
 
 

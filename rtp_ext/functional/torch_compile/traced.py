@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rtp_ext.compilers import outermost
 from rtp_ext.functional.torch_compile.library import register_effects
-from rtp_ext.ring.patches.dynamo import outermost
 
 
 def _effects() -> bool:

@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from rtp_ext.dtensor_hooks import before_steps_of
 from rtp_ext.outer.local_training.guards import Guard, mixture, refuse_unattached
 from rtp_ext.outer.local_training.layered import flattened, lay_on_ring, layered, own_layer
 from rtp_ext.outer.local_training.means import Means, written
@@ -35,7 +36,7 @@ from rtp_ext.outer.local_training.optimizers import beside_shards, leaves, refus
 from rtp_ext.outer.policy import Unit
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
-from rtp_ext.ring.patches.dtensor import follow
+from rtp_ext.ring.dtensor_parameters import follow
 
 
 class AfterSteps(Means):
@@ -87,6 +88,9 @@ class AfterSteps(Means):
     def acts(self) -> bool:
         """Whether there is anything to do."""
         return self.size > 1 or self.acts_alone
+
+    def placement_over(self, replicas: int, shape: Sequence[int], dim: int | None, ranks: int) -> Placement | None:
+        return None if replicas > 1 or self.acts_alone else Replicate()
 
     def handle_gradients(self, root: nn.Module) -> None:
         super().handle_gradients(root)
@@ -147,7 +151,7 @@ class AfterSteps(Means):
         self._handles = []
         for optimizer in optimizers if self.acts else ():
             self._handles += [
-                optimizer.register_step_pre_hook(self._before_step),
+                before_steps_of(optimizer, self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
                 optimizer.register_state_dict_pre_hook(self._before_state_dict),
             ]

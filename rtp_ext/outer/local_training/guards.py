@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from rtp_ext.dtensor_hooks import before_steps
 from rtp_ext.outer.local_training.means import Means
 from rtp_ext.outer.local_training.optimizers import rehearses
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
@@ -50,13 +50,10 @@ class Guard:
 
 # -- optimizers that are not attached ----------------------------------------------------------------------------------
 
-_watching: list[Any] = []  # the handle of the hook
-
 
 def refuse_unattached() -> None:
     """Has optimizers refuse to step on parameters of a policy that they are not attached to."""
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_check_attached))
+    before_steps("attached", _check_attached)
 
 
 def _check_attached(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:

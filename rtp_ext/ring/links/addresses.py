@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 def own_address(exchange: Callable[[Any], list[Any]]) -> str:
     """The address of this host, in numbers, at which the other ranks find it: that of the interface that
     GLOO_SOCKET_IFNAME names, else the one that packets to the rendezvous leave from. Where the rendezvous is on this
-    host, packets to another rank tell. Collective.
+    host: the one that packets to another rank leave from. Collective.
 
     Raises RotationError where there is none.
     """

@@ -1,8 +1,8 @@
-"""Who it was: what ranks tell each other through the store of the process group once their ring has failed.
+"""Finds out which rank failed, through the store of the process group, once a ring has failed.
 
-A collective that fails says that a rank did not answer, and not which; a hop names the neighbour, which may have given
-up because of another. So every rank whose ring has failed calls the roll: it writes what it has seen under a key of its
-own, waits a little for the keys of the others, and names those of whom there are none.
+A collective that fails does not say which rank did not answer; a hop names the neighbour, which may have given up
+because of another rank. So every rank whose ring has failed writes what it has seen under a key of its own, waits a
+moment for the keys of the others, and names the ranks without one.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _POLL = 0.03  # seconds
 _STORE = 0.35  # seconds that the store has for a first answer
 _MOMENT = 0.05  # seconds
 _SLACK = 0.15  # seconds beyond the grace that the store may take
-_TAG = 0x7074  # of what probes a link, and, one more, of what nobody sends
+_TAG = 0x7074  # of messages that probe a link; one more is never sent
 _SOME = 8  # ranks, or operations, that an error lists
-_FOUND = "found"  # the key under which whoever knows for sure says so
+_FOUND = "found"  # the key of the final verdict
 
 Process = tuple[int, int]  # its id, and when it started, by the kernel's clock
 
@@ -43,12 +43,12 @@ _made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKe
 
 
 class FailureReport:
-    """The roll of a ring and its replicas. Made at the same point on all its ranks, like the ring, before the first
-    collective of its own; asks nobody but the store.
+    """The failure report of a ring and its replicas. Made at the same point on all its ranks, like the ring, before the
+    first collective of its own; uses the store alone.
 
     Attributes:
         ranks: all that may be missed, as the world counts them.
-        neighbours: processes of ranks on this host, by rank: whether these live can be seen.
+        neighbours: processes of ranks on this host, by rank: whether these run can be seen.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -62,14 +62,14 @@ class FailureReport:
         self._store = dist.PrefixStore(f"rtp_ext/roll/{name}/{counts[self.ranks]}", stock)
         self._keeper = _keeper(stock)
         self._called = False
-        # The store may be that of an earlier life, as torchrun's agent keeps it: what was said then goes, of all ranks
-        # of the ring before any of them is through a first collective.
+        # torchrun's agent keeps the store of an earlier run: its entries are deleted, those of all ranks of the ring
+        # before any of them has ended a first collective.
         with contextlib.suppress(RuntimeError, NotImplementedError):  # of a store that deletes nothing
             for key in (str(self.me), _FOUND):
                 self._store.delete_key(key)
 
     def know(self, ranks: Sequence[int], processes: Sequence[Process | None], hosts: Sequence[int]) -> None:
-        """Takes those of `ranks`, this one among them, that are on its host for its neighbours."""
+        """Notes the processes of those `ranks` that are on the host of this one."""
         here = hosts[[*ranks].index(self.me)]
         every = zip(ranks, processes, hosts, strict=True)
         self.neighbours |= {rank: process for rank, process, host in every if process is not None and host == here}
@@ -84,19 +84,19 @@ class FailureReport:
         near: Sequence[int] = (),
         ended: float | None = None,
     ) -> str:
-        """Answers the roll call, and returns what to add to the error `text`: who failed, as far as the others do not
-        answer, or say so. Once for a ring. Takes less than a second, or than six with `suspects`, whatever has become
-        of the store.
+        """Reports this rank's failure, and returns the addition to the error `text`: which ranks failed, because they
+        do not report, or because others say so. Once for a ring; empty after that. Takes less than a second, or less
+        than six with `suspects`, even if the store does not answer.
 
         Args:
-            own: whether this rank failed for a reason of its own, and not because of another: it waits for nobody.
+            own: whether this rank failed for a reason of its own: it then waits for no other rank.
             broken: ranks to whom connections were broken at `seen`, in seconds of the clock, before this rank gave up
                 its own.
-            suspects: ranks that this one waited for, where others may not know yet that anything has failed.
-            near: ranks that would know, those of the ring: of others one may be busy with a pass, and is missed only
-                where none of these is.
+            suspects: ranks that this one waited for, where the others may not have noticed a failure yet.
+            near: ranks that would have noticed, those of the ring. Another rank may be busy with a pass, and counts as
+                missing only if none of these is missing.
             ended: when this rank's own connections ended at the earliest: a collective that runs out of time ends
-                them before anybody looks. None: not before `seen`.
+                them before a rank checks. None: not before `seen`.
         """
         grace = GRACE if suspects is None else PATIENCE
         if self._called:
@@ -120,7 +120,7 @@ class FailureReport:
         thread = threading.Thread(target=ask, name="rtp roll call", daemon=True)
         try:
             thread.start()
-        except (RuntimeError, MemoryError):  # no memory for it, which the error tells
+        except (RuntimeError, MemoryError):  # no memory for it, as the error says
             return ""
         # Where it answers nothing, it is not waited for as long as ranks are.
         thread.join(_STORE)
@@ -144,13 +144,13 @@ class FailureReport:
         while True:
             if self._store.check([_FOUND]):
                 return self._read(_FOUND)
-            # Whoever has answered may have ended since: the silent alone are looked at.
+            # A rank that has answered may have ended since: only silent ranks are checked.
             ended = [rank for rank in others if rank in self.neighbours and self._state(rank) is not None]
             if gone := self._gone(self._silent(ended)):
                 return self._found(gone)
             if time.monotonic() > deadline or self._answered(others):
                 break
-            if suspects is not None and not prompt and self._answered(suspects):  # they know who it was, or find out
+            if suspects is not None and not prompt and self._answered(suspects):  # they have found who it was, or will
                 prompt, deadline = True, time.monotonic() + GRACE
             time.sleep(_POLL)
         silent = self._silent(others)
@@ -158,7 +158,7 @@ class FailureReport:
         if suspects is None and not missed:
             missed = silent
         answers = {rank: json.loads(self._read(str(rank))) for rank in self.ranks if rank not in silent}
-        # Whoever is seen to run may be slow, and no more than that where something else is known.
+        # A rank that is seen to run may only be slow, if another cause is known.
         seen_to_run = all(rank in self.neighbours for rank in missed)
         if missed and not (seen_to_run and (_own(answers) or _lost_links(answers))):
             return self._found(_verdict(missed, f"no answer to the roll call within {grace} s"))
@@ -177,7 +177,7 @@ class FailureReport:
         return self._silent(ranks[:half]) + self._silent(ranks[half:])
 
     def _found(self, verdict: str) -> str:
-        """Tells those who come later, and a rank that was only stopped."""
+        """Writes the verdict for ranks that come later, and for one that was only stopped."""
         self._store.set(_FOUND, verdict)
         return verdict
 
@@ -185,7 +185,7 @@ class FailureReport:
         return self._store.get(key).decode()
 
     def _without_store(self, problem: str, slow: bool = False) -> str:
-        """The verdict where the store does not answer, or is too `slow` for all that is asked."""
+        """The verdict where the store does not answer, or is too `slow` for all requests."""
         if gone := self._gone([rank for rank in self.neighbours if rank != self.me]):
             return gone
         if slow:
@@ -200,7 +200,7 @@ class FailureReport:
         return _verdict(states, *sorted(set(states.values()))) if states else ""
 
     def _state(self, rank: int) -> str | None:
-        """What is wrong with the process of a rank on this host; None: it runs."""
+        """The fault of the process of a rank on this host; None: it runs."""
         process, start = self.neighbours[rank]
         found = _stat(process)
         if found is None or found[1] != start or found[0] in "ZXx":
@@ -228,7 +228,7 @@ def _first(answers: Mapping[int, dict[str, Any]]) -> str:
 
 
 def _operation(text: str) -> str:
-    """Where a rank was that tells of an error."""
+    """The operation in which a rank failed, from the text of its error."""
     return re.split(r", | on (?:rank|replica) \d|: ", text, maxsplit=1)[0]
 
 
@@ -253,7 +253,7 @@ def _lost_links(answers: Mapping[int, dict[str, Any]]) -> set[tuple[int, int]]:
 
 
 def _links(answers: Mapping[int, dict[str, Any]]) -> str:
-    """Of ranks that have answered, none of which has a reason of its own: it was a connection."""
+    """The verdict where all ranks have answered, none with a reason of its own: a connection broke."""
     links = _lost_links(answers)
     if not links:
         return _first(answers)
@@ -263,7 +263,7 @@ def _links(answers: Mapping[int, dict[str, Any]]) -> str:
 
 
 def this_process() -> Process | None:
-    """This process, for others on this host; None where the kernel does not tell."""
+    """This process, for others on this host; None where the kernel does not say."""
     found = _stat(os.getpid())
     return None if found is None else (os.getpid(), found[1])
 
@@ -278,7 +278,7 @@ def _stat(process: int) -> tuple[str, int] | None:
 
 
 def _keeper(store: Any) -> int | None:
-    """The rank in whose process the store is; None: in none, or nobody knows, as of a store that the caller has given
+    """The rank in whose process the store is; None: in none, or unknown, as of a store that the caller has given
     to `init_process_group` and that is not where the environment says. Source: torch's rendezvous.py."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -308,7 +308,7 @@ def broken_links(groups: Iterable[Any]) -> set[int]:
 
 
 def cut(groups: Iterable[Any]) -> None:
-    """Ends the connections of process groups at once, so that whoever waits at their other ends fails. Destroyed, a
+    """Ends the connections of process groups at once, so that the ranks at their other ends fail. Destroyed, a
     group of Gloo keeps them for as long as anybody holds a work of it, such as a frame of an error that is on its way.
     It closes all of them where a wait runs out of time. Source: gloo's transport/tcp/unbound_buffer.cc."""
     for group in groups:

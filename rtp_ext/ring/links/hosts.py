@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from rtp_ext._native import RotationError
-from rtp_ext.ring.links.groups import Groups
 from rtp_ext.ring.links.places import Place, describe
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a ring, alike on every rank.
+    """The hosts of a ring, the same on every rank.
 
     Attributes:
         of: for each rank, which host it is on, numbered in the order of the ring.
@@ -70,11 +69,19 @@ class Hosts:
         return f"each of its {len(sizes)} hosts has one rank" if sizes[0] == 1 else None
 
 
-def find_hosts(ring: Groups) -> Hosts:
-    """Asks every rank where it is. Collective.
+class Ranks(Protocol):
+    """Ranks that exchange values; a Communicator is one."""
+
+    rank: int
+
+    def exchange(self, value: Any) -> list[Any]: ...
+
+
+def find_hosts(ring: Ranks) -> Hosts:
+    """Exchanges the places of all ranks. Collective.
 
     Ranks share a host where they can reach each other's memory: one kernel, and one namespace of processes, so that
-    each container is a host of its own. A rank that cannot tell where it is counts as a host.
+    each container is a host of its own. A rank that cannot find its place counts as a host.
     """
     try:
         mine = Place.here()

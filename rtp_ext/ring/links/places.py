@@ -19,7 +19,7 @@ class Place:
     """What processes that can open each other's memory have in common.
 
     hostname: what the host calls itself; neither unique nor shared by all containers of a machine. kernel: its boot id.
-    processes: its namespace of process ids, of which a machine has one for every container.
+    processes: its namespace of process ids; each container of a machine has one.
     """
 
     hostname: str
@@ -38,7 +38,7 @@ class Place:
 
     @property
     def memory(self) -> tuple[str, str]:
-        """Equal where processes can open each other's memory, whatever their hosts call themselves."""
+        """Equal where processes can open each other's memory, whatever the hostnames."""
         return self.kernel, self.processes
 
 
@@ -60,7 +60,7 @@ def describe(places: Sequence[Place]) -> str | None:
 
 
 def _name(rank: int, groups: Iterable[list[int]], places: Sequence[Place]) -> str:
-    """The hostname, with what tells it from another place that has the same one."""
+    """The hostname, with a mark that distinguishes it from other places of the same name."""
     mine = places[rank]
     others = [places[group[0]] for group in groups if group[0] != rank]
     namesakes = [other for other in others if other.hostname == mine.hostname]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -13,7 +14,8 @@ import torch
 from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.ring.links.addresses import own_address
-from rtp_ext.ring.links.groups import Groups
+from rtp_ext.ring.links.communicator import Communicator
+from rtp_ext.ring.links.options import TransportOptions
 
 logger = logging.getLogger("rtp_ext")
 
@@ -38,18 +40,18 @@ class Candidate:
     """A transport that a ring may use.
 
     name: as a user asks for it. virtue: why it is chosen, for the log. refusal: why this rank cannot use it, as far as
-    it can tell alone. make: the native transport; collective, and every rank that raises a RuntimeError has come as far
+    it can find alone. make: the native transport; collective, and every rank that raises a RuntimeError has come as far
     as the others. automatic: whether `auto` takes it.
     """
 
     name: str
     virtue: str
     refusal: Callable[[], str | None]
-    make: Callable[[Groups], Any]
+    make: Callable[[Communicator], Any]
     automatic: bool = True
 
 
-def candidates(ring: Groups) -> list[Candidate]:
+def candidates(ring: Communicator, options: TransportOptions) -> list[Candidate]:
     """The transports for the device of `ring`, the preferred one first."""
     c10d = Candidate("c10d", "any backend of torch.distributed", lambda: None, _make_c10d)
     if ring.device.type == "cpu":
@@ -66,14 +68,19 @@ def candidates(ring: Groups) -> list[Candidate]:
     if ring.device.type != "cuda":
         return [c10d]
     ce = Candidate("ce", "copy engines between GPUs of one host", ce_refusal, _make_ce)
-    registered, wish = [], ring.transport_options.registered
-    if wish is not False:
+    registered = []
+    if options.registered is not False:
         virtue = "direct NCCL from registered slots"
-        registered.append(Candidate("nccl", virtue, registered_nccl_refusal, lambda ring: _make_nccl(ring, True)))
-    if wish is not True:
-        registered.append(Candidate("nccl", "direct NCCL", nccl_refusal, lambda ring: _make_nccl(ring, False)))
-    # Last, and only where asked for: what waits for a dead rank there cannot be ended.
-    put = Candidate("nccl-put", "one-sided NCCL", nccl_put_refusal, _make_nccl_put, automatic=False)
+        registered.append(
+            Candidate("nccl", virtue, registered_nccl_refusal, lambda ring: _make_nccl(ring, options, True))
+        )
+    if options.registered is not True:
+        make = functools.partial(_make_nccl, options=options, registered=False)
+        registered.append(Candidate("nccl", "direct NCCL", nccl_refusal, make))
+    # Last, and on request only: a wait for a dead rank cannot be ended there.
+    put = Candidate(
+        "nccl-put", "one-sided NCCL", nccl_put_refusal, lambda ring: _make_nccl_put(ring, options), automatic=False
+    )
     return [ce, *registered, c10d, put]
 
 
@@ -93,7 +100,7 @@ def launch_order_problem() -> str | None:
 
 
 def order_launches() -> None:
-    """Sets what `launch_order_problem` asks for, unless the user has set it to something else, and says so."""
+    """Sets what `launch_order_problem` asks for, unless the user has set it to another value, which is logged."""
     if (problem := launch_order_problem()) is None:
         return
     if LAUNCH_ORDER in os.environ:
@@ -103,26 +110,26 @@ def order_launches() -> None:
     logger.info("%s is set to 1; set it yourself where NCCL is used before the first ring", LAUNCH_ORDER)
 
 
-def connect(ring: Groups, wish: str) -> Connection:
-    """The transport of `ring` for the asked `wish`. What was refused on the way, and why, is logged and part of the
-    reason. Collective."""
+def connect(ring: Communicator, requested: str, options: TransportOptions) -> Connection:
+    """The transport of `ring`: the `requested` one, or for `auto` the first that all ranks can use. Candidates that are
+    refused, and why, are logged and part of the reason. Collective."""
     if ring.size == 1:
         return Connection("emulated", _native.emulated_transport(ring.device), "a single rank sends nothing")
-    offered = [c for c in candidates(ring) if (c.automatic if wish == "auto" else c.name == wish)]
+    offered = [c for c in candidates(ring, options) if (c.automatic if requested == "auto" else c.name == requested)]
     if not offered:
-        raise ValueError(f"Ring: transport {wish} does not work on device type {ring.device.type}")
+        raise ValueError(f"Ring: transport {requested} does not work on device type {ring.device.type}")
     refused: list[str] = []
     for candidate in offered:
         native, problem = _try(ring, candidate)
         if native is not None:
-            virtue = candidate.virtue if wish == "auto" else f"as asked; {candidate.virtue}"
+            virtue = candidate.virtue if requested == "auto" else f"as asked; {candidate.virtue}"
             return Connection(candidate.name, native, "; ".join([virtue, *refused]))
         refused.append(f"{candidate.name} cannot be used ({candidate.virtue}): {problem}")
         logger.info("ring of %d: %s", ring.size, refused[-1])
     raise RotationError(f"Ring: transport {'; '.join(refused)}")
 
 
-def _try(ring: Groups, candidate: Candidate) -> tuple[Any, str | None]:
+def _try(ring: Communicator, candidate: Candidate) -> tuple[Any, str | None]:
     """The transport if every rank can use it; else None and the first rank's problem. Collective."""
     problem = _first(ring.exchange(candidate.refusal()))
     if problem is not None:
@@ -140,13 +147,13 @@ def _first(problems: list[str | None]) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _make_c10d(ring: Groups) -> Any:
+def _make_c10d(ring: Communicator) -> Any:
     backend = "nccl" if ring.device.type == "cuda" else "gloo"
     weight, gradient = ring.new_group(backend), ring.new_group(backend)
     return _native.c10d_transport(weight, gradient, ring.device, ring.timeout)
 
 
-def _make_shm(ring: Groups) -> Any:
+def _make_shm(ring: Communicator) -> Any:
     """Between the ranks of this host."""
     here = [rank for rank, host in enumerate(ring.placed.of) if host == ring.placed.of[ring.rank]]
     place = here.index(ring.rank), len(here), ring.timeout, here[0]
@@ -156,11 +163,11 @@ def _make_shm(ring: Groups) -> Any:
         native.connect([addresses[rank] for rank in here])
     except RotationError as error:
         problem = str(error)
-    _refuse_any(ring.exchange(problem))  # nobody drops its memory before: others would report that they miss it
+    _refuse_any(ring.exchange(problem))  # no rank frees its memory before: others would report it missing
     return native
 
 
-def _offer(ring: Groups, make: Callable[[], Any]) -> tuple[Any, Sequence[Any]]:
+def _offer(ring: Communicator, make: Callable[[], Any]) -> tuple[Any, Sequence[Any]]:
     """A native transport that others connect to, and the addresses of those of all ranks. Collective."""
     native, problem, address = None, None, None
     try:
@@ -179,7 +186,7 @@ def _refuse_any(problems: Sequence[str | None]) -> None:
         raise RotationError("; ".join(texts))
 
 
-def _make_tcp(ring: Groups) -> Any:
+def _make_tcp(ring: Communicator) -> Any:
     def make() -> Any:
         return _native.TcpTransport(ring.rank, ring.size, own_address(ring.exchange), ring.timeout)
 
@@ -188,8 +195,8 @@ def _make_tcp(ring: Groups) -> Any:
     return native
 
 
-def _make_composite(ring: Groups, make_outer: Callable[[Groups], Any]) -> Any:
-    inner = _make_shm(ring)  # before there are process groups that nobody needs
+def _make_composite(ring: Communicator, make_outer: Callable[[Communicator], Any]) -> Any:
+    inner = _make_shm(ring)  # first: if it fails, no process group was made in vain
     return _native.CompositeTransport(inner, make_outer(ring), ring.rank, ring.placed.per_host)
 
 
@@ -225,7 +232,7 @@ def registered_nccl_refusal() -> str | None:
 
 
 def ce_refusal() -> str | None:
-    """Why the transport `ce` cannot be used in this process; None if it can, as far as a single rank can tell."""
+    """Why the transport `ce` cannot be used in this process; None if it can, as far as a single rank can find."""
     refusal = nccl_refusal() or _native.ce_refusal()
     if refusal is None and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         return "CUDA_DEVICE_MAX_CONNECTIONS is 1, so that computes would wait behind waits for a neighbour"
@@ -233,17 +240,17 @@ def ce_refusal() -> str | None:
 
 
 def nccl_put_refusal() -> str | None:
-    """Why the transport `nccl-put` cannot be used in this process; None if it can, as far as a single rank can tell."""
+    """Why the transport `nccl-put` cannot be used in this process; None if it can, as far as a single rank can find."""
     return nccl_refusal() or _native.nccl_put_refusal()
 
 
-def _unique_ids(ring: Groups, count: int) -> list[bytes]:
+def _unique_ids(ring: Communicator, count: int) -> list[bytes]:
     """Unique ids of `count` communicators, made by rank 0. Collective."""
     ids = [_native.nccl_unique_id() for _ in range(count)] if ring.rank == 0 else None
     return ring.exchange(ids)[0]
 
 
-def _ring_end(ring: Groups) -> Any:
+def _ring_end(ring: Communicator) -> Any:
     """This rank's end of a ring, connected to the news of the others. Collective."""
     news, address, problem = None, "", None
     try:
@@ -263,7 +270,7 @@ def _ring_end(ring: Groups) -> Any:
     return _native.ring_end(ring.rank, ring.size, ring.device, ring.timeout, news)
 
 
-def _make_ce(ring: Groups) -> Any:
+def _make_ce(ring: Communicator) -> Any:
     hosts = len(set(ring.exchange(_native.host_id())))
     if hosts > 1:
         raise RotationError(f"its ranks are on {hosts} hosts")
@@ -277,13 +284,10 @@ def _make_ce(ring: Groups) -> Any:
     return _native.ce_transport(_unique_ids(ring, 1)[0], _ring_end(ring))
 
 
-def _make_nccl(ring: Groups, registered: bool) -> Any:
-    options = ring.transport_options
-    ctas = options.min_ctas, options.max_ctas
-    return _native.nccl_transport(_unique_ids(ring, 2), _ring_end(ring), *ctas, options.blocking, registered)
+def _make_nccl(ring: Communicator, options: TransportOptions, registered: bool) -> Any:
+    return _native.nccl_transport(_unique_ids(ring, 2), _ring_end(ring), options, registered)
 
 
-def _make_nccl_put(ring: Groups) -> Any:
-    options = ring.transport_options
+def _make_nccl_put(ring: Communicator, options: TransportOptions) -> Any:
     ids = _unique_ids(ring, _native.nccl_put_communicators())
-    return _native.nccl_put_transport(ids, _ring_end(ring), options.min_ctas, options.max_ctas, options.blocking)
+    return _native.nccl_put_transport(ids, _ring_end(ring), options)

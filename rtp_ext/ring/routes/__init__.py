@@ -1,1 +1,1 @@
-"""Which way what travels goes: weights shard by shard or gathered, gradients along a chain or straight home, hops."""
+"""Routes: of weights, shard by shard or gathered; of gradients, along a chain or directly to their owner; of hops."""

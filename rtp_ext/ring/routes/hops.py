@@ -7,20 +7,20 @@ from typing import Any
 import torch
 
 from rtp_ext import _native
-from rtp_ext.ring.links.groups import Groups
+from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.hosts import levels_refusal
 
 
-def choose_route(ring: Groups, transport: str, wish: str) -> str:
+def choose_route(ring: Communicator, transport: str, requested: str) -> str:
     """`direct` where any rank reaches any other at the cost of a neighbour, else `ring`. Collective."""
-    if wish != "auto":
-        return wish
+    if requested != "auto":
+        return requested
     if transport in ("shm", "ce"):
         return "direct"
     if transport.startswith("nccl"):
         gpus = range(torch.cuda.device_count())
         one_host = len(set(ring.exchange(_native.host_id()))) == 1
-        # A rank that sees its own GPU only knows nothing of the others.
+        # A rank that sees only its own GPU cannot check access to the others.
         peers = len(gpus) >= ring.size and all(
             torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b
         )
@@ -28,20 +28,20 @@ def choose_route(ring: Groups, transport: str, wish: str) -> str:
     return "ring"
 
 
-def choose_hops(ring: Groups, transport: str, wish: str, gradient_halves: bool | None) -> tuple[str, str]:
-    """The same with two levels, which `auto` takes where they can be. With what to say of a wish that cannot be met.
+def choose_hops(ring: Communicator, transport: str, requested: str, gradient_halves: bool | None) -> tuple[str, str]:
+    """The same with two levels, which `auto` takes where they can be; and why a requested route is not taken.
     Collective."""
     refusal = levels_refusal(ring.placed, ring.device, gradient_halves)
-    if wish in ("auto", "two-level") and refusal is None:
+    if requested in ("auto", "two-level") and refusal is None:
         return "two-level", ""
-    if wish == "two-level":
+    if requested == "two-level":
         return choose_route(ring, transport, "auto"), f"; route two-level cannot be taken: {refusal}"
-    return choose_route(ring, transport, wish), ""
+    return choose_route(ring, transport, requested), ""
 
 
-def choose_ce_modes(native: Any, hop_route: str, wish: str) -> None:
-    """Tells a transport `ce` how hops travel: along the ring the sender pushes; shards that come straight from their
-    owner are pulled. Gradients always travel along the ring. `wish`, unless `auto`, overrides both."""
+def choose_ce_modes(native: Any, hop_route: str, requested: str) -> None:
+    """Sets the modes of a transport `ce`: along the ring the sender pushes; shards that come straight from their
+    owner are pulled. Gradients always travel along the ring. `requested`, unless `auto`, overrides both."""
     direct = "pull" if hop_route == "direct" else "push"
-    _native.set_ce_mode(native, "weight", direct if wish == "auto" else wish)
-    _native.set_ce_mode(native, "gradient", "push" if wish == "auto" else wish)
+    _native.set_ce_mode(native, "weight", direct if requested == "auto" else requested)
+    _native.set_ce_mode(native, "gradient", "push" if requested == "auto" else requested)

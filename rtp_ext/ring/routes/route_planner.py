@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -77,7 +79,7 @@ class LayerPlan:
 
 # Dense bf16 FLOP/s of the data sheets of A100, H100 and H200, B200; 65 % of them for large GEMMs. One-way NVLink rates:
 # 380 GB/s of the nominal 450 measured on H100 (NCCL issue 1264), scaled by the nominal rates of the others. Bytes/s of
-# memory: data sheets of the 80 GB models and of B200, of which large kernels reach 85 %.
+# memory: data sheets of the 80 GB models and of B200; large kernels reach 85 % of it.
 _GPUS = {8: (312e12, 250e9, 2.0e12), 9: (989e12, 370e9, 3.35e12), 10: (2250e12, 740e9, 8.0e12)}
 _GEMM_EFFICIENCY = 0.65
 _MEMORY_EFFICIENCY = 0.85
@@ -105,14 +107,14 @@ def device_of(device: torch.device, dtype: torch.dtype) -> Device | None:
 
 
 def kind_of(device: torch.device) -> tuple[int, int]:
-    """What `device_of` makes of a GPU follows from this: equal kinds are reckoned alike."""
+    """The properties that `device_of` uses: GPUs of equal kinds have the same model."""
     properties = torch.cuda.get_device_properties(device)
     return properties.major, properties.multi_processor_count
 
 
 def nvlinks_of(device: torch.device) -> int | None:
-    """How many NVLinks of a GPU are up, as NVML says; None where it cannot be asked. Direct access to another GPU says
-    nothing of the link: it goes over PCIe too."""
+    """How many NVLinks of a GPU are up, according to NVML; None without NVML. Direct access to another GPU does not
+    show the link: it works over PCIe too."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -223,9 +225,9 @@ class RoutePlanner:
 
     Attributes:
         link: what a hop is reckoned to cost; None where there is nothing to decide (a CPU, one process, one rank, a
-            route that was asked for).
+            requested route).
         may_gather: whether weights can be gathered whole; not where they travel in fewer bits.
-        alike: whether all ranks have the same kind of device. If not, each would reckon otherwise: nothing is decided.
+        alike: whether all ranks have the same kind of device. If not, their models differ, and nothing is decided.
         plans: the LayerPlan of every linear layer that has been called, by name.
     """
 
@@ -255,16 +257,24 @@ class RoutePlanner:
         reckons = self.ranks > 1 and self.link is not None and self.alike and not self.gathers
         return reckons and device_of(self.device, torch.float32) is not None
 
+    def compare_devices(self, exchange: Callable[[Any], list[Any]]) -> bool:
+        """Compares the GPUs of all ranks and their links. Returns whether hops have to be measured, the same on every
+        rank. Collective on GPUs; does nothing on CPUs."""
+        if self.device.type != "cuda":
+            return False
+        self.alike = len(set(exchange(kind_of(self.device)))) == 1
+        return self.decides and not self.take_nvlinks(exchange(nvlinks_of(self.device)))
+
     def take_nvlinks(self, answers: list[int | None]) -> bool:
-        """Reckons with what every rank has told of its GPU's NVLinks. False: one cannot tell, so that hops have to be
-        measured. The same on every rank."""
+        """Models the link from the NVLinks of all ranks' GPUs. Returns False where a rank cannot count its own, so that
+        hops have to be measured. The same on every rank."""
         known = [links for links in answers if links is not None]
         if self.link is not None and len(known) == len(answers):
             self.link = link_of(self.device, nvlink=self.hop_route == "direct" and min(known) > 0)
         return len(known) == len(answers)
 
     def plan(self, name: str, tokens: int | None, layer: LayerSize, dtype: torch.dtype) -> LayerPlan:
-        """How the linear layer `name` travels: as asked for, else by reckoning; `tokens` None: not known yet."""
+        """How the linear layer `name` travels: as requested, else by the model; `tokens` None: not known yet."""
         if self.gathers:
             plan = LayerPlan("gather", False, "as asked", {})
         elif tokens is None and self.decides:

@@ -71,7 +71,7 @@ void exchange(const Group& group) {
     }
     return true;
   });
-  for (const auto& [to, message] : group.sends) {  // what nobody fetched must not outlive its memory
+  for (const auto& [to, message] : group.sends) {  // a message that was not received must not outlive its memory
     std::erase(clique.mail[{rank, to}], message);
   }
 }
@@ -115,7 +115,7 @@ void enqueue_on(ncclComm_t comm, cudaStream_t stream, Work work) {
   auto done = std::make_shared<Point>();
   {
     std::unique_lock lock(world().mutex);
-    if (comm->blocking && world().controls.launch_queue > 0) {  // the call returns when there is room for its work
+    if (comm->blocking && world().controls.launch_queue > 0) {  // the call returns once the queue has room for its work
       comm->inside = true;
       wait_until(lock, [&] { return comm->pending < world().controls.launch_queue || ended(comm); });
       comm->inside = false;
@@ -155,7 +155,7 @@ void inject_error(ncclComm_t comm, ncclResult_t code) {
 
 void forget_communicators() {
   const std::lock_guard lock(world().mutex);
-  book() = {};  // the communicators stay: what a failed test left enqueued may still look at them
+  book() = {};  // communicators are kept: work left by a failed test may still use them
 }
 
 }  // namespace simulated

@@ -1,24 +1,24 @@
-// Between the files of the simulated NCCL.
+// Shared by the files of the simulated NCCL.
 #pragma once
 
 #include "nccl/simulated_nccl.h"
 
 namespace simulated {
 
-// ncclSuccess where a communicator can take work; notes a mistake where it has ended or not settled.
+// Returns ncclSuccess if a communicator accepts work; reports a mistake if it has ended or is still in progress.
 ncclResult_t check_usable(ncclComm_t comm);
 
-// What a call returns that has enqueued work, or whose result comes once every rank has called.
+// The result of a call that has enqueued work, or whose result needs calls of all ranks.
 ncclResult_t under_way(ncclComm_t comm);
 
-// Enqueues work of a communicator: after its work before, whatever stream that was on.
+// Enqueues work of a communicator after its earlier work, on any stream.
 void enqueue_on(ncclComm_t comm, cudaStream_t stream, Work work);
 
-// Notes a mistake where the memory of a communicator's windows is unmapped while its rank still uses it. Holds the
+// Reports a mistake if the memory of a communicator's windows is unmapped while its rank still uses it. Requires the
 // mutex.
 void unmap_windows(ncclComm_t comm, const char* function);
 
-// Whether what waits on a communicator should stop waiting. Holds the mutex.
+// Returns whether waits on a communicator must end. Requires the mutex.
 bool ended(ncclComm_t comm);
 
 }  // namespace simulated

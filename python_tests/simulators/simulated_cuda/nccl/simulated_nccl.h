@@ -1,4 +1,4 @@
-// The NCCL of the simulation: what its functions and the tests share.
+// Types of the simulated NCCL, shared by its functions and the tests.
 #pragma once
 
 #include <nccl.h>
@@ -7,52 +7,52 @@
 
 namespace simulated {
 
-// What leaves one rank for another; gone once it has been received.
+// A message between two ranks; destroyed once it has been received.
 struct Message {
   const void* data;
   size_t bytes;
   bool received = false;
 };
 
-// What the ranks of one communicator share.
+// State shared by the ranks of one communicator.
 struct Clique {
   int ranks = 0;
   std::map<int, ncclComm_t> members;
   int finalized = 0;
   std::map<std::pair<int, int>, std::deque<std::shared_ptr<Message>>> mail;  // from, to
-  std::map<std::pair<int, int>, int64_t> signals;                            // from, to: ever sent
+  std::map<std::pair<int, int>, int64_t> signals;                            // from, to: total sent
   std::map<int, std::vector<std::pair<void*, size_t>>> registrations;        // by rank, in order
-  std::map<int, std::vector<ncclWindow_t*>> wanted;                          // where each rank wants its window
-  int multicasts = 0;  // windows that had multicast set up for them
+  std::map<int, std::vector<ncclWindow_t*>> wanted;                          // by rank: destination of its window
+  int multicasts = 0;                                                        // number of windows with multicast
 };
 
-// All communicators that were ever made, of a rank in the order in which it made them.
+// All communicators ever created, in the order of creation per rank.
 std::vector<ncclComm_t> communicators_of(int rank);
 
-// Reports `code` on a communicator from now on.
+// Makes a communicator report `code` from now on.
 void inject_error(ncclComm_t comm, ncclResult_t code);
 
-// Forgets every communicator, so that the next test counts from nothing.
+// Clears all communicators, so that the counts of the next test start from zero.
 void forget_communicators();
 
 }  // namespace simulated
 
-// Opaque in NCCL's header. Never freed, so that use after the end is noticed.
+// Opaque in NCCL's header. Never freed, so that use after the end is detected.
 struct ncclComm {
   std::shared_ptr<simulated::Clique> clique;
   int rank = 0;
-  int unsettled = 0;  // times that its state will still be ncclInProgress
+  int unsettled = 0;  // number of remaining queries that return ncclInProgress
   bool finalizing = false;
   bool aborted = false;
   bool gone = false;  // destroyed or aborted
   bool blocking = false;
   bool revoked = false;
-  int pending = 0;      // pieces of work that have not ended
-  bool inside = false;  // a thread is in a call that waits
+  int pending = 0;      // work items that have not ended
+  bool inside = false;  // a thread is inside a blocking call
   ncclResult_t error = ncclSuccess;
-  std::shared_ptr<simulated::Point> last;  // one communicator runs one piece of work at a time, whatever the stream
-  std::map<int, int64_t> awaited;          // signals of each peer that waits have used up
-  int registered = 0;                      // ncclCommRegister less ncclCommDeregister
+  std::shared_ptr<simulated::Point> last;  // one communicator runs one work item at a time, on any stream
+  std::map<int, int64_t> awaited;          // by peer: signals consumed by waits
+  int registered = 0;                      // calls of ncclCommRegister minus ncclCommDeregister
   simulated::Maker maker = simulated::this_maker();
 };
 

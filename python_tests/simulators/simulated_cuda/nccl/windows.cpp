@@ -10,7 +10,7 @@
 namespace simulated {
 namespace {
 
-// Whether memory lies inside one allocation of ncclMemAlloc. Holds the mutex.
+// Returns whether memory lies inside one allocation of ncclMemAlloc. Requires the mutex.
 bool registrable(const void* data, size_t bytes) {
   auto found = world().registrable.upper_bound(const_cast<void*>(data));
   if (found == world().registrable.begin()) return false;
@@ -19,7 +19,7 @@ bool registrable(const void* data, size_t bytes) {
          static_cast<const std::byte*>(found->first) + found->second.bytes;
 }
 
-// Whether memory lies in a window of this rank. Holds the mutex.
+// Returns whether memory lies in a window of this rank. Requires the mutex.
 bool in_window(ncclComm_t comm, const void* data, size_t bytes) {
   for (const auto& [start, size] : comm->clique->registrations[comm->rank]) {
     const auto* begin = static_cast<const std::byte*>(start);
@@ -29,7 +29,7 @@ bool in_window(ncclComm_t comm, const void* data, size_t bytes) {
   return false;
 }
 
-struct WaitDescription {  // as ncclWaitSignalDesc_t, which older headers lack
+struct WaitDescription {  // like ncclWaitSignalDesc_t, which older headers lack
   int count;
   int peer;
   int signal;
@@ -100,7 +100,7 @@ ncclResult_t wait_signal(int count, WaitDescription* wanted, ncclComm_t comm, cu
   return under_way(comm);
 }
 
-// Collective. The windows are made once every rank has asked; a communicator is in progress until then.
+// Collective. Creates the windows once every rank has called; a communicator is in progress until then.
 ncclResult_t register_window(ncclComm_t comm, void* data, size_t bytes, ncclWindow_t* window, int flags) {
   called("ncclCommWindowRegister");
   const ncclResult_t usable = check_usable(comm);
@@ -108,7 +108,7 @@ ncclResult_t register_window(ncclComm_t comm, void* data, size_t bytes, ncclWind
   std::unique_lock lock(world().mutex);
   Clique& clique = *comm->clique;
   *window = nullptr;
-  const auto made = [&] {  // a blocking communicator returns with the window
+  const auto made = [&] {  // a blocking communicator returns once the window exists
     if (comm->blocking) wait_until(lock, [&] { return clique.wanted[comm->rank].empty() || ended(comm); });
     return under_way(comm);
   };
@@ -194,7 +194,7 @@ ncclResult_t ncclMemAlloc(void** memory, size_t bytes) {
   world().registrable[*memory] = {bytes, this_maker()};
   return ncclSuccess;
 }
-// It lives on, as memory that peers have mapped does.
+// The memory stays valid, as memory that peers have mapped does.
 ncclResult_t ncclMemFree(void* memory) {
   called("ncclMemFree");
   const std::lock_guard lock(world().mutex);

@@ -14,10 +14,10 @@ class CUDAStream {
   cudaStream_t stream_;
 };
 
-// The calling thread's: see set_compute in simulator.h.
+// The stream of the calling thread: see set_compute in simulator.h.
 CUDAStream getCurrentCUDAStream(int device = -1);
 inline CUDAStream getStreamFromExternal(cudaStream_t stream, int) { return CUDAStream(stream); }
-// Where computes are the host's, torch computes at once, whichever lane it is on.
+// Without asynchronous computes, torch computes synchronously on any stream.
 void setCurrentCUDAStream(CUDAStream stream);
 
 }  // namespace c10::cuda

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,36 +10,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rtp_ext._native import share_version
-from rtp_ext.ring.autograd import deliver_gradient, first_order_only, save_delivery
-from rtp_ext.ring.mesh import followed, local_placements, own_part
-from rtp_ext.ring.registry import collectively_on
+from rtp_ext.dtensor_hooks import before_steps, count_writes, patch_full_tensor
+from rtp_ext.ring.autograd import deliver_gradient, first_order_only, run_collective, save_delivery
+from rtp_ext.ring.mesh import MeshRole, local_placements, mesh_roles, own_part
 
 
 def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
     """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
     refused that is whole or belongs to another rank. Raises ValueError where an equal mesh stands for something else:
     what becomes of a gradient is known by its mesh alone."""
-    known = followed.get(mesh, (replicas, tensor))
-    if known != (replicas, tensor):
-        what = ["tensor parallelism" if cut else "replicas" for _, cut in (known, (replicas, tensor))]
+    role = MeshRole(replicas, tensor)
+    known = mesh_roles.get(mesh, role)
+    if known != role:
+        what = ["tensor parallelism" if each.tensor else "replicas" for each in (known, role)]
         raise ValueError(
             "fully_rotate: expected one meaning for each dimension of a mesh, got "
             f"{mesh.mesh_dim_names} with {what[0]} in another model and with {what[1]} in this one, over the same "
             "ranks: give the dimension another name for one of the two (init_device_mesh(..., mesh_dim_names=...))"
         )
-    if not followed:
-        register_optimizer_step_pre_hook(_check_state)
-        register_optimizer_step_post_hook(_count_writes)
-        DTensor.full_tensor = _averaged_full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
-        DTensor.redistribute = _averaged_redistribute(DTensor.redistribute)  # type: ignore[method-assign]
-    followed[mesh] = replicas, tensor
+    before_steps("state", _check_state)
+    count_writes(rotates)
+    patch_full_tensor(rotates, _FullTensor.apply)
+    mesh_roles.setdefault(mesh, role)
 
 
 def rotates(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.device_mesh in followed
+    return isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.device_mesh in mesh_roles
 
 
 def expect_own_shard(tensor: Any, parameter: torch.Tensor, what: str) -> None:
@@ -80,36 +77,6 @@ def _is_whole(value: Any, parameter: Any) -> bool:
     return any(ranks > 1 and not isinstance(placement, Replicate) for placement, ranks in sizes)
 
 
-def _count_writes(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
-    """Foreach and fused steps on DTensors do not count as writes: torch counts below their dispatch."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    torch.autograd.graph.increment_version([p for p in parameters if rotates(p) and p.grad is not None])
-
-
-def _averaged_full_tensor(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(stock)
-    def full_tensor(self: DTensor, *, grad_placements: Any = None) -> torch.Tensor:
-        if grad_placements is None and rotates(self) and self.requires_grad and torch.is_grad_enabled():
-            return _FullTensor.apply(self, stock)
-        return stock(self, grad_placements=grad_placements)
-
-    return full_tensor
-
-
-def _averaged_redistribute(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """The other way to a whole parameter: redistribute(placements=[Replicate()])."""
-
-    @functools.wraps(stock)
-    def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **keywords: Any) -> DTensor:
-        whole = placements is not None and all(isinstance(placement, Replicate) for placement in placements)
-        here = device_mesh is None or device_mesh == self.device_mesh
-        if whole and here and rotates(self) and self.requires_grad and torch.is_grad_enabled():
-            return DTensor.from_local(self.full_tensor(), self.device_mesh, placements, run_check=False)
-        return stock(self, device_mesh, placements, **keywords)
-
-    return redistribute
-
-
 class _FullTensor(torch.autograd.Function):
     """A whole parameter outside its module, such as a vocabulary head of which somebody computes the loss by hand.
 
@@ -131,7 +98,7 @@ class _FullTensor(torch.autograd.Function):
         ring, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
         mean = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
-        collectively_on(mesh, "full_tensor backward", dist.all_reduce, mean, group=ring)
+        run_collective(mesh, ctx.handler, "full_tensor backward", dist.all_reduce, mean, group=ring)
         mean.div_(ranks)
         mean = own_part(mean, mesh, local_placements(ctx.spec))
         mean = mean if ctx.kept is None else ctx.kept.memory.load(mean)

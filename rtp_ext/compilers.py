@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
+
+from rtp_ext.dtensor_hooks import register_traced_files
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -16,6 +17,7 @@ _T = TypeVar("_T")
 # Files whose functions a compiler may trace when traced code calls them; everything else breaks its graph. Each asks
 # `tracing` first, and puts an operator of `functional.torch_compile` into the graph where the eager function would run.
 _TRACED = (
+    "compilers.py",
     "convert/agreement.py",
     "convert/methods/fully_shard.py",
     "convert/modules/bundled.py",
@@ -30,21 +32,12 @@ _TRACED = (
     "nn/linear.py",
     "nn/mlp.py",
     "parameters/live.py",
-    "ring/patches/dynamo.py",
 )
 
 
-@functools.cache
 def keep_compilers_out() -> None:
-    """Has torch.compile trace `_TRACED` of this package where traced code calls it, and break its graphs at the rest.
-
-    A torch that does not know of files that are traced only when called breaks its graphs at all of the package.
-    """
-    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
-    rules.add("rtp_ext")
-    package = Path(__file__).resolve().parents[2]
-    traced: set[str] = getattr(rules, "BUILTIN_INLINE_WHEN_CALLED", set())
-    traced.update(str(package / file) for file in _TRACED)
+    """Has torch.compile trace `_TRACED` of this package where traced code calls it, and break at the rest."""
+    register_traced_files(_TRACED)
 
 
 def outermost() -> bool:

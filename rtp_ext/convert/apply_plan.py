@@ -1,0 +1,179 @@
+"""The third phase of a conversion: it applies a validated plan to the modules."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from rtp_ext.convert.fast_path import keep_from_fast_path
+from rtp_ext.convert.modules.bundled import MIXINS
+from rtp_ext.convert.modules.gathered import ForwardScope, make_gathered
+from rtp_ext.convert.modules.head import FusedHead, FusedLossModel
+from rtp_ext.convert.modules.refused import guard_parametrizations
+from rtp_ext.convert.modules.shared_input import join
+from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
+from rtp_ext.convert.plan.converted import REASON
+from rtp_ext.convert.plan.layers import DROP_INS, drop_in, extended_parameters
+from rtp_ext.convert.plan.request import Request
+from rtp_ext.convert.plan.rotation_plan import (
+    GATHERED,
+    IGNORED,
+    REPLICATED,
+    ROTATED,
+    BundlePlan,
+    ModulePlan,
+    RotationPlan,
+)
+from rtp_ext.convert.tensor_parallel import parallel_class
+from rtp_ext.nn import Flyweight, RotatedExperts
+from rtp_ext.nn._base import RotatedModule
+from rtp_ext.nn.linear import RotatedTransposedLinear
+from rtp_ext.parameters.live import LiveModule, Tie, mixed_class
+from rtp_ext.ring import Ring
+
+logger = logging.getLogger("rtp_ext")
+
+
+def apply_plan(plan: RotationPlan, request: Request, ring: Ring, scopes: Mapping[int, ForwardScope]) -> None:
+    """Converts the modules of a model in place, according to a validated plan.
+
+    `scopes`: that each module's forwards are to open, by id.
+    """
+    Application(plan, request, ring, scopes).run()
+
+
+class Application:
+    """One application of a plan. It decides nothing."""
+
+    def __init__(self, plan: RotationPlan, request: Request, ring: Ring, scopes: Mapping[int, ForwardScope]) -> None:
+        self.plan, self.request, self.ring, self.scopes = plan, request, ring, scopes
+        self.modules = list(request.modules())
+        self.by_name: dict[str, Any] = dict(self.modules)
+        self.recompute = request.options.bundle == "recompute"
+        self.memo: dict[int, nn.Parameter] = {}  # parameters that replace others, by id of the other
+        self.new = [module for module in plan.modules if module.is_new]
+        attention = (self.by_name[module.name] for module in self.new if module.layer == "attention")
+        self.projections = {id(part.out_proj) for part in attention}  # attention converts them itself
+        self.counts: Counter[str] = Counter(plan.notes)
+
+    def run(self) -> None:
+        guard_parametrizations()
+        if extended_parameters(self.modules, self.request.ignored):  # a compiler would look into their classes
+            self.ring.traceable = False
+        inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}
+        for _, part in self.modules:
+            if id(part) not in inside:
+                keep_from_fast_path(part)
+            if isinstance(part, RotatedModule):
+                self.counts[f"{type(part).__name__}: already sharded, left alone"] += 1
+        for module in self.new:
+            if module.moved == ROTATED:
+                self._rotate(module, self.by_name[module.name])
+            elif module.layer == "whole embedding":
+                self._keep_whole(module, self.by_name[module.name])
+            elif module.moved == IGNORED:
+                self.counts[f"{module.kind}: ignored"] += 1
+        for bundle in self._bundles("mlp"):
+            part, block = self.by_name[bundle.name], bundle.block
+            assert block is not None, "it is new"
+            kind = type(part).__name__
+            part.__class__ = mixed_class(MIXINS[block.kind], type(part))
+            part.bundle(block.spec, recompute=bundle.recompute, name=bundle.label)
+            self.counts[f"{kind}: MLP bundled"] += 1
+        for bundle in self._bundles("shared input"):
+            part = self.by_name[bundle.name]
+            join(part, bundle.paths, bundle.label)
+            self.counts[f"{type(part).__name__}: {', '.join(bundle.paths)} travel together"] += 1
+        for name in self.plan.fused:
+            if name in self.by_name and not isinstance(self.by_name[name], FusedLossModel):
+                part = self.by_name[name]
+                self.counts[f"{type(part).__name__}: no logits where labels are given"] += 1
+                part.__class__ = mixed_class(FusedLossModel, type(part))
+        for module in self.new:
+            if module.layer is None and module.moved in (GATHERED, REPLICATED):
+                self._gather(module, self.by_name[module.name])
+        self._remember_ties()
+        self._log()
+
+    def _bundles(self, kind: str) -> list[BundlePlan]:
+        """New bundles of a kind."""
+        new = {module.name for module in self.new}
+        return [bundle for bundle in self.plan.bundles if bundle.kind == kind and new.issuperset(bundle.layers)]
+
+    # -- one module --------------------------------------------------------------------------------------------------
+
+    def _rotate(self, module: ModulePlan, part: Any) -> None:
+        if id(part) in self.projections:
+            return
+        options: dict[str, Any] = {}
+        mixed: Any
+        if module.layer == "head":
+            mixed = FusedHead
+            self.counts["vocabulary head: fused with the loss"] += 1
+        elif module.layer == "experts":
+            mixed, options = RotatedExperts, {"recompute": True} if self.recompute else {}
+        elif module.transposed:
+            mixed, options = RotatedTransposedLinear, {"shard_dim": 1 - (module.cuts["weight"] or 0)}
+        else:
+            mixed = drop_in(part)
+            if module.layer in ("linear", "embedding"):
+                options = {"shard_dim": module.cuts["weight"]}
+        part.__class__ = mixed if type(part) in DROP_INS else mixed_class(mixed, type(part))
+        part._rotate(
+            self.ring,
+            name=module.label,
+            memo=self.memo,
+            in_place=module.in_place,
+            mp_policy=self.request.mp_policy,
+            **options,
+        )
+        for owned in module.parameters:
+            planned = owned.moved != ROTATED or part.shard_dims[owned.key] == owned.dim
+            assert planned, f"{module.name}.{owned.key}: planned along {owned.dim}, cut along {part.shard_dims}"
+        if module.style is not None:
+            part.__class__ = mixed_class(parallel_class(part), type(part))
+            part.style = module.style
+            self.counts[f"{module.kind}: rotated, {module.style} tensor parallel"] += 1
+        elif module.layer != "head":
+            self.counts[f"{module.kind}: rotated"] += 1
+
+    def _keep_whole(self, module: ModulePlan, part: Any) -> None:
+        part.__class__ = mixed_class(WholeEmbedding, type(part))
+        part.keep_whole(self.ring, module.label, self.request.mp_policy, self.memo)
+        part.__dict__[REASON] = module.reason
+        logger.warning(
+            "fully_rotate: %s stays whole on every rank: %s; its gradient is averaged", module.name, module.reason
+        )
+
+    def _gather(self, module: ModulePlan, part: Any) -> None:
+        if self.ring.mesh is None:
+            self.counts[f"{module.kind}: left whole (emulated ring)"] += 1
+            return
+        make_gathered(part, self.ring, self.scopes[id(part)], self.memo)
+        part.__dict__[REASON] = module.reason
+        self.counts[f"{module.kind}: sharded, gathered while in use"] += 1
+
+    def _remember_ties(self) -> None:
+        """Lets modules that share a parameter share it still after one of them has been given another."""
+        owners = Counter(id(p) for _, part in self.modules for p in part._parameters.values() if p is not None)
+        ties: dict[int, Tie] = {}
+        for _, part in self.modules:
+            for name, parameter in part._parameters.items():
+                if isinstance(part, LiveModule) and owners[id(parameter)] > 1:
+                    part.join_tie(name, ties.setdefault(id(parameter), Tie()))
+
+    def _log(self) -> None:
+        for line, count in self.counts.items():
+            logger.info("fully_rotate: %d x %s", count, line)
+        for module in self.new:
+            if module.notice == "refused":
+                logger.warning("fully_rotate: %s is gathered while in use: %s", module.name, module.reason)
+        unlike = [(each.kind, each.reason) for each in self.new if each.notice == "unlike"]
+        for (kind, reason), count in Counter(unlike if self.ring.mesh is not None else ()).items():
+            logger.warning(
+                "fully_rotate: %d x %s: gathered whole while in use, and not rotated, since %s", count, kind, reason
+            )

@@ -1,0 +1,60 @@
+"""``python -m rtp_ext explain``: the plan of a model of the transformers package, without weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from rtp_ext.convert.explain import explain
+
+
+def explained(options: argparse.Namespace) -> str:
+    """The plan, as text or as JSON.
+
+    Raises ImportError without the transformers package, OSError where the configuration cannot be read, and ValueError
+    where it names no model, or `fully_rotate` would refuse it.
+    """
+    model = model_of(options.hf_config)
+    dtypes = {
+        name: getattr(torch, value)
+        for name in ("param_dtype", "reduce_dtype")
+        if (value := getattr(options, name)) is not None
+    }
+    plan = explain(
+        model,
+        mp_policy=MixedPrecisionPolicy(**dtypes),
+        in_place=options.in_place,
+        bundle=not options.no_bundle,
+        loss_head="fused" if options.fused_loss else None,
+        route=options.route,
+        gradient_route=options.gradient_route,
+        gradient_travel=options.gradient_travel,
+        transport=options.transport,
+        travel=options.travel,
+        ranks=options.ranks,
+        rank=options.rank,
+        device=options.device,
+    )
+    return json.dumps(plan.to_dict(), indent=2) if options.json else str(plan)
+
+
+def model_of(path: str) -> nn.Module:
+    """The model that a configuration names, on the meta device. `path`: of a config.json, or of its directory."""
+    import transformers
+
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    values: dict[str, Any] = json.loads(file.read_text())
+    if "model_type" not in values:
+        raise ValueError(f"{file}: expected a configuration of the transformers package, got no model_type")
+    config = transformers.AutoConfig.for_model(**values)
+    names = values.get("architectures") or []
+    cls: Any = getattr(transformers, names[0], None) if names else None
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config) if cls is None else cls(config)

@@ -1,0 +1,109 @@
+"""rtp_ext.explain: the plan of a conversion, before and after it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from rtp_ext.convert.plan.converted import Reader
+from rtp_ext.convert.plan.inspect_model import inspect_model
+from rtp_ext.convert.plan.request import TIMEOUT, Options, place_alone
+from rtp_ext.convert.plan.rotation_plan import RotationPlan
+from rtp_ext.convert.plan.traffic import RingFacts
+from rtp_ext.convert.scopes import state_of
+from rtp_ext.convert.validation import read_call, validate
+from rtp_ext.outer import OuterPolicy
+from rtp_ext.parameters.live import plain_class
+from rtp_ext.ring import Ring, RotationDims
+
+
+def explain(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup | Ring | None = None,
+    dims: RotationDims | None = None,
+    outer: OuterPolicy | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    in_place: bool = False,
+    bundle: bool | str = True,
+    loss_head: str | None = None,
+    route: str = "auto",
+    gradient_route: str = "auto",
+    gradient_travel: str | None = None,
+    transport: str = "auto",
+    travel: str | None = None,
+    timeout: float | datetime.timedelta = TIMEOUT,
+    ranks: int | None = None,
+    rank: int = 0,
+    device: torch.device | str | None = None,
+) -> RotationPlan:
+    """Returns the plan of a conversion: for every parameter its movement, cut, routes, dtypes, bytes, and reasons.
+
+        plan = rtp_ext.explain(model, mesh=mesh, mp_policy=policy)
+        print(plan)
+
+    Before conversion it is the plan of `fully_rotate` with the same options. Nothing is changed, nothing is sent, and
+    parameters may be on the meta device. Routes are then those of ranks on one host, unless `mesh` is a Ring. After
+    conversion, of a model or part that `fully_rotate` was called with, it is read from the modules as they are now: it
+    ignores the options, shows no bundle that an adapter has ended, and has layers that the route planner gathers on
+    route `gather`.
+
+    Args:
+        module: a model, on any device; or a list of modules as `fully_rotate` takes it.
+        mesh, dims, outer, mp_policy, offload_policy, ignored_params, in_place, bundle, loss_head, route,
+            gradient_route, gradient_travel, transport, travel, timeout: see `fully_rotate`.
+        ranks, rank: of a ring that does not exist: its size, and the rank whose bytes are counted. Default: those of
+            `mesh`, or of the default process group.
+        device: the device type of such a ring; default: that of the parameters, `cuda` where these are on meta.
+
+    Returns a RotationPlan: `str(plan)` is a table, `plan.to_dict()` values for JSON, `plan.parameters` the rows, and
+    `plan.totals` sums in bytes.
+
+    Raises the errors that `fully_rotate` raises before it makes a ring, and ValueError for a rank outside of the ring
+    or for `ranks` together with `mesh`.
+    """
+    options = Options.of(locals())
+    if isinstance(module, nn.Module) and state_of(module) is not None:
+        return _explain_converted(module)
+    alone = None
+    if ranks is not None:
+        if mesh is not None or dims is not None:
+            raise ValueError(f"explain: expected ranks or a mesh, got ranks={ranks} and mesh={mesh!r:.100}")
+        if ranks < 1 or not 0 <= rank < ranks:
+            raise ValueError(f"explain: expected ranks >= 1 and 0 <= rank < ranks, got ranks={ranks}, rank={rank}")
+        kind = torch.device(device).type if device is not None else _device_of(module)
+        alone = place_alone(ranks, rank, kind, options)
+    request = read_call(module, options, alone)
+    plan = inspect_model(request)
+    validate(plan, request)
+    return plan
+
+
+def _device_of(module: nn.Module | list[nn.Module]) -> str:
+    several = [module] if isinstance(module, nn.Module) else module
+    kinds = {parameter.device.type for each in several for parameter in each.parameters()} - {"meta"}
+    return next(iter(sorted(kinds)), "cuda")
+
+
+def _explain_converted(module: nn.Module) -> RotationPlan:
+    state = state_of(module)
+    assert state is not None, "explain has looked"
+    facts = RingFacts.of(state.ring)
+    reader = Reader(module, facts)
+    modules = (reader.module(name, part) for name, part in module.named_modules())
+    order = {name: place for place, name in enumerate(reader.names.values())}
+    return RotationPlan(
+        ring=facts,
+        modules=tuple(each for each in modules if each is not None),
+        bundles=tuple(sorted(reader.bundles(), key=lambda bundle: (order[bundle.name], bundle.kind))),
+        fused=tuple(reader.fused()),
+        kind=plain_class(module).__name__,
+    )

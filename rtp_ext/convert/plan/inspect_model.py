@@ -1,0 +1,359 @@
+"""The first phase of a conversion: it plans every module, changes nothing and sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from rtp_ext._native import shard_sizes
+from rtp_ext.convert.plan.converted import (
+    BESIDE_IGNORED,
+    EMULATED,
+    IN_IGNORED,
+    SCALAR,
+    Reader,
+    attention_reason,
+    dtypes_of,
+)
+from rtp_ext.convert.plan.layers import (
+    drop_in,
+    extended_parameters,
+    layer_of,
+    own_parameters,
+    stray_parameters,
+    table_problem,
+    tied_parameters,
+    unlike,
+)
+from rtp_ext.convert.plan.request import Request
+from rtp_ext.convert.plan.rotation_plan import (
+    GATHERED,
+    IGNORED,
+    REPLICATED,
+    ROTATED,
+    BundlePlan,
+    ModulePlan,
+    Owned,
+    RotationPlan,
+)
+from rtp_ext.convert.scopes import is_inside
+from rtp_ext.convert.tensor_parallel import GATHERED as REPLICATED_STYLE
+from rtp_ext.convert.tensor_parallel import on_tensor_mesh, style_of
+from rtp_ext.families import blocks
+from rtp_ext.families.layers import computes_like
+from rtp_ext.nn import RotatedEmbedding, RotatedExperts
+from rtp_ext.nn.attention import SHARD_DIMS as ATTENTION_DIMS
+from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.wrappers import type_name
+
+
+def inspect_model(request: Request) -> RotationPlan:
+    """Plans the conversion of a model. Changes nothing, and takes parameters on the meta device."""
+    return Inspection(request).plan()
+
+
+class Inspection:
+    """Plans one model. Modules that it does not recognise are gathered; `validate` refuses what cannot be converted."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.facts = request, request.place.facts
+        self.named = list(request.root.named_modules())
+        self.modules = [(name, part) for name, part in self.named if not is_inside(part)]
+        self.tied = tied_parameters(self.modules)
+        self.extended = extended_parameters(self.modules, request.ignored)
+        mesh = request.place.tensor_mesh
+        self.styles = {id(part): style_of(part, mesh, request.ignored) for _, part in self.modules}
+        self.reader = Reader(request.root, self.facts, request.not_ours)
+        self.first, self.names = self.reader.first, self.reader.names
+        self.notes: list[str] = []
+
+    def plan(self) -> RotationPlan:
+        bundles = self._bundles() if self.request.options.bundle else []
+        heads = self._heads()
+        down = {layer for bundle in bundles if bundle.kind == "mlp" for layer in bundle.layers[-1:]}
+        found: dict[str, ModulePlan] = {}
+        for name, part in self.named:
+            module = self._module(name, part, down, {name for _, name in heads})
+            if module is not None and name not in found:
+                found[name] = module
+                if module.layer == "attention" and not is_inside(part) and not isinstance(part, LiveModule):
+                    out = self.names[id(part.out_proj)]
+                    found[out] = self._rotated(out, part.out_proj, "linear", {"weight": 0, "bias": 0})
+        order = {name: place for place, (name, _) in enumerate(self.named)}
+        return RotationPlan(
+            ring=self.facts,
+            modules=tuple(sorted(found.values(), key=lambda module: order[module.name])),
+            bundles=tuple(
+                sorted([*self.reader.bundles(), *bundles], key=lambda bundle: (order[bundle.name], bundle.kind))
+            ),
+            fused=tuple(sorted([*self.reader.fused(), *(name for name, _ in heads)], key=order.__getitem__)),
+            kind=type(self.request.root).__name__,
+            notes=tuple(self.notes),
+        )
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def _is_free(self, block: nn.Module, layers: list[nn.Module], what: str) -> bool:
+        """Whether layers can be cut as their block needs it: no other module shares their parameters, and none is
+        ignored, computes by rules of its own or was cut by tensor parallelism."""
+        own = [id(parameter) for layer in layers for parameter in layer.parameters()]
+        taken = any(others.intersection(own) for others in (self.request.ignored, self.tied, self.extended))
+        if taken:
+            return False
+        parallel = any(self.styles.get(id(layer)) for layer in layers)
+        if parallel:
+            kind = type(block).__name__
+            self.notes.append(f"{kind}: {what} rotate one by one: tensor parallelism has cut them")
+        return not parallel
+
+    def _bundles(self) -> list[BundlePlan]:
+        found = []
+        recompute = self.request.options.bundle == "recompute"
+        for name, part in self.modules:
+            label = name or type(part).__name__
+            block = blocks.mlp_block(part)
+            if block is not None:
+                layers = [part.get_submodule(path) for path in block.spec.paths]
+                if self._is_free(part, layers, "layers of its MLP"):
+                    names = tuple(self.names[id(layer)] for layer in layers)
+                    found.append(BundlePlan("mlp", name, label, tuple(block.spec.paths), names, recompute, block))
+            paths = blocks.shared_inputs(part)
+            if paths is not None:
+                layers = [part.get_submodule(path) for path in paths]
+                if self._is_free(part, layers, ", ".join(paths)):
+                    names = tuple(self.names[id(layer)] for layer in layers)
+                    found.append(BundlePlan("shared input", name, label, paths, names))
+        return found
+
+    def _heads(self) -> list[tuple[str, str]]:
+        """Names of models that will compute head and loss as one operation, and of their heads."""
+        if self.request.options.loss_head is None:
+            return []
+        models: list[tuple[str, Any]] = [(name, part) for name, part in self.modules if blocks.causal_model(part)]
+        return [(name, self.names[id(model.lm_head)]) for name, model in models]
+
+    # -- one module --------------------------------------------------------------------------------------------------
+
+    def _module(self, name: str, part: Any, down: set[str], heads: set[str]) -> ModulePlan | None:
+        if is_inside(part) or isinstance(part, LiveModule) or id(part) in self.reader.inside:
+            return self.reader.module(name, part)
+        own = own_parameters(part)
+        if not own:
+            return None
+        style = self.styles[id(part)]
+        several = part.modules() if computes_like(part, nn.MultiheadAttention) else [part]
+        ids = {id(p) for each in several for p in own_parameters(each).values()}
+        if style == REPLICATED_STYLE:
+            return self._gathered(name, part, "tensor parallelism has replicated it", style)
+        if style is not None:
+            return self._parallel(name, part, style)
+        if all(isinstance(parameter, DTensor) for parameter in own.values()):
+            return self._ignored(name, part)
+        if ids & self.request.ignored:
+            return self._ignored(name, part)
+        if (problem := table_problem(part)) is not None:
+            return self._whole(name, part, problem)
+        if special := next((p for p in own.values() if id(p) in self.extended), None):
+            return self._gathered(name, part, f"a {type_name(special)} says itself how its shards travel")
+        if name in heads:
+            transposed = blocks.is_transposed_linear(part)
+            return self._rotated(name, part, "head", {"weight": int(transposed), "bias": 0}, transposed=transposed)
+        if blocks.is_experts(part):
+            problem = RotatedExperts.refusal(part)
+            if problem is not None:
+                return self._gathered(name, part, problem, notice="refused")
+            return self._rotated(name, part, "experts", {})
+        by_inputs = name in down
+        if blocks.is_transposed_linear(part):
+            problem = stray_parameters(part)
+            if problem is not None:
+                return self._gathered(name, part, problem, notice="refused")
+            cuts = {"weight": 0 if by_inputs else 1, "bias": 0}
+            return self._rotated(name, part, "linear", cuts, transposed=True)
+        cls: Any = drop_in(part)
+        if cls is None:
+            base = unlike(part)
+            if base is None:
+                return self._gathered(name, part, "it is not a layer that rotates")
+            why = f"it does not compute as nn.{base.__name__}, of which it is a subclass, does"
+            return self._gathered(name, part, why, notice="unlike")
+        problem = getattr(cls, "refusal", stray_parameters)(part)
+        if problem is not None:
+            return self._gathered(name, part, problem, notice="refused")
+        return self._rotated(name, part, layer_of(cls), self._cuts(part, cls, by_inputs))
+
+    def _cuts(self, part: Any, cls: type, by_inputs: bool) -> dict[str, int]:
+        """The dimension that each parameter is cut along, where it is not the first."""
+        if issubclass(cls, RotatedEmbedding):
+            # a tied table is also the weight [vocabulary, features] of a head, cut along its outputs
+            return {"weight": 0 if id(part.weight) in self.tied else 1}
+        if layer_of(cls) == "attention":
+            return ATTENTION_DIMS
+        return {"weight": 1} if by_inputs else {}
+
+    def _rotated(
+        self,
+        name: str,
+        part: Any,
+        layer: str,
+        cuts: dict[str, int],
+        *,
+        transposed: bool = False,
+        style: str | None = None,
+    ) -> ModulePlan:
+        rows = []
+        for key, parameter in own_parameters(part).items():
+            reason = attention_reason(part, key) if layer == "attention" else None
+            dim = cuts.get(key, 0)
+            if reason is None:
+                rows.append(self._owned(name, key, parameter, ROTATED, dim, None))
+            elif self.facts.emulated:
+                rows.append(self._owned(name, key, parameter, REPLICATED, None, EMULATED))
+            else:
+                rows.append(self._owned(name, key, parameter, GATHERED, dim, reason))
+        return self._made(name, part, ROTATED, rows, layer=layer, transposed=transposed, style=style)
+
+    def _parallel(self, name: str, part: Any, style: str) -> ModulePlan:
+        cls = drop_in(part)
+        if cls is None:  # refused
+            return self._gathered(name, part, "tensor parallelism has cut it", style)
+        return self._rotated(name, part, layer_of(cls), self._cuts(part, cls, False), style=style)
+
+    def _gathered(
+        self, name: str, part: nn.Module, reason: str, style: str | None = None, *, notice: str | None = None
+    ) -> ModulePlan:
+        rows = []
+        for key, parameter in own_parameters(part).items():
+            if self.facts.emulated:
+                rows.append(self._owned(name, key, parameter, REPLICATED, None, EMULATED))
+            elif parameter.dim() == 0:
+                rows.append(self._owned(name, key, parameter, REPLICATED, None, SCALAR))
+            else:
+                rows.append(self._owned(name, key, parameter, GATHERED, 0, reason))
+        moved = REPLICATED if self.facts.emulated else GATHERED
+        return self._made(name, part, moved, rows, style=style, reason=reason, notice=notice)
+
+    def _whole(self, name: str, part: Any, problem: str) -> ModulePlan:
+        rows = [
+            self._owned(name, key, parameter, REPLICATED, None, problem, sparse=part.sparse)
+            for key, parameter in own_parameters(part).items()
+        ]
+        return self._made(name, part, REPLICATED, rows, layer="whole embedding", reason=problem)
+
+    def _ignored(self, name: str, part: nn.Module) -> ModulePlan:
+        rows = []
+        for key, parameter in own_parameters(part).items():
+            if id(parameter) in self.request.not_ours or isinstance(parameter, DTensor):
+                rows.append(self._owned(name, key, parameter, IGNORED, None, IN_IGNORED))
+            else:
+                rows.append(self._owned(name, key, parameter, REPLICATED, None, BESIDE_IGNORED, placed=False))
+        return self._made(name, part, IGNORED, rows)
+
+    def _made(
+        self,
+        name: str,
+        part: nn.Module,
+        moved: str,
+        rows: list[Owned],
+        *,
+        layer: str | None = None,
+        transposed: bool = False,
+        style: str | None = None,
+        reason: str | None = None,
+        notice: str | None = None,
+    ) -> ModulePlan:
+        compute, reduce = dtypes_of(self.request.mp_policy, rows[0].dtype)
+        if moved == IGNORED or (self.facts.emulated and moved == REPLICATED):  # a plain module
+            compute = reduce = rows[0].dtype
+        return ModulePlan(
+            name=name,
+            kind=type(part).__name__,
+            moved=moved,
+            layer=layer,
+            parameters=tuple(rows),
+            compute_dtype=compute,
+            reduce_dtype=reduce,
+            in_place=self.request.options.in_place and moved == ROTATED,
+            transposed=transposed,
+            style=style,
+            reason=reason,
+            notice=notice,
+            is_new=True,
+        )
+
+    def _owned(
+        self,
+        name: str,
+        key: str,
+        parameter: Any,
+        moved: str,
+        dim: int | None,
+        reason: str | None,
+        *,
+        sparse: bool = False,
+        placed: bool = True,
+    ) -> Owned:
+        full = f"{name}.{key}" if name else key
+        first = self.first.get(id(parameter), full)
+        shape = whole = () if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
+        over_tensor = None
+        if on_tensor_mesh(parameter, self.request.place.tensor_mesh):
+            over_tensor, whole = parameter.placements[0], tuple(parameter._local_tensor.shape)
+        placements: tuple[Placement, ...] = ()
+        if moved == IGNORED:
+            placements = tuple(parameter.placements) if isinstance(parameter, DTensor) else ()
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            held = 0 if nn.parameter.is_lazy(local) else local.numel() * local.element_size()
+        else:
+            placements, held = self._laid_out(shape, whole, dim, parameter.dtype, over_tensor)
+            placements = placements if placed and not sparse else ()
+        return Owned(
+            key=key,
+            shape=shape,
+            ring_shape=whole,
+            dtype=parameter.dtype,
+            trained=parameter.requires_grad,
+            moved=moved,
+            dim=dim,
+            placements=tuple(map(repr, placements)),
+            held=held,
+            tied_to=None if first == full else first,
+            reason=reason,
+            sparse=sparse,
+        )
+
+    def _laid_out(
+        self,
+        shape: tuple[int, ...],
+        whole: tuple[int, ...],
+        dim: int | None,
+        dtype: torch.dtype,
+        over_tensor: Placement | None,
+    ) -> tuple[tuple[Placement, ...], int]:
+        """How a parameter will lie on the mesh of parameters, and this rank's bytes of it."""
+        facts, own = self.facts, list(whole)
+        if dim is not None:
+            own[dim] = shard_sizes(whole[dim], facts.ranks)[facts.rank]
+        if facts.emulated:
+            return (), _bytes(own, dtype)
+        over_ring: Placement = Replicate() if dim is None else Shard(dim)
+        over_replicas: tuple[Placement, ...] = (Replicate(),) if self.request.place.has_replicas else ()
+        if over_replicas:
+            found = self.request.outer.placement_over(facts.replicas, shape, dim, facts.ranks)
+            over_replicas = () if found is None else (found,)
+            cut = getattr(found, "dim", None)
+            if cut is not None:
+                own[cut] = shard_sizes(own[cut], facts.replicas)[facts.replica]
+        over_tensors = () if self.request.place.tensor_mesh is None else (over_tensor or Replicate(),)
+        return (*over_replicas, *over_tensors, over_ring), _bytes(own, dtype)
+
+
+def _bytes(shape: Iterable[int], dtype: torch.dtype) -> int:
+    count = dtype.itemsize
+    for extent in shape:
+        count *= extent
+    return count

@@ -1,0 +1,213 @@
+"""The arguments of one call of fully_rotate or explain, and the ranks that its ring runs over."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from rtp_ext.convert.plan.traffic import RingFacts
+from rtp_ext.convert.scopes import RotationState, is_inside, state_of
+from rtp_ext.outer import OuterPolicy
+from rtp_ext.ring import Ring, RotationDims
+from rtp_ext.ring.mesh import RankGrid
+
+TIMEOUT = 600.0  # seconds
+
+Parts = list[tuple[str, nn.Module]]
+
+
+class ModuleGroup(nn.Module):
+    """The modules of a list that is converted in one call, by their classes' names."""
+
+    def __init__(self, members: list[nn.Module]) -> None:
+        super().__init__()
+        for member in members:
+            kind, number = type(member).__name__, 1
+            while (name := kind if number == 1 else f"{kind}_{number}") in self._modules:
+                number += 1
+            self._modules[name] = member
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of fully_rotate, which describes them."""
+
+    mesh: DeviceMesh | dist.ProcessGroup | Ring | None = None
+    dims: RotationDims | None = None
+    outer: OuterPolicy | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+    offload_policy: OffloadPolicy | None = None
+    ignored_params: Any = None
+    in_place: bool = False
+    bundle: bool | str = True
+    loss_head: str | None = None
+    route: str = "auto"
+    gradient_route: str = "auto"
+    gradient_travel: str | None = None
+    transport: str = "auto"
+    travel: str | None = None
+    timeout: float | datetime.timedelta = TIMEOUT
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Options:
+        """The options among `arguments`, which are by name. An iterator of ignored_params is read once, here."""
+        given = {each.name: arguments[each.name] for each in fields(cls)}
+        ignored = given["ignored_params"]
+        if isinstance(ignored, Iterable) and not isinstance(ignored, torch.Tensor):
+            given["ignored_params"] = tuple(ignored)
+        return cls(**given)
+
+    @property
+    def of_ring(self) -> dict[str, Any]:
+        """The options of a Ring among them."""
+        names = ("transport", "route", "gradient_route", "gradient_travel", "travel", "timeout")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The ranks that a model is to be spread over.
+
+    Attributes:
+        facts: the properties that decide routes and bytes.
+        ring: the ring, where there is one already.
+        tensor_mesh: the mesh of tensor parallelism; None: there is none.
+        tensor: the name of that dimension.
+        has_replicas: whether the mesh of parameters has a dimension of replicas, be it of one.
+        members: equal on places over the same ranks.
+        words: the place in an error message.
+    """
+
+    facts: RingFacts
+    ring: Ring | None
+    tensor_mesh: DeviceMesh | None
+    tensor: str | None
+    has_replicas: bool
+    members: tuple
+    words: str
+
+    @property
+    def device(self) -> str:
+        return self.facts.device
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of fully_rotate: its options, and the modules, ranks and policies that follow."""
+
+    options: Options
+    members: list[nn.Module]
+    root: nn.Module  # the one member, or the group of all
+    parts: Parts  # of it, which were converted before
+    ignored: frozenset[int]  # ids of parameters that this call leaves alone
+    not_ours: frozenset[int]  # and of those that calls for the parts left alone
+    place: Place
+    outer: OuterPolicy
+    offload: OffloadPolicy
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        return self.options.mp_policy or MixedPrecisionPolicy()
+
+    @property
+    def offloads(self) -> bool:
+        return isinstance(self.offload, CPUOffloadPolicy)
+
+    @property
+    def keeps_on_host(self) -> bool:
+        """Whether local shards will be in another memory than the device's."""
+        ring = self.place.ring
+        return self.offloads and (self.place.device != "cpu" or (ring is not None and ring.host_memory is not None))
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of the model that have not been converted."""
+        return ((name, part) for name, part in self.root.named_modules() if not is_inside(part))
+
+
+def state_in(part: nn.Module) -> RotationState:
+    """The state of a part."""
+    state = state_of(part)
+    assert state is not None, "a part has a state"
+    return state
+
+
+def ignored_in(parts: Parts) -> set[int]:
+    """Ids of the parameters that calls for the parts left alone."""
+    found: set[int] = set()
+    for _, part in parts:
+        names = dict(part.named_parameters(remove_duplicate=False))
+        found.update(id(names[name]) for name in state_in(part).ignored if name in names)
+    return found
+
+
+def describe(where: Ring | DeviceMesh) -> str:
+    """A ring or mesh in an error message."""
+    mesh = where.parameter_mesh if isinstance(where, Ring) else where
+    if mesh is None:
+        assert isinstance(where, Ring)
+        return f"an emulated ring of {where.size}"
+    return _words(mesh.mesh_dim_names, mesh.mesh.tolist())
+
+
+def _words(names: tuple[str, ...] | None, ranks: list[Any]) -> str:
+    return f"a mesh{f' {names}' if names else ''} of ranks {ranks}"
+
+
+def place_of_ring(ring: Ring) -> Place:
+    """The ranks of a ring that exists."""
+    mesh = ring.parameter_mesh
+    if mesh is None:
+        members: tuple = ("emulated", ring.device.type, ring.rank, ring.size)
+    else:
+        members = (mesh.device_type, tuple(mesh.shape), *mesh.mesh.flatten().tolist())
+    names = None if ring.tensor_mesh is None else ring.tensor_mesh.mesh_dim_names
+    return Place(
+        facts=RingFacts.of(ring),
+        ring=ring,
+        tensor_mesh=ring.tensor_mesh,
+        tensor=None if names is None else names[0],
+        has_replicas=mesh is not None and mesh.ndim > (1 if ring.tensor_mesh is None else 2),
+        members=members,
+        words=describe(ring),
+    )
+
+
+def place_of_grid(grid: RankGrid, options: Options) -> Place:
+    """The ranks of a ring that is to be made."""
+    names = None if grid.tensor_mesh is None else grid.tensor_mesh.mesh_dim_names
+    facts = RingFacts.expected(
+        grid.device_type,
+        grid.shape[-1],
+        grid.place[-1],
+        replicas=grid.shape[0] if grid.has_replicas else 1,
+        replica=grid.place[0] if grid.has_replicas else 0,
+        tensor_ranks=1 if grid.tensor_mesh is None else grid.tensor_mesh.size(),
+        **{name: value for name, value in options.of_ring.items() if name != "timeout"},
+    )
+    return Place(
+        facts=facts,
+        ring=None,
+        tensor_mesh=grid.tensor_mesh,
+        tensor=None if names is None else names[0],
+        has_replicas=grid.has_replicas,
+        members=(grid.device_type, grid.shape, *grid.ranks),
+        words=_words(grid.names, grid.grid),
+    )
+
+
+def place_alone(ranks: int, rank: int, device: str, options: Options) -> Place:
+    """The place of one of `ranks` that no process group has."""
+    return place_of_grid(RankGrid(device, (ranks,), tuple(range(ranks)), None, (rank,)), options)
+
+
+def names_of(parameters: Collection[int], root: nn.Module) -> set[str]:
+    """All names in a model of parameters that are given by their ids."""
+    return {name for name, p in root.named_parameters(remove_duplicate=False) if id(p) in parameters}

@@ -1,0 +1,358 @@
+"""RotationPlan: the conversion of every module and parameter of a model, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rtp_ext._native import shard_sizes
+from rtp_ext.convert.plan.table import table
+from rtp_ext.convert.plan.traffic import Passes, RingFacts, Shards, Traffic, gathered_traffic, rotation_traffic
+from rtp_ext.families.blocks import MLPBlock
+
+ROTATED, GATHERED, REPLICATED, IGNORED = "rotated", "gathered", "replicated", "ignored"
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter as one module owns it.
+
+    Attributes:
+        key: its name in the module.
+        shape: of the whole parameter.
+        ring_shape: before the ring cuts it; smaller than `shape` where tensor parallelism has cut the parameter.
+        moved: `rotated`, `gathered` (sharded, and gathered while its module uses it), `replicated` (whole on every
+            rank, its gradient averaged) or `ignored` (plain, and the caller's).
+        dim: the dimension that the ring cuts; None: it does not.
+        placements: over the dimensions of the mesh of parameters; empty for plain tensors.
+        held: bytes of this rank.
+        tied_to: the first name of the parameter, where this is not the first.
+        reason: why it does not rotate.
+        sparse: whether its gradient has the rows of the ids that were looked up, and no others.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    ring_shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+    moved: str
+    dim: int | None
+    placements: tuple[str, ...]
+    held: int
+    tied_to: str | None = None
+    reason: str | None = None
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """The conversion of one module that owns parameters.
+
+    Attributes:
+        name: in the model, the first of `named_modules`.
+        kind: the name of its plain class.
+        moved: as in `Owned`, of most of its parameters.
+        layer: how its parameters rotate: `linear`, `embedding`, `convolution`, `attention`, `experts`, `head`; None
+            where they do not, but `whole embedding` for tables that stay whole.
+        transposed: whether a linear layer's weight is stored as [in_features, out_features].
+        style: how tensor parallelism has cut it before: `colwise`, `rowwise`, `replicated`; None: not.
+        compute_dtype, reduce_dtype: of computes with shards, and of gradients that travel.
+        in_place: whether its local shards themselves are to travel.
+        reason: why it does not rotate.
+        notice: the warning to log: `refused`, or `unlike` the layer that it is a subclass of; None: no warning.
+        is_new: whether this conversion is to change it.
+    """
+
+    name: str
+    kind: str
+    moved: str
+    layer: str | None
+    parameters: tuple[Owned, ...]
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    in_place: bool = False
+    transposed: bool = False
+    style: str | None = None
+    reason: str | None = field(default=None, compare=False)
+    notice: str | None = field(default=None, compare=False)
+    is_new: bool = field(default=False, compare=False)
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind
+
+    @property
+    def cuts(self) -> dict[str, int | None]:
+        return {each.key: each.dim for each in self.parameters}
+
+
+@dataclass(frozen=True)
+class BundlePlan:
+    """Linear layers of one module that rotate together.
+
+    kind: `mlp` or `shared input`. name: of the module. paths: of the layers below it. layers: their names in the model.
+    recompute: of an MLP, it keeps no hidden value for backward. block: of an MLP that is to be bundled, how.
+    """
+
+    kind: str
+    name: str
+    label: str
+    paths: tuple[str, ...]
+    layers: tuple[str, ...]
+    recompute: bool = False
+    block: MLPBlock | None = field(default=None, compare=False)
+
+    @property
+    def title(self) -> str:
+        return f"{self.label} ({', '.join(self.paths)})"
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """One row of a plan: a parameter under one of its names.
+
+    Attributes:
+        name: in the model.
+        shape, dtype, trained: of the whole parameter; whether it requires a gradient.
+        tied_to: its first name, where this is another one.
+        module, module_class: the owner under this name.
+        moved: `rotated`, `gathered`, `replicated` or `ignored`.
+        bundle: the operation that moves it, with the layers that travel together; None where it does not rotate.
+        placements: over the mesh of parameters.
+        cut: the dimension that the ring cuts, and the sizes of all ranks' shards along it; None, ().
+        route, gradient_route: of weights and of gradients: `ring`, `direct`, `two-level`, `gather`;
+            `chain`, `direct`; of parameters that do not rotate `all-gather` and `all-reduce`. None: nothing is sent.
+        travel, reduce: dtypes in which weights and gradients travel.
+        held_bytes: of this rank.
+        forward_bytes, backward_bytes, gradient_bytes: sent by hops of this rank in a step: weights in forward, weights
+            in backward, gradients. `Ring.bytes_sent` counts them.
+        collective_bytes: sent by collectives of this rank in a step, if these go around a ring; None: not known before.
+        reason: why it does not rotate.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trained: bool
+    tied_to: str | None
+    module: str
+    module_class: str
+    moved: str
+    bundle: str | None
+    placements: tuple[str, ...]
+    cut: int | None
+    shard_sizes: tuple[int, ...]
+    route: str | None
+    gradient_route: str | None
+    travel: str | None
+    reduce: str | None
+    held_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    gradient_bytes: int
+    collective_bytes: int | None
+    reason: str | None
+
+    @property
+    def sent_bytes(self) -> int:
+        """By hops."""
+        return self.forward_bytes + self.backward_bytes + self.gradient_bytes
+
+
+@dataclass(frozen=True)
+class RotationPlan:
+    """The conversion of a model, before or after it; see `rtp_ext.explain`.
+
+    Bytes are those of one rank, `ring.rank`, in a step of one forward and one backward, in which every module is called
+    once and every input but ids requires a gradient. A first layer whose input requires none sends no weights in
+    backward; activation checkpointing sends weights again for every recomputation. Traffic between replicas is not
+    counted: see `OuterPolicy.bytes_sent`.
+
+    Attributes:
+        ring: the properties that decide routes and bytes.
+        modules: that own parameters, in the order of `named_modules`.
+        bundles: layers that rotate together.
+        fused: names of models that compute vocabulary head and loss as one operation.
+        kind: the class of the model.
+        notes: further lines for the log, one for each module.
+        parameters: one row for each name of each parameter.
+    """
+
+    ring: RingFacts
+    modules: tuple[ModulePlan, ...]
+    bundles: tuple[BundlePlan, ...] = ()
+    fused: tuple[str, ...] = ()
+    kind: str = "Module"
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @functools.cached_property
+    def parameters(self) -> tuple[ParameterPlan, ...]:
+        found: dict[str, list[ParameterPlan]] = {}
+        for title, passes, members in self._operations():
+            traffic = rotation_traffic(passes, [shards for _, _, shards in members], self.ring)
+            for (module, owned, _), each in zip(members, traffic, strict=True):
+                row = self._row(module, owned, title, passes, each)
+                known = found.setdefault(row.name, [])
+                if known:  # a bias that rotates in several parts
+                    known[0] = _added(known[0], each)
+                else:
+                    known.append(row)
+        rows = []
+        for module in self.modules:
+            for owned in module.parameters:
+                name = f"{module.name}.{owned.key}" if module.name else owned.key
+                rows += found.get(name) or [self._row(module, owned, None, None, Traffic())]
+        return tuple(rows)
+
+    @functools.cached_property
+    def totals(self) -> dict[str, int]:
+        """Sums over all parameters, in bytes of this rank."""
+        rows = self.parameters
+        return {
+            "held_bytes": sum(row.held_bytes for row in rows),
+            "forward_bytes": sum(row.forward_bytes for row in rows),
+            "backward_bytes": sum(row.backward_bytes for row in rows),
+            "gradient_bytes": sum(row.gradient_bytes for row in rows),
+            "collective_bytes": sum(row.collective_bytes or 0 for row in rows),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in values that JSON has."""
+        facts = {key: value for key, value in dataclasses.asdict(self.ring).items() if key != "gradients"}
+        facts |= {"gradient_route": self.ring.gradients.route, "gradient_travel": self.ring.gradients.travel}
+        return {
+            "model": self.kind,
+            "ring": facts,
+            "parameters": [dataclasses.asdict(row) for row in self.parameters],
+            "totals": self.totals,
+        }
+
+    def __str__(self) -> str:
+        return table(self.kind, self.ring, self.parameters, self.totals)
+
+    # -- operations --------------------------------------------------------------------------------------------------
+
+    def _operations(self) -> Iterator[tuple[str, Passes, list[tuple[ModulePlan, Owned, Shards]]]]:
+        """Everything that rotates: its title, how, and the parameters that travel together."""
+        together = {layer: bundle for bundle in self.bundles for layer in bundle.layers}
+        modules = {module.name: module for module in self.modules}
+        for bundle in self.bundles:
+            layers = [modules[name] for name in bundle.layers]
+            name = bundle.label if bundle.kind == "mlp" else f"{bundle.label}.({', '.join(bundle.paths)})"
+            kind = "mlp" if bundle.kind == "mlp" else "linear"
+            members = [member for layer in layers for member in _members(layer)]
+            yield bundle.title, _passes(layers[0], kind, name), members
+        for module in self.modules:
+            if module.moved == ROTATED and module.name not in together:
+                members = _members(module)
+                if members:
+                    yield module.label, _passes(module, _kind_of(module), module.label), members
+
+    def _row(
+        self, module: ModulePlan, owned: Owned, title: str | None, passes: Passes | None, sent: Traffic
+    ) -> ParameterPlan:
+        facts, ranks = self.ring, self.ring.ranks
+        route = gradient_route = travel = reduce = None
+        collective: int | None = 0
+        if passes is not None and owned.moved == ROTATED:
+            route, _ = facts.route_of(passes.name, passes.is_planned)
+            gradient_route = "direct" if facts.gradients.direct(route, passes.reduce_dtype) else "chain"
+            bias = len(owned.shape) < (3 if passes.kind == "experts" else 2)
+            narrow = facts.travel == "int8" or (facts.travel == "bfloat16" and passes.compute_dtype.itemsize > 2)
+            travel = facts.travel if narrow and not bias and ranks > 1 else _name(passes.compute_dtype)
+            quantized = gradient_route == "direct" and facts.gradients.travel is not None
+            reduce = facts.gradients.travel if quantized else _name(passes.reduce_dtype)
+        elif owned.moved in (GATHERED, REPLICATED) and not facts.emulated:
+            route = "all-gather" if owned.dim is not None else None
+            gradient_route = "all-reduce"
+            travel = None if owned.dim is None else _name(module.compute_dtype)
+            reduce = _name(module.reduce_dtype)
+            dtypes = module.compute_dtype, module.reduce_dtype
+            collective = gathered_traffic(owned.ring_shape, owned.dim, *dtypes, owned.trained, ranks).total
+            if owned.sparse:
+                collective = None  # it follows from the ids of all ranks
+        if not owned.trained:
+            gradient_route = reduce = None
+        name = f"{module.name}.{owned.key}" if module.name else owned.key
+        sizes = () if owned.dim is None else tuple(shard_sizes(owned.ring_shape[owned.dim], ranks))
+        return ParameterPlan(
+            name=name,
+            shape=owned.shape,
+            dtype=_name(owned.dtype),
+            trained=owned.trained,
+            tied_to=owned.tied_to,
+            module=module.name,
+            module_class=module.kind,
+            moved=owned.moved,
+            bundle=title if owned.moved == ROTATED else None,
+            placements=owned.placements,
+            cut=owned.dim,
+            shard_sizes=sizes,
+            route=route,
+            gradient_route=gradient_route,
+            travel=travel,
+            reduce=reduce,
+            held_bytes=0 if owned.tied_to else owned.held,
+            forward_bytes=sent.forward,
+            backward_bytes=sent.backward,
+            gradient_bytes=sent.gradients,
+            collective_bytes=collective,
+            reason=owned.reason,
+        )
+
+
+def _kind_of(module: ModulePlan) -> str:
+    """The kind of rotation of a layer on its own, as `Passes` names it."""
+    if module.layer == "attention":
+        return "linear"
+    if module.layer == "linear":
+        by_outputs = module.cuts["weight"] == (1 if module.transposed else 0)
+        return "linear" if by_outputs else "partial linear"
+    return module.layer or "convolution"
+
+
+def _passes(module: ModulePlan, kind: str, name: str) -> Passes:
+    return Passes(
+        kind=kind,
+        name=name,
+        weight_dtype=module.parameters[0].dtype,
+        compute_dtype=module.compute_dtype,
+        reduce_dtype=module.reduce_dtype,
+        in_place=module.in_place,
+        transposed=module.transposed,
+    )
+
+
+def _members(module: ModulePlan) -> list[tuple[ModulePlan, Owned, Shards]]:
+    """The parameters of a module that travel with its rotation."""
+    dims = 3 if module.layer == "experts" else 2
+    found = []
+    for owned in module.parameters:
+        if module.layer == "attention" and owned.moved != ROTATED:
+            if owned.key == "in_proj_bias":  # gathered, and then cut as the three weights that it goes with
+                part = Shards((owned.shape[0] // 3,), 0, True, owned.trained)
+                found += [(module, owned, part)] * 3
+            continue
+        if owned.moved == ROTATED and owned.dim is not None:
+            is_bias = len(owned.shape) < dims
+            found.append((module, owned, Shards(owned.ring_shape, owned.dim, is_bias, owned.trained)))
+    return found
+
+
+def _added(row: ParameterPlan, sent: Traffic) -> ParameterPlan:
+    return dataclasses.replace(
+        row,
+        forward_bytes=row.forward_bytes + sent.forward,
+        backward_bytes=row.backward_bytes + sent.backward,
+        gradient_bytes=row.gradient_bytes + sent.gradients,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,139 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_COLUMNS = (
+    "parameter",
+    "shape",
+    "moved by",
+    "cut",
+    "route",
+    "gradients",
+    "travels in",
+    "held",
+    "sent",
+    "by collectives",
+)
+_RIGHT = {"held", "sent", "by collectives"}
+
+
+def table(kind: str, ring: Any, rows: Sequence[Any], totals: dict[str, int]) -> str:
+    """The rows of a plan under a head line, with totals and reasons. Rows of layers that are alike are one line, with a
+    star for the number of the layer, their count and the sums of their bytes.
+
+    ring: RingFacts. rows: ParameterPlan. totals: bytes by name.
+    """
+    lines = [_title(kind, ring, rows), ""]
+    cells = [_cells(several) for several in _alike(rows)]
+    sums = totals["forward_bytes"] + totals["backward_bytes"] + totals["gradient_bytes"]
+    cells.append(["total", *[""] * 6, _bytes(totals["held_bytes"]), _bytes(sums), _bytes(totals["collective_bytes"])])
+    widths = [max(len(name), *(len(row[place]) for row in cells)) for place, name in enumerate(_COLUMNS)]
+    lines.append(_line(list(_COLUMNS), widths))
+    lines.append("  ".join("-" * width for width in widths))
+    lines += [_line(row, widths) for row in cells[:-1]]
+    lines.append("  ".join("-" * width for width in widths))
+    lines.append(_line(cells[-1], widths))
+    lines += [
+        "",
+        f"A step of rank {ring.rank} sends by hops {_bytes(totals['forward_bytes'])} of weights in forward, "
+        f"{_bytes(totals['backward_bytes'])} of weights in backward and {_bytes(totals['gradient_bytes'])} of "
+        f"gradients, and by collectives {_bytes(totals['collective_bytes'])}.",
+    ]
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.reason is not None:
+            reasons.setdefault(row.reason, []).append(row.name)
+    if reasons:
+        lines += ["", "Not rotated:"]
+        for reason, names in reasons.items():
+            forms = list(dict.fromkeys(map(_without_numbers, names))) if len(names) > 3 else names
+            shown = ", ".join(forms[:4]) + (f" and {len(forms) - 4} more" if len(forms) > 4 else "")
+            lines.append(f"  {shown}: {reason}")
+    if ring.assumed:
+        lines += ["", "No ring exists yet: these are the routes of ranks on one host."]
+    return "\n".join(lines)
+
+
+def _title(kind: str, ring: Any, rows: Sequence[Any]) -> str:
+    count = len({row.name for row in rows if row.tied_to is None})
+    more = f", {ring.replicas} replicas" if ring.replicas > 1 else ""
+    more += f", tensor parallelism of {ring.tensor_ranks}" if ring.tensor_ranks > 1 else ""
+    return f"{kind}: {count} parameters on a ring of {ring.ranks}{more}, seen from rank {ring.rank}"
+
+
+def _alike(rows: Sequence[Any]) -> list[list[Any]]:
+    """Rows that differ in numbers within names alone, such as those of the layers of a transformer, together."""
+    found: dict[tuple, list[Any]] = {}
+    for row in rows:
+        form = (
+            *map(_without_numbers, (row.name, row.tied_to or "", row.bundle or "")),
+            *_looks(row),
+            row.held_bytes,
+            row.reason,
+        )
+        found.setdefault((*form, row.sent_bytes, row.collective_bytes), []).append(row)
+    return [*found.values()]
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.\s])", "*", name)
+
+
+def _looks(row: Any) -> tuple[str, ...]:
+    """The cells of a row that are no names and no bytes."""
+    travels = row.travel or "-"
+    if row.reduce is not None and row.reduce != row.travel:
+        travels = f"{travels}, gradients {row.reduce}"
+    cut = "whole" if row.cut is None else f"dim {row.cut}: {_sizes(row.shard_sizes)}"
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    return shape, cut, row.route or "-", row.gradient_route or "-", travels
+
+
+def _cells(rows: Sequence[Any]) -> list[str]:
+    """One line for rows that are alike: bytes are their sums."""
+    row, count = rows[0], len(rows)
+    shown: Callable[[str], str] = str if count == 1 else _without_numbers
+    name = shown(row.name) if row.tied_to is None else f"{shown(row.name)} = {shown(row.tied_to)}"
+    moved = row.moved if row.bundle in (None, row.module) else shown(row.bundle)
+    shape, cut, *routes = _looks(row)
+    collective = "depends on ids" if row.collective_bytes is None else _bytes(count * row.collective_bytes)
+    return [
+        name if count == 1 else f"{name} ({count})",
+        shape,
+        moved,
+        cut,
+        *routes,
+        _bytes(count * row.held_bytes),
+        _bytes(count * row.sent_bytes),
+        collective,
+    ]
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """5+5+5+2 as 3x5+2."""
+    parts: list[str] = []
+    for size in dict.fromkeys(sizes):
+        count = list(sizes).count(size)
+        parts.append(f"{count}x{size}" if count > 1 else str(size))
+    return "+".join(parts)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    pairs = zip(_COLUMNS, cells, widths, strict=True)
+    return "  ".join(cell.rjust(width) if name in _RIGHT else cell.ljust(width) for name, cell, width in pairs).rstrip()
+
+
+def _bytes(count: int) -> str:
+    """In the largest unit that leaves at least 1, exact below 10 KiB."""
+    if count < 10_240:
+        return f"{count} B"
+    size, unit = count / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}"

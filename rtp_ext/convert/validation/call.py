@@ -1,0 +1,322 @@
+"""Refusals that follow from the arguments of a call, from the parts converted before, and from their rings."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from rtp_ext.convert.agreement import ConversionError
+from rtp_ext.convert.plan.layers import own_parameters
+from rtp_ext.convert.plan.request import (
+    TIMEOUT,
+    ModuleGroup,
+    Options,
+    Parts,
+    Place,
+    Request,
+    describe,
+    ignored_in,
+    place_of_grid,
+    place_of_ring,
+    state_in,
+)
+from rtp_ext.convert.scopes import is_inside, state_of
+from rtp_ext.convert.tensor_parallel import tensor_dimensions
+from rtp_ext.outer import AllReduce, OuterPolicy
+from rtp_ext.ring import Ring, RotationDims
+from rtp_ext.ring.links.options import RingOptions, check_in_place, check_requested
+from rtp_ext.ring.mesh import lay_out_ranks
+
+
+def read_call(given: Any, options: Options, alone: Place | None = None) -> Request:
+    """The call of fully_rotate with a module or a list of them. Changes nothing, and sends nothing.
+
+    `alone`: the ranks to plan for where no process group has them.
+
+    Raises TypeError, ValueError and RotationError as `fully_rotate` says, where the arguments do not go together or do
+    not fit the model and its parts.
+    """
+    members = _members_of(given)
+    root = members[0] if len(members) == 1 else ModuleGroup(members)
+    parts = _parts_of(members, root)
+    if options.bundle not in (True, False, "recompute"):
+        raise ValueError(f"fully_rotate: expected bundle to be True, False or 'recompute', got {options.bundle!r}")
+    if options.loss_head not in (None, "fused"):
+        raise ValueError(f"fully_rotate: expected loss_head to be None or 'fused', got {options.loss_head!r}")
+    if isinstance(options.ignored_params, torch.Tensor):
+        raise TypeError("fully_rotate: expected ignored_params to be several parameters, got a single tensor")
+    ignored = frozenset(id(parameter) for parameter in options.ignored_params or ())
+    not_ours = ignored | ignored_in(parts)
+    _refuse_uninitialized(root, not_ours)
+    place = alone or _place_of(options, parts, _tensor_dimension(root, options, not_ours))
+    policy = _policy_of(options.outer, parts, place)
+    if options.in_place and not policy.allows_in_place:
+        raise ValueError(
+            f"fully_rotate: in_place=True cannot be combined with {type(policy).__name__}, whose shards are made of "
+            "the pieces of all replicas: expected in_place=False, or another outer policy"
+        )
+    offload = _offload_of(options.offload_policy, place)
+    if isinstance(offload, CPUOffloadPolicy):
+        _refuse_offload(place, policy, options.in_place)
+    if place.ring is None:
+        RingOptions.of(options.of_ring)
+    else:
+        _check_travels(place.ring, options.travel, options.gradient_route, options.gradient_travel)
+        if not isinstance(options.mesh, Ring):
+            timeout = None if options.timeout == TIMEOUT else options.timeout
+            _check_options(place.ring, options.transport, options.route, timeout)
+    if options.in_place:
+        if place.ring is None:
+            check_in_place("fully_rotate", options.travel, options.route)
+        else:
+            place.ring.expect_in_place("fully_rotate")
+    return Request(
+        options=options,
+        members=members,
+        root=root,
+        parts=parts,
+        ignored=ignored,
+        not_ours=not_ours,
+        place=place,
+        outer=policy,
+        offload=offload,
+    )
+
+
+# -- the modules of a call -------------------------------------------------------------------------------------------
+
+
+def _members_of(given: Any) -> list[nn.Module]:
+    """The modules that fully_rotate is called with: one, or those of a list."""
+    if isinstance(given, nn.Module):
+        return [given]
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"fully_rotate: expected a torch.nn.Module or a list of them, got {type(given).__name__}")
+    if not given:
+        raise ValueError("fully_rotate: expected a module or several, got an empty list")
+    places: dict[int, int] = {}
+    for place, member in enumerate(given):
+        if not isinstance(member, nn.Module):
+            raise TypeError(f"fully_rotate: expected a list of torch.nn.Module, got {type(member).__name__} at {place}")
+        if id(member) in places:
+            raise ValueError(
+                f"fully_rotate: expected every module of a list once, got the same {type(member).__name__} at "
+                f"{places[id(member)]} and {place}"
+            )
+        places[id(member)] = place
+    for place, member in enumerate(given):
+        for name, part in member.named_modules():
+            if name and id(part) in places:
+                raise ValueError(
+                    "fully_rotate: expected a list of modules of which none is inside another, got "
+                    f"{type(part).__name__} at {places[id(part)]}, which is {name} of {type(member).__name__} at "
+                    f"{place}: leave it out"
+                )
+    return list(given)
+
+
+def _parts_of(members: list[nn.Module], root: nn.Module) -> Parts:
+    """The outermost modules in the members of `root` that were converted before, by name. Raises ConversionError where
+    a member was."""
+    for member in members:
+        if is_inside(member):
+            how = "already was" if state_of(member) is not None else "is a part of one that already was"
+            raise ConversionError(
+                f"fully_rotate: expected a model that has not been converted, got a {type(member).__name__} that "
+                f"{how}; parts are converted before the model around them"
+            )
+    found: Parts = []
+    below: set[int] = set()
+    for name, part in root.named_modules():
+        if id(part) not in below and state_of(part) is not None:
+            found.append((name, part))
+            below.update(map(id, part.modules()))
+    return found
+
+
+def _refuse_uninitialized(root: nn.Module, ignored: Collection[int]) -> None:
+    for name, part in root.named_modules():
+        for key, parameter in own_parameters(part).items():
+            if nn.parameter.is_lazy(parameter) and id(parameter) not in ignored:
+                raise ValueError(
+                    f"fully_rotate: expected parameters with a shape, got the uninitialized {key} of "
+                    f"{name or 'the model'} ({type(part).__name__}): call the plain model with a batch before"
+                )
+
+
+# -- the ranks -------------------------------------------------------------------------------------------------------
+
+
+def _tensor_dimension(root: nn.Module, options: Options, ignored: frozenset[int]) -> str | None:
+    """The name of the dimension of tensor parallelism. Raises ValueError where there are several."""
+    if not isinstance(options.mesh, DeviceMesh) or not isinstance(options.dims, RotationDims):
+        return None
+    found = tensor_dimensions(root, options.mesh, options.dims, ignored)
+    if len(found) > 1:
+        where = ", ".join(f"{dimension} ({name})" for dimension, name in found.items())
+        raise ValueError(f"fully_rotate: expected tensor parallelism over one dimension of the mesh, got {where}")
+    return next(iter(found), None)
+
+
+def _place_of(options: Options, parts: Parts, tensor: str | None) -> Place:
+    """The ranks of the ring that a model gets: of the ring of its first part, where it has parts.
+
+    Raises ValueError for parts over other ranks than `mesh`, on another ring than a given one, or on rings that differ
+    in their options.
+    """
+    mesh, dims = options.mesh, options.dims
+    if dims is not None and (mesh is None or isinstance(mesh, Ring)):
+        raise ValueError(
+            f"fully_rotate: dims names dimensions of a mesh: expected mesh to be a DeviceMesh, got {mesh!r}; a Ring, "
+            "and the ring of parts that were converted before, have their dimensions"
+        )
+
+    def given() -> Place:
+        if isinstance(mesh, Ring):
+            return place_of_ring(mesh)
+        return place_of_grid(lay_out_ranks(mesh, dims, tensor), options)
+
+    rings = [(name, state_in(part).ring) for name, part in parts]
+    if not rings:
+        return given()
+    first, ring = rings[0]
+    if isinstance(mesh, Ring) and mesh is not ring:
+        raise ValueError(f"fully_rotate: expected mesh={ring!r}, the ring of module {first}, or None, got {mesh!r}")
+    place = place_of_ring(ring)
+    asked = place if mesh is None or isinstance(mesh, Ring) else given()
+    if asked.members != place.members:
+        raise ValueError(
+            f"fully_rotate: expected {place.words}, as module {first} was converted with, got {asked.words}"
+        )
+    for name, other in rings:
+        if other is not ring and (place_of_ring(other).members, _options(other)) != (place.members, _options(ring)):
+            raise ValueError(
+                f"fully_rotate: expected all parts of a model on one ring, got module {first} on {describe(ring)} "
+                f"with {_options(ring)}, and module {name} on {describe(other)} with {_options(other)}"
+            )
+    return place
+
+
+def _options(ring: Ring) -> dict[str, Any]:
+    return {
+        "transport": ring.transport,
+        "route": ring.route,
+        "travel": ring.travel,
+        "timeout": ring.timeout,
+        "slot_cap": ring.slot_cap,
+        "prefetch": ring.prefetch,
+        "gradient_halves": ring.gate.gradient_halves,
+        "late_gradients": ring.late_gradients,
+        "gradient_route": ring.gradient_route,
+        "gradient_travel": ring.gradient_travel,
+        "transport_options": ring.transport_options,
+        "offload_policy": ring.offload_policy,
+    }
+
+
+def _check_options(ring: Ring, transport: str, route: str, timeout: float | datetime.timedelta | None) -> None:
+    """Raises ValueError where a model asks for something else than the ring of its parts has; None: for nothing."""
+    if isinstance(timeout, (int, float)):
+        timeout = datetime.timedelta(seconds=timeout)
+    for what, asked, actual in (
+        ("transport", None if transport == "auto" else transport, ring.transport),
+        ("route", None if route == "auto" else route, ring.route),
+        ("timeout", timeout, ring.timeout),
+    ):
+        if asked is not None and asked != actual:
+            raise ValueError(
+                f"fully_rotate: expected {what} {actual}, that of the ring of the parts converted before, got {asked}"
+            )
+
+
+def _check_travels(ring: Ring, travel: str | None, gradient_route: str, gradient_travel: str | None) -> None:
+    """The same for the dtypes and routes of weights and gradients; None and `auto` accept those of the ring."""
+    check_requested(gradient_route, gradient_travel, ring.hop_route, ring.gate.gradient_halves)
+    requested = {"travel": travel, "gradient_route": gradient_route, "gradient_travel": gradient_travel}
+    for what, asked in requested.items():
+        actual = getattr(ring, what)
+        if asked not in (None, "auto", actual):
+            raise ValueError(f"fully_rotate: expected {what} {actual!r}, that of the ring, or none, got {asked!r}")
+
+
+# -- policies --------------------------------------------------------------------------------------------------------
+
+
+def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Place) -> OuterPolicy:
+    """The outer policy that a model gets: the given one, the one of its first part, or a new one."""
+    if outer is not None and not isinstance(outer, OuterPolicy):
+        raise TypeError(f"fully_rotate: expected outer to be a policy of rtp_ext.outer, got {outer!r:.100}")
+    if outer is not None and not place.has_replicas:
+        raise ValueError(
+            f"fully_rotate: {type(outer).__name__} acts between replicas: expected a mesh of several dimensions "
+            "and dims=RotationDims(ring=..., replicate=...), got one ring"
+        )
+    known = [(name, state.outer_policy) for name, part in parts if (state := state_of(part)) is not None]
+    for name, theirs in known:
+        if theirs is not None and not theirs.requires_all_reduce:
+            raise ValueError(
+                f"fully_rotate: expected parts whose gradients are reduced, got module {name} after "
+                "set_requires_all_reduce(part, False): call set_requires_all_reduce(part, True) before, and then "
+                "set_requires_all_reduce(model, False)"
+            )
+    first = known[0][1] if known else None
+    if outer is not None and first is not None and outer is not first:
+        raise ValueError(
+            f"fully_rotate: module {parts[0][0]} was converted with another outer policy, a {type(first).__name__}: "
+            f"expected outer=None, or that one (outer_of the part), got a {type(outer).__name__}"
+        )
+    policy = outer or first or AllReduce()
+    policy.expect_free(place.ring)
+    if place.tensor_mesh is not None and not policy.allows_tensor_parallel:
+        raise ValueError(
+            f"fully_rotate: {type(policy).__name__} cannot be combined with tensor parallelism (over "
+            f"{place.tensor_mesh.mesh_dim_names}), of whose parts it knows nothing: expected outer=outer.AllReduce(), "
+            "or a model that parallelize_module has not cut"
+        )
+    return policy
+
+
+def _offload_of(given: OffloadPolicy | None, place: Place) -> OffloadPolicy:
+    """The offload policy: the requested one, or that of the other models of the ring. Raises TypeError
+    for other objects, ValueError where the ring has another policy."""
+    if given is not None and type(given) not in (OffloadPolicy, CPUOffloadPolicy):
+        raise TypeError(
+            "fully_rotate: expected offload_policy to be a CPUOffloadPolicy or OffloadPolicy of "
+            f"torch.distributed.fsdp, or None, got {given!r:.100}"
+        )
+    known = None if place.ring is None else place.ring.offload_policy
+    if given is not None and known is not None and given != known:
+        raise ValueError(
+            f"fully_rotate: expected offload_policy {known}, that of the ring's other models and parts, or None, got "
+            f"{given}"
+        )
+    return given or known or OffloadPolicy()
+
+
+OFFLOAD = "fully_rotate: offload_policy=CPUOffloadPolicy() cannot be combined with"
+
+
+def _refuse_offload(place: Place, outer: OuterPolicy, in_place: bool) -> None:
+    """Raises ValueError where local shards cannot stay on the host."""
+    if in_place:
+        raise ValueError(
+            f"{OFFLOAD} in_place=True, by which the shards themselves travel: expected in_place=False, since copies on "
+            "the device travel, or no offload_policy"
+        )
+    if not outer.allows_offload:
+        raise ValueError(
+            f"{OFFLOAD} {type(outer).__name__}, which keeps the shards that rotate on the device: expected "
+            "outer=outer.AllReduce(), or no offload_policy"
+        )
+    if place.tensor_mesh is not None:
+        raise ValueError(
+            f"{OFFLOAD} tensor parallelism: expected a model that parallelize_module has not cut, or no offload_policy"
+        )
+    if place.facts.emulated:
+        raise ValueError(f"{OFFLOAD} an emulated ring: expected a ring of processes, or no offload_policy")

@@ -1,0 +1,243 @@
+"""Refusals that follow from the modules and parameters of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
+from rtp_ext.convert.optimizers import REPLACED
+from rtp_ext.convert.plan.layers import extended_parameters, own_parameters, table_problem
+from rtp_ext.convert.plan.request import (
+    Request,
+    describe,
+    place_of_ring,
+)
+from rtp_ext.convert.plan.rotation_plan import ModulePlan, RotationPlan
+from rtp_ext.convert.scopes import ring_of_module
+from rtp_ext.convert.tensor_parallel import check_style, on_tensor_mesh
+from rtp_ext.convert.validation.call import OFFLOAD
+from rtp_ext.families import blocks
+from rtp_ext.families.layers import computes_like
+from rtp_ext.nn import Flyweight, RotatedEmbedding
+from rtp_ext.outer import AllReduce
+from rtp_ext.parameters.extensions import is_extended, refusal
+from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.wrappers import type_name
+
+_MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
+
+PLAIN_OR_EXTENDED = (
+    "expected a plain parameter, or one whose class has fsdp_pre_all_gather and fsdp_post_all_gather, which say how "
+    "its shards travel; or pass it in ignored_params"
+)
+
+
+def validate(plan: RotationPlan, request: Request) -> None:
+    """Raises where a plan cannot be applied: ValueError for modules and parameters that cannot be converted or combined
+    with the options, TypeError for parameters on another device. Changes nothing, and sends nothing."""
+    if request.offloads:
+        _refuse_offload(request)
+    _refuse_whole_tables(request)
+    _refuse_foreign(request)
+    _check_devices(request)
+    _check_extended(request)
+    modules = list(request.modules())
+    for name, part in modules:
+        check_style(name, part, request.place.tensor_mesh, request.ignored)
+    _check_tables(request, modules)
+    _check_ties(request, modules)
+    if request.options.loss_head is not None:
+        _check_heads(plan, request, modules)
+
+
+def _refuse_offload(request: Request) -> None:
+    for name, part in request.root.named_modules():
+        what = None
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and id(part.weight) not in request.not_ours:
+            what = RotatedEmbedding.refusal(part)
+        elif isinstance(part, Flyweight):
+            what = "copies of a module"
+        if what is not None:
+            raise ValueError(
+                f"{OFFLOAD} {what}, of {name or 'the model'} ({type(part).__name__}): expected a model without it, "
+                "or no offload_policy"
+            )
+
+
+def _refuse_whole_tables(request: Request) -> None:
+    """Raises ValueError where an embedding depends on the ids of all ranks, which replicas do not exchange; and
+    where its table is no DTensor, which tensor parallelism compares."""
+    for name, part in request.root.named_modules():
+        if not isinstance(part, (nn.Embedding, nn.EmbeddingBag)) or id(part.weight) in request.not_ours:
+            continue
+        if request.place.tensor_mesh is not None and part.sparse:
+            raise ValueError(
+                f"fully_rotate: {name or 'the model'} ({type(part).__name__}): sparse gradients cannot be combined "
+                "with tensor parallelism: expected an embedding with sparse=False, or its parameters in ignored_params"
+            )
+        if request.place.facts.replicas > 1:
+            problem = RotatedEmbedding.refusal(part)
+            if problem is not None:
+                raise ValueError(
+                    f"fully_rotate: {name or 'the model'} ({type(part).__name__}): {problem}, which cannot be combined "
+                    "with replicas: expected a mesh of one ring, an embedding without it, or its parameters in "
+                    "ignored_params"
+                )
+
+
+def _refuse_foreign(request: Request) -> None:
+    """Raises ValueError where other code shards or manages parameters: another mesh or ring, FSDP, DDP."""
+    place, ignored = request.place, request.not_ours
+    copies = (part for part in request.root.modules() if isinstance(part, Flyweight))
+    inside = {id(m) for flyweight in copies for m in flyweight.modules()}
+    for name, part in request.root.named_modules():
+        label = f"{name or 'the root'} ({type(part).__name__})"
+        manager = next((cls.__name__ for cls in _MANAGERS if isinstance(part, cls)), None)
+        if manager is not None:
+            below = [id(parameter) for parameter in part.parameters()]
+            if not below or any(parameter not in ignored for parameter in below):
+                raise ValueError(
+                    f"fully_rotate: expected plain modules, got {label}, whose parameters {manager} manages; use one "
+                    "of the two, or pass its parameters as ignored_params"
+                )
+        ring = ring_of_module(part)
+        if ring is not None and place_of_ring(ring).members != place.members:
+            raise ValueError(
+                f"fully_rotate: {label} is sharded over {describe(ring)}: expected {place.words}, the ring of this call"
+            )
+        if ring is not None or id(part) in inside:
+            continue
+        for key, parameter in own_parameters(part).items():
+            if id(parameter) in ignored:
+                continue
+            if isinstance(parameter, DTensor) and not on_tensor_mesh(parameter, place.tensor_mesh):
+                raise ValueError(
+                    f"fully_rotate: expected plain parameters, which become DTensors on {place.words}; got "
+                    f"{key} of {label}, a DTensor with placements {tuple(parameter.placements)} on "
+                    f"{describe(parameter.device_mesh)}. Tensor parallelism goes with rotation over another dimension "
+                    "of the same mesh: mesh=mesh, dims=RotationDims(ring=...) for a model that was parallelized over "
+                    'mesh["tp"]. Other sharding cannot be combined with it'
+                )
+            if REPLACED in parameter.__dict__:
+                raise ValueError(
+                    f"fully_rotate: {key} of {label} was shared with {parameter.__dict__[REPLACED]}, which has been "
+                    "converted without it: modules that share a parameter have to be converted in one call, "
+                    "fully_rotate(model) or fully_rotate([module, other module])"
+                )
+
+
+def _check_devices(request: Request) -> None:
+    expected = {request.place.device, "meta"} | ({"cpu"} if request.offloads else set())
+    for name, parameter in request.root.named_parameters():
+        if parameter.device.type not in expected:
+            raise TypeError(
+                f"fully_rotate: expected {name} on {request.place.device} (the ring's device) or meta, got "
+                f"{parameter.device}"
+            )
+
+
+def _check_extended(request: Request) -> None:
+    """Raises ValueError for tensor subclasses that can be neither sharded nor gathered, and where parameters that are
+    gathered through extensions of their class cannot be combined with the rest."""
+    for name, part in request.modules():
+        if isinstance(part, LiveModule):
+            continue
+        for key, parameter in own_parameters(part).items():
+            if id(parameter) in request.ignored:
+                continue
+            label = f"fully_rotate: {name + '.' if name else ''}{key} of a {type(part).__name__}"
+            problem = refusal(parameter)
+            if problem is not None:
+                raise ValueError(f"{label} is {problem}: {PLAIN_OR_EXTENDED}")
+            if is_extended(parameter) and (other := _not_with_extended(request)) is not None:
+                raise ValueError(
+                    f"{label} is a {type_name(parameter)}, gathered through the extensions of its class, which "
+                    f"cannot be combined with {other}: expected a plain parameter, or pass it in ignored_params"
+                )
+
+
+def _not_with_extended(request: Request) -> str | None:
+    if request.place.facts.emulated:
+        return None  # on an emulated ring they stay whole
+    if request.place.tensor_mesh is not None:
+        return "tensor parallelism"
+    if request.keeps_on_host:
+        return "offload_policy=CPUOffloadPolicy()"
+    if type(request.outer) is not AllReduce:
+        return f"{type(request.outer).__name__}: of the outer policies only outer.AllReduce() takes it"
+    return None
+
+
+def _check_tables(request: Request, modules: list[tuple[str, nn.Module]]) -> None:
+    """Gathered copies of a table lose the writes and counts of such embeddings."""
+    extended = extended_parameters(modules, request.ignored)
+    inside = {id(part) for _, f in modules if isinstance(f, Flyweight) for part in f.modules()}
+    for name, part in modules:
+        several = part.modules() if computes_like(part, nn.MultiheadAttention) else [part]
+        own = [parameter for each in several for parameter in own_parameters(each).values()]
+        if id(part) in inside or all(id(p) in request.ignored or isinstance(p, DTensor) for p in own):
+            continue
+        problem = table_problem(part)
+        special = any(id(parameter) in extended for parameter in own)
+        if problem is not None and (special or not WholeEmbedding.fits(part)):
+            raise ValueError(
+                f"fully_rotate: {name or 'the model'} ({type(part).__name__}): {problem}: expected an nn.Embedding "
+                "with the forward of torch and no parameters but a plain weight, or these in ignored_params"
+            )
+
+
+def _check_ties(request: Request, modules: list[tuple[str, Any]]) -> None:
+    """A parameter cannot stay whole for one of its owners and be sharded for another."""
+    whole: dict[int, str] = {}
+    sharded: dict[int, str] = {}
+    for name, part in modules:
+        own = list(map(id, own_parameters(part).values()))
+        stays = table_problem(part) is not None or request.ignored.intersection(own)
+        (whole if stays else sharded).update(dict.fromkeys(own, name))
+    for parameter in whole.keys() & sharded.keys():
+        raise ValueError(
+            f"fully_rotate: {sharded[parameter]} shares a parameter with {whole[parameter]}, whose parameters stay "
+            "whole: expected all modules that share it to be rotated, or the parameter in ignored_params"
+        )
+
+
+def _check_heads(plan: RotationPlan, request: Request, modules: list[tuple[str, nn.Module]]) -> None:
+    planned: dict[str, ModulePlan] = {module.name: module for module in plan.modules}
+    extended: Collection[int] = extended_parameters(modules, request.ignored)
+    found = [(name, part) for name, part in modules if blocks.causal_model(part)]
+    for name, part in found:
+        head: Any = part.lm_head
+        kind = type(part).__name__
+        if not blocks.is_linear(head) or blocks.is_transposed_linear(head):
+            raise ValueError(
+                f"fully_rotate: loss_head='fused' expected {kind}.lm_head to be a linear layer that has not been "
+                f"converted, got a {type(head).__name__}"
+            )
+        layer = planned.get(f"{name}.lm_head" if name else "lm_head")
+        if layer is not None and layer.style is not None:
+            raise ValueError(
+                f"fully_rotate: loss_head='fused' expected {kind}.lm_head to be a layer that tensor parallelism has "
+                "not cut, got DTensors: leave out loss_head, or the head from the plan of parallelize_module"
+            )
+        if request.ignored.intersection(map(id, head.parameters())):
+            raise ValueError(
+                f"fully_rotate: loss_head='fused' expected the parameters of {kind}.lm_head to rotate, got some of "
+                "them in ignored_params"
+            )
+        if any(id(parameter) in extended for parameter in head.parameters()):
+            raise ValueError(
+                f"fully_rotate: loss_head='fused' expected plain parameters of {kind}.lm_head, got a "
+                f"{type_name(head.weight)}: leave out loss_head"
+            )
+    if not found:
+        raise ValueError(
+            f"fully_rotate: loss_head='fused' expected one of {', '.join(blocks.CAUSAL_MODELS)} of the "
+            f"transformers package with its own loss, got a {type(request.root).__name__}; other models can use "
+            "nn.RotatedLinearCrossEntropy"
+        )

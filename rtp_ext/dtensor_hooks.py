@@ -1,0 +1,362 @@
+"""Every patch and global hook of torch and transformers that this package makes. No other file makes one.
+
+Each function makes one patch, once, and says for which versions of torch and why. What the patch then does is passed in
+as a callback by the module above that is responsible for it. `python_tests/house/test_dtensor_hooks.py` runs torch
+without each patch, and fails once torch does by itself what the patch is for.
+
+Hooks of optimizer steps are no patches: torch registers them through its public functions, and they stay even if all
+patches go.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+import logging
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import _state_dict_utils
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from rtp_ext._native import RotationError
+
+logger = logging.getLogger("rtp_ext")
+
+_PATCHED = "_rtp_patched"  # attribute of the functions that stand in the place of others
+
+
+# -- DTensor -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def patch_full_tensor(handles: Callable[[DTensor], bool], full_tensor: Callable[..., torch.Tensor]) -> None:
+    """DTensor.full_tensor and DTensor.redistribute: torch 2.11 to 2.14.
+
+    torch takes the gradient of a whole tensor to be the same on every rank, and keeps a slice of this rank's. Ranks of
+    a ring have batches of their own, so that their gradients have to be averaged. For parameters that `handles`
+    accepts, `full_tensor(parameter, stock)` is called instead.
+    """
+    whole, laid_out = DTensor.full_tensor, DTensor.redistribute
+
+    def differentiates(parameter: DTensor) -> bool:
+        return handles(parameter) and parameter.requires_grad and torch.is_grad_enabled()
+
+    @functools.wraps(whole)
+    def averaged_full_tensor(self: DTensor, *, grad_placements: Any = None) -> torch.Tensor:
+        if grad_placements is None and differentiates(self):
+            return full_tensor(self, whole)
+        return whole(self, grad_placements=grad_placements)
+
+    @functools.wraps(laid_out)
+    def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **keywords: Any) -> DTensor:
+        everywhere = placements is not None and all(isinstance(placement, Replicate) for placement in placements)
+        here = device_mesh is None or device_mesh == self.device_mesh
+        if everywhere and here and differentiates(self):
+            return DTensor.from_local(self.full_tensor(), self.device_mesh, placements, run_check=False)
+        return laid_out(self, device_mesh, placements, **keywords)
+
+    DTensor.full_tensor = averaged_full_tensor  # type: ignore[method-assign]
+    DTensor.redistribute = redistribute  # type: ignore[method-assign]
+
+
+@functools.cache
+def patch_data(handles: Callable[[DTensor], bool], assign: Callable[[DTensor, Any], None]) -> None:
+    """DTensor.data: torch 2.11 to 2.14.
+
+    An assignment changes the wrapper of torch and leaves the local shard as it was, without an error. For parameters
+    that `handles` accepts, `assign(parameter, values)` is called instead.
+    """
+    stock: Any = torch.Tensor.data
+
+    def assign_data(self: DTensor, values: Any) -> None:
+        if handles(self):
+            assign(self, values)
+        else:
+            stock.__set__(self, values)
+
+    DTensor.data = property(stock.__get__, assign_data)  # type: ignore[assignment]
+
+
+def patch_grad_scaler() -> None:
+    """The rule of DTensor for the unscaling of GradScaler: torch 2.11 to 2.14.
+
+    torch decides by the first gradient of a group whether ranks exchange infinities. Where that gradient is whole on
+    every rank, an overflow in another rank's shard goes unnoticed, and ranks no longer take the same steps. The patch
+    puts sharded gradients first.
+    """
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    try:
+        handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
+        stock = handlers[operator]
+    except (AttributeError, KeyError):
+        logger.warning(
+            "this torch (%s) hides how GradScaler treats DTensors: do not use it with scalar parameters",
+            torch.__version__,
+        )
+        return
+    if hasattr(stock, _PATCHED):
+        return
+
+    def sharded_first(op_call: Any, args: tuple, kwargs: dict) -> Any:
+        gradients = sorted(args[0], key=lambda gradient: sum(isinstance(p, Replicate) for p in gradient.placements))
+        return stock(op_call, (gradients, *args[1:]), kwargs)
+
+    setattr(sharded_first, _PATCHED, True)
+    handlers[operator] = sharded_first
+
+
+@functools.cache
+def patch_state_dicts(handles: Callable[[Any, Any], bool], cut: Callable[[torch.Tensor, Any, Any], DTensor]) -> None:
+    """The cut of whole state dicts (full_state_dict=True) of torch.distributed.checkpoint: torch 2.11 to 2.14.
+
+    torch asserts that sizes divide where one dimension is cut twice (_StridedShard). For a mesh and placements that
+    `handles` accepts, `cut(whole, mesh, placements)` is called instead.
+    """
+    stock: Any = _state_dict_utils.distribute_tensor  # type: ignore[attr-defined]
+
+    @functools.wraps(stock)
+    def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **keywords: Any) -> Any:
+        if not placements or isinstance(tensor, DTensor) or not handles(device_mesh, placements):
+            return stock(tensor, device_mesh, placements, **keywords)
+        return cut(tensor, device_mesh, placements)
+
+    _state_dict_utils.distribute_tensor = distribute_tensor  # type: ignore[attr-defined]
+
+
+# -- steps of optimizers (public hooks of torch) -----------------------------------------------------------------------
+
+# In this order, whatever the order in which modules register theirs. A stage raises to refuse a step; the last one may
+# return new (arguments, keywords) of it.
+STEP_STAGES = ("stale", "state", "reduced", "attached", "policy", "stand-in")
+StepHook = Callable[[Optimizer, Any, Any], Any]
+
+_stages: dict[str, StepHook] = {}
+_OWN = "_rtp_before_step"  # attribute of an optimizer: its own hooks of the stage "policy"
+
+
+def before_steps(stage: str, hook: StepHook) -> None:
+    """Has `hook(optimizer, arguments, keywords)` run before every step of any optimizer, in its stage. It sees the
+    arguments that the step was given."""
+    if stage not in STEP_STAGES:
+        raise ValueError(f"expected a stage of {', '.join(STEP_STAGES)}, got {stage!r}")
+    if not _stages:
+        register_optimizer_step_pre_hook(_run_stages)
+    _stages[stage] = hook
+
+
+def before_steps_of(optimizer: Optimizer, hook: StepHook) -> RemovableHandle:
+    """Has `hook(optimizer, arguments, keywords)` run in the stage "policy" of one optimizer."""
+    hooks: OrderedDict[int, StepHook] = optimizer.__dict__.setdefault(_OWN, OrderedDict())
+    before_steps("policy", _run_own)
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _run_own(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+    for hook in [*optimizer.__dict__.get(_OWN, {}).values()]:
+        hook(optimizer, arguments, keywords)
+
+
+def _run_stages(optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
+    result = None
+    for stage in STEP_STAGES:
+        if stage in _stages:
+            result = _stages[stage](optimizer, arguments, keywords)
+    return result
+
+
+@functools.cache
+def count_writes(handles: Callable[[Any], bool]) -> None:
+    """A hook after every step: torch 2.11 to 2.14.
+
+    Foreach and fused steps on DTensors do not raise the version counters of parameters, since torch counts below the
+    dispatch of DTensor. Autograd would then not notice that a saved parameter was written.
+    """
+
+    def count(optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        torch.autograd.graph.increment_version([p for p in parameters if handles(p) and p.grad is not None])
+
+    register_optimizer_step_post_hook(count)
+
+
+@functools.cache
+def after_steps(hook: StepHook) -> None:
+    """Has `hook(optimizer, arguments, keywords)` run after every step of any optimizer."""
+    register_optimizer_step_post_hook(hook)
+
+
+# -- other parts of torch ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def register_traced_files(files: tuple[str, ...]) -> None:
+    """Rules of torch.compile (torch._dynamo.trace_rules): torch 2.11 to 2.14.
+
+    torch traces every installed package and has no public way to name what it may trace of one. With these rules its
+    graphs break at all of rtp_ext but at `files`, which are traced where traced code calls them. A torch that has no
+    files that are traced only when called breaks its graphs at all of the package.
+    """
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    rules.add("rtp_ext")
+    package = Path(__file__).resolve().parent
+    traced: set[str] = getattr(rules, "BUILTIN_INLINE_WHEN_CALLED", set())
+    traced.update(str(package / file) for file in files)
+
+
+def refuse_ddp(root: torch.nn.Module, message: str) -> None:
+    """`_ddp_params_and_buffers_to_ignore` of a module, which DistributedDataParallel reads first: torch 2.11 to 2.14.
+
+    Stock trainers wrap every model. On DTensors DistributedDataParallel fails with a missing rule of c10d.broadcast_,
+    which says nothing of the cause; this raises ValueError(message).
+    """
+    root.__dict__.setdefault("_ddp_params_and_buffers_to_ignore", _Refusing(message))
+
+
+class _Refusing:
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def __iter__(self) -> Any:
+        raise ValueError(self.message)
+
+
+def refuse_fully_shard(module: torch.nn.Module, message: str) -> None:
+    """The registry of composable functions of a module, which fully_shard searches first: torch 2.11 to 2.14.
+
+    fully_shard on the shards of a ring ends in a TypeError of torch's own; this raises ValueError(message).
+    """
+    module.__dict__[REGISTRY_KEY] = _Registry(module.__dict__.get(REGISTRY_KEY, {}), message)
+
+
+class _Registry(dict):
+    def __init__(self, entries: Mapping[str, Any], message: str) -> None:
+        super().__init__(entries)
+        self.message = message
+
+    def __contains__(self, name: object) -> bool:
+        if name == "fully_shard":
+            raise ValueError(self.message)
+        return super().__contains__(name)
+
+
+def patch_parametrizations(refuse: Callable[[Any], None], refuse_named: Callable[[Any, str], None]) -> None:
+    """The ways of torch.nn.utils to compute a weight from other parameters: torch 2.11 to 2.14.
+
+    They take a shard for a plain parameter, and replace it without an error, so that the model no longer rotates. They
+    call `refuse(parameter)`, or `refuse_named(module, name)`, before they change anything; where a way has another
+    name in some torch, the next forward of the model finds it.
+    """
+
+    def each(original: Any) -> None:
+        for parameter in original if isinstance(original, (list, tuple)) else (original,):
+            refuse(parameter)
+
+    def several(parameters: Any) -> None:
+        for module, name in parameters:
+            refuse_named(module, name)
+
+    old: dict[str, Any] = {name: sys.modules[f"torch.nn.utils.{name}"] for name in ("weight_norm", "spectral_norm")}
+    _guard(parametrize.ParametrizationList, "__init__", each, "original")
+    _guard(getattr(parametrizations, "_SpectralNorm", None), "__init__", each, "weight")
+    _guard(prune.BasePruningMethod, "apply", refuse_named, "module", "name")
+    _guard(old["weight_norm"].WeightNorm, "apply", refuse_named, "module", "name")
+    _guard(old["spectral_norm"].SpectralNorm, "apply", refuse_named, "module", "name")
+    _guard(prune, "global_unstructured", several, "parameters")
+
+
+def _guard(owner: Any, name: str, refuse: Callable[..., None], *needed: str) -> None:
+    """Has a function of `owner` call `refuse` with some of its arguments first."""
+    kept = vars(owner).get(name) if owner is not None else None
+    stock: Any = getattr(kept, "__func__", kept)
+    if stock is None or hasattr(stock, _PATCHED):
+        return
+    signature = inspect.signature(stock)
+    if not set(needed) <= signature.parameters.keys():
+        return
+
+    @functools.wraps(stock)
+    def guarded(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            given = signature.bind(*arguments, **keywords).arguments
+        except TypeError:
+            return stock(*arguments, **keywords)  # which says what is wrong
+        refuse(*(given.get(each) for each in needed))
+        return stock(*arguments, **keywords)
+
+    setattr(guarded, _PATCHED, True)
+    wrapper = type(kept) if isinstance(kept, (staticmethod, classmethod)) else None
+    setattr(owner, name, guarded if wrapper is None else wrapper(guarded))
+
+
+def patch_pipeline_stages(
+    replace_backward: Callable[[Callable[..., Any]], Callable[..., Any]],
+    replace_reduction: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Stages of torch.distributed.pipelining, once it is imported: torch 2.11 to 2.14.
+
+    A stage delays and reduces gradients for FSDP and DistributedDataParallel, by their classes, and for nothing else.
+    The callbacks make new methods of the stock ones.
+    """
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    if module is None:
+        return
+    base = getattr(module, "_PipelineStageBase", None)
+    for name, replace in (
+        ("backward_maybe_with_nosync", replace_backward),
+        ("perform_reduce_grad", replace_reduction),
+    ):
+        stock = getattr(base, name, None)
+        if stock is None:
+            raise RotationError(
+                f"this torch has pipelines without _PipelineStageBase.{name}, where gradients are left for, or reduced "
+                "at, the end of a step: expected one of torch 2.11 to 2.14 for a model with replicas"
+            )
+        _replace(base, name, replace)
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def patch_generate(**replacements: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Methods of transformers' GenerationMixin and its subclasses, once they are loaded: torch 2.11 to 2.14.
+
+    `generate` calls the model as often as one rank's sequences need, while a forward of a converted model takes all
+    ranks. The classes are patched, since a plain model around a converted part generates too. `replacements`: by the
+    name of a method, a function that makes a new one of it.
+    """
+    utilities = sys.modules.get("transformers.generation.utils")
+    if utilities is None:
+        return
+    mixin = utilities.GenerationMixin
+    for cls, name in itertools.product({*mixin.__mro__, *_subclasses(mixin)}, replacements):
+        if name in vars(cls):
+            _replace(cls, name, replacements[name])
+
+
+def _subclasses(cls: Any) -> Iterator[type]:
+    for below in cls.__subclasses__():
+        yield below
+        yield from _subclasses(below)
+
+
+def _replace(owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
+    """Puts what `replacement` makes of a method in its place, once."""
+    stock = getattr(owner, name)
+    if not hasattr(stock, _PATCHED):
+        replaced = replacement(stock)
+        setattr(replaced, _PATCHED, True)
+        setattr(owner, name, replaced)

@@ -1,0 +1,51 @@
+"""A ring as autograd sees it: refused transforms, double backward, delivery of gradients, operands that are memory."""
+
+from rtp_ext.ring.autograd.double_backward import first_order_only, wanted
+from rtp_ext.ring.autograd.gradient_delivery import (
+    GRADIENT_HANDLER,
+    OFFLOADED,
+    GradientHandler,
+    accumulates,
+    as_gradient,
+    as_parameter,
+    deliver_gradient,
+    gradient_handler_of,
+    hooked,
+    offloaded_shard_of,
+    read_within,
+    rounded,
+    run_collective,
+    save_delivery,
+    unrounded,
+)
+from rtp_ext.ring.autograd.tensor_memory import computes_plainly, expect_memory, holds_memory
+from rtp_ext.ring.autograd.transforms import other_modes, refuse_transforms, returns, seen_by, storing_modes, unseen
+
+__all__ = [
+    "GRADIENT_HANDLER",
+    "OFFLOADED",
+    "GradientHandler",
+    "accumulates",
+    "as_gradient",
+    "as_parameter",
+    "computes_plainly",
+    "deliver_gradient",
+    "expect_memory",
+    "first_order_only",
+    "gradient_handler_of",
+    "holds_memory",
+    "hooked",
+    "offloaded_shard_of",
+    "other_modes",
+    "read_within",
+    "refuse_transforms",
+    "returns",
+    "rounded",
+    "run_collective",
+    "save_delivery",
+    "seen_by",
+    "storing_modes",
+    "unrounded",
+    "unseen",
+    "wanted",
+]

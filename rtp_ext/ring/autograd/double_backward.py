@@ -1,0 +1,85 @@
+"""Backwards of rotated operations: which gradients are requested, and the refusal of a second derivative."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rtp_ext.ring.autograd.transforms import unseen
+
+
+class _FirstOrder(torch.autograd.Function):
+    """Gradients that depend on tensors in a way that autograd cannot follow: a backward through them raises."""
+
+    @staticmethod
+    def forward(ctx, name: str, count: int, *tensors: torch.Tensor):
+        ctx.name = name
+        return tuple(gradient.detach() for gradient in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_: Any):
+        raise RuntimeError(
+            f"{ctx.name}: double backward is not supported: a gradient that was made with create_graph=True is "
+            "differentiated again (a gradient penalty or a Hessian), for which rotated operations have no formula"
+        )
+
+
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the backward of an autograd Function whose results cannot be differentiated again.
+
+    torch's once_differentiable looks at the incoming gradients alone; results depend on what was saved, which the
+    backward leaves in `ctx.unpacked`, and on the parameters of `ctx.call` as well. A later backward through any of them
+    raises RuntimeError and is never cut short.
+    """
+
+    @unseen
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.create_graph = torch.is_grad_enabled()
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        unpacked = ctx.__dict__.pop("unpacked", ())
+        if not torch.is_grad_enabled():
+            return results
+        call = getattr(ctx, "call", None)
+        sources: Sequence[Any] = (*gradients, *unpacked, *(call.watched if call else ()))
+        sources = [source for source in sources if source is not None and source.requires_grad]
+        several = results if isinstance(results, tuple) else (results,)
+        made = [result for result in several if result is not None]
+        name = call.name if call else "the gradient of a parameter"
+        refusing = iter(_FirstOrder.apply(name, len(made), *made, *sources))
+        several = tuple(None if result is None else next(refusing) for result in several)
+        return several if isinstance(results, tuple) else several[0]
+
+    return once
+
+
+def wanted(ctx: Any) -> tuple[bool, ...]:
+    """Of which arguments of an autograd Function this backward wants gradients: what `ctx.needs_input_grad` says, less
+    what the engine will not follow.
+
+    Zero-bubble pipelines, and torch.autograd.grad of some tensors, run a backward for inputs alone or parameters alone,
+    of which `needs_input_grad` knows nothing. In a backward only, and for Functions that take inputs before parameters.
+    """
+    nodes = [node for node, _ in ctx.next_functions if node is not None]  # of the arguments that need a gradient
+    if not nodes:  # an operator of a graph, which is made for what it returns
+        return ctx.needs_input_grad
+    executed = [_will_be_executed(node) for node in nodes]
+    call = getattr(ctx, "call", None)
+    if call is not None and executed and not executed[0]:
+        call.ring.pass_by()
+    found = iter(executed)
+    return tuple(needed and next(found) for needed in ctx.needs_input_grad)
+
+
+def _will_be_executed(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        # It tells all but the leaves whose gradients torch.autograd.grad was asked for: those it refuses to tell.
+        if "A leaf node was passed" not in str(error):
+            raise
+        return True

@@ -1,0 +1,252 @@
+"""The ranks of a ring as torch.distributed sees them: their process groups, small collectives, and what ends both."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rtp_ext._native import RingTimeout
+from rtp_ext.ring.links.failure_report import FailureReport, broken_links, cut
+from rtp_ext.ring.links.groups import all_gather_single, destroy, make_group
+from rtp_ext.ring.links.hosts import Hosts
+
+_FIRST_BYTES = 1024  # of a value and its length, that go in the first of two gathers; few values are longer
+
+
+class Communicator:
+    """Process groups over some ranks, and the collectives for values that are too small to rotate.
+
+    Args:
+        rank, size: the place of this rank among the members, and how many there are.
+        device: where tensors of `all_gather` and `all_reduce` are.
+        timeout: after which a member that does not answer is an error.
+        members: their ranks in the world. None: this process stands for all of them, and there are no groups.
+
+    Attributes:
+        members: as given; empty without groups.
+        world: the default process group that the groups belong to; None without groups.
+        placed: which members share a host.
+        executor: fails when the groups fail, and the reverse. None until the ring has one; replicas have none.
+        failure_report: finds out which rank failed; None without groups.
+        companions: communicators that end with this one.
+    """
+
+    placed: Hosts
+    _member, _others = "rank", "a rank of the ring"  # in errors
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: datetime.timedelta,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
+        self.world: dist.ProcessGroup | None = None
+        self.executor: Any = None
+        self.failure_report: FailureReport | None = None
+        self.companions: tuple[Communicator, ...] = ()
+        self.members: list[int] = [] if members is None else [*members]
+        self._groups: list[dist.ProcessGroup] = []
+        self._control: dist.ProcessGroup | None = None  # for values of the host
+        self._collective: dist.ProcessGroup | None = None  # for tensors on the device
+        self._owner = os.getpid()
+        if members is None:
+            return
+        self.world = dist.group.WORLD
+        dropped = weakref.finalize(self, destroy, self._groups, self.world, self._owner, unclosed=True)
+        dropped.atexit = False
+        if size > 1:
+            self._control = self.new_group("gloo")
+            # One of its own on CPUs, too: gloo ends the process of a rank that compares models while another sends it
+            # a longer tensor, and replicas may have sent different numbers of buckets when they meet.
+            self._collective = self.new_group("nccl" if device.type == "cuda" else "gloo")
+
+    # -- the groups --------------------------------------------------------------------------------------------------
+
+    def new_group(self, backend: str) -> dist.ProcessGroup:
+        """Another process group of the same members, which ends with the others. Collective."""
+        group = make_group(self.members, backend, self.timeout)
+        self._groups.append(group)
+        return group
+
+    def drop_groups(self) -> None:
+        """Destroys the groups, and those of the companions. Idempotent."""
+        for companion in self.companions:
+            companion.drop_groups()
+        self._control = self._collective = None
+        if self.world is not None:
+            destroy(self._groups, self.world, self._owner)
+
+    @contextlib.contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """Releases executor and groups if the construction of a ring fails."""
+        try:
+            yield
+        except Exception:
+            try:
+                if self.executor is not None:
+                    self.executor.close()
+            finally:
+                self.drop_groups()
+            raise
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts the members are on."""
+        return self.placed.count
+
+    @property
+    def per_host(self) -> int | None:
+        """How many members each host has; None where the numbers differ."""
+        return self.placed.per_host
+
+    @property
+    def alone(self) -> bool:
+        """Whether one process is the whole ring, emulated or not."""
+        return self.world is None or self.size == 1
+
+    # -- liveness ----------------------------------------------------------------------------------------------------
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the default process group of the groups was destroyed."""
+        return self.world is not None and self.world is not dist.group.WORLD
+
+    def check_alive(self, operation: str) -> None:
+        """Raises RotationError if the ring was closed, has failed, or outlived its process group."""
+        if self.executor is None:
+            return
+        self.executor.check_alive(operation)
+        if self.orphaned:
+            self.executor.fail("its process group was destroyed")
+            self.executor.check_alive(operation)
+
+    def abandon(
+        self,
+        error: Exception,
+        suspects: Sequence[int] | None = None,
+        near: Sequence[int] | None = None,
+        ended: float | None = None,
+    ) -> None:
+        """Drops the groups of a ring that has failed, so that neighbours in a collective fail too. Appends to the text
+        of `error` which rank failed: see FailureReport, also for `ended`. Does nothing to a ring that still works."""
+        if self.executor is not None and self.executor.alive:
+            return
+        own = not isinstance(error, RingTimeout)
+        groups = self._open_groups()
+        broken, seen = set() if own else broken_links(groups), time.time()
+        cut(groups)
+        self.drop_groups()
+        # A forked process is no rank, and its connection to the store is its parent's.
+        if self.failure_report is None or self.world is not dist.group.WORLD or os.getpid() != self._owner:
+            return
+        note: str = "" if self.executor is None else self.executor.fail("")
+        text = str(error).removesuffix(note)
+        verdict = self.failure_report.call(
+            text, own, broken, seen, suspects, self.members if near is None else near, ended
+        )
+        if verdict:
+            error.args = (text + verdict + note,)
+
+    def end(
+        self,
+        error: Exception,
+        suspects: Sequence[int] | None = None,
+        near: Sequence[int] | None = None,
+        ended: float | None = None,
+    ) -> None:
+        """Fails the executor with `error`, and drops the groups. Appends to the text of `error` which rank failed."""
+        if self.executor is not None:
+            error.args = (str(error) + self.executor.fail(str(error)),)
+        self.abandon(error, suspects, near, ended)
+
+    def _open_groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that end with this communicator."""
+        if self.world is None or self.world is not dist.group.WORLD or os.getpid() != self._owner:
+            return []
+        return [*self._groups, *(group for companion in self.companions for group in companion._open_groups())]
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def collectively(self, operation: str, post: Callable[..., Any], *tensors: Any, group: Any) -> None:
+        """Runs `post`, a torch.distributed collective. A failure that the process group reports ends the ring; an error
+        before anything was posted does not."""
+        start, posted = time.monotonic(), False
+        recorded = 0 if self.executor is None else self.executor.begin_collective(operation)
+        try:
+            work = post(*tensors, group=group, async_op=True)
+            posted = True
+            work.wait()
+        except RuntimeError as error:
+            if not posted and not isinstance(error, dist.DistError):
+                raise
+            raise self._lost(operation, time.monotonic() - start, error) from error
+        if self.executor is not None:
+            self.executor.end_collective(recorded)
+
+    def _lost(
+        self, operation: str, waited: float, cause: Exception, suspects: Sequence[int] | None = None
+    ) -> Exception:
+        """Ends the ring, since a collective has failed, and returns the error to raise. `suspects`: the only members
+        that this rank waited for."""
+        # Gloo ends the connections of a group that runs out of time: those of other ranks break then, not later.
+        late = waited - self.timeout.total_seconds()
+        ended = time.time() - late if late >= 0 else None
+        hop = self.last_hop()
+        here = f"{operation} on {self._member} {self.rank} of {self.size}, "
+        here += f"after {hop}" if hop else "before the first hop"
+        error = RingTimeout(f"{here}: {self._others} did not answer (waited {waited:.1f} s): {cause}")
+        self.end(error, None if suspects is None else [self.members[rank] for rank in suspects], ended=ended)
+        return error
+
+    def last_hop(self) -> str:
+        """The last hop that this rank posted, in words; empty before the first."""
+        return "" if self.executor is None else self.executor.last_hop()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's `value` (any picklable object), in ring order. Collective."""
+        self.check_alive("exchange")
+        if self._control is None:
+            return [value] * self.size
+        mine = pickle.dumps(value)
+        firsts = self._gather_bytes(len(mine).to_bytes(8, "little") + mine, _FIRST_BYTES)
+        sizes = [int.from_bytes(first[:8], "little") for first in firsts]
+        longest = 8 + max(sizes) - _FIRST_BYTES
+        rests = self._gather_bytes(mine[_FIRST_BYTES - 8 :], longest) if longest > 0 else [b""] * self.size
+        every = zip(firsts, rests, sizes, strict=True)
+        return [pickle.loads((first[8:] + rest)[:size]) for first, rest, size in every]
+
+    def _gather_bytes(self, mine: bytes, width: int) -> list[bytes]:
+        """The first `width` bytes of every rank's `mine`, filled up with zeros. Collective."""
+        padded = torch.frombuffer(bytearray(mine[:width].ljust(width, b"\0")), dtype=torch.uint8)
+        gathered = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")  # the default device may be another
+        self.collectively("exchange", all_gather_single, gathered, padded, group=self._control)
+        return [text.numpy().tobytes() for text in gathered.view(self.size, width)]
+
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """Shards [n] of equal size to [R, n], for shards that are too small to rotate. Collective."""
+        self.check_alive("all_gather")
+        if self._collective is None:
+            return shard.unsqueeze(0).repeat(self.size, 1)
+        gathered = shard.new_empty(self.size, shard.numel())
+        self.collectively("all_gather", all_gather_single, gathered.view(-1), shard, group=self._collective)
+        return gathered
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values` [...] over the ranks, in place. Collective."""
+        self.check_alive("all_reduce")
+        if self._collective is None:
+            return values.mul_(self.size)
+        self.collectively("all_reduce", dist.all_reduce, values, group=self._collective)
+        return values

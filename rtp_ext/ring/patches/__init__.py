@@ -1,1 +1,0 @@
-"""What this package adds to torch itself: rules of DTensor parameters and optimizers, and of compilers."""

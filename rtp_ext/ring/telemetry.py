@@ -1,0 +1,204 @@
+"""What a ring reports of its own work: counters, traces of its streams, and the record of its last passes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rtp_ext import _native
+from rtp_ext._native import RotationError
+from rtp_ext.ring.links.communicator import Communicator
+from rtp_ext.ring.links.transports import Connection
+
+logger = logging.getLogger("rtp_ext")
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """What one lane did from `start` to `end`, in seconds.
+
+    Attributes:
+        rank: of the ring.
+        lane: `compute`, `side` (a second lane of computes), `weight` or `gradient` (hops), `outer weight` or
+            `outer gradient` (hops between hosts, on route two-level).
+        label: of the step, as in the table of the schedule.
+        step: its position in the schedule; of a wait, that of the step that waited; -1 at either end of a pass.
+        pass_: the number of its pass; -1: a hop that was sent ahead for a pass that did not come.
+        operation: such as `rotated_linear forward`.
+        posted: when a hop was posted, which starts once those before it on its channel have arrived; else the start.
+        kind: `step`; `wait`: the compute stream waits for a hop, and on a CPU also while it posts one; `stage`: local
+            shards are copied, or cast, before they travel.
+    """
+
+    rank: int
+    lane: str
+    label: str
+    start: float
+    end: float
+    step: int
+    pass_: int
+    operation: str
+    kind: str
+    posted: float
+
+
+@dataclass(frozen=True)
+class TracePass:
+    """One pass of one operation. `options`: keywords of `make_schedule`; `end` is NaN where it has not ended."""
+
+    number: int
+    operation: str
+    options: dict[str, Any]
+    start: float
+    end: float
+
+
+@dataclass
+class Trace:
+    """What one rank recorded; empty until the recording has ended.
+
+    Attributes:
+        passes, events: in the order in which the rank began them, in seconds from the start of the recording.
+        zero: that start, in seconds of the clock of `host`.
+        captured: passes that were captured in a CUDA graph. They are not recorded, nor are replays.
+    """
+
+    rank: int
+    ranks: int
+    device: str
+    transport: str
+    host: str
+    zero: float = 0.0
+    captured: int = 0
+    passes: list[TracePass] = field(default_factory=list)
+    events: list[TraceEvent] = field(default_factory=list)
+
+
+class Telemetry:
+    """Counters and recordings of one rank of a ring.
+
+    Args:
+        communicator: of the ring, whose executor counts and records.
+        connection: its transport.
+        token: name of the ring in the files of its recorder, the same on all its ranks.
+    """
+
+    def __init__(self, communicator: Communicator, connection: Connection, token: str) -> None:
+        self._communicator = communicator
+        self._transport, self._native = connection.name, connection.native
+        communicator.executor.identify(token, connection.name, _native.host_id())
+        if not _native.record_on_signal():
+            logger.debug("SIGUSR1 has a handler already: it writes no records of rings; Ring.record does")
+
+    # -- counters ----------------------------------------------------------------------------------------------------
+
+    def slot_count(self, channel: str) -> Any:
+        """Slots of `weight` or `gradient`: .slots and .bytes that exist, .peak_slots leased at once, .peak_bytes,
+        .allocations ever. `scratch`: places of this rank where weights are dequantized that travel in fewer bits."""
+        return (
+            self._communicator.executor.scratch()
+            if channel == "scratch"
+            else self._communicator.executor.slots(channel)
+        )
+
+    def reset_peak(self) -> None:
+        """Starts the peaks of `slot_count` anew."""
+        self._communicator.executor.reset_peak()
+
+    def clear_slots(self) -> None:
+        """Frees the slots; the next operation allocates them again."""
+        self._communicator.executor.clear_slots()
+
+    def hops(self, channel: str) -> int:
+        """Hops of `weight` or `gradient` that this rank has posted."""
+        return self._communicator.executor.hops(channel)
+
+    def landed_late(self) -> int:
+        """Gradients that arrived after the backward pass of their layer had ended."""
+        return self._communicator.executor.landed_late()
+
+    def prefetched(self) -> tuple[int, int]:
+        """First hops that were sent before their layer was called, and how many of them it could use."""
+        return self._communicator.executor.prefetched()
+
+    def bytes_sent(self, channel: str) -> int:
+        """Bytes of `weight` or `gradient` that this rank has sent."""
+        return self._communicator.executor.bytes_sent(channel)
+
+    def bytes_between_hosts(self, channel: str) -> int:
+        """Bytes of `weight` or `gradient` that this rank has sent to other hosts. Raises RotationError where the
+        transport does not count them apart from those that stayed on its own host: only `shm+c10d` does."""
+        if self._communicator.hosts == 1:
+            return 0
+        if self._communicator.hosts == self._communicator.size:
+            return self._communicator.executor.bytes_sent(channel)
+        if not isinstance(self._native, _native.CompositeTransport):
+            raise RotationError(f"transport {self._transport} does not tell what left the host from what stayed there")
+        return self._native.bytes_between_hosts(channel)
+
+    # -- recordings --------------------------------------------------------------------------------------------------
+
+    def record(self) -> str:
+        """Writes what this rank's end of the ring did last (passes, computes, hops, waits; times and peers) to a file,
+        and returns its path. Not collective, and cheap: it may be called at any time, from any thread.
+
+        The same is written when the ring fails, and for all rings of a process that gets SIGUSR1. The folder is that of
+        the environment variable RTP_RECORD_DIR, or else the temporary one. `python -m rtp_ext record FILES` says what
+        the files of all ranks tell together: who was late, who skipped an operation, which hop no rank posted. On a GPU
+        times are those at which the host enqueued.
+
+        Raises OSError where the file cannot be written.
+        """
+        try:
+            return self._communicator.executor.record("asked for by Ring.record")
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+
+    def trace(self) -> AbstractContextManager[Trace]:
+        """Records when every stream works on which step: `with ring.trace() as trace: ...`, and then `trace.events`.
+
+        By timing events on CUDA streams, which are read when the block ends; by the host's clock on a CPU, where a
+        compute lasts until the next step is requested, and a hop from its posting until it arrives (over `c10d`: until
+        the wait that found it there). Collective, at either end; a hop that was sent ahead is waited for there. What
+        to do with a trace: rtp_ext.trace.
+
+        Raises ValueError where the ring is being recorded already, RotationError for `c10d` between GPUs, whose
+        streams cannot be timed.
+        """
+        return self._trace()
+
+    @contextlib.contextmanager
+    def _trace(self) -> Iterator[Trace]:
+        ring = self._communicator
+        ring.check_alive("trace")
+        if ring.device.type == "cuda":
+            torch.cuda.synchronize(ring.device)
+        ring.exchange(None)  # the ranks start together
+        trace = Trace(ring.rank, ring.size, str(ring.device), self._transport, _native.host_id())
+        self._record_events(True)
+        try:
+            yield trace
+        finally:
+            self._record_events(False)
+            if self._communicator.executor.alive:
+                trace.zero, trace.captured, passes, events = self._communicator.executor.read_trace()
+                trace.passes = [TracePass(number, *each) for number, each in enumerate(passes)]
+                trace.events = [
+                    TraceEvent(ring.rank, lane, label, start, end, step, pass_, operation, kind, posted)
+                    for pass_, operation, step, kind, lane, label, start, end, posted in events
+                ]
+        if trace.captured:
+            logger.warning("trace: %d passes were captured in a CUDA graph and are not in the trace", trace.captured)
+
+    def _record_events(self, on: bool) -> None:
+        try:
+            self._communicator.executor.trace(on)
+        except RotationError as error:
+            self._communicator.end(error)
+            raise
