@@ -3,7 +3,7 @@
     python docs/site.py --output build/docs --reference rtp_ext rtp_ext.planner      # `make docs`
     python docs/site.py --output build/docs                                          # without the reference: seconds
 
-Exit status 1, with what is wrong, where a link leads nowhere. Needs pdoc, which brings markdown2 and pygments.
+Exits with status 1 and a list of the links that lead nowhere. Needs pdoc, which brings markdown2 and pygments.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parents[1]
-# the order in which a reader may want them; a page that is not named here comes last
-FIRST = ("README", "which", "usage", "frameworks", "compile", "outer", "transports", "reliability", "design", "gpu")
-ORDER = (*FIRST, "planner", "scale", "results", "lines", "limits", "development")
+# in the order of reading; pages that are not named here come last
+FIRST = ("README", "which", "usage", "frameworks", "compile", "outer", "transports", "reliability")
+ORDER = (*FIRST, "design", "glossary", "gpu", "planner", "scale", "results", "lines", "limits", "development")
 REFERENCE = "reference/index.html"
 EXTRAS = ["tables", "fenced-code-blocks", "cuddled-lists", "code-friendly"]
 STYLE = """

@@ -1,9 +1,9 @@
-"""Replicas that train apart: each ring on batches of its own, and an outer step on what they have learned now and then.
+"""DiLoCo: each ring trains on its own batches, and the replicas combine their weights in an outer step now and then.
 
     torchrun --nproc-per-node 4 examples/diloco.py --ring 2 --period 10
 
-Runs on GPUs where there are some, else on CPUs. Between outer steps nothing travels from ring to ring, so that rings
-may lie far apart. At the end all replicas are given their mean, after which checkpoints are plain ones.
+Runs on GPUs where there are some, else on CPUs. Between outer steps rings exchange no data, so that they may be far
+apart. At the end all replicas get their mean, so that a checkpoint of any of them is a plain one.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], int]:
     policy = DiLoCo(options.period)
     rtp_ext.fully_rotate(model, mesh=mesh, dims=dims, outer=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    policy.attach(optimizer)  # it acts after steps
+    policy.attach(optimizer)  # the policy acts after optimizer steps
 
-    torch.manual_seed(1 + rank)  # batches of its own
+    torch.manual_seed(1 + rank)  # each rank draws its own batches
     losses = []
     for _ in range(options.steps):
         x = torch.randn(32, 16, device=device)
         loss = nn.functional.mse_loss(model(x), x.unflatten(1, (4, 4)).sum(2))
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # by the norm of this replica's gradients
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # clips by the norm of the gradients of this replica
         optimizer.step()
         total = loss.detach()
         dist.all_reduce(total)

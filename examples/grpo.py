@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/grpo.py --steps 30
 
 Runs on GPUs where there are some, else on CPUs. Needs transformers and trl. Every rank samples completions of its own,
-which end at different lengths: `generate` keeps the ranks in step by itself. The model is small and random;
-`AutoModelForCausalLM.from_pretrained(...)` and its tokenizer take the places of both.
+which end at different lengths: `generate` keeps the ranks in step. The model is small and random; replace it and the
+tokenizer by `AutoModelForCausalLM.from_pretrained(...)` and its tokenizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RotationGRPOTrainer(RotationTrainer, GRPOTrainer):
 
 
 def numbers() -> PreTrainedTokenizerFast:
-    """A tokenizer of numbers: 0 stands for the unknown, 1 pads, 2 ends."""
+    """Returns a tokenizer of numbers: 0 is the unknown token, 1 padding, 2 the end."""
     words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1", eos_token="2")
@@ -43,12 +43,12 @@ def policy() -> LlamaForCausalLM:
 
 
 def sevens(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The reward: which share of a completion's tokens is the wanted one."""
+    """Returns the reward: the share of sevens among the tokens of a completion."""
     return [ids.count(WANTED) / len(ids) for ids in completion_ids]
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, float]]:
-    """Returns what was logged, by step."""
+    """Returns the log entries, by step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--output", type=Path, default=Path("build/example-grpo"))

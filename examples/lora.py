@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/lora.py --steps 40
 
 Runs on GPUs where there are some, else on CPUs. Needs transformers, accelerate and peft. The base is small and random;
-`AutoModelForCausalLM.from_pretrained(...)` takes its place. What is saved are the adapters.
+replace it by `AutoModelForCausalLM.from_pretrained(...)`. The run saves the adapters only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def base() -> LlamaForCausalLM:
 
 
 def counting(count: int) -> list[dict[str, torch.Tensor]]:
-    """Sequences in which each token is the one before, plus five."""
+    """Returns sequences in which each token is the previous one plus five."""
     starts = torch.randint(VOCABULARY, (count, 1), generator=torch.Generator().manual_seed(1))
     rows = (starts + 5 * torch.arange(LENGTH)) % VOCABULARY
     return [{"input_ids": row, "labels": row} for row in rows]

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/pipeline.py
 
-Trains a small model to name the token that follows, with an interleaved zero-bubble schedule, which computes the
-gradients of activations first and those of weights where the pipeline would wait.
+Trains a small model to predict the next token, with an interleaved zero-bubble schedule, which computes the gradients
+of activations first and those of weights where the pipeline would wait.
 """
 
 import torch
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 def make_stage(index: int) -> nn.Module:
-    torch.manual_seed(index)  # the ranks of a ring start alike
+    torch.manual_seed(index)  # the ranks of a ring start with equal weights
     before = [nn.Embedding(VOCABULARY, WIDTH)] if index == 0 else []
     after = [nn.Linear(WIDTH, VOCABULARY)] if index == STAGES - 1 else []
     return nn.Sequential(*before, Block(), *after)
@@ -52,7 +52,7 @@ def train(steps: int) -> list[float]:
     optimizer = torch.optim.AdamW((p for stage in stages for p in stage.submod.parameters()), lr=1e-2)
 
     history = []
-    generator = torch.Generator().manual_seed(1000 + place)  # every place in a ring has batches of its own
+    generator = torch.Generator().manual_seed(1000 + place)  # every place in a ring has its own batches
     for step in range(steps):
         ids = torch.randint(VOCABULARY, (4 * MICRO_BATCHES, TOKENS), generator=generator).to(device)
         losses: list[torch.Tensor] = []

@@ -23,16 +23,16 @@ def main(steps: int = 20) -> tuple[float, int]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
         dist.init_process_group()
-    torch.manual_seed(0)  # build the model alike on every rank
+    torch.manual_seed(0)  # the same initial model on every rank
     with torch.device(device):
         model = nn.Sequential(
             nn.Embedding(256, 64), nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256)
         )
     rtp_ext.fully_rotate(model)  # in place; every rank keeps 1/R of every parameter
-    torch.manual_seed(1 + dist.get_rank())  # from here on every rank draws batches of its own
+    torch.manual_seed(1 + dist.get_rank())  # from here on every rank draws its own batches
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(steps):
-        tokens = (torch.randint(0, 256, (8, 1)) + torch.arange(33)).to(device) % 256  # each token counts on
+        tokens = (torch.randint(0, 256, (8, 1)) + torch.arange(33)).to(device) % 256  # tokens that count up
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         optimizer.step()

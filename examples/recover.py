@@ -1,16 +1,15 @@
-"""Training that survives its ranks: when one dies, torchrun starts all again, and they go on from the last checkpoint.
+"""Training that survives dead ranks: torchrun starts all ranks again, and they continue from the last checkpoint.
 
     torchrun --nproc-per-node 4 --max-restarts 20 examples/recover.py --folder run --step-time 0.3 --die-every 10 \\
         --deaths 5
     torchrun --nproc-per-node 3 --max-restarts 20 examples/recover.py --folder run --steps 220  # goes on, three ranks
 
-A checkpoint counts once it is whole: ranks write into a folder that nobody reads, and the first one renames it when all
-have written. So one that a rank dies in leaves nothing but waste. Batches follow from the number of the step, and are
-divided among however many ranks there are: losses do not depend on how often, or as how many, ranks started.
+Only a complete checkpoint counts: ranks write into a folder with a temporary name, and the first rank renames it when
+all have written. So a checkpoint that a rank dies in only costs space. Batches follow from the number of the step, and
+are divided among the ranks: losses depend neither on the number of starts nor on the number of ranks.
 
 For the demonstration a rank kills itself `--die-every` seconds after its first step, `--deaths` times, every other time
-in a save.
-The last line says what part of the time went into steps that count.
+in a save. The last line has the share of time spent on steps that were not repeated.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ class DyingWriter(dcp.FileSystemWriter):
 
 
 def save(folder: Path, step: int, state: dict[str, Any], dies: bool = False) -> None:
-    """Collective. All or nothing: a checkpoint has its name once it is whole."""
+    """Saves a checkpoint, which gets its name once it is complete. Collective."""
     unfinished, whole = folder / f"unfinished_{step}", folder / f"step_{step}"
     if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a life that ended in it
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a rank that died in this save
     dist.barrier()
     dcp.save(state, storage_writer=(DyingWriter if dies else dcp.FileSystemWriter)(unfinished))
     if dist.get_rank() == 0:
@@ -72,9 +71,9 @@ def batch(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]
 def meet() -> None:
     """`init_process_group`, for ranks that torchrun may have started again.
 
-    The store of torchrun outlives them: under the same keys they would find the addresses of ranks that are dead. Where
-    it is not shared (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, on several hosts, which count their restarts apart, and with
-    --rdzv-backend c10d), each life has a store of its own.
+    The store of torchrun outlives the ranks: under the same keys they would find the addresses of dead ranks. Where the
+    store is not shared (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, on several hosts, which count their restarts separately,
+    and with --rdzv-backend c10d), each start has its own store.
     """
     store, rank, ranks = next(dist.rendezvous("env://"))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -83,14 +82,14 @@ def meet() -> None:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Returns the mean loss of the last step (None where all were done before), how many lives it took, and the share
-    of time in steps that count."""
+    """Returns the mean loss of the last step (None where all were done before), the number of starts, and the share of
+    time in steps that were not repeated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="of checkpoints; what is in it is gone on from")
+    parser.add_argument("--folder", type=Path, required=True, help="checkpoints; the run continues from the last one")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=5, help="steps")
-    parser.add_argument("--step-time", type=float, default=0.0, help="seconds that a step takes at least")
-    parser.add_argument("--die-every", type=float, help="seconds; default: nobody dies")
+    parser.add_argument("--step-time", type=float, default=0.0, help="least duration of a step in seconds")
+    parser.add_argument("--die-every", type=float, help="seconds until a rank kills itself; default: never")
     parser.add_argument("--deaths", type=int, default=3)
     options = parser.parse_args(arguments)
     if not dist.is_initialized():
@@ -125,7 +124,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         optimizer.step()
         mean = loss.detach()
         dist.all_reduce(mean)
-        if mortal and not in_save and step == first:  # not before: how long starting takes differs between machines
+        if mortal and not in_save and step == first:  # not earlier, since the time to start differs between machines
             timer = threading.Timer(options.die_every, os.kill, (os.getpid(), signal.SIGKILL))
             timer.daemon = True
             timer.start()
@@ -137,15 +136,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             save(options.folder, step + 1, state, dies=in_save and time.time() - began > options.die_every)
     dist.barrier()
     lines = [json.loads(line) for line in (options.folder / "log.jsonl").read_text().splitlines()]
-    useful = sum({line["step"]: line["end"] - line["start"] for line in lines}.values())  # the last of each step
+    useful = sum({line["step"]: line["end"] - line["start"] for line in lines}.values())  # the last run of each step
     total = max(line["end"] for line in lines) - min(line["start"] for line in lines)
-    told = {"loss": mean.item() / ranks if first < options.steps else None}
-    told |= {"lives": 1 + life, "first": first, "ranks": ranks}
-    told["effective_time"] = useful / total
+    result = {"loss": mean.item() / ranks if first < options.steps else None}
+    result |= {"lives": 1 + life, "first": first, "ranks": ranks}
+    result["effective_time"] = useful / total
     if rank == 0:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(result), flush=True)
     rtp_ext.ring_of(model).close()
-    return told
+    return result
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Replicas of rings, of which one may die: the others keep what they hold, and a new ring gets its shards from them.
+"""Replicas of rings: if one ring dies, the others keep their state, and a new ring gets its shards from them.
 
     python examples/replace_ring.py --rings 2 --ring 2 --lose-at 12
 
 A ring is the unit of failure: this script starts the ranks, and where one dies it ends the rest of its ring and starts
-a new one. Ranks of the other rings notice, meet again under the next number of a generation, and each sends its shards,
-parameters and optimizer state, to the rank at the same place of the new ring: 1/R of the model a rank, all at once,
-and no disk. Since one rank may have finished a step that another has not when the ring died, each keeps what it
-had a step before, too, and all go on from the oldest step.
+a new one. Ranks of the other rings detect this and form new groups under the next generation number. Each sends its
+shards, parameters and optimizer state, to the rank at the same place of the new ring: 1/R of the model a rank, all at
+once, and without a disk. When a ring dies, one rank may have finished a step that another has not. So each rank also
+keeps the state of the step before, and all continue from the oldest step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TIMEOUT = 20.0
 
 
 def tensors_of(state: Any) -> Iterator[torch.Tensor]:
-    """This rank's part of every tensor of a state dict, in the order of its names."""
+    """Returns this rank's part of every tensor of a state dict, in the order of its names."""
     if isinstance(state, dict):
         for name in sorted(state, key=str):
             yield from tensors_of(state[name])
@@ -53,7 +53,7 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Rank:
-    """One rank, through all its generations. `kept`: its state by step, the newest and the one before."""
+    """Runs one rank through all its generations. `kept`: its state by step, the newest and the one before."""
 
     def __init__(self, ring: int, place: int, options: argparse.Namespace, store: dist.Store) -> None:
         self.ring, self.place, self.options, self.store = ring, place, options, store
@@ -68,7 +68,7 @@ class Rank:
             generation = int(self.store.get("generation"))
 
     def train(self, generation: int) -> bool:
-        """Until all steps are done, True, or a ring is lost."""
+        """Trains until all steps are done (returns True) or a ring is lost."""
         options = self.options
         rank, ranks = self.ring * options.ring + self.place, options.rings * options.ring
         dist.init_process_group(
@@ -117,7 +117,7 @@ class Rank:
         self.kept.pop(step - 2, None)
 
     def meet(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> int:
-        """Settles the step to go on from, and gives every rank the state of it. Returns the step."""
+        """Agrees on the step to continue from, gives every rank its state, and returns the step."""
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, sorted(self.kept))
         per_ring = [told[n * self.options.ring : (n + 1) * self.options.ring] for n in range(self.options.rings)]
@@ -150,7 +150,7 @@ def run(ring: int, place: int, options: argparse.Namespace, file: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Returns the last loss, how many rings were replaced, and the bytes that each rank got from its like."""
+    """Returns the last loss, how many rings were replaced, and the bytes that each rank got from its replica."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rings", type=int, default=2)
     parser.add_argument("--ring", type=int, default=2, help="ranks of a ring")

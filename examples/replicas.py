@@ -1,9 +1,9 @@
-"""Rings and their replicas: each shard is at home on one rank of every ring, and gradients are averaged over all ranks.
+"""Rings and their replicas: one rank of every ring owns each shard, and gradients are averaged over all ranks.
 
     torchrun --nproc-per-node 4 examples/replicas.py --ring 2
 
-Runs on GPUs where there are some, else on CPUs. Every rank has batches of its own, several to a step: micro-batches
-add up at home, and only the last one of a step is reduced over replicas.
+Runs on GPUs where there are some, else on CPUs. Every rank has its own batches, several to a step: the gradients of
+micro-batches add up within a ring, and only the last one of a step reduces them over replicas.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     rtp_ext.fully_rotate(model, mesh=mesh, dims=rtp_ext.RotationDims(ring="ring", replicate="replicas"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    torch.manual_seed(1 + rank)  # batches of its own
+    torch.manual_seed(1 + rank)  # each rank draws its own batches
     losses = []
     for _ in range(options.steps):
         optimizer.zero_grad()

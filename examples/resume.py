@@ -1,4 +1,4 @@
-"""Saves a training run, and goes on with it on another number of ranks.
+"""Saves a training run, and resumes it on another number of ranks.
 
     torchrun --nproc-per-node 2 examples/resume.py --folder checkpoint --steps 20
     torchrun --nproc-per-node 3 examples/resume.py --folder checkpoint --steps 20
@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import rtp_ext
 
-BATCH = 24  # of all ranks together
+BATCH = 24  # samples of all ranks together
 
 
 def main(arguments: list[str] | None = None) -> tuple[int, list[float]]:
-    """Returns the step that the run went on from, and the losses of all ranks together, by step."""
+    """Returns the first step of this run, and the mean losses of all ranks, by step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("build/example-resume"))
     parser.add_argument("--steps", type=int, default=20)
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> tuple[int, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     found = [(options.folder / ".metadata").is_file()]
-    dist.broadcast_object_list(found)  # as the first rank sees it
+    dist.broadcast_object_list(found)  # the answer of the first rank, for all ranks
     start = 0
     if found[0]:
         weights, moments = get_state_dict(model, optimizer)
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> tuple[int, list[float]]:
 
     losses = []
     for step in range(start, start + options.steps):
-        # this rank's part of the step's batch, whatever the number of ranks
+        # this rank's part of the batch, which does not depend on the number of ranks
         ids = torch.randint(32, (BATCH, 8), generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank].to(device)
         loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), (3 * ids + 1).flatten() % 32)
         optimizer.zero_grad()

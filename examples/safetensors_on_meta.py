@@ -1,9 +1,9 @@
-"""Loads a model that is whole nowhere: built on the meta device, converted, then each rank reads its own slices.
+"""Loads a model that is never whole: it is built on the meta device and converted, then each rank reads its slices.
 
     torchrun --nproc-per-node 2 examples/safetensors_on_meta.py FOLDER
 
-FOLDER is what save_pretrained wrote, or what huggingface_hub downloaded; without it, the first rank writes a small
-model of its own. Runs on GPUs where there are some, else on CPUs. Needs transformers and safetensors.
+FOLDER comes from save_pretrained or from a download by huggingface_hub; without it, the first rank writes a small
+model. Runs on GPUs where there are some, else on CPUs. Needs transformers and safetensors.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def write_small_model(folder: str) -> None:
 
 
 def load(folder: str, device: str) -> torch.nn.Module:
-    """A converted model with the weights of a folder."""
+    """Returns a converted model with the weights of a folder."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     rtp_ext.fully_rotate(model)
     model.to_empty(device=device)
-    # buffers that are in no checkpoint
+    # checkpoints do not hold these buffers
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     rtp_ext.load_safetensors(model, folder)
     return model
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, int]:
     if options.folder is None and dist.get_rank() == 0:
         folder = [tempfile.mkdtemp()]
         write_small_model(folder[0])
-    dist.broadcast_object_list(folder)  # that of the first rank
+    dist.broadcast_object_list(folder)  # the folder of the first rank
 
     model = load(folder[0], device)
     ids = (torch.arange(64, device=device).view(2, 32) + dist.get_rank()) % 256

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/tensor.py --tensor 2
 
 Runs on GPUs where there are some, else on CPUs. Ranks of one tensor-parallel group have the same batch; every position
-on the ring has batches of its own.
+on the ring has its own batches.
 """
 
 from __future__ import annotations

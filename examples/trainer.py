@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/trainer.py --text README.md --steps 60
 
-Runs on GPUs where there are some, else on CPUs. Needs transformers and accelerate. The model is small and new, and
-reads bytes; with one of yours, `AutoModelForCausalLM.from_pretrained(...)` and its tokenizer take the places of both.
+Runs on GPUs where there are some, else on CPUs. Needs transformers and accelerate. The model is small, untrained, and
+reads bytes; for another one, use `AutoModelForCausalLM.from_pretrained(...)` and its tokenizer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 import rtp_ext
 from rtp_ext.integrations import RotationTrainer
 
-LENGTH = 64  # bytes of a sequence
+LENGTH = 64  # bytes in a sequence
 
 
 def sequences(text: bytes) -> list[dict[str, torch.Tensor]]:
-    """A text as sequences of bytes, each predicting the next."""
+    """A text as sequences of bytes, each byte with the next one as label."""
     ids = torch.tensor(list(text))
     cut = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
     return [{"input_ids": row, "labels": row} for row in cut]

@@ -1,9 +1,9 @@
-"""One ring over two hosts. On each of them, with the address of the first, and its own number as NODE:
+"""One ring over two hosts. Run on each host, with the address of the first and the number of the host as NODE:
 
     torchrun --nnodes 2 --nproc-per-node 2 --node-rank NODE --master-addr 10.0.0.1 --master-port 29500 \\
         examples/two_hosts.py
 
-or as root, on two hosts that are made on one machine:
+Or run as root, with two simulated hosts on one machine:
 
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 2gbit -- examples/two_hosts.py
 
@@ -25,7 +25,7 @@ import rtp_ext
 
 
 def main(arguments: list[str] | None = None) -> tuple[list[float], rtp_ext.Ring]:
-    """Returns the mean loss of all ranks, by step, and the ring, which is closed."""
+    """Returns the mean loss of all ranks, by step, and the closed ring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=256, help="of each rank in a step")
@@ -41,14 +41,14 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], rtp_ext.Ring]
     with torch.device(device):
         blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
         model = nn.Sequential(nn.Embedding(32, 64), *blocks, nn.LayerNorm(64), nn.Linear(64, 32))
-    rtp_ext.fully_rotate(model, timeout=120.0)  # a neighbour that is gone is an error on all others, no hang
+    rtp_ext.fully_rotate(model, timeout=120.0)  # a lost neighbour is an error on all others, never a hang
     ring = rtp_ext.ring_of(model)
     if rank == 0:
         print(f"{ring.hosts} hosts of {ring.per_host} ranks, transport {ring.transport}: {ring.transport_reason}")
         print(f"hops take the route {ring.hop_route}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    torch.manual_seed(1 + rank)  # batches of its own
+    torch.manual_seed(1 + rank)  # each rank draws its own batches
     losses, began = [], time.perf_counter()
     for _ in range(options.steps):
         ids = torch.randint(32, (options.tokens,), device=device)

@@ -129,7 +129,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     tried = [row for row in rows if "outcome" in row]
     if not tried:
         return "\nNot tried yet: `make versions`.\n\n"
-    lines = [["Python", "torch", "came of it", "wheel, MiB"]]
+    lines = [["Python", "torch", "result", "wheel, MiB"]]
     for row in rows:
         size = f"{row['wheel_bytes'] / 2**20:.1f}" if row.get("wheel_bytes") else ""
         python, torch = (row.get(key) or row[f"wanted_{key}"] for key in ("python", "torch"))

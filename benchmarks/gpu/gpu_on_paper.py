@@ -81,11 +81,11 @@ def hosts() -> dict[str, Host]:
 
     pass_ = counted["ce", "replayed"]["calls_per_pass"]
     return {
-        "before": Host(20.0, 15.0, 0.0, "a reviewer's estimate of the engine as it was"),
+        "before": Host(20.0, 15.0, 0.0, "a reviewer's estimate of an older engine"),
         "after": steps("ce", ("push", "pull", "mixed"), 0.0, ""),
-        "graphs": Host(0.0, 0.0, pass_ * call + replay, f"{pass_:g} calls a pass, and finding it"),
+        "graphs": Host(0.0, 0.0, pass_ * call + replay, f"{pass_:g} calls a pass, and the lookup of the graph"),
         "nccl": steps("nccl", ("registered",), group, ", and a thread for each hop"),
-        "blocking": steps("nccl", ("registered, blocking",), 0.0, ", and what NCCL calls, not counted"),
+        "blocking": steps("nccl", ("registered, blocking",), 0.0, ", without the calls of NCCL itself"),
     }
 
 
@@ -126,7 +126,7 @@ def tables() -> str:
     for row in rows():
         times = (row.compute, row.gpu, row.before, row.after, row.graphs, row.nccl, row.blocking)
         lines.append(f"| {row.shape} | {row.tokens} | " + " | ".join(f"{time:.0f}" for time in times) + " |")
-    lines += ["", "| what the host takes, us | a hop | a compute | a pass besides | from |", "|---|---|---|---|---|"]
+    lines += ["", "| time of the host, us | a hop | a compute | a pass in addition | source |", "|---|---|---|---|---|"]
     names = {"before": "`ce`, before", "after": "`ce`", "graphs": "`ce`, graphs", "nccl": "`nccl`"}
     lines += [
         f"| {names.get(name, '`nccl`, blocking')} | {each.hop:.1f} | {each.compute:.1f} | {each.replay:.1f} | "

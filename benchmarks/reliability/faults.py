@@ -5,7 +5,7 @@
     python benchmarks/reliability/faults.py --write                            # no run: tables of docs/reliability.md
     make faults                                                                # both
 
-A cell is a fault at a place on a kind of ring: see `FAULTS`, `PLACES`, `TRANSPORTS`; those that make no sense are
+A cell is a fault at a place on a kind of ring: see `FAULTS`, `PLACES`, `TRANSPORTS`; impossible combinations are
 listed with the reason. In every cell small ranks train, one of them (rank 1) has the fault in the fourth step, and
 
     where it is lost   every other rank ends with an error that names the operation, the hop and the rank that was lost,
@@ -71,13 +71,13 @@ WHERE = {
     "exception on all": ("forward", "backward", "between steps", "optimizer"),
 }
 WHY = {
-    "NaN": "no value passes there that others compute with",
-    "wrong shape": "no tensor passes there that a caller shapes",
-    "skipped layer": "layers are called in forwards alone",
-    "full shared memory": "slots are allocated in passes alone",
-    "out of memory": "nothing large is allocated there",
-    "lost host": "a host is lost at a time, not at a line: three times are enough",
-    "exception on all": "what the caller raises there interrupts a collective of torch's, or a hop that is under way",
+    "NaN": "the place passes no value to other ranks",
+    "wrong shape": "the place takes no tensor of the caller",
+    "skipped layer": "only forwards call layers",
+    "full shared memory": "only passes allocate slots",
+    "out of memory": "the place allocates no large memory",
+    "lost host": "a host fails at a time, not at a line of code: three times are enough",
+    "exception on all": "an exception of the caller there interrupts a collective of torch, or a running hop",
 }
 
 
@@ -308,14 +308,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     ran = [row for row in last.values() if row["verdict"] != "no sense"]
     good = sum(row["verdict"] == "pass" for row in ran)
     possible = [cell for cell in _every() if nonsense(cell) is None]
-    head = f"{good} of {len(ran)} cells that have run did what they should. "
-    head += f"Of {len(_every())} cells {len(possible)} make sense.\n"
+    head = f"{good} of {len(ran)} cells that have run passed. "
+    head += f"Of {len(_every())} combinations {len(possible)} are possible.\n"
     one_rank = [row for row in ran if judges_names(row["fault"], row["place"])]
     judged = [row for row in one_rank if "named" in row]
     again = sum(row.get("starts", 1) > 1 for row in ran)
     head += f"In {sum(row['named'] for row in judged)} of {len(judged)} cells judged, of {len(one_rank)} in training "
-    head += "with a fault of one rank,\nevery survivor's error names that rank, its own operation and the hop.\n"
-    head += f"{again or 'None'} of the cells had to be started again because its ranks waited for a processor too long."
+    head += "with a fault of one rank,\nthe error of every survivor names that rank, its own operation and the hop.\n"
+    head += f"{again or 'None'} of the cells needed a second start because its ranks waited too long for a processor."
     failed = [row for row in ran if row["verdict"] == "fail"]
     for row in failed:
         lines.append("")
@@ -329,7 +329,7 @@ def _every() -> list[Cell]:
 
 
 def reasons() -> str:
-    """What makes no sense, and why, as a list."""
+    """Lists the combinations that are left out, with the reasons."""
     found: dict[str, set[str]] = {}
     for cell in _every():
         if why := nonsense(cell):
@@ -344,7 +344,7 @@ def results_file() -> Path:
 
 def page(text: str, rows: list[dict[str, Any]]) -> str:
     """The page with the block of this matrix made anew, and those of sanitize.py and soak.py."""
-    block = f"{table(rows)}\nCells that make no sense:\n\n{reasons()}\n"
+    block = f"{table(rows)}\nCombinations that are left out:\n\n{reasons()}\n"
     assert BLOCK.search(text), "the page has no block <!-- faults -->"
     return reliability_report.page(BLOCK.sub(lambda found: found[1] + block + found[3], text), RESULTS)
 

@@ -71,7 +71,9 @@ def _soaks(path: Path) -> str:
         steps = [f"{grown['resident_kib'] / 1024:.1f}", str(grown["descriptors"]), str(grown["threads"])]
         lines.append([*cells, *(steps if row["steps"] else ["-"] * 3), _minutes(row)])
     return (
-        own_pages.measured(rows, ". Of the steps, what the rank that grew most has added since a fifth of them.", lines)
+        own_pages.measured(
+            rows, ". The growth columns are of the rank that grew most, from a fifth of the steps on.", lines
+        )
         if rows
         else "\n"
     )
@@ -86,7 +88,11 @@ def _recoveries(path: Path) -> str:
         cells = [str(row[key]) for key in ("ranks", "steps", "lives")] + [f"{row['effective_time']:.2f}"]
         cells += [f"{row['loss_difference']:.0e}", str(row["fewer_ranks"]), f"{row['fewer_loss_difference']:.0e}"]
         lines.append(cells)
-    return own_pages.measured(rows, ". Effective time: of steps that count, of all.", lines) if rows else "\n"
+    return (
+        own_pages.measured(rows, ". Effective time: share of the time spent on steps that were not lost.", lines)
+        if rows
+        else "\n"
+    )
 
 
 def _minutes(row: Row) -> str:

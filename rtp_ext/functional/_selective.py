@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtp_ext.ring.autograd import other_modes, returns, seen_by, storing_modes
-
-if TYPE_CHECKING:
-    from rtp_ext.functional._call import Call
 
 NAMESPACE = "rtp_ext"
 # What a policy finds: (inputs, this rank's shards of parameters) -> the output, and what the backward reads beside.
@@ -33,7 +30,7 @@ _waiting = _Waiting()
 
 
 def as_operator(
-    call: Call,
+    call: Any,
     name: str,
     inputs: Sequence[Tensor],
     shards: Sequence[Tensor],
@@ -69,7 +66,7 @@ def as_operator(
     return found
 
 
-def _tell(call: Call, what: str) -> None:
+def _tell(call: Any, what: str) -> None:
     """Has the ranks compare, once, what selective activation checkpointing does with a layer."""
     table, key = call.ring.common.found, ("selective activation checkpointing", call.name, call.serial, what)
     if key not in table:

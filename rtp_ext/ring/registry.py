@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rtp_ext._native import RotationError
 from rtp_ext.ring.mesh import mesh_roles
 
-if TYPE_CHECKING:
-    from rtp_ext.ring.ring import Ring
-
 _serials = itertools.count()
 _numbers = itertools.count()
-_rings: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
+_rings: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def name_ring(ring: Ring) -> None:
+def name_ring(ring: Any) -> None:
     """Sets `serial`, the index of the ring within the process, and `name`, by which graphs find it. The mesh of its
     parameters gets a reference to the ring."""
     ring.serial = next(_serials)
@@ -43,7 +40,7 @@ def register(owner: Any) -> torch.Tensor:
         return torch.tensor(number, device="cpu")
 
 
-def ring_named(name: str) -> Ring:
+def ring_named(name: str) -> Any:
     ring = _rings.get(name)
     if ring is None:
         raise RotationError(f"a compiled graph: expected a ring of the name {name}, which is gone")

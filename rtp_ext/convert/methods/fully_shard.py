@@ -144,8 +144,8 @@ def _look_up(self: Any, name: str) -> Any:
 _REFUSED_DDP = (
     "DistributedDataParallel: expected a plain model, got one that fully_rotate has converted: its parameters are "
     "shards of a ring, and its gradients are averaged by its own backward. Train the model as it is; in training "
-    "loops of others take RotationTrainer instead of Trainer, RotationAccelerator instead of Accelerator, RotationStrategy "
-    "instead of strategy='ddp' (rtp_ext.integrations, docs/frameworks.md)"
+    "loops of others take RotationTrainer instead of Trainer, RotationAccelerator instead of Accelerator, "
+    "RotationStrategy instead of strategy='ddp' (rtp_ext.integrations, docs/frameworks.md)"
 )
 _REFUSED_FULLY_SHARD = (
     "fully_shard: expected a plain module, got one that fully_rotate has converted: its parameters are shards of a "

@@ -1,11 +1,11 @@
-"""Refusals of replicas that train apart: plain state dicts while they differ, and steps of optimizers that their
-policy does not know."""
+"""Refusals of local training: plain state dicts while replicas differ, and steps of optimizers that the policy is not
+attached to. Policies here are those of after_steps.py."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,11 +15,8 @@ from rtp_ext.outer.local_training.means import Means
 from rtp_ext.outer.local_training.optimizers import rehearses
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
 
-if TYPE_CHECKING:
-    from rtp_ext.outer.local_training.after_steps import AfterSteps
 
-
-def mixture(what: str, policy: AfterSteps) -> str:
+def mixture(what: str, policy: Any) -> str:
     return (
         f"{what}: replicas differ under {policy!r}, and a checkpoint would hold a mixture of them: expected "
         "outer_of(model).average() before, or outer_of(model).state_dict() in its place, which has a layer for each"
@@ -27,13 +24,13 @@ def mixture(what: str, policy: AfterSteps) -> str:
 
 
 class Guard:
-    """Refuses state dicts of a module while its weights differ between replicas. A copy does so for its own policy."""
+    """Refuses state dicts of a module while its weights differ between replicas. A copy of it guards its own policy."""
 
-    def __init__(self, policy: AfterSteps | None) -> None:
+    def __init__(self, policy: Any) -> None:
         self._reference = None if policy is None else weakref.ref(policy)
 
     @property
-    def policy(self) -> AfterSteps | None:
+    def policy(self) -> Any:
         return None if self._reference is None else self._reference()
 
     def __call__(self, module: nn.Module, prefix: str, *_: Any) -> None:
@@ -52,7 +49,7 @@ class Guard:
 
 
 def refuse_unattached() -> None:
-    """Has optimizers refuse to step on parameters of a policy that they are not attached to."""
+    """Makes optimizers refuse to step on parameters of a policy that they are not attached to."""
     before_steps("attached", _check_attached)
 
 
@@ -62,7 +59,7 @@ def _check_attached(optimizer: Optimizer, arguments: Any, keywords: Any) -> None
             handler = parameter.__dict__.get(GRADIENT_HANDLER)
             if handler is None or not isinstance(handler.policy, Means):
                 continue
-            policy = cast("AfterSteps", handler.policy)
+            policy = handler.policy
             if not policy.acts or any(known is optimizer for known in policy._optimizers):
                 continue
             if not policy._arrived and rehearses(optimizer, arguments, keywords):
