@@ -59,7 +59,7 @@ def _check_attached(optimizer: Optimizer, arguments: Any, keywords: Any) -> None
             handler = parameter.__dict__.get(GRADIENT_HANDLER)
             if handler is None or not isinstance(handler.policy, Means):
                 continue
-            policy = handler.policy
+            policy: Any = handler.policy
             if not policy.acts or any(known is optimizer for known in policy._optimizers):
                 continue
             if not policy._arrived and rehearses(optimizer, arguments, keywords):
