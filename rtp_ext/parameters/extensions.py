@@ -55,7 +55,7 @@ def _cannot_be_cut(value: torch.Tensor) -> str | None:
         part = value.detach()[:1].clone(memory_format=torch.contiguous_format)
     except (NotImplementedError, RuntimeError, TypeError) as error:  # the class may not support the operators
         return f"a {type_name(value)}, which cannot be sliced ({error})"
-    return None if type(part) is type(value) else f"a {type_name(value)}, whose slices are {type_name(part)}"
+    return None if type(part) is type(value) else f"a {type_name(value)}, of which a slice is a {type_name(part)}"
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ def agree(extended: Sequence[Extended]) -> None:
 
 
 def parts_of_gradient(gradient: torch.Tensor, like: torch.Tensor | None) -> list[torch.Tensor]:
-    """Returns a gradient as plain tensors that are averaged separately. `like`: the shard of a parameter whose gradients
-    are `summed_inside`; None for all other parameters."""
+    """Returns a gradient as plain tensors that are averaged separately. `like`: the shard, if the gradients of the
+    parameter are `summed_inside`; else None."""
     inside = None if like is None else inner_tensors(like)
     if computes_plainly(type(gradient)):
         return [gradient] * (1 if inside is None else len(inside))

@@ -167,7 +167,7 @@ def _draw(write: _Write, local: torch.Tensor, whole: torch.Size, dim: int, ring:
     scratch = torch.empty(min(elements, step + _BLOCK - 1), dtype=local.dtype, device=local.device)
     at = 0
     while at < elements:
-        # normal_ redraws the last 16 elements if the last block is partial: the last piece must be larger than one block
+        # normal_ redraws the last 16 elements if the last block is partial: the last piece must have at least one block
         end = at + step if elements - at - step >= _BLOCK else elements
         piece = scratch[: end - at]
         write.function(piece, *write.arguments, **write.keywords)

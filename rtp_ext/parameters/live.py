@@ -150,8 +150,8 @@ _EXTENDED: dict[type, Any] = {}
 
 
 def extended_class(base: type[nn.Module], members: Mapping[str, Any]) -> Any:
-    """Returns a subclass of `base` with `members` and with the name of `base`, cached by `base`: the members must be the
-    same in every call. Its instances copy as those of `base`, and cannot be pickled."""
+    """Returns a subclass of `base` with `members` and the name of `base`, cached by `base`: members must be the same
+    in every call. Its instances copy as those of `base`, and cannot be pickled."""
     if base not in _EXTENDED:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         stock = (base.__reduce_ex__, base.__reduce__) == (object.__reduce_ex__, object.__reduce__)

@@ -58,8 +58,8 @@ def held(shard: torch.Tensor) -> torch.Tensor:
 def lay_out(shard: torch.Tensor) -> None:
     """Makes a local shard in another memory format (channels_last) contiguous, in place.
 
-    A contiguous copy in each call would not be the prefetched tensor. Empty and tiny shards count as contiguous and need
-    no copy, so that ranks would differ.
+    A contiguous copy in each call would not be the prefetched tensor. Empty and tiny shards count as contiguous and
+    need no copy, so that ranks would differ.
     """
     local = held(shard)
     if local.is_leaf and not local.is_contiguous():
