@@ -26,7 +26,7 @@ _ALWAYS_THERE = nullcontext()
 
 
 @dataclass(slots=True)
-class Ready:
+class OperationPlan:
     """The plan of an operation, derived from its parameters and options; the value of one key of a Prepared."""
 
     name: str
@@ -37,9 +37,9 @@ class Ready:
     serial: int  # the same on every rank; 0: the operation is not prefetched
     size: LayerSize | None  # input of the RoutePlanner; None: the operation has one route only
     options: Any = None  # native RotationOptions
-    made: Any = None  # result of `derive`
+    derived: Any = None  # result of `derive`
     late: bool = False  # gradients may arrive after the pass
-    rooms: list[tuple[int, int]] | None = None  # address and bytes of local shards that can hold the largest shard
+    storages: list[tuple[int, int]] | None = None  # address and bytes of local shards that can hold the largest shard
 
     def plan(self, ring: Ring, tokens: int | None) -> None:
         """Chooses the routes of weights and gradients for `tokens`, the largest number on any rank; None: unknown."""
@@ -156,11 +156,11 @@ class ShardedParameter:
     tensor: torch.Tensor
     dim: int
     dims: int
-    lands: tuple[Ring, int] | None = None  # late: see `local_shard`
+    deferred: tuple[Ring, int] | None = None  # late: see `local_shard`
 
     @property
     def local(self) -> torch.Tensor:
-        return local_shard(self.tensor, self.lands)
+        return local_shard(self.tensor, self.deferred)
 
     def check(self, call: Call) -> None:
         """Raises TypeError or ValueError if the tensor is not such a shard on the ring of the call."""
@@ -186,7 +186,7 @@ class ShardedParameter:
             )
 
 
-def wants(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
+def needs_gradients(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
     """Returns for each tensor whether autograd will compute its gradient for the current computation."""
     grad = torch.is_grad_enabled()
     return tuple(grad and tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -260,7 +260,7 @@ def prepare(
         else:
             param.check(call)  # raises
     call.watched = tuple([param.tensor for param in params])
-    call.needs = call.needs or wants(*inputs, *call.watched)
+    call.needs = call.needs or needs_gradients(*inputs, *call.watched)
     # Plain shards do not determine the whole shapes, so that without a Prepared their plan cannot be found again.
     identified = prepared is not None or not plain or ring.alone
     table = (ring.common if prepared is None else prepared) if identified else Prepared()
@@ -274,18 +274,18 @@ def prepare(
                 param.expect_sharded(call)
         serial = 0 if prepared is None else ring.new_agreement()
         ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late)
-        ready.made = derive(ready.shapes)
+        ready.derived = derive(ready.shapes)
         table.found[key] = ready
     if tokens is not None and prepared is not None and tokens > prepared.seen:
         prepared.seen = tokens
     if call.in_place and not ring.transport.startswith("shm"):  # over shm copies travel
-        _make_room(call, ready, params)
+        _reserve_largest(call, ready, params)
     if ready.late:
-        lands = ring, ring.deferred_after()
+        deferred = ring, ring.deferred_after()
         for param in params:
-            param.lands = lands
+            param.deferred = deferred
     call.options, call.serial = ready.options, ready.serial
-    return ready.made
+    return ready.derived
 
 
 def _agree(
@@ -298,7 +298,7 @@ def _agree(
     tokens: int,
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None,
     late: bool,
-) -> Ready:
+) -> OperationPlan:
     ring = call.ring
     wholes = [ring_shape(param.tensor) if isinstance(param.tensor, DTensor) else None for param in params]
     shards = [(param.what, tuple(held(param.tensor).shape), str(param.tensor.dtype), param.dim) for param in params]
@@ -328,7 +328,7 @@ def _agree(
         locals_ = [theirs[2][index][1] for theirs in answers]
         shapes.append(whole or _assemble(f"{call.name}: {param.what}", locals_, param.dim))
     layer = None if size is None else size(shapes)
-    ready = Ready(call.name, call.in_place, call.compute_dtype, call.reduce_dtype, shapes, serial, layer)
+    ready = OperationPlan(call.name, call.in_place, call.compute_dtype, call.reduce_dtype, shapes, serial, layer)
     # A gradient may arrive late only if no code reads it before the node of its shard: no cast, no plain tensor.
     arrives = ring.gradients.local_dtype(ring.hop_route, call.reduce_dtype)
     unread = all(isinstance(param.tensor, DTensor) and param.tensor.dtype == arrives for param in params)
@@ -337,15 +337,15 @@ def _agree(
     return ready
 
 
-def _make_room(call: Call, ready: Ready, params: Sequence[ShardedParameter]) -> None:
+def _reserve_largest(call: Call, ready: OperationPlan, params: Sequence[ShardedParameter]) -> None:
     """Enlarges the storage of the local shards to the largest shard: in place, other shards arrive in it."""
-    if ready.rooms != _rooms(params):
+    if ready.storages != _storages(params):
         for param, shape in zip(params, ready.shapes, strict=True):
             reserve(param.tensor, shape, param.dim, call.ring, call.name)
-        ready.rooms = _rooms(params)
+        ready.storages = _storages(params)
 
 
-def _rooms(params: Sequence[ShardedParameter]) -> list[tuple[int, int]]:
+def _storages(params: Sequence[ShardedParameter]) -> list[tuple[int, int]]:
     local = [held(param.tensor) for param in params]
     return [(tensor.data_ptr(), tensor.untyped_storage().nbytes()) for tensor in local]
 

@@ -29,14 +29,14 @@ class Scope(nn.Module):
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class CallState:
     """State that a module's forward depends on besides tensors and random numbers: autocast and training modes."""
 
     autocast: list[tuple[str, bool, torch.dtype]]
     training: list[bool]
 
     @classmethod
-    def now(cls, module: nn.Module, device: torch.device) -> Surroundings:
+    def now(cls, module: nn.Module, device: torch.device) -> CallState:
         kinds = sorted({"cpu", device.type})
         autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         return cls(autocast, [part.training for part in module.modules()])
@@ -50,7 +50,7 @@ class Surroundings:
             yield
 
     @contextlib.contextmanager
-    def training_as_then(self, module: nn.Module) -> Iterator[None]:
+    def restored_training(self, module: nn.Module) -> Iterator[None]:
         parts = list(module.modules())
         now = [part.training for part in parts]
         try:
@@ -106,7 +106,7 @@ class Copies:
     combine: str
     dim: int
     keeps: bool  # a backward may follow
-    surroundings: Surroundings
+    state: CallState
 
     def skips(self, owner: int) -> bool:
         """Returns whether all shards of `owner` are empty; its copy then contributes nothing and does not run."""
@@ -139,7 +139,7 @@ class Copies:
         watched += [(f"buffer {name}", buffer) for name, buffer in self.module.named_buffers()]
         watched = [(what, tensor) for what, tensor in watched if not tensor.is_inference()]
         versions = [tensor._version for _, tensor in watched]
-        with self.surroundings.autocasting():
+        with self.state.autocasting():
             y = self.module(*args, **kwargs)
         if not isinstance(y, Tensor):
             raise TypeError(f"{self.name}: expected a module that returns one tensor, got {type(y).__name__}")
@@ -165,6 +165,6 @@ class Copies:
             # while the parameters are replaced: checkpoints inside the module recompute parts of it
             return torch.autograd.grad(y, wanted, dy.to(y.dtype), allow_unused=True)
 
-        with torch.enable_grad(), self.surroundings.training_as_then(self.module):
+        with torch.enable_grad(), self.state.restored_training(self.module):
             found = iter(self.within(owner, replicated, shards, action))
         return [next(found) if needed else None for needed in needs]

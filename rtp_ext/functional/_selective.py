@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import other_modes, returns, seen_by, storing_modes
-
-if TYPE_CHECKING:
-    from rtp_ext.functional._call import Call
 
 NAMESPACE = "rtp_ext"
 # Operators that a policy sees: (inputs, local shards of parameters) -> the output and other tensors for the backward.
 NAMES = ("linear", "mlp", "embedding", "linear_cross_entropy", "experts", "convolution", "flyweight")
+
+
+class _Call(Protocol):
+    """The attributes of `_call.Call`, which imports this file, that are read here."""
+
+    ring: Ring
+    name: str
+    serial: int
 
 
 class _Waiting(threading.local):
@@ -33,7 +39,7 @@ _waiting = _Waiting()
 
 
 def as_operator(
-    call: Call,
+    call: _Call,
     name: str,
     inputs: Sequence[Tensor],
     shards: Sequence[Tensor],
@@ -69,7 +75,7 @@ def as_operator(
     return found
 
 
-def _tell(call: Call, what: str) -> None:
+def _tell(call: _Call, what: str) -> None:
     """Registers one comparison between ranks of what selective activation checkpointing does with a layer."""
     table, key = call.ring.common.found, ("selective activation checkpointing", call.name, call.serial, what)
     if key not in table:

@@ -19,7 +19,7 @@ from rtp_ext.functional._call import (
     saved,
 )
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
-from rtp_ext.parameters.sharding import lay_out
+from rtp_ext.parameters.sharding import make_contiguous
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 
@@ -275,7 +275,7 @@ def rotated_convolution(
             f"{name}: expected an input at least as large as the kernel {kernel}, dilation {dilations}, with padding "
             f"{paddings}, got shape {tuple(x.shape)}"
         )
-    lay_out(weight)
+    make_contiguous(weight)
     local = [param.local.contiguous() for param in params]
     y = _RotatedConvolution.apply(call, convolution, x, local[0], None if bias is None else local[1])
     return y.squeeze(0) if unbatched else y

@@ -14,9 +14,9 @@ from rtp_ext.functional._call import (
     ShardedParameter,
     expect_shape,
     in_dtypes_of,
+    needs_gradients,
     prepare,
     saved,
-    wants,
     watched_where_read,
 )
 from rtp_ext.functional.mlp import ACTIVATIONS
@@ -64,7 +64,7 @@ class _RotatedExperts(torch.autograd.Function):
 def _read(params: Sequence[ShardedParameter], needs_x: bool, needs_weights: bool, keep: bool) -> list[bool]:
     """Returns for each parameter whether backward reads it: up for dx, and with its bias to recompute; down for the
     gradients of hidden values and, with its bias, of the router's weights."""
-    needs_up = any(wants(*(param.tensor for param in params if param.what.startswith("up"))))
+    needs_up = any(needs_gradients(*(param.tensor for param in params if param.what.startswith("up"))))
     read = {
         "up weight": needs_x or not keep,
         "up bias": not keep,

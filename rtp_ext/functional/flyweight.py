@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, ShardedParameter, prepare, saved, wants
-from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, set_random_state
+from rtp_ext.functional._call import Call, ShardedParameter, needs_gradients, prepare, saved
+from rtp_ext.functional._copies import CallState, Copies, Cut, random_state, set_random_state
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
-from rtp_ext.parameters.sharding import lay_out, local_shard
+from rtp_ext.parameters.sharding import local_shard, make_contiguous
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, storing_modes, wanted
 
@@ -241,10 +241,10 @@ def rotated_flyweight(
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     inputs = [leaves[place] for place in places]
     # one flag for all inputs: ranks may differ in the inputs of a batch and in those that require gradients
-    needs = [any(wants(*inputs)), *wants(*(parameters[key] for key in (*names, *replicated)))]
+    needs = [any(needs_gradients(*inputs)), *needs_gradients(*(parameters[key] for key in (*names, *replicated)))]
     facts = (
         ("gradients of inputs", needs[0]),
-        (f"gradients of {', '.join(replicated)}", wants(*(parameters[key] for key in replicated))),
+        (f"gradients of {', '.join(replicated)}", needs_gradients(*(parameters[key] for key in replicated))),
         ("whole", tuple([(key, tuple(parameters[key].shape), parameters[key].dtype) for key in replicated])),
         ("combine", combine),
         ("added once", tuple(sorted(added_once))),
@@ -270,11 +270,11 @@ def rotated_flyweight(
         combine,
         dim,
         any(needs),
-        Surroundings.now(module, ring.device),
+        CallState.now(module, ring.device),
     )
     whole_parameters = [local_shard(parameters[key]).to(call.compute_dtype) for key in replicated]
     for param in params:
-        lay_out(param.tensor)
+        make_contiguous(param.tensor)
     return _Flyweight.apply(call, copies, *inputs, *whole_parameters, *(param.local.contiguous() for param in params))
 
 

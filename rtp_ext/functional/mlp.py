@@ -13,9 +13,9 @@ from rtp_ext.functional._call import (
     ShardedParameter,
     expect_shape,
     in_dtypes_of,
+    needs_gradients,
     prepare,
     saved,
-    wants,
     watched_where_read,
 )
 from rtp_ext.ring import Prepared, Ring
@@ -71,7 +71,7 @@ class MLP(torch.autograd.Function):
 def read_by_backward(params: Sequence[ShardedParameter], needs_x: bool, keep: bool) -> list[bool]:
     """Returns for each parameter whether backward reads it: gate and up for dx, and with their biases to recompute;
     down for the gradients of hidden values."""
-    hidden = needs_x or any(wants(*(param.tensor for param in params if not param.what.startswith("down"))))
+    hidden = needs_x or any(needs_gradients(*(param.tensor for param in params if not param.what.startswith("down"))))
     found = {"down weight": hidden, "down bias": False}
     return [found.get(param.what, not keep or (needs_x and param.what.endswith("weight"))) for param in params]
 

@@ -143,9 +143,10 @@ def timeline(
     """Returns the begin and end of every step of every rank, if only the schedule delays them.
 
     Each rank has parallel streams: computes (with copies and adds), weight hops, gradient hops, on two levels both
-    kinds of hops between hosts, and, with two compute streams, a side stream. The steps of a stream run in order. A hop starts when both ends have reached it and its buffers are free; a compute starts when its inputs have
-    arrived. The simulator does not model that parallel computes share a device: for two compute streams a timeline
-    shows the order, not the speed.
+    kinds of hops between hosts, and, with two compute streams, a side stream. The steps of a stream run in order. A hop
+    starts when both ends have reached it and its buffers are free; a compute starts when its inputs have arrived. The
+    simulator does not model that parallel computes share a device: for two compute streams a timeline shows the order,
+    not the speed.
 
     With constant durations, where w and g are hops of weights and gradients and R ranks take part:
 

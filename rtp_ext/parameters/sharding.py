@@ -55,7 +55,7 @@ def held(shard: torch.Tensor) -> torch.Tensor:
 
 
 @unseen
-def lay_out(shard: torch.Tensor) -> None:
+def make_contiguous(shard: torch.Tensor) -> None:
     """Makes a local shard in another memory format (channels_last) contiguous, in place.
 
     A contiguous copy in each call would not be the prefetched tensor. Empty and tiny shards count as contiguous and
@@ -200,12 +200,12 @@ def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 
 @unseen
-def local_shard(parameter: torch.Tensor, lands: tuple[Ring, int] | None = None) -> torch.Tensor:
+def local_shard(parameter: torch.Tensor, deferred: tuple[Ring, int] | None = None) -> torch.Tensor:
     """Returns this rank's shard of a parameter, differentiable; a plain tensor itself. For an offloaded shard, returns
     its stand-in on the device: see rtp_ext.ring.offload.
 
-    lands: set if the gradient may still be travelling when the backward of the operation returns it: the ring, and the
-    sequence number of the autograd node that waits for it.
+    deferred: set if the gradient may still be travelling when the backward of the operation returns it: the ring, and
+    the sequence number of the autograd node that waits for it.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -222,9 +222,9 @@ def local_shard(parameter: torch.Tensor, lands: tuple[Ring, int] | None = None) 
         local = kept.stand_in(local)
         share_version(local, parameter)
     if torch.is_grad_enabled() and parameter.requires_grad:
-        if lands is None:
+        if deferred is None:
             return _LocalShard.apply(parameter, local, None)
-        ring, after = lands
+        ring, after = deferred
         shard = _LocalShard.apply(parameter, local, ring)
         shard.grad_fn._set_sequence_nr(after)
         return shard
