@@ -151,7 +151,7 @@ def _lines(records: dict[int, Record]) -> list[str]:
     if not first.on_host:
         lines.append("  times are those at which the host enqueued; the device came later")
     findings = [*out_of_step(records), *not_posted(records), *late(records), *waits(records)]
-    return [*lines, "findings:", *(f"  {each}" for each in findings or ["nobody was late, and nothing is missing"])]
+    return [*lines, "findings:", *(f"  {each}" for each in findings or ["no rank was late, and no hop is missing"])]
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -242,7 +242,7 @@ def not_posted(records: dict[int, Record]) -> list[str]:
         if len(records) == ranks and newest.index + 1 < newest.hops:
             by = _ranks(rank for rank, each in records.items() if each.posted[channel] > newest.count)
             found.append(
-                f"nobody has posted {newest.operation}, {channel} hop {newest.index + 2} of {newest.hops}; the one "
+                f"no rank has posted {newest.operation}, {channel} hop {newest.index + 2} of {newest.hops}; the one "
                 f"before was posted by {by}"
             )
     return found
