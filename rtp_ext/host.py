@@ -11,12 +11,12 @@ __all__ = ["cores", "cpu_name"]
 
 
 def cores() -> int:
-    """Number of CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def cpu_name() -> str:
-    """As the kernel knows it, or else Python."""
+    """Returns the CPU's model name from /proc/cpuinfo, or else from `platform`."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
     return names[0] if names else platform.processor() or platform.machine()

@@ -1,1 +1,1 @@
-"""What is known of other people's models: which of their modules rotate, and together with which others."""
+"""Recognises modules of torch and transformers that rotate, alone or as a bundle."""

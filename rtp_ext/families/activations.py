@@ -1,4 +1,4 @@
-"""Which activation of the engine a function or module computes."""
+"""Maps activation functions and modules to activations of the engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LIBRARIES = ("torch.nn.modules.activation", "transformers.activations")
 
 
 def activation_of(function: Any, gated: bool) -> str | None:
-    """The name under which `rotated_mlp` and `rotated_experts` know an activation; None for any other.
+    """Returns the name of an activation in `rotated_mlp` and `rotated_experts`; None if they do not support it.
 
-    Functions and module classes of torch and transformers, without parameters, buffers or modules inside, are judged by
-    what they compute in float64; what anybody else wrote may do more than it shows.
+    Functions and modules of torch and transformers, without parameters, buffers or submodules, are identified by their
+    values in float64. Other code is never matched: it may have effects that its values do not show.
     """
     if isinstance(function, nn.Module):
         known = type(function).__module__ in _LIBRARIES

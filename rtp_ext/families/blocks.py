@@ -1,7 +1,7 @@
-"""What is known of other people's models: which of their modules are linear layers, MLPs, experts, or share an input.
+"""Recognises linear layers, MLPs, experts and layers with a shared input in models of torch and transformers.
 
-Recognised by exact class; everything else is converted layer by layer. The transformers package is never imported:
-where a model comes from it, it has been imported already.
+Modules are recognised by exact class; all others are converted layer by layer. The transformers package is never
+imported here: a model of it has imported it already.
 """
 
 from __future__ import annotations
@@ -61,28 +61,28 @@ CAUSAL_MODELS = (
 
 
 def _class_name(module: nn.Module) -> str | None:
-    """The name of a class of the transformers package; None for any other."""
+    """Returns the class name of a module of the transformers package; None for any other module."""
     cls = type(module)
     return cls.__name__ if cls.__module__.startswith(_PACKAGE) else None
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D: a linear layer with a weight of [in_features, out_features]."""
+    """Returns whether a module is transformers' Conv1D, a linear layer with a weight [in_features, out_features]."""
     package = sys.modules.get("transformers.pytorch_utils")
     return package is not None and type(module) is package.Conv1D
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module is a linear layer that computes with its weight and bias and nothing else."""
+    """Returns whether a module is a linear layer whose only parameters are its weight and bias."""
     known = computes_like(module, nn.Linear) or (isinstance(module, nn.Module) and is_transposed_linear(module))
     return known and module._parameters.keys() <= {"weight", "bias"}
 
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """Where an MLP block keeps its layers (paths below the block), and its activation as `rotated_mlp` names it.
+    """Paths of the layers of an MLP block, relative to the block, and the name of its activation in `rotated_mlp`.
 
-    `between`: paths of the activation, and of whatever else a bundle does not call, where they are modules.
+    between: paths of the activation and of other attributes, possibly modules, that a bundle does not call.
     """
 
     up: str
@@ -98,10 +98,10 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class MLPBlock:
-    """How a block becomes a bundle: what its forward does besides the MLP, and where its layers are.
+    """An MLP block that can become a bundle.
 
-    kind: `forward` (nothing), `dropout` (which ends it), `bert` (a residual and a norm end it), `transformer` (a layer
-    of torch's, with dropout between the layers and another one at the end).
+    kind: the computation of its forward besides the MLP: `forward` (none), `dropout` (at the end), `bert` (a residual
+    and a norm at the end), `transformer` (a layer of torch, with dropout between the layers and at the end).
     """
 
     kind: str
@@ -109,7 +109,7 @@ class MLPBlock:
 
 
 def mlp_block(module: nn.Module) -> MLPBlock | None:
-    """The MLP in a block, if its class is known and it is made of plain linear layers and a known activation."""
+    """Returns the MLP of a block of a supported class with plain linear layers and a supported activation, or None."""
     if type(module) is nn.Sequential:
         found: Any = _sequential(module)
     elif type(module) in _TORCH_LAYERS:
@@ -138,7 +138,7 @@ def mlp_block(module: nn.Module) -> MLPBlock | None:
 
 
 def _sequential(module: nn.Sequential) -> tuple | None:
-    """nn.Sequential(linear, activation, linear)"""
+    """Returns the description of nn.Sequential(linear, activation, linear), or None."""
     if len(module) != 3 or len(module._modules) != 3:
         return None
     first, middle, last = module._modules
@@ -146,7 +146,7 @@ def _sequential(module: nn.Sequential) -> tuple | None:
 
 
 def shared_inputs(module: nn.Module) -> tuple[str, ...] | None:
-    """The linear layers of an attention block that are called with the same input."""
+    """Returns the names of the linear layers of an attention block that share one input, or None."""
     names = _SHARED_INPUTS.get(_class_name(module) or "")
     if names is None or not all(is_linear(getattr(module, name, None)) for name in names):
         return None
@@ -154,16 +154,16 @@ def shared_inputs(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is a stack of experts as transformers' MixtralExperts is."""
+    """Returns whether a module is a stack of experts of transformers, such as MixtralExperts."""
     return _class_name(module) in _EXPERTS
 
 
 def causal_model(module: nn.Module) -> bool:
-    """Whether a module is a causal language model whose head and loss can be one operation."""
+    """Returns whether a module is a causal language model whose head and loss can be one operation."""
     return _class_name(module) in CAUSAL_MODELS and has_usual_loss(module)
 
 
 def has_usual_loss(model: Any) -> bool:
-    """Whether the loss of a model of the transformers package is the one of next tokens."""
+    """Returns whether a model of the transformers package uses the standard loss of next tokens."""
     package = sys.modules.get("transformers.loss.loss_utils")
     return package is not None and getattr(model, "loss_function", None) is package.ForCausalLMLoss

@@ -1,4 +1,4 @@
-"""Layers of torch, and subclasses that compute as they do."""
+"""Layers of torch, and subclasses with the same forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from rtp_ext.parameters.live import LiveModule
 
-# What the forward of a layer of torch is made of, besides its parameters and settings.
+# Methods that take part in a forward of torch's layers.
 _CALLS = {
     "forward",
     "__call__",
@@ -24,15 +24,15 @@ _CALLS = {
 
 
 def computes_like(module: Any, base: Any) -> bool:
-    """Whether a module is a `base`, a layer class of torch, or of a subclass that computes as `base` does.
+    """Returns whether a module is a `base`, a layer class of torch, or of a subclass with the same forward.
 
-    A subclass may initialise, print and load in its own way, and hold more; it may redefine nothing that the forward of
-    `base` looks at.
+    A subclass may redefine initialisation, printing and loading, and may have more attributes; it must not redefine an
+    attribute that the forward of `base` reads.
     """
     cls = type(module)
     if cls is base:
         return True
-    # nn.MultiheadAttention reads the weights of its out_proj itself, which has a class of its own
+    # nn.MultiheadAttention reads the weights of its out_proj, a NonDynamicallyQuantizableLinear, without calling it
     if not issubclass(cls, base) or issubclass(cls, (LiveModule, NonDynamicallyQuantizableLinear)):
         return False
     if "forward" in module.__dict__ or is_parametrized(module):

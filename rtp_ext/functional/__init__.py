@@ -1,6 +1,7 @@
 """Autograd functions over the rotation engine. Arguments are local shards: plain local tensors or DTensors.
 
-What a function derives from its parameters and options, together with the other ranks, is kept by a `Prepared`.
+Each function derives a plan from its parameters and options, agrees on it with the other ranks and keeps it in a
+`Prepared`.
 """
 
 from rtp_ext.functional.convolution import rotated_convolution

@@ -1,4 +1,4 @@
-"""What every rotated operation does before and around its native call."""
+"""The steps that all rotated operations share before and around their native call."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.offload import on_device
 from rtp_ext.ring.routes.route_planner import LayerSize
 
-# What indices and targets may be of.
+# Dtypes of indices and targets.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 _ALWAYS_THERE = nullcontext()
 
 
 @dataclass(slots=True)
-class Ready:
-    """What was derived for an operation from its parameters and options, for one key of a Prepared."""
+class OperationPlan:
+    """The plan of an operation, derived from its parameters and options; the value of one key of a Prepared."""
 
     name: str
     in_place: bool
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    shapes: list[tuple[int, ...]]  # of the whole parameters
-    serial: int  # the same on every rank; 0: not to be sent ahead for
-    size: LayerSize | None  # of what the gate decides on; None: the operation leaves no choice
-    options: Any = None  # of the rotation, native
-    made: Any = None  # by the operation
-    late: bool = False  # gradients may land after the pass
-    rooms: list[tuple[int, int]] | None = None  # address and bytes of local shards that have room for the largest
+    shapes: list[tuple[int, ...]]  # whole shapes of the parameters
+    serial: int  # the same on every rank; 0: the operation is not prefetched
+    size: LayerSize | None  # input of the RoutePlanner; None: the operation has one route only
+    options: Any = None  # native RotationOptions
+    derived: Any = None  # result of `derive`
+    late: bool = False  # gradients may arrive after the pass
+    storages: list[tuple[int, int]] | None = None  # address and bytes of local shards that can hold the largest shard
 
     def plan(self, ring: Ring, tokens: int | None) -> None:
-        """Settles how weights and gradients travel, for the largest number of tokens on any rank; None: not known."""
+        """Chooses the routes of weights and gradients for `tokens`, the largest number on any rank; None: unknown."""
         route, halves = ring.hop_route, False
         if self.size is not None:
             plan = ring.gate.plan(self.name, tokens, self.size, self.compute_dtype)
@@ -61,15 +61,15 @@ class Ready:
 
 @dataclass(slots=True)
 class Call:
-    """How one call of an operation rotates."""
+    """One call of an operation: its ring, dtypes and native options."""
 
     ring: Ring
     name: str
     in_place: bool
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    needs: tuple[bool, ...] = ()  # which inputs, and then which parameters, will get gradients; empty: `prepare` looks
-    # set by `prepare`
+    needs: tuple[bool, ...] = ()  # inputs, then parameters, that need gradients; empty: `prepare` fills it in
+    # `prepare` sets these
     options: Any = None
     serial: int = 0
     watched: tuple[torch.Tensor, ...] = ()  # the parameters
@@ -86,7 +86,7 @@ class Call:
         reduce_dtype: torch.dtype | None,
         autocasts: bool = True,
     ) -> Call:
-        """With dtypes chosen: torch.autocast's where it is enabled, else the ones asked for, else the weight's own."""
+        """Returns a call with its dtypes: that of torch.autocast if enabled, else the arguments, else the weight's."""
         ring.check_alive(name)
         if in_place:
             ring.expect_in_place(name)
@@ -113,13 +113,13 @@ class Call:
         shards: Sequence[torch.Tensor],
         compute: Callable[[], list[torch.Tensor]],
     ) -> list[torch.Tensor]:
-        """What `compute()` returns, of a forward: see `functional._selective.as_operator`."""
+        """Returns `compute()` of a forward, as one operator for selective checkpointing: see `as_operator`."""
         if torch._C._len_torch_dispatch_stack() == 0:
             return compute()
         return as_operator(self, name, inputs, shards, compute)
 
     def on_device(self) -> AbstractContextManager[None]:
-        """While native code reads parameters: the device has those that stay on the host."""
+        """Keeps offloaded parameters on the device while native code reads them."""
         return _ALWAYS_THERE if self.ring.host_memory is None else on_device(self.watched)
 
     def operand(self, x: torch.Tensor, what: str = "an input") -> torch.Tensor:
@@ -140,26 +140,26 @@ class Call:
 
     @staticmethod
     def rows(x: torch.Tensor) -> torch.Tensor:
-        """[..., features] as [rows, features], of which either may be 0."""
+        """Returns [..., features] as [rows, features]; either extent may be 0."""
         return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 @dataclass(slots=True)
 class ShardedParameter:
-    """A local shard: this rank's part of a parameter of `dims` dimensions that is cut along `dim`."""
+    """This rank's local shard of a parameter of `dims` dimensions that is cut along `dim`."""
 
     what: str
     tensor: torch.Tensor
     dim: int
     dims: int
-    lands: tuple[Ring, int] | None = None  # late: see `local_shard`
+    deferred: tuple[Ring, int] | None = None  # late: see `local_shard`
 
     @property
     def local(self) -> torch.Tensor:
-        return local_shard(self.tensor, self.lands)
+        return local_shard(self.tensor, self.deferred)
 
     def check(self, call: Call) -> None:
-        """Raises where this cannot be a shard of such a parameter on the ring of the call."""
+        """Raises TypeError or ValueError if the tensor is not such a shard on the ring of the call."""
         tensor, label = self.tensor, f"{call.name}: expected a {self.what}"
         if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
             raise TypeError(f"{label} of floating-point numbers, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
@@ -177,13 +177,13 @@ class ShardedParameter:
         if not isinstance(self.tensor, DTensor):
             raise ValueError(
                 f"{call.name}: expected a {self.what} that is a DTensor on the mesh of the ring, got a plain tensor of "
-                f"shape {tuple(self.tensor.shape)}: of a whole one every rank would take its own for a shard. Load "
-                "values into the parameter instead: load_state_dict, rtp_ext.init_weights, or copy_ of a shard"
+                f"shape {tuple(self.tensor.shape)}: every rank would use a whole tensor as its shard. Load values into "
+                "the parameter instead: load_state_dict, rtp_ext.init_weights, or copy_ of a shard"
             )
 
 
-def wants(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
-    """Which tensors will get gradients of what is computed now."""
+def needs_gradients(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
+    """Returns for each tensor whether autograd will compute its gradient for the current computation."""
     grad = torch.is_grad_enabled()
     return tuple(grad and tensor is not None and tensor.requires_grad for tensor in tensors)
 
@@ -191,25 +191,25 @@ def wants(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
 def in_dtypes_of(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Gradients, which travelled in the reduce dtype, as autograd wants them: in the dtypes of their parameters."""
+    """Returns gradients, which travelled in the reduce dtype, in the dtypes of their parameters."""
     pairs = zip(parameters, gradients, strict=True)
     return [None if gradient is None else rounded(gradient, parameter.dtype) for parameter, gradient in pairs]
 
 
 def watched_where_read(parameters: Sequence[torch.Tensor], read: Sequence[bool]) -> list[torch.Tensor]:
-    """What to save of local shards for a backward: those that it reads as they are, so that autograd notices a write in
-    between; of all others, which tell it their shapes only, aliases that anybody may write to."""
+    """Returns the tensors to save for backward: the shards whose values it reads, so that autograd detects a write in
+    between, and detached aliases of the others, whose shapes alone it reads."""
     return [parameter if is_read else parameter.data for parameter, is_read in zip(parameters, read, strict=True)]
 
 
 def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
-    """The saved tensors of `ctx`, in its backward. Raises RuntimeError, naming the module, where one of them was
-    written since."""
+    """Returns the saved tensors of `ctx` in its backward. Raises RuntimeError with the module's name if one of them was
+    modified after the forward."""
     try:
-        ctx.unpacked = ctx.saved_tensors  # for `first_order_only`: a checkpoint hands them out once
+        ctx.unpacked = ctx.saved_tensors  # for `first_order_only`: a checkpoint returns them once
         return ctx.unpacked
     except RuntimeError as error:
-        if type(error) is not RuntimeError:  # of a recomputation, such as RingTimeout
+        if type(error) is not RuntimeError:  # from a recomputation, such as RingTimeout
             raise
         raise RuntimeError(f"{ctx.call.name}: {error}") from error
 
@@ -228,21 +228,20 @@ def prepare(
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None = None,
     late: bool = False,
 ) -> Any:
-    """What `derive` made of the whole shapes of the parameters, kept where `rtp_ext.functional.Prepared` says; and
-    `call` made ready to run.
+    """Makes `call` ready to run and returns `derive(whole shapes)`, computed once and kept in `prepared`.
 
-    All ranks agree on the shapes, on `facts` and on which gradients are wanted before anything travels; in the forward
-    of a converted model, before its backward. Collective where nothing is kept.
+    All ranks agree on the shapes, on `facts` and on the required gradients before anything travels; in the forward
+    of a converted model, before its backward. Collective if `prepared` has no matching entry.
 
     Args:
-        operation: which one this is.
-        inputs: whose gradients may be wanted besides those of the parameters.
-        facts: hashable, by name: whatever else decides hops or what is derived. Not what changes from call to call.
-        derive: raises where the shapes do not fit together. Called once, and its result belongs to all calls: it may
-            hold no tensor, and nothing of an input.
-        tokens, size: of an operation that the gate decides on: this rank's number of tokens, and the size as made of
-            the whole shapes.
-        late: its backward hands gradients of parameters on without reading them.
+        operation: name of the operation.
+        inputs: inputs that may require gradients, besides the parameters.
+        facts: hashable values by name that decide hops or the result of `derive`. They must not vary between calls.
+        derive: raises if the shapes do not match. All calls share its result, which must not hold a tensor or
+            properties of an input.
+        tokens, size: for an operation with several routes: this rank's number of tokens, and its LayerSize as a
+            function of the whole shapes.
+        late: the backward passes the gradients of parameters on without reading them.
     """
     ring, plain = call.ring, False
     looks: list[tuple] = []
@@ -257,8 +256,9 @@ def prepare(
         else:
             param.check(call)  # raises
     call.watched = tuple([param.tensor for param in params])
-    call.needs = call.needs or wants(*inputs, *call.watched)
-    identified = prepared is not None or not plain or ring.alone  # else one rank's shapes do not tell the layer
+    call.needs = call.needs or needs_gradients(*inputs, *call.watched)
+    # Plain shards do not determine the whole shapes, so that without a Prepared their plan cannot be found again.
+    identified = prepared is not None or not plain or ring.alone
     table = (ring.common if prepared is None else prepared) if identified else Prepared()
     dtypes = (call.compute_dtype, call.reduce_dtype)
     key = (operation, ring.serial, call.name, dtypes, call.in_place, facts, call.needs, *looks)
@@ -270,18 +270,18 @@ def prepare(
                 param.expect_sharded(call)
         serial = 0 if prepared is None else ring.new_agreement()
         ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late)
-        ready.made = derive(ready.shapes)
+        ready.derived = derive(ready.shapes)
         table.found[key] = ready
     if tokens is not None and prepared is not None and tokens > prepared.seen:
         prepared.seen = tokens
-    if call.in_place and not ring.transport.startswith("shm"):  # over which copies travel
-        _make_room(call, ready, params)
+    if call.in_place and not ring.transport.startswith("shm"):  # over shm copies travel
+        _reserve_largest(call, ready, params)
     if ready.late:
-        lands = ring, ring.deferred_after()
+        deferred = ring, ring.deferred_after()
         for param in params:
-            param.lands = lands
+            param.deferred = deferred
     call.options, call.serial = ready.options, ready.serial
-    return ready.made
+    return ready.derived
 
 
 def _agree(
@@ -294,7 +294,7 @@ def _agree(
     tokens: int,
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None,
     late: bool,
-) -> Ready:
+) -> OperationPlan:
     ring = call.ring
     wholes = [ring_shape(param.tensor) if isinstance(param.tensor, DTensor) else None for param in params]
     shards = [(param.what, tuple(held(param.tensor).shape), str(param.tensor.dtype), param.dim) for param in params]
@@ -324,8 +324,8 @@ def _agree(
         locals_ = [theirs[2][index][1] for theirs in answers]
         shapes.append(whole or _assemble(f"{call.name}: {param.what}", locals_, param.dim))
     layer = None if size is None else size(shapes)
-    ready = Ready(call.name, call.in_place, call.compute_dtype, call.reduce_dtype, shapes, serial, layer)
-    # Only what autograd hands on to the node of a shard, and nobody reads before.
+    ready = OperationPlan(call.name, call.in_place, call.compute_dtype, call.reduce_dtype, shapes, serial, layer)
+    # A gradient may arrive late only if no code reads it before the node of its shard: no cast, no plain tensor.
     arrives = ring.gradients.local_dtype(ring.hop_route, call.reduce_dtype)
     unread = all(isinstance(param.tensor, DTensor) and param.tensor.dtype == arrives for param in params)
     ready.late = late and unread and ring.late_gradients > 0
@@ -333,15 +333,15 @@ def _agree(
     return ready
 
 
-def _make_room(call: Call, ready: Ready, params: Sequence[ShardedParameter]) -> None:
-    """Gives the local shards room for the largest shard, since they travel themselves."""
-    if ready.rooms != _rooms(params):
+def _reserve_largest(call: Call, ready: OperationPlan, params: Sequence[ShardedParameter]) -> None:
+    """Enlarges the storage of the local shards to the largest shard: in place, other shards arrive in it."""
+    if ready.storages != _storages(params):
         for param, shape in zip(params, ready.shapes, strict=True):
             reserve(param.tensor, shape, param.dim, call.ring, call.name)
-        ready.rooms = _rooms(params)
+        ready.storages = _storages(params)
 
 
-def _rooms(params: Sequence[ShardedParameter]) -> list[tuple[int, int]]:
+def _storages(params: Sequence[ShardedParameter]) -> list[tuple[int, int]]:
     local = [held(param.tensor) for param in params]
     return [(tensor.data_ptr(), tensor.untyped_storage().nbytes()) for tensor in local]
 
@@ -361,7 +361,7 @@ def _describe(answers: tuple) -> str:
 
 
 def _assemble(name: str, shapes: list[tuple[int, ...]], dim: int) -> tuple[int, ...]:
-    """The whole shape of plain shards, which must be what the chunk rule makes of it."""
+    """Returns the whole shape of plain shards. Raises ValueError if the shards do not follow the chunk rule."""
     extent = sum(shape[dim] for shape in shapes)
     whole = [*shapes[0]]
     whole[dim] = extent
@@ -378,7 +378,7 @@ def _assemble(name: str, shapes: list[tuple[int, ...]], dim: int) -> tuple[int, 
 
 
 def expect_shape(call: Call, param: ShardedParameter, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Raises ValueError where the whole parameter behind a local shard has another shape than expected."""
+    """Raises ValueError if the whole parameter of a local shard does not have the expected shape."""
     if actual == expected:
         return
     shard = [*expected]

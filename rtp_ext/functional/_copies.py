@@ -18,7 +18,7 @@ from rtp_ext.ring import Ring
 
 
 class Scope(nn.Module):
-    """functional_call lends parameters for as long as a forward runs: this one runs any action on the module."""
+    """Runs any action as a forward, because functional_call replaces parameters only while a forward runs."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class Scope(nn.Module):
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What the forward of a module depends on besides tensors and random numbers."""
+class CallState:
+    """State that a module's forward depends on besides tensors and random numbers: autocast and training modes."""
 
     autocast: list[tuple[str, bool, torch.dtype]]
     training: list[bool]
 
     @classmethod
-    def now(cls, module: nn.Module, device: torch.device) -> Surroundings:
+    def now(cls, module: nn.Module, device: torch.device) -> CallState:
         kinds = sorted({"cpu", device.type})
         autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         return cls(autocast, [part.training for part in module.modules()])
@@ -45,12 +45,12 @@ class Surroundings:
     def autocasting(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
-                # without its cache, which would keep casts of received shards, and casts without a graph
+                # no cache: it would keep casts of received shards, and casts made without a graph
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
             yield
 
     @contextlib.contextmanager
-    def training_as_then(self, module: nn.Module) -> Iterator[None]:
+    def restored_training(self, module: nn.Module) -> Iterator[None]:
         parts = list(module.modules())
         now = [part.training for part in parts]
         try:
@@ -75,16 +75,16 @@ def set_random_state(states: tuple[Tensor, ...], device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter that travels."""
+    """A sharded parameter: its whole shape and how it is cut."""
 
     name: str
     whole: tuple[int, ...]
     dim: int
-    sizes: list[int]  # of every owner's shard along `dim`
-    once: bool
+    sizes: list[int]  # extent of every owner's shard along `dim`
+    once: bool  # named in `added_once`
 
     def presented(self, shard: Tensor, owner: int) -> Tensor:
-        """What the copy of `owner` sees: its shard, with zeros for all other ones where it is added once."""
+        """Returns the parameter of the copy of `owner`: its shard, padded with zeros to the whole if added once."""
         if not self.once:
             return shard
         before = sum(self.sizes[:owner])
@@ -94,36 +94,36 @@ class Cut:
 
 @dataclass(frozen=True)
 class Copies:
-    """The virtual copies of a module, and the arguments of one call of them."""
+    """The virtual copies of a module and the arguments of one call."""
 
     name: str
     module: nn.Module
     cuts: list[Cut]
     replicated: list[str]
-    leaves: list[Any]  # of the arguments; tensors are passed separately
-    places: list[int]  # of the tensors among them
-    structure: Any
+    leaves: list[Any]  # leaves of the arguments; tensors are passed separately
+    places: list[int]  # positions of the tensors among the leaves
+    structure: Any  # pytree of the arguments
     combine: str
     dim: int
     keeps: bool  # a backward may follow
-    surroundings: Surroundings
+    state: CallState
 
     def skips(self, owner: int) -> bool:
-        """A copy whose shards are all empty contributes nothing."""
+        """Returns whether all shards of `owner` are empty; its copy then contributes nothing and does not run."""
         return owner > 0 and not any(cut.sizes[owner] for cut in self.cuts)
 
     def shapes(self, cuts: Sequence[Cut], ring: Ring) -> list[list[list[int]]]:
         return [owner_shapes(cut.whole, cut.dim, ring) for cut in cuts]
 
     def split(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """Inputs, replicated parameters, shards."""
+        """Splits a sequence into inputs, replicated parameters and shards."""
         inputs, replicated = len(self.places), len(self.replicated)
         return tensors[:inputs], tensors[inputs : inputs + replicated], tensors[inputs + replicated :]
 
     def within(
         self, owner: int, replicated: Sequence[Tensor], shards: Sequence[Tensor], action: Callable[[], Any]
     ) -> Any:
-        """Runs `action` while the parameters of the module are those of the copy of `owner`."""
+        """Runs `action` while the module has the parameters of the copy of `owner`."""
         parameters = dict(zip(self.replicated, replicated, strict=True))
         for cut, shard in zip(self.cuts, shards, strict=True):
             parameters[cut.name] = cut.presented(shard, owner)
@@ -139,7 +139,7 @@ class Copies:
         watched += [(f"buffer {name}", buffer) for name, buffer in self.module.named_buffers()]
         watched = [(what, tensor) for what, tensor in watched if not tensor.is_inference()]
         versions = [tensor._version for _, tensor in watched]
-        with self.surroundings.autocasting():
+        with self.state.autocasting():
             y = self.module(*args, **kwargs)
         if not isinstance(y, Tensor):
             raise TypeError(f"{self.name}: expected a module that returns one tensor, got {type(y).__name__}")
@@ -153,8 +153,8 @@ class Copies:
         return y
 
     def gradients(self, owner: int, leaves: list[Tensor], needs: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
-        """Runs the copy of `owner` again. `leaves`: inputs, replicated parameters, shards; the gradients of those that
-        need one."""
+        """Runs the copy of `owner` again and returns the gradients of `leaves` (inputs, replicated parameters, shards);
+        None for a leaf that does not need one."""
         inputs, replicated, shards = self.split(leaves)
         wanted = [leaf for leaf, needed in zip(leaves, needs, strict=True) if needed]
 
@@ -162,9 +162,9 @@ class Copies:
             y = self.output(inputs)
             if not y.requires_grad:
                 return (None,) * len(wanted)
-            # here, while the parameters are lent: checkpoints in the module recompute parts of it
+            # while the parameters are replaced: checkpoints inside the module recompute parts of it
             return torch.autograd.grad(y, wanted, dy.to(y.dtype), allow_unused=True)
 
-        with torch.enable_grad(), self.surroundings.training_as_then(self.module):
+        with torch.enable_grad(), self.state.restored_training(self.module):
             found = iter(self.within(owner, replicated, shards, action))
         return [next(found) if needed else None for needed in needs]

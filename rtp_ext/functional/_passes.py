@@ -1,4 +1,4 @@
-"""What operations share whose passes are driven from Python, step by step."""
+"""Helpers for operations whose passes are driven from Python step by step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rtp_ext.ring.autograd import unseen
 
 
 def owner_shapes(whole: Sequence[int], dim: int, ring: Ring) -> list[list[int]]:
-    """The shape of every owner's shard of a parameter of shape `whole` that is cut along `dim`."""
+    """Returns the shape of every owner's shard of a parameter of shape `whole` that is cut along `dim`."""
     return [[*whole[:dim], size, *whole[dim + 1 :]] for size in shard_sizes(whole[dim], ring.size)]
 
 
 @eager
 @unseen
 def drive(call: Call, begin: Any, arguments: Sequence[Any], compute: Callable[[Any, Any], None]) -> None:
-    """Begins a pass, `begin(executor, *arguments)`, and calls `compute(execution, step)` for every compute of it.
+    """Begins a pass, `begin(executor, *arguments)`, and calls `compute(execution, step)` for each of its computes.
 
-    Whatever `compute` raises, the remaining hops run, so that neighbours are served. A failure of the ring reaches
-    them. The device has parameters that stay on the host until the pass has ended.
+    If `compute` raises, the remaining hops still run, because neighbours wait for them. A failure of the ring is
+    passed on to the neighbours. Offloaded parameters stay on the device until the pass has ended.
     """
     with call.on_device():
         execution = call.run(begin, *arguments)
@@ -41,12 +41,12 @@ def drive(call: Call, begin: Any, arguments: Sequence[Any], compute: Callable[[A
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of several products are kept in: float32 for 16-bit dtypes."""
+    """Returns the dtype of sums of several products: float32 for 16-bit dtypes, else `dtype`."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def add_scaled(out: torch.Tensor, arrived: torch.Tensor | None, values: torch.Tensor | None, scale: float) -> None:
-    """out = arrived + scale * values; None counts as zero. `arrived` may be `out`."""
+    """Computes out = arrived + scale * values; None counts as zero. `arrived` may be `out`."""
     if values is None:
         if arrived is None:
             out.zero_()

@@ -1,46 +1,55 @@
-"""Rotations under selective activation checkpointing: each is one operator, whose result a policy saves or not.
+"""Rotations under selective activation checkpointing: each is one operator, whose result a policy saves or recomputes.
 
-The dispatch modes of torch.utils.checkpoint.create_selective_checkpoint_contexts would see the operators of aten that a
-pass is made of, and return what they have stored of one in place of computing it, where a pass writes to slices of
-outputs and to slots. So a forward is `torch.ops.rtp_ext.<name>.default` to them, and what happens inside is seen by all
-other dispatch modes alone. Where no such mode is active, nothing goes through torch.library.
+The dispatch modes of torch.utils.checkpoint.create_selective_checkpoint_contexts would see the aten operators of a pass
+and replace some of them by stored results, although a pass writes to slices of outputs and to slots. They therefore see
+a forward as one call of `torch.ops.rtp_ext.<name>.default`; all other dispatch modes see the operators inside it.
+Without such a mode no call goes through torch.library.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import other_modes, returns, seen_by, storing_modes
 
 NAMESPACE = "rtp_ext"
-# What a policy finds: (inputs, this rank's shards of parameters) -> the output, and what the backward reads beside.
+# Operators that a policy sees: (inputs, local shards of parameters) -> the output and other tensors for the backward.
 NAMES = ("linear", "mlp", "embedding", "linear_cross_entropy", "experts", "convolution", "flyweight")
 
 
+class _Call(Protocol):
+    """The attributes of `_call.Call`, which imports this file, that are read here."""
+
+    ring: Ring
+    name: str
+    serial: int
+
+
 class _Waiting(threading.local):
-    compute: Callable[[], list[Tensor]] | None = None  # what the operator that is called now computes
+    compute: Callable[[], list[Tensor]] | None = None  # computation of the operator that is being called
 
 
 _waiting = _Waiting()
 
 
 def as_operator(
-    call: Any,
+    call: _Call,
     name: str,
     inputs: Sequence[Tensor],
     shards: Sequence[Tensor],
     compute: Callable[[], list[Tensor]],
 ) -> list[Tensor]:
-    """What `compute()` returns, tensors that share memory with no other; within a region of selective activation
-    checkpointing as the operator `name` of the arguments `inputs` and `shards`. Where the region is recomputed and its
-    policy has saved that, what was saved: `compute` is not called.
+    """Returns `compute()`, tensors that share no memory with others. Within a region of selective activation
+    checkpointing, calls it as the operator `name` of `inputs` and `shards`: if the policy saved its result, a
+    recomputation returns the saved tensors without calling `compute`.
 
-    All ranks have to save alike. In the first backward they compare what each layer does.
+    All ranks must save the same layers. They compare this in the first backward.
     """
     modes = storing_modes()
     if not modes:
@@ -66,8 +75,8 @@ def as_operator(
     return found
 
 
-def _tell(call: Any, what: str) -> None:
-    """Has the ranks compare, once, what selective activation checkpointing does with a layer."""
+def _tell(call: _Call, what: str) -> None:
+    """Registers one comparison between ranks of what selective activation checkpointing does with a layer."""
     table, key = call.ring.common.found, ("selective activation checkpointing", call.name, call.serial, what)
     if key not in table:
         table[key] = True

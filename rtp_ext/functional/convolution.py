@@ -19,7 +19,7 @@ from rtp_ext.functional._call import (
     saved,
 )
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
-from rtp_ext.parameters.sharding import lay_out
+from rtp_ext.parameters.sharding import make_contiguous
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 
@@ -28,13 +28,13 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Piece:
-    """Output channels of a shard that one convolution makes, and the input channels that it reads."""
+    """Output channels of a shard that one convolution computes, and the input channels that it reads."""
 
-    row: int  # the first one, in the shard
-    output: int  # the same one, in the whole output
-    rows: int
-    input: int
-    inputs: int
+    row: int  # first output channel within the shard
+    output: int  # first output channel within the whole output
+    rows: int  # number of output channels
+    input: int  # first input channel
+    inputs: int  # number of input channels
     groups: int
 
     def of_shard(self, shard: torch.Tensor) -> torch.Tensor:
@@ -68,12 +68,13 @@ class _Convolution:
         return (x[0], self.weight[0], *extents)
 
     def pieces(self, owner: int) -> Iterator[_Piece]:
-        """A shard may begin and end inside a group: part of a group, whole groups, part of another one."""
+        """Yields the convolutions of a shard, which may begin and end inside a group: part of a group, whole groups,
+        part of another group."""
         start = sum(self.sizes[:owner])
         end = start + self.sizes[owner]
         if start == end:
             return
-        outputs, inputs = self.weight[0] // self.groups, self.weight[1]  # of a group
+        outputs, inputs = self.weight[0] // self.groups, self.weight[1]  # channels of one group
         first, last = -(-start // outputs) * outputs, end // outputs * outputs
         cuts = (start, first, last, end) if first <= last else (start, end)
         for begin, stop in pairwise(cuts):
@@ -187,7 +188,7 @@ def _shapes(call: Call, convolution: _Convolution, tensors: Sequence[torch.Tenso
 
 
 def _memory_format(x: torch.Tensor) -> torch.memory_format:
-    """Convolutions keep the order of their input's channels in memory."""
+    """Returns the memory format of a convolution's output, which is that of its input."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
         return torch.contiguous_format
@@ -211,7 +212,7 @@ def rotated_convolution(
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_convolution",
 ) -> torch.Tensor:
-    """F.conv1d, F.conv2d or F.conv3d with W and b spread over the ring.
+    """Computes F.conv1d, F.conv2d or F.conv3d with W and b sharded over the ring.
 
     Symbols: R = ring.size, r = ring.rank, I and O = in and out channels, W_j and b_j = shards of rank j, cut along O.
 
@@ -224,7 +225,7 @@ def rotated_convolution(
         dgrad    dx = sum_j conv_backward(dy[:, j], W_j)      in float32 where the compute dtype has 16 bits
         wgrad    dW_j = 1/R sum_ranks conv_backward(dy[:, j], x)
 
-    A shard that begins or ends inside a group is up to three convolutions: part of a group, whole groups, part of
+    A shard that begins or ends inside a group takes up to three convolutions: part of a group, whole groups, part of
     another group, each on the input channels of its groups.
 
     Args:
@@ -255,7 +256,7 @@ def rotated_convolution(
             expect_shape(call, params[1], shapes[1], shape[:1])
         if groups < 1 or shape[0] % groups:
             raise ValueError(f"{name}: expected groups that divide {shape[0]} output channels, got {groups}")
-        if 0 in shape:  # where torch computes at all, the output has no channels
+        if 0 in shape:
             raise ValueError(f"{name}: expected a weight with no empty dimension, got shape {shape}")
         return shape
 
@@ -274,7 +275,7 @@ def rotated_convolution(
             f"{name}: expected an input at least as large as the kernel {kernel}, dilation {dilations}, with padding "
             f"{paddings}, got shape {tuple(x.shape)}"
         )
-    lay_out(weight)
+    make_contiguous(weight)
     local = [param.local.contiguous() for param in params]
     y = _RotatedConvolution.apply(call, convolution, x, local[0], None if bias is None else local[1])
     return y.squeeze(0) if unbatched else y
@@ -309,7 +310,8 @@ def _pad(
     stride: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """`x` [N, I, *extents] with the padding that a convolution cannot do itself, and the padding that it can."""
+    """Returns `x` [N, I, *extents] with the padding that aten.convolution does not support, and the rest of the
+    padding, which is passed to it."""
     if mode not in ("zeros", "reflect", "replicate", "circular"):
         raise ValueError(f"{name}: expected padding_mode zeros, reflect, replicate or circular, got {mode!r}")
     if not isinstance(padding, str):
@@ -326,7 +328,7 @@ def _pad(
         raise ValueError(f"{name}: expected padding 'same', 'valid' or integers, got {padding!r}")
     both = list(zip(before, after, strict=True))
     if mode == "zeros":
-        # a convolution pads both sides alike
+        # aten.convolution pads both sides equally
         extra = [amount for low, high in reversed(both) for amount in (0, high - low)]
         return (F.pad(x, extra) if any(extra) else x), before
     amounts = [amount for low, high in reversed(both) for amount in (low, high)]

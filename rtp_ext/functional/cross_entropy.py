@@ -56,7 +56,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def check_settings(name: str, label_smoothing: float, reduction: str, soft_cap: float | None, z_loss: float) -> None:
-    """Raises ValueError where a setting of the loss is out of range."""
+    """Raises ValueError if a setting of the loss is out of range."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: expected a reduction of {', '.join(REDUCTIONS)}, got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -75,7 +75,7 @@ def prepare_cross_entropy(
     bias: torch.Tensor | None,
     transposed: bool,
 ) -> tuple[list[ShardedParameter], tuple[int, int]]:
-    """The local shards; vocabulary and features."""
+    """Returns the local shards, and (vocabulary, features)."""
     params = [ShardedParameter("weight", weight, 1 if transposed else 0, 2)]
     if bias is not None:
         params.append(ShardedParameter("bias", bias, 0, 1))
@@ -130,11 +130,11 @@ def rotated_linear_cross_entropy(
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_linear_cross_entropy",
 ) -> torch.Tensor:
-    """`cross_entropy(x @ W.T + b, targets)` with W travelling and no [tokens, vocabulary] tensor anywhere.
+    """Computes `cross_entropy(x @ W.T + b, targets)` while W travels, without a [tokens, vocabulary] tensor.
 
-    Vocabulary shards visit every rank while an online softmax runs; logits exist for one shard and a part of the tokens
-    at a time (at most a quarter of them, or 64 MiB, whichever is less; never fewer than 128 tokens), and are computed
-    again in backward. The sums of the softmax are kept in float32 or wider.
+    Vocabulary shards visit every rank while an online softmax runs. Logits exist for one shard and a part of the tokens
+    at a time (the smaller of a quarter of the tokens and 64 MiB; never fewer than 128 tokens), and backward recomputes
+    them. The sums of the softmax are kept in float32 or wider.
 
         x         [..., D]   this rank's own batch, in the compute dtype
         weight    [V_r, D]   local shard, cut along the vocabulary; [D, V_r] where transposed

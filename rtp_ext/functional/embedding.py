@@ -43,7 +43,7 @@ class Embedding(torch.autograd.Function):
 def prepare_embedding(
     call: Call, prepared: Prepared | None, weight: torch.Tensor, shard_dim: int, padding_idx: int | None
 ) -> tuple[ShardedParameter, tuple[tuple[int, int], int]]:
-    """The local shard; the shape of the whole table, and which of its rows gets no gradient (-1: none)."""
+    """Returns the local shard, the shape of the whole table, and the row without a gradient (-1: none)."""
     param = ShardedParameter("weight", weight, shard_dim, 2)
     shape = prepare(call, prepared, "embedding", [param], [], (), lambda shapes: shapes[0])
     if padding_idx is None:
@@ -66,7 +66,7 @@ def rotated_embedding(
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_embedding",
 ) -> torch.Tensor:
-    """Rows of a table that is spread over the ring.
+    """Looks up rows of a table that is sharded over the ring.
 
         ids      [...]      int32 or int64, each in [0, V)
         weight   [V_r, E]   local shard; [V, E_r] where shard_dim = 1

@@ -14,9 +14,9 @@ from rtp_ext.functional._call import (
     ShardedParameter,
     expect_shape,
     in_dtypes_of,
+    needs_gradients,
     prepare,
     saved,
-    wants,
     watched_where_read,
 )
 from rtp_ext.functional.mlp import ACTIVATIONS
@@ -35,7 +35,7 @@ class _RotatedExperts(torch.autograd.Function):
 
         def run() -> list[torch.Tensor]:
             routed = call.run(_native.experts_forward, x, weights, index, parameters, shape, keep, call.options)
-            ctx.starts = routed.starts  # of the forward: a backward is given its context, not that of a recomputation
+            ctx.starts = routed.starts  # backward gets this context, even if a checkpoint recomputes the forward
             return [routed.y, routed.order, routed.ends, *([] if routed.kept is None else [routed.kept])]
 
         y, order, ends, *kept = call.once("experts", [x, weights, index], parameters, run)
@@ -62,9 +62,9 @@ class _RotatedExperts(torch.autograd.Function):
 
 
 def _read(params: Sequence[ShardedParameter], needs_x: bool, needs_weights: bool, keep: bool) -> list[bool]:
-    """Which parameters a backward reads: up for dx, and with its bias where it recomputes; down for the gradients of
-    hidden values and, with its bias, of the router's weights."""
-    needs_up = any(wants(*(param.tensor for param in params if param.what.startswith("up"))))
+    """Returns for each parameter whether backward reads it: up for dx, and with its bias to recompute; down for the
+    gradients of hidden values and, with its bias, of the router's weights."""
+    needs_up = any(needs_gradients(*(param.tensor for param in params if param.what.startswith("up"))))
     read = {
         "up weight": needs_x or not keep,
         "up bias": not keep,
@@ -96,15 +96,15 @@ def rotated_experts(
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_experts",
 ) -> torch.Tensor:
-    """Routed experts: `y[t] = sum_k weights[t, k] * MLP_e(x[t])`, e = index[t, k]. Experts travel, tokens stay.
+    """Computes `y[t] = sum_k weights[t, k] * MLP_e(x[t])`, e = index[t, k]. Experts travel, tokens stay.
 
         MLP_e(x) = act(x @ up_e.T + up_bias_e) @ down_e.T + down_bias_e, or with a gate as in `rotated_mlp`
 
-    No all-to-all, no capacity, no dropped token: the time of a step follows the number of local tokens, whatever the
-    imbalance between experts.
+    There is no all-to-all, no capacity and no dropped token: the time of a step depends on the number of local tokens,
+    not on the imbalance between experts.
 
         x         [..., D]       this rank's own tokens, in the compute dtype
-        index     [..., K]       integers in [0, E]; E is nobody's expert
+        index     [..., K]       integers in [0, E]; E selects no expert
         weights   [..., K]       of the router, any floating dtype
         up        [E_r, H, D]    cut along the experts; [E_r, 2 H, D] with the gate's rows first where gated
         down      [E_r, D, H]    local shard
@@ -116,13 +116,13 @@ def rotated_experts(
         activation: as in `rotated_mlp`; or clamped_swiglu, GPT-OSS's gate: `(clamp(u, -limit, limit) + 1) * g *
             sigmoid(alpha * g)` with g = min(gate, limit).
         transposed: up is [E_r, D, H] (or [E_r, D, 2 H]) and down [E_r, H, D].
-        interleaved: gate and up take turns in the 2 H of up and its bias.
-        alpha, limit: of clamped_swiglu.
+        interleaved: the rows of gate and up alternate in the 2 H of up and its bias.
+        alpha, limit: parameters of clamped_swiglu.
         recompute: as in `rotated_mlp`.
 
-    Biases travel along in the same hops. The gradient with respect to `weights` is exact. On CUDA the host reads the
-    numbers of tokens per expert once in a forward. Raises IndexError for an index above E; everything else is as in
-    `rotated_linear`.
+    Biases travel in the same hops. The gradient of `weights` is exact. On CUDA a forward synchronises once, because
+    the host reads the number of tokens of each expert. Raises IndexError for an index above E; everything else is as
+    in `rotated_linear`.
     Source: RTP, arXiv 2311.01635 (expert partition).
     """
     if activation not in _ACTIVATIONS:

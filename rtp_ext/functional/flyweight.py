@@ -1,4 +1,4 @@
-"""One small module, R virtual copies: the module runs with every shard of its parameters in turn."""
+"""R virtual copies of one small module: the module runs with every shard of its parameters in turn."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, ShardedParameter, prepare, saved, wants
-from rtp_ext.functional._copies import Copies, Cut, Surroundings, random_state, set_random_state
+from rtp_ext.functional._call import Call, ShardedParameter, needs_gradients, prepare, saved
+from rtp_ext.functional._copies import CallState, Copies, Cut, random_state, set_random_state
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
-from rtp_ext.parameters.sharding import lay_out, local_shard
+from rtp_ext.parameters.sharding import local_shard, make_contiguous
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, storing_modes, wanted
 
 
 class _Sum:
-    """A sum in the accumulation dtype, in memory of its own."""
+    """A sum in the accumulation dtype that owns its memory."""
 
     value: Tensor | None = None
 
@@ -73,7 +73,7 @@ class _Flyweight(torch.autograd.Function):
 
         ctx.save_for_backward(*tensors)
         y, *states = call.once("flyweight", [*inputs, *replicated], params, run)
-        if stored:  # a recomputation may not have drawn the numbers, and those behind are to be the same
+        if stored:  # a recomputation that reuses saved outputs draws no numbers; later draws must be the same
             set_random_state(tuple(states), device)
         return y
 
@@ -143,7 +143,7 @@ class _Flyweight(torch.autograd.Function):
 def _average(
     call: Call, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients of parameters that every rank holds whole, averaged over the ring. Collective."""
+    """Returns the gradients of replicated parameters, averaged over the ring. Collective."""
     averaged: list[Tensor | None] = [None] * len(parameters)
     wanted = [index for index, needed in enumerate(needs) if needed]
     if not wanted:
@@ -184,28 +184,28 @@ def rotated_flyweight(
 
         returns  cat(M_0(*args), ..., M_{R-1}(*args), dim) or their sum, kept in float32 where the output has 16 bits
 
-        forward  every copy runs while its shard visits; nothing of it is kept
-        dgrad    M_j runs again from the shard that passes by, with the random numbers of its forward, and autograd
-                 gives the gradients of inputs and shard. Input gradients are summed over j, as the output is
-        wgrad    dW_j = 1/R sum_ranks dM_j / dW_j      (travels with the weights and ends at home)
+        forward  every copy runs while its shard visits; no activations are saved
+        dgrad    M_j runs again from the visiting shard, with the random numbers of its forward, and autograd computes
+                 the gradients of inputs and shard. Input gradients are summed over j
+        wgrad    dW_j = 1/R sum_ranks dM_j / dW_j      (travels with the weights and ends at its owner)
 
     Args:
         module: its forward takes its sizes from its parameters, not from attributes such as num_heads; returns one
-            tensor; and changes neither its arguments nor its buffers. Its own parameters are not looked at.
-        parameters: for every parameter of the module, by name, this rank's local shard, or the whole where
-            it is not cut.
-        args, kwargs: any structure; tensors in it may require gradients.
-        shard_dims: the dimension that each parameter is cut along by the chunk rule; None: whole on every rank, its
-            gradient averaged by an all-reduce.
+            tensor; and changes neither its arguments nor its buffers. Its own parameters are not read.
+        parameters: by name, this rank's local shard of every parameter of the module, or the whole parameter if it is
+            not cut.
+        args, kwargs: any structure; its tensors may require gradients.
+        shard_dims: the dimension that each parameter is cut along by the chunk rule; None: whole on every rank, and an
+            all-reduce averages its gradient.
         combine, dim: "cat" along `dim` of the outputs, or "sum".
-        added_once: parameters that the output depends on as on a bias. In a sum of copies a whole bias would be added
-            R times and a shard of it does not fit: copy j sees a whole one, zero outside shard j.
-        compute_dtype: shards are cast to it before they travel; default: their own. Under autocast they travel as they
-            are and the operations of the module cast them, each as without a ring.
+        added_once: parameters that the module adds to its output, as a bias. A sum of copies would add a whole bias R
+            times, and a shard does not have its shape: copy j gets a whole bias that is zero outside shard j.
+        compute_dtype: shards are cast to it before they travel; default: their own. Under autocast they travel in
+            their own dtype and the operations of the module cast them, as without a ring.
         in_place, reduce_dtype, name: as in `rotated_linear`.
 
-    A copy all of whose shards are empty does not run. Raises ValueError or TypeError where names, shapes, dtypes or
-    outputs are not as expected, RingTimeout where a neighbour does not answer. Collective.
+    A copy does not run if all its shards are empty. Raises ValueError or TypeError if names, shapes, dtypes or
+    outputs are not as expected, RingTimeout if a neighbour does not answer. Collective.
     Source: RTP, arXiv 2311.01635 (flyweight initialisation).
     """
     if ring.host_memory is not None:
@@ -240,11 +240,11 @@ def rotated_flyweight(
     leaves, structure = tree_flatten((tuple(args), dict(kwargs or {})))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     inputs = [leaves[place] for place in places]
-    # one flag for all inputs: which of them a batch has, and which want gradients, is each rank's own affair
-    needs = [any(wants(*inputs)), *wants(*(parameters[key] for key in (*names, *replicated)))]
+    # one flag for all inputs: ranks may differ in the inputs of a batch and in those that require gradients
+    needs = [any(needs_gradients(*inputs)), *needs_gradients(*(parameters[key] for key in (*names, *replicated)))]
     facts = (
         ("gradients of inputs", needs[0]),
-        (f"gradients of {', '.join(replicated)}", wants(*(parameters[key] for key in replicated))),
+        (f"gradients of {', '.join(replicated)}", needs_gradients(*(parameters[key] for key in replicated))),
         ("whole", tuple([(key, tuple(parameters[key].shape), parameters[key].dtype) for key in replicated])),
         ("combine", combine),
         ("added once", tuple(sorted(added_once))),
@@ -270,11 +270,11 @@ def rotated_flyweight(
         combine,
         dim,
         any(needs),
-        Surroundings.now(module, ring.device),
+        CallState.now(module, ring.device),
     )
     whole_parameters = [local_shard(parameters[key]).to(call.compute_dtype) for key in replicated]
     for param in params:
-        lay_out(param.tensor)
+        make_contiguous(param.tensor)
     return _Flyweight.apply(call, copies, *inputs, *whole_parameters, *(param.local.contiguous() for param in params))
 
 
@@ -285,7 +285,7 @@ def check_copies(
     combine: str,
     added_once: Collection[str],
 ) -> None:
-    """Raises ValueError where a module with these parameters cannot be cut and combined so."""
+    """Raises ValueError if a module with these parameters cannot be cut and combined as requested."""
     if combine not in ("cat", "sum"):
         raise ValueError(f"{name}: expected combine 'cat' or 'sum', got {combine!r}")
     if set(shard_dims) != set(parameters):

@@ -60,9 +60,9 @@ class _Bundle:
     layers: Any
     projections: list[Any]
     inputs: int
-    features: list[set[int]]  # for each input: that the layers expect which it goes through
-    outputs: list[tuple[int, int]]  # for each projection: its input, and the features of its output
-    multiplied: list[set[int]]  # for each parameter: the inputs whose gradients are computed from it
+    features: list[set[int]]  # for each input: features that its layers expect
+    outputs: list[tuple[int, int]]  # for each projection: its input and its output features
+    multiplied: list[set[int]]  # for each parameter: the inputs whose gradients depend on it
 
 
 class Linears(torch.autograd.Function):
@@ -128,26 +128,26 @@ def rotated_linear(
 
         forward  y[:, j] = x @ W_j.T + b_j              shard_dim 1: y = sum_j x[:, j] @ W_j.T
         dgrad    dx = sum_j dy[:, j] @ W_j
-        wgrad    dW_j = 1/R sum_ranks dy[:, j].T @ x    (travels with the weights and ends at home)
+        wgrad    dW_j = 1/R sum_ranks dy[:, j].T @ x    (travels with the weights and ends at its owner)
 
-    Gradients are averaged over the ring. Sums of several products are kept in float32 where the compute dtype has 16
-    bits. Cost: R - 1 weight hops forward; R - 1 weight and R - 1 gradient hops backward, none of a kind that is not
-    needed. Memory: at most two weight slots forward, two of each kind backward, each of the largest shard, shared by
-    all layers of the ring; one weight slot more where the local shard is cast.
+    Gradients are averaged over the ring. Sums of several products are kept in float32 if the compute dtype has 16
+    bits. Cost: R - 1 weight hops forward; R - 1 weight and R - 1 gradient hops backward; weights or gradients that the
+    backward does not need do not travel. Memory: at most two weight slots forward, two of each kind backward, each of
+    the largest shard, shared by all layers of the ring; one more weight slot if the local shard is cast.
 
     Args:
-        shard_dim: the dimension of W [O, I] that is cut, however W is stored.
+        shard_dim: the dimension of W [O, I] that is cut, independent of `transposed`.
         transposed: the weight is stored as [I, O].
-        in_place: the local shard itself travels and comes home, with one slot instead of two. Where a cast copy
-            travels anyway, or over shm, whose hops land in slots only, nothing is saved and copies travel.
-        prepared: keeps what is derived for this layer, so that the next calls are cheap; see Prepared.
-        compute_dtype: weights are cast to it before they travel; default: torch.autocast's where enabled, else the
+        in_place: the local shard itself travels and returns to its owner, with one slot instead of two. If a cast copy
+            travels anyway, or over shm, whose hops arrive in slots only, this saves nothing and copies travel.
+        prepared: caches the plan of this layer, which makes later calls cheap; see Prepared.
+        compute_dtype: weights are cast to it before they travel; default: torch.autocast's if enabled, else the
             weight's own.
-        reduce_dtype: what partial gradients travel in; default float32 (float64 for float64).
-        name: named in error messages.
+        reduce_dtype: dtype in which partial gradients travel; default float32 (float64 for float64).
+        name: prefix of error messages.
 
-    Raises ValueError or TypeError where shapes, dtypes or devices disagree (naming expected and actual), RingTimeout
-    where a neighbour does not answer. Collective. Source: RTP, arXiv 2311.01635.
+    Raises ValueError or TypeError if shapes, dtypes or devices do not match (with expected and actual values),
+    RingTimeout if a neighbour does not answer. Collective. Source: RTP, arXiv 2311.01635.
     """
     options: dict[str, Any] = {
         "in_place": in_place,
@@ -183,8 +183,7 @@ def rotated_linears(
 ) -> tuple[torch.Tensor, ...]:
     """Several linear layers whose shards travel together, each cut along its output features.
 
-    One hop carries the shards of all layers, and products with the same input share one input gradient, which is never
-    split into a sum of several tensors.
+    One hop carries the shards of all layers. Products with the same input accumulate into one input gradient.
 
         inputs   each [..., I_i], in the compute dtype
         weights  local shards, each [O_k,r, I]; [I, O_k,r] where transposed
@@ -192,8 +191,9 @@ def rotated_linears(
         returns  one [..., end - begin] for each projection, in the compute dtype
 
     Args:
-        projections: (input, layer, begin, end): rows [begin, end) of the weight of that layer applied to that input.
-            The projections of a layer cover its rows once. Default: every layer applied to input 0.
+        projections: (input, layer, begin, end): rows [begin, end) of the weight of that layer, applied to that input.
+            The projections of a layer must cover each of its rows exactly once. Default: every layer applied to
+            input 0.
 
     Everything else is as in `rotated_linear`.
     """
@@ -233,7 +233,7 @@ def prepare_partial(
     bias: torch.Tensor | None,
     transposed: bool,
 ) -> tuple[list[ShardedParameter], tuple[int, int, Any]]:
-    """The local shards of a layer that is cut along its input features; out and in features, native shape."""
+    """Returns the local shards of a layer cut along its inputs, and (out features, in features, native shape)."""
     params = _local_shards([weight], [bias], 0 if transposed else 1)
 
     def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int, Any]:
@@ -254,7 +254,7 @@ def prepare_linears(
     projections: Sequence[tuple[int, int, int, int]] | None,
     transposed: bool,
 ) -> tuple[list[ShardedParameter], _Bundle]:
-    """The local shards of layers that are cut along their output features, and how they travel together."""
+    """Returns the local shards of layers cut along their output features, and their bundle."""
     params = _local_shards(weights, biases, 1 if transposed else 0)
     if projections is not None:
         projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
@@ -281,7 +281,7 @@ def _size(call: Call, shapes: Sequence[tuple[int, ...]]) -> LayerSize:
 def _local_shards(
     weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], dim: int
 ) -> list[ShardedParameter]:
-    """The local shards of layers, every weight followed by its bias if it has one."""
+    """Returns the local shards of layers, each weight followed by its bias if there is one."""
     params = []
     for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         suffix = "" if len(weights) == 1 else f" {number}"
@@ -294,7 +294,7 @@ def _local_shards(
 def _check_biases(
     call: Call, params: Sequence[ShardedParameter], shapes: Sequence[tuple[int, ...]], transposed: bool
 ) -> None:
-    """Raises where a bias is not of the dtype of its weight, which is before it, or not of the shape of its output."""
+    """Raises if a bias does not have the dtype of its weight, which precedes it, or the shape of its output."""
     for place in range(1, len(params)):
         param, weight = params[place], params[place - 1]
         if param.dims == 1:

@@ -13,9 +13,9 @@ from rtp_ext.functional._call import (
     ShardedParameter,
     expect_shape,
     in_dtypes_of,
+    needs_gradients,
     prepare,
     saved,
-    wants,
     watched_where_read,
 )
 from rtp_ext.ring import Prepared, Ring
@@ -69,9 +69,9 @@ class MLP(torch.autograd.Function):
 
 
 def read_by_backward(params: Sequence[ShardedParameter], needs_x: bool, keep: bool) -> list[bool]:
-    """Which parameters a backward reads: gate and up for dx, and with their biases where it recomputes; down for the
-    gradients of hidden values."""
-    hidden = needs_x or any(wants(*(param.tensor for param in params if not param.what.startswith("down"))))
+    """Returns for each parameter whether backward reads it: gate and up for dx, and with their biases to recompute;
+    down for the gradients of hidden values."""
+    hidden = needs_x or any(needs_gradients(*(param.tensor for param in params if not param.what.startswith("down"))))
     found = {"down weight": hidden, "down bias": False}
     return [found.get(param.what, not keep or (needs_x and param.what.endswith("weight"))) for param in params]
 
@@ -97,7 +97,7 @@ def prepare_mlp(
     recompute: bool,
     transposed: bool,
 ) -> tuple[list[ShardedParameter], tuple[int, int, Any]]:
-    """The local shards, in the order of the engine; in and out features, native shape."""
+    """Returns the local shards in the order of the engine, and (in features, out features, native shape)."""
     function, gated = ACTIVATIONS[activation]
     outputs, inputs = (1, 0) if transposed else (0, 1)
     candidates = [
@@ -159,9 +159,9 @@ def rotated_mlp(
     reduce_dtype: torch.dtype | None = None,
     name: str = "rotated_mlp",
 ) -> torch.Tensor:
-    """`act(x @ U.T) @ D.T`, or `(act(x @ G.T) * (x @ U.T)) @ D.T`, with U, G and D travelling as one bundle.
+    """`act(x @ U.T) @ D.T`, or `(act(x @ G.T) * (x @ U.T)) @ D.T`, where U, G and D travel as one bundle.
 
-    Shard j of all three weights meets hidden slice j, which lives during step j only.
+    Step j computes hidden slice j from shard j of the weights; the slice exists during that step only.
 
         x          [..., I]  this rank's own batch, in the compute dtype
         up, gate   [H_r, I]  local shards, cut along the hidden features; [I, H_r] where transposed
@@ -174,10 +174,10 @@ def rotated_mlp(
 
     Args:
         activation: gelu, gelu_tanh, relu, silu; or, with a gate, swiglu, geglu, geglu_tanh, reglu.
-        recompute: keep no hidden value for backward; it is computed again from the shard that is passing by (one more
-            GEMM per weight of the first layer, no hop more). Otherwise x @ U.T and x @ G.T are kept, [..., H] each.
+        recompute: save no hidden values for backward, which recomputes them from the visiting shard (one more GEMM for
+            each weight of the first layer, no additional hop). Otherwise x @ U.T and x @ G.T, [..., H] each, are saved.
 
-    Partial outputs are summed in float32 where the compute dtype has 16 bits. Everything else is as in
+    Partial outputs are summed in float32 if the compute dtype has 16 bits. Everything else is as in
     `rotated_linear`. Source: RTP, arXiv 2311.01635; docs/design.md, 'Bundles'.
     """
     if activation not in ACTIVATIONS:

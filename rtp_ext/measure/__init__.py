@@ -1,1 +1,1 @@
-"""Times of one layer and of a step, and what they say about overlap."""
+"""Times of one layer and of a training step, and measures of overlap."""

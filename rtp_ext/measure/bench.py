@@ -1,8 +1,8 @@
-"""A short benchmark of this machine: what of the communication is hidden, what is exposed, what a step costs.
+"""A short benchmark of this machine: hidden and exposed communication, and the time of a training step.
 
-One linear layer, forward and backward, at several numbers of tokens; times as in `measure.metrics`. Then, where there
-are real ranks, a small MLP trained by rotation, `fully_shard` and DDP, which take turns. Ranks are GPUs where there are
-two or more; one GPU stands for a ring of four, whose hops are copies within it; else two processes over shared memory.
+It times one linear layer, forward and backward, at several numbers of tokens, as in `measure.metrics`. With real ranks
+it then trains a small MLP by rotation, `fully_shard` and DDP in turns. Ranks are GPUs if there are two or more; one GPU
+emulates a ring of four, whose hops are copies within it; without GPUs there are two processes over shared memory.
 Every result is compared with the plain layer before it is timed, and the losses of all strategies with each other.
 """
 
@@ -39,9 +39,9 @@ from rtp_ext.ring.links.options import check_requested, check_travel
 
 __all__ = ["Plan", "choose", "run", "verdict"]
 
-FREE = 1.05  # rotation is called free where it takes less than this times one whole GEMM
+FREE = 1.05  # rotation counts as free if it takes less than this times one whole GEMM
 MOST_RANKS_PER_CORE = 16
-NOISE = 3  # hops that take less than this times what times varied by say nothing of what is hidden
+NOISE = 3  # hops must take more than this times the noise for a measure of hidden communication
 LOSS_TOLERANCES = {"float32": 1e-4, "bfloat16": 2.0**-6, "int8": 2.0**-4}
 STRATEGIES = ("rtp", "fully_shard", "DDP")
 TRAIN_STEPS, TRAIN_WARMUP = 6, 2
@@ -51,13 +51,13 @@ FAILURES = (RotationError, mp.ProcessRaisedException, mp.ProcessExitedException)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. `rows` and `columns` are those of the weight; `width`, `inner`, `batch` those of the MLP."""
+    """Settings of the benchmark. `rows` and `columns` belong to the weight; `width`, `inner`, `batch` to the MLP."""
 
     device: str
     ranks: int
     emulated: bool
     tokens: tuple[int, ...]
-    seconds: float  # of each quantity, at least
+    seconds: float  # minimal time for each quantity
     rows: int
     columns: int
     dtype: torch.dtype
@@ -65,19 +65,19 @@ class Plan:
     inner: int
     batch: int
     travel: str | None = None
-    gradient_route: str | None = None  # None: as the ring chooses
+    gradient_route: str | None = None  # None: the ring's default
     gradient_travel: str | None = None
     reduce_dtype: torch.dtype | None = None
 
     @property
     def ways(self) -> dict[str, Any]:
-        """What a ring is asked for beside its ranks."""
+        """Keyword arguments of the ring besides its ranks."""
         requested = {name: getattr(self, name) for name in ("travel", "gradient_route", "gradient_travel")}
-        return {name: wish for name, wish in requested.items() if wish is not None}
+        return {name: value for name, value in requested.items() if value is not None}
 
     @property
     def tolerance(self) -> float:
-        """Relative, of losses: those of what is narrowest."""
+        """Relative tolerance of losses, given by the narrowest dtype that travels."""
         if "int8" in (self.travel, self.gradient_travel):
             return LOSS_TOLERANCES["int8"]
         narrow = self.travel or (self.reduce_dtype is not None and self.reduce_dtype.itemsize < 4)
@@ -109,10 +109,10 @@ def choose(
     gradient_travel: str | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Plan:
-    """The plan for this machine; `gpus`: how many it has (default: as torch says). `travel`, `gradient_route` and
-    `gradient_travel` are those of a ring, `reduce_dtype` that of a mixed-precision policy.
+    """Returns the plan for this machine.
 
-    Raises ValueError for what cannot be measured here.
+    gpus: their number (default: torch.cuda.device_count()). travel, gradient_route, gradient_travel: arguments of Ring.
+    reduce_dtype: argument of a mixed-precision policy. Raises ValueError for settings that this machine cannot measure.
     """
     found = gpus if gpus is not None else torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = device or ("cuda" if found else "cpu")
@@ -170,7 +170,7 @@ def _converted(strategy: str, mesh: Any, plan: Plan) -> nn.Module:
 
 
 def _kept_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of parameters, gradients and optimizer state on this rank."""
+    """Returns the bytes of parameters, gradients and optimizer state on this rank."""
     tensors = [tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None]
     tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
@@ -178,7 +178,7 @@ def _kept_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def _train(ring: Ring, mesh: Any, plan: Plan) -> dict[str, dict[str, float]]:
-    """Median milliseconds of a step and kept bytes by strategy. Raises RotationError where losses disagree."""
+    """Returns median milliseconds of a step and kept bytes by strategy. Raises RotationError if losses disagree."""
     generator = torch.Generator().manual_seed(ring.rank)
     x, target = (torch.randn(plan.batch, plan.width, generator=generator).to(plan.device) for _ in range(2))
     models = {name: _converted(name, mesh, plan) for name in STRATEGIES}
@@ -186,7 +186,7 @@ def _train(ring: Ring, mesh: Any, plan: Plan) -> dict[str, dict[str, float]]:
     taken: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     losses: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     ranks = together(ring)
-    orders = list(itertools.permutations(STRATEGIES))  # in all of them each follows every other one equally often
+    orders = list(itertools.permutations(STRATEGIES))  # each strategy follows each other one equally often
     for number in range(TRAIN_WARMUP + TRAIN_STEPS):
         for name in orders[number % len(orders)]:
 
@@ -211,7 +211,7 @@ def _train(ring: Ring, mesh: Any, plan: Plan) -> dict[str, dict[str, float]]:
 
 
 def check_losses(losses: dict[str, list[float]], tolerance: float = LOSS_TOLERANCES["float32"]) -> None:
-    """Raises RotationError where those of two strategies differ at any step."""
+    """Raises RotationError if the losses of two strategies differ at any step."""
     for step, values in enumerate(zip(*losses.values(), strict=True)):
         if not all(abs(value - values[0]) <= tolerance * abs(values[0]) for value in values):  # NaN is not
             found_text = ", ".join(f"{name} {value:.6f}" for name, value in zip(losses, values, strict=True))
@@ -222,13 +222,13 @@ def check_losses(losses: dict[str, list[float]], tolerance: float = LOSS_TOLERAN
 
 
 def measure(plan: Plan, mesh: Any) -> dict[str, Any]:
-    """One rank's part; `mesh` is None for an emulated ring. See `run`."""
+    """Measures on one rank; `mesh` is None for an emulated ring. See `run`. Collective."""
     if mesh is None:
         ring = Ring.emulated(plan.ranks, device=plan.device, prefetch=0, **plan.ways)
     else:
         ring = Ring(mesh, prefetch=0, **plan.ways)
     ring.slot_cap = 0
-    ring.gate.link = None  # rotation itself is measured, and not what the gate would choose
+    ring.gate.link = None  # measures rotation itself: without a link the RoutePlanner chooses no other route
     try:
         measured = {tokens: layer_times(_layer(ring, plan, tokens), plan.seconds) for tokens in plan.tokens}
         return {
@@ -264,16 +264,16 @@ def _rank(rank: int, plan: Plan, folder: str) -> None:
             Path(folder, "found").write_bytes(pickle.dumps(found))
     finally:
         dist.destroy_process_group()
-    os._exit(0)  # Gloo's threads may still drop tensors, for which they need an interpreter: its end would abort
+    os._exit(0)  # Gloo's threads may still free tensors and need the interpreter: its shutdown would abort
 
 
 def run(plan: Plan) -> dict[str, Any]:
-    """Starts the ranks and returns what was found.
+    """Starts the ranks and returns the results.
 
-    `transport`; `layers` (Times by tokens); `noise` (microseconds by tokens, between the 20th and 80th percentile);
-    `training` (`step_ms` and `kept_bytes` by strategy, None for an emulated ring).
+    Keys: `transport`; `backend`; `layers` (Times by tokens); `noise` (microseconds by tokens, between the 20th and 80th
+    percentile); `training` (`step_ms` and `kept_bytes` by strategy, None for an emulated ring).
 
-    Raises one of FAILURES for a wrong result, or where a rank failed.
+    Raises one of FAILURES for a wrong result or a failed rank.
     """
     if plan.emulated:
         return measure(plan, None)
@@ -282,11 +282,11 @@ def run(plan: Plan) -> dict[str, Any]:
         return pickle.loads(Path(folder, "found").read_bytes())
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- report ------------------------------------------------------------------------------------------------------------
 
 
 def machine(device: str) -> str:
-    """What this process runs on, with versions and the date."""
+    """Returns the hardware of this process, the version of torch and the date."""
     name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if device == "cuda" else cpu_name()
     return f"{name}, {cores()} cores, torch {torch.__version__}, {datetime.now():%Y-%m-%d}"
 
@@ -328,12 +328,12 @@ def _cost(times: Times) -> float:
 
 
 def _distinguishable(times: Times, noise: float) -> bool:
-    """Whether times that varied by `noise` microseconds tell that rotation is free, or that it is not."""
+    """Returns whether times with a noise of `noise` microseconds decide if rotation is free."""
     return noise <= abs(times.t_ov - FREE * times.t_g1)
 
 
 def free_from(layers: dict[int, Times], noise: dict[int, float]) -> int | None:
-    """The least number of tokens from which on every one that was measured is free; None if the largest is not."""
+    """Returns the smallest measured number of tokens from which on rotation is free; None if it never is."""
     first = None
     for tokens in sorted(layers, reverse=True):
         if _cost(layers[tokens]) > FREE or not _distinguishable(layers[tokens], noise[tokens]):
@@ -343,7 +343,7 @@ def free_from(layers: dict[int, Times], noise: dict[int, float]) -> int | None:
 
 
 def verdict(plan: Plan, found: dict[str, Any]) -> str:
-    """One paragraph: what is hidden, what is exposed, from how many tokens on rotation is free here."""
+    """Returns one paragraph: hidden and exposed communication, and the number of tokens from which rotation is free."""
     most = max(found["layers"])
     times = found["layers"][most]
     e_hide = metrics(times, one_stream=False)["e_hide"]
@@ -351,7 +351,7 @@ def verdict(plan: Plan, found: dict[str, Any]) -> str:
     text = f"verdict: at {most} tokens "
     if e_hide is None or times.t_c / 1e3 <= NOISE * noise:
         text += f"the hops alone take {times.t_c / 1e3:.2f} ms and a rotation {rotated:.2f} ms, but times varied by "
-        text += f"{noise:.2f} ms: what is hidden cannot be told. "
+        text += f"{noise:.2f} ms: the hidden share cannot be told. "
     else:
         hidden = f"{min(e_hide, 1.0):.0%} of what can be hidden of the" if e_hide > 0 else "no"
         exposed = max(0.0, _exposed(times))

@@ -1,21 +1,21 @@
-"""One linear layer: every quantity of `measure.metrics` as an action to be timed, and what its results must be.
+"""One linear layer: the quantities of `measure.metrics` as actions to be timed, and checks of their results.
 
     x [T, K]   dy [T, N]   W [N, K], cut for R ranks into shards [N / R, K]   y [T, N]   dx [T, K]
 
-What is timed, in forward and in backward (a step is one after the other):
+The timed actions, for forward and backward (a step runs both):
 
     g1     y = x @ W.T                   dx = dy @ W, dW = dy.T @ x, in the dtype of x, as a plain layer computes them
-    gr     the engine's `gemm`, which is what the operation itself calls, on R different shards in the order of the
-           schedule: y[:, j] = x @ W_j.T; dx += dy[:, j] @ W_j in float32 for 16-bit dtypes, and dy[:, j].T @ x into
-           float32 partials. With the casts of dx and of the own gradient at the end. No hops and no events; a second
-           stream where the operation, too, computes on two (`two_lanes`). The results of g1 and gr lie in new memory
-           each time, as those of ov do: on a CPU that may cost page faults, which are no matter of rotation.
-    c      passes of the engine over the same shards (`rtp_ext._native.Execution`) in which nobody computes. They must
-           post as many hops and bytes as the operation, which is checked.
+    gr     the engine's `gemm`, which the operation itself calls, on R different shards in the order of the schedule:
+           y[:, j] = x @ W_j.T; dx += dy[:, j] @ W_j in float32 for 16-bit dtypes, and dy[:, j].T @ x into float32
+           partials; at the end the casts of dx and of this rank's gradient. No hops and no events; a second stream if
+           the operation computes on two (`two_lanes`). g1 and gr write their results to new memory each time, as ov
+           does: on a CPU this may cost page faults, which are not caused by rotation.
+    c      passes of the engine over the same shards (`rtp_ext._native.Execution`) without computes. `check_hops`
+           checks that they send as many hops and bytes as the operation.
     ov     `rotated_linear`; its backward by torch.autograd.grad
-    base   the hops of c, then g1: what arrives first lies in slots and g1 reads a whole weight that lies ready, so
-           bytes and order are those of a gather. `base_by_collectives`: torch.distributed's all-gather (and, in
-           backward, reduce-scatter of float32 gradients) on a group of its own, and g1.
+    base   the hops of c, then g1. The hops write to slots and g1 reads a separate whole weight, so that bytes and order
+           are those of a gather. `base_by_collectives`: torch.distributed's all-gather (and, in backward,
+           reduce-scatter of float32 gradients) on a separate group, and g1.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from rtp_ext.ring import Prepared, Ring
 __all__ = ["PASSES", "TimedLayer", "WrongResult", "layer_times", "together"]
 
 PASSES = ("forward", "backward")
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}  # of the largest value
-SAMPLED = 32  # rows that are compared
-GRADIENT = torch.float32  # what partial gradients travel in, unless they are told otherwise
-INT8 = 2.0**-5  # of a gradient whose contributions were rounded to 8 bits, relative to its largest value
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}  # relative to the largest value
+SAMPLED = 32  # number of compared rows
+GRADIENT = torch.float32  # default dtype of travelling partial gradients
+INT8 = 2.0**-5  # tolerance of a gradient with contributions of 8 bits, relative to its largest value
 
 _kernels = _native.kernels
 _gemm = _kernels.gemm
@@ -52,11 +52,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class WrongResult(RotationError):  # type: ignore[misc,valid-type]
-    """A result is not what it must be. Nothing is timed then."""
+    """A result is wrong; nothing is timed."""
 
 
 def expect_same(actual: torch.Tensor, expected: torch.Tensor, what: str, rounded: float = 0.0) -> None:
-    """Raises WrongResult where `actual` is further from `expected` than its dtype's tolerance, or `rounded`."""
+    """Raises WrongResult if the error of `actual` exceeds the tolerance of its dtype and `rounded`."""
     tolerance = max(TOLERANCE[actual.dtype], rounded)
     scale = expected.abs().max().item()
     error = (actual.double() - expected).abs().max().item()
@@ -67,15 +67,15 @@ def expect_same(actual: torch.Tensor, expected: torch.Tensor, what: str, rounded
 
 
 def _half(step: Any, rows: slice) -> slice:
-    """The rows of a gradient that a wgrad adds to: all, or one half where it travels in two."""
+    """Returns the rows of a gradient that a wgrad adds to: all, or one half if the gradient travels in halves."""
     middle = rows.start + (rows.stop - rows.start + 1) // 2
     return (rows, slice(rows.start, middle), slice(middle, rows.stop))[step.half]
 
 
 class TimedLayer:
-    """The tensors of one shape and number of tokens on one rank of `ring`, and the actions on them.
+    """The tensors of one shape and number of tokens on one rank of `ring`, and the timed actions.
 
-    Every action runs on the current CUDA stream, which must be the same one all the time.
+    Every action runs on the current CUDA stream, which must not change.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TimedLayer:
         del shards
         self.x = self._random(seed + 2000 + ring.rank, tokens, k).to(dtype).requires_grad_()
         self.dy = self._random(seed + 3000 + ring.rank, tokens, n).to(dtype)
-        self._inputs = self.x.detach()  # `gemm` and torch.mm write into given tensors, which autograd does not know
+        self._inputs = self.x.detach()  # `gemm` and torch.mm with `out` do not support autograd
         self._y = torch.empty_like(self.dy)
         self._dx = torch.empty_like(self._inputs)
         self._dw: torch.Tensor | None = None
@@ -112,7 +112,7 @@ class TimedLayer:
         self._known_products: dict[str, list[tuple[str, int, tuple[Any, ...]]]] = {}
         self._output: torch.Tensor | None = None
         self._side: torch.cuda.Stream | None = None
-        self.ov("forward")  # the ranks agree on how this layer travels
+        self.ov("forward")  # the ranks agree on the plan of this layer
         plan = ring.gate.plans["rotated_linear"]
         if plan.route == "gather":
             raise ValueError(f"expected a layer that rotates, got one that is gathered: {plan.reason}")
@@ -135,14 +135,14 @@ class TimedLayer:
     # -- shards and their pieces -------------------------------------------------------------------------------------
 
     def chunks(self) -> list[slice]:
-        """Rows of a shard that travel in one pass: shards above the ring's slot cap take several."""
+        """Returns the rows of each chunk of a shard: shards above the ring's slot cap travel in several chunks."""
         size = _native.OperationSize([(self.rows, self.shard.shape[1], True)], bundle=False, in_chunks=True)
         local = self.ring.gradients.local_dtype(self.ring.hop_route, self.gradient_dtype)
         _, most = size.chunks(max(self.dtype.itemsize, local.itemsize), self.ring.slot_cap)
         return [slice(first, min(first + most, self.rows)) for first in range(0, self.rows, most)]
 
     def _arrived(self, shard: torch.Tensor) -> torch.Tensor:
-        """As it is computed with, its owner too."""
+        """Returns a shard as all ranks, its owner too, compute with it: rounded as it travels."""
         if self.ring.travel is None or self.ring.size == 1:
             return shard
         if self.ring.travel == "bfloat16":
@@ -158,7 +158,7 @@ class TimedLayer:
         return slice(owner * self.rows + chunk.start, owner * self.rows + chunk.stop)
 
     def two_lanes(self, pass_: str) -> bool:
-        """Whether the operation computes on two streams, as it does where GEMMs leave much of a GPU idle."""
+        """Returns whether the operation computes on two streams, which it does if GEMMs leave much of a GPU idle."""
         if self.ring.device.type == "cpu":
             return False
         processors = torch.cuda.get_device_properties(self.ring.device).multi_processor_count
@@ -173,7 +173,7 @@ class TimedLayer:
         return self._partials[name][chunk]
 
     def _executions(self, pass_: str) -> list[Callable[[], Any]]:
-        """The passes of the engine, one for every piece; each call starts one."""
+        """Returns functions that each start a pass of the engine, one for each chunk."""
         make: list[Callable[[], Any]] = []
         for chunk in self.chunks():
             shard = self.shard.detach()[chunk]
@@ -200,7 +200,7 @@ class TimedLayer:
         torch.mm(self.dy.t(), self._inputs, out=self._dw)
 
     def gr(self, pass_: str, only: str | None = None) -> None:
-        """`only`: one kind of product, dgrad or wgrad, on one stream."""
+        """Runs the GEMMs of all shards. `only`: one kind of product, dgrad or wgrad, on one stream."""
         products = self._products(pass_)
         renew(*((self._y,) if pass_ == "forward" else (self._sum, self._partials["gradient home"])))
         if only is not None:
@@ -222,7 +222,7 @@ class TimedLayer:
             self._partials["gradient home"].to(self.dtype)
 
     def _products(self, pass_: str) -> list[tuple[str, int, tuple[Any, ...]]]:
-        """Kind, lane and operands of every GEMM of a pass, made once so that the host has little to do in between."""
+        """Returns kind, stream and operands of every GEMM of a pass, cached to reduce host time between GEMMs."""
         if pass_ not in self._known_products:
             variants = {"halves": self.halves, "two_lanes": self.two_lanes(pass_)}
             wanted: dict[str, Any] = {name: True for name, on in variants.items() if on}
@@ -246,7 +246,7 @@ class TimedLayer:
         return self._known_products[pass_]
 
     def _operands(self, step: Any, chunk: slice, weight: Any, partials: Any, starts: bool) -> tuple[Any, ...]:
-        """What `gemm` is called with: out, in, a, b, alpha. `starts`: the first product that adds to dx."""
+        """Returns the arguments of `gemm`: out, in, a, b, alpha. `starts`: whether this is the first product of dx."""
         columns = self._columns(step.owner, chunk)
         if step.compute == "forward":
             return self._y[:, columns], None, self._inputs, weight.t(), 1.0
@@ -262,7 +262,7 @@ class TimedLayer:
                 pass
 
     def ov(self, pass_: str) -> tuple[torch.Tensor, ...]:
-        """Forward: y, and keeps nothing. Backward: dx and the gradient of the local shard."""
+        """Returns y of a forward under no_grad, or dx and the gradient of the local shard of a backward."""
         if pass_ == "forward":
             with torch.no_grad():
                 return (self._linear(),)
@@ -292,10 +292,10 @@ class TimedLayer:
             summed.div_(self.ring.size).to(self.dtype)
 
     def timed_pass(self, pass_: str) -> dict[str, float]:
-        """One pass that is driven step by step, with hops, and timed around every GEMM: microseconds by kind."""
+        """Runs one pass step by step, with hops, and times every GEMM; returns microseconds by kind."""
         watch = Stopwatch(self.ring.device)
         if self.ring.device.type == "cuda":
-            torch.cuda._sleep(10_000_000)  # some 5 ms: the host is ahead, and no GEMM waits for its launch
+            torch.cuda._sleep(10_000_000)  # about 5 ms: the host runs ahead, and no GEMM waits for its launch
         for chunk, start in zip(self.chunks(), self._executions(pass_), strict=True):
             execution = start()
             starts = chunk.start == 0
@@ -313,7 +313,7 @@ class TimedLayer:
                 starts = False
         return watch.totals()
 
-    # -- what must come out ------------------------------------------------------------------------------------------
+    # -- checks of results -------------------------------------------------------------------------------------------
 
     def check(self, direction: str) -> None:
         """Compares the operation, and the GEMMs of gr, with float64 at sampled rows. Collective; raises WrongResult."""
@@ -336,7 +336,7 @@ class TimedLayer:
         expect_same(gradient[rows], self._expected_gradient(rows), "weight gradient", rounded)
 
     def _expected_gradient(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of the averaged gradient of the local shard, float64."""
+        """Returns rows of the averaged gradient of the local shard, float64. Collective."""
         owners = torch.arange(self.ring.size, device=rows.device) * self.rows
         columns = (owners.unsqueeze(1) + rows).flatten()
         parts = (self.dy[:, columns].double().t() @ self._inputs.double()).view(self.ring.size, len(rows), -1)
@@ -345,9 +345,9 @@ class TimedLayer:
         return self.ring.all_reduce(parts)[self.ring.rank] / self.ring.size
 
     def check_hops(self, passes: tuple[str, ...]) -> None:
-        """The hops that are timed alone are those of the operation: as many, with as many bytes."""
+        """Raises WrongResult unless `c` sends as many hops and bytes as the operation."""
         for pass_ in passes:
-            self.ov(pass_)  # so that the forward which a backward needs has run
+            self.ov(pass_)  # runs the forward before a backward
             asked, alone = self._sent_by(self.ov, pass_), self._sent_by(self.c, pass_)
             if asked != alone:
                 raise WrongResult(
@@ -366,7 +366,7 @@ class TimedLayer:
 
 
 def together(ring: Ring) -> Together:
-    """The ranks of a ring; one that is emulated stands for all."""
+    """Returns the ranks of a ring as timing needs them; an emulated ring has one."""
 
     def gather(values: list[float]) -> torch.Tensor:
         return torch.tensor(ring.exchange(values), dtype=torch.float64, device="cpu")
@@ -375,10 +375,10 @@ def together(ring: Ring) -> Together:
 
 
 def layer_times(layer: TimedLayer, seconds: float) -> tuple[Times, float]:
-    """Times of a step: medians of the slowest rank, and how far apart the 20th and 80th percentile of GEMMs or of the
-    rotation are.
+    """Returns the times of a step, in microseconds: medians of the slowest rank, and the noise, which is the largest
+    distance between the 20th and 80th percentile of the GEMMs and of the rotation.
 
-    Each quantity is timed for at least `seconds`. Raises WrongResult. Collective.
+    Times each quantity for at least `seconds`. Raises WrongResult. Collective.
     """
     layer.check("step")
     layer.check_hops(PASSES)

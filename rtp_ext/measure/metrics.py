@@ -1,13 +1,13 @@
-"""What the times of a rotation say: formulas, and the prediction for a link that is not there.
+"""Metrics of a rotation: formulas from measured times, and a prediction for a link that the machine does not have.
 
 All times are in microseconds, of the slowest rank:
 
-    t_g1       one GEMM with the whole weight at hand: the ceiling of all computing
+    t_g1       one GEMM with the whole weight: a lower bound of the operation
     t_gr       the GEMMs of all shards, as the operation calls them, without hops
     t_c        the hops, without GEMMs
     t_ov       the operation
     t_base     the whole weight is fetched first, then one GEMM
-    t_gemm_ov  what the GEMMs take while hops are under way
+    t_gemm_ov  the GEMMs while hops run
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class Times:
 
 
 def metrics(times: Times, *, one_stream: bool = True) -> dict[str, float | None]:
-    """Efficiencies and losses of one case; None where a ratio has no meaning, as without hops.
+    """Returns efficiencies and losses of one case; None for a ratio that is undefined, for example without hops.
 
-    e_hide    1: all that can be hidden is hidden; 0: as slow as one after the other; below 0: overlapping harms
-    e_ect     the share of what fetching first costs beyond t_g1 that is saved (as Flux defines it, arXiv 2406.06858)
-    ceiling   the most that GEMMs unsplit, or the hops alone, take: no version is faster
+    e_hide    1: all communication that can be hidden is hidden; 0: as slow as GEMMs and hops in sequence; below 0:
+              overlap costs time
+    e_ect     the fraction saved of t_base - t_g1, the cost of fetching first (as Flux defines it, arXiv 2406.06858)
+    ceiling   the maximum of t_g1 and t_c: no implementation is faster
     losses    t_ov - t_g1 = split + interference + exposed; on two compute streams GEMMs overlap, and the last two
-              mean nothing
+              are undefined
     """
     t = times
     hidden = t.t_gr + t.t_c - t.t_ov
@@ -61,15 +62,15 @@ def metrics(times: Times, *, one_stream: bool = True) -> dict[str, float | None]
 def model(
     ranks: int, passes: Mapping[str, Mapping[str, float]], t_g1: float, weight_bytes: int, gradient_bytes: int
 ) -> dict[str, Any]:
-    """The timeline of the schedule at MODEL_GBPS, with measured GEMMs: a prediction, under keys of its own.
+    """Predicts the times of the schedule at MODEL_GBPS with measured GEMMs; keys begin with `model_`.
 
     Args:
-        passes: for "forward" and "backward", as far as the case has them, the time of one shard GEMM by its kind.
-        t_g1: measured, of the case.
-        weight_bytes, gradient_bytes: of one shard as it travels.
+        passes: for "forward" and "backward", if the case has them: microseconds of one shard GEMM by its kind.
+        t_g1: measured time of the case.
+        weight_bytes, gradient_bytes: bytes of one travelling shard.
 
-    Hops of weights and gradients leave through the same port. `model_t_ov_us` lets each have all of it; in
-    `model_t_ov_shared_us` each hop of a backward takes as long as one of both together: the truth is between them.
+    Hops of weights and gradients share one port. `model_t_ov_us` gives each the full bandwidth (a lower bound); in
+    `model_t_ov_shared_us` each hop of a backward takes as long as both together (an upper bound).
     """
 
     def length(compute: Mapping[str, float], pass_: str, weight_hop: float, gradient_hop: float) -> float:

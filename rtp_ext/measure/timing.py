@@ -1,4 +1,4 @@
-"""How long an action takes, again and again: by CUDA events on a GPU, by the clock on a CPU, of the slowest rank."""
+"""Repeated timing of actions: by CUDA events on a GPU, by the clock on a CPU, of the slowest rank."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 __all__ = ["Sample", "Stopwatch", "Together", "renew", "samples", "settle_memory", "timed"]
 
 WARMUP = 3
-MOST = 2000  # iterations of one quantity
+MOST = 2000  # largest number of iterations of one quantity
 ROUNDS = 5
 LARGEST_KEPT = 2**25 - 2**16  # bytes: just below what glibc's malloc takes from the kernel anew each time
 
 
 @dataclass(frozen=True)
 class Together:
-    """The ranks that time an action: where, how they start together and how they tell each other.
+    """The ranks that time an action.
 
     Attributes:
-        device: of this rank.
+        device: the device of this rank.
         barrier: returns when all ranks have called it.
-        gather: every rank's values, float64 [ranks, values]. Collective.
+        gather: returns every rank's values, float64 [ranks, values]. Collective.
     """
 
     device: torch.device
@@ -45,7 +45,7 @@ class Sample:
 
     @classmethod
     def of(cls, microseconds: torch.Tensor) -> Sample:
-        """Of the times [ranks, iterations]: every iteration is as slow as its slowest rank."""
+        """Returns the sample of times [ranks, iterations]; an iteration takes as long as its slowest rank."""
         if microseconds.numel() == 0:
             raise ValueError("expected at least one timed iteration, got none")
         slowest = microseconds.amax(0).numpy()
@@ -58,9 +58,9 @@ def samples(
 ) -> dict[str, Sample]:
     """Times every action for at least `seconds` and at least `iterations` times, after WARMUP ones. Collective.
 
-    They take turns, ROUNDS times, so that what the machine does meanwhile hits all of them. On a GPU the iterations of
-    a turn follow each other without a pause on the current stream, between one pair of events each; the host does not
-    wait in between. On CPUs a barrier of the ranks precedes each.
+    The actions alternate in ROUNDS rounds, so that other load of the machine affects all of them. On a GPU the
+    iterations of a round run on the current stream without a pause, each between a pair of events; the host does not
+    wait in between. On CPUs a barrier of the ranks precedes each iteration.
     """
     counts = {}
     for name, action in actions.items():
@@ -77,7 +77,7 @@ def samples(
 
 
 def timed(action: Callable[[], object], ranks: Together, count: int = 1) -> list[float]:
-    """Microseconds of each of `count` iterations on this rank."""
+    """Returns the microseconds of each of `count` iterations on this rank."""
     if ranks.device.type == "cpu":
         times = []
         for _ in range(count):
@@ -99,19 +99,19 @@ def timed(action: Callable[[], object], ranks: Together, count: int = 1) -> list
 
 
 def settle_memory() -> None:
-    """Lets this process's malloc keep what is freed, as it does in the end where a program runs for long.
+    """Makes malloc of this process keep freed memory, as it does in a program that has run for a while.
 
-    glibc maps large tensors one by one and gives them back when they are freed, or cuts them from its heap and gives
-    back the heap's end; every page that comes anew costs a page fault, and all of a shard's more than its GEMM over few
-    tokens. The limits of both follow the largest mapped tensor that was freed so far, up to 32 MiB: without this, times
-    depend on what a process happened to free before.
+    glibc maps large tensors individually and unmaps them when they are freed, or takes them from its heap and trims the
+    heap. Every new page costs a page fault, and the faults of a shard cost more than its GEMM over few tokens. The
+    thresholds of both follow the largest mapped tensor that was freed so far, up to 32 MiB: without this call, times
+    depend on earlier frees of the process.
     """
-    torch.empty(LARGEST_KEPT, dtype=torch.uint8)  # and frees it
+    torch.empty(LARGEST_KEPT, dtype=torch.uint8)  # freed at once
 
 
 def renew(*tensors: torch.Tensor) -> None:
-    """Gives results new memory, undefined, as an operation takes it that returns them; views follow. Nothing is done on
-    a GPU, where torch itself keeps what is freed."""
+    """Gives tensors and their views new, uninitialised memory, as an operation that returns them allocates it. Does
+    nothing on a GPU, where torch's allocator keeps freed memory."""
     for tensor in tensors:
         if tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
@@ -121,7 +121,7 @@ def renew(*tensors: torch.Tensor) -> None:
 
 
 class Stopwatch:
-    """Sums the times of pieces of work by kind: `start("dgrad")`, the work, `stop()`, ...; then `totals()`."""
+    """Sums times by kind of work: `start("dgrad")`, the work, `stop()`, ...; then `totals()`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -144,7 +144,7 @@ class Stopwatch:
         self._pieces.append((kind, begin, self._now()))
 
     def totals(self) -> dict[str, float]:
-        """Microseconds by kind. Waits for the device."""
+        """Returns microseconds by kind. Waits for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         sums: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What every rotated module shares."""
+"""Base class of rotated modules."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ class RotatedModule(LiveModule):
     in_place: bool
     qualified_name: str
     mp_policy: MixedPrecisionPolicy
-    _prepared: Prepared  # what its operation derives from its parameters
-    _rtp_number: torch.Tensor  # by which graphs of a compiler find it
+    _prepared: Prepared  # plans of its operation
+    _rtp_number: torch.Tensor  # key in the registry, for compiled graphs
 
-    # The dimension that each parameter is cut along.
-    shard_dims: dict[str, int]
+    shard_dims: dict[str, int]  # by parameter name: the dimension that is cut
 
     def _adopt(
         self,
@@ -44,7 +43,7 @@ class RotatedModule(LiveModule):
         mp_policy: MixedPrecisionPolicy | None = None,
         memo: dict[int, nn.Parameter] | None = None,
     ) -> None:
-        """Shards the module's whole parameters. `memo` maps parameters that were sharded before (tied weights)."""
+        """Shards the module's whole parameters. `memo` maps ids of whole parameters to shards (for tied weights)."""
         assert isinstance(self, nn.Module)
         self.ring = ring
         self.in_place = in_place
@@ -63,7 +62,7 @@ class RotatedModule(LiveModule):
 
     @classmethod
     def _from(cls, module: nn.Module, base: type[nn.Module]) -> Any:
-        """A module of this class with the parameters and buffers of `module`, which is left as it is."""
+        """Returns a module of this class with the parameters and buffers of `module`, which does not change."""
         if not computes_like(module, base):
             raise TypeError(f"{cls.__name__}.from_module: expected a {base.__name__}, got a {type(module).__name__}")
         twin: Any = shallow_copy(module)
@@ -71,7 +70,7 @@ class RotatedModule(LiveModule):
         return twin
 
     def _rotation(self) -> dict[str, Any]:
-        """The keyword arguments of the functional form."""
+        """Returns the keyword arguments of the functional form."""
         return {
             "ring": self.ring,
             "in_place": self.in_place,
@@ -82,18 +81,18 @@ class RotatedModule(LiveModule):
         }
 
     def _cast(self, x: torch.Tensor) -> torch.Tensor:
-        """An input in the dtype that the policy computes in, as fully_shard casts the inputs of its modules."""
+        """Returns an input in the policy's compute dtype, as fully_shard casts the inputs of its modules."""
         policy = self.mp_policy
         if policy.param_dtype is None or not policy.cast_forward_inputs or not isinstance(x, torch.Tensor):
             return x
         return x.to(policy.param_dtype) if x.is_floating_point() else x
 
     def reset_parameters(self) -> None:
-        """The initialisation of the module that this one replaces: the same values under the same seed. Collective."""
+        """Initialises like the replaced module, with the same values under the same seed. Collective."""
         assert isinstance(self, nn.Module)
         if not hasattr(self, "ring"):  # while the plain module is being constructed
             super().reset_parameters()  # type: ignore[misc]
             return
         plain: Any = super(LiveModule, type(self))
-        with torch.no_grad():  # a subclass may have modules of its own, which are not this method's to call
+        with torch.no_grad():  # only this module: a subclass may have child modules
             init_weights(self, lambda module: plain.reset_parameters(module) if module is self else None)

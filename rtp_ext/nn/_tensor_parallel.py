@@ -1,8 +1,8 @@
-"""Rotated layers that tensor parallelism has cut before: they take and return DTensors on its mesh.
+"""Rotated layers that are also cut by tensor parallelism: they take and return DTensors on its mesh.
 
 `torch.distributed.tensor.parallel` cuts a layer into parts, one for each rank of its mesh, and hooks into its forward:
-what goes in and comes out are DTensors on that mesh. Each part rotates over a ring of its own. What a rank computes of
-its part is the local tensor of a DTensor that follows from how the weight was cut:
+inputs and outputs are DTensors on that mesh. Each part rotates over a separate ring. A rank computes the local tensor
+of a DTensor whose placement follows from the cut of the weight:
 
     colwise (linear)      x Replicate, its gradient Partial     y Shard(-1)
     rowwise (linear)      x Shard(-1), its gradient as well     y Partial, its gradient Replicate
@@ -30,7 +30,7 @@ COLWISE, ROWWISE = "colwise", "rowwise"
 
 
 class TensorParallel:
-    """Mixin of layers that tensor parallelism has cut; the rotated class comes second."""
+    """Mixin of layers that tensor parallelism cuts; the rotated class is the second base."""
 
     NAME_PREFIX = "TensorParallel"
 
@@ -44,7 +44,8 @@ class TensorParallel:
         return self.ring.tensor_mesh
 
     def _entering(self, x: Any, wanted: Placement, gradient: Placement | None = None) -> torch.Tensor:
-        """The local part of an input, laid out as `wanted`. Raises where it is none of tensor parallelism."""
+        """Returns the local part of an input with the placement `wanted`. Raises TypeError or ValueError unless the
+        input is a DTensor on the mesh of tensor parallelism."""
         mesh = self.tensor_mesh
         if not isinstance(x, DTensor):
             raise TypeError(
@@ -58,7 +59,7 @@ class TensorParallel:
         return _Waited.apply(x.to_local(grad_placements=None if gradient is None else [gradient]))
 
     def _leaving(self, y: torch.Tensor, features: int) -> DTensor:
-        """What this rank has computed, as its part of an output [..., features]."""
+        """Returns `y` as this rank's part of an output DTensor [..., features]."""
         mesh, y = self.tensor_mesh, _Waited.apply(y)
         if self.style == ROWWISE:
             return DTensor.from_local(y, mesh, [Partial()], run_check=False)
@@ -68,7 +69,7 @@ class TensorParallel:
 
 
 class TensorParallelLinear(TensorParallel):
-    """Of RotatedLinear: the weight [O, I] is cut along its outputs (colwise) or inputs (rowwise)."""
+    """Mixin of RotatedLinear: the weight [O, I] is cut along its outputs (colwise) or inputs (rowwise)."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         if self.style == COLWISE:
@@ -80,24 +81,24 @@ class TensorParallelLinear(TensorParallel):
         return self._leaving(y, self.weight.shape[0])
 
     def _bias_once(self: Any) -> torch.Tensor | None:
-        """The bias on the first rank of tensor parallelism, zeros that get its gradient on the others: outputs are
-        summed, and what comes back is the whole gradient on each of them."""
+        """Returns the bias on the first rank of tensor parallelism and zeros on the others, because outputs are summed.
+        The zeros pass their gradient, which is the whole one on every rank, to the bias."""
         bias = self.bias
         if bias is None or self.tensor_mesh.get_local_rank() == 0:
             return bias
         self._prepared.sharded = False  # the zeros are a plain tensor
         local, zeros = held(bias), self.__dict__.get(_ZEROS)
         if zeros is None or (zeros.shape, zeros.dtype, zeros.device) != (local.shape, local.dtype, local.device):
-            with torch.inference_mode(False):  # they outlive a first forward in inference mode
+            with torch.inference_mode(False):  # the zeros outlive a first forward in inference mode
                 zeros = self.__dict__[_ZEROS] = torch.zeros(local.shape, dtype=local.dtype, device=local.device)
         return _InPlaceOf.apply(local_shard(bias), zeros)
 
 
-_ZEROS = "_rtp_zeros"  # attribute of a layer: what it adds instead of its bias, the same in all calls for prefetching
+_ZEROS = "_rtp_zeros"  # attribute of a layer: zeros in place of its bias; one tensor for all calls, for prefetching
 
 
 class TensorParallelEmbedding(TensorParallel):
-    """Of RotatedEmbedding: the table [V, E] is cut along its features (colwise) or the vocabulary (rowwise)."""
+    """Mixin of RotatedEmbedding: the table [V, E] is cut along its features (colwise) or the vocabulary (rowwise)."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         ids, padding = self._entering(input, Replicate()), self.padding_idx
@@ -112,8 +113,8 @@ class TensorParallelEmbedding(TensorParallel):
         return self._leaving(y, features)
 
     def _own_rows(self: Any, ids: torch.Tensor, padding: int | None, rows: int) -> tuple[Any, torch.Tensor, int | None]:
-        """Ids within this rank's rows, which of them stand for rows of others, and the padding if it is here. Ids that
-        no rank has stay out of range."""
+        """Returns ids relative to this rank's rows, a mask of ids whose rows other ranks hold, and the relative padding
+        index if this rank holds it. Invalid ids stay out of range."""
         mesh = self.tensor_mesh
         sizes, place = shard_sizes(rows, mesh.size()), mesh.get_local_rank()
         start, size = sum(sizes[:place]), sizes[place]
@@ -125,7 +126,7 @@ class TensorParallelEmbedding(TensorParallel):
 
 
 class _Waited(torch.autograd.Function):
-    """The tensor itself, and the gradient itself, once the collectives that DTensor left running have ended."""
+    """Waits for pending DTensor collectives of the tensor, and of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -141,7 +142,7 @@ def _wait(x: torch.Tensor) -> torch.Tensor:
 
 
 class _InPlaceOf(torch.autograd.Function):
-    """`stand_in`, whose gradient is that of `x`."""
+    """Returns `stand_in`, and passes its gradient to `x`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ SHARD_DIMS = {
 
 
 class RotatedOutProjection(RotatedLinear, NonDynamicallyQuantizableLinear):
-    """The output projection of attention: a rotated linear layer that keeps the class torch gives it."""
+    """The output projection of attention: a rotated linear layer that remains an instance of torch's class."""
 
 
 _OUT_PROJECTIONS: dict[type, type[RotatedLinear]] = {
@@ -46,12 +46,12 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
     """nn.MultiheadAttention whose projections rotate.
 
     The query, key and value projections travel together, in one rotation; the output projection is a rotated linear
-    layer. Heads may be cut anywhere: what is cut is the weight [3 E, E], not the heads. bias_k, bias_v, and
-    in_proj_bias where kdim or vdim differ from embed_dim, are sharded as well, and gathered when they are used.
+    layer. The weight [3 E, E] is cut, not the heads, so that a cut may split a head. bias_k, bias_v, and in_proj_bias
+    if kdim or vdim differ from embed_dim, are sharded as well, and gathered when they are used.
 
     Args: those of nn.MultiheadAttention, and
-        ring: the ranks to spread the parameters over. Collective: seed every rank alike.
-        in_place: let the local shards themselves travel.
+        ring: the ranks to shard the parameters over. Collective: use the same seed on every rank.
+        in_place: the local shards themselves travel.
 
     Inputs, masks and results are those of nn.MultiheadAttention, of this rank's own batch; see `forward`.
     """
@@ -95,7 +95,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
     def from_module(
         cls, module: nn.MultiheadAttention, ring: Ring, *, in_place: bool = False
     ) -> RotatedMultiheadAttention:
-        """A rotated twin of `module` (meta device included), which is left as it is."""
+        """Returns a rotated copy of `module` (meta device included), which does not change."""
         twin = cls._from(module, nn.MultiheadAttention)
         twin._modules = {**module._modules, "out_proj": shallow_copy(module.out_proj)}
         twin._rotate(ring, in_place=in_place)
@@ -103,7 +103,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
 
     @staticmethod
     def refusal(module: nn.MultiheadAttention) -> str | None:
-        """Why a module cannot be rotated; None if it can."""
+        """Returns why a module cannot be rotated; None if it can."""
         unknown = module._parameters.keys() - SHARD_DIMS.keys()
         if unknown:  # such as weight_norm's
             return f"it has parameters that nn.MultiheadAttention has not: {', '.join(sorted(unknown))}"
@@ -116,7 +116,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         if problem is not None:
             raise ValueError(f"{name or type(self).__name__}: cannot be rotated: {problem}")
         memo = {} if memo is None else memo
-        if ring.mesh is None:  # nobody to gather from
+        if ring.mesh is None:  # an emulated ring has no other ranks to gather from
             for key in self._gathered():
                 memo[id(self._parameters[key])] = self._parameters[key]
         self._adopt(ring, SHARD_DIMS, name=name, memo=memo, **options)
@@ -129,12 +129,13 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         if not any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
             plain(self)  # under construction, or on the whole copies of init_weights
             return
-        with torch.no_grad():  # of out_proj it changes the bias alone, as in the plain module
+        with torch.no_grad():  # also changes out_proj's bias, as in the plain module
             init_weights(self, lambda module: plain(self) if module is self else None)
 
     @property
     def reset_parameters(self) -> Any:
-        # Code that resets whatever has this method leaves nn.MultiheadAttention alone. A subclass may have it.
+        # nn.MultiheadAttention has no such method, and code that calls it where present must skip this module too. A
+        # subclass may have one.
         own = getattr(super(LiveModule, type(self)), "reset_parameters", None)
         if own is not None:
             return lambda: init_weights(self, lambda module: own(module) if module is self else None)
@@ -159,8 +160,8 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
             key, value        the same with S, and kdim and vdim features
             key_padding_mask  [N, S] or [S]; bool (True: ignored) or added to the scores
             attn_mask         [L, S] or [N * H, L, S]; bool (True: ignored) or added to the scores
-            returns           attention like the query, and weights [N, L, S] averaged over heads or [N, H, L, S]
-                              (without N for unbatched inputs), or None without need_weights
+            returns           attention of the query's shape, and weights [N, L, S] averaged over heads or
+                              [N, H, L, S] (without N for unbatched inputs), or None without need_weights
 
         Without need_weights, F.scaled_dot_product_attention computes the core and no [L, S] weights are kept. is_causal
         is a hint that attn_mask is the causal mask. Cost: two rotations, of the in-projections and of out_proj.
@@ -188,7 +189,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
             weights = weights if batched else weights.squeeze(0)
         else:
             heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
-        del q, k, v  # autograd keeps what it needs
+        del q, k, v  # frees them unless autograd saved them
         return self.out_proj(self._join_heads(heads, batched)), weights
 
     def _check_inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -221,7 +222,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         is_causal: bool,
         need_weights: bool,
     ) -> tuple[torch.Tensor | None, bool]:
-        """One mask that broadcasts to [N, H, L, S], added to the scores, or None; and whether to compute causally."""
+        """Returns one additive mask that broadcasts to [N, H, L, S], or None; and whether to use causal attention."""
         key_padding_mask = F._canonical_mask(
             mask=key_padding_mask,
             mask_name="key_padding_mask",
@@ -244,7 +245,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
             )
         if key_padding_mask is not None:  # the merged mask is no longer causal
             is_causal = False
-        elif is_causal and not need_weights:  # the hint takes the place of the mask
+        elif is_causal and not need_weights:  # the hint replaces the mask
             return None, True
 
         batch, target, source = 1, query.shape[0], key.shape[0]
@@ -254,8 +255,8 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         mask = None
         if attn_mask is not None:
             self._expect_mask("attn_mask", attn_mask, (target, source), (batch * self.num_heads, target, source))
-            alike = attn_mask.dim() == 2
-            mask = attn_mask[None, None] if alike else attn_mask.unflatten(0, (batch, self.num_heads))
+            shared = attn_mask.dim() == 2
+            mask = attn_mask[None, None] if shared else attn_mask.unflatten(0, (batch, self.num_heads))
         if key_padding_mask is not None:
             self._expect_mask("key_padding_mask", key_padding_mask, (batch, source)[3 - query.dim() :])
             padding = key_padding_mask.view(batch, 1, 1, source)
@@ -268,38 +269,40 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
             raise ValueError(f"{self.qualified_name}: expected {what} of shape {expected}, got {tuple(mask.shape)}")
 
     def _gathered(self) -> list[str]:
-        """The parameters that do not rotate as they are cut: appended rows, and a bias of differently cut weights."""
+        """Returns the names of parameters that are gathered, not rotated: appended rows, and in_proj_bias if the
+        projections have separate weights."""
         names = ["bias_k", "bias_v"] if self._qkv_same_embed_dim else ["bias_k", "bias_v", "in_proj_bias"]
         return [name for name in names if self._parameters.get(name) is not None]
 
     def _appended_rows(self) -> list[torch.Tensor]:
-        """bias_k and bias_v in full, or nothing."""
+        """Returns the whole bias_k and bias_v, or an empty list."""
         rows: Any = [self.bias_k, self.bias_v]
         if self.bias_k is None or self.ring.mesh is None:
             return [row for row in rows if row is not None]
         return gather(rows, self.ring, self.mp_policy)
 
     def _bias_parts(self) -> list[torch.Tensor | None]:
-        """in_proj_bias [3 E] as local shards of three biases [E], each cut like the weight that it goes with."""
+        """Returns in_proj_bias [3 E] as local shards of three biases [E], each with the cut of its weight."""
         whole: Any = self.in_proj_bias
         if whole is None:
             return [None, None, None]
         if self.ring.mesh is not None:
             (whole,) = gather([whole], self.ring, MixedPrecisionPolicy(reduce_dtype=self.mp_policy.reduce_dtype))
-            if whole.requires_grad:  # the rotation has averaged: what the ranks add up is one shard from each
+            # The rotation averages already, and each rank contributes one shard: this cancels gather's second average.
+            if whole.requires_grad:
                 whole.register_hook(lambda gradient: gradient * self.ring.size)
         start, size = shard_bounds(self.embed_dim, self.ring)
         parts = [part.narrow(0, start, size).clone() for part in whole.chunk(3)]
         if self.ring.mesh is None:
             return [*parts]
-        # Not on the mesh of parameters: replicas bring the gradient together where the whole bias was gathered.
+        # On the mesh of the ring alone: replicas reduce the gradient of the whole bias.
         layout: dict[str, Any] = {"run_check": False, "shape": torch.Size([self.embed_dim]), "stride": (1,)}
         return [DTensor.from_local(part, self.ring.mesh, [Shard(0)], **layout) for part in parts]
 
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """q, k, v, each [..., E], by one rotation."""
+        """Computes q, k, v, each [..., E], in one rotation."""
         different: list[torch.Tensor] = []
-        places = []  # one input gradient for each tensor, however often it is used
+        places = []  # equal inputs share one input gradient
         for x in (query, key, value):
             places.append(next((at for at, known in enumerate(different) if known is x), len(different)))
             if places[-1] == len(different):
@@ -315,20 +318,20 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         return rotated_linears(inputs, weights, biases, projections=projections, **self._rotation())
 
     def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, L, E], [L, N, E] or [L, E] to a view [N, H, L, E / H]."""
+        """Returns [N, L, E], [L, N, E] or [L, E] as a view [N, H, L, E / H]."""
         heads = x.unflatten(-1, (self.num_heads, self.head_dim))
         if x.dim() == 2:
             return heads.transpose(0, 1).unsqueeze(0)
         return heads.transpose(1, 2) if self.batch_first else heads.permute(1, 2, 0, 3)
 
     def _join_heads(self, heads: torch.Tensor, batched: bool) -> torch.Tensor:
-        """The inverse of _split_heads."""
+        """Inverts _split_heads."""
         if not batched:
             return heads.squeeze(0).transpose(0, 1).flatten(-2)
         return (heads.transpose(1, 2) if self.batch_first else heads.permute(2, 0, 1, 3)).flatten(-2)
 
     def _append(self, x: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
-        """Further positions, the same in the whole batch: [N, H, S, E / H] and P x [..., E] to [N, H, S + P, E / H]."""
+        """Appends P rows [..., E], shared by the batch, to x [N, H, S, E / H]; returns [N, H, S + P, E / H]."""
         shape = (x.shape[0], self.num_heads, 1, self.head_dim)
         return torch.cat([x, *(row.to(x.dtype).view(1, *shape[1:]).expand(shape) for row in rows)], dim=2)
 
@@ -340,14 +343,14 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
 def _attend_with_weights(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention [N, H, L, D] and its weights [N, H, L, S] from q [N, H, L, D] and k, v [N, H, S, D]."""
+    """Returns attention [N, H, L, D] and its weights [N, H, L, S] for q [N, H, L, D] and k, v [N, H, S, D]."""
     batch, heads, _, features = q.shape
     q, k, v = ((q * math.sqrt(1.0 / features)).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
     if mask is None:
         scores = torch.bmm(q, k.transpose(-2, -1))
     else:
-        alike = mask.shape[:2] == (1, 1)
-        mask = mask[0] if alike else mask.expand(batch, heads, -1, -1).flatten(0, 1)
+        shared = mask.shape[:2] == (1, 1)
+        mask = mask[0] if shared else mask.expand(batch, heads, -1, -1).flatten(0, 1)
         scores = torch.baddbmm(mask, q, k.transpose(-2, -1))
     weights = F.softmax(scores, dim=-1)
     if dropout > 0.0:

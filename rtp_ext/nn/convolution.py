@@ -15,7 +15,7 @@ from rtp_ext.ring import Ring
 
 
 class _RotatedConvolution(RotatedModule):
-    """What the three share."""
+    """Base class of the three rotated convolutions."""
 
     _plain: type[nn.Module]
 
@@ -73,8 +73,8 @@ class RotatedConv1d(_RotatedConvolution, nn.Conv1d):
     """nn.Conv1d whose weight and bias shards, cut along the output channels, rotate.
 
     Args: those of nn.Conv1d, and
-        ring: the ranks to spread the parameters over. Collective: seed every rank alike.
-        in_place: let the local shards themselves travel.
+        ring: the ranks to shard the parameters over. Collective: use the same seed on every rank.
+        in_place: the local shards themselves travel.
 
     Input [N, C, L] or [C, L], this rank's own batch; output [N, O, L'] or [O, L']. See functional.rotated_convolution.
     """

@@ -21,11 +21,11 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
     """A vocabulary head and its cross-entropy: `CrossEntropyLoss(...)(linear(input), target)` without the logits.
 
     Args: in_features (D), out_features (the vocabulary V), bias, device and dtype of nn.Linear, and
-        ring: the ranks to spread the weight [V, D] and the bias [V] over, along the vocabulary. Collective: seed every
-            rank alike.
+        ring: the ranks to shard the weight [V, D] and the bias [V] over, along the vocabulary. Collective: use the same
+            seed on every rank.
         ignore_index, label_smoothing, reduction: as in nn.CrossEntropyLoss.
         soft_cap, z_loss: see functional.rotated_linear_cross_entropy.
-        in_place: let the local shards themselves travel.
+        in_place: the local shards themselves travel.
 
     forward(input [..., D], target [...]) -> loss, a scalar, or [...] where reduction is "none"; this rank's own batch.
     See functional.rotated_linear_cross_entropy.
@@ -63,11 +63,11 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
     def from_module(
         cls, module: nn.Linear, ring: Ring, loss: nn.CrossEntropyLoss | None = None, **options: Any
     ) -> RotatedLinearCrossEntropy:
-        """A rotated twin of a head (meta device included) and its loss, which are left as they are.
+        """Returns a rotated copy of a head (meta device included) with its loss; `module` and `loss` do not change.
 
         Args:
-            loss: where ignore_index, label_smoothing and reduction come from. Class weights raise ValueError.
-            options: the other keyword arguments of the constructor; all of them where there is no `loss`.
+            loss: source of ignore_index, label_smoothing and reduction. Class weights raise ValueError.
+            options: the other keyword arguments of the constructor; all of them if there is no `loss`.
         """
         if loss is not None:
             options.update(_settings_of(loss, options))
@@ -127,7 +127,7 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
 def bound_cross_entropy(
     head: Any, ignore_index: int, label_smoothing: float = 0.0, soft_cap: float | None = None, z_loss: float = 0.0
 ) -> Bound:
-    """See functional.torch_compile.operators; `head` is a layer [vocabulary, features]."""
+    """Returns a head, a layer [vocabulary, features], as operators call it; see functional.torch_compile.operators."""
 
     def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
         weight, bias = head.weight, head.bias

@@ -21,9 +21,9 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
     """nn.Embedding whose table rotates.
 
     Args: those of nn.Embedding (max_norm, scale_grad_by_freq and sparse must be off), and
-        ring: the ranks to spread the table over. Collective: seed every rank alike.
+        ring: the ranks to shard the table over. Collective: use the same seed on every rank.
         shard_dim: cut the table [num_embeddings, embedding_dim] along the vocabulary (0) or the features (1).
-        in_place: let the local shard itself travel.
+        in_place: the local shard itself travels.
 
     Input [...] of ids, this rank's own batch; output [..., embedding_dim]. See functional.rotated_embedding.
     """
@@ -68,7 +68,7 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
     def from_module(
         cls, module: nn.Embedding, ring: Ring, *, shard_dim: int = 0, in_place: bool = False
     ) -> RotatedEmbedding:
-        """A rotated twin of `module` (meta device included), which is left as it is."""
+        """Returns a rotated copy of `module` (meta device included), which does not change."""
         twin = cls._from(module, nn.Embedding)
         twin._rotate(ring, shard_dim=shard_dim, in_place=in_place)
         return twin

@@ -20,15 +20,15 @@ from rtp_ext.ring import Ring
 
 
 class RotatedExperts(RotatedModule, nn.Module):
-    """The experts of a mixture whose stacked weights, cut along the experts, rotate; tokens stay where they are.
+    """The experts of a mixture; their stacked weights, cut along the experts, rotate, and tokens stay on their rank.
 
     Args:
         num_experts, hidden_dim, intermediate_dim: E, D and H.
         activation: swiglu, geglu, geglu_tanh, reglu; without a gate: gelu, gelu_tanh, relu, silu.
         bias: whether both layers of every expert have one.
-        recompute: keep no hidden value for backward, but compute it again from the shard that is passing by.
-        ring: the ranks to spread the experts over. Collective: seed every rank alike.
-        in_place: let the local shards themselves travel.
+        recompute: save no hidden values for backward, but recompute them from the visiting shard.
+        ring: the ranks to shard the experts over. Collective: use the same seed on every rank.
+        in_place: the local shards themselves travel.
 
     Parameters, named as in `MixtralExperts` of transformers:
         gate_up_proj  [E, 2 H, D], the gate's rows first; without a gate up_proj [E, H, D]
@@ -36,14 +36,14 @@ class RotatedExperts(RotatedModule, nn.Module):
     and with biases gate_up_proj_bias [E, 2 H] (up_proj_bias [E, H]) and down_proj_bias [E, D].
 
     forward(hidden_states [..., D], top_k_index [..., K], top_k_weights [..., K]) -> [..., D], on this rank's own batch;
-    an index equal to E is nobody's. See functional.rotated_experts.
+    an index equal to E selects no expert. See functional.rotated_experts.
     """
 
     activation: str
     recompute: bool
     down_proj: nn.Parameter
-    # How an experts module of transformers says that its weights are [E, D, 2 H] and [E, H, D], and that gate and up
-    # do not take turns in them.
+    # Attributes of experts modules of transformers: whether weights are [E, D, 2 H] and [E, H, D]; whether the rows of
+    # gate precede those of up, instead of alternating with them.
     is_transposed = False
     is_concatenated = True
 
@@ -88,10 +88,10 @@ class RotatedExperts(RotatedModule, nn.Module):
     def from_module(
         cls, module: nn.Module, ring: Ring, *, in_place: bool = False, recompute: bool = False
     ) -> RotatedExperts:
-        """A rotated twin of an experts module of transformers, or of one made alike (meta device included).
+        """Returns a rotated copy of an experts module of transformers, or of a compatible one (meta device included).
 
-        `module` is left as it is. The twin is an instance of its class too. Raises ValueError where `refusal` has a
-        reason to.
+        `module` does not change. The copy is an instance of its class too. Raises ValueError if `refusal(module)` is
+        not None.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"RotatedExperts.from_module: expected an nn.Module, got a {type(module).__name__}")
@@ -103,7 +103,7 @@ class RotatedExperts(RotatedModule, nn.Module):
 
     @staticmethod
     def refusal(module: nn.Module) -> str | None:
-        """Why an experts module cannot be rotated; None if it can."""
+        """Returns why an experts module cannot be rotated; None if it can."""
         if "ring" in module.__dict__:
             return "it already is"
         own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
@@ -161,8 +161,8 @@ class RotatedExperts(RotatedModule, nn.Module):
         return "gate_up_proj" if "gate_up_proj" in self._parameters else "up_proj"
 
     def reset_parameters(self) -> None:
-        """Every expert as nn.Linear is initialised: uniform in +-1 / sqrt(input features), biases too. Collective."""
-        if not hasattr(self, "ring"):  # while it is being constructed
+        """Initialises experts like nn.Linear: weights and biases uniform in +-1 / sqrt(input features). Collective."""
+        if not hasattr(self, "ring"):  # under construction
             _reset(self)
         else:
             init_weights(self, lambda module: _reset(module) if module is self else None)
@@ -211,7 +211,8 @@ def _is_transposed(module: nn.Module) -> bool:
 def _expected_shapes(
     up_name: str, down: tuple[int, ...], transposed: bool, gated: bool, biased: bool
 ) -> dict[str, tuple[int, ...]] | None:
-    """Of all parameters, for down_proj's shape [E, D, H] ([E, H, D] where transposed); None where it is none."""
+    """Returns the shapes of all parameters for down_proj's shape [E, D, H] ([E, H, D] if transposed); None if `down`
+    does not have three dimensions."""
     if len(down) != 3:
         return None
     experts, features, hidden = (down[0], down[2], down[1]) if transposed else down
@@ -225,7 +226,7 @@ def _expected_shapes(
 
 
 def _has_clamped_gate(module: Any) -> bool:
-    """Whether the gate is GPT-OSS's: of a class of transformers, judged by what it computes in float64."""
+    """Returns whether the gate, of a class of transformers, computes the same values in float64 as that of GPT-OSS."""
     gate = getattr(type(module), "_apply_gate", None)
     alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
     if gate is None or not gate.__module__.startswith("transformers.models."):
@@ -243,7 +244,7 @@ def _has_clamped_gate(module: Any) -> bool:
     return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-# What modules of transformers say about themselves, and what of it is supported.
+# Attributes of experts modules of transformers, with their supported values.
 _LAYOUT = {
     "is_concatenated": True,
     "has_post_expert_norm": False,
@@ -252,7 +253,7 @@ _LAYOUT = {
 
 
 def _reset(module: nn.Module) -> None:
-    """Biases follow the bound of their layer's weight."""
+    """Initialises weights and biases uniformly; a bias has the bound of its weight."""
     inputs = 1 if _is_transposed(module) else 2
     for name, parameter in module._parameters.items():
         weight = module._parameters[name.removesuffix("_bias")]

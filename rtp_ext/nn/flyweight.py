@@ -23,34 +23,34 @@ class Flyweight(LiveModule, nn.Module):
         Flyweight(MLP(64, 256), ring, shard_dims={"up.weight": 0, "up.bias": 0, "down.weight": 1}, combine="sum")
 
     Copy j is `module` with shard j of its parameters; copies run one after the other while the shards rotate, and
-    their outputs are concatenated or summed. Any module fits whose output can be had so: an MLP cut along its hidden
-    features (sum), a convolution along its output channels (cat), attention along its heads (sum).
+    their outputs are concatenated or summed. Examples: an MLP cut along its hidden features (sum), a convolution cut
+    along its output channels (cat), attention cut along its heads (sum).
 
     Args:
-        module: a whole, plain module (meta device included), alike on every rank. It is taken over: its parameters
-            become shards. Its forward
+        module: a whole, plain module (meta device included), the same on every rank. Its parameters are replaced by
+            shards. Its forward
             - takes its sizes from its parameters, since those of a shard are smaller: a module with an attribute such
               as nn.MultiheadAttention.num_heads does not adapt;
-            - cuts cleanly: a parameter is cut by the chunk rule, ceil(n / R) slices each, so that what belongs together
-              (the rows of a head) must be one slice of a dimension of its own, or R must divide n accordingly;
+            - allows the cut: the chunk rule gives ceil(n / R) slices to each rank, so that rows that must stay together
+              (those of a head) must be one slice of a separate dimension, or R must divide n accordingly;
             - returns one tensor, and only reads its buffers. Hooks run once for each copy;
-            - depends on nothing that wants a gradient but its arguments (tensors, also in lists, tuples and dicts) and
-              parameters: a tensor in an attribute or in an object of the caller's gets none.
-        ring: the ranks to spread the parameters over. Collective.
+            - takes all tensors that require gradients from its arguments (tensors, also in lists, tuples and dicts) and
+              parameters: a tensor in an attribute or in another object gets no gradient.
+        ring: the ranks to shard the parameters over. Collective.
         shard_dims: for every parameter of the module, by name, the dimension to cut; None: the parameter stays whole on
             every rank and its gradient is averaged.
         combine: "cat" along `dim` of the outputs, or "sum".
-        added_once: parameters of a sum on which the output depends as on a bias, which would else be added R times,
-            such as "down.bias" above with 0 in shard_dims: copy j sees zeros outside shard j.
-        in_place: let the local shards themselves travel.
-        mp_policy: param_dtype is what shards travel and compute in, reduce_dtype what gradients travel in.
+        added_once: parameters that the module adds to its output, as a bias, and that a sum would add R times, such as
+            "down.bias" above with 0 in shard_dims: copy j gets zeros outside shard j.
+        in_place: the local shards themselves travel.
+        mp_policy: param_dtype is the dtype of travel and compute of shards, reduce_dtype that of travelling gradients.
 
     The parameters keep the names of the module: `state_dict` has "module.up.weight", and so on. Random numbers in
     backward are those of the forward. A parameter that no copy uses gets a gradient of zeros. See
     functional.rotated_flyweight.
 
-    Raises ValueError where shard_dims does not name every parameter, or a dimension that a parameter does not have, or
-    where `combine` and `added_once` do not go together.
+    Raises ValueError if shard_dims does not name every parameter or names a dimension that a parameter does not have,
+    or if `combine` and `added_once` cannot be combined.
     """
 
     def __init__(

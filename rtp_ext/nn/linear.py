@@ -21,14 +21,14 @@ class RotatedLinear(RotatedModule, nn.Linear):
     """nn.Linear whose weight and bias shards rotate.
 
     Args: those of nn.Linear, and
-        ring: the ranks to spread the parameters over. Collective: seed every rank alike.
+        ring: the ranks to shard the parameters over. Collective: use the same seed on every rank.
         shard_dim: cut the weight [out_features, in_features] along its output (0) or input (1) features.
-        in_place: let the local shards themselves travel.
+        in_place: the local shards themselves travel.
 
     Input [..., in_features], this rank's own batch; output [..., out_features]. See functional.rotated_linear.
     """
 
-    together: Any = None  # the SharedInput that computes this layer along with others
+    together: Any = None  # the SharedInput that computes this layer and others with the same input
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class RotatedLinear(RotatedModule, nn.Linear):
 
     @classmethod
     def from_module(cls, module: nn.Linear, ring: Ring, *, shard_dim: int = 0, in_place: bool = False) -> RotatedLinear:
-        """A rotated twin of `module` (meta device included), which is left as it is."""
+        """Returns a rotated copy of `module` (meta device included), which does not change."""
         twin = cls._from(module, nn.Linear)
         twin._rotate(ring, shard_dim=shard_dim, in_place=in_place)
         return twin
@@ -78,10 +78,10 @@ class RotatedLinear(RotatedModule, nn.Linear):
 
 
 class RotatedTransposedLinear(RotatedModule):
-    """Mixin of linear layers whose weight is stored as [in_features, out_features], as GPT-2's `Conv1D` is.
+    """Mixin of linear layers whose weight is stored as [in_features, out_features], such as GPT-2's `Conv1D`.
 
-    Made by `fully_rotate`; the layer's own class comes second. `shard_dim` is the dimension of the weight as
-    [out_features, in_features] that is cut, as for RotatedLinear.
+    `fully_rotate` makes them; the layer's own class is the second base. As for RotatedLinear, `shard_dim` is the
+    dimension that is cut of the weight as [out_features, in_features].
     """
 
     weight: torch.Tensor
@@ -105,7 +105,7 @@ class RotatedTransposedLinear(RotatedModule):
 
 
 def _bound(layer: Any, operation: str, transposed: bool) -> Bound:
-    """See functional.torch_compile.operators."""
+    """Returns the layer as operators call it; see functional.torch_compile.operators."""
 
     def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
         weight, bias, prepared = layer.weight, layer.bias, layer._prepared

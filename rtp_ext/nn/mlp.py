@@ -22,7 +22,7 @@ from rtp_ext.ring.registry import register
 def bundled_mlp(
     block: nn.Module, spec: MLPSpec, x: torch.Tensor, *, recompute: bool, name: str, prepared: Prepared
 ) -> torch.Tensor:
-    """The output of an MLP block whose layers are rotated ones, down cut along its input features."""
+    """Computes the output of an MLP block of rotated layers; `down` is cut along its input features."""
     up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
     gate = None if spec.gate is None else block.get_submodule(spec.gate)
     if torch.compiler.is_compiling() and traced.tracing(up.ring):  # type: ignore[union-attr]
@@ -47,7 +47,7 @@ def bundled_mlp(
 
 
 def bound_mlp(block: nn.Module, spec: MLPSpec, *, recompute: bool, name: str, prepared: Prepared) -> Bound:
-    """See functional.torch_compile.operators."""
+    """Returns an MLP block as operators call it; see functional.torch_compile.operators."""
     up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
     gate = None if spec.gate is None else block.get_submodule(spec.gate)
 
@@ -57,7 +57,7 @@ def bound_mlp(block: nn.Module, spec: MLPSpec, *, recompute: bool, name: str, pr
         transposed = isinstance(up, RotatedTransposedLinear)
         settings: dict[str, Any] = {"activation": spec.activation, "recompute": recompute, "transposed": transposed}
         local_shards, (_, _, shape) = prepare_mlp(call, prepared, inputs[0], MLPParameters(*shards), **settings)
-        # An operator's parameters are watched by whoever made the graph.
+        # the operators detect writes to all parameters
         return local_shards, (shape, not recompute and any(call.needs), [True] * len(local_shards))
 
     return Bound(up.ring, name, up.in_place, up.mp_policy.reduce_dtype, prepare)  # type: ignore
@@ -66,15 +66,15 @@ def bound_mlp(block: nn.Module, spec: MLPSpec, *, recompute: bool, name: str, pr
 class RotatedMLP(LiveModule, nn.Module):
     """`down(act(up(x)))`, or `down(act(gate(x)) * up(x))`, whose weights rotate as one bundle.
 
-    Hidden slice j exists only while shard j is in hand.
+    Hidden slice j exists only during the step of shard j.
 
     Args:
         in_features, hidden_features, out_features: I, H, O; O defaults to I.
         activation: gelu, gelu_tanh, relu, silu; with a gate: swiglu, geglu, geglu_tanh, reglu.
-        bias: of all layers.
-        recompute: keep no hidden value for backward, but compute it again from the shard that is passing by.
-        ring: the ranks to spread the parameters over. Collective: seed every rank alike.
-        in_place: let the local shards themselves travel.
+        bias: whether all layers have a bias.
+        recompute: save no hidden values for backward, but recompute them from the visiting shard.
+        ring: the ranks to shard the parameters over. Collective: use the same seed on every rank.
+        in_place: the local shards themselves travel.
 
     The layers are RotatedLinear modules named `gate_proj` (with a gate), `up_proj` and `down_proj`; `down_proj` is cut
     along its input features. Input [..., I], this rank's own batch; output [..., O]. See functional.rotated_mlp.
@@ -113,10 +113,10 @@ class RotatedMLP(LiveModule, nn.Module):
     def from_module(
         cls, module: nn.Module, ring: Ring, *, recompute: bool = False, in_place: bool = False
     ) -> RotatedMLP:
-        """A rotated twin of an MLP block (meta device included), which is left as it is.
+        """Returns a rotated copy of an MLP block (meta device included), which does not change.
 
-        Taken are nn.Sequential(linear, activation, linear) and blocks that are an MLP and nothing else of the models
-        that `fully_rotate` knows, such as transformers' LlamaMLP and ViTMLP. Raises ValueError for any other.
+        Supports nn.Sequential(linear, activation, linear), and blocks of models that `fully_rotate` supports if they
+        are an MLP and nothing else, such as transformers' LlamaMLP and ViTMLP. Raises ValueError for any other module.
         """
         block = mlp_block(module)
         if block is None or block.kind != "forward":

@@ -19,12 +19,12 @@ class RotatedMoE(LiveModule, nn.Module):
 
     Args:
         hidden, inner, experts: D, H and E.
-        top_k: K, how many experts each token goes to.
+        top_k: K, the number of experts of each token.
         capacity_factor: None: no token is dropped. Else an expert takes at most C = ceil(K T capacity_factor / E) of
             the T local tokens; see below.
-        activation, bias, recompute: of the experts, as for RotatedExperts. The router has no bias.
-        ring: the ranks to spread the parameters over. Collective: seed every rank alike.
-        in_place: let the local shards themselves travel.
+        activation, bias, recompute: settings of RotatedExperts. The router has no bias.
+        ring: the ranks to shard the parameters over. Collective: use the same seed on every rank.
+        in_place: the local shards themselves travel.
 
     Modules: `gate`, a RotatedLinear(D, E), and `experts`, a RotatedExperts. Input [..., D], this rank's own batch;
     output [..., D]. With p = softmax(gate(x)) over the experts, in float32 or wider:
@@ -35,16 +35,16 @@ class RotatedMoE(LiveModule, nn.Module):
         aux_loss = E * sum_e f_e * P_e,  f_e: the share of tokens whose first choice is e, P_e: the mean of p[:, e]
 
     With a capacity, experts take tokens in the order of GShard: all first choices, by position, then all second ones,
-    and so on. What comes after the first C of an expert is dropped: that expert adds nothing to that token, and the
-    weights of the token's other experts stay what they are. A token that all of its experts drop becomes zeros: add
-    the layer's input to its output. Experts travel and tokens stay, so that no rank needs a capacity to save memory:
-    it bounds the work of a crowded expert, and gives a model that was trained with one what it knows.
+    and so on. Tokens after the first C of an expert are dropped: that expert adds nothing to them, and the weights of
+    their other experts do not change. A token that all of its experts drop becomes zeros: add the layer's input to its
+    output. Experts travel and tokens stay, so that a capacity does not save memory: it bounds the work of a crowded
+    expert, and reproduces a model that was trained with a capacity.
 
-    `aux_loss`, a scalar of the last forward in the dtype of p, is 1 where tokens spread evenly and at most E. Add
-    `weight * layer.aux_loss` to the loss (0.01 is usual). It is of the local batch, and its gradient is averaged over
-    the ring like every other. f_e is counted before tokens are dropped, and has no gradient. Of a layer that is called
-    several times in a step, take it after each call. Non-reentrant activation checkpointing leaves it right; within a
-    reentrant checkpoint it has no gradient, and reading it raises ValueError. deepcopy leaves it behind.
+    `aux_loss`, a scalar of the last forward in the dtype of p, is 1 if tokens spread evenly and at most E. Add
+    `weight * layer.aux_loss` to the loss (0.01 is usual). It is the loss of the local batch; its gradient is averaged
+    over the ring like all others. f_e is counted before tokens are dropped, and has no gradient. If a step calls the
+    layer several times, read it after each call. It is correct under non-reentrant activation checkpointing; within a
+    reentrant checkpoint it has no gradient, and reading it raises ValueError. deepcopy does not copy it.
 
     Sources: GShard, arXiv 2006.16668 (algorithm 1); Switch Transformers, arXiv 2101.03961 (section 2.2); RTP, arXiv
     2311.01635 (expert partition).
@@ -86,7 +86,7 @@ class RotatedMoE(LiveModule, nn.Module):
         self._lost_gradient = False
 
     def _agree(self, ring: Ring) -> None:
-        """Ranks that route otherwise would train different layers without noticing: no shape depends on it."""
+        """Compares the routing settings of all ranks: no shape depends on them, so a difference would go unnoticed."""
         answers = ring.exchange((self.top_k, self.capacity_factor))
         for rank, theirs in enumerate(answers):
             if theirs != answers[0]:
@@ -97,12 +97,12 @@ class RotatedMoE(LiveModule, nn.Module):
 
     def __deepcopy__(self, memo: dict) -> Any:
         if self._aux_loss is not None:
-            memo[id(self._aux_loss)] = None  # it hangs on the graph of the last forward
+            memo[id(self._aux_loss)] = None  # tensors with a graph cannot be copied
         return super().__deepcopy__(memo)
 
     @property
     def aux_loss(self) -> torch.Tensor | None:
-        """The balance loss of the last forward, with its gradient; None before the first one."""
+        """The balance loss of the last forward, differentiable; None before the first forward."""
         if self._aux_loss is not None and self._lost_gradient and torch.is_grad_enabled():
             raise ValueError(
                 "RotatedMoE: expected the last forward in training mode to record gradients, for aux_loss has none "
@@ -121,7 +121,7 @@ class RotatedMoE(LiveModule, nn.Module):
         if self.top_k > 1:
             weights = weights / weights.sum(-1, keepdim=True)
         aux_loss = _balance_loss(probabilities, index[:, 0])
-        if torch._C._current_graph_task_id() == -1:  # a recomputation in backward is of a forward that was there before
+        if torch._C._current_graph_task_id() == -1:  # not a recomputation in backward
             self._aux_loss = aux_loss
             self._lost_gradient = self.training and not torch.is_grad_enabled()
         if self.capacity_factor is not None:
@@ -133,7 +133,7 @@ class RotatedMoE(LiveModule, nn.Module):
 
 
 def _balance_loss(probabilities: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """E * sum_e f_e * P_e of probabilities [T, E] and first choices [T]; 0 where there is no token."""
+    """Returns E * sum_e f_e * P_e of probabilities [T, E] and first choices [T]; 0 if T = 0."""
     tokens, experts = probabilities.shape
     chosen = first.unsqueeze(-1) == torch.arange(experts, device=first.device)
     counts = chosen.sum(0).to(probabilities.dtype)
@@ -141,7 +141,7 @@ def _balance_loss(probabilities: torch.Tensor, first: torch.Tensor) -> torch.Ten
 
 
 def _within_capacity(index: torch.Tensor, experts: int, capacity_factor: float) -> torch.Tensor:
-    """`index` [T, K] with E, nobody, for what is above the capacity of an expert. Nothing is read by the host."""
+    """Returns `index` [T, K] with E (no expert) for tokens above the capacity of an expert, without a host read."""
     tokens, choices = index.shape
     capacity = math.ceil(choices * tokens * capacity_factor / experts)
     chosen = index.t().reshape(-1)  # all first choices, then all second ones, ...

@@ -1,1 +1,1 @@
-"""What a rotation does and when: schedules, timelines, traces, figures, and what works on this machine."""
+"""Schedules, timelines, traces with figures, records, step logs, and a report of this machine's transports."""

@@ -1,4 +1,4 @@
-"""What this machine offers: versions, GPUs, the links between them, and which transports work here."""
+"""A report of this machine: versions, GPUs, the links between them, and the transports that work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rtp_ext.ring.links.places import Place
 from rtp_ext.ring.links.transports import launch_order_problem
 
 _PROBE_SECONDS = 30
-_MACHINES_OWN = "pid:[4026531836]"  # Linux numbers the first namespace of process ids so
+_MACHINES_OWN = "pid:[4026531836]"  # the initial namespace of process ids on Linux
 
 
 def _package_version() -> str:
@@ -68,7 +68,7 @@ def _gpus() -> list[str]:
 
 
 def _links() -> list[str]:
-    """Direct access between each pair of GPUs as torch sees it, then what nvidia-smi says of the topology."""
+    """Returns lines with direct access between each pair of GPUs by torch, and with the topology by nvidia-smi."""
     lines = []
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for first in range(count):
@@ -90,9 +90,9 @@ def _links() -> list[str]:
 
 
 def shm_refusal() -> str | None:
-    """Why CPU ranks of this host cannot use shared memory, or None. Opens a transport to find out.
+    """Returns why CPU ranks of this host cannot use shared memory; None if they can.
 
-    Also lets another process open this one's memory, as a neighbour does.
+    Opens a transport, and starts a process that opens the memory of this one, as a neighbour does.
     """
     if sys.platform != "linux":
         return f"needs Linux, this is {sys.platform}"
@@ -121,7 +121,7 @@ def shm_refusal() -> str | None:
 
 
 def tcp_refusal() -> str | None:
-    """Why CPU ranks of this host cannot use sockets, or None. Lets two ranks connect over the loopback interface."""
+    """Returns why CPU ranks of this host cannot use sockets; None if they can. Connects two ranks over loopback."""
     try:
         limit = timedelta(seconds=_PROBE_SECONDS)
         ranks = [_native.TcpTransport(rank, 2, LOOPBACK, limit) for rank in range(2)]
@@ -134,7 +134,7 @@ def tcp_refusal() -> str | None:
 
 
 def c10d_backends() -> list[str]:
-    """The backends of torch.distributed that this torch was built with and that can be loaded."""
+    """Returns the backends of torch.distributed that this torch was built with and that can be loaded."""
     if not dist.is_available():
         return []
     available: dict[str, Callable[[], bool]] = {
@@ -148,7 +148,7 @@ def c10d_backends() -> list[str]:
 
 
 def _emulated_refusal() -> str | None:
-    """Sends one shard around a ring of two stand-in ranks."""
+    """Returns why an emulated ring does not work; None if it does. Sends one shard around a ring of two ranks."""
     device = torch.device("cpu")
     try:
         executor = _native.Executor(_native.emulated_transport(device), 0, 2, device)
@@ -165,7 +165,7 @@ def _emulated_refusal() -> str | None:
 
 
 def _access_refusal() -> str | None:
-    """Which GPUs of this host cannot reach each other's memory; None if all can."""
+    """Returns two GPUs of this host without direct access to each other's memory, as text; None if all have it."""
     gpus = range(torch.cuda.device_count())
     for first, second in itertools.permutations(gpus, 2):
         if not torch.cuda.can_device_access_peer(first, second):
@@ -174,8 +174,10 @@ def _access_refusal() -> str | None:
 
 
 def automatic(found: dict[str, tuple[bool, str]]) -> dict[str, str]:
-    """What transport="auto" takes on each kind of device, given `transports()`. All ranks have to agree: what one of
-    them lacks, or what two cannot reach, shows only when they meet."""
+    """Returns, from `transports()`, the transport that "auto" takes on each kind of device of this host.
+
+    Ranks choose a transport together: other hosts may lack one, which only a ring of them shows.
+    """
     orders = {"GPUs": ("ce", "nccl", "c10d"), "CPUs": ("shm", "tcp", "c10d")}
     if not torch.cuda.is_available():
         del orders["GPUs"]
@@ -186,7 +188,7 @@ def automatic(found: dict[str, tuple[bool, str]]) -> dict[str, str]:
 
 
 def transports() -> dict[str, tuple[bool, str]]:
-    """For each transport, whether it works here, and what it serves or why it does not work."""
+    """Returns for each transport whether it works here, and its use or the reason why it does not work."""
     backends, memory, sockets = c10d_backends(), shm_refusal(), tcp_refusal()
     groups = None if backends else "this torch has no torch.distributed backend"
     refusals = {
@@ -207,14 +209,14 @@ def transports() -> dict[str, tuple[bool, str]]:
 
 
 def _host() -> list[str]:
-    """What ranks can tell of where they are: shared memory needs the same kernel and process ids, not the same name."""
+    """Returns the place of a rank on this host: shared memory needs the same kernel and process ids, not host name."""
     place = Place.here()
     whose = "the machine's own" if place.processes == _MACHINES_OWN else "those of a container"
     return [f"{place.hostname}, boot {place.kernel}, process ids {place.processes} ({whose})", f"Gloo: {_gloo()}"]
 
 
 def _gloo() -> str:
-    """Which way ranks of other hosts reach those of this one over Gloo."""
+    """Returns the interface over which ranks of other hosts reach this one with Gloo, or the problem."""
     name, links = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
     if name:
         missing = [each for each in name.split(",") if each not in links]
@@ -231,7 +233,7 @@ def _gloo() -> str:
 
 
 def ring_of_ranks() -> list[str]:
-    """Where the ranks are that torchrun has started, and the ring that they make. Collective."""
+    """Returns lines with the places of the ranks of torchrun, and with their ring. Collective."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -251,9 +253,10 @@ def ring_of_ranks() -> list[str]:
 
 
 def report() -> str:
-    """The whole report as text. Tries the transports of one host; needs no process group and starts none.
+    """Returns the whole report. Tests the transports of one host; needs no process group and starts none.
 
-    Under torchrun it is collective: ranks tell where they are, and make a ring; all but rank 0 report nothing.
+    Under torchrun it is collective: the ranks exchange their places and make a ring; the report of ranks other than 0
+    is empty.
     """
     ranks = ring_of_ranks() if "TORCHELASTIC_RUN_ID" in os.environ else []
     if ranks and os.environ["RANK"] != "0":

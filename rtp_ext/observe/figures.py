@@ -1,4 +1,4 @@
-"""The figures of a trace: what was busy and what waited, and what the schedule would have predicted."""
+"""Figures of a trace: busy and waiting times of every pass, and the times that the schedule predicts."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Summary:
     """One pass on one rank, in seconds.
 
     Attributes:
-        total: from the beginning of the pass to its end.
-        compute: when a compute lane was at work on it.
-        waiting: when a compute lane waited for a hop, or on a CPU posted one, and no other computed: what
-            communication cost.
-        hops: of weights and of gradients, when they were under way, from posting to arrival.
-        hidden: the share of that time in which nothing waited; None where nothing travelled.
+        total: from the begin of the pass to its end.
+        compute: time in which a compute stream worked on the pass.
+        waiting: the cost of communication: time in which a compute stream waited for a hop, or on a CPU posted one,
+            while no other stream computed.
+        hops: time in which weights and gradients travelled, from posting to arrival.
+        hidden: the fraction of that time without waiting; None if nothing travelled.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class Summary:
 
 
 def summaries(traces: Sequence[Trace]) -> list[Summary]:
-    """The figures of every pass that has ended, rank by rank."""
+    """Returns the figures of every finished pass, rank by rank."""
     made = []
     for trace in traces:
         busy = _of(event for event in trace.events if event.lane in COMPUTES and event.kind != "wait")
@@ -134,10 +134,10 @@ def _hop_positions(schedule: Schedule) -> dict[str, list[int]]:
 
 
 class _Durations:
-    """The medians of one pass over all ranks, by product, by channel, and by what else a rank does."""
+    """Median durations of one pass over all ranks, by product, by channel, and by other action (copy, add)."""
 
     def __init__(self, traces: Sequence[Trace], number: int, schedules: Sequence[Schedule]) -> None:
-        self.left: dict[tuple[int, str], float] = {}  # rank, first hop: seconds of it that fell into the pass
+        self.left: dict[tuple[int, str], float] = {}  # rank, label of a prefetched hop: its seconds within the pass
         steps = [schedule.steps for schedule in schedules]
         positions = [_hop_positions(schedule) for schedule in schedules]
         own = {
@@ -150,7 +150,7 @@ class _Durations:
         taken: dict[str, list[float]] = {}
         for (rank, position), event in own.items():
             step, start = steps[rank][position], event.start
-            if step.action == "hop" and one_clock:  # it cannot start before its sender is there
+            if step.action == "hop" and one_clock:  # a hop starts when its sender has posted it
                 index = positions[rank][step.channel].index(position)
                 sender = own.get((step.from_, positions[step.from_][step.channel][index]))
                 start = start if sender is None else min(max(start, sender.posted), event.end)
@@ -175,11 +175,11 @@ class _Durations:
 
 
 def predict(traces: Sequence[Trace], number: int) -> list[Event]:
-    """The timeline of the schedule of pass `number` on all ranks, in seconds from its start.
+    """Returns the timeline of the schedule of pass `number` on all ranks, in seconds from its start.
 
-    A product, a hop of a channel, a copy takes the median of those that were measured in this pass on all ranks; a hop
-    from when both its ends were posted, if the ranks share a clock. Of a first hop that was sent ahead, what was left
-    of it when the pass began. A rank that was not recorded counts like the others.
+    Each product, hop of a channel, and copy takes the median of those that were measured in this pass on all ranks. If
+    the ranks share a clock, a hop is measured from the time when both its ends were posted. A prefetched first hop
+    takes its remaining time at the begin of the pass. Ranks that were not recorded get the same durations.
 
     Raises ValueError for a pass that not all ranks recorded.
     """

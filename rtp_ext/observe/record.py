@@ -1,8 +1,8 @@
-"""What the files of a ring's recorders tell together: `python -m rtp_ext record FILES...`.
+"""Analyses the record files of all ranks of a ring: `python -m rtp_ext record FILES...`.
 
-The files are written by csrc/transport/recorder.cpp, which has their layout: where a ring fails, by `Ring.record`, and
-where a process gets SIGUSR1. Hop n of a channel is the same hop on all ranks, so that records of different ranks can be
-compared hop by hop, without clocks; those of different hosts are aligned by the hosts' clocks of the day.
+csrc/transport/recorder.cpp defines their layout and writes them: when a ring fails, on `Ring.record`, and when a
+process gets SIGUSR1. Hop n of a channel is the same hop on all ranks, so that records of different ranks are compared
+hop by hop, without clocks; records of different hosts are aligned by the hosts' wall clocks.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ _MAGIC = b"RTPREC01"
 _KINDS = ("pass", "compute", "hop", "wait", "collective")
 _CHANNELS = ("weight", "gradient")
 _COMPUTES = ("forward", "dgrad", "wgrad", "copy")
-LATE = 1e-3  # seconds: what is less is nobody's fault
+LATE = 1e-3  # seconds; shorter delays are not reported
 
-Hop = tuple[str, int]  # the channel, and how many of it came before
+Hop = tuple[str, int]  # the channel, and the number of earlier hops of it
 
 
 @dataclass
 class Event:
-    """One thing that a rank did, in nanoseconds of its host's steady clock; 0: not yet.
+    """One event of a rank. Times are nanoseconds of its host's steady clock; 0: not yet.
 
     Attributes:
-        kind: `pass`, `compute`, `hop`, `wait` (for either end of a hop; short ones are left out), `collective`.
-        end: of a hop, when a wait found that it had arrived; `sent`: that it had left.
-        count: of a hop or wait, how many hops of the channel were posted before. index, hops: its place in its pass.
-        what: of a compute, which; of a wait, `received` or `sent`.
+        kind: `pass`, `compute`, `hop`, `wait` (for either end of a hop; short waits are omitted), `collective`.
+        end: end of the event; of a hop, the time when a wait found that it had arrived.
+        sent: of a hop, the time when a wait found that it had left.
+        count: of a hop or wait, the number of hops of the channel posted before.
+        index, hops: index of the hop in its pass, and the number of hops of the pass.
+        what: of a compute, its kind; of a wait, `received` or `sent`.
     """
 
     number: int
@@ -64,7 +66,7 @@ class Event:
 
 @dataclass
 class Record:
-    """What one rank wrote. `posted`: hops of each channel, ever; `waiting`: for which hop and end, since when."""
+    """The record of one rank. posted: number of hops by channel. waiting: awaited hop, its end, begin of the wait."""
 
     path: str
     rank: int
@@ -89,7 +91,7 @@ class Record:
 
 
 def read(path: str | Path) -> Record:
-    """Raises ValueError where the file is no record, OSError where it cannot be read."""
+    """Reads a record file. Raises ValueError if the file is not a record, OSError if it cannot be read."""
     data = Path(path).read_bytes()
     if len(data) < _HEADER.size or not data.startswith(_MAGIC):
         raise ValueError(f"{path}: expected a record of a ring, got {len(data)} bytes that begin with {data[:8]!r}")
@@ -126,9 +128,9 @@ def _text(raw: bytes) -> str:
 
 
 def report(paths: Iterable[str | Path]) -> str:
-    """What the files say of every ring that they are of, in text.
+    """Returns a text with the state and the findings of every ring in the files.
 
-    Raises ValueError where a file is no record, or two are of one rank.
+    Raises ValueError if a file is not a record, or if two are records of one rank.
     """
     rings: dict[str, dict[int, Record]] = defaultdict(dict)
     for path in paths:
@@ -149,7 +151,7 @@ def _lines(records: dict[int, Record]) -> list[str]:
     if not first.on_host:
         lines.append("  times are those at which the host enqueued; the device came later")
     findings = [*out_of_step(records), *not_posted(records), *late(records), *waits(records)]
-    return [*lines, "findings:", *(f"  {each}" for each in findings or ["nobody was late, and nothing is missing"])]
+    return [*lines, "findings:", *(f"  {each}" for each in findings or ["no rank was late, and no hop is missing"])]
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -158,7 +160,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _state(record: Record) -> str:
-    """What a rank was doing when it wrote."""
+    """Returns a description of the rank's activity when it wrote the record."""
     if record.waiting is not None:
         event, end, since = record.waiting
         seconds = (record.steady - since) / 1e9
@@ -176,7 +178,7 @@ def _state(record: Record) -> str:
 
 
 def out_of_step(records: dict[int, Record]) -> list[str]:
-    """The first hop of each channel that is not one and the same for all ranks, and who skipped what."""
+    """Returns the first hop that differs between ranks, and the operations that ranks skipped."""
     every = {rank: record.hops() for rank, record in records.items()}
     for channel in _CHANNELS:
         counts = sorted({count for hops in every.values() for kind, count in hops if kind == channel})
@@ -191,7 +193,7 @@ def out_of_step(records: dict[int, Record]) -> list[str]:
 def _skipped(records: dict[int, Record], here: dict[int, Event], channel: str, count: int) -> str:
     each = "; ".join(f"rank {rank} posted {event.describe()}" for rank, event in here.items())
     text = f"out of step from {channel} hop {count} on: {each}"
-    # What follows what was so far: who goes on as before has skipped nothing.
+    # Counts successors of operations in earlier passes: a rank with an unusual successor has skipped the usual one.
     followers: dict[str, Counter[str]] = defaultdict(Counter)
     for record in records.values():
         begun = _begun(record, here)
@@ -210,7 +212,7 @@ def _skipped(records: dict[int, Record], here: dict[int, Event], channel: str, c
 
 
 def _begun(record: Record, here: dict[int, Event]) -> int:
-    """When the pass began that `record` posted its hop of `here` in."""
+    """Returns the begin of the pass in which `record` posted its hop of `here`."""
     event = here.get(record.rank)
     if event is None:
         return record.steady
@@ -218,7 +220,7 @@ def _begun(record: Record, here: dict[int, Event]) -> int:
 
 
 def not_posted(records: dict[int, Record]) -> list[str]:
-    """Hops that somebody waits for and whose other end has not posted them, and those that nobody has posted."""
+    """Returns awaited hops that the other end has not posted, and the next hop of a pass if no rank has posted it."""
     found = []
     for rank, record in records.items():
         if record.waiting is None:
@@ -240,14 +242,14 @@ def not_posted(records: dict[int, Record]) -> list[str]:
         if len(records) == ranks and newest.index + 1 < newest.hops:
             by = _ranks(rank for rank, each in records.items() if each.posted[channel] > newest.count)
             found.append(
-                f"nobody has posted {newest.operation}, {channel} hop {newest.index + 2} of {newest.hops}; the one "
+                f"no rank has posted {newest.operation}, {channel} hop {newest.index + 2} of {newest.hops}; the one "
                 f"before was posted by {by}"
             )
     return found
 
 
 def own_times(record: Record) -> dict[Hop, float]:
-    """For each hop, the seconds from the one before (of either channel) that the rank did not spend waiting."""
+    """Returns for each hop the seconds since the previous hop (of either channel), without waiting times."""
     own: dict[Hop, float] = {}
     before, waited = 0, 0
     for event in record.of("hop", "wait", "collective"):
@@ -261,7 +263,7 @@ def own_times(record: Record) -> dict[Hop, float]:
 
 
 def late(records: dict[int, Record]) -> list[str]:
-    """The hops that a rank came to latest for reasons of its own: it took longer than others without waiting."""
+    """Returns the hops before which one rank took longest compared with the others, without waiting times."""
     own = {rank: own_times(record) for rank, record in records.items()}
     common = set.intersection(*(set(each) for each in own.values())) if own else set()
     found: list[tuple[float, str]] = []
@@ -274,7 +276,7 @@ def late(records: dict[int, Record]) -> list[str]:
                 text = f"rank {rank} was {excess:.3f} s later than others, and waited for nobody, before "
                 found.append((excess, f"{text}{hops[rank][hop].describe()}"))
     lines = [text for _, text in sorted(found, reverse=True)[:3]]
-    # Who does not wait while others do is late still.
+    # A rank that does not wait while others do is still late.
     if any(record.waiting for record in records.values()):
         for rank, record in records.items():
             idle = record.steady - max((max(e.begin, e.end, e.sent) for e in record.events), default=record.steady)
@@ -284,7 +286,7 @@ def late(records: dict[int, Record]) -> list[str]:
 
 
 def waits(records: dict[int, Record]) -> list[str]:
-    """Whom each rank waited for most, where that is worth a word."""
+    """Returns for each rank the peer that it waited for longest, if longer than LATE."""
     lines = []
     for rank, record in records.items():
         total: Counter[int] = Counter()
@@ -296,9 +298,9 @@ def waits(records: dict[int, Record]) -> list[str]:
 
 
 def main(paths: Sequence[str]) -> str:
-    """The report of the files at `paths`, folders of them included.
+    """Returns the report of the files at `paths`, which may be folders.
 
-    Raises FileNotFoundError where there are none.
+    Raises FileNotFoundError if there are no record files.
     """
     files = []
     for path in map(Path, paths):

@@ -1,7 +1,6 @@
-"""The schedule of a rotation, to read: all ranks side by side as a table.
+"""The schedule of a rotation as text: a table of all ranks side by side.
 
-csrc/schedule decides what happens in which order, and the executor runs the same object; nothing here does.
-Source: RTP, arXiv 2311.01635.
+csrc/schedule makes the schedule, and the executor runs the same object. Source: RTP, arXiv 2311.01635.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ __all__ = [
     "table",
 ]
 
-BUNDLES = ("mlp", "cross_entropy", "experts")  # whose wgrad needs what dgrad of the same shard computed
+BUNDLES = ("mlp", "cross_entropy", "experts")  # operations whose wgrad needs results of the dgrad of the same shard
 OPERATIONS = ("linear", "embedding", *BUNDLES)
 ALL = -1  # the owner of a product with every shard at once
-HALVES = ("", "a", "b")  # a gradient shard that travels as a whole, and its halves
-LARGEST_RING = 512  # of which all schedules are made: a ring of R ranks has some R * R steps
+HALVES = ("", "a", "b")  # suffixes of a whole gradient shard and of its halves
+LARGEST_RING = 512  # limit of `schedules`: all ranks of a ring of R ranks have some R * R steps
 
 
 def schedules(ranks: int, **form: Any) -> list[Schedule]:
-    """The schedules of one pass of one operation, one for each rank of a ring of at most LARGEST_RING.
+    """Returns the schedules of one pass of one operation, one for each rank of a ring of at most LARGEST_RING ranks.
 
     Args:
         ranks: the size of the ring, at least 1.
@@ -68,33 +67,34 @@ def schedule_of(
     gradient_route: str = "chain",
     narrow: bool = False,
 ) -> Schedule:
-    """The schedule of one pass of one operation on rank `rank` of a ring of `ranks`.
+    """Returns the schedule of one pass of one operation on rank `rank` of a ring of `ranks`.
 
     Args:
         ranks: the size of the ring, at least 1.
         op: ``"linear"``, ``"embedding"``, or one of the bundles ``"mlp"``, ``"cross_entropy"`` and ``"experts"``.
         pass_: ``"forward"`` or ``"backward"``.
-        route: ``"ring"`` (every hop goes to the neighbour), ``"direct"`` (weights come straight from their owner),
-            ``"gather"`` (all shards first, then one product with the whole; bundles go the direct route instead), or
-            ``"two-level"`` (shards turn inside each host while every rank hands one on to the next host).
-        in_place: the local shard itself travels; one weight slot less, one hop more.
-        dgrad: whether the backward computes the input's gradient; by default where the operation has one. The
-            backward of a bundle has its dgrad steps either way, because wgrad needs what they compute.
+        route: ``"ring"`` (every hop goes to the neighbour), ``"direct"`` (weights travel directly from their owner),
+            ``"gather"`` (all shards first, then one product with the whole; bundles take the direct route instead), or
+            ``"two-level"`` (shards rotate inside each host while every rank sends one to the next host).
+        in_place: the local shard itself travels; one weight slot less, one more hop.
+        dgrad: whether the backward computes the input's gradient; by default if the operation has one. The backward of
+            a bundle always has dgrad steps, because wgrad needs their results.
         wgrad: whether the backward computes the weight's gradient.
-        receive_in_slots: gradients arrive in slots only, as shared memory needs it.
-        halves: the gradients of a backward travel in two halves of their rows, each a chain of its own.
-        two_lanes: forwards alternate between two lanes, dgrads and wgrads have one each.
-        late: the last gradient that arrives in a backward is added at its end, or after it; not where gradients travel
-            in halves or shards are gathered.
-        hosts: of the route two-level: how many, each with as many ranks that are neighbours.
-        gradient_route: ``"chain"`` (a partial sum of each gradient travels the ring) or ``"direct"`` (each contribution
-            goes straight to its owner, who adds it; not on two ranks, two levels, or where shards are gathered).
-        narrow: of the gradient route ``"direct"``: contributions travel in fewer bits than they are added in, and two
-            ranks take it too.
+        receive_in_slots: gradients arrive in slots only, as shared memory requires.
+        halves: the gradients of a backward travel in two halves of their rows, each as an independent chain.
+        two_lanes: forwards alternate between two streams, dgrads and wgrads have one each.
+        late: the last gradient that arrives in a backward is added at its end, or after it; not if gradients travel in
+            halves or shards are gathered.
+        hosts: number of hosts of the route two-level, with equal numbers of neighbouring ranks.
+        gradient_route: ``"chain"`` (a partial sum of each gradient travels along the ring) or ``"direct"`` (each
+            contribution travels directly to its owner, which adds it; not on two ranks, two levels, or if shards are
+            gathered).
+        narrow: for the gradient route ``"direct"``: contributions travel in fewer bits than their sum has, and two
+            ranks take this route too.
 
     Raises:
         ValueError: an unknown name, fewer than one rank, a rank outside the ring, hosts that do not divide the ranks,
-            in_place on two levels, or an input gradient wanted from an embedding.
+            in_place on two levels, or an input gradient of an embedding.
     """
     if op not in OPERATIONS:
         raise ValueError(f"expected an operation of {', '.join(OPERATIONS[:-1])} or {OPERATIONS[-1]}, got {op}")
@@ -120,10 +120,10 @@ def schedule_of(
 
 
 def lane(step: Step) -> str:
-    """Where a step runs: ``"weight"``, ``"gradient"`` (hops; between hosts, on two levels, ``"outer weight"`` and
-    ``"outer gradient"``), ``"compute"`` or ``"side"`` (computes, copies, adds).
+    """Returns the timeline row (stream) of a step: ``"weight"``, ``"gradient"`` (hops; between hosts, on two levels,
+    ``"outer weight"`` and ``"outer gradient"``), ``"compute"`` or ``"side"`` (computes, copies, adds).
 
-    The side lane computes beside the other where a single GEMM leaves much of a GPU idle.
+    The side stream computes in parallel to the other if a single GEMM leaves much of a GPU idle.
     """
     if step.action == "hop":
         return f"outer {step.channel}" if step.outer else step.channel
@@ -135,7 +135,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes: bool, direct: bool) -> str:
-    """Which of the wanted ways a pass does not go, and why not."""
+    """Returns a text with the requested options that do not apply to a pass, and the reason."""
     if direct and schedule.gradient_route == "chain":
         few = "to two ranks" if schedule.ranks == 2 else "to one rank"
         why = "to a forward" if pass_ == "forward" else "without a weight gradient"
@@ -172,11 +172,11 @@ def describe(
     hosts: int = 1,
     gradient_route: str = "chain",
 ) -> str:
-    """Two lines: which pass this is, and what each rank computes, sends and holds.
+    """Returns two lines: the pass, and the computes, hops and slots of each rank.
 
-    The arguments are what `schedules` was asked for. What it does not do where asked, it says: in place the shard
-    itself travels, so that each hop goes to the neighbour; a bundle works shard by shard; where shards are gathered
-    there is one product of each kind.
+    The arguments are those of the call of `schedules`. The text names requested options that do not apply: in place,
+    every hop goes to the neighbour; a bundle works shard by shard; with gathered shards there is one product of each
+    kind.
     """
     first = schedules[0]
     computes: dict[str, int] = {}
@@ -219,12 +219,12 @@ def _named(step: Step) -> tuple[str | None, ...]:
 
 
 def table(schedules: Sequence[Schedule], *, title: str = "", rank: int | None = None) -> str:
-    """What every rank computes, sends and receives, in order: a column for each rank, a line for each step.
+    """Returns a table of computes and hops in order: a column for each rank, a line for each step.
 
     Args:
-        schedules: those of all ranks, in order, as `schedules` returns them.
-        title: lines to print above, usually those of `describe`.
-        rank: show this rank alone, with the buffers that each step reads and writes.
+        schedules: the schedules of all ranks, in order, as `schedules` returns them.
+        title: lines above the table, usually those of `describe`.
+        rank: show only this rank, with the buffers that each step reads and writes.
 
     Raises:
         ValueError: a rank outside the ring.

@@ -1,4 +1,4 @@
-"""What every step of a training took: lines of JSON and, where TensorBoard is installed, its event files."""
+"""Time, bytes and memory of every training step: lines of JSON and, if TensorBoard is installed, event files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["StepLog"]
 
 
 class StepLog:
-    """Writes what each step of this rank took.
+    """Logs time, bytes and memory of each step of this rank.
 
         with StepLog(ring, "steps.jsonl", tensorboard="runs/first") as log:
             for batch in data:
@@ -27,19 +27,19 @@ class StepLog:
                     ...
                     line["loss"] = loss.item()
 
-    A line has `step`, `seconds`, `weight_bytes` and `gradient_bytes` (what this rank has sent in hops), `hops`,
-    `slot_bytes` (of both kinds), `peak_bytes` (of the device since the start; on a CPU of the process, in main memory),
-    `exposed_seconds` and whatever was put into it. `exposed_seconds` is the time for which computes waited for hops; it
-    takes a recording of the ring, and is null in the steps that were not recorded. A step that raises is not written.
+    A line has `step`, `seconds`, `weight_bytes` and `gradient_bytes` (sent by this rank in hops), `hops`, `slot_bytes`
+    (weight and gradient slots), `peak_bytes` (of the device since the start; on a CPU the resident memory of the
+    process), `exposed_seconds` and the entries that the caller adds. `exposed_seconds` is the time for which computes
+    waited for hops; it is null in steps without a recording of the ring. A step that raises is not written.
 
     Args:
-        ring: whose hops are counted.
+        ring: the ring whose hops are counted.
         file: lines are appended to it; None: no file.
-        tensorboard: folder for the numbers as scalars `rtp/...`; None: none. Raises ValueError where the package
+        tensorboard: folder for the numbers as scalars `rtp/...`; None: none. Raises ValueError if the package
             tensorboard is not installed.
-        exposed_every: every how manieth step is recorded for `exposed_seconds`, the first one (of number 0) too. 0:
-            none. Recording is collective at either end: the same on every rank, as are its steps.
-        first: number of the first step, where a training is resumed.
+        exposed_every: interval, in steps, of the recordings for `exposed_seconds`; step 0 is recorded. 0: no
+            recordings. A recording is collective at its begin and end: all ranks must use the same interval and steps.
+        first: number of the first step, for a resumed training.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StepLog:
         self.close()
 
     def close(self) -> None:
-        """Ends the files. Idempotent."""
+        """Closes the files. Idempotent."""
         if self._file is not None:
             self._file.close()
         if self._board is not None:
@@ -73,7 +73,7 @@ class StepLog:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[dict[str, Any]]:
-        """Runs one step; what is put into the dictionary goes into its line. On a GPU its end is waited for."""
+        """Runs one step and writes its line, with the entries of the dictionary. On a GPU waits for the step's end."""
         recorded = self.exposed_every > 0 and self.next % self.exposed_every == 0
         line: dict[str, Any] = {"step": self.next}
         before = self._counts()
@@ -106,7 +106,7 @@ class StepLog:
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
-            self._file.flush()  # whatever happens to the next step
+            self._file.flush()  # the next step may end the process
         if self._board is not None:
             for key, value in line.items():
                 if key != "step" and isinstance(value, (int, float)):
@@ -114,7 +114,7 @@ class StepLog:
 
 
 def exposed_seconds(trace: Any) -> float:
-    """For how long the computes of a recording (`Ring.trace`) waited for hops, or posted them."""
+    """Returns the seconds for which the computes of a recording (`Ring.trace`) waited for hops, or posted them."""
     return sum(event.end - event.start for event in trace.events if event.kind == "wait")
 
 

@@ -1,4 +1,4 @@
-"""When every step of a rotation runs: a simulator of the schedule's lanes, and the picture of what it finds.
+"""Timelines of a rotation: a simulator of the streams of a schedule, and plots of its events.
 
 Source: RTP, arXiv 2311.01635.
 """
@@ -18,14 +18,14 @@ __all__ = ["Event", "Lockstep", "plot", "timeline"]
 
 LANES = ("compute", "side", "weight", "gradient", "outer weight", "outer gradient")
 
-LARGEST_RING = 128  # that is simulated rank by rank: a ring of R ranks has some R * R steps that wait for each other
+LARGEST_RING = 128  # limit of `timeline`: all ranks of a ring of R ranks have some R * R steps
 
 Duration = float | Callable[[int, Step], float]
 
 
 @dataclass(frozen=True)
 class Event:
-    """One step as it runs: on which rank and lane, and from when to when, in the unit of the durations given."""
+    """One step of a timeline: rank, row (stream) of the plot, begin and end in the unit of the given durations."""
 
     rank: int
     lane: str
@@ -36,7 +36,7 @@ class Event:
 
 
 class _Simulator:
-    """Runs the schedules of all ranks against the clock. Lanes run in order; hops are rendezvous."""
+    """Simulates the schedules of all ranks. Steps of a stream run in order; a hop starts when both ends are ready."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class _Simulator:
         }
         self.heads = dict.fromkeys(self.queues, 0)
         self.free = dict.fromkeys(self.queues, 0.0)
-        self.ready: dict[tuple[int, str, int], float] = {}  # rank, lane, index of the hop on that lane
-        self.ends: dict[tuple[int, int, str], float] = {}  # rank, position, which end
+        self.ready: dict[tuple[int, str, int], float] = {}  # by rank, stream, index of the hop in that stream
+        self.ends: dict[tuple[int, int, str], float] = {}  # by rank, position, kind of end
 
     def duration(self, rank: int, step: Step) -> float:
         time = self.times["outer hop" if step.outer else step.action]
@@ -69,7 +69,7 @@ class _Simulator:
         return time * (0.5 if step.half else 1.0)
 
     def earliest(self, rank: int, name: str, position: int) -> float | None:
-        """When a step at the head of its lane may start; None while something it waits for has not been placed."""
+        """Returns when the first pending step of a stream may start; None while a step that it waits for is pending."""
         earliest = self.free[rank, name]
         for earlier, which in self.waits[rank][position]:
             end = self.ends.get((rank, earlier, which))
@@ -79,7 +79,7 @@ class _Simulator:
         return earliest
 
     def partner(self, step: Step, rank: int, index: int, *, sends: bool) -> tuple[Step, float] | None:
-        """The step that a hop meets at its other end and when that end is ready; None while it is not there."""
+        """Returns the matching step at the other end of a hop and the time when it is ready; None while it is not."""
         peer = step.to if sends else step.from_
         ready = self.ready.get((peer, lane(step), index))
         if ready is None:
@@ -88,7 +88,7 @@ class _Simulator:
         return (other, ready) if rank == (other.from_ if sends else other.to) else None
 
     def place(self, rank: int, name: str) -> Event | None:
-        """Places the head of a lane on the clock if everything it waits for is known."""
+        """Returns the event of the first pending step of a stream; None while it must wait for another step."""
         index = self.heads[rank, name]
         if index == len(self.queues[rank, name]):
             return None
@@ -140,18 +140,18 @@ def timeline(
     copy_time: Duration = 0.0,
     outer_time: Duration | None = None,
 ) -> list[Event]:
-    """When every step of every rank runs, if nothing but the schedule holds it up.
+    """Returns the begin and end of every step of every rank, if only the schedule delays them.
 
-    Each rank has lanes that work in order and side by side: computes (with copies and adds), weight hops, gradient
-    hops, on two levels both kinds between hosts too, and, in a schedule of two lanes, computes on the side. A hop
-    starts when both ends have reached it and its buffers are free; a compute starts when what it reads has arrived.
-    Computes side by side share a device, which the simulator does not know: of two lanes a timeline shows the order,
+    Each rank has parallel streams: computes (with copies and adds), weight hops, gradient hops, on two levels both
+    kinds of hops between hosts, and, with two compute streams, a side stream. The steps of a stream run in order. A hop
+    starts when both ends have reached it and its buffers are free; a compute starts when its inputs have arrived. The
+    simulator does not model that parallel computes share a device: for two compute streams a timeline shows the order,
     not the speed.
 
     With constant durations, where w and g are hops of weights and gradients and R ranks take part:
 
         forward                 compute + (R - 1) max(compute, w)
-        the same in place       R max(compute, w), with the hop that brings the shard home
+        the same in place       R max(compute, w), with the hop that returns the shard to its owner
         backward                2 R compute + (R - 1) max(0, g - compute, w - 2 compute)
         the same in halves      2 R compute + (R - 1) max(0, g - 2 compute, w - 2 compute)
         backward of a bundle    R compute + R max(compute, hop) + copy, for R > 1 and w = g = hop
@@ -159,8 +159,8 @@ def timeline(
         gathered backward       max(start + R compute, copy + R compute + g) + R copy + (R - 2) g, for R > 1, where
                                 start = copy + max(R compute, (R - 1) w)
 
-    On two levels, K hosts of G ranks, where w and g are hops inside a host, W and H of weights and gradients between
-    hosts, and P is what one phase takes:
+    On two levels, K hosts of G ranks, where w and g are hops inside a host, W and H hops of weights and gradients
+    between hosts, and P is the time of one phase:
 
         forward                 P + (K - 1) max(P, W), where P = compute + (G - 1) max(compute, w)
         backward                P + (K - 1) max(P, W, H), where P = 2 G compute + (G - 1) max(0, g - compute),
@@ -168,18 +168,18 @@ def timeline(
         backward of a bundle    P + max(P, W) + (K - 2) max(P, W, H + compute + copy) + H + copy, where
                                 P = 2 G compute + copy, for w, g <= compute
 
-    Where a hop inside outlasts that, a later phase may begin it while the phase before ends, and take less.
+    If a hop inside a host exceeds these limits, a later phase may begin it before the previous phase ends, and take
+    less time.
 
     Args:
-        schedules: those of all ranks, in order, as `schedules` returns them.
-        compute_time, hop_time, copy_time, outer_time: durations in any one unit, or functions
-            ``(rank, step) -> duration``. `outer_time` is that of hops between hosts, by default as of others. A
-            constant is that of one shard: a step of half a gradient takes half of it, a product with all shards R times
-            as long. A hop takes as long as its receiver's duration says. copy_time is that of whatever a rank does to
-            its own buffers, copies and adds.
+        schedules: the schedules of all ranks, in order, as `schedules` returns them.
+        compute_time, hop_time, copy_time, outer_time: durations in one common unit, or functions
+            ``(rank, step) -> duration``. A constant is the duration of one shard: a step of half a gradient takes half
+            of it, a product with all shards R times as long. The duration of a hop is that of its receiver. copy_time
+            applies to copies and adds, outer_time to hops between hosts (default: hop_time).
 
     Returns:
-        Events ordered by start, rank and lane.
+        Events ordered by start, rank and row.
 
     Raises:
         ValueError: a negative duration, schedules that are not those of one whole ring of at most LARGEST_RING ranks,
@@ -205,10 +205,10 @@ def timeline(
 
 
 class Lockstep:
-    """`timeline` of a ring whose ranks all take equally long, in one pass over the steps of one rank.
+    """A timeline of a ring whose ranks have equal durations, in one pass over the steps of one rank.
 
-    The schedules of a ring are each other's rotations, so with equal durations every rank reaches step i at the same
-    time, both ends of a hop are ready at once, and any rank stands for all.
+    The schedules of a ring are rotations of each other: with equal durations every rank reaches step i at the same
+    time, both ends of a hop are ready at once, and one rank represents all.
     """
 
     def __init__(self, schedule: Schedule):
@@ -222,13 +222,12 @@ class Lockstep:
         self._steps = tuple(zip(kinds, parts, lanes, waits, strict=True))
 
     def makespan(self, durations: Mapping[str, float]) -> float:
-        """When the last step ends.
+        """Returns the end of the last step.
 
         Args:
             durations: of `forward`, `dgrad` and `wgrad` (computes), `weight` and `gradient` (hops), `outer weight` and
-                `outer gradient` (hops between hosts), `copy` and `add`, in any one unit, as far as the schedule has
-                them. Steps on half of the rows take half as long, products
-                with all shards R times as long.
+                `outer gradient` (hops between hosts), `copy` and `add`, in one common unit, if the schedule has them.
+                Steps on half of the rows take half as long, products with all shards R times as long.
 
         Raises:
             KeyError: a duration is missing.
@@ -245,7 +244,7 @@ class Lockstep:
         return max(ends, default=0.0)
 
 
-# Told apart by lightness and hatching, so that a print in black and white reads as well.
+# The styles differ in lightness and hatching, so that they are distinct in black and white too.
 LOOKS: dict[str, dict[str, Any]] = {
     "forward": {"facecolor": "#d6e6f5"},
     "dgrad": {"facecolor": "#d6e6f5"},
@@ -272,7 +271,7 @@ def _caption(step: Step) -> str:
 
 
 def _targets(steps: Sequence[Step], action: str) -> str:
-    """Where the copies or additions of a schedule go, for the legend."""
+    """Returns the destinations of the copies or additions of a schedule, for the legend."""
     buffers = [step.receive or "" for step in steps if step.action == action]
     places = {f"to {kind}": any(kind in buffer for buffer in buffers) for kind in ("whole", "slot")}
     places["home" if action == "copy" else "to home"] = any("home" in buffer for buffer in buffers)
@@ -280,9 +279,9 @@ def _targets(steps: Sequence[Step], action: str) -> str:
 
 
 def draw_step(axes: Any, step: Step, start: float, end: float, top: float, scale: float) -> str:
-    """Draws a step as a box on the lane at `top`, with a caption where it fits; returns the name of its look.
+    """Draws a step as a box in the row at `top`, with a caption if it fits; returns the name of its style.
 
-    `scale`: inches of the page that a unit of time takes.
+    scale: inches of the page for one unit of time.
     """
     name = _look(step)
     look = dict(LOOKS[name])
@@ -298,7 +297,7 @@ def draw_step(axes: Any, step: Step, start: float, end: float, top: float, scale
 
 
 def legend(seen: set[str], steps: Sequence[Step]) -> list[Any]:
-    """Patches that explain the looks in `seen`, of `steps`."""
+    """Returns legend patches for the styles in `seen`, which `steps` use."""
     from matplotlib.patches import Patch
 
     names = {name: f"{name} hop (what arrives)" for name in LANES[2:]}
@@ -321,10 +320,10 @@ def plot(
     outer_time: Duration | None = None,
     rank: int | None = None,
 ) -> None:
-    """Draws `timeline` into an image file: a band for each rank with its lanes, a box for each step.
+    """Draws `timeline` into an image file: a band for each rank with a row for each stream, a box for each step.
 
-    A hop is drawn where it arrives and named after the shard that it brings. Arguments beyond the file, the title and
-    the one `rank` to draw (default: all) are those of `timeline`.
+    A hop is drawn at its receiver and named after the shard that it carries. Besides the file, the title and `rank`,
+    the rank to draw (default: all), the arguments are those of `timeline`.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -348,7 +347,7 @@ def plot(
     computes = [event for event in events if event.rank == ranks[0] and shown[event.step].action == "compute"]
     busy = max(sum(event.end - event.start for event in computes if event.lane == name) for name in LANES)
     width = min(max(7.0, 0.78 * len(computes) * end / (busy or end)), 40.0)
-    band = len(lanes) + 0.6  # lanes are one unit high, bands are 0.6 apart
+    band = len(lanes) + 0.6  # rows are one unit high, bands are 0.6 apart
     page, height = width + 1.25, 0.34 * band * len(ranks) + 1.35  # inches; the bands and their margins
     figure = Figure(figsize=(page, height), dpi=150)
     FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""What a ring was measured to do, against what its schedule promises: a trace of all ranks, with its figures.
+"""Measured traces of all ranks with their figures, compared with the prediction of the schedule.
 
     with ring.trace() as trace:
         loss = model(x).sum()
@@ -30,10 +30,10 @@ __all__ = ["Summary", "gather", "plot", "predict", "report", "summaries", "write
 
 
 def gather(ring: Any, trace: Trace) -> list[Trace]:
-    """The traces of all ranks in ring order, with times in seconds on the clock of rank 0. Collective.
+    """Returns the traces of all ranks in ring order, with times in seconds on the clock of rank 0. Collective.
 
-    Ranks of one host are aligned by its clock. Others started together after an exchange, which is as far as they are
-    aligned. An emulated ring has one rank.
+    Ranks of one host share its clock. Ranks of other hosts are aligned only by their common start after an exchange. An
+    emulated ring has one rank.
     """
     if ring.mesh is None:
         return [trace]
@@ -51,14 +51,14 @@ def _shifted(trace: Trace, seconds: float) -> Trace:
 
 
 def kind_of(operation: str) -> str:
-    """The operation of all layers whose names differ in numbers alone: `blocks.*.mlp forward`."""
+    """Returns the name of an operation with `*` for the numbers in its module's path: `blocks.*.mlp forward`."""
     return re.sub(r"(^|(?<=\.))\d+(?=[. ])", "*", operation)
 
 
 def report(traces: Sequence[Trace]) -> str:
-    """A table of all operations: milliseconds of their passes together, on average over the ranks.
+    """Returns a table of all operations: milliseconds of all their passes, averaged over the ranks.
 
-    Layers whose names differ in numbers alone share a line.
+    Layers whose names differ only in numbers share a line.
     """
     found = summaries(traces)
     columns = ("passes", "total", "compute", "waiting", "w hops", "g hops", "hidden")
@@ -80,8 +80,8 @@ def report(traces: Sequence[Trace]) -> str:
 
 
 def write_chrome(path: str | os.PathLike[str], traces: Sequence[Trace]) -> None:
-    """Writes the traces for chrome://tracing or Perfetto: a process for each rank, a thread for each lane and one for
-    the passes. Times are microseconds."""
+    """Writes the traces for chrome://tracing or Perfetto: a process for each rank, a thread for each of its streams and
+    one for the passes. Times are microseconds."""
     used = {event.lane for trace in traces for event in trace.events}
     threads = ("pass", *(lane for lane in LANES if lane in used or not lane.startswith("outer")))
     events: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ def _complete(
 
 
 def most_exposed(traces: Sequence[Trace], rank: int, most: int = 6) -> list[int]:
-    """Of the passes of each line of `report` the one that waited longest for hops on `rank`; `most` of these."""
+    """Returns, for the `most` lines of `report` that waited longest for hops on `rank`, their longest waiting pass."""
     worst: dict[str, Summary] = {}
     for each in summaries([trace for trace in traces if trace.rank == rank]):
         kind = kind_of(each.operation)
@@ -122,7 +122,7 @@ def most_exposed(traces: Sequence[Trace], rank: int, most: int = 6) -> list[int]
     return sorted(each.pass_ for each in longest)
 
 
-MARGIN = 0.15  # of a pass, that is shown before it where a hop was sent ahead
+MARGIN = 0.15  # largest fraction of a pass that is shown before its begin, for a prefetched hop
 _WAIT: dict[str, Any] = {"facecolor": "#f6c9c4", "edgecolor": "#a01010", "hatch": "xxxx", "linewidth": 0.7}
 _STAGE: dict[str, Any] = {"facecolor": "#e9e2f2", "edgecolor": "#222222", "linewidth": 0.7}
 _OTHER: dict[str, Any] = {"facecolor": "#dddddd", "edgecolor": "#999999", "linewidth": 0.5}
@@ -136,19 +136,19 @@ def plot(
     rank: int = 0,
     passes: Sequence[int] | None = None,
 ) -> None:
-    """Draws what one rank was measured to do under what `predict` says, pass by pass, into an image file.
+    """Draws the measured passes of one rank below the timelines of `predict` into an image file.
 
-    Where the compute lane waits for a hop it is hatched in red. Hops and computes of other passes that ran meanwhile
-    are grey. A hop that was sent ahead starts before its pass, at a negative time, which is cut off where it is long.
+    Waiting for a hop is hatched in red. Hops and computes of other passes at the same time are grey. A prefetched hop
+    starts before its pass, at a negative time, and is cut off if it is long.
 
     Args:
-        title: of the page.
-        rank: the one to draw.
-        passes: their numbers; default: of those in each line of `report` the one that waited longest, six of these.
+        title: title of the page.
+        rank: the rank to draw.
+        passes: numbers of the passes; default: six by `most_exposed`.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: a rank that recorded nothing, or the number of a pass that not all ranks recorded.
+        ValueError: a rank without a recording, or the number of a pass that not all ranks recorded.
         OSError: the file cannot be written.
     """
     try:
@@ -195,7 +195,7 @@ def _panel(
     lanes: list[str],
     width: float,
 ) -> set[str]:
-    """Draws one pass; returns the names of the looks that it used."""
+    """Draws one pass; returns the names of the drawing styles that it used."""
     each = mine.passes[number]
     steps = make_schedule(mine.ranks, mine.rank, **each.options).steps
     predicted = [event for event in predict(traces, number) if event.rank == mine.rank]

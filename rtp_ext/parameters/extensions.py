@@ -1,8 +1,8 @@
-"""Parameters that are tensor subclasses: which can be sharded, and how their shards become whole again.
+"""Parameters that are tensor subclasses: sharding them and gathering their shards.
 
-A subclass that computes by rules of its own (quantized weights, weights that are cast to float8 before they travel) is
-sharded and gathered through the extensions that `fully_shard` calls, too: `fsdp_pre_all_gather` of a shard says what
-travels, and `fsdp_post_all_gather` makes the whole parameter of what has arrived.
+A subclass with special arithmetic (quantized weights, weights that are cast to float8 before they travel) is gathered
+through the extensions that `fully_shard` calls: `fsdp_pre_all_gather` of a shard returns the tensors that travel, and
+`fsdp_post_all_gather` makes the whole parameter from the received tensors.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import as_gradient, as_parameter, computes_plainly, expect_memory
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-_AGREED = "_rtp_agreed"  # attribute of a module: what the ranks have told each other of its parameters
+_AGREED = "_rtp_agreed"  # attribute of a module: by key, the shapes and dtypes that all ranks send
 
 
 def is_extended(parameter: Any) -> bool:
-    """Whether a parameter, or its shard, is to be gathered through extensions of its class."""
+    """Returns whether a parameter, or its shard, is gathered through the extensions of its class."""
     kind = type(held(parameter))
     return not computes_plainly(kind) and hasattr(kind, _PRE) and hasattr(kind, _POST)
 
 
 def refusal(parameter: Any) -> str | None:
-    """Why a parameter can be neither sharded nor gathered because of its class; None where it can."""
+    """Returns why the class of a parameter prevents sharding and gathering; None if it does not."""
     value = held(parameter)
     if computes_plainly(type(value)) or nn.parameter.is_lazy(value):
         return None
@@ -53,7 +53,7 @@ def refusal(parameter: Any) -> str | None:
 def _cannot_be_cut(value: torch.Tensor) -> str | None:
     try:
         part = value.detach()[:1].clone(memory_format=torch.contiguous_format)
-    except (NotImplementedError, RuntimeError, TypeError) as error:  # of operators that the class does not have
+    except (NotImplementedError, RuntimeError, TypeError) as error:  # the class may not support the operators
         return f"a {type_name(value)}, which cannot be sliced ({error})"
     return None if type(part) is type(value) else f"a {type_name(value)}, of which a slice is a {type_name(part)}"
 
@@ -62,7 +62,7 @@ def _cannot_be_cut(value: torch.Tensor) -> str | None:
 
 
 def shard_extended(parameter: Any, ring: Ring) -> nn.Parameter:
-    """A sharded parameter in place of a whole one whose class has the extensions, cut along its first dimension."""
+    """Returns a parameter sharded along its first dimension for a whole one whose class has the extensions."""
     assert ring.parameter_mesh is not None, "on an emulated ring it stays whole"
     local = take_shard(parameter, ring, 0)
     meta = TensorMeta(parameter.shape, torch.empty(parameter.shape, device="meta").stride(), parameter.dtype)
@@ -70,13 +70,13 @@ def shard_extended(parameter: Any, ring: Ring) -> nn.Parameter:
     converted = as_parameter(as_gradient(local, spec), parameter.requires_grad)
     converted.__dict__.update(
         {key: value for key, value in parameter.__dict__.items() if key not in local.__dict__}
-    )  # marks of the parameter, no inner tensors
+    )  # attributes of the parameter, not the inner tensors
     return converted
 
 
 def summed_inside(shard: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether gradients of a whole parameter are averaged inside of their wrappers: they are of the class of the shard,
-    which adds and scales by adding and scaling what is inside."""
+    """Returns whether gradients of a whole parameter are averaged by averaging their inner tensors: they have the class
+    of the shard, whose sums and multiples are those of its inner tensors."""
     return type(whole) is type(shard) and inner_tensors(whole) is not None and _adds_up(whole)
 
 
@@ -88,13 +88,13 @@ def _adds_up(whole: Any) -> bool:
     if kind not in _known:
         try:
             _known[kind] = _adds_up_made_up(whole)
-        except (NotImplementedError, RuntimeError, TypeError):  # of operators that the class does not have
+        except (NotImplementedError, RuntimeError, TypeError):  # the class may not support the operators
             _known[kind] = False
     return _known[kind]
 
 
 def _adds_up_made_up(whole: Any) -> bool:
-    """With made up values, so that every rank comes to the same answer."""
+    """Returns whether the class of `whole` is linear in its inner tensors; tests constants, so that all ranks agree."""
     row = inner_tensors(whole[:1]) or []
     numbers = [torch.full_like(each, 1.0 + place) for place, each in enumerate(row)]
     made = with_inner(whole, numbers)
@@ -107,11 +107,11 @@ def _adds_up_made_up(whole: Any) -> bool:
 
 
 class Extended:
-    """One parameter while it is gathered: what of this rank's shard travels, and what becomes of what arrives.
+    """One gather of a parameter through the extensions of its class.
 
     Attributes:
-        inputs: plain tensors of this rank, which all ranks send.
-        shapes: of what every rank sends, by rank, for each of `inputs`; set by `agree`.
+        inputs: the plain tensors that this rank sends.
+        shapes: for each of `inputs`, the shapes that the ranks send, by rank; `agree` sets it.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class Extended:
         return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in self.inputs]
 
     def sent(self) -> list[tuple[list[tuple[int, ...]], int]]:
-        """Of each of `inputs`: its shapes on all ranks, and the bytes of an element."""
+        """Returns for each of `inputs` its shapes on all ranks and the bytes of an element."""
         return [(shapes, tensor.itemsize) for shapes, tensor in zip(self.shapes, self.inputs, strict=True)]
 
     def whole(self, arrived: list[torch.Tensor]) -> torch.Tensor:
-        """The parameter of what every rank has sent, one rank's after the other's."""
+        """Returns the whole parameter from `arrived`, the inputs of all ranks concatenated in rank order."""
         whole, _ = getattr(self.shard, _POST)(tuple(arrived), self.metadata, self.dtype)
         rows = self.shape[0]
         if tuple(whole.shape[1:]) != tuple(self.shape[1:]) or whole.shape[0] < rows:
@@ -153,16 +153,16 @@ class Extended:
                 f"{self.name}: expected {_POST} of {type_name(self.shard)} to make a tensor of shape "
                 f"{tuple(self.shape)}, or of more rows, got {tuple(whole.shape)}"
             )
-        if whole.shape[0] != rows:  # the last ranks have padded what they sent
+        if whole.shape[0] != rows:  # the last ranks sent padding
             whole = whole.narrow(0, 0, rows)
         return whole.data if whole._is_view() else whole  # autograd refuses views from a Function
 
 
 def agree(extended: Sequence[Extended]) -> None:
-    """Has the ranks tell each other, once, what each sends of which shape.
+    """Exchanges once the shapes and dtypes that each rank sends.
 
-    Raises ValueError on every rank where they do not send the same kinds of tensors. Where a rank sends something else
-    later on, it ends the ring, since others are waiting for what it had told. Collective where something is new.
+    Raises ValueError on every rank if they differ in more than rows. If a rank later sends other tensors, it ends the
+    ring and raises RuntimeError, because the other ranks wait for the agreed ones. Collective if a key is new.
     """
     if not extended:
         return
@@ -195,8 +195,8 @@ def agree(extended: Sequence[Extended]) -> None:
 
 
 def parts_of_gradient(gradient: torch.Tensor, like: torch.Tensor | None) -> list[torch.Tensor]:
-    """A gradient as plain tensors, which are averaged each for itself. `like`: the shard of a parameter whose gradients
-    are `summed_inside`; None for all others."""
+    """Returns a gradient as plain tensors that are averaged separately. `like`: the shard, if the gradients of the
+    parameter are `summed_inside`; else None."""
     inside = None if like is None else inner_tensors(like)
     if computes_plainly(type(gradient)):
         return [gradient] * (1 if inside is None else len(inside))

@@ -1,4 +1,4 @@
-"""Whole parameters out of their shards, by one flat collective: for what is too small or too special to rotate."""
+"""Gathers whole parameters with one flat collective: for parameters that do not rotate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rtp_ext.ring.autograd import first_order_only, gradient_handler_of, rounded
 from rtp_ext.ring.mesh import ring_dim
 from rtp_ext.ring.offload import on_device
 
-_ALIGNMENT = 16  # bytes, of a parameter inside the flat buffer
+_ALIGNMENT = 16  # bytes; of a parameter inside the flat buffer
 
 
 @unseen
@@ -33,14 +33,17 @@ def gather(
     reduced_together: Sequence[int] | None = None,
     owners: Sequence[tuple[str, nn.Module]] | None = None,
 ) -> list[torch.Tensor]:
-    """Whole parameters from their shards, differentiable. Collective.
+    """Returns whole parameters gathered from their shards, differentiable. Collective.
 
-    One flat all-gather; in backward one flat reduction, which averages over the ring; or several, of as many parameters
-    each as `reduced_together` says. `owners`: name and module of each parameter, where some are tensor subclasses.
+    Forward: one flat all-gather. Backward: one flat all-reduce, which averages over the ring.
+
+    Args:
+        reduced_together: numbers of consecutive parameters whose gradients share one reduction; None: all share one.
+        owners: name and module of each parameter; required if some are tensor subclasses.
     """
     with on_device(parameters):
         shards = [local_shard(parameter) for parameter in parameters]
-        with torch.no_grad():  # what travels; the gradients of the shards are in their own dtype
+        with torch.no_grad():  # casts for travel; gradients of shards have the dtype of the shards
             extended = _extended(parameters, shards, ring, mp_policy, owners)
             cast = [
                 shard if place in extended else _cast(shard, mp_policy.param_dtype)
@@ -60,7 +63,7 @@ def gather(
             ring, layouts[these], mp_policy.reduce_dtype, every[these], likes[these], *shards[these]
         )
     for parameter, whole in zip(parameters, gathered, strict=True):
-        share_version(whole, parameter)  # a backward that needs it notices that the parameter was written since
+        share_version(whole, parameter)  # autograd detects a write to the parameter before a backward that reads it
     return gathered
 
 
@@ -71,7 +74,7 @@ def _extended(
     mp_policy: MixedPrecisionPolicy,
     owners: Sequence[tuple[str, nn.Module]] | None,
 ) -> dict[int, Extended]:
-    """Those of the parameters, by place, that travel as their classes say. Collective where one is new."""
+    """Returns, by position, the parameters that travel by the extensions of their classes. Collective if one is new."""
     if owners is None:
         return {}
     places = [place for place, parameter in enumerate(parameters) if is_extended(parameter)]
@@ -83,7 +86,7 @@ def _extended(
 def _gather_extended(
     ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor], extended: dict[int, Extended]
 ) -> list[torch.Tensor]:
-    """`_gather_flat`, in which some parameters are several tensors, or none."""
+    """Calls `_gather_flat` with the tensors of `extended` parameters (any number of them, also none) in their place."""
     travels: list[torch.Tensor] = []
     how: list[_Layout] = []
     counts: list[int] = []
@@ -103,7 +106,7 @@ def _gather_extended(
 def _expect_plain_gradients(
     parameters: list[torch.Tensor], likes: list[Any], owners: Sequence[tuple[str, nn.Module]] | None
 ) -> None:
-    """Raises TypeError, on every rank alike, where gradients are wrappers and replicas would have to average them."""
+    """Raises TypeError, on every rank, if gradients are wrappers and replicas would have to average them."""
     for place, (parameter, like) in enumerate(zip(parameters, likes, strict=True)):
         handler = gradient_handler_of(parameter) if isinstance(parameter, DTensor) and parameter.requires_grad else None
         if like is None or handler is None or handler.alone:
@@ -112,8 +115,8 @@ def _expect_plain_gradients(
         name, owner = owners[place]
         raise TypeError(
             f"{type(owner).__name__}.{name}: expected plain gradients of a parameter that replicas share, got one "
-            f"whose gradients are {type_name(like)}: freeze it, use one ring, or have fsdp_post_all_gather make a "
-            "plain tensor"
+            f"whose gradients are {type_name(like)}: freeze it, use one ring, or return a plain tensor from "
+            "fsdp_post_all_gather"
         )
 
 
@@ -123,12 +126,12 @@ def _cast(shard: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How one parameter is cut, and what it takes in the flat buffer."""
+    """The cut of one parameter, and its size in the flat buffer."""
 
     shape: tuple[int, ...]
-    dim: int | None  # None: replicated, whole already
-    sizes: tuple[int, ...]  # of the owners' shards along dim
-    flat_bytes: int  # of the largest shard, aligned
+    dim: int | None  # None: replicated
+    sizes: tuple[int, ...]  # extents of the owners' shards along dim
+    flat_bytes: int  # aligned bytes of the largest shard
 
     @classmethod
     def of(cls, parameter: torch.Tensor, shard: torch.Tensor, ring: Ring) -> _Layout:
@@ -141,7 +144,7 @@ class _Layout:
 
     @classmethod
     def stacked(cls, shapes: list[tuple[int, ...]], itemsize: int) -> _Layout:
-        """Of tensors of any number of rows, one for each rank, of which the whole is made one after the other."""
+        """Returns the layout of the concatenation of one tensor of each rank, with any numbers of rows."""
         sizes, rest = tuple(shape[0] for shape in shapes), shapes[0][1:]
         largest = max(sizes) * math.prod(rest) * itemsize
         return cls((sum(sizes), *rest), 0, sizes, -(-largest // _ALIGNMENT) * _ALIGNMENT)
@@ -151,21 +154,21 @@ class _Layout:
         return (*self.shape[: self.dim], self.sizes[owner], *self.shape[self.dim + 1 :])
 
     def take(self, whole: torch.Tensor, owner: int) -> torch.Tensor:
-        """The shard of `owner` out of the whole parameter."""
+        """Returns the shard of `owner`, a view of the whole parameter."""
         if self.dim is None:
             return whole
         return whole.narrow(self.dim, sum(self.sizes[:owner]), self.sizes[owner])
 
 
 def _gather_flat(ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Shards travel as bytes, so that parameters of several dtypes share one collective."""
+    """Gathers all shards in one collective. They travel as bytes, so that their dtypes may differ."""
     ring.settle_in_backward()
     sections = [layout.flat_bytes for layout in layouts]
     flat = torch.zeros(sum(sections), dtype=torch.uint8, device=ring.device)
     for shard, layout, section in zip(shards, layouts, flat.split(sections), strict=True):
         if layout.dim is not None:
             section[: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
-    # [R, bytes] cut into one [R, bytes of a parameter] for each
+    # [R, bytes], split below into one [R, bytes of a parameter] for each parameter
     gathered = ring.all_gather(flat) if flat.numel() else flat.expand(ring.size, -1)
     return [
         shard.clone() if layout.dim is None else _assemble(layout, part, shard.dtype)
@@ -180,9 +183,9 @@ def _reduce_flat(
     computed: list[torch.dtype],
     gradients: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """This rank's shards of the gradients, averaged over the ring; None for a parameter that no rank has used.
+    """Returns this rank's shards of the gradients, averaged over the ring; None for a parameter that no rank has used.
 
-    All ranks reduce the same parameters, whether they used them or not; behind the values, who did.
+    All ranks reduce the same parameters, used or not. A flag for each parameter, after the values, counts its users.
     """
     if not layouts:
         return []
@@ -196,29 +199,29 @@ def _reduce_flat(
             values[place].copy_(gradient.reshape(-1))
             used[place] = 1
     ring.all_reduce(flat).div_(ring.size)
-    # On CUDA nobody waits to learn who used what: a parameter that no rank used gets zeros there.
+    # On CUDA reading the flags would synchronise: there a parameter that no rank used gets zeros.
     unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(layouts)
     return [
         # a copy: the gradient must not keep the whole buffer alive
         None
-        if nobody
+        if is_unused
         else layout.take(value.view(layout.shape), ring.rank).clone(memory_format=torch.contiguous_format)
-        for nobody, layout, value in zip(unused, layouts, values, strict=True)
+        for is_unused, layout, value in zip(unused, layouts, values, strict=True)
     ]
 
 
 class GatherPlan:
-    """The same for graphs of a compiler, in which gathering and reducing are operators.
+    """Gathering and reducing as two separate operations, for operators in compiled graphs.
 
     Args:
-        parameters: as they are registered.
+        parameters: the registered parameters.
     """
 
     def __init__(self, parameters: list[torch.Tensor], ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
         self.parameters, self.ring, self.mp_policy = parameters, ring, mp_policy
 
     def gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Whole parameters from the shards of this rank. Collective."""
+        """Returns whole parameters from the shards of all ranks. Collective."""
         self.ring.check_alive("gather")
         with torch.no_grad():
             cast = [_cast(shard, self.mp_policy.param_dtype) for shard in shards]
@@ -230,7 +233,10 @@ class GatherPlan:
         places: Sequence[int],
         wanted: Sequence[int],
     ) -> list[torch.Tensor]:
-        """This rank's shards of the gradients of `wanted`; those of `places` are given. Zeros of what nobody used."""
+        """Returns this rank's averaged gradient shards of the parameters `wanted`; zeros if no rank used one.
+
+        places: indices of the parameters that `gradients` belong to. Collective.
+        """
         self.ring.check_alive("reduce")
         shards = [held(self.parameters[place]) for place in wanted]
         computed = [_cast(shard, self.mp_policy.param_dtype) for shard in shards]
@@ -256,7 +262,7 @@ class GatherPlan:
 
 
 class _Gather(torch.autograd.Function):
-    """Whole parameters out of shards, which have been gathered already."""
+    """Returns whole parameters, gathered before, as functions of their shards; backward reduces the gradients."""
 
     @staticmethod
     def forward(
@@ -270,9 +276,9 @@ class _Gather(torch.autograd.Function):
     ):
         ctx.ring, ctx.layouts, ctx.reduce_dtype, ctx.likes = ring, layouts, reduce_dtype, likes
         ctx.dtypes, ctx.computed = [shard.dtype for shard in shards], [tensor.dtype for tensor in whole]
-        ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
-        # A frozen parameter stays one, whoever is gathered along with it: activation checkpointing compares what
-        # autograd saves in the forward and in the recomputation, where other parameters come along.
+        ctx.set_materialize_grads(False)  # an unused parameter gets no gradient, as in the plain model
+        # A frozen parameter requires no gradient, whichever parameters share the gather: activation checkpointing
+        # compares the tensors that autograd saves in forward and in recomputation, where other parameters share it.
         ctx.mark_non_differentiable(
             *(tensor for tensor, needed in zip(whole, ctx.needs_input_grad[5:], strict=True) if not needed)
         )
@@ -303,14 +309,14 @@ class _Gather(torch.autograd.Function):
 
 
 def _parts(gradient: torch.Tensor | None, like: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    """What is reduced of one gradient, each part for itself; as many on a rank that has none."""
+    """Returns the parts of one gradient that are reduced separately; the same number of Nones without a gradient."""
     if gradient is not None:
         return parts_of_gradient(gradient, like)
     return [None] * (1 if like is None else len(inner_tensors(like) or ()))
 
 
 def _assemble(layout: _Layout, every: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The whole parameter from every owner's bytes [R, flat_bytes]."""
+    """Returns the whole parameter from every owner's bytes [R, flat_bytes]."""
     assert layout.dim is not None
     pieces = []
     for owner, row in enumerate(every):

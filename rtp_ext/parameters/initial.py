@@ -1,4 +1,4 @@
-"""Initial values: what the constructor of a plain module draws, drawn in pieces into this rank's shards."""
+"""Initial values: draws the values of a plain module's constructor piece by piece into this rank's shards."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rtp_ext.ring.autograd import as_parameter
 
 logger = logging.getLogger("rtp_ext")
 
-_PIECE = 1 << 20  # bytes that are drawn at once
-_BLOCK = 16  # elements that normal_ computes together
+_PIECE = 1 << 20  # bytes of one piece
+_BLOCK = 16  # elements that normal_ computes as one block
 
 _aten = torch.ops.aten
 _HARMLESS = {
@@ -32,24 +32,24 @@ _HARMLESS = {
     _aten.slice.Tensor,
     torch.ops.prim.device.default,
 }
-# Written element after element, in the order of memory.
+# Operators that write elements in the order of memory.
 _WRITES = {_aten.uniform_.default, _aten.normal_.default, _aten.fill_.Scalar, _aten.zero_.default}
 
 
 class _NotInPieces(Exception):
-    """The constructor does what cannot be done piece by piece."""
+    """The constructor calls an operator that cannot run piece by piece."""
 
 
 @dataclass
 class _Write:
-    target: torch.Tensor  # without memory: a parameter of the plain module, or a part of one
+    target: torch.Tensor  # fake: a parameter of the plain module, or a part of one
     function: Any
     arguments: tuple
     keywords: dict[str, Any]
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes what is written to tensors without memory. Raises _NotInPieces for what it does not know."""
+    """Records writes to fake tensors. Raises _NotInPieces for an unsupported operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,9 +66,9 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass
 class _Place:
-    """A parameter of the plain module that is to be drawn."""
+    """A parameter of the plain module whose values must be drawn."""
 
-    owner: Any  # a rotated module, once it has been rotated
+    owner: Any  # the module that holds it; rotated when `fill` runs
     key: str
     shape: torch.Size
     device: torch.device
@@ -76,13 +76,13 @@ class _Place:
 
 @dataclass
 class InitialValues:
-    """What the constructor of a plain module has written to its parameters, in order. See `construct`."""
+    """The writes of a plain module's constructor to its parameters, in order. See `construct`."""
 
     places: dict[int, _Place] = field(default_factory=dict)  # by storage
     writes: list[_Write] = field(default_factory=list)
 
     def fill(self, ring: Ring) -> None:
-        """Gives this rank's shards their memory and their values, in place of the shards on the meta device."""
+        """Replaces this rank's shards on the meta device by shards with memory and initial values."""
         local_shards: dict[int, torch.Tensor] = {}
         for storage, place in self.places.items():
             empty = held(place.owner._parameters[place.key])
@@ -100,15 +100,15 @@ class InitialValues:
 
 
 def construct(module: nn.Module, constructor: Callable[..., None], *arguments: Any) -> InitialValues:
-    """Calls the constructor of a plain module with the parameters on the meta device, and returns their values to be.
+    """Calls the constructor of a plain module with its parameters on the meta device, and returns their initial values.
 
-    Once the module has been rotated, `fill` of what is returned leaves it, and the random number generator, as if the
-    constructor had drawn whole parameters and this rank had kept its shards. Alive beyond the shards is one piece of
-    1 MiB at most; on other devices than CPUs, whose random numbers depend on the size of the tensor, one whole
-    parameter at a time.
+    After the module has been rotated, `fill` draws the values. The module and the random number generator are then in
+    the state that they would have if the constructor had drawn whole parameters and this rank had kept its shards.
+    Besides the shards, memory holds one piece of at most 1 MiB; on devices other than CPUs, where random numbers
+    depend on the size of the tensor, one whole parameter.
 
-    The parameters are drawn whole right away, where they are given and not drawn, where a class of the user's has a
-    reset_parameters of its own, and where the constructor computes what pieces do not suffice for.
+    The constructor draws whole parameters at once if a parameter is passed as an argument, if a user's class defines
+    reset_parameters, or if the constructor calls an operator that cannot run piece by piece.
     """
     if any(isinstance(argument, torch.Tensor) for argument in arguments):
         constructor(*arguments)
@@ -125,7 +125,8 @@ def construct(module: nn.Module, constructor: Callable[..., None], *arguments: A
 
 
 def _expect_known_reset(kind: type) -> None:
-    """What a user's own code draws from (NumPy, say) must not be drawn from twice, should it not come in pieces."""
+    """Raises _NotInPieces if user code initialises the module: a second run of it after a failed recording would draw
+    twice, for example from NumPy."""
     resets = {"reset_parameters", "_reset_parameters"}
     author = next(cls for cls in kind.__mro__ if resets & vars(cls).keys())
     if author.__module__.partition(".")[0] not in ("rtp_ext", "torch"):
@@ -133,7 +134,7 @@ def _expect_known_reset(kind: type) -> None:
 
 
 def _taken_from(module: nn.Module, writes: list[_Write]) -> InitialValues:
-    """Replaces the parameters without memory by such on the meta device, which can be sharded."""
+    """Replaces fake parameters by parameters on the meta device, which can be sharded, and returns their values."""
     if next(module.buffers(), None) is not None:
         raise _NotInPieces("it has buffers")
     values = InitialValues(writes=[write for write in writes if write.target.device.type != "meta"])
@@ -155,18 +156,18 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _draw(write: _Write, local: torch.Tensor, whole: torch.Size, dim: int, ring: Ring) -> None:
-    """Draws all that one call wrote to a parameter of shape `whole`, and keeps what lies in the shard."""
+    """Repeats one write to a parameter of shape `whole`, and keeps the elements of the shard."""
     begin, elements = int(write.target.storage_offset()), write.target.numel()
     if local.shape == whole:
         write.function(local.view(-1)[begin : begin + elements], *write.arguments, **write.keywords)
         return
     step = elements
-    if local.device.type == "cpu":  # a piece for the next time begins where normal_ would begin a block
+    if local.device.type == "cpu":  # every piece begins at a block of normal_
         step = max(_BLOCK, _PIECE // local.element_size() // _BLOCK * _BLOCK)
     scratch = torch.empty(min(elements, step + _BLOCK - 1), dtype=local.dtype, device=local.device)
     at = 0
     while at < elements:
-        # normal_ draws the last block once more where it is not a full one: the last piece has more than that rest
+        # normal_ redraws the last 16 elements if the last block is partial: the last piece must have at least one block
         end = at + step if elements - at - step >= _BLOCK else elements
         piece = scratch[: end - at]
         write.function(piece, *write.arguments, **write.keywords)
@@ -175,10 +176,10 @@ def _draw(write: _Write, local: torch.Tensor, whole: torch.Size, dim: int, ring:
 
 
 def _keep(piece: torch.Tensor, begin: int, local: torch.Tensor, whole: torch.Size, dim: int, ring: Ring) -> None:
-    """Copies to the shard what it has of the elements from `begin` on of the whole parameter."""
+    """Copies the shard's part of `piece`, the elements from `begin` on of the whole parameter, to the shard."""
     inner = math.prod(whole[dim + 1 :])
     first, width = (inner * number for number in shard_bounds(whole[dim], ring))
-    row = inner * whole[dim]  # the parameter as rows, of which the shard has the columns from `first` on
+    row = inner * whole[dim]  # length of a row; the shard is the `width` columns from `first` on
     shard = local.view(math.prod(whole[:dim]), width)
     at, end = begin, begin + piece.numel()
     while at < end:

@@ -1,4 +1,4 @@
-"""Modules that hold parameters of a live ring: how they are copied, loaded and tied, and what their classes are."""
+"""Modules that hold parameters of a live ring: copying, loading, tied parameters, and their classes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Tie:
         self.owners: list[tuple[weakref.ref[Any], str]] = []
 
     def __deepcopy__(self, memo: dict) -> Tie:
-        memo[id(self)] = twin = Tie()  # copies of modules join it themselves
+        memo[id(self)] = twin = Tie()  # LiveModule.__deepcopy__ adds the copied modules
         return twin
 
     def replace(self, old: Any, new: Any) -> None:
-        """Gives `new` to all who have `old`; those that were untied on purpose keep what they have."""
+        """Replaces `old` by `new` in all modules that hold it; modules that no longer hold `old` do not change."""
         for reference, name in self.owners:
             owner = reference()
             if owner is not None and owner._parameters.get(name) is old:
@@ -40,16 +40,16 @@ class Tie:
 class LiveModule:
     """A module that holds a live ring: it can be deep-copied, but not pickled.
 
-    `load_state_dict` takes shards, and whole tensors, which are cut as the parameters are. With `assign=True` it puts
-    new parameters in the place of the registered ones. Modules that share a parameter go on to share it; where the
-    state dict has several names of it, the last one counts, as in a load that copies. Marks of parameters stay through
-    that, and through `to`, `double` and the like, which put new tensors in their places, too.
+    `load_state_dict` accepts shards, and whole tensors, which it cuts like the parameters. With `assign=True` it
+    replaces the registered parameters. Tied parameters stay tied; if the state dict has several of their names, the
+    last one counts, as in a load that copies. The marks of parameters (GRADIENT_HANDLER, OFFLOADED) survive this, and
+    also `to`, `double` and similar methods, which replace the tensors.
     """
 
     _rtp_ties: Mapping[str, Tie] = MappingProxyType({})
 
     def join_tie(self, name: str, tie: Tie) -> None:
-        """Shares the parameter `name` with the other modules of the tie for good."""
+        """Adds the parameter `name` to a tie, so that later replacements apply to all its modules."""
         tie.owners.append((weakref.ref(self), name))
         self.__dict__.setdefault("_rtp_ties", {})[name] = tie
 
@@ -98,7 +98,7 @@ class LiveModule:
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         for name, tie in twin._rtp_ties.items():
             tie.owners.append((weakref.ref(twin), name))
-        if "_rtp_number" in twin.__dict__:  # of its own
+        if "_rtp_number" in twin.__dict__:  # a copy needs a separate number
             twin.__dict__["_rtp_number"] = register(twin)
         return twin
 
@@ -110,7 +110,7 @@ class LiveModule:
 
 
 def _marks(parameter: Any) -> dict[str, Any]:
-    """What a sharded parameter is known by to an outer policy, and to the memory of the host."""
+    """Returns the attributes by which an outer policy and offloading identify a sharded parameter."""
     known = parameter.__dict__ if isinstance(parameter, DTensor) else {}
     return {mark: known[mark] for mark in (GRADIENT_HANDLER, OFFLOADED) if mark in known}
 
@@ -134,11 +134,11 @@ def _calling(mixin: Any) -> Callable[..., Any]:
 
 
 def mixed_class(mixin: type, base: type[nn.Module]) -> Any:
-    """The class of a module of class `base` that became one of `mixin`; isinstance with `base` still holds."""
+    """Returns the class, a subclass of `mixin` and `base`, of a converted module of class `base`."""
     if (mixin, base) not in _MIXED:
         members: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
         if "forward" in mixin.__dict__ and base.forward is not nn.Module.forward:
-            # code that looks at the arguments of a forward finds the module's own
+            # keeps the signature of base.forward for code that inspects it
             members["forward"] = functools.wraps(base.forward)(_calling(mixin))
         members[_MADE_OF] = mixin
         prefix = getattr(mixin, "NAME_PREFIX", "Rotated")
@@ -150,8 +150,8 @@ _EXTENDED: dict[type, Any] = {}
 
 
 def extended_class(base: type[nn.Module], members: Mapping[str, Any]) -> Any:
-    """The class of a live module of class `base` that gets `members` and passes for its base; the same members for each
-    base. It copies as its base does, and cannot be pickled."""
+    """Returns a subclass of `base` with `members` and the name of `base`, cached by `base`: members must be the same
+    in every call. Its instances copy as those of `base`, and cannot be pickled."""
     if base not in _EXTENDED:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         stock = (base.__reduce_ex__, base.__reduce__) == (object.__reduce_ex__, object.__reduce__)
@@ -163,7 +163,7 @@ def extended_class(base: type[nn.Module], members: Mapping[str, Any]) -> Any:
 
 
 def _empty_twin(module: Any) -> tuple[Any, Any]:
-    """A new object of a module's class, without state, and the module's state."""
+    """Returns a new object of a module's class, without state, and the module's state."""
     reduced: Any = object.__reduce_ex__(module, 4)
     make, arguments, state, *_ = reduced
     return make(*arguments), state
@@ -186,7 +186,7 @@ _MADE_OF = "_rtp_made_of"  # attribute of a mixed class: its mixin
 
 
 def mixin_of(module: Any) -> type:
-    """The mixin of a module whose class `mixed_class` made; the class of any other object."""
+    """Returns the mixin of a module whose class `mixed_class` made; the class of any other object."""
     return _made_of(type(module))
 
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints of the plain model into a converted one: every rank its own slices only."""
+"""Loads checkpoints of the plain model into a converted one: every rank reads the slices of its shards only."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ _EXTRA_STATE = "_extra_state"  # torch's name for it in a state_dict
 def load_safetensors(module: nn.Module, files: Files, *, strict: bool = True) -> tuple[list[str], list[str]]:
     """Loads a checkpoint of the plain model into a converted one, in place.
 
-    Every rank reads the slices that make up its own shards, and nothing else: files are mapped into memory, and a slice
-    goes from there into the parameter, converted to the parameter's dtype. Beyond the model a rank needs no memory of
-    its own on CPUs, and one slice on GPUs. Buffers, and parameters that are not sharded, are read whole. Nothing is
-    written unless everything fits.
+    Every rank reads only the slices of its own shards: it maps files into memory, and copies each slice into the
+    parameter, converted to the parameter's dtype. Besides the model this takes no memory on CPUs, and that of one slice
+    on GPUs. Buffers and unsharded parameters are read whole. All names, shapes and dtypes are checked before the first
+    write.
 
     Args:
-        module: a model converted by `fully_rotate` (or any other), with storage: one made on the meta device needs
-            `to_empty` first. Buffers that are not in its state_dict (rotary frequencies, for one) are left as they are
-            and named in the log; after `to_empty` they hold garbage until `init_weights` or the caller sets them.
-        files: a .safetensors file, several of them, an index (model.safetensors.index.json), or a directory. Of a
-            directory, the index is used where there is one, else model.safetensors, else all .safetensors files.
-            An index names files of its own folder only; those may be links (as in the cache of huggingface_hub).
-            Names are those of the plain model's state_dict; of tied parameters one name is enough.
+        module: a model converted by `fully_rotate` (or any other), with storage: call `to_empty` on a model on the meta
+            device first. Buffers that are not in its state_dict (such as rotary frequencies) do not change and are
+            named in the log; after `to_empty` their values are undefined until `init_weights` or the caller sets them.
+        files: a .safetensors file, several of them, an index (model.safetensors.index.json), or a directory. In a
+            directory, the index is used if there is one, else model.safetensors, else all .safetensors files.
+            An index may name files of its own folder only; those may be links (as in the cache of huggingface_hub).
+            Names are those of the plain model's state_dict; one name of tied parameters is enough.
         strict: whether names that are missing from the files, or that the model does not have, are an error.
 
-    Returns the missing and the unexpected names, as load_state_dict does; none of them where strict.
+    Returns the missing and the unexpected names, as load_state_dict does; both are empty if strict.
 
-    Raises ValueError for names that do not fit (where strict), for a shape or dtype that does not fit (naming the
-    parameter, expected and actual), for files that contradict each other or cannot be read, for an index that names
-    anything but files in its folder; TypeError for `files` that are no paths; FileNotFoundError; ImportError where
-    safetensors is not installed. Not collective: every rank reads for itself.
+    Raises ValueError for missing or unexpected names (if strict), for a wrong shape or dtype (with the parameter,
+    expected and actual), for files that contradict each other or cannot be read, for an index that names anything but
+    files in its folder; TypeError for `files` that are not paths; FileNotFoundError; ImportError if safetensors is not
+    installed. Not collective: every rank reads independently.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"load_safetensors: expected a torch.nn.Module, got {type(module).__name__}")
     state = module.state_dict(keep_vars=True)
-    # what get_extra_state returns is a value, not a place to write to
+    # the result of get_extra_state is a value that cannot be written to
     targets = {
         name: value
         for name, value in state.items()
@@ -94,7 +94,7 @@ def _some(names: list[str]) -> str:
 
 
 def _locate(files: Files) -> dict[str, Path]:
-    """The file of every name."""
+    """Returns the file of every name."""
     paths = _paths(files)
     located: dict[str, Path] = {}
     for path in paths:
@@ -152,7 +152,7 @@ def _names_of_index(path: Path) -> dict[str, Path]:
 
 
 def _inside(index: Path, name: str, file: object) -> Path:
-    """Where the file is that an index names. By its name alone: a file of the folder may be a link to elsewhere."""
+    """Returns the path of a file that an index names. Checks the name only: a file of the folder may be a link."""
     if not isinstance(file, str):
         raise ValueError(f"load_safetensors: {name}: expected the name of a file in {index}, got {file!r:.100}")
     if os.path.isabs(file) or ".." in Path(file).parts or not Path(file).parts:
@@ -174,7 +174,7 @@ def _open(path: Path) -> Any:
 
 
 def _check(file: Any, path: Path, name: str, target: torch.Tensor) -> None:
-    """Reads the header only."""
+    """Raises ValueError if the parameter cannot be loaded from the file. Reads the header only."""
     if target.device.type == "meta":
         raise ValueError(f"load_safetensors: {name} is on the meta device; call to_empty first")
     entry = file.get_slice(name)
@@ -196,7 +196,7 @@ def _copy(file: Any, name: str, target: torch.Tensor) -> None:
 
 
 def _part(name: str, target: torch.Tensor) -> tuple[slice, ...]:
-    """Where this rank's part of a parameter lies in the whole."""
+    """Returns the slices of this rank's part of a parameter."""
     part = [slice(0, extent) for extent in target.shape]
     if not isinstance(target, DTensor):
         return tuple(part)
@@ -205,7 +205,7 @@ def _part(name: str, target: torch.Tensor) -> tuple[slice, ...]:
     if place is None:
         raise ValueError(f"load_safetensors: {name} is sharded over {mesh}, which this rank is not part of")
     cuts = list(zip(target.placements, place, mesh.shape, strict=True))
-    cuts = sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard))  # which cut what the others have left
+    cuts = sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard))  # a _StridedShard cuts last
     for placement, coordinate, ranks in cuts:
         if isinstance(placement, (Shard, _StridedShard)):
             whole = part[placement.dim]

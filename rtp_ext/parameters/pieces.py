@@ -1,4 +1,4 @@
-"""Parameters that are cut over replicas too: of the shard that rotates, every replica holds one piece."""
+"""Parameters that are also cut over replicas: every replica holds one piece of the shard that rotates."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from rtp_ext.ring.mesh import local_placements, own_part, piece_dim, ring_dim, r
 
 
 def is_piece(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor of which replicas hold different parts."""
+    """Returns whether a tensor is a DTensor that is cut over replicas."""
     return isinstance(tensor, DTensor) and piece_dim(tensor._spec) is not None
 
 
 def piece_placement(shape: Sequence[int], dim: int, replicas: int, ranks: int) -> Placement | None:
-    """How the pieces of a parameter that the ring cuts along `dim` lie over the replicas; None where they cannot.
+    """Returns the placement over the replicas of a parameter that the ring cuts along `dim`; None if no dimension is
+    suitable.
 
-    Along the dimension that the ring cuts, where DTensor's arithmetic for uneven sizes has the shards of all rings cut
-    alike: it cuts over the replicas first, and what that leaves of all shards over the ring, by the chunk rule each
-    time. Else along the largest other dimension.
+    The pieces are cut along the dimension that the ring cuts, if DTensor's arithmetic for uneven sizes gives the same
+    cut for the shards of all rings: it cuts over the replicas first and then over the ring, by the chunk rule each
+    time. Otherwise they are cut along the largest other dimension.
     """
     pieces = [shard_sizes(shard, replicas) for shard in shard_sizes(shape[dim], ranks)]
     if all(list(of_one) == list(shard_sizes(sum(of_one), ranks)) for of_one in zip(*pieces, strict=True)):
@@ -39,7 +40,7 @@ def piece_placement(shape: Sequence[int], dim: int, replicas: int, ranks: int) -
 
 
 def piece_placements(parameter: DTensor) -> tuple[Placement, Placement] | None:
-    """How the pieces lie of a parameter whose shard every replica holds; None where they cannot."""
+    """Returns placements that cut a parameter's shard over the replicas; None if no dimension is suitable."""
     over_ring = parameter.placements[-1]
     assert isinstance(over_ring, Shard), "a shard"
     replicas, ranks = parameter.device_mesh.shape
@@ -48,12 +49,12 @@ def piece_placements(parameter: DTensor) -> tuple[Placement, Placement] | None:
 
 
 def local_spec(spec: DTensorSpec) -> DTensorSpec:
-    """How the shards lie that pieces laid out as `spec` belong to: the same ones on every replica."""
+    """Returns the spec of the shards, replicated over replicas, whose pieces have the layout `spec`."""
     return DTensorSpec(spec.mesh, local_placements(spec), tensor_meta=spec.tensor_meta)
 
 
 def local_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of this rank's shard of a parameter, whole or cut over the replicas."""
+    """Returns the shape of this rank's shard of a parameter, which may be cut over the replicas."""
     if not isinstance(parameter, DTensor):
         return tuple(parameter.shape)
     shape, dim, mesh = list(ring_shape(parameter)), ring_dim(parameter), parameter.device_mesh
@@ -63,18 +64,18 @@ def local_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def cut_local(shard: torch.Tensor, dim: int, replicas: int) -> tuple[torch.Tensor, ...]:
-    """The pieces of a shard, views of it, by the chunk rule of DTensor's Shard."""
+    """Returns the pieces of a shard as views, by the chunk rule of DTensor's Shard."""
     return shard.split(shard_sizes(shard.shape[dim], replicas), dim)
 
 
 def own_piece(shard: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """This rank's piece, a view, of a shard that is to be laid out as `spec` says."""
+    """Returns this rank's piece, a view, of a shard for the layout `spec`."""
     dim = piece_dim(spec)
     return shard if dim is None else cut_local(shard, dim, spec.mesh.size(0))[spec.mesh.get_local_rank(0)]
 
 
 def as_pieces(parameter: DTensor, placements: tuple[Placement, Placement]) -> nn.Parameter:
-    """A parameter whose shard every replica holds, cut over the replicas; with memory of its own."""
+    """Returns a parameter, whose shard every replica holds, cut over the replicas, in new memory."""
     spec = DTensorSpec(parameter.device_mesh, placements, tensor_meta=parameter._spec.tensor_meta)
     local = own_piece(parameter._local_tensor.detach(), spec).clone(memory_format=torch.contiguous_format)
     data = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
@@ -87,7 +88,7 @@ _meshes: set[DeviceMesh] = set()
 
 
 def let_state_dicts_fit(mesh: DeviceMesh) -> None:
-    """Has whole state dicts (full_state_dict=True) be cut into pieces as the parameters on `mesh` are."""
+    """Patches torch so that whole state dicts (full_state_dict=True) are cut like the parameters on `mesh`."""
     _meshes.add(mesh)
     patch_state_dicts(_holds_pieces, _piece_of)
 
@@ -103,7 +104,7 @@ def _piece_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placem
 
 
 def gather_local(parameter: DTensor) -> torch.Tensor:
-    """This rank's shard out of the pieces of all replicas, outside autograd. Collective over the replicas."""
+    """Returns this rank's shard, gathered from the pieces of all replicas, detached. Collective over the replicas."""
     spec, dim = parameter._spec, piece_dim(parameter._spec)
     assert dim is not None, "pieces"
     local = parameter._local_tensor.detach().contiguous()

@@ -1,4 +1,4 @@
-"""Parameters sharded over a ring: DTensors of which every rank holds its local shard."""
+"""Parameters sharded over a ring: DTensors with one local shard on each rank."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ logger = logging.getLogger("rtp_ext")
 
 
 def shard_bounds(extent: int, ring: Ring) -> tuple[int, int]:
-    """The start and the size of this rank's shard of a dimension of `extent`, by the chunk rule of DTensor's Shard."""
+    """Returns start and size of this rank's shard of a dimension of `extent`, by the chunk rule of DTensor's Shard."""
     sizes = shard_sizes(extent, ring.size)
     return sum(sizes[: ring.rank]), sizes[ring.rank]
 
 
 def take_shard(full: torch.Tensor, ring: Ring, dim: int) -> torch.Tensor:
-    """This rank's own, contiguous copy of its shard of `full` [...], cut along `dim`."""
+    """Returns a contiguous copy of this rank's shard of `full` [...], cut along `dim`."""
     start, size = shard_bounds(full.shape[dim], ring)
     return full.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
 
 
 def held(shard: torch.Tensor) -> torch.Tensor:
-    """The tensor that a DTensor holds, itself and outside autograd; to_local() makes an alias and a graph node."""
+    """Returns the local tensor of a DTensor, without the alias and the graph node that to_local() makes."""
     return shard._local_tensor if isinstance(shard, DTensor) else shard
 
 
 @unseen
-def lay_out(shard: torch.Tensor) -> None:
-    """Gives a local shard in another memory format (channels_last) contiguous memory, in place, keeping its values.
+def make_contiguous(shard: torch.Tensor) -> None:
+    """Makes a local shard in another memory format (channels_last) contiguous, in place.
 
-    A copy for each call would not be what was sent ahead; of an empty or tiny shard there is none, and ranks would no
-    longer do the same.
+    A contiguous copy in each call would not be the prefetched tensor. Empty and tiny shards count as contiguous and
+    need no copy, so that ranks would differ.
     """
     local = held(shard)
     if local.is_leaf and not local.is_contiguous():
@@ -72,11 +72,11 @@ _ROOM = "_rtp_room"  # attribute of a local shard: the memory that `reserve` gav
 
 
 def reserve(shard: torch.Tensor, full_shape: torch.Size | tuple[int, ...], dim: int, ring: Ring, name: str) -> None:
-    """Gives a local shard storage for the largest shard of its parameter, in place, keeping its values.
+    """Enlarges the storage of a local shard to the largest shard of its parameter, in place, keeping its values.
 
     Raises ValueError for a plain shard that is a view of a larger tensor, whose other elements would be overwritten.
     """
-    local = held(shard)  # an alias would be given the storage alone
+    local = held(shard)  # with an alias, only the alias would get the storage
     if local.device.type == "meta" or getattr(local, _ROOM, None) == (local.data_ptr(), local.dtype):
         return
     if not isinstance(shard, DTensor) and local.untyped_storage().nbytes() != local.nbytes:
@@ -85,7 +85,7 @@ def reserve(shard: torch.Tensor, full_shape: torch.Size | tuple[int, ...], dim: 
             f"bytes), got a view of {local.untyped_storage().nbytes()} bytes"
         )
     largest = _slice_elements(full_shape, dim) * shard_sizes(full_shape[dim], ring.size)[0]
-    # A first forward may run in inference mode; the shard's memory outlives it.
+    # The first forward may run in inference mode; the shard's memory outlives it.
     with torch.inference_mode(False), torch.no_grad():
         storage = torch.empty(largest, dtype=local.dtype, device=local.device)
         roomy = storage[: local.numel()].view(local.shape)
@@ -104,9 +104,10 @@ def _slice_elements(shape: torch.Size | tuple[int, ...], dim: int) -> int:
 def as_sharded(
     local: torch.Tensor, full_shape: torch.Size, ring: Ring, dim: int | None, tensor: Placement | None = None
 ) -> torch.Tensor:
-    """The DTensor whose shard on this rank is `home`; `home` itself on an emulated ring.
+    """Returns the DTensor whose local shard is `local`; `local` itself on an emulated ring.
 
-    `dim`: what the ring cuts; None: nothing. `tensor`: how the parameter lies over the dimension of tensor parallelism.
+    dim: the dimension that the ring cuts; None: replicated. tensor: placement over the mesh dimension of tensor
+    parallelism.
     """
     if ring.parameter_mesh is None:
         return local
@@ -115,7 +116,7 @@ def as_sharded(
         patch_grad_scaler()
     stride = torch.empty(full_shape, device="meta").stride()
     placements = ring.placements(dim, tensor)
-    if ring.host_memory is not None:  # from_local would take it to the device of the mesh
+    if ring.host_memory is not None:  # from_local would move it to the device of the mesh
         meta = TensorMeta(full_shape, stride, local.dtype)
         spec = DTensorSpec(ring.parameter_mesh, tuple(placements), tensor_meta=meta)
         return as_gradient(ring.host_memory.keep(local), spec)
@@ -123,9 +124,9 @@ def as_sharded(
 
 
 def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Parameter:
-    """A sharded parameter in place of a whole one (meta device included). Scalars are replicated.
+    """Returns a sharded parameter for a whole one (meta device included). Scalars are replicated.
 
-    Of a DTensor on the ring's dimension of tensor parallelism the ring cuts the local part.
+    The ring cuts the local part of a DTensor of tensor parallelism.
     """
     if parameter.dim() == 0:
         return replicate_parameter(parameter, ring)
@@ -134,7 +135,7 @@ def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Paramet
 
 
 def replicate_parameter(parameter: nn.Parameter, ring: Ring) -> nn.Parameter:
-    """A parameter that every rank holds whole, in place of a plain one (meta device included)."""
+    """Returns a replicated parameter for a plain one (meta device included)."""
     whole, tensor = _values(parameter).detach().clone(), _over_tensor(parameter, ring)
     if ring.parameter_mesh is not None:
         patch_grad_scaler()
@@ -143,7 +144,7 @@ def replicate_parameter(parameter: nn.Parameter, ring: Ring) -> nn.Parameter:
 
 
 def _values(parameter: nn.Parameter) -> torch.Tensor:
-    """What this rank holds of a parameter that the ring has not cut yet, a tensor of torch's own class."""
+    """Returns this rank's values of a parameter before the ring cuts it, as a plain tensor."""
     values = held(parameter)
     if nn.parameter.is_lazy(values) or type(values) in (torch.Tensor, nn.Parameter):
         return values
@@ -157,7 +158,7 @@ def _values(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _over_tensor(parameter: nn.Parameter, ring: Ring) -> Placement | None:
-    """How tensor parallelism has laid out a parameter that the ring has not cut yet; None for a plain one."""
+    """Returns the placement of tensor parallelism of a parameter before the ring cuts it; None for a plain one."""
     if not isinstance(parameter, DTensor):
         return None
     if ring.tensor_mesh is None or parameter.device_mesh != ring.tensor_mesh:
@@ -172,12 +173,12 @@ def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 
 @unseen
-def local_shard(parameter: torch.Tensor, lands: tuple[Ring, int] | None = None) -> torch.Tensor:
-    """This rank's part of a parameter, differentiable; a plain tensor is its own part. Of one whose shard stays on the
-    host, what stands for it on the device: see rtp_ext.ring.offload.
+def local_shard(parameter: torch.Tensor, deferred: tuple[Ring, int] | None = None) -> torch.Tensor:
+    """Returns this rank's shard of a parameter, differentiable; a plain tensor itself. For an offloaded shard, returns
+    its stand-in on the device: see rtp_ext.ring.offload.
 
-    `lands`: its gradient may still be under way when the backward of what is computed with it has returned it: on which
-    ring, and where in the order of a backward it has to be waited for.
+    deferred: set if the gradient may still be travelling when the backward of the operation returns it: the ring, and
+    the sequence number of the autograd node that waits for it.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -188,15 +189,15 @@ def local_shard(parameter: torch.Tensor, lands: tuple[Ring, int] | None = None) 
             "expected a parameter of a model that fully_rotate has converted, and a forward of that model before"
         )
     local = held(parameter) if handler is None else handler.local(parameter)
-    share_version(local, parameter)  # whoever writes to one of them writes to both
+    share_version(local, parameter)  # a write to either one counts for both
     kept = offloaded_shard_of(parameter)
     if kept is not None:
         local = kept.stand_in(local)
         share_version(local, parameter)
     if torch.is_grad_enabled() and parameter.requires_grad:
-        if lands is None:
+        if deferred is None:
             return _LocalShard.apply(parameter, local, None)
-        ring, after = lands
+        ring, after = deferred
         shard = _LocalShard.apply(parameter, local, ring)
         shard.grad_fn._set_sequence_nr(after)
         return shard
@@ -204,14 +205,14 @@ def local_shard(parameter: torch.Tensor, lands: tuple[Ring, int] | None = None) 
 
 
 class _LocalShard(torch.autograd.Function):
-    """`to_local`, whose backward takes 0.1 ms per parameter to find out what the parameter's own spec says."""
+    """Replaces `to_local`, whose backward takes 0.1 ms per parameter to derive the spec that the parameter has."""
 
     @staticmethod
     def forward(ctx, parameter: DTensor, local: torch.Tensor, ring: Ring | None) -> torch.Tensor:
         save_delivery(ctx, parameter)
         ctx.ring = ring
-        ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient, as in the plain model
-        return local.detach()  # not a view, which autograd would refuse to unpack after a write
+        ctx.set_materialize_grads(False)  # an unused parameter gets no gradient, as in the plain model
+        return local.detach()  # not a view: autograd refuses to unpack one after a write
 
     @staticmethod
     @first_order_only
@@ -221,12 +222,14 @@ class _LocalShard(torch.autograd.Function):
         return deliver_gradient(ctx, gradient), None, None
 
 
-_BLOCK = 1 << 20  # bytes that `gather_full` sends at once
+_BLOCK = 1 << 20  # bytes of one broadcast of `gather_full`
 
 
 def gather_full(parameter: torch.Tensor) -> torch.Tensor:
-    """The whole parameter on every rank, on the CPU, with no second copy of it on the way, but for what the ring cuts
-    of a parameter that tensor parallelism cuts too. Collective."""
+    """Returns the whole parameter on the CPU of every rank. Collective.
+
+    Makes no second whole copy; if tensor parallelism cuts the parameter too, an additional copy of its local part.
+    """
     with torch.no_grad():
         if not isinstance(parameter, DTensor):
             return parameter.detach().to("cpu", copy=True)
@@ -253,12 +256,12 @@ def gather_full(parameter: torch.Tensor) -> torch.Tensor:
 def _gather_along(
     part: torch.Tensor, mesh: DeviceMesh, index: int, dim: int, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
-    """The tensor of `shape`, on the CPU, of which ranks along a dimension of the mesh have parts, cut along `dim`."""
+    """Returns the CPU tensor of `shape` whose parts, cut along `dim`, the ranks along mesh dimension `index` hold."""
     whole = torch.empty(shape, dtype=part.dtype)
     if whole.numel() == 0:
         return whole
     pieces = whole.split(shard_sizes(whole.shape[dim], mesh.size(index)), dim)
-    # one buffer for all blocks: a process group may hold on to what it has sent for a moment
+    # one buffer for all blocks: a process group may keep tensors alive for a while after it has sent them
     rows = max(1, _BLOCK // pieces[0][0].nbytes)
     buffer = torch.empty(pieces[0][:rows].numel(), dtype=part.dtype, device=device)
     for owner, piece in enumerate(pieces):
@@ -273,7 +276,7 @@ def _gather_along(
 
 
 class _WholeCopies(TorchDispatchMode):
-    """Lets an initialisation that reaches into other modules work on whole copies of their sharded parameters."""
+    """Replaces sharded parameters of other modules by whole copies while an initialisation accesses them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,10 +296,10 @@ class _WholeCopies(TorchDispatchMode):
 def init_weights(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
     """Initialises a converted model as `fn` initialises the plain one.
 
-    For each module in `modules()` order, `fn` runs on a full CPU copy of that one module's own parameters, and this
-    rank's shards are kept: values equal those of the plain model under the same seed, whatever R, and at most one
-    module's own parameters are held in full, next to a block of 1 MiB. Parameters of other modules that `fn` reaches
-    into (as GPT-2's scaled initialisation does) are held in full until it returns. Collective; seed every rank alike.
+    For each module in `modules()` order, `fn` runs on a full CPU copy of that module's own parameters, and this rank
+    keeps its shards. Values equal those of the plain model under the same seed, for any R. At most one module's own
+    parameters are held in full, besides a block of 1 MiB. Parameters of other modules that `fn` accesses (as GPT-2's
+    scaled initialisation does) are held in full until it returns. Collective; use the same seed on every rank.
 
     Raises ValueError for parameters still on the meta device (call `to_empty` first).
     """
@@ -329,14 +332,14 @@ def _keep_shard(parameter: DTensor, full: torch.Tensor) -> None:
 
 
 def placed_as(full: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:
-    """A whole tensor, which is the same on every rank, as a parameter laid out as `spec` says."""
+    """Returns a parameter with the layout `spec` from a whole tensor that is the same on every rank."""
     local = own_part(full.detach(), spec.mesh, spec.placements).clone(memory_format=torch.contiguous_format)
     data = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
     return as_parameter(data, full.requires_grad)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """A copy of `module` with its own parameter table, over the same children and buffers."""
+    """Returns a copy of `module` with a separate parameter table and the same children and buffers."""
     twin = copy.copy(module)
     twin._parameters = dict(module._parameters)
     return twin

@@ -1,4 +1,4 @@
-"""The state dict of a converted model, whole, on one rank."""
+"""The whole state dict of a converted model on selected ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rtp_ext.parameters.sharding import gather_full
 
 
 def whole_state(module: nn.Module, keep: bool, names: Collection[str] | None = None) -> dict[str, Any]:
-    """What the plain model's state_dict would be, on the CPU, on ranks that `keep` it; {} on the others.
+    """Returns the plain model's state_dict on the CPU if `keep`, else {}.
 
-    Tensors that the model ties share their memory. One parameter at a time is gathered, and ranks that do not keep it
-    drop it at once. `names`: of what is wanted; None: all. Collective: every rank of the mesh asks for the same names.
+    Tied tensors share their memory. Parameters are gathered one at a time, and ranks without `keep` drop each one at
+    once. names: entries to return; None: all. Collective: every rank of the mesh passes the same names.
     """
     state = module.state_dict(keep_vars=True)
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Tensor subclasses that are wrappers around plain tensors."""
+"""Tensor subclasses that wrap plain tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def type_name(tensor: torch.Tensor) -> str:
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    """The tensors inside a wrapper that computes number by number with each of them; None for all others."""
+    """Returns the plain floating-point tensors inside a wrapper if they have its shape; None for any other tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return None
     inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -26,7 +26,7 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
 
 
 def with_inner(like: Any, inner: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor of the class of `like` around other tensors, which are all of one shape."""
+    """Returns a tensor of the class of `like` that wraps `inner`, tensors of one shape."""
     names, context = like.__tensor_flatten__()
     shape, stride = inner[0].shape, inner[0].stride()
     return type(like).__tensor_unflatten__(dict(zip(names, inner, strict=True)), context, shape, stride)

@@ -1,4 +1,4 @@
-"""The library of operators for graphs of torch.compile: those of operators.py, and what models need beside them."""
+"""Registers the operators for graphs of torch.compile: those of operators.py, and `gather`, `reduce` and `scope`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rtp_ext.ring.registry import owner_of
 
 
 class Gathering(Protocol):
-    """Whom a number stands for that `gather` is given."""
+    """The registered object of the `number` argument of `gather` and `reduce`."""
 
     def _gather_plan(self) -> GatherPlan: ...
 
@@ -56,8 +56,11 @@ def _reduce(
     shards: list[Tensor],
     wanted: Sequence[int],
 ) -> list[Tensor]:
-    """`places`: of which of all parameters the gradients are; the others were used by nobody here. `shards`, `wanted`:
-    of the parameters that want gradients, and which these are."""
+    """Reduces gradients to this rank's shards.
+
+    places: indices of the parameters that `gradients` belong to; this rank did not use the others. shards, wanted: the
+    shards and the indices of the parameters that require gradients.
+    """
     return owner_of(number)._gather_plan().reduce(gradients, places, wanted)
 
 
@@ -95,7 +98,7 @@ def _reduced(ctx: Any, gradients: list[Tensor | None]) -> tuple:
 
 
 class Model(Protocol):
-    """Whom a number stands for that `scope` is given."""
+    """The registered object of the `number` argument of `scope`."""
 
     def in_graph_event(self, event: str, split: bool, autocast: torch.dtype | None) -> None: ...
 
@@ -112,7 +115,7 @@ def _scope_fake(number: Tensor, ring: str, event: str, split: bool, autocast: to
 
 
 def _as_one(kind: Callable[..., Any], function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`function`, which is given its arguments as one `kind`."""
+    """Returns `function` with its arguments packed into one `kind`."""
     return lambda *arguments: function(kind(*arguments))
 
 
@@ -168,7 +171,8 @@ _LIBRARY = _register()
 
 @functools.cache
 def register_effects() -> None:
-    """Has compilers keep all operators, in their order. When a graph is made: it imports what makes graphs."""
+    """Registers ordered effects, so that compilers keep all operators in their order. Runs at the first trace, because
+    it imports the compiler."""
     from torch._higher_order_ops.effects import _register_effectful_op
     from torch._library.effects import EffectType
 
@@ -178,8 +182,8 @@ def register_effects() -> None:
 
 
 def _leave_gradients_alone() -> None:
-    """Where a compiled function calls `backward`, torch 2.14 would compile how gradients become DTensors again and
-    fails at it once parameters are cut along different dimensions."""
+    """Excludes DTensor.__tensor_unflatten__ from compilation. Where a compiled function calls `backward`, torch 2.14
+    would compile it and fail if parameters are cut along different dimensions."""
     from torch._dynamo.eval_frame import set_code_exec_strategy
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 

@@ -1,11 +1,11 @@
 """Rotated operations as operators of torch.library, for the graphs of torch.compile.
 
-Each has an ordered effect: no pass of a compiler drops or reorders it, which would have the ranks of a ring send
-different hops. So it neither writes to its arguments nor returns what shares memory with one; gradients are returned.
-What an operator does is what the eager function does, with the layer that its number stands for: the same native call,
-prepared by the same agreement of the ranks. Eager calls do not come this way.
+Each has an ordered effect: no compiler pass drops or reorders it, since ranks would then send different hops. So an
+operator neither writes to its arguments nor returns a tensor that shares memory with one; it returns gradients. An
+operator looks up the layer of its `number` argument and runs the same native call as the eager function, prepared by
+the same agreement of the ranks. Eager calls do not use these operators.
 
-What decides shapes is an argument, so that one graph fits all layers of a kind.
+All values that decide shapes are arguments, so that one graph fits all layers of a kind.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
 from rtp_ext.ring.registry import owner_of, ring_named
 
-# Caches of compilers know an operator by its name and its schema, not by its effects: what changes of those, or of what
-# an operator means, takes another number here.
+# Compiler caches identify an operator by its name and schema only. Increase this number when the effects or the
+# behaviour of an operator change.
 VERSION = 2
 
 
@@ -42,24 +42,24 @@ def operator(name: str) -> Any:
 
 @dataclass
 class Bound:
-    """How a layer rotates: what an eager call is given besides tensors."""
+    """A layer as an operator calls it: the arguments of the eager call besides tensors."""
 
     ring: Ring
     name: str
     in_place: bool
     reduce_dtype: torch.dtype | None
-    # makes a call ready to run for these inputs: the local shards, and what the function takes before tensors
+    # prepares a call for these inputs; returns the local shards, and the function's arguments that precede tensors
     prepare: Callable[[Call, list[Tensor]], tuple[Sequence[ShardedParameter], tuple[Any, ...]]]
 
 
 class Layer(Protocol):
-    """Whom a number stands for that `forward` and `backward` are given."""
+    """The registered object of the `number` argument of `forward` and `backward`."""
 
     def _bound(self, operation: str) -> Bound: ...
 
 
 class _Context:
-    """What a function finds in place of autograd's context."""
+    """Replaces autograd's context when an operator calls an autograd function."""
 
     next_functions: tuple = ()
     saved_tensors: tuple[Tensor, ...] = ()
@@ -75,12 +75,12 @@ class _Context:
 
 @dataclass(frozen=True)
 class _Operation:
-    """An operation as its graph sees it. `sizes` are whatever decides shapes beside the tensors.
+    """An operation of the graph. `sizes` are the numbers that decide shapes besides the tensors.
 
-    outputs: how many of the results are the caller's; the rest is kept for the backward.
+    outputs: number of results for the caller; the other results are kept for the backward.
     results: shape and dtype of every result.
-    keep: picks what to keep out of what the function has saved.
-    saved: what the function saved, out of inputs, local shards and what was kept.
+    keep: selects, from the tensors that the function saved, those to return as kept.
+    saved: rebuilds the saved tensors of the function from inputs, local shards and kept tensors.
     """
 
     function: Any
@@ -128,7 +128,7 @@ _OPERATIONS = {
         lambda inputs, params, kept: [*inputs, params[0]],
         lambda inputs, params: [*inputs, params[0], params[1] if len(params) > 1 else None],
     ),
-    # sizes: in and out features, and the features of every hidden value that is kept
+    # sizes: in and out features, and the features of every kept hidden value
     "mlp": _Operation(
         MLP,
         _one,
@@ -162,7 +162,7 @@ _OPERATIONS = {
 
 
 class Forward(NamedTuple):
-    """What the operator of forwards is given, in the order of its schema."""
+    """Arguments of the operator `forward`, in the order of its schema."""
 
     number: Tensor
     ring: str
@@ -170,12 +170,12 @@ class Forward(NamedTuple):
     inputs: list[Tensor]
     params: list[Tensor]
     sizes: Sequence[int]
-    needs: Sequence[bool]  # which of inputs, and then of homes, will get gradients
+    needs: Sequence[bool]  # for inputs, then parameters: whether they need gradients
     dtype: torch.dtype
 
 
 class Backward(NamedTuple):
-    """What the operator of backwards is given, in the order of its schema."""
+    """Arguments of the operator `backward`, in the order of its schema."""
 
     number: Tensor
     ring: str
@@ -186,12 +186,12 @@ class Backward(NamedTuple):
     kept: list[Tensor]
     sizes: Sequence[int]
     needs: Sequence[bool]
-    wanted: Sequence[bool]  # of which this backward is asked
+    wanted: Sequence[bool]  # for inputs, then parameters: whether this backward must return a gradient
     dtype: torch.dtype
 
 
-# What the forwards of a layer have left for their backwards: nothing of a batch.
-_left: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+# By layer: the contexts of its forwards for their backwards. They hold no tensor of a batch.
+_contexts: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def forward(given: Forward) -> list[Tensor]:
@@ -219,15 +219,16 @@ def forward(given: Forward) -> list[Tensor]:
             _stamp(registered, params, [any(param is each for each in context.saved_tensors) for param in params])
         )
     context.save_for_backward()
-    _left.setdefault(layer, {})[given.operation, tuple(needs), dtype] = context, unwanted
+    _contexts.setdefault(layer, {})[given.operation, tuple(needs), dtype] = context, unwanted
     return [*result, *kept] if isinstance(result, tuple) else [result, *kept]
 
 
 def _stamp(registered: Sequence[ShardedParameter], params: list[Tensor], read: Sequence[bool]) -> Tensor:
-    """[2, homes]: versions of the parameters that the backward reads, and addresses of their shards; -1 of the others.
+    """Returns [2, parameters]: versions of the parameters that the backward reads, and addresses of their shards; -1
+    for the others.
 
-    Autograd cannot tell of a shard who writes to the parameter. A write after the graph, or between two, changes the
-    version; after a write within the graph the backward is given another tensor.
+    Autograd saves shards and does not detect a write to the parameter. A write after the graph, or between two graphs,
+    changes the version; after a write within the graph the backward gets another tensor.
     """
     versions = [param.tensor._version if each else -1 for param, each in zip(registered, read, strict=True)]
     addresses = [given.data_ptr() if each else -1 for given, each in zip(params, read, strict=True)]
@@ -249,9 +250,9 @@ def _expect_registered(call: Call, registered: Sequence[ShardedParameter], param
         if mine.data_ptr() != given.data_ptr() or mine.shape != given.shape or mine.dtype != given.dtype:
             raise RotationError(
                 f"{call.name}: a compiled graph was given a {param.what} of shape {tuple(given.shape)} that is not the "
-                "parameter of the layer that it was made for: expected parameters as they are registered (not those "
-                "that torch.func.functional_call puts in their place, nor written to earlier in the same graph: write "
-                "to parameters outside of compiled functions)"
+                "parameter of the layer that it was made for: expected parameters as they are registered (neither "
+                "replaced by torch.func.functional_call nor written to earlier in the same graph: write to parameters "
+                "outside of compiled functions)"
             )
 
 
@@ -265,10 +266,10 @@ def backward(given: Backward) -> list[Tensor]:
     kind = _OPERATIONS[given.operation]
     layer: Layer = owner_of(given.number)
     gradients, inputs, params, wanted = given.gradients, given.inputs, given.params, given.wanted
-    then, unwanted = _left[layer][given.operation, tuple(given.needs), given.dtype]
+    then, unwanted = _contexts[layer][given.operation, tuple(given.needs), given.dtype]
     *kept, stamp = given.kept
     _expect_unwritten(then.call, params, stamp)
-    if not inputs:  # of which the backward needs nothing but the rows
+    if not inputs:  # the backward needs their number of rows only
         inputs = [gradients[0].new_empty(gradients[0].shape[0], 0)]
     padding = (False,) * (len(kind.arguments(inputs, params)) - len(wanted))
     context: Any = _Context((*unwanted, *wanted, *padding))
@@ -297,7 +298,7 @@ def backward_fake(given: Backward) -> list[Tensor]:
 def keep_for_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     given = Forward(*inputs)
     tensors, count = given.inputs, _OPERATIONS[given.operation].outputs(given.sizes)
-    # A linear layer whose parameters want no gradient reads nothing of its input.
+    # The backward of a linear layer reads its input only for gradients of parameters.
     read = given.operation not in ("linears", "partial linear") or any(given.needs[len(tensors) :])
     kept = output[count:]
     ctx.counts = len(tensors), len(tensors) if read else 0, len(given.params), count

@@ -1,7 +1,7 @@
-"""What compilers trace of rotated layers: operators in place of eager functions.
+"""Functions that compilers trace in place of the eager functions of rotated layers; they call operators.
 
-Everything here runs while a graph is made, once. What it cannot put into the graph it leaves to the eager function
-(None, or False), at which the graph breaks.
+They run once, while a graph is traced. They return None (or False) for calls that operators do not support; the layer
+then calls the eager function, at which the graph breaks.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def _effects() -> bool:
     return True
 
 
-_effects._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs when a graph is made
+_effects._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is traced
 
 
 def tracing(ring: Any) -> bool:
-    """Whether operations of the ring go into the graph that is being made. Asked where torch.compiler.is_compiling."""
+    """Returns whether operations of the ring become part of the traced graph. Requires torch.compiler.is_compiling."""
     return ring.traceable and outermost() and _effects()
 
 
-# -- whether a tensor of the graph that is being made is written to ----------------------------------------------------
+# -- whether the traced graph writes to a tensor -----------------------------------------------------------------------
 
-_watched = WeakTensorKeyDictionary()  # versions, by what stands for a tensor
-_unchanged = [False]  # the last answer
+_watched = WeakTensorKeyDictionary()  # versions, by fake tensor
+_unchanged = [False]  # result of the last `_compare`
 
 
 def _note(context: Any) -> None:
@@ -55,13 +55,13 @@ _answer._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def watch(x: Tensor) -> None:
-    from torch._dynamo.comptime import comptime  # which imports what makes graphs
+    from torch._dynamo.comptime import comptime  # imports the compiler
 
     comptime(_note)
 
 
 def unchanged(x: Tensor) -> bool:
-    """Whether nothing in the graph that is being made has written to `x` since it was watched there."""
+    """Returns whether the traced graph has not written to `x` since `watch(x)`."""
     from torch._dynamo.comptime import comptime
 
     comptime(_compare)
@@ -78,14 +78,14 @@ def local(parameter: Tensor) -> Tensor:
 def compute_dtype(
     asked: torch.dtype | None, weight: Tensor, device: torch.device, autocasts: bool = True
 ) -> torch.dtype:
-    """As Call.of chooses."""
+    """Returns the compute dtype by the rule of Call.of."""
     if autocasts and torch.is_autocast_enabled(device.type) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(device.type)
     return asked or weight.dtype
 
 
 def operand(x: Any, dtype: torch.dtype, features: int, device: torch.device) -> Tensor | None:
-    """[..., features] as [rows, features] in the compute dtype; None where the eager function would refuse it."""
+    """Returns [..., features] as [rows, features] in the compute dtype; None if the eager function would refuse it."""
     if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.dim() < 1 or x.device.type != device.type:
         return None
     if x.dtype != dtype and x.is_floating_point() and torch.is_autocast_enabled(device.type):
@@ -108,16 +108,16 @@ def rotate(
     needs = [grad and tensor.requires_grad for tensor in [*inputs, *parameters]]
     params = [local(parameter) for parameter in parameters]
     found = torch.ops.rtp_ext.forward_2(owner._rtp_number, ring.name, operation, inputs, params, sizes, needs, dtype)
-    return found[:-1] if any(needs) else found  # the last one is the backward's
+    return found[:-1] if any(needs) else found  # the last one is the stamp for the backward
 
 
 def shaped(y: Tensor, like: Tensor) -> Tensor:
-    """[rows, features] with the leading dimensions of `like`."""
+    """Returns [rows, features] with the leading dimensions of `like`."""
     return y if like.dim() == 2 else y.reshape(*like.shape[:-1], y.shape[-1])
 
 
 def linears(owner: Any, layers: list[Any], x: Tensor, transposed: bool) -> list[Tensor] | None:
-    """Layers with one input, cut along their outputs. `owner` has the number."""
+    """Computes layers that share one input and are cut along their outputs. `owner` is the registered object."""
     first = layers[0]
     device = first.ring.device
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
@@ -153,7 +153,7 @@ def linear(layer: Any, x: Tensor, by_inputs: bool, transposed: bool) -> Tensor |
 
 
 def mlp(block: Any, up: Any, down: Any, gate: Any, x: Tensor, recompute: bool, transposed: bool) -> Tensor | None:
-    """`block` has the number; up, down and gate (or None) are its layers."""
+    """Computes an MLP. `block` is the registered object; up, down and gate (or None) are its layers."""
     device = up.ring.device
     dtype = compute_dtype(up.mp_policy.param_dtype, up.weight, device)
     outputs, inputs = (1, 0) if transposed else (0, 1)
@@ -187,7 +187,7 @@ def embedding(layer: Any, ids: Any) -> Tensor | None:
 
 
 def cross_entropy(layer: Any, x: Tensor, targets: Any, ignore_index: int, reduction: str) -> Tensor | None:
-    """`layer` is the head."""
+    """Computes the loss of a vocabulary head; `layer` is the head."""
     device = layer.ring.device
     dtype = compute_dtype(layer.mp_policy.param_dtype, layer.weight, device)
     features = layer.weight.shape[1]
@@ -207,7 +207,7 @@ def cross_entropy(layer: Any, x: Tensor, targets: Any, ignore_index: int, reduct
 
 
 def gather(owner: Any, ring: Any, parameters: list[Tensor], policy: Any) -> list[Tensor]:
-    """Whole parameters of `owner`, which has the number."""
+    """Gathers whole parameters of `owner`, the registered object."""
     shapes, dtypes = [], []
     for parameter in parameters:
         shapes += [parameter.dim(), *parameter.shape]
@@ -218,7 +218,7 @@ def gather(owner: Any, ring: Any, parameters: list[Tensor], policy: Any) -> list
 
 
 def scope(state: Any, event: str, split: bool = False) -> None:
-    """Something begins or ends in the forward of a model."""
+    """Marks the begin or end of a scope in the forward of a model."""
     kind = state.ring.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     torch.ops.rtp_ext.scope_2(state._rtp_number, state.ring.name, event, split, autocast)
