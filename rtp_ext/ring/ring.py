@@ -19,7 +19,7 @@ from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
 from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.ring.dispatch import Dispatcher
-from rtp_ext.ring.dtensor_parameters import follow
+from rtp_ext.ring.dtensor_parameters import register_mesh
 from rtp_ext.ring.graphs import choose_graphs
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.failure_report import FailureReport
@@ -180,7 +180,7 @@ class Ring:
         self.mesh, self.parameter_mesh, self.tensor_mesh = meshes.hops, meshes.parameters, meshes.tensor
         self.replicas = meshes.replicas
         self.traceable = meshes.replicas == 1 and meshes.tensor is None
-        follow(meshes.parameters, meshes.replicas, meshes.tensor is not None)
+        register_mesh(meshes.parameters, meshes.replicas, meshes.tensor is not None)
         device = torch.device(meshes.hops.device_type)
         if checksum and device.type != "cpu":
             raise ValueError(f"Ring: expected checksum=False or a ring of CPU ranks, got True on {device.type}")
