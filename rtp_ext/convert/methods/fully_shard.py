@@ -113,7 +113,7 @@ INSTEAD = {
 }
 
 
-def answer_for_fully_shard(module: nn.Module) -> None:
+def explain_fsdp_methods(module: nn.Module) -> None:
     """Has a module say what to do where code calls methods of FSDPModule. These are AttributeErrors still, so that code
     which looks for such methods does not find them. Classes that look up attributes in a way of their own keep it."""
     if type(module).__getattr__ is nn.Module.__getattr__:

@@ -54,7 +54,7 @@ _REFUSED = ("assistant_early_exit", "use_mtp")
 _running: list[_Generation] = []
 
 
-def let_it_generate() -> None:
+def synchronize_generate() -> None:
     """Has `generate` of transformers' models, where parts of them rotate, call the model as often on all ranks. Models
     that do not rotate generate as before."""
     patch_generate(generate=_in_step, init_continuous_batching=_refusing)

@@ -21,7 +21,7 @@ from rtp_ext.parameters.whole import whole_state
 from rtp_ext.ring import Ring
 
 
-def let_it_save(root: nn.Module, ring: Ring) -> None:
+def install_save_pretrained(root: nn.Module, ring: Ring) -> None:
     """Has save_pretrained of a converted model, and of the models in it, gather what is sharded.
 
     Every rank calls it; rank 0 writes, the others wait for that, and where it fails all raise. With a `state_dict` of

@@ -20,9 +20,6 @@ def make_group(members: list[int], backend: str, timeout: datetime.timedelta) ->
     return group
 
 
-
-
-
 def destroy(groups: list[dist.ProcessGroup], world: Any, owner: int, unclosed: bool = False) -> None:
     """Destroys the process groups of a ring, and empties the list. Does nothing in a process other than `owner`, or
     once their world was destroyed.
