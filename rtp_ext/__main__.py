@@ -62,7 +62,7 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 def _doctor(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from rtp_ext.observe import doctor
 
-    if text := doctor.report():  # under torchrun one rank reports
+    if text := doctor.report():  # under torchrun only one rank has a report
         print(text)
     return 0
 
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         "--route",
         choices=("ring", "direct", "gather", "two-level"),
         default="ring",
-        help="hops to the neighbour, weights straight from their owner, all shards first and then one product, or "
+        help="hops to the neighbour, weights directly from their owner, all shards first and then one product, or "
         "shards that turn inside hosts and are handed on between them; default: %(default)s",
     )
     show.add_argument(

@@ -37,7 +37,7 @@ class _Step:
     """One parameter in one step, laid out over its mesh as `parameter` is."""
 
     parameter: DTensor
-    gradient: Tensor  # this rank's shard; the negative one where the step maximizes
+    gradient: Tensor  # this rank's shard; negated where the step maximizes
     state: dict[str, Any]
 
     def own(self, whole: Tensor, *without: int) -> Tensor:
@@ -105,8 +105,8 @@ class _Step:
 
 
 def step_on_shards(group: dict[str, Any], parameters: Sequence[DTensor], state: Any) -> None:
-    """A step of torch's Adafactor for parameters of one group that are cut over a mesh. Sends the sums over rows and
-    columns, and two numbers for each parameter, once in a step. Collective over what cuts the parameters."""
+    """Runs a step of torch's Adafactor for parameters of one group that are sharded over a mesh. Sends the sums over
+    rows and columns, and two numbers for each parameter, once in a step. Collective over the sharding ranks."""
     steps = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -124,7 +124,7 @@ def step_on_shards(group: dict[str, Any], parameters: Sequence[DTensor], state: 
         root_mean_square = (norm / step.parameter.numel()).sqrt()
         scales.append(root_mean_square.clamp_(min=least_scale).mul_(min(rate, 1 / math.sqrt(number))))
         updates.append([step.update(_eps(least, step)).square().sum()])
-    # What an update is, is computed again: all of them together would be as large as the parameters.
+    # Updates are computed twice: all of them together would be as large as the parameters.
     for step, scale, (norm,) in zip(steps, scales, _sum_over_shards(steps, updates), strict=True):
         clip = (norm / step.parameter.numel()).sqrt().div_(group["d"]).clamp_(min=1.0)
         shard = held(step.parameter)

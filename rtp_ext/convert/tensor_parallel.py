@@ -19,7 +19,7 @@ from rtp_ext.ring.mesh import RotationDims
 
 GATHERED = "replicated"  # the style of modules that are gathered while in use
 
-# how weight and bias lie over the dimension of tensor parallelism
+# Placements of weight and bias over the dimension of tensor parallelism.
 _STYLES: dict[type[nn.Module], dict[Placement, tuple[str, Placement]]] = {
     nn.Linear: {Shard(0): (COLWISE, Shard(0)), Shard(1): (ROWWISE, Replicate())},
     nn.Embedding: {Shard(1): (COLWISE, Replicate()), Shard(0): (ROWWISE, Replicate())},

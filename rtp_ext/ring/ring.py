@@ -96,9 +96,8 @@ class Ring:
         travel: the dtype in which weights travel: None (the compute dtype), `bfloat16`, or `int8` (rounded to the
             nearest of 255 values in blocks of 128 numbers, each with a float32 scale: 1.03 bytes a number). The owner
             rounds once. Every rank, the owner included, dequantizes the weights before it computes, so that all
-            compute with the same weights, in backward too. The local shard, which the optimizer updates, stays exact;
-            so do biases, all operations on a single rank, and `rotate` and `collect`. Not on route gather, and not in
-            place.
+            compute with the same weights, in backward too. Not rounded are the local shard, which the optimizer
+            updates, biases, `rotate`, `collect`, and a single rank. Not on route gather, and not in place.
         slot_cap: bytes; larger linear, embedding and vocabulary-head shards travel in chunks, one pass after the other,
             so that a vocabulary does not make every slot as large as itself. 0: no cap.
         graphs: runs passes of linear layers and MLPs as CUDA graphs, which take the host a few calls each: `auto`
@@ -106,8 +105,7 @@ class Ring:
             default until a graph has run on a GPU. A pass is captured once for its shapes, after it has run, and
             replayed where its tensors have the same addresses; otherwise it is enqueued hop by hop. With graphs
             `prefetch` is 0. See `graphs`.
-        checksum: every hop carries a CRC-32C; a hop that arrives changed raises a RotationError that names it. For
-            CPUs.
+        checksum: every hop carries a CRC-32C; a changed one raises a RotationError that names the hop. For CPUs.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
             (default 0: NCCL chooses). `blocking`: NCCL's calls return when they are done, without a thread for each
             (default False: docs/gpu.md). `registered`: `nccl` moves slots that are registered with NCCL, without copies

@@ -22,10 +22,10 @@ from rtp_ext.ring import Ring
 
 
 def install_save_pretrained(root: nn.Module, ring: Ring) -> None:
-    """Has save_pretrained of a converted model, and of the models in it, gather what is sharded.
+    """Makes save_pretrained of a converted model, and of the models in it, gather sharded parameters.
 
-    Every rank calls it; rank 0 writes, the others wait for that, and where it fails all raise. With a `state_dict` of
-    whole tensors, as frameworks pass it, nothing is gathered, and any rank may call it on its own.
+    Every rank calls it; rank 0 writes, the others wait, and all raise if it fails. With a `state_dict` of whole
+    tensors, as frameworks pass it, it gathers nothing, and any rank may call it alone.
     """
     if ring.mesh is None:
         return
@@ -59,7 +59,7 @@ def _saver(method: Any) -> Any:
 
 def _gather_and_write(method: Any, model: Any, given: dict[str, Any]) -> None:
     ring = _ring_of(model)
-    if ring is None:  # nothing of it is sharded any more
+    if ring is None:  # none of its parameters is sharded any more
         method(model, **given)
         return
     writes = dist.get_rank() == 0
@@ -93,7 +93,7 @@ def _ring_of(model: nn.Module) -> Ring | None:
 
 
 def _names(model: Any, given: Mapping[str, Any]) -> set[str] | None:
-    """What is saved of a model of the peft package: its adapters. None: of any other, everything."""
+    """Returns the names of the saved parameters of a model of the peft package: its adapters. None: all parameters."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return None

@@ -23,7 +23,7 @@ OWN_HOOKS = "_rtp_hook"  # attribute of hooks that bundling may skip
 
 
 def unhooked(module: nn.Module) -> bool:
-    """Returns whether a module has no hooks, and no replaced forward, other than this package's."""
+    """Returns whether a module has neither hooks of other code nor a replaced forward."""
     hooks = (
         *module._forward_hooks.values(),
         *module._forward_pre_hooks.values(),
@@ -54,7 +54,7 @@ class BundledMLP(LiveModule):
         self.__dict__["_rtp_number"] = register(self)
 
     def _parts(self, spec: MLPSpec) -> list[Any]:
-        """What stands between the layers, and the names of the block's modules."""
+        """Returns the modules between the layers, and the names of the block's modules."""
         found: list[Any] = [tuple(self._modules)]  # type: ignore[attr-defined]
         for path in spec.between:
             part: Any = self

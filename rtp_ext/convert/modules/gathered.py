@@ -47,10 +47,10 @@ class ForwardScope:
         self.split = False  # whether a backward may compute input gradients first, and parameter gradients later
         self.small: list[GatheredModule] = []  # modules that a forward of the whole model gathers in one collective
         self.gathered: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}  # by id of the owner
-        # For what a compiler traces:
+        # For compiled graphs:
         self._rtp_number = register(self)
         self.handed = False  # whether the small ones have been gathered for the forward that runs
-        self.in_graph: list[torch.Tensor] | None = None  # the same, where the whole forward is one graph that is made
+        self.in_graph: list[torch.Tensor] | None = None  # their parameters, while the whole forward is traced
 
     def enter(self) -> None:
         self.depth += 1
@@ -123,10 +123,10 @@ class ForwardScope:
 
     @unseen
     def _gather(self, owners: list[GatheredModule]) -> list[dict[str, torch.Tensor]]:
-        """The whole parameters of each owner, by one collective."""
+        """Returns the whole parameters of each owner, gathered by one collective."""
         own = [owner.rtp_sharded() for owner in owners]
-        # A pipeline that computes the gradients of inputs first, and those of parameters later, does the latter for one
-        # node of autograd after the other, and frees what lies between the places where its parameters are used.
+        # A pipeline that computes input gradients first computes parameter gradients later, for one node of autograd
+        # after the other, and frees the graph between the uses of its parameters.
         counts = None
         if self.split or self.root_depth == 0:
             counts = [count for owner in owners for count in owner.rtp_used_together()]
@@ -269,12 +269,12 @@ def is_averaged(parameter: torch.Tensor, ring: Ring) -> bool:
 
 
 def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: OuterPolicy | None, unit: Unit) -> bool:
-    """Averages every new gradient of a whole parameter over the ring and its replicas, in each backward, whatever the
-    outer policy leaves for later. Returns whether it did not yet. Raises in the first backward where ranks of tensor
-    parallelism have different gradients."""
+    """Averages every new gradient of a whole parameter over the ring and its replicas, in each backward, even where the
+    outer policy postpones others. Returns False if an earlier call has arranged this. Raises in the first backward
+    where ranks of tensor parallelism have different gradients."""
     if is_averaged(parameter, ring):
         return False
-    # what is compared, not the parameter itself: torch swaps tensors only while nobody refers to them
+    # A stand-in for the comparison: torch swaps tensors only while nothing refers to the parameter itself.
     compared = types.SimpleNamespace(shape=parameter.shape, device=parameter.device)
 
     @first_order_only
@@ -290,9 +290,9 @@ def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: Oute
             check_replicated_gradient(compared, dense, ring.parameter_mesh, ring.communicator.collectively)
         return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
-    # Not when the gradient has accumulated: torch.autograd.grad, which zero-bubble pipelines use, accumulates nothing.
+    # A hook after accumulation would not run under torch.autograd.grad, which zero-bubble pipelines use.
     hook = torch.utils.hooks.unserializable_hook(functools.partial(average, types.SimpleNamespace()))
-    # torch.utils.swap_tensors leaves hooks listed, and nobody calls them, ours or others', until the list is set again.
+    # After torch.utils.swap_tensors the listed hooks do not run until the list is set again.
     holder: Any = parameter
     holder._post_accumulate_grad_hooks = holder._post_accumulate_grad_hooks
     listed = holder._backward_hooks or {}

@@ -96,7 +96,7 @@ class FusedLossModel(LiveModule):
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Returns the loss of next tokens from the input of the head, [..., T, D], as transformers' ForCausalLMLoss does."""
+        """Returns the loss of next tokens from the head's input, [..., T, D], as transformers' ForCausalLMLoss does."""
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         head: Any = self.lm_head

@@ -37,10 +37,10 @@ class SharedInput:
         self.shared = True
         self.prepared = Prepared(sharded=True)
         self._rtp_number = register(self)
-        self.in_graph: Any = None  # an input, modes, and outputs that nobody has asked for yet, while a graph is made
-        self._source: Any = None  # weak, so that an input lives no longer than it would
+        self.in_graph: Any = None  # while a compiler traces: the input, modes, and outputs not returned yet
+        self._source: Any = None  # weak reference to the input, which it must not keep alive
         self._key: Any = None
-        self._waiting: dict[int, torch.Tensor] = {}  # outputs that nobody has asked for yet, by place of their layer
+        self._waiting: dict[int, torch.Tensor] = {}  # outputs not returned yet, by index of their layer
 
     def clear(self) -> None:
         self._source = self._key = None

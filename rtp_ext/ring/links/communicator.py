@@ -168,7 +168,7 @@ class Communicator:
         near: Sequence[int] | None = None,
         ended: float | None = None,
     ) -> None:
-        """Fails the executor with `error`, and drops the groups. Appends the rank that failed to the text of `error`."""
+        """Fails the executor with `error`, and drops the groups. Appends the rank that failed to the error's text."""
         if self.executor is not None:
             error.args = (str(error) + self.executor.fail(str(error)),)
         self.abandon(error, suspects, near, ended)

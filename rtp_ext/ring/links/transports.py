@@ -241,7 +241,7 @@ def ce_refusal() -> str | None:
 
 
 def nccl_put_refusal() -> str | None:
-    """Returns why the transport `nccl-put` cannot be used in this process; None if it can, as far as one rank can find."""
+    """Returns why transport `nccl-put` cannot be used in this process; None if it can, as far as one rank can find."""
     return nccl_refusal() or _native.nccl_put_refusal()
 
 
