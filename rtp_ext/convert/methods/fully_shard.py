@@ -114,14 +114,14 @@ INSTEAD = {
 
 
 def explain_fsdp_methods(module: nn.Module) -> None:
-    """Has a module say what to do where code calls methods of FSDPModule. These are AttributeErrors still, so that code
-    which looks for such methods does not find them. Classes that look up attributes in a way of their own keep it."""
+    """Makes methods of FSDPModule on a module raise an AttributeError that names the replacement, so that `hasattr`
+    stays False. Classes with a `__getattr__` of their own keep it."""
     if type(module).__getattr__ is nn.Module.__getattr__:
         module.__class__ = extended_class(type(module), {"__getattr__": _look_up})
 
 
 def _look_up(self: Any, name: str) -> Any:
-    # Parameters, buffers and modules are looked up here, too, and take no longer than by nn.Module's own.
+    # This also looks up parameters, buffers and modules, in the same time as nn.Module's own lookup.
     own = self.__dict__
     if "_modules" in own and name in own["_modules"]:
         return own["_modules"][name]

@@ -305,7 +305,7 @@ class _Generation:
 
     @torch.no_grad()
     def _stand_in(self, call: _Call) -> None:
-        """Takes part in a call that other ranks want, and changes nothing here by it."""
+        """Joins a call that other ranks need, without an effect on this rank's generation."""
         part = self.parts[call.part]
         accepted = inspect.signature(part.forward).parameters
         given: dict[str, Any] = {name: self._inputs[call.part, name] for name in call.inputs if name in _ENCODED}

@@ -80,10 +80,10 @@ def _gather_and_write(method: Any, model: Any, given: dict[str, Any]) -> None:
 
 
 def whole_to_save(model: nn.Module, keep: bool, options: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """What save_pretrained, called with `options`, writes of a converted model; {} on ranks that do not `keep` it.
+    """Returns the tensors that save_pretrained with `options` writes for a converted model; {} on ranks without `keep`.
     Collective."""
     ring = _ring_of(model)
-    if ring is not None:  # whoever calls it alone gets a RingTimeout
+    if ring is not None:  # a rank that calls it alone gets a RingTimeout
         ring.exchange(type(model).__name__)
     return whole_state(model, keep, _names(model, options))
 
