@@ -22,7 +22,7 @@ if _C.compiled_torch != torch.__version__:
     )
 
 for _error, _meaning in (
-    (_C.RotationError, "A ring cannot do what it was asked for: it failed, was closed, or cannot be made."),
+    (_C.RotationError, "A ring cannot run an operation: it failed, was closed, or cannot be created."),
     (_C.RingTimeout, "A rank of the ring did not answer in time, or is gone. The ring cannot be used any more."),
     (_C.CudaError, "A call of CUDA failed."),
     (_C.NcclError, "A call of NCCL failed."),

@@ -302,8 +302,8 @@ def compare_weights(mine: dict[str, int], ring: Ring) -> None:
             if theirs.get(name, value) != value:
                 logger.warning(
                     "fully_rotate: the values of %s on rank %d are not those on rank 0: the ranks were built with "
-                    "different seeds or weights, and the model is now made of shards of both. Seed every rank alike, "
-                    "or load a checkpoint",
+                    "different seeds or weights, and the model now consists of shards of both. Use the same seed on "
+                    "every rank, or load a checkpoint",
                     name,
                     rank,
                 )

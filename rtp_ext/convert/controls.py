@@ -119,7 +119,7 @@ def _policy_of(module: nn.Module, what: str) -> tuple[OuterPolicy, RotationState
 
 
 def _policy_of_whole(module: nn.Module, what: str) -> OuterPolicy:
-    """Returns the outer policy of a model. Raises ValueError for a part, whose gradients are reduced with the model's."""
+    """Returns the outer policy of a model. Raises ValueError for a part: its gradients are reduced with the model's."""
     policy, state = _policy_of(module, what)
     around = next(state.outer(), None)
     if around is not None:

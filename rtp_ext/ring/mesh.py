@@ -177,7 +177,7 @@ def _check_mesh(mesh_or_group: DeviceMesh | dist.ProcessGroup | None, dims: Rota
         if mesh_or_group.ndim != 1:
             raise ValueError(
                 f"Ring: expected a one-dimensional mesh, got one with dimensions {mesh_or_group.mesh_dim_names}; pass "
-                "dims=RotationDims(ring=..., replicate=...), which says what they are by name, or one of them, "
+                "dims=RotationDims(ring=..., replicate=...), which names their roles, or one dimension, "
                 'such as mesh["ring"]'
             )
     elif mesh_or_group is not None and not isinstance(mesh_or_group, dist.ProcessGroup):

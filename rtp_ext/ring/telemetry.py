@@ -142,7 +142,10 @@ class Telemetry:
         if self._communicator.hosts == self._communicator.size:
             return self._communicator.executor.bytes_sent(channel)
         if not isinstance(self._native, _native.CompositeTransport):
-            raise RotationError(f"transport {self._transport} does not tell what left the host from what stayed there")
+            raise RotationError(
+                f"transport {self._transport} does not count the bytes that leave the host separately: expected "
+                "shm+tcp or shm+c10d"
+            )
         return self._native.bytes_between_hosts(channel)
 
     # -- recordings --------------------------------------------------------------------------------------------------

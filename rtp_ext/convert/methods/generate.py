@@ -83,7 +83,7 @@ def _refusing(method: Any) -> Any:
         if _ring_of(self) is not None:
             raise ValueError(
                 f"continuous batching of {type(self).__name__}: a thread of its own calls the model, as often as this "
-                "rank's requests want, which cannot be combined with rotation: expected generate without "
+                "rank's requests require, which cannot be combined with rotation: expected generate without "
                 "cache_implementation='paged', with the same number of calls on every rank"
             )
         return method(self, *arguments, **keywords)
@@ -281,9 +281,9 @@ class _Generation:
         """Runs before a call of a part on this rank: all ranks call it, with their own inputs or with any others."""
         if self._depth == 0:
             given = inspect.signature(part.forward).bind_partial(*arguments).arguments if arguments else {}
-            wanted = self._note(name, {**given, **keywords})
-            while (call := self._agree(wanted)) != wanted:
-                assert call is not None, "this rank wants one"
+            own = self._note(name, {**given, **keywords})
+            while (call := self._agree(own)) != own:
+                assert call is not None, "this rank has a call"
                 self._stand_in(call)
         self._depth += 1
 

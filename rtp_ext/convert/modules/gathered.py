@@ -144,7 +144,7 @@ class ForwardScope:
         """Returns the tensor that stands for a whole parameter in its module."""
         if name not in owner._rtp_replicated:
             return whole
-        assert self.ring.tensor_mesh is not None, "somebody replicated it"
+        assert self.ring.tensor_mesh is not None, "tensor parallelism replicated it"
         shown = DTensor.from_local(whole, self.ring.tensor_mesh, [Replicate()], run_check=False)
         share_version(shown, owner._parameters[name])
         return shown

@@ -63,7 +63,7 @@ def _refuse_shard(parameter: Any) -> None:
 
 
 def _refuse_named(module: nn.Module, name: str) -> None:
-    for key in (name, f"{name}_orig"):  # what was pruned before has the second one
+    for key in (name, f"{name}_orig"):  # pruning has renamed the parameter to the second name
         if rotates(module._parameters.get(key)):
             raise ValueError(_too_late(f"{name} of a {type(module).__name__}"))
 

@@ -78,7 +78,7 @@ class WholeEmbedding(LiveModule):
         rows = self.ring.all_reduce(looked_up).nonzero().view(-1)
         with torch.no_grad():
             torch.embedding_renorm_(table, rows, self.max_norm, self.norm_type)
-        if isinstance(self.weight, DTensor):  # which does not see what is written to the tensor that it holds
+        if isinstance(self.weight, DTensor):  # its version does not count writes to the local tensor
             torch.autograd.graph.increment_version(self.weight)
 
 

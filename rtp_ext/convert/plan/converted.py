@@ -48,7 +48,7 @@ DIVIDED = "attention gathers it, and it rotates in three parts, since query, key
 
 
 def dtypes_of(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the compute dtype of a parameter of `dtype` under a policy, and the dtype in which its gradient travels."""
+    """Returns, for a parameter of `dtype` under a policy, the compute dtype and that in which its gradient travels."""
     compute = policy.param_dtype or dtype
     return compute, policy.reduce_dtype or (torch.float64 if compute == torch.float64 else torch.float32)
 

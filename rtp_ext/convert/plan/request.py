@@ -58,7 +58,7 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """Returns the options among `arguments`, by name. Reads an iterator of ignored_params, which is possible once."""
+        """Returns the options among `arguments`, by name. Consumes an iterator of ignored_params."""
         given = {each.name: arguments[each.name] for each in fields(cls)}
         ignored = given["ignored_params"]
         if isinstance(ignored, Iterable) and not isinstance(ignored, torch.Tensor):

@@ -214,7 +214,7 @@ class Traffic:
 
 
 def rotation_traffic(passes: Passes, shards: Sequence[Shards], facts: RingFacts) -> list[Traffic]:
-    """Returns the traffic of each parameter of one operation. Its input requires a gradient, unless it is an embedding."""
+    """Returns the traffic of each parameter of one operation. Its input requires a gradient, except for embeddings."""
     route, halves = facts.route_of(passes.name, passes.is_planned)
     count, rows = _chunks(passes, shards, route, facts)
     alone = count == 1

@@ -276,7 +276,7 @@ def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Place) -> OuterPo
     if place.tensor_mesh is not None and not policy.allows_tensor_parallel:
         raise ValueError(
             f"fully_rotate: {type(policy).__name__} cannot be combined with tensor parallelism (over "
-            f"{place.tensor_mesh.mesh_dim_names}), of whose parts it knows nothing: expected outer=outer.AllReduce(), "
+            f"{place.tensor_mesh.mesh_dim_names}), which it does not support: expected outer=outer.AllReduce(), "
             "or a model that parallelize_module has not cut"
         )
     return policy

@@ -120,7 +120,7 @@ def nvlinks_of(device: torch.device) -> int | None:
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     except Exception as error:
-        logger.info("NVML cannot be asked about the links of %s: %s", device, error)
+        logger.info("NVML cannot count the links of %s: %s", device, error)
         return None
     links = 0
     for number in range(nvml.NVML_NVLINK_MAX_LINKS):
@@ -280,7 +280,7 @@ class RoutePlanner:
         if self.gathers:
             plan = LayerPlan("gather", False, "as asked", {})
         elif tokens is None and self.decides:
-            plan = LayerPlan(self.hop_route, False, "nothing is known of its number of tokens in a first forward", {})
+            plan = LayerPlan(self.hop_route, False, "its number of tokens is unknown in a first forward", {})
         else:
             device = device_of(self.device, dtype) if self.link and self.alike else None
             plan = decide(
