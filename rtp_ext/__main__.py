@@ -200,8 +200,8 @@ def _parser() -> argparse.ArgumentParser:
     explained = commands.add_parser(
         "explain",
         help="print how fully_rotate converts every parameter of a model, and the bytes of a step",
-        description="Print how fully_rotate converts every parameter of a model of the transformers package: its movement, "
-        "route and dtypes, and the bytes that a rank sends. No weights, GPU or other ranks are needed.",
+        description="Print how fully_rotate converts every parameter of a model of the transformers package: its "
+        "movement, route and dtypes, and the bytes that a rank sends. No weights, GPU or other ranks are needed.",
     )
     explained.add_argument("--hf-config", required=True, metavar="FILE", help="a config.json, or its directory")
     explained.add_argument("--ranks", type=_at_least_one, required=True, metavar="R", help="size of the ring")
