@@ -75,7 +75,7 @@ def test_of_a_connection_either_end_is_named():
         ("; who failed: global rank 1 (its connections broke)", None),
         ("; who failed: global ranks 1, 2 (the connection between them broke)", None),
         ("; who failed: global ranks 0, 2 (the connection between them broke)", "got [0, 2]"),
-        ("; nobody is missed, and the first error was that of global rank 2: planted", "got [2]"),
+        ("; all ranks report, and the first error was that of global rank 2: planted", "got [2]"),
     ):
         wrong = faults.wrong_names("lost socket", {1}, text)
         assert wrong == named or named in wrong, (text, wrong)

@@ -74,9 +74,9 @@ def _faults(rank, ranks):
     ring = _ring(all_four)
     if rank == 3:
         time.sleep(TIMEOUT + 1.5)
-        text = _error_of(ring, cases, "late", "who failed: global rank 3 (no answer")
+        text = _error_of(ring, cases, "late", "who failed: global rank 3 (no report")
     else:
-        text = _error_of(ring, cases, "absent", "who failed: global rank 3 (no answer to the roll call within 0.6 s)")
+        text = _error_of(ring, cases, "absent", "who failed: global rank 3 (no report within 0.6 s)")
     assert "; what this rank did last: " in text, text
 
     # one whose connections break, all of them, in a ring that counts its ranks otherwise
@@ -99,7 +99,7 @@ def _faults(rank, ranks):
             ring.end(error)
             assert "who failed" not in str(error) and "planted" in str(error), error
         else:
-            _error_of(ring, cases, "own", "nobody is missed, and the first error was that of global rank 3: planted")
+            _error_of(ring, cases, "own", "all ranks report, and the first error was that of global rank 3: planted")
 
     # one that is stopped
     if rank == 3:
@@ -224,9 +224,9 @@ def _alone(store, me, ranks):
 def test_a_store_that_is_slow_is_not_taken_for_one_that_does_not_answer(monkeypatch):
     said = _alone(_Slow(), 1, [0, 1, 2]).call("text", False, (), 0.0)
     for thread in threading.enumerate():
-        if thread.name == "rtp roll call":
+        if thread.name == "rtp failure report":
             thread.join()
-    assert said == "; nobody could be asked who failed: the store of the process group answers too slowly"
+    assert said == "; the rank that failed is unknown: the store of the process group answers too slowly"
     # suspects that answer just before they are given up: then there is some time for what they find
     monkeypatch.setattr("rtp_ext.ring.links.failure_report.PATIENCE", 1.5)
     monkeypatch.setattr("rtp_ext.ring.links.failure_report.GRACE", 1.5)
@@ -245,7 +245,7 @@ def test_who_fails_for_a_reason_of_its_own_names_nobody():
 
 
 def test_a_rank_of_another_ring_that_is_busy_is_not_missed():
-    absent = "; who failed: global rank{} (no answer to the roll call within 0.6 s)"
+    absent = "; who failed: global rank{} (no report within 0.6 s)"
     told = []
     for answered in ((), (3,)):  # rings 0, 1 and 2, 3 of a mesh, on hosts of which nothing can be seen
         store = dist.HashStore()
@@ -258,7 +258,7 @@ def test_a_rank_of_another_ring_that_is_busy_is_not_missed():
 def test_connections_that_a_timeout_ended_did_not_break():
     """Two ranks wait for a third, and run out of time at once: each finds the connections to the other closed, by the
     other's own wait, before that one has come to say so."""
-    for ended, who in ((10.0, "rank 1 (no answer to the roll call"), (None, "ranks 0, 2 (the connection between")):
+    for ended, who in ((10.0, "rank 1 (no report"), (None, "ranks 0, 2 (the connection between")):
         store, here = dist.HashStore(), this_process()
         store.set("2", _answer(broken=[0], seen=10.01, ended=10.0))
         failure_report = _alone(store, 0, [0, 1, 2])

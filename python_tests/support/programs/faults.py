@@ -62,7 +62,7 @@ class Told:
 
     @property
     def tells(self) -> bool:
-        """Whether the error says what is out of step, where nobody is missed."""
+        """Whether the error says what is out of step, where all ranks report."""
         return "out of step" in self.text or "replicas disagree" in self.text
 
     @property

@@ -118,7 +118,7 @@ class FailureReport:
                 heard.append("" if own else self._without_store(str(error)))
 
         # A request to a store whose process is stopped blocks for ever: another thread makes it.
-        thread = threading.Thread(target=ask, name="rtp roll call", daemon=True)
+        thread = threading.Thread(target=ask, name="rtp failure report", daemon=True)
         try:
             thread.start()
         except (RuntimeError, MemoryError):  # there is no memory for a thread; `text` reports that
@@ -162,7 +162,7 @@ class FailureReport:
         # A silent rank whose process runs may only be slow, if another cause is known.
         seen_to_run = all(rank in self.neighbours for rank in missed)
         if missed and not (seen_to_run and (_own(answers) or _lost_links(answers))):
-            return self._found(_verdict(missed, f"no answer to the roll call within {grace} s"))
+            return self._found(_verdict(missed, f"no report within {grace} s"))
         return self._found(_first(answers) if _own(answers) else _links(answers))
 
     def _answered(self, ranks: Sequence[int]) -> bool:
@@ -190,9 +190,9 @@ class FailureReport:
         if gone := self._gone([rank for rank in self.neighbours if rank != self.me]):
             return gone
         if slow:
-            return "; nobody could be asked who failed: the store of the process group answers too slowly"
+            return "; the rank that failed is unknown: the store of the process group answers too slowly"
         if self._keeper is None or self._keeper in self.neighbours:  # its process runs, or is this one
-            return f"; nobody could be asked who failed: the store of the process group does not answer: {problem}"
+            return f"; the rank that failed is unknown: the store of the process group does not answer: {problem}"
         return _verdict([self._keeper], f"it keeps the store of the process group, which does not answer: {problem}")
 
     def _gone(self, ranks: Iterable[int]) -> str:
@@ -218,7 +218,7 @@ def _first(answers: Mapping[int, dict[str, Any]]) -> str:
     """Returns the verdict where all ranks have answered: the first rank to fail, preferring ranks whose cause is their
     own. Without such a rank it also names the operations in which ranks waited, if they differ."""
     first = min(answers, key=lambda rank: (not answers[rank]["own"], answers[rank]["seen"]))
-    verdict = f"; nobody is missed, and the first error was that of global rank {first}: {answers[first]['text']}"
+    verdict = f"; all ranks report, and the first error was that of global rank {first}: {answers[first]['text']}"
     places: dict[str, list[int]] = {}
     for rank, each in sorted(answers.items()):
         places.setdefault(_operation(each["text"]), []).append(rank)
