@@ -31,7 +31,7 @@ def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool) -> Non
 
 
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) -> None:
-    """The same as `set_requires_all_reduce`.
+    """Does the same as `set_requires_all_reduce`.
 
     Within a ring gradients are always summed: a rank has no memory for gradients of weights of other owners, and a
     shard that visits it leaves with the sum. Only the reduction over replicas can be postponed.

@@ -1,1 +1,1 @@
-"""How ranks reach each other: where they are, over which process groups and transport."""
+"""Connections between ranks: their hosts, process groups and transports."""

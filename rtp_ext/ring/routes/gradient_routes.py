@@ -1,4 +1,4 @@
-"""How gradients reach their owners: along a chain of partial sums, or each contribution directly."""
+"""Routes of gradients to their owners: along a chain of partial sums, or each contribution directly."""
 
 from __future__ import annotations
 
